@@ -1,1 +1,1 @@
-"""Measurements, run by hand: `python -m benchmarks.NAME`. Nothing here is a test."""
+"""Benchmarks, run by hand with `python -m benchmarks.NAME`."""

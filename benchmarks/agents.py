@@ -1,17 +1,16 @@
-"""Speed of agents beside plain prompts on one engine.
+"""Throughput of agent episodes compared with plain prompts on one engine.
 
-    python -m benchmarks.agents --out OUT                  # 1.2 B parameters, 256 episodes at once
-    python -m benchmarks.agents --out OUT --model 5b       # whose steps are bound by the GPU
-    python -m benchmarks.agents --out OUT --model 8b       # as wide and deep as a common 8 B model
-    python -m benchmarks.agents --out OUT --model small    # on a CPU, to see that it runs
+    python -m benchmarks.agents --out OUT                  # 1.2 B parameters, bound by the host
+    python -m benchmarks.agents --out OUT --model 8b       # width and depth of a common 8 B model
+    python -m benchmarks.agents --out OUT --model small    # smoke test on a CPU
 
-The engine is a Ray actor, and the episodes run in this process, as in a run. An episode has 8 turns
-of 200 sampled tokens; a tool answers each but the last after 50 ms with 20 tokens. There are two
-kinds of plain prompts. A *whole* one has the episode's opening and as many sampled tokens in one
-completion. A *turn* has the context of one turn as its prompt and 200 sampled tokens: the same
-requests without tools, waits or cached prefixes. All record routes and sampling masks. Weights are
-random, so the chat format parses each turn and then a tool call replaces what it found. The three
-kinds alternate in each round; a ratio is the median over rounds, for each number of `--episodes`.
+The engine is a Ray actor and 256 concurrent episodes run in this process, as in a training run. An
+episode has 8 turns of 200 sampled tokens; after each turn but the last, a tool returns 20 tokens
+after 50 ms. *whole* prompts have the episode's opening and sample as many tokens in one completion.
+*by_turn* prompts hold the context of one turn and sample 200 tokens: the same requests without
+tools, waits or cached prefixes. All record routes and sampling masks. Weights are random, so each
+parsed turn is replaced by a tool call. The three workloads alternate; ratios are medians over
+rounds.
 """
 
 from __future__ import annotations
@@ -46,23 +45,25 @@ from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.pool.ray_engines import ray_pool
 from keel.rollout.spec import EngineSpec
 
-TURNS, TURN_TOKENS = 8, 200
+EPISODES, TURNS, TURN_TOKENS = 256, 8, 200
 RESULT_TOKENS = 30
-"""Tokens of a tool's result with its marks."""
+"""Tokens of a tool result including its markers."""
 CONTEXT = 2560
 ROUND_S = 300.0
 TOOL_S = 0.05
 RESULT = "twenty tokens at all"
-"""20 tokens: the tiny tokenizer has one per letter."""
+"""20 tokens with the tiny tokenizer, which has one per letter."""
 TOOL = ToolSpec(name="look", description="Looks.", parameters={"type": "object", "properties": {}})
 
 
-def _mixture(hidden: int, layers: int, kv_heads: int, head: int, *experts: int) -> TinyModelConfig:
+def _mixture(
+    hidden: int, layers: int, heads: int, kv_heads: int, head: int, *experts: int
+) -> TinyModelConfig:
     number, per_token, size = experts
     return TinyModelConfig(
         hidden_size=hidden,
         layers=layers,
-        heads=hidden // 64 if head == 64 else 32,
+        heads=heads,
         kv_heads=kv_heads,
         head_dim=head,
         experts=number,
@@ -74,15 +75,14 @@ def _mixture(hidden: int, layers: int, kv_heads: int, head: int, *experts: int) 
 
 
 MODELS = {
-    "8b": _mixture(4096, 32, 8, 128, 16, 4, 1024),
-    "5b": _mixture(2048, 16, 4, 64, 64, 8, 768),
-    "1b": _mixture(1024, 16, 4, 64, 32, 4, 768),
+    "8b": _mixture(4096, 32, 32, 8, 128, 16, 4, 1024),
+    "1b": _mixture(1024, 16, 16, 4, 64, 32, 4, 768),
     "small": TinyModelConfig(max_context=CONTEXT),
 }
 
 
 class Looking:
-    """Environment in this process, whose tool takes `TOOL_S` seconds."""
+    """Environment in this process with a tool that takes `TOOL_S` seconds."""
 
     async def open(self, task: Prompt, *, seed: int) -> Opening:
         return Opening(messages=task.messages, tools=(TOOL,))
@@ -103,10 +103,9 @@ class Looking:
 
 @dataclass(frozen=True, slots=True)
 class CallingChat:
-    """Chat format that parses each turn and then takes it for a tool call."""
+    """Chat format that parses each turn and then returns a tool call instead."""
 
     chat: TemplateChat
-    turns: int
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -133,12 +132,12 @@ class CallingChat:
     ) -> Parsed:
         self.chat.parse(sampled, tools, thinking=thinking, turn=turn)
         call = ToolCall(call_id=f"call_{turn}_0", name=TOOL.name, arguments={})
-        last = turn + 1 == self.turns
+        last = turn + 1 == TURNS
         return Parsed(content="", reasoning="", closed=True, calls=() if last else (call,))
 
 
 def write_model(folder: Path, config: TinyModelConfig) -> int:
-    """Write random weights with a peaked head, which never end a turn; return their number."""
+    """Write random weights with a peaked head that never end a turn; return the parameter count."""
     tokenizer = build_tokenizer()
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = build_model(config, tokenizer, seed=0)
@@ -150,7 +149,7 @@ def write_model(folder: Path, config: TinyModelConfig) -> int:
     tokenizer.save_pretrained(folder)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     del model
-    torch.cuda.empty_cache()  # the engine is another process
+    torch.cuda.empty_cache()  # for the engine, which is another process
     return parameters
 
 
@@ -170,8 +169,7 @@ def prompts(count: int, salt: str) -> list[Prompt]:
 
 
 def turn_prompts(count: int, turns: int, salt: str) -> list[Prompt]:
-    """Make a prompt as long as the context of each turn of `count` episodes, of text that no other
-    prompt shares."""
+    """Make a prompt per turn of `count` episodes: unshared text as long as the turn's context."""
     draw = random.Random(salt)
     made: list[Prompt] = []
     for turn in range(turns):
@@ -186,18 +184,17 @@ def turn_prompts(count: int, turns: int, salt: str) -> list[Prompt]:
 def plainly(
     pool: Any, requests: Sequence[Prompt], sampling: SamplingConfig | None = None
 ) -> dict[str, float]:
-    """Sample plain prompts and return their speed and the engine's statistics."""
+    """Sample plain prompts and return their speed and engine statistics."""
     before, began = stats(pool), time.monotonic()
     submitted = [pool.submit(prompt, group_size=1, sampling=sampling) for prompt in requests]
     groups = [group.result() for group in submitted]
     seconds, after = time.monotonic() - began, stats(pool)
-    did = {name: after[name] - before[name] for name in ("steps", "fast_steps", "busy_s")}
+    did = {name: after[name] - before[name] for name in ("steps", "busy_s")}
     completions = [t for group in groups for t in group.trajectories]
     tokens = sum(t.sampled_tokens for t in completions)
     return {
         "tokens_per_second": tokens / seconds,
         "ms_per_step": 1e3 * did["busy_s"] / did["steps"],
-        "fast_fraction": did["fast_steps"] / did["steps"],
         "completions": len(completions),
         "sampled_mean": tokens / len(completions),
         "context_mean": statistics.mean(len(t.segments[0].token_ids_T) for t in completions),
@@ -212,12 +209,12 @@ def stats(pool: Any) -> dict[str, float]:
 def measure(
     pool: Any, runner: EpisodeRunner, sampling: SamplingConfig, count: int, salt: str
 ) -> dict[str, Any]:
-    """Run one round: episodes, then plain prompts of both kinds."""
+    """Run one round: episodes, then both kinds of plain prompts."""
     before, began = stats(pool), time.monotonic()
     futures = [runner.submit(p, group_size=1, purpose="train") for p in prompts(count, salt)]
     groups = [future.result() for future in as_completed(futures, timeout=ROUND_S)]
     agents_s, after = time.monotonic() - began, stats(pool)
-    did = {name: after[name] - before[name] for name in ("steps", "fast_steps", "busy_s")}
+    did = {name: after[name] - before[name] for name in ("steps", "busy_s")}
     trajectories = [t for group in groups for t in group.trajectories]
     usages = [t.usage for t in trajectories if t.usage is not None]
     tokens = sum(t.sampled_tokens for t in trajectories)
@@ -232,9 +229,7 @@ def measure(
         "ratio_by_turn": speed / by_turn["tokens_per_second"],
         "whole": whole,
         "by_turn": by_turn,
-        "agents_busy_fraction": did["busy_s"] / agents_s,
         "agents_ms_per_step": 1e3 * did["busy_s"] / did["steps"],
-        "agents_fast_fraction": did["fast_steps"] / did["steps"],
         "episodes": len(trajectories),
         "dropped": sorted({reason for group in groups for reason in group.dropped}),
         "turns_mean": statistics.mean(usage.turns for usage in usages),
@@ -242,15 +237,6 @@ def measure(
         "context_mean": statistics.mean(len(t.segments[-1].token_ids_T) for t in trajectories),
         "prefix_hit_fraction": sum(u.cached_tokens for u in usages)
         / sum(u.repeated_tokens for u in usages),
-        "sampling_s_mean": statistics.mean(usage.sampling_s for usage in usages),
-        "tools_s_mean": statistics.mean(usage.tools_s for usage in usages),
-        "finish_reasons": sorted({t.finish_reason for t in trajectories}),
-        "kept_mean": statistics.mean(
-            float(s.sampling_mask.sizes()[s.trainable_T].mean())
-            for t in trajectories[:8]
-            for s in t.segments
-            if s.sampling_mask is not None
-        ),
     }
 
 
@@ -258,15 +244,10 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", choices=list(MODELS), default="1b")
-    parser.add_argument(
-        "--episodes", type=int, nargs="+", default=[256], help="concurrent episodes"
-    )
-    parser.add_argument("--seats", type=int, default=256, help="concurrent sequences of the engine")
-    parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
-    sampling = SamplingConfig(top_p=0.95, top_k=64, max_tokens=options.turns * TURN_TOKENS)
+    sampling = SamplingConfig(top_p=0.95, top_k=64, max_tokens=TURNS * TURN_TOKENS)
     with tempfile.TemporaryDirectory() as scratch:
         parameters = write_model(Path(scratch), MODELS[options.model])
         tokenizer = build_tokenizer()
@@ -274,33 +255,33 @@ def main() -> None:
             model_path=scratch,
             tokenizer=scratch,
             config=RolloutConfig(
-                sampling=sampling, max_num_seqs=options.seats, kv_cache_gib=2.0, threads=2
+                sampling=sampling, max_num_seqs=EPISODES, kv_cache_gib=2.0, threads=2
             ),
             dtype="bfloat16" if gpu else "float32",
             max_model_len=CONTEXT,
             seed=0,
             keep_routing=True,
             keep_sampling_mask=True,
-            conversations=max(options.episodes),
+            conversations=EPISODES,
         )
         ray.init(include_dashboard=False, log_to_driver=False)
         pool = ray_pool(spec, gpu=gpu, startup_timeout_s=ROUND_S)
         limits = EpisodeLimits(
             Budget(
-                turns=options.turns,
+                turns=TURNS,
                 turn_tokens=TURN_TOKENS,
-                tokens=options.turns * TURN_TOKENS,
+                tokens=TURNS * TURN_TOKENS,
                 window=CONTEXT,
             ),
             ContextManager(method="none", window=CONTEXT, most=0),
         )
         runner = EpisodeRunner(
             {"look": Looking},
-            chat=CallingChat(TemplateChat(tokenizer), options.turns),
+            chat=CallingChat(TemplateChat(tokenizer)),
             turns=lambda request, purpose: pool.turn(request, purpose=purpose),
             limits={"look": limits},
             seed=0,
-            most_open=max(options.episodes),
+            most_open=EPISODES,
         )
         report = {**run_facts(), "parameters": parameters}
         rounds: list[dict[str, Any]] = []
@@ -308,27 +289,19 @@ def main() -> None:
             pool.start()
             measure(pool, runner, sampling, 16, "warm")
             for index in range(options.rounds):
-                for episodes in options.episodes:
-                    salt = f"{episodes}.{index} "
-                    rounds.append(measure(pool, runner, sampling, episodes, salt))
-                    medians = {kind: ratios(rounds, kind) for kind in ("ratio", "ratio_by_turn")}
-                    write(options.out, report | medians | {"rounds": rounds})
+                rounds.append(measure(pool, runner, sampling, EPISODES, f"{index} "))
+                medians = {
+                    kind: statistics.median(row[kind] for row in rounds)
+                    for kind in ("ratio", "ratio_by_turn")
+                }
+                write(options.out, report | medians | {"rounds": rounds})
         finally:
             runner.close()
             pool.shutdown()
             ray.shutdown()
 
 
-def ratios(rounds: Sequence[dict[str, Any]], kind: str) -> dict[int, float]:
-    """Map each number of episodes to its median ratio."""
-    values: dict[int, list[float]] = {}
-    for row in rounds:
-        values.setdefault(row["episodes"], []).append(row[kind])
-    return {episodes: statistics.median(some) for episodes, some in values.items()}
-
-
 def write(folder: Path, report: dict[str, Any]) -> None:
-    """Save the rounds so far."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "agents.json").write_text(json.dumps(report, indent=1))
     print(json.dumps(report["rounds"][-1], indent=1), flush=True)

@@ -1,12 +1,12 @@
-"""Whole GRPO steps with every knob left to Keel, beside layouts tuned by hand.
+"""Whole GRPO steps with automatic knobs, compared with layouts tuned by hand.
 
     python -m benchmarks.auto --out OUT [--shapes 0.6b,1.7b,8b] [--seconds 540] [--steps 3]
     python -m benchmarks.auto --out OUT --shapes 30b-a3b-slice --layers 8       # on all GPUs
 
-For each shape, `keel train` runs on a model with random weights and the same prompts with all
-defaults and with layouts set by hand. Prints tokens per second, the GPU's peak memory beside the
-plan's, and the share of the best arm's speed that the defaults reach. An arm that exceeds its time
-limit is stopped and left out of the comparison. Without a GPU a small shape shows that it works.
+`keel train` runs each shape with random weights and the same prompts, once with all defaults and
+once per hand-tuned layout. Prints tokens per second, measured and planned peak memory, and the
+speed of the defaults relative to the best arm. Arms that exceed their time limit are stopped and
+excluded. Without a GPU a small shape serves as a smoke test.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ from benchmarks.peers.workload import SMALL, Workload
 from keel.trainer.placement.choose import CACHE_FILE
 
 BUILD_S = 300.0
-"""Timeout in seconds for building a model."""
 MIN_ARM_S = 45.0
-"""Seconds that must be left to start an arm."""
+"""Minimum remaining seconds to start an arm."""
 TUNED: Mapping[str, Any] = {
     "trainer.compile": True,
     "trainer.activation_checkpointing": False,
@@ -68,14 +67,14 @@ TURNS: Mapping[str, Any] = {
     "trainer.offload_while_sampling": True,
     "rollout.gpu_memory_utilization": 0.31,
 }
-"""For a model whose trainer does not fit beside an engine that is awake."""
+"""Layout for a trainer that does not fit next to an active engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     model: PreTrainedConfig
     arms: Mapping[str, Mapping[str, Any]]
-    """Layouts set by hand: knobs by name."""
+    """Hand-tuned layouts: knobs by name."""
     workload: Workload = WORKLOAD
 
 
@@ -118,25 +117,23 @@ SHAPES = {
         ),
     ),
 }
-"""The last one has the first `--layers` layers of the model."""
+"""30b-a3b-slice has the first `--layers` layers of the model."""
 TINY = Mixture(hidden=64, layers=2, experts=4, per_token=2, expert=32, vocabulary=2048)
 
 
 @dataclass(kw_only=True)
 class Arm:
-    """Layout and its measurements."""
+    """A layout and its measurements."""
 
     name: str
     knobs: Mapping[str, Any]
     seconds: list[float] = field(default_factory=list[float])
-    """Duration of each measured step."""
     rates: list[float] = field(default_factory=list[float])
-    """Tokens per second of each measured step."""
     phases: dict[str, float] = field(default_factory=dict[str, float])
     """Median seconds by phase."""
     peak_gib: float = 0.0
     start_s: float = 0.0
-    """Seconds until the first step began."""
+    """Seconds until the first step."""
     chosen: Mapping[str, Any] = field(default_factory=dict[str, Any])
     planned: str = ""
     """Planned GiB of engine and trainer rank, from the output of `keel train`."""
@@ -157,8 +154,7 @@ class Arm:
 
 
 def write_apart(folder: Path, config: PreTrainedConfig, base: Workload) -> None:
-    """Call `write_model` in another process: one that has used a GPU holds some of its memory until
-    it ends, which the arms would count."""
+    """Call `write_model` in another process, so that this one holds no GPU memory."""
     if (folder / "config.json").exists():
         return
     process = multiprocessing.get_context("spawn").Process(
@@ -178,9 +174,9 @@ def write_apart(folder: Path, config: PreTrainedConfig, base: Workload) -> None:
 def run(
     arm: Arm, content: dict[str, Any], *, steps: int, limit_s: float, knobs: Sequence[str] = ()
 ) -> None:
-    """Run `keel train` until `steps` steps after a first one are done, or for `limit_s` seconds.
+    """Run `keel train` for one warm-up step and `steps` measured steps, or for `limit_s` seconds.
 
-    knobs: overrides that come before the arm's own.
+    knobs: overrides that precede the arm's.
     """
     folder = Path(content["run"]["dir"])
     path, log = folder.with_suffix(".yaml"), folder.with_suffix(".log")

@@ -1,4 +1,4 @@
-"""Model shapes, the commit, and the argument parser that the benchmarks share."""
+"""Model shapes, run facts and the argument parser shared by the benchmarks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from transformers import PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 COMMIT_VARIABLE = "KEEL_COMMIT"
-"""Environment variable that names the commit where git is not available."""
+"""Environment variable with the commit, for machines without git."""
 
 
 def commit() -> str:
-    """Short id of the current commit, marked if files have changed since."""
+    """Short id of the current commit, marked if files have changed."""
     if commit := os.environ.get(COMMIT_VARIABLE):
         return commit
     result = subprocess.run(
@@ -31,7 +31,7 @@ def commit() -> str:
 
 
 def run_facts() -> dict[str, str]:
-    """Command, commit, device and versions, as every report states them."""
+    """Command, commit, device and versions for a report."""
     gpu = torch.cuda.is_available()
     return {
         "command": " ".join(sys.argv[1:]),
@@ -43,7 +43,7 @@ def run_facts() -> dict[str, str]:
 
 
 def arguments(about: str | None) -> argparse.ArgumentParser:
-    """Parser whose help is a module's docstring as it is written."""
+    """Create a parser whose help is the module docstring, unformatted."""
     return argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -2,15 +2,15 @@
 
     python -m benchmarks.mismatch --out OUT [--model FOLDER] [--arms bfloat16 float16 …]
 
-A real engine samples, and the trainer's network scores the samples with both replays: what is left
-is rounding and the order of sums. Without `--model` the model has the shape of Qwen3-0.6B, random
-weights and logits of deviation 8 (`sharpness` of `--size`); with it, it is any folder with a chat
-template. `gap` is a completion's mean_t(log π_old − log π_θ), which the off-policy sequence mask
-compares with δ (`algorithm.mask_delta`), for completions cut at several lengths. The cost of an arm
-is the time to sample a second batch, and of forward and backward passes over the first after a
-warm-up, without an optimizer step.
+A real engine samples, and the trainer's network scores the samples with routes and masks replayed,
+so the remaining mismatch is rounding and summation order. The default model has the shape of
+Qwen3-0.6B, random weights and logits of standard deviation 8 (`sharpness` of `--size`); `--model`
+takes any model folder with a chat template. `gap` is a completion's mean_t(log π_old − log π_θ),
+which the off-policy sequence mask compares with δ (`algorithm.mask_delta`), for completions cut at
+several lengths. Speed is measured by sampling a second batch, and by forward and backward passes
+over the first batch after a warm-up, without an optimizer step.
 
-Writes OUT/mismatch.json. Arms run one after the other, each in a process of its own.
+Writes OUT/mismatch.json. Arms run one after the other, each in a separate process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from keel.rollout.spec import EngineSpec, environment
 
 TIMEOUT_S = 400
 LENGTHS = (16, 64, 256, 1024)
-"""Lengths in tokens at which completions are cut for `gap`."""
+"""Completion lengths in tokens for `gap`."""
 FAR = 0.1
 QUESTIONS = (
     "Tell a story about {}.",
@@ -60,8 +60,6 @@ class Arm:
     compiled: bool = False
     invariant: bool = False
     """`model.batch_invariant`"""
-    cascade: bool = True
-    """`rollout.cascade_attention`"""
     residual: Literal["model", "float32"] = "model"
     """`model.residual_dtype`"""
 
@@ -69,15 +67,11 @@ class Arm:
 ARMS: Mapping[str, Arm] = {
     "bfloat16-head-rounded": Arm("bfloat16", "bfloat16", head="model"),
     "bfloat16": Arm("bfloat16", "bfloat16"),
-    "bfloat16-no-cascade": Arm("bfloat16", "bfloat16", cascade=False),
     "bfloat16-compiled": Arm("bfloat16", "bfloat16", compiled=True),
     "bfloat16-invariant": Arm("bfloat16", "bfloat16", invariant=True),
-    "bfloat16-residual": Arm("bfloat16", "bfloat16", residual="float32", compiled=True),
     "float16": Arm("float16", "float16"),
     "float16-residual": Arm("float16", "float16", residual="float32", compiled=True),
     "float16-compiled": Arm("float16", "float16", compiled=True),
-    "float16-invariant": Arm("float16", "float16", invariant=True),
-    "bfloat16-float32": Arm("bfloat16", "float32"),
     "float32": Arm("float32", "float32"),
 }
 
@@ -94,12 +88,10 @@ class Size:
     top_k: int = 512
     seed: int = 0
     gpu_memory_utilization: float = 0.25
-    eager: bool = False
-    """No CUDA graphs."""
 
 
-def questions(folder: Path, size: Size, *, words: bool) -> list[Prompt]:
-    """Make prompts: random words for a random model, plain questions for any other."""
+def questions(size: Size, *, words: bool) -> list[Prompt]:
+    """Make prompts: random words for a random model, plain questions for a trained one."""
     pick = random.Random(size.seed)
     texts = [
         " ".join(f"w{pick.randrange(100, 500)}" for _ in range(size.prompt_tokens - 12))
@@ -114,8 +106,8 @@ def questions(folder: Path, size: Size, *, words: bool) -> list[Prompt]:
 
 
 def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any]:
-    """Measure an arm, in a process that has an engine's environment variables."""
-    import torch  # noqa: PLC0415  (reads the environment when it is imported, as vLLM does)
+    """Measure an arm in a process with the engine's environment variables."""
+    import torch  # noqa: PLC0415  (reads the environment at import, like vLLM)
 
     from keel.rollout.engine.thread import EngineThread  # noqa: PLC0415
     from keel.rollout.engine.vllm_engine import VllmEngine  # noqa: PLC0415
@@ -137,8 +129,7 @@ def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any
 
     def sampled(size: Size) -> list[Group]:
         futures = [
-            engine.submit(prompt, group_size=size.group)
-            for prompt in questions(folder, size, words=words)
+            engine.submit(prompt, group_size=size.group) for prompt in questions(size, words=words)
         ]
         return [future.result(timeout=TIMEOUT_S) for future in futures]
 
@@ -152,14 +143,14 @@ def measure(arm: Arm, folder: Path, size: Size, *, words: bool) -> dict[str, Any
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ours, theirs, sequence, training_s = scores(arm, folder, size, groups, device)
     speed = {"sampled_per_s": tokens / sampling_s, "training_s": training_s}
-    return figures(ours, theirs, sequence, groups) | speed
+    return figures(ours, theirs, sequence) | speed
 
 
 def scores(
     arm: Arm, folder: Path, size: Size, groups: Sequence[Group], device: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
-    """Return log π_θ, log π_old and the sequence index of every sampled token, and the seconds of
-    forward and backward passes over all of them."""
+    """Return log π_θ, log π_old and the sequence index of each sampled token, and the seconds of
+    forward and backward passes over all tokens."""
     import torch  # noqa: PLC0415
 
     from keel.model.load import load_policy  # noqa: PLC0415
@@ -214,9 +205,7 @@ def unscored(group: Group) -> ScoredGroup:
     )
 
 
-def figures(
-    ours: np.ndarray, theirs: np.ndarray, sequence: np.ndarray, groups: Sequence[Group]
-) -> dict[str, Any]:
+def figures(ours: np.ndarray, theirs: np.ndarray, sequence: np.ndarray) -> dict[str, Any]:
     gap, ratio = theirs - ours, np.exp(ours - theirs)
     results: dict[str, Any] = {
         "tokens": len(gap),
@@ -229,15 +218,6 @@ def figures(
         "entropy_bound": float(-theirs.mean()),
         "gap": {},
     }
-    kept = [
-        s.sampling_mask
-        for g in groups
-        for t in g.trajectories
-        for s in t.segments
-        if s.sampling_mask
-    ]
-    sizes = np.concatenate([k.sizes() for k in kept]) if kept else np.zeros(0)
-    results["kept_mean"] = float(sizes[sizes > 0].mean()) if (sizes > 0).any() else None
     for length in LENGTHS:
         means = [
             mean
@@ -265,14 +245,12 @@ def rollout_config(arm: Arm, size: Size) -> RolloutConfig:
             max_tokens=size.tokens,
         ),
         head_dtype=head,
-        cascade_attention=arm.cascade,
         gpu_memory_utilization=size.gpu_memory_utilization,
-        enforce_eager=size.eager,
     )
 
 
 def make(folder: Path, size: Size, *, gpu: bool) -> None:
-    """Write the model, which is a small one without a GPU."""
+    """Write the model; without a GPU, a small one."""
     from benchmarks.peers.shape import model_config, write_model  # noqa: PLC0415
 
     shape = (QWEN3_06B if gpu else SMALL).shape
@@ -306,14 +284,7 @@ def main() -> None:
             made.write_text(expected)
     rows: dict[str, Any] = {}
     for name in options.arms:
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.mismatch",
-            *sys.argv[1:],
-            "--child",
-            name,
-        ]
+        command = [sys.executable, "-m", "benchmarks.mismatch", *sys.argv[1:], "--child", name]
         invariant = ARMS[name].invariant
         config = rollout_config(ARMS[name], size)
         variables = environment(config, gpu=gpu, batch_invariant=invariant)

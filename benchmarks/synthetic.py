@@ -27,18 +27,17 @@ from keel.rl.packing import MicroBatch
 from keel.rl.types import NO_ROUTE, SamplingMasks
 from keel.trainer.engine.engine import TrainerEngine
 
-KL_COEF = 0.02
 SOURCE = SourceConfig(name="made", source="reasoning_gym", task="chain_sum", size=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Micro-batch of `segments` trajectories of one length, packed end to end."""
+    """Micro-batch of `segments` packed trajectories of one length."""
 
     segments: int
     prompt: int
     completion: int
-    """Tokens; the sampled ones follow the prompt."""
+    """Sampled tokens, which follow the prompt."""
     vocabulary: int
 
     @property
@@ -50,12 +49,11 @@ class Row:
         return self.segments * self.length
 
 
-def made_config(row: Row, trainer: TrainerConfig, *, reference: bool = False) -> Config:
-    """Config of a run on such trajectories with truncated sampling, optionally with a KL term."""
-    source = replace(SOURCE, kl_coef=KL_COEF) if reference else SOURCE
+def made_config(row: Row, trainer: TrainerConfig) -> Config:
+    """Run config for such trajectories with truncated sampling."""
     return Config(
         model=ModelConfig(path="made", dtype="bfloat16"),
-        data=DataConfig(sources=(source,), max_prompt_tokens=row.prompt),
+        data=DataConfig(sources=(SOURCE,), max_prompt_tokens=row.prompt),
         rollout=RolloutConfig(sampling=SamplingConfig(top_k=512, max_tokens=row.completion)),
         trainer=trainer,
     )
@@ -64,8 +62,8 @@ def made_config(row: Row, trainer: TrainerConfig, *, reference: bool = False) ->
 def draw_sets(tokens: int, vocabulary: int, mean: int, device: torch.device) -> tuple[Tensor, ...]:
     """Draw sampling masks: kept ids [E], offsets [tokens + 1] and one kept target per token.
 
-    Set sizes are geometric with at least one id; ids within a set differ and favour small ids, as
-    frequent tokens do. A mean of 0 stands for sampling without truncation.
+    Set sizes are geometric and at least one. Ids within a set are distinct and favour small ids, as
+    frequent tokens do. A mean of 0 means no truncation.
     """
     if mean == 0:
         targets = torch.randint(0, vocabulary, (tokens,), device=device)
@@ -84,9 +82,7 @@ def draw_sets(tokens: int, vocabulary: int, mean: int, device: torch.device) -> 
     return ids.int(), offsets, ids[pick]
 
 
-def draw_micro_batch(
-    row: Row, mean_set: int, device: torch.device, *, kl_coef: float = 0.0
-) -> MicroBatch:
+def draw_micro_batch(row: Row, mean_set: int, device: torch.device) -> MicroBatch:
     """Draw a micro-batch without routes."""
     position = np.tile(np.arange(row.length, dtype=np.int32), row.segments)
     segment = np.repeat(np.arange(row.segments), row.length)
@@ -107,7 +103,7 @@ def draw_micro_batch(
         trainable_N=sampled,
         logp_old_N=np.where(sampled, -2.0, 0.0).astype(np.float32),
         advantage_N=np.where(segment % 2 == 0, 0.5, -0.5).astype(np.float32),
-        kl_coef_N=np.where(sampled, kl_coef, 0.0).astype(np.float32),
+        kl_coef_N=np.zeros(row.tokens, np.float32),
         sequence_tokens_S=np.full(row.segments, row.completion),
         sequence_weight_S=np.ones(row.segments, np.float32),
         sampling_mask=SamplingMasks(
@@ -117,7 +113,7 @@ def draw_micro_batch(
 
 
 def with_even_routes(batch: MicroBatch, facts: ModelFacts, device: torch.device) -> MicroBatch:
-    """Add routes that use all experts equally, as a trained router does."""
+    """Add routes that use all experts equally, like a trained router."""
     if not facts.experts:
         return batch
     shape = (len(batch.token_ids_N), facts.moe_layers, facts.experts)
@@ -131,7 +127,7 @@ def with_even_routes(batch: MicroBatch, facts: ModelFacts, device: torch.device)
 
 
 class SyntheticEngine(TrainerEngine):
-    """Trainer engine that draws random weights on its device instead of reading a folder."""
+    """Trainer engine with random weights, drawn on its device."""
 
     def __init__(self, model: PreTrainedConfig, config: Config, **ranks: object) -> None:
         self._made = model

@@ -1,14 +1,13 @@
-"""Time to bring the trainer's new weights to the engines.
+"""Time to transfer new weights from the trainer to the engine.
 
-    python -m benchmarks.transfer --direct              # one GPU shared (CUDA IPC)
-    python -m benchmarks.transfer --direct --gpus 2     # a GPU each (NCCL)
-    python -m benchmarks.transfer --gpus 4 --engines 3  # three engines, and vLLM's loader as well
-    python -m benchmarks.transfer --small               # CPUs, to see that it runs
+    python -m benchmarks.transfer --direct              # one shared GPU (CUDA IPC)
+    python -m benchmarks.transfer --direct --gpus 2     # one GPU each (NCCL)
+    python -m benchmarks.transfer --small               # smoke test on CPUs
 
-A real trainer (`keel.trainer.learner.Learner`) updates real vLLM engines `--rounds` times. The time
-is that of the whole update: engines pause, bytes are sent and written to where kernels read them,
-caches are cleared. *loader* uses vLLM's loader for every update (`rollout.copy_weights: false`) in
-other engines; *first* is the first update, which records where each tensor goes.
+A real trainer (`keel.trainer.learner.Learner`) updates a vLLM engine `--rounds` times. The time
+covers the whole update: the engine pauses, the bytes are sent and written in place, and caches are
+cleared. *loader* uses vLLM's loader for every update (`rollout.copy_weights: false`) in another
+engine; *first* is the first update, which records the destination of each tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,12 +48,13 @@ from keel.weights.sync import WeightSync
 
 GB = 1e9
 TIMEOUT_S = 300.0
+BUCKET_MIB = 256
 FULL = Mixture()
 SMALL = Mixture(hidden=64, layers=2, experts=8, per_token=2, expert=64, vocabulary=2048)
 
 
 def write_model(folder: Path, config: Qwen3MoeConfig, *, small: bool) -> int:
-    """Write random weights and return their number."""
+    """Write random weights and return the parameter count."""
     with torch.device("cpu" if small else "cuda"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32 if small else torch.bfloat16
@@ -63,8 +63,8 @@ def write_model(folder: Path, config: Qwen3MoeConfig, *, small: bool) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def measure(options: argparse.Namespace, folder: Path, report: Callable[[Any], None]) -> None:
-    """Measure all ways, and call `report` with the results so far after each part."""
+def measure(options: argparse.Namespace, folder: Path) -> None:
+    """Measure each way and print the results so far."""
     gpus, small = options.gpus, options.small
     sizes = SMALL if small else FULL
     parameters = write_model(folder, sizes.config(), small=small)
@@ -74,15 +74,13 @@ def measure(options: argparse.Namespace, folder: Path, report: Callable[[Any], N
         data=DataConfig(sources=(SOURCE,), max_prompt_tokens=64),
         algorithm=AlgorithmConfig(),
         rollout=RolloutConfig(
-            engines=options.engines,
+            engines=1,
             sampling=SamplingConfig(top_p=0.95, top_k=64, max_tokens=64),
             gpu_memory_utilization=0.25,
             enforce_eager=True,
             max_num_seqs=8,
         ),
-        trainer=TrainerConfig(
-            ranks=1, zero_stage=0 if small else 1, publish_bucket_mib=options.bucket_mib
-        ),
+        trainer=TrainerConfig(ranks=1, zero_stage=0 if small else 1, publish_bucket_mib=BUCKET_MIB),
     )
     each = {} if small else {"num_gpus": 1 if gpus > 1 else 0.5, "num_cpus": 1}
     gigabytes = parameters * (4 if small else 2) / GB
@@ -91,8 +89,7 @@ def measure(options: argparse.Namespace, folder: Path, report: Callable[[Any], N
         "tensors": len(checkpoint_names(str(folder))),
         "gigabytes": gigabytes,
         "gpus": 0 if small else gpus,
-        "engines": options.engines,
-        "bucket_mib": options.bucket_mib,
+        "bucket_mib": BUCKET_MIB,
         "device": "cpu" if small else torch.cuda.get_device_name(),
     }
     learner = Learner(str(folder), config, gpu=not small, actor_options=lambda _: each)
@@ -104,8 +101,8 @@ def measure(options: argparse.Namespace, folder: Path, report: Callable[[Any], N
             if copies:
                 row["first_s"] = first
             row[f"{way}_s"] = middle = statistics.median(times)
-            row[f"{way}_gb_s"] = options.engines * gigabytes / middle
-            report(row)
+            row[f"{way}_gb_s"] = gigabytes / middle
+            print(json.dumps(row, indent=1), flush=True)
     finally:
         learner.shutdown()
 
@@ -113,7 +110,7 @@ def measure(options: argparse.Namespace, folder: Path, report: Callable[[Any], N
 def timed(
     learner: Learner, config: Config, each: Mapping[str, Any], options: argparse.Namespace
 ) -> tuple[list[float], list[str]]:
-    """Return the seconds of every update of new engines, and how each worker applies updates."""
+    """Return the seconds of each update of a new engine, and the update method of each worker."""
     pool = ray_pool(
         EngineSpec.of(config, config.model.path),
         gpu=not options.small,
@@ -135,7 +132,7 @@ def timed(
 
 
 def ways_of_workers(worker: Any) -> list[str]:
-    """Return how each worker applies updates; runs in the engine's actor."""
+    """Return the update method of each worker; runs in the engine's actor."""
     future = worker._engine._enqueue(lambda engine: engine._llm.collective_rpc("keel_way"))
     return future.result(timeout=TIMEOUT_S)
 
@@ -143,23 +140,14 @@ def ways_of_workers(worker: Any) -> list[str]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--engines", type=int, default=1)
-    parser.add_argument("--bucket-mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--direct", action="store_true", help="skip vLLM's loader")
     parser.add_argument("--small", action="store_true", help="use CPUs and a tiny model")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     os.environ.setdefault("PYTHONPATH", str(Path.cwd()))
     start_ray()
-
-    def report(row: Any) -> None:
-        print(json.dumps(row, indent=1), flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(row))
-
     with tempfile.TemporaryDirectory() as folder:
-        measure(options, Path(folder), report)
+        measure(options, Path(folder))
 
 
 if __name__ == "__main__":

@@ -39,13 +39,13 @@ def _tables() -> dict[str, dict[str, Any]]:
 
 
 def framework_configs() -> dict[str, str]:
-    """Framework → the name of its config, in Markdown."""
+    """Map each framework to the name of its config, in Markdown."""
     return {name: table["config"] for name, table in _tables().items()}
 
 
 @cache
 def foreign_names(kind: Literal["words", "metrics"]) -> tuple[ForeignName, ...]:
-    """words: knobs."""
+    """Return all names of a kind; `words` are knobs."""
     return tuple(_read(kind))
 
 
@@ -58,9 +58,9 @@ def _read(kind: str) -> Iterator[ForeignName]:
 
 
 def foreign_hint(path: str, *, suffix: bool = True) -> str:
-    """Keel's name for the dotted `path` of another framework; "" if unknown.
+    """Return Keel's name for the dotted `path` of another framework; "" if unknown.
 
-    suffix: also match names of which `path` is only the last part.
+    suffix: also match names that end in `path`.
     """
     names, key = foreign_names("words"), path.rpartition(".")[2]
     matches = [name for name in names if name.name == path]

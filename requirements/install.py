@@ -1,9 +1,9 @@
-"""What `make install` puts into .venv: the pinned packages, and the build of torch that pip finds.
+"""Installs the pinned packages and a build of torch into .venv, for `make install`.
 
-Nothing here needs CUDA, but PyPI has torch's CUDA build alone, and that does not even load without
-its CUDA libraries: together ten times the CPU build. So pip is asked for a CPU build first, which
-it finds where its configuration names an index or a folder that has one. Standard library only:
-the environment that runs this is empty.
+Keel does not need CUDA here, but PyPI only has torch's CUDA build, which requires its CUDA
+libraries: together ten times the size of the CPU build. So this script first looks for a CPU build
+in the indexes and folders of pip's configuration. It uses the standard library only, because the
+environment is still empty.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from keel.trainer.run.progress import Wait, waiting  # noqa: E402  standard libr
 
 CPU, DEV, CUDA = (HERE / f"{name}.txt" for name in ("cpu", "dev", "cuda-libraries"))
 PIP = (sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps")
-OTHERS_GB = 0.7  # to download besides torch and its libraries
+OTHERS_GB = 0.7  # download size without torch and its libraries
 DISK_GB = {"CPU": 4, "CUDA": 7}
 RAW = (24, 1)
-"""From this pip on it says in plain lines how many bytes it has."""
+"""First pip version with machine-readable progress."""
 CURE = """\
-A CPU build is a tenth of that. To have it, press Ctrl-C, let pip find one and call make again:
-  export PIP_EXTRA_INDEX_URL=…   the index that PyTorch's installation page names for CPU
-  export PIP_FIND_LINKS=…        or a folder that holds the wheel"""
+A CPU build is a tenth of that size. To use one, press Ctrl-C, set one of these and run make again:
+  export PIP_EXTRA_INDEX_URL=…   CPU index from PyTorch's installation page
+  export PIP_FIND_LINKS=…        folder with the wheel"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """A build of torch: what pip is asked for it, what it found, whether that loads CUDA libraries.
+    """A build of torch, as found by pip for `query`.
 
-    `address` is empty if it is installed already."""
+    `address` is empty if the build is already installed.
+    """
 
     query: tuple[str, ...]
     version: str
@@ -49,15 +50,16 @@ class Build:
 
 
 def pinned(path: Path) -> dict[str, str]:
-    """Name → version of a list of requirements."""
+    """Read a requirements file: name → version."""
     lines = [line.strip() for line in path.read_text().splitlines()]
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))
 
 
 def find(*requirements: str) -> list[dict]:
-    """What pip would install for these alone: the entries of its report, none for what is there.
+    """Return the entries of pip's report for these requirements; installed ones have no entry.
 
-    Raises LookupError with pip's words."""
+    Raises LookupError with pip's message.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [*PIP, "--quiet", "--dry-run", "--report", str(report), *requirements]
@@ -68,11 +70,11 @@ def find(*requirements: str) -> list[dict]:
 
 
 def choose(version: str) -> Build:
-    """A CPU build if pip finds one, else whatever has the bare version. Raises LookupError.
+    """Prefer a CPU build; otherwise return any build with the bare version. Raises LookupError.
 
-    A version may say what its build is for (2.13.0+cpu, 2.13.0+cu126), but a folder may also hold a
-    CPU build that does not: its requirements tell. Of two builds of the bare version pip takes the
-    index's, so folders are asked by themselves.
+    A version may name its build (2.13.0+cpu, 2.13.0+cu126), but a folder may hold a CPU build
+    without a label, recognised by its requirements. pip prefers the index over folders for the bare
+    version, so folders are queried separately.
     """
     bare = f"torch==={version}"
     for query in ((f"torch=={version}+cpu",), ("--no-index", bare)):
@@ -94,7 +96,7 @@ def _build(query: tuple[str, ...], entries: list[dict]) -> Build:
 
 
 def gigabytes(addresses: Sequence[str]) -> float | None:
-    """Size of these files together, in units of 1e9 bytes; None if a server does not tell."""
+    """Total size of the files in GB (1e9 bytes); None if a server does not report it."""
     total = 0
     for address in addresses:
         try:
@@ -106,13 +108,15 @@ def gigabytes(addresses: Sequence[str]) -> float | None:
 
 
 def install(what: str, words: Sequence[str], packages: int = 0) -> int:
-    """pip's exit status; what it says is shown where that is not 0. packages: how many it looks at;
-    0: one, whose bytes are counted instead."""
+    """Run pip and return its exit status; show its output on failure.
+
+    packages: number of packages for the progress bar; 0: one package, counted in bytes.
+    """
     raw = tuple(map(int, metadata.version("pip").split(".")[:2])) >= RAW
-    if not packages and not raw:  # pip has a bar for it
+    if not packages and not raw:  # pip shows its own progress bar
         return subprocess.run([*PIP, *words]).returncode
     command = [*PIP, "--progress-bar", "raw" if raw else "off", *words]
-    said: list[str] = []
+    output: list[str] = []
     unit = "packages" if packages else "bytes"
     with (
         waiting(what, what, total=packages, unit=unit) as wait,
@@ -122,15 +126,15 @@ def install(what: str, words: Sequence[str], packages: int = 0) -> int:
     ):
         assert process.stdout is not None
         for line in process.stdout:
-            if not heard(wait, line):
-                said.append(line)
+            if not update_progress(wait, line):
+                output.append(line)
     if process.returncode:
-        print("".join(said), file=sys.stderr)
+        print("".join(output), file=sys.stderr)
     return process.returncode
 
 
-def heard(wait: Wait, line: str) -> bool:
-    """What a line of pip's says of how far it is. Returns whether that is all it says."""
+def update_progress(wait: Wait, line: str) -> bool:
+    """Update the progress from a line of pip's output; return True if the line is progress only."""
     match line.split():
         case ["Progress", done, "of", total] if done.isdecimal() and total.isdecimal():
             if wait.unit == "bytes":
@@ -146,7 +150,7 @@ def heard(wait: Wait, line: str) -> bool:
 
 
 def announcement(build: Build, size: float | None) -> str:
-    """Which build is taken and what there is to download."""
+    """Describe the chosen build and the size of the download."""
     if not build.address:
         return f"torch {build.version} is installed."
     kind = "CUDA" if build.cuda else "CPU"
@@ -160,10 +164,11 @@ def announcement(build: Build, size: float | None) -> str:
 
 
 def put_on_path(site: Path) -> None:
-    """The checkout's package on the path of the environment whose site-packages this is, too.
+    """Put the checkout's package on the path of the environment with this site-packages.
 
-    pip's finder for editable packages comes last: in the folder that the checkout lies in, Python
-    would take a checkout that is called `keel` itself for the package, and find nothing in it."""
+    pip's finder for editable packages comes last: from the parent folder, Python would import a
+    checkout named `keel` as an empty namespace package.
+    """
     folder = site / "keel-checkout"
     folder.mkdir(exist_ok=True)
     link = folder / "keel"
@@ -182,7 +187,7 @@ def main() -> None:
         build = choose(version)
         libraries = find("--requirement", str(CUDA)) if build.cuda else []
     except LookupError as error:
-        sys.exit(f"{error}\nKeel needs these packages, and pip finds them nowhere: see above")
+        sys.exit(f"{error}\npip could not find packages that Keel needs; see the message above.")
     files = [build.address] * bool(build.address) + [
         entry["download_info"]["url"] for entry in libraries
     ]
@@ -190,7 +195,7 @@ def main() -> None:
 
     tools = [f"{name}=={(pinned(CPU) | pinned(DEV))[name]}" for name in ("setuptools", "wheel")]
     packages = len(pinned(CPU)) + len(pinned(DEV))
-    steps = [  # the first is what builds the packages that come as source
+    steps = [  # setuptools builds the source packages
         ("installing setuptools", tools, len(tools)),
         ("installing torch", build.query, 0),
         *([("installing CUDA libraries", of(CUDA), len(libraries))] if build.cuda else []),
@@ -199,12 +204,12 @@ def main() -> None:
     ]
     for what, words, count in steps:
         if install(what, words, count):
-            sys.exit(f"pip could not install {' '.join(words)}: its message is above")
+            sys.exit(f"pip could not install {' '.join(words)}: see its message above")
     put_on_path(Path(sysconfig.get_path("purelib")))
     if subprocess.run([sys.executable, "-c", "import torch"]).returncode:
         sys.exit(
-            f"torch {build.version} from {build.address or 'an earlier installation'} does not "
-            "load. Take it out of pip's configuration, remove .venv and call make again"
+            f"torch {build.version} from {build.address or 'an earlier installation'} cannot be "
+            "imported. Remove it from pip's configuration, delete .venv and run make again."
         )
 
 

@@ -1,4 +1,4 @@
-"""For `make docs`: the notebook as a page of the site, its cells as text and code."""
+"""MkDocs hooks that render the notebook as a page of text and code cells."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOTEBOOK, PAGE = "python.ipynb", "python.md"
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """The navigation has the page where it names the notebook."""
+    """Replace the notebook by its page in the navigation."""
     config.nav = json.loads(json.dumps(config.nav).replace(NOTEBOOK, PAGE))
 
 
@@ -26,7 +26,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Other pages lead to the page."""
+    """Point links to the notebook at its page."""
     of_it = page.file.src_uri == PAGE
     return markdown if of_it else markdown.replace(f"({NOTEBOOK})", f"({PAGE})")
 

@@ -56,7 +56,7 @@ def try_functions(
 
     The completion holds the right answer if the prompt has one; a function of groups gets two. The
     first call may load a model, the second has `timeout_s`. Returns a message per function, since
-    the sample may differ from what it is meant for. Raises ValueError for errors that no completion
+    the sample may not suit it. Raises ValueError for errors that no completion
     could avoid, such as a NameError.
     """
     names = [name for name in weights if is_function(name)]

@@ -191,7 +191,7 @@ def _check_callable(name: str, function: Callable[..., Any]) -> None:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Signature of the outermost function: a decorator may supply what the inner one takes."""
+    """Signature of the outermost function; a decorator may supply arguments of the inner one."""
     try:
         return inspect.signature(function, follow_wrapped=False)
     except ValueError:  # some built-in functions have none
@@ -287,7 +287,7 @@ class BadReward(ValueError):
 
 
 def _number(value: Any) -> float | str:
-    """Convert to a number from 0 to 1, or describe what is wrong."""
+    """Return a number from 0 to 1, or a description of the error."""
     if value is None:
         return "None; check for a path without `return`"
     try:

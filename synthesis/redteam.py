@@ -101,12 +101,14 @@ FRAMINGS: dict[str, str] = {
 
 
 KINDS = ("refuse", "help")
-"""In the order of a topic's."""
+"""Kinds of request, in the order of a topic's pair."""
 
 
 def requests(count: int, seed: int, only: str = "") -> Iterator[dict[str, Any]]:
-    """`count` lines of JSONL in turns to be declined and not, or those of one of KINDS `only`, none
-    twice; the same for the same seed. Raises ValueError where templates do not give as many."""
+    """Yield `count` distinct requests, alternating between KINDS unless `only` names one.
+
+    The seed determines the order. Raises ValueError if the templates yield fewer requests.
+    """
     pairs = list(itertools.product(TOPICS, FRAMINGS))
     kinds = [only] if only else KINDS
     if not 1 <= count <= len(kinds) * len(pairs):
@@ -125,10 +127,10 @@ def requests(count: int, seed: int, only: str = "") -> Iterator[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m keel.synthesis.redteam", description=__doc__)
-    parser.add_argument("file", type=Path, help="the JSONL file to write")
-    parser.add_argument("--count", type=int, help="requests (200, or all of one kind)")
-    parser.add_argument("--only", choices=KINDS, default="", help="kind (half of each)")
-    parser.add_argument("--seed", type=int, default=0, help="of which, and in what order (0)")
+    parser.add_argument("file", type=Path, help="JSONL file to write")
+    parser.add_argument("--count", type=int, help="number of requests (200, or all of one kind)")
+    parser.add_argument("--only", choices=KINDS, default="", help="kind of request (half of each)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the selection and order (0)")
     value = parser.parse_args(arguments)
     count: int = len(TOPICS) * len(FRAMINGS) if value.only else 200
     if value.count is not None:

@@ -321,7 +321,7 @@ def test_progress_from_pip_output(packages: int, lines: list[str], words: str) -
     unit = "packages" if packages else "bytes"
     wait = install.Wait("what", total=packages, unit=unit)
     for line in lines:
-        install.heard(wait, line)
+        install.update_progress(wait, line)
     assert words in wait.text()
 
 

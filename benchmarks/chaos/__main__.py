@@ -1,31 +1,30 @@
-"""Run with faults drawn by seed, compared with the same run without faults.
+"""Training run with random faults, compared with the same run without faults.
 
     python -m benchmarks.chaos --out chaos --seed 0 --steps 200 --every 3 [knob=value …]
     python -m benchmarks.chaos --out disk --only slow full --steps 60
     python -m benchmarks.chaos --out soak --every 0 --steps 500
 
-Every few steps a fault hits the run:
+Every few steps the run suffers one of these faults:
 
-- a process is killed, stopped for good, or stopped for a moment (SIGKILL; SIGSTOP; SIGSTOP and
-  SIGCONT): the driver, an engine, a rank, a reward worker, or Ray's raylet or control service; or
-  the driver receives SIGTERM or SIGUSR1;
-- a bit of the newest checkpoint is flipped while the run is down; a rank cannot write files; the
-  disk of the run folder is full (root) or slow (gcc);
-- the wall clock of all its processes jumps by an hour (gcc).
+- SIGKILL, SIGSTOP, or SIGSTOP followed by SIGCONT for the driver, an engine, a rank, a reward
+  worker, Ray's raylet or Ray's control service; SIGTERM or SIGUSR1 for the driver;
+- a flipped bit in the newest checkpoint while the run is down, or a rank that cannot write files;
+- a full disk (needs root) or a slow disk (needs gcc) for the run folder;
+- a jump of the wall clock by an hour for all processes of the run (needs gcc).
 
-`--only` takes actions (`kill`), targets (`engine`), or both (`"kill engine"`). `--every 0` does no
-fault: a soak. A run that has ended is restarted by the same command, as a scheduler would. After
-`--minutes` it receives SIGTERM. Needs Linux and psutil; faults that are not possible here are
-reported and left out.
+`--only` takes actions (`kill`), targets (`engine`) or both (`"kill engine"`). `--every 0` runs a
+soak without faults. A run that ends is restarted with the same command, as a scheduler would do.
+After `--minutes` it receives SIGTERM. Needs Linux and psutil; faults that this machine does not
+allow are reported and skipped.
 
-Writes faults.jsonl and memory.jsonl as it goes, and at the end summary.json: seconds until the run
-reported a fault and trained again, exit statuses, processes left, the prompt ledger, memory and
-open files of each role, and the steps whose metrics equal those of the run without faults
-(`--no-reference` skips it, `--against` names an existing one).
+Writes faults.jsonl and memory.jsonl during the run and summary.json at the end: seconds until each
+fault was reported and until training continued, exit statuses, remaining processes, the prompt
+ledger, memory and open files by role, and the steps whose metrics equal the run without faults
+(`--no-reference` skips that run).
 
-Exit status 0: each fault had an allowed outcome (`faults.STATUSES`), flipped bits were reported,
-the run reached its last step, each step is there once, no prompt was lost, and the metrics equal
-those of the run without faults. Everything else has a line at the end and in the summary.
+The exit status is 0 if every fault had an allowed outcome (`faults.STATUSES`), flipped bits were
+reported, the run reached its last step with each step recorded once, no prompt was lost, and the
+metrics equal the run without faults. Each failed check is printed and in the summary.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from benchmarks.common import arguments
 FROZEN_S = 10
 """`run.hang_timeout_s`"""
 SOAK_STEPS = 5
-"""Steps between two measurements of memory in a soak."""
+"""Steps between memory measurements in a soak."""
 RECIPE = (
     "quickstart",
     "run.checkpoint_every=5",
@@ -74,8 +73,7 @@ RECIPE = (
 def chaos(
     record: Record, knobs: Sequence[str], possible: Sequence[Kind], limits: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Run with faults of the kinds that are `possible`; return and write the summary, whatever
-    interrupts the run."""
+    """Run with faults of the `possible` kinds; write and return the summary even if interrupted."""
     out, folder = record.out, record.out / "disk" / "run"
     with ExitStack() as stack:
         means = prepared(stack, out)
@@ -86,7 +84,7 @@ def chaos(
         try:
             suffer_all(run, means, possible, limits, record)
             record.broken_off = ""
-            time.sleep(5)  # some processes end by themselves
+            time.sleep(5)  # some processes take a moment to exit
             left = [words_of(process) for process in marked(folder)]
         except (TimeoutError, Refused) as error:
             record.broken_off = str(error)
@@ -104,7 +102,7 @@ def write(out: Path, results: dict[str, Any]) -> None:
 
 
 def prepared(stack: ExitStack, out: Path) -> Means:
-    """Set up the tools that this machine allows, and report the others."""
+    """Set up the fault tools of this machine and report the missing ones."""
     for why in filter(None, (preload.unavailable(), disk.unavailable())):
         print(f"left out: {why}", flush=True)
     place = out / "disk"
@@ -117,9 +115,9 @@ def prepared(stack: ExitStack, out: Path) -> Means:
 def suffer_all(
     run: Run, means: Means, possible: Sequence[Kind], limits: Mapping[str, Any], record: Record
 ) -> None:
-    """Do faults and measure memory until the run is done, or end it after `minutes`.
+    """Inject faults and measure memory until the run is done or `minutes` have passed.
 
-    Raises TimeoutError if the run makes no progress.
+    Raises TimeoutError if the run hangs.
     """
     every, draw = limits["every"], random.Random(limits["seed"])
     end = time.monotonic() + 60 * limits["minutes"] if limits["minutes"] else math.inf
@@ -162,7 +160,7 @@ def suffer_all(
 
 
 def run_reference(out: Path, knobs: Sequence[str], steps: int) -> str:
-    """Run without faults in `out`/reference; return what went wrong, if anything."""
+    """Run without faults in `out`/reference; return a description of a failure, if any."""
     run = Run(out / "reference", knobs, steps, out / "reference.txt", environment={})
     try:
         status = run.process.wait(timeout=steps * 60)
@@ -194,7 +192,6 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=(), metavar="KIND", help="kinds of fault")
     parser.add_argument("--minutes", type=float, default=0, help="time limit; 0: none")
     parser.add_argument("--no-reference", action="store_true")
-    parser.add_argument("--against", type=Path, help="folder of a run to compare with")
     parser.add_argument("knob", nargs="*")
     options = parser.parse_args()
     own = [word for word in (*options.knob, *options.only) if "=" in word]
@@ -204,8 +201,6 @@ def main() -> int:
         possible = chosen(only, there)
     except ValueError as error:
         parser.error(str(error))
-    if options.against and not (options.against / "metrics.jsonl").exists():
-        parser.error(f"--against {options.against} has no metrics.jsonl; name a run folder")
     out: Path = options.out.resolve()
     try:
         out.mkdir(parents=True)
@@ -216,9 +211,7 @@ def main() -> int:
     limits = {name: getattr(options, name) for name in ("seed", "steps", "every", "minutes")}
     results = chaos(record, knobs, possible if options.every else (), limits)
     folder = out / "disk" / "run"
-    if options.against:
-        results["reference"] = compared(folder, options.against, record.faults)
-    elif not (options.no_reference or record.broken_off):
+    if not (options.no_reference or record.broken_off):
         failed = run_reference(out, knobs, options.steps)
         results["reference"] = compared(folder, out / "reference", record.faults)
         results["reference"]["failed"] = failed

@@ -1,4 +1,4 @@
-"""Small file system for a run folder, which can be filled up: a tmpfs, which needs root."""
+"""Small tmpfs for a run folder that can be filled up; needs root."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SIZE_MIB = 512
-"""Many times what the run writes."""
+"""Several times the size of the run folder."""
 MOUNT_S = 20.0
 BALLAST = "ballast"
 
@@ -24,13 +24,11 @@ def unavailable() -> str:
 
 
 class Disk:
-    """Mounted file system."""
-
     def __init__(self, place: Path) -> None:
         self.place = place
 
     def fill(self) -> None:
-        """Write a file until no byte is free."""
+        """Write a file until the disk is full."""
         with (self.place / BALLAST).open("ab", buffering=0) as file:
             block = bytes(2**20)
             while block:
@@ -47,7 +45,7 @@ class Disk:
 
 @contextmanager
 def small_disk(place: Path) -> Iterator[Disk]:
-    """Mount a small disk at `place`; on exit, copy its content there and unmount it."""
+    """Mount a small disk at `place`; on exit, copy its content back and unmount it."""
     place.mkdir(parents=True)
     _call("mount", "-t", "tmpfs", "-o", f"size={SIZE_MIB}m", "keel-chaos", str(place))
     disk = Disk(place)

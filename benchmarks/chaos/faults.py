@@ -1,4 +1,4 @@
-"""Faults: what each does to a run, and how the run reacts."""
+"""Faults, their injection and the reaction of the run."""
 
 from __future__ import annotations
 
@@ -50,47 +50,46 @@ STATUSES: Mapping[Kind, tuple[int | None, ...]] = {
     ("end", "driver"): (PREEMPTED,),
     ("full", "disk"): (1, None),
 }
-"""Exit statuses that a fault may cause (docs/reliability.md); None: the run goes on, as
-it must under all other faults."""
+"""Allowed exit statuses by fault (docs/reliability.md); None: the run continues, the default."""
 
 GONE_S = 90.0
-"""Timeout in seconds for the processes of a run that has ended."""
+"""Timeout in seconds for the processes of an ended run."""
 MOMENT_S = 8.0
-"""Maximum seconds of a temporary stop."""
+"""Maximum duration of a temporary stop in seconds."""
 SETTLED_S = 4.0
-"""Seconds of training after which a run counts as recovered."""
+"""Seconds of training that count as recovery."""
 DISK_S = 20.0
-"""Seconds for which a disk is full or slow."""
+"""Duration of a full or slow disk in seconds."""
 SLOW_WRITE_S, SLOW_SYNC_S = 0.02, 2.0
 JUMP_S = 3600.0
 
 
 @dataclass(slots=True)
 class Fault:
-    """One fault and the reaction of the run; durations count from the fault."""
+    """One fault and the reaction of the run; times count from its injection."""
 
     action: Action
     kind: str
     step: int
-    """Last step trained before the fault."""
+    """Last step before the fault."""
     lasted_s: float = 0.0
-    """Seconds until a temporary fault was undone."""
+    """Duration of a temporary fault."""
     reported_s: float | None = None
-    """Seconds until the run's next message; None: no message before it trained again."""
+    """Time until the next message; None: no message before training continued."""
     again_s: float | None = None
-    """Seconds until a step was trained again."""
+    """Time until the next trained step."""
     start: int = 0
-    """Number of the start that the fault hit."""
+    """Start count of the run at the fault."""
     statuses: list[int] = field(default_factory=list[int])
-    """Exit statuses of the run after the fault; negative: a signal."""
+    """Exit statuses after the fault; negative: a signal."""
     gone_s: float | None = None
-    """Seconds from the end of the run until all its processes were gone."""
+    """Time from the exit of the driver to the exit of its last process."""
     left: int = 0
-    """Processes that were still there `GONE_S` after the run had ended."""
+    """Processes still alive `GONE_S` after the exit of the driver."""
     flipped: str = ""
-    """File of the flipped bit."""
+    """File with the flipped bit."""
     named: bool = False
-    """Whether the run reported the checkpoint of `flipped` as damaged."""
+    """True if the run reported the checkpoint of `flipped` as damaged."""
     words: list[str] = field(default_factory=list[str])
     """First messages after the fault."""
 
@@ -101,7 +100,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Means:
-    """Tools for faults around a run, where this machine has them."""
+    """Fault tools of this machine."""
 
     preload: Preload | None = None
     disk: Disk | None = None
@@ -109,21 +108,20 @@ class Means:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Struck:
-    """Fault that is in effect."""
+    """A fault in effect."""
 
     victim: psutil.Process | None = None
     lasts_s: float = 0.0
     undo: Callable[[], None] | None = None
-    """Call after `lasts_s`, or when the run has ended."""
+    """Called after `lasts_s` or at the end of the run."""
 
 
 def kinds(*, preloaded: bool, on_disk: bool) -> tuple[Kind, ...]:
-    """List the faults that are possible with and without a `Preload` and a `Disk`."""
     return (*PROCESSES, *(PRELOADED if preloaded else ()), *(ON_DISK if on_disk else ()))
 
 
 def due(fault: Fault, before: Sequence[Fault]) -> tuple[int | None, ...]:
-    """Return the exit statuses that a fault may cause after the faults `before`; None: none."""
+    """Return the allowed exit statuses of a fault after the faults `before`; None: no exit."""
 
     def takes_engines(one: Fault) -> bool:
         return one.kind == "engine" and one.action != "moment"
@@ -135,7 +133,7 @@ def due(fault: Fault, before: Sequence[Fault]) -> tuple[int | None, ...]:
 
 
 def chosen(words: Sequence[str], possible: Sequence[Kind]) -> list[Kind]:
-    """Select kinds by action, by target or by both; raises ValueError for an unknown word."""
+    """Select kinds by action, target or both; raises ValueError for an unknown word."""
     if not words:
         return list(possible)
     names: dict[Kind, set[str]] = {kind: {kind[0], kind[1], " ".join(kind)} for kind in EVERY}
@@ -150,7 +148,7 @@ def chosen(words: Sequence[str], possible: Sequence[Kind]) -> list[Kind]:
 
 
 def strike(run: Run, fault: Fault, draw: random.Random, means: Means) -> Struck | None:
-    """Do the fault; return None if there is no process of its role."""
+    """Inject the fault; return None if no process has its role."""
     if fault.kind in ("disk", "clock"):
         return _strike_surroundings(fault, means)
     processes = run.of(fault.kind)
@@ -182,7 +180,6 @@ def strike(run: Run, fault: Fault, draw: random.Random, means: Means) -> Struck 
 
 
 def _strike_surroundings(fault: Fault, means: Means) -> Struck:
-    """Do a fault of disk or clock."""
     preload, disk = means.preload, means.disk
     if fault.action == "slow":
         assert preload
@@ -200,7 +197,7 @@ def _strike_surroundings(fault: Fault, means: Means) -> Struck:
 def flip(folder: Path, draw: random.Random) -> str:
     """Flip a bit of the newest checkpoint and return the file's name.
 
-    Does nothing and returns "" if there is only one checkpoint: the run could not go on.
+    Returns "" without a flip if there is only one checkpoint, because the run could not resume.
     """
     steps = sorted((folder / "checkpoints").glob("step_*"))
     if len(steps) < 2:
@@ -215,15 +212,15 @@ def flip(folder: Path, draw: random.Random) -> str:
 
 
 def named(flipped: str, lines: Sequence[str]) -> bool:
-    """Whether the messages report the checkpoint of this file as damaged."""
+    """Return True if the messages report the checkpoint of this file as damaged."""
     folder = Path(flipped).parts[1] if flipped else ""
     return bool(folder) and any("is damaged" in line and folder in line for line in lines)
 
 
 def suffer(run: Run, fault: Fault, draw: random.Random, means: Means) -> bool:
-    """Do a fault and follow the run until it has trained again or is done.
+    """Inject a fault and follow the run until it trains again or is done.
 
-    Returns False if there was nothing to do the fault to. Raises TimeoutError if the run hangs.
+    Returns False if the fault has no target. Raises TimeoutError if the run hangs.
     """
     fault.start, since = run.starts, run.position()
     run.fresh()
@@ -232,7 +229,7 @@ def suffer(run: Run, fault: Fault, draw: random.Random, means: Means) -> bool:
         return False
     undo = struck.undo
     trained: list[float] = []
-    """Times of new steps since the run was last struck or started."""
+    """Times of new steps since the last fault or start."""
 
     def over() -> bool:
         return undo is None and not (
@@ -269,7 +266,7 @@ def suffer(run: Run, fault: Fault, draw: random.Random, means: Means) -> bool:
                     f"no step within {TIMEOUT_S:g} s of {fault}: {run.messages(since)[-5:]}"
                 )
             time.sleep(0.05)
-    finally:  # keep what a hang or an interruption has shown
+    finally:  # also record hangs and interruptions
         fault.again_s = trained[0] - began if trained else None
         messages = run.messages(since)
         fault.words += messages[:8]
@@ -278,7 +275,7 @@ def suffer(run: Run, fault: Fault, draw: random.Random, means: Means) -> bool:
 
 
 def restart(run: Run, fault: Fault) -> None:
-    """Restart a run that has ended, after its processes are gone or have been killed."""
+    """Restart an ended run after its processes have exited or been killed."""
     began = time.monotonic()
     _, alive = psutil.wait_procs(marked(run.folder), timeout=GONE_S)
     fault.left += len(alive)

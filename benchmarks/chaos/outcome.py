@@ -1,4 +1,4 @@
-"""Results of a run with faults: its record, its summary, and what is wrong with it."""
+"""Results of a run with faults: record, summary and failed checks."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from benchmarks.common import commit
 from keel.trainer.run.signals import PREEMPTED
 
 SAME = ("reward/mean", "grad_norm", "kl/ref", "length/mean", "mismatch/logp_abs")
-"""Metrics that are compared with those of the run without faults."""
+"""Metrics compared with the run without faults."""
 LEDGER = ("lost", "twice")
 MIB = 2**20
 
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """Observations of a run, appended to files of `out` as they are made."""
+    """Observations of a run, appended to files in `out`."""
 
     out: Path
     faults: list[Fault] = field(default_factory=list[Fault])
     sizes: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     late: list[int] = field(default_factory=list[int])
-    """Exit statuses of a run that ended without a new fault."""
+    """Exit statuses of exits without a new fault."""
     status: int | None = None
     """Final exit status."""
     broken_off: str = "an error of this benchmark"
-    """Reason why the observation stopped early; empty if it did not."""
+    """Reason for an early end of the observation; empty if it was complete."""
 
     def suffered(self, fault: Fault) -> None:
         self.faults.append(fault)
@@ -56,7 +56,7 @@ def _append(path: Path, content: Mapping[str, Any]) -> None:
 def memory(run: Run) -> dict[str, float]:
     """Measure memory (MiB, Pss) and open files of the largest process of each role.
 
-    The object store is the raylet's shared memory; /dev/shm is that of the whole machine.
+    The object store is the raylet's shared memory; /dev/shm covers the whole machine.
     """
     sizes: dict[str, float] = {"step": run.last()}
     for role in ("driver", *ROLES):
@@ -76,9 +76,9 @@ def shared_mib(pid: int) -> float:
 
 
 def growth(sizes: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Map each series to its first and last value and to its growth per 100 steps.
+    """Map each series to its first value, last value and growth per 100 steps.
 
-    The growth is the slope of a least-squares line through the last three quarters.
+    The growth is the least-squares slope over the last three quarters.
     """
     result: dict[str, dict[str, float]] = {}
     for name in sorted({name for size in sizes for name in size} - {"step"}):
@@ -95,7 +95,7 @@ def growth(sizes: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def summary(run: Run, record: Record, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Summarise a run; `options` holds seed, steps, every and minutes of the command."""
+    """Summarise a run; `options` holds seed, steps, every and minutes of the command line."""
     groups: dict[str, list[Fault]] = defaultdict(list)
     for fault in record.faults:
         groups[fault.name].append(fault)
@@ -137,14 +137,13 @@ def summary(run: Run, record: Record, options: Mapping[str, Any]) -> dict[str, A
 
 
 def ends(fault: Fault) -> str:
-    """Exit statuses after a fault, as text."""
     return ", ".join(map(str, fault.statuses)) or "none"
 
 
 def not_due(faults: Sequence[Fault]) -> list[str]:
-    """Describe each fault with an exit status that it must not cause.
+    """Describe each fault with an exit status that is not allowed.
 
-    Status 0 is the run's end, and is checked by its last step.
+    Status 0 is the end of the run and is checked by its last step.
     """
     lines: list[str] = []
     for index, fault in enumerate(faults):
@@ -164,7 +163,7 @@ def spread(values: Sequence[float | None]) -> dict[str, float] | None:
 
 
 def compared(first: Path, second: Path, faults: Sequence[Fault]) -> dict[str, Any]:
-    """Compare the metrics of two run folders; `faults` are those of the first.
+    """Compare the metrics of run `first`, which had `faults`, with run `second`.
 
     A killed reward worker may lose a score; steps after the first lost score may differ.
     """
@@ -198,14 +197,14 @@ def compared(first: Path, second: Path, faults: Sequence[Fault]) -> dict[str, An
 
 
 def gap(one: Mapping[str, float], other: Mapping[str, float]) -> float:
-    """Largest difference between metrics of a step; infinite if one has a metric and one not."""
+    """Largest difference between metrics of a step; infinite if only one side has a metric."""
     names = [name for name in SAME if name in one or name in other]
     gaps = [abs(one.get(name, math.inf) - other.get(name, -math.inf)) for name in names]
     return max(gaps, default=math.inf)
 
 
 def wrong(results: Mapping[str, Any]) -> list[str]:
-    """Describe each failed check of a `summary`."""
+    """Describe the failed checks of a `summary`."""
     options, lines = results["options"], list[str]()
     status, last, steps = results["status"], results["last step"], options["steps"]
     if why := results["broken off"]:
@@ -232,7 +231,7 @@ def wrong(results: Mapping[str, Any]) -> list[str]:
 
 
 def wrong_reference(reference: Mapping[str, Any] | None, last: int) -> list[str]:
-    """Describe failed checks of a comparison; `last` is the last step of the run with faults."""
+    """Describe the failed checks of a comparison; `last` is the last step of the faulty run."""
     if reference is None:
         return []
     if why := reference.get("failed"):
@@ -243,6 +242,6 @@ def wrong_reference(reference: Mapping[str, Any] | None, last: int) -> list[str]
             f"{len(different)} of {reference['steps']} steps differ from the run without faults, "
             f"from step {different[0]} on"
         )
-    if reference["steps"] < (last if "failed" in reference else 1):
+    if reference["steps"] < last:
         lines.append(f"the run without faults has {reference['steps']} of the {last} steps")
     return lines

@@ -1,6 +1,6 @@
-"""Wall clock that jumps and disk that is slow, for the processes of one run only.
+"""Clock jumps and slow disks for the processes of one run.
 
-Their calls of the C library go through `preload.c`, which gcc builds. Needs no root.
+`preload.c` intercepts their C library calls. Needs gcc but not root.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def unavailable() -> str:
 
 
 class Preload:
-    """Control over the clock and the disk that all processes of a run see."""
+    """Controls the clock and disk of all processes of a run."""
 
     def __init__(self, place: Path, folder: Path) -> None:
-        """Build the library in `place`; files below `folder`, the run's, can be slowed down."""
+        """Build the library in `place`; `folder` is the run folder, the only one slowed down."""
         library, control = place / "preload.so", place / "preload.control"
         subprocess.run(
             ["gcc", "-O2", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"],

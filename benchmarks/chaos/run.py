@@ -1,4 +1,4 @@
-"""Run that is restarted whenever it ends, and its processes by role."""
+"""Training run that can be restarted, and its processes by role."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ ROLES = {
     "raylet": "/raylet",
     "gcs": "gcs_server",
 }
-"""Role of a process → part of its command line."""
+"""Role → substring of the command line."""
 MARK = "KEEL_CHAOS_RUN"
-"""Environment variable of all processes of a run, with its folder."""
+"""Environment variable with the run folder, set for all processes of a run."""
 TIMEOUT_S = 1800.0
 
 
 class Refused(RuntimeError):
-    """The run's command was refused, so that restarting it is of no use."""
+    """The command was refused, so a restart cannot help."""
 
 
 class Run:
-    """Driver process and everything that belongs to it."""
+    """Driver process and all processes that it starts."""
 
     def __init__(
         self,
@@ -45,7 +45,6 @@ class Run:
         *,
         environment: Mapping[str, str],
     ) -> None:
-        """Start the run."""
         self.folder = folder
         self._command = [sys.executable, "-m", "keel.commands.cli", "train", *knobs]
         self._command += [f"run.dir={folder}", f"run.steps={steps}"]
@@ -56,7 +55,7 @@ class Run:
         self.start()
 
     def start(self) -> None:
-        """Start the command again; raises `Refused` if the last start was refused."""
+        """Start the command; raises `Refused` if the previous start was refused."""
         if self.starts and self.process.returncode == REFUSED:
             raise Refused(f"the run ended with status {REFUSED}: {self.messages(0)[-3:]}")
         self.starts += 1
@@ -76,21 +75,21 @@ class Run:
         return [json.loads(line) for line in self._written()]
 
     def last(self) -> int:
-        """Return the newest step."""
+        """Return the latest step."""
         lines = self._written()
         return int(json.loads(lines[-1])["step"]) if lines else 0
 
     def fresh(self) -> int:
-        """Count the steps written since the last call, including steps that are trained again.
+        """Count the steps written since the last call, including repeated steps.
 
-        Lines are compared, not their times, since the clock may jump.
+        Compares lines instead of times, because the clock may jump.
         """
         lines = set(self._written())
         count, self._lines = len(lines - self._lines), self._lines | lines
         return count
 
     def messages(self, since: int) -> list[str]:
-        """Return the output lines after position `since` that are not about a step."""
+        """Return the output lines after byte `since`, without step lines."""
         text = self._log.read_bytes()[since:].decode(errors="replace")
         return [line for line in text.splitlines() if line and not line.startswith("step ")]
 
@@ -98,7 +97,6 @@ class Run:
         return self._log.stat().st_size
 
     def of(self, role: str) -> list[psutil.Process]:
-        """List the processes of a role."""
         if role == "driver":
             return [self.process]
         with suppress(psutil.Error):
@@ -113,7 +111,7 @@ class Run:
 
 
 def marked(folder: Path) -> list[psutil.Process]:
-    """List the processes that the run in `folder` has started."""
+    """List the processes started by the run in `folder`."""
     processes: list[psutil.Process] = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -129,7 +127,7 @@ def words_of(process: psutil.Process) -> str:
 
 
 def until(ready: Callable[[], Any], what: str) -> None:
-    """Wait until `ready()`; raises TimeoutError naming `what`."""
+    """Poll until `ready()`; the TimeoutError names `what`."""
     end = time.monotonic() + TIMEOUT_S
     while not ready():
         if time.monotonic() > end:

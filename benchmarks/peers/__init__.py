@@ -1,1 +1,1 @@
-"""Keel beside TRL and verl: the same model, prompts, lengths and sampling."""
+"""Comparison of Keel with TRL and verl on the same model, prompts, lengths and sampling."""

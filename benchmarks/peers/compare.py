@@ -1,18 +1,17 @@
-"""Keel, TRL and verl side by side on one GPU: the same model, prompts, lengths and sampling.
+"""Keel, TRL and verl on one GPU with the same model, prompts, lengths and sampling.
 
     pip install -r requirements/peers.txt
     python -m benchmarks.peers.compare --out FOLDER --steps 3
-    python -m benchmarks.peers.compare --out FOLDER --small      # on a CPU, to see that it runs
-    python -m benchmarks.peers.compare --out FOLDER --draw 3     # a workload drawn at random
-    python -m benchmarks.peers.compare --verdict FOLDER …        # over four drawn workloads or more
+    python -m benchmarks.peers.compare --out FOLDER --small      # smoke test on a CPU
+    python -m benchmarks.peers.compare --out FOLDER --draw 3     # random workload
+    python -m benchmarks.peers.compare --verdict FOLDER …        # over four or more draws
     python -m benchmarks.peers.compare --out FOLDER --arms keel-turns,verl,trl --verl-path PACKAGES
 
-Arms run one after the other, each in a process of its own, and the first steps of each do not
-count. FOLDER/results.json and FOLDER/report.md are rewritten after every arm. The arms are those in
-`trl_grpo.ARMS`, `verl_grpo.ARMS` and `keel_grpo.ARMS`. verl's requirements conflict with Keel's:
-`pip install --target=PACKAGES -r requirements/peers-verl.txt`. An arm that is not expected to end
-within `--budget-s` is skipped. A FOLDER with results accepts further ones, so the arms can be
-spread over several calls; with `--scratch` they share one model.
+Arms are defined in `trl_grpo.ARMS`, `verl_grpo.ARMS` and `keel_grpo.ARMS`. They run one after the
+other in separate processes; the first steps of each are warm-up. FOLDER/results.json and
+FOLDER/report.md are rewritten after every arm. verl's requirements conflict with Keel's:
+`pip install --target=PACKAGES -r requirements/peers-verl.txt`. Arms that are expected to exceed
+`--budget-s` are skipped. Further calls add arms to FOLDER; with `--scratch` they share one model.
 """
 
 from __future__ import annotations
@@ -57,16 +56,16 @@ ORDER = "trl,trl-fit,keel-auto"
 SMALL_ORDER = "keel,trl"
 DRAWN_ORDER = f"trl,trl-liger,{WITHIN}"
 EXPECTED_S = {"trl": 120.0, "keel": 90.0, "verl": 150.0}
-"""Expected seconds of an arm, by system, until an arm of that name has been timed."""
+"""Initial estimate of an arm's seconds, by system."""
 MARK = "PEERS_ARM"
-"""Environment variable that identifies the processes of an arm."""
+"""Environment variable that marks the processes of an arm."""
 BUILD_S = 180.0
 
 
 def environment(mark: str, packages: Path | None = None) -> dict[str, str]:
-    """Environment of an arm: its mark, no network, no telemetry.
+    """Environment of an arm without network access or telemetry.
 
-    packages: folder of packages that replaces this process's PYTHONPATH.
+    packages: package folder that replaces PYTHONPATH.
     """
     path = str(packages.resolve()) if packages else os.environ.get("PYTHONPATH")
     with socket.socket() as listening:
@@ -83,14 +82,14 @@ def environment(mark: str, packages: Path | None = None) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "true",
         "KEEL_TRACEBACK": "1",
-        # Another comparison on this machine may use torch.distributed's default port.
+        # A concurrent comparison may use torch.distributed's default port.
         "MASTER_PORT": str(port),
         MARK: mark,
     }
 
 
 class Bench:
-    """Runs arms one after the other and saves their results."""
+    """Runs arms and saves their results."""
 
     def __init__(self, options: argparse.Namespace, scratch: Path, workload: Workload) -> None:
         self._options, self._scratch, self._workload = options, scratch, workload
@@ -122,10 +121,10 @@ class Bench:
             self.write()
 
     def _missing(self, arm: str) -> str:
-        """Name the packages or results that an arm lacks."""
+        """Return the reason why an arm cannot run, if any."""
         name = system(arm)
         if arm == WITHIN and not self._allowed_gib():
-            return f"{WITHIN} needs --within, or an arm of TRL that has run in this folder"
+            return f"{WITHIN} needs --within or a completed arm of TRL in this folder"
         if name == "trl" and find_spec("trl") is None:
             return "TRL is not installed; pip install -r requirements/peers.txt"
         if name == "verl" and not self._options.verl_path and find_spec("verl") is None:
@@ -161,7 +160,7 @@ class Bench:
         if status == "done" and process.returncode:
             status = "failed"
         if self._read_gpu and not settled(self._read_gpu, peak.before):
-            print(f"{name}: its GPU memory has not been released", flush=True)
+            print(f"{name}: its GPU memory was not released", flush=True)
         details: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
         steps = details.pop("steps", [])
         first = details.pop("first_step_at", 0.0)
@@ -196,7 +195,6 @@ class Bench:
         ]
 
     def _allowed_gib(self) -> float:
-        """Memory limit of `WITHIN`."""
         return self._options.within or allowed_gib(self.runs)
 
     def write(self) -> None:
@@ -233,18 +231,18 @@ class Bench:
             "measured": (
                 f"{options.steps} steps per run after {options.warmup} of warm-up; memory of "
                 + ("the whole GPU" if self._read_gpu else "the arm's processes (no GPU)")
-                + " above what was in use before"
+                + " above the memory in use before"
             ),
         }
 
 
 def system(arm: str) -> str:
-    """Name of an arm's system: a key of `EXPECTED_S`, and the prefix of its module."""
+    """System of an arm: a key of `EXPECTED_S` and the prefix of its module."""
     return arm.partition("-")[0]
 
 
 def end_all(process: subprocess.Popen[bytes], mark: str) -> None:
-    """Interrupt an arm, then kill every process that carries its mark."""
+    """Interrupt an arm, then kill every process with its mark."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
@@ -261,17 +259,16 @@ def end_all(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log that mentions an error, or else its last line."""
+    """Return the last line of a log that mentions an error, or its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     errors = [line for line in lines if "Error" in line or "error" in line] or lines
     return next((line[:300] for line in reversed(errors) if line), "")
 
 
 def build(options: argparse.Namespace, scratch: Path) -> Workload:
-    """Write model and prompts unless they exist, in a process of its own, so that this process
-    holds no GPU memory.
+    """Write missing model and prompts in a separate process, so that this one uses no GPU memory.
 
-    Raises SystemExit if the existing ones are of other options.
+    Raises SystemExit if existing ones were made with other options.
     """
     which = ["--small"] if options.small else []
     which += [] if options.draw is None else [f"--draw={options.draw}"]
@@ -282,7 +279,7 @@ def build(options: argparse.Namespace, scratch: Path) -> Workload:
         subprocess.run(command, check=True, timeout=BUILD_S, env=variables, cwd=ROOT)
         marker.write_text(expected)
     elif (known := marker.read_text()) != expected:
-        raise SystemExit(f"--scratch {scratch} has the model of {known!r}, not of {expected!r}")
+        raise SystemExit(f"--scratch {scratch} was built with {known!r} instead of {expected!r}")
     return Workload.load(scratch / "workload.json")
 
 
@@ -291,7 +288,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder of results and report")
     parser.add_argument("--arms", default="", help=f"default: {ORDER}")
     parser.add_argument("--steps", type=int, default=4, help="measured steps of each arm")
-    parser.add_argument("--warmup", type=int, default=1, help="steps before those (at least 1)")
+    parser.add_argument("--warmup", type=int, default=1, help="warm-up steps (at least 1)")
     parser.add_argument("--budget-s", type=float, default=480.0, help="seconds for all arms")
     parser.add_argument("--arm-s", type=float, default=300.0, help="seconds for one arm")
     parser.add_argument("--scratch", type=Path, help="folder of model and runs; default: temporary")
@@ -323,11 +320,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the arms; return exit status 0 if all of them are done."""
+    """Run the arms and return the exit status: 0 if all of them completed."""
     if options.verdict:
         print(judge_draws(options.verdict, AUTO if AUTO in options.arms else WITHIN))
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the running arm, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the running arm
     options.out.mkdir(parents=True, exist_ok=True)
     scratch = (options.scratch or Path(tempfile.mkdtemp(prefix="peers-"))).resolve()
     scratch.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Keel's arm of the comparison: `keel train` as users run it, stopped after the last measured step.
+"""Keel's arms of the comparison: `keel train`, stopped after the last measured step.
 
     python -m benchmarks.peers.keel_grpo --workload FILE --out FILE --arm keel-auto --scratch FOLDER
 
@@ -23,7 +23,7 @@ import yaml
 from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_parser, versions
 
 PHASES = {"rollout": "rollout", "reward": "reward", "train": "training", "sync": "weights"}
-"""Keel's timers → names in the report."""
+"""Keel's timers → phases of the report."""
 NOTES = (
     "reward/mean",
     "loss",
@@ -52,7 +52,7 @@ ARMS: dict[str, dict[str, Any]] = {
     AUTO: {},
     WITHIN: {},
 }
-"""Knobs that differ from those of `recipe`."""
+"""Knobs that differ from `recipe`."""
 SET_BY_HAND = (
     "rollout.max_num_seqs",
     "rollout.gpu_memory_utilization",
@@ -61,9 +61,9 @@ SET_BY_HAND = (
 )
 """Knobs that `recipe` sets and that `AUTO` and `WITHIN` leave to Keel."""
 AUTO_STEPS = 100
-"""`run.steps` of a run that chooses its layout: the best layout of a short run is another one."""
+"""`run.steps` of a run that chooses its layout, because short runs prefer another layout."""
 STOP_S = 60.0
-"""Timeout in seconds for a stopped run to end its actors."""
+"""Timeout in seconds for the actors of a stopped run."""
 
 
 def recipe(
@@ -71,9 +71,8 @@ def recipe(
 ) -> dict[str, Any]:
     """Build the recipe of an arm.
 
-    The recipe of `keel` lets engine and trainer share a GPU in little memory: the engine's share
-    holds its weights, CUDA graphs and the keys and values of all completions at full length, and
-    the trainer stores only the inputs of its layers for the backward pass.
+    Engine and trainer of `keel` share a GPU in little memory: the engine holds its weights, CUDA
+    graphs and the full KV cache of all completions, and the trainer stores only layer inputs.
     """
     content: dict[str, Any] = {
         "run": {
@@ -133,10 +132,9 @@ def recipe(
 
 
 def read_steps(metrics: Path) -> list[StepTimes]:
-    """Read the steps of a metrics.jsonl, which may end in a line that is still being written.
+    """Read the steps of a metrics.jsonl whose last line may be incomplete.
 
-    The duration of a step is the time since the previous line; step 0 is written when everything
-    has started.
+    A step lasts from the previous line to its own; step 0 is written at the end of start-up.
     """
     lines: list[dict[str, Any]] = []
     if metrics.exists():
@@ -158,7 +156,7 @@ def read_steps(metrics: Path) -> list[StepTimes]:
 
 
 def started_at(metrics: Path) -> float:
-    """Unix time at which step 0 was written."""
+    """Unix time of step 0."""
     return json.loads(metrics.read_text().splitlines()[0])["time"]
 
 
@@ -193,7 +191,7 @@ def run(
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt a run twice, as two Ctrl-C do, so that it ends its actors without a checkpoint."""
+    """Interrupt a run twice, like two Ctrl-C, so that it exits without a checkpoint."""
     for _ in range(2):
         if process.poll() is None:
             process.send_signal(signal.SIGINT)

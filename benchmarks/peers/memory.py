@@ -1,4 +1,4 @@
-"""Peak memory of an arm, sampled from outside: the GPU's, or its processes' without a GPU."""
+"""Peak memory of an arm: of the whole GPU, or of its processes without a GPU."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import psutil
 
 GIB = 2**30
 OTHERS_GIB = 2.0
-"""GPU memory that other programs may hold."""
+"""Limit for the GPU memory of other programs."""
 GPU_INTERVAL_S, TREE_INTERVAL_S = 0.05, 0.5
 """Seconds between samples; reading a process tree is slower than reading a GPU."""
 
 
 class PeakMemory:
-    """Context manager that samples memory in a thread and keeps the maximum.
+    """Samples memory in a thread and keeps the maximum.
 
-    It reads the GPU's memory where there is a GPU, and otherwise the resident memory of the process
-    tree below `pid()`.
+    Reads the GPU's memory if there is a GPU, otherwise the resident memory of the processes below
+    `pid()`.
     """
 
     def __init__(self, pid: Callable[[], int | None]) -> None:
@@ -36,7 +36,7 @@ class PeakMemory:
 
     @property
     def gib(self) -> float:
-        """Peak in GiB above what was in use before."""
+        """Peak in GiB above the memory in use at the start."""
         return (self.peak - self.before) / GIB
 
     def __enter__(self) -> Self:
@@ -53,7 +53,7 @@ class PeakMemory:
 
 
 def _gpu() -> tuple[Any, Any] | None:
-    """Return NVML and the handle of the first GPU that programs started here can see, if any."""
+    """Return NVML and the handle of the first visible GPU, if any."""
     try:
         import pynvml  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -70,9 +70,9 @@ def _gpu() -> tuple[Any, Any] | None:
 
 
 def gpu_reader() -> Callable[[], float] | None:
-    """Return a function that reads the bytes in use on the first GPU, or None without a GPU.
+    """Return a function that reads the bytes in use on the first GPU; None without a GPU.
 
-    No CUDA context is created in this process.
+    Creates no CUDA context in this process.
     """
     if (gpu := _gpu()) is None:
         return None
@@ -81,7 +81,7 @@ def gpu_reader() -> Callable[[], float] | None:
 
 
 def first_gpu() -> str:
-    """Index or UUID of the first GPU that programs started here can see."""
+    """Index or UUID of the first visible GPU."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
 
 
@@ -90,15 +90,10 @@ def gpu_name() -> str:
     return str(gpu[0].nvmlDeviceGetName(gpu[1])) if (gpu := _gpu()) else ""
 
 
-def gpu_size() -> float:
-    """Total bytes of the first GPU; 0 without one."""
-    return float(gpu[0].nvmlDeviceGetMemoryInfo(gpu[1]).total) if (gpu := _gpu()) else 0.0
-
-
 def tree_reader(pid: Callable[[], int | None]) -> Callable[[], float]:
     """Return a function that sums the resident bytes of a process and its descendants.
 
-    Shared pages count once for each process.
+    Shared pages count once per process.
     """
 
     def read() -> float:
@@ -122,19 +117,18 @@ def tree_reader(pid: Callable[[], int | None]) -> Callable[[], float]:
 
 
 def check_alone(read: Callable[[], float], *, timeout_s: float = 30.0) -> None:
-    """Raise SystemExit if other programs keep holding memory of the GPU."""
+    """Raise SystemExit if other programs keep using the GPU's memory."""
     if not settled(read, OTHERS_GIB * GIB, timeout_s=timeout_s):
         raise SystemExit(
-            f"other programs hold {read() / GIB:.1f} GiB of GPU {first_gpu()}, so its peak memory "
-            "and speed would not be the arm's own; end them, or choose another GPU with "
-            "CUDA_VISIBLE_DEVICES"
+            f"other programs use {read() / GIB:.1f} GiB of GPU {first_gpu()}, which would distort "
+            "the measurement. End them or choose another GPU with CUDA_VISIBLE_DEVICES."
         )
 
 
 def settled(read: Callable[[], float], target: float, *, timeout_s: float = 30.0) -> bool:
     """Wait until at most `target` bytes (plus 256 MiB) are in use; return False on timeout.
 
-    A process that has ended takes a moment to release its memory.
+    An exited process takes a moment to release its memory.
     """
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""Medians, tables and verdicts of the comparison."""
+"""Summaries, tables and verdicts of the comparison."""
 
 from __future__ import annotations
 
@@ -13,43 +13,42 @@ Status = Literal["done", "cut short", "failed", "skipped"]
 BASE, OURS = "trl", "keel"
 KNOBS = "knobs of all arms of Keel"
 GOALS = (2.2, 0.40)
-"""Minimum speed of an arm of `OURS` relative to `BASE`, and its maximum peak memory."""
+"""Minimum speed of an arm of `OURS` relative to `BASE`, and maximum relative peak memory."""
 MIN_DRAWS = 4
-"""Workloads that a verdict over draws needs."""
+"""Minimum number of workloads for a verdict over draws."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRun:
-    """One process of an arm, as measured."""
+    """Measurements of one arm process."""
 
     arm: str
     run: int
-    """Position in the order of runs, from 1."""
     status: Status
     wall_s: float = 0.0
     start_s: float = 0.0
-    """Seconds until the first step began."""
+    """Seconds until the first step."""
     peak_gib: float = 0.0
-    """Peak memory of the whole GPU (without one: of its processes) above what was in use before."""
+    """Peak memory of the GPU (without one: of the processes) above the memory in use before."""
     why: str = ""
-    """Reason for any status but done."""
+    """Reason for any status except done."""
     steps: Sequence[Mapping[str, Any]] = ()
-    """Measured steps without warm-up; see `workload.StepTimes`."""
+    """Measured steps; see `workload.StepTimes`."""
     details: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Settings and versions, as the arm wrote them."""
+    """Settings and versions written by the arm."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def earlier(out: Path) -> list[ArmRun]:
-    """Load the runs that a folder already has."""
+    """Load the runs of a result folder."""
     path = out / "results.json"
     return [ArmRun(**run) for run in json.loads(path.read_text())["runs"]] if path.exists() else []
 
 
 def check_same(out: Path, facts: Mapping[str, str]) -> None:
-    """Raise SystemExit if the folder's runs are of another commit, machine, workload or knobs."""
+    """Raise SystemExit if the folder has runs with another commit, machine, workload or knobs."""
     before = json.loads((out / "results.json").read_text())["facts"]
     for name in ("machine", "commit", "model", "a step", KNOBS):
         if (was := before.get(name)) != facts[name]:
@@ -61,13 +60,12 @@ def check_same(out: Path, facts: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Medians over all runs of one arm."""
+    """Medians over all runs of an arm."""
 
     arm: str
     runs: int
     steps: int
     step_s: float
-    """Seconds per step."""
     tokens_s: float
     """Sampled tokens per second, end to end."""
     slowest: float
@@ -78,11 +76,10 @@ class Summary:
     phases: Mapping[str, float]
     """Seconds by phase; `rest` is the time outside all phases."""
     notes: Mapping[str, float]
-    """The arm's own metrics."""
 
 
 def summarize(runs: Sequence[ArmRun]) -> dict[str, Summary]:
-    """Map each arm that has steps to its summary, in the order of first appearance."""
+    """Map each arm with steps to its summary, in order of first appearance."""
     summaries: dict[str, Summary] = {}
     for arm in dict.fromkeys(run.arm for run in runs):
         mine = [run for run in runs if run.arm == arm and run.steps]
@@ -113,24 +110,23 @@ def summarize(runs: Sequence[ArmRun]) -> dict[str, Summary]:
 
 
 def whole(runs: Sequence[ArmRun]) -> list[ArmRun]:
-    """Keep the runs that count in a verdict: one that ended early may have missed its peak."""
+    """Return the complete runs; others may have missed their peak."""
     return [run for run in runs if run.status == "done"]
 
 
 def best_peer(summaries: Mapping[str, Summary]) -> Summary | None:
-    """Return the fastest arm of `BASE`."""
     peers = [each for name, each in summaries.items() if name.startswith(BASE)]
     return max(peers, key=lambda each: each.tokens_s, default=None)
 
 
 def allowed_gib(runs: Sequence[ArmRun]) -> float:
-    """Return the memory goal given the fastest peer's peak, or 0 before a peer has run."""
+    """Return the memory limit relative to the fastest peer, or 0 before a peer has run."""
     peer = best_peer(summarize(whole(runs)))
     return round(GOALS[1] * peer.peak_gib, 1) if peer else 0.0
 
 
 def result_lines(summaries: Mapping[str, Summary]) -> Iterator[str]:
-    """Yield a table of each arm's speed and memory, also relative to the peers' main arms."""
+    """Yield a table of speed and memory, also relative to the peers' main arms."""
     peers = [name for name in (BASE, "trl-fit", "verl") if name in summaries]
     yield (
         "| arm | runs, steps | s per step | tokens per second | slowest … fastest step | peak GiB |"
@@ -150,7 +146,7 @@ def result_lines(summaries: Mapping[str, Summary]) -> Iterator[str]:
 
 
 def phase_lines(summaries: Mapping[str, Summary]) -> Iterator[str]:
-    """Yield a table of the seconds of a step by phase."""
+    """Yield a table of the seconds per step by phase."""
     names = dict.fromkeys(name for each in summaries.values() for name in each.phases)
     ordered = [*(name for name in names if name != "rest"), "rest"]
     yield "| arm | " + " | ".join(ordered) + " | step |"
@@ -161,7 +157,7 @@ def phase_lines(summaries: Mapping[str, Summary]) -> Iterator[str]:
 
 
 def verdict(summaries: Mapping[str, Summary]) -> str:
-    """Compare our fastest arm that meets the memory goal (else our fastest) with the best peer."""
+    """Compare the best peer with our fastest arm within the memory goal, or else our fastest."""
     base = best_peer(summaries)
     arms = [arm for arm in summaries if arm.startswith(OURS)]
     if base is None or not arms:
@@ -184,7 +180,7 @@ def verdict(summaries: Mapping[str, Summary]) -> str:
 def report(runs: Sequence[ArmRun], facts: Mapping[str, Any], *, judge: bool = True) -> str:
     """Format everything as Markdown.
 
-    facts: machine, versions and workload by name. judge: whether the figures allow a verdict.
+    facts: machine, versions and workload by name. judge: add a verdict.
     """
     summaries = summarize(runs)
     noted = [
@@ -198,7 +194,7 @@ def report(runs: Sequence[ArmRun], facts: Mapping[str, Any], *, judge: bool = Tr
         "",
         *result_lines(summaries),
         "",
-        verdict(summarize(whole(runs))) if judge else "No GPU: the figures only show that it runs.",
+        verdict(summarize(whole(runs))) if judge else "No GPU: smoke test only.",
         "",
         "Median seconds of a step by phase:",
         "",
@@ -211,8 +207,8 @@ def report(runs: Sequence[ArmRun], facts: Mapping[str, Any], *, judge: bool = Tr
         "Order of the runs:",
         "",
         *(
-            f"{run.run}. {run.arm}: {run.status}, {run.wall_s:.0f} s of which {run.start_s:.0f} s "
-            f"start, peak {run.peak_gib:.1f} GiB{f' ({run.why})' if run.why else ''}"
+            f"{run.run}. {run.arm}: {run.status}, {run.wall_s:.0f} s including {run.start_s:.0f} s "
+            f"of start-up, peak {run.peak_gib:.1f} GiB{f' ({run.why})' if run.why else ''}"
             for run in runs
         ),
     ]
@@ -220,7 +216,7 @@ def report(runs: Sequence[ArmRun], facts: Mapping[str, Any], *, judge: bool = Tr
 
 
 def judge_draws(folders: Sequence[Path], arm: str) -> str:
-    """Format the results of `compare --draw` in several folders and the verdict over them."""
+    """Format the results of `compare --draw` in several folders and their verdict."""
     lines = ["| draw | tokens per second | peer's | speed ÷ peer | memory ÷ peer | start s |"]
     lines.append("|---" * 6 + "|")
     ratios: list[tuple[float, float]] = []

@@ -1,4 +1,4 @@
-"""Reward of all systems: the share of distinct words in a completion."""
+"""Reward of all systems: the fraction of distinct words in a completion."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ class Answered(Protocol):
 
 
 def variety(prompt: object, trajectory: Answered) -> float:
-    """Reward in Keel's form: `rewards: {benchmarks.peers.reward.variety: 1.0}`."""
+    """Reward function for Keel: `rewards: {benchmarks.peers.reward.variety: 1.0}`."""
     return distinct(trajectory.answer)
 
 
 def variety_of_all(completions: Sequence[Sequence[Mapping[str, Any]]], **_: object) -> list[float]:
-    """Reward in TRL's form."""
+    """Reward function for TRL."""
     return [distinct(str(messages[-1]["content"])) for messages in completions]
 
 
 def variety_of_solution(
     data_source: str, solution_str: str, ground_truth: str, extra_info: object = None, **_: object
 ) -> float:
-    """Reward in verl's form: `reward.custom_reward_function`."""
+    """Reward function for verl: `reward.custom_reward_function`."""
     return distinct(solution_str)
 
 

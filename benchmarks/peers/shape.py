@@ -2,10 +2,9 @@
 
     python -m benchmarks.peers.shape --out FOLDER [--small | --draw SEED]
 
-The weights are random, of a real model's shape. Unlike a plain random model, sampling from it
-resembles a trained model: the logits have a comparable spread, so truncation keeps few ids,
-completions do not repeat a few words, and either none ends or as many as the workload says. See
-`write_model`.
+The weights are random but sample like a trained model: the spread of the logits is comparable, so
+truncation keeps few ids, completions do not repeat a few words, and their length follows the
+workload. See `write_model`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from benchmarks.peers.workload import QWEN3_06B, SMALL, Shape, Workload, drawn
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 MARKS = (PAD, START, END, "<unk>")
-"""Special tokens, which have the first ids; none of them can be sampled."""
+"""Special tokens with the first ids; never sampled, except `END` if completions may end."""
 ROLES = ("system", "user", "assistant")
 TEMPLATE = (
     "{%- for message in messages -%}"
@@ -38,16 +37,16 @@ TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|im_start|> assistant' -}}{%- endif -%}"
 )
 TEMPLATE_TOKENS = 5
-"""Tokens that the template adds to one user message."""
+"""Tokens that the template adds to a user message."""
 PROMPT_STEPS = 16
-"""Number of steps with distinct prompts; later steps repeat them."""
+"""Steps with distinct prompts; later steps repeat them."""
 EMBEDDING = 0.02
 """Standard deviation of the embeddings."""
 TENTH = 0.1
 
 
 def build_tokenizer(entries: int) -> PreTrainedTokenizerFast:
-    """Build a tokenizer of `entries` ids, each a word between spaces."""
+    """Build a word-level tokenizer of `entries` ids, split at spaces."""
     words = [f"w{index}" for index in range(entries - len(MARKS) - len(ROLES))]
     vocabulary = {word: index for index, word in enumerate((*MARKS, *ROLES, *words))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -83,12 +82,11 @@ def model_config(shape: Shape) -> Qwen3Config:
 
 
 def end_scale(workload: Workload, *, contexts: int = 200, draws: int = 128) -> float:
-    """Find the length of the end token's embedding, relative to other embeddings, at which
-    completions end after `workload.ends_after` tokens on average.
+    """Find the relative length of the end token's embedding at which completions end after
+    `workload.ends_after` tokens on average.
 
-    Logits of other tokens are drawn from N(0, sharpness²) and the end token's from N(0, (scale ·
-    sharpness)²). Bisection brings its probability after truncation, averaged over contexts, to
-    1 / ends_after.
+    Logits are drawn from N(0, sharpness²), the end token's from N(0, (scale · sharpness)²).
+    Bisection brings its mean probability after truncation to 1 / ends_after.
     """
     draw = torch.Generator().manual_seed(0)
     sharpness, top_k = workload.sharpness, workload.top_k
@@ -127,17 +125,16 @@ def write_model(
 ) -> int:
     """Write random bfloat16 weights and a tokenizer of `tokens` ids; return the parameter count.
 
-    sharpness: standard deviation of the logits, set by the weight of the last norm. At 8, top-p
-    0.95 keeps about 12 ids of 151,669 and a token has 1.5 nats of entropy; at 0.64, that of a plain
-    random model, it keeps nearly all of the top-k.
+    sharpness: standard deviation of the logits, set by the last norm. At 8, top-p 0.95 keeps about
+    12 of 151,669 ids and a token has 1.5 nats of entropy; at 0.64, as in a plain random model,
+    nearly all of the top-k stay.
 
-    The output of attention is scaled down: at full size the context, nearly the same for
-    consecutive tokens, outweighs the token itself, and completions repeat a few words.
+    The attention output is scaled down: at full size the context, nearly equal for consecutive
+    tokens, outweighs the token and completions repeat a few words.
 
-    Special tokens have rows of a tenth of the usual length in embedding and head, and unused rows
-    are zero, so their logits are close to 0, the mean of all others. Hundreds of words are
-    likelier, and top-k excludes special tokens, unless the end token's row is made longer (`end`
-    times the usual length).
+    Special tokens have rows of a tenth of the usual length and unused rows are zero, so their
+    logits are near the mean of 0 and top-k excludes them. `end` is the relative length of the end
+    token's row.
     """
     config.pad_token_id, config.bos_token_id = MARKS.index(PAD), None
     config.eos_token_id = MARKS.index(END)
@@ -168,7 +165,7 @@ def random_words(draw: random.Random, tokens: int, prompt_tokens: int) -> str:
 
 
 def write_prompts(path: Path, workload: Workload) -> None:
-    """Write user messages of random words, each of `workload.prompt_tokens` tokens as rendered."""
+    """Write user messages of random words that render to `workload.prompt_tokens` tokens."""
     draw = random.Random(workload.seed)
     with path.open("w") as file:
         for index in range(workload.prompts_per_step * PROMPT_STEPS):
@@ -179,7 +176,7 @@ def write_prompts(path: Path, workload: Workload) -> None:
 
 
 def write(folder: Path, workload: Workload) -> Workload:
-    """Write model, prompts and `workload.json`, and return the workload with their paths."""
+    """Write model, prompts and `workload.json`; return the workload with their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     workload = replace(
         workload,

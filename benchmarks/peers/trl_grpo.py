@@ -1,9 +1,8 @@
-"""TRL's arm of the comparison: its GRPOTrainer, with vLLM in the same process on a GPU.
+"""TRL's arms of the comparison: its GRPOTrainer, with vLLM in the same process on a GPU.
 
     python -m benchmarks.peers.trl_grpo --workload FILE --out FILE --arm trl --steps 4 --warmup 1
 
-Needs requirements/peers.txt. Without a GPU it samples with transformers, which only shows that TRL
-still accepts these arguments.
+Needs requirements/peers.txt. Without a GPU it samples with transformers, as a smoke test.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 from benchmarks.peers.reward import variety_of_all
 from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_parser, versions
 
-GIB = 2**30
 NOTES = (
     "loss",
     "reward",
@@ -37,9 +35,9 @@ NOTES = (
     "sampling/importance_sampling_ratio/mean",
 )
 MAX_MICRO_BATCH = 16
-"""Sequences of a micro-batch."""
+"""Sequences per micro-batch."""
 MAX_MICRO_BATCH_TOKENS = 16 * 1152
-"""Tokens of a micro-batch: 84 GiB of GPU memory for Qwen3-0.6B's shape, which keeps activations."""
+"""Tokens per micro-batch without recomputation: 84 GiB of GPU memory for Qwen3-0.6B's shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +45,9 @@ class Settings:
     """Differences between the arms of TRL."""
 
     gpu_memory_utilization: float = 0.3
-    """Share of the GPU for vLLM: TRL's default, or 0 for what the completions need."""
+    """vLLM's share of the GPU: TRL's default, or 0 to size it to the workload."""
     liger: bool = False
-    """Liger's kernels for norms, rotary embedding and feed-forward."""
+    """Use Liger's kernels for norms, rotary embedding and feed-forward."""
 
 
 ARMS = {
@@ -106,9 +104,9 @@ def config(workload: Workload, settings: Settings, *, steps: int, gpu: bool) -> 
 
 
 class Phases:
-    """Seconds of a step by phase, without double counting of nested phases.
+    """Seconds of a step by phase; nested phases are not counted twice.
 
-    The GPU is synchronised at both ends of a phase, a few times per step.
+    Synchronises the GPU at both ends of a phase, a few times per step.
     """
 
     def __init__(self) -> None:
@@ -118,7 +116,7 @@ class Phases:
     def wrap(
         self, owner: Any, method: str, name: str, when: Callable[[], bool] = lambda: True
     ) -> None:
-        """Time calls of `owner.method` for which `when()` holds."""
+        """Time the calls of `owner.method` for which `when()` is true."""
         original = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -144,28 +142,25 @@ class Phases:
 
 
 class Lengths:
-    """Counter of sampled tokens per step."""
+    """Counts sampled tokens per step."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
-        self.tokens, self.shortest = 0, sys.maxsize
+        self.tokens = 0
         self._generate = trainer._generate_single_turn
         trainer._generate_single_turn = self._counted
 
     def _counted(self, *args: Any, **kwargs: Any) -> Any:
         made = self._generate(*args, **kwargs)
-        lengths = [len(ids) for ids in made[0]]
-        self.tokens += sum(lengths)
-        self.shortest = min(self.shortest, *lengths)
+        self.tokens += sum(len(ids) for ids in made[0])
         return made
 
-    def take(self) -> tuple[int, int]:
-        taken = self.tokens, self.shortest
-        self.tokens, self.shortest = 0, sys.maxsize
+    def take(self) -> int:
+        taken, self.tokens = self.tokens, 0
         return taken
 
 
 class Recorder(TrainerCallback):
-    """Callback that saves each step as it ends."""
+    """Saves each finished step."""
 
     def __init__(self, file: ArmFile, phases: Phases, lengths: Lengths) -> None:
         self._file, self._phases, self._lengths = file, phases, lengths
@@ -179,22 +174,15 @@ class Recorder(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         synchronize()
         now = time.perf_counter()
-        tokens, shortest = self._lengths.take()
         self._file.steps.append(
             StepTimes(
                 step=state.global_step,
                 seconds=now - self._last,
-                tokens=tokens,
+                tokens=self._lengths.take(),
                 phases=self._phases.take(),
-                notes={"shortest completion": shortest},
             )
         )
         self._last = now
-        if torch.cuda.is_available():
-            self._file.memory = {
-                "torch, most allocated": torch.cuda.max_memory_allocated() / GIB,
-                "torch, most reserved": torch.cuda.max_memory_reserved() / GIB,
-            }
         self._file.save()
         print(f"step {state.global_step}: {self._file.steps[-1]}", flush=True)
 
@@ -212,7 +200,7 @@ def synchronize() -> None:
 
 
 def dataset(path: str) -> Dataset:
-    """Load the prompts with a fixed fingerprint: computing one fails with some pyarrow versions."""
+    """Load the prompts with a fixed fingerprint; computing one fails with some pyarrow versions."""
     lines = Path(path).read_text().splitlines()
     rows = [{"prompt": json.loads(line)["messages"]} for line in lines]
     return Dataset(InMemoryTable.from_pylist(rows), fingerprint="peers")

@@ -1,9 +1,9 @@
-"""Replacement for flash-attn in verl's arm, over the FlashAttention-2 kernels that torch has.
+"""Replacement for flash-attn in verl's arm, based on torch's FlashAttention-2 kernels.
 
-verl imports this module in each of its processes (`actor_rollout_ref.model.external_lib`), because
-flash-attn is distributed as source alone and takes an hour to build. `NAME` is an attention of
-transformers that calls torch's kernels on packed sequences. It reads their offsets from the
-position ids once per micro-batch, where transformers reads them in every layer for flash-attn.
+verl imports this module in each process (`actor_rollout_ref.model.external_lib`), because
+flash-attn has no wheels and takes an hour to build. `NAME` is an attention function of transformers
+that calls torch's kernels on packed sequences and reads their offsets from the position ids once
+per micro-batch instead of once per layer.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 NAME = "torch_varlen"
-"""Does not contain "flash", which would make transformers look for the package."""
+"""Must not contain "flash", or transformers looks for the package."""
 _TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Offsets of the sequences of a packed row."""
+    """Offsets of the sequences in a packed row."""
 
     offsets: Tensor
     """[S+1] int32"""
@@ -35,7 +35,7 @@ class Packed:
 
 
 def packed(position_ids: Tensor) -> Packed:
-    """Read the offsets from position ids [1, N]: a sequence begins where the position is 0."""
+    """Read the offsets from position ids [1, N]; a sequence starts at each position 0."""
     positions = position_ids.reshape(-1)
     starts = (positions == 0).nonzero().reshape(-1)
     offsets = F.pad(starts, (0, 1), value=positions.numel()).to(torch.int32)
@@ -43,7 +43,7 @@ def packed(position_ids: Tensor) -> Packed:
 
 
 class Latest:
-    """Cache of the offsets of the last position ids, which all layers of a micro-batch share."""
+    """Cache of the latest offsets, shared by all layers of a micro-batch."""
 
     def __init__(self) -> None:
         self._of: weakref.ref[Tensor] | None = None
@@ -68,7 +68,7 @@ def attention(
     position_ids: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: takes [1, heads, N, D], with fewer heads for keys and
+    """Attention function of transformers: takes [1, heads, N, D], with fewer heads for keys and
     values, and returns [1, N, heads, D]."""
     if position_ids is None or query.shape[0] != 1 or attention_mask is not None:
         raise ValueError(f"{NAME} needs one packed row without a mask: set use_remove_padding=True")
@@ -100,7 +100,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, row: Packed, scaling: float | None) 
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, row: Packed, scaling: float | None) -> Tensor:
-    """Compute the same on a CPU, one sequence after the other."""
+    """Compute the same on a CPU, one sequence at a time."""
     bounds, outputs = row.offsets.tolist(), []
     for start, stop in pairwise(bounds):
         one, keys, values = (x[start:stop].transpose(0, 1) for x in (q, k, v))

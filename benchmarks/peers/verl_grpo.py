@@ -1,10 +1,10 @@
-"""verl's arm of the comparison: its trainer with GRPO on one GPU, started from the command line.
+"""verl's arms of the comparison: its GRPO trainer on one GPU, started from the command line.
 
     python -m benchmarks.peers.verl_grpo --workload FILE --out FILE --scratch FOLDER --arm verl
 
-Needs requirements/peers-verl.txt, which conflict with Keel's requirements: `compare --verl-path`
-gives this arm a package folder of its own, with verl's own version of vLLM. Times come from verl's
-file logger.
+Needs requirements/peers-verl.txt, which conflicts with Keel's requirements: `compare --verl-path`
+gives this arm a separate package folder with verl's version of vLLM. Times come from verl's file
+logger.
 
 The settings follow verl's documentation for one GPU: FSDP2 without resharding after the forward
 pass; float32 weights, gradients and optimizer state with bfloat16 computation; engine and trainer
@@ -13,8 +13,8 @@ step. The reference policy is always in host memory.
 
 Differences from the other arms: `low_var_kl` replaces the unbiased KL, and there is no mask of
 off-policy sequences. π_old comes from the trainer over the whole vocabulary, as in TRL.
-flash-attn is replaced by torch's build of the same kernels (`verl_attention`), and the agent loop
-by one that accepts the benchmark's tokenizer (`verl_parts`).
+`verl_attention` replaces flash-attn with torch's build of the same kernels, and `verl_parts`
+replaces the agent loop to support the benchmark's tokenizer.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import reward
-from benchmarks.peers.memory import gpu_size
 from benchmarks.peers.workload import ArmFile, StepTimes, Workload, arm_parser, versions
 
 ATTENTION = "torch_varlen"  # verl_attention.NAME, without importing torch
@@ -47,7 +46,7 @@ PHASES = {
     "update_actor": "training",
     "update_weights": "weights",
 }
-"""verl's timers → names in the report; verl computes rewards during the rollout."""
+"""verl's timers → phases of the report; rewards are part of the rollout."""
 NOTES = (
     "critic/score/mean",
     "actor/pg_loss",
@@ -65,10 +64,10 @@ NOTES = (
     "timing_s/step",
 )
 CHECKPOINTED, KEPT = 16_384, 9_216
-"""Tokens of a micro-batch with gradient checkpointing (verl's default) and without, the latter at
-`QWEN3_06B`'s width and depth: about 30 GiB of activations."""
+"""Tokens per micro-batch with gradient checkpointing (verl's default) and without (about 30 GiB of
+activations for `QWEN3_06B`)."""
 UNSET = ("VLLM_USE_V2_MODEL_RUNNER",)
-"""Environment variables that are only for the other arms' version of vLLM."""
+"""Environment variables for the other arms' version of vLLM only."""
 STOP_S = 5.0
 
 
@@ -83,8 +82,6 @@ class Settings:
     """Return the engine's log-probabilities, verl's default, to report the mismatch."""
     quick_poll: bool = False
     """Use `verl_parts.QuickReplayBuffer` instead of verl's, which polls every two seconds."""
-    gpu_memory_utilization: float = 0.5
-    """Share of the GPU for vLLM while awake: verl's default, or 0 for what completions need."""
 
 
 FAST = Settings(gradient_checkpointing=False, engine_log_probs=False, quick_poll=True)
@@ -92,7 +89,6 @@ ARMS = {
     "verl": Settings(),
     "verl-fast": FAST,
     "verl-liger": replace(FAST, liger=True),
-    "verl-fit": replace(FAST, liger=True, gpu_memory_utilization=0.0),
 }
 
 
@@ -107,11 +103,8 @@ def micro_batch(workload: Workload, settings: Settings) -> int:
 def overrides(
     workload: Workload, settings: Settings, *, folder: Path, steps: int
 ) -> dict[str, Any]:
-    """Map keys of verl's configuration to values; `folder` holds what `write_inputs` wrote."""
+    """Return verl's configuration overrides; `folder` has the files of `write_inputs`."""
     tokens = micro_batch(workload, settings)
-    share = settings.gpu_memory_utilization
-    if not share and (size := gpu_size()):
-        share = workload.engine_share(size)
     prompts = str(folder / "prompts.jsonl")
     data = {
         "train_files": prompts,
@@ -168,7 +161,7 @@ def overrides(
         "top_p": workload.top_p,
         "top_k": workload.top_k,
         "tensor_model_parallel_size": 1,
-        "gpu_memory_utilization": share,
+        "gpu_memory_utilization": 0.5,
         "max_model_len": workload.context,
         "max_num_seqs": max(256, workload.sequences),
         "free_cache_engine": True,
@@ -201,7 +194,7 @@ def overrides(
         "reward.custom_reward_function.path": str(Path(reward.__file__).resolve()),
         "reward.custom_reward_function.name": reward.variety_of_solution.__name__,
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 2,
-        # verl reserves more CPUs than it uses, and Ray would not place its processes.
+        # verl reserves more CPUs than it uses, so Ray might not schedule its processes.
         "ray_kwargs.ray_init.num_cpus": max(32, os.cpu_count() or 1),
         "+ray_kwargs.ray_init.include_dashboard": False,
         "+ray_kwargs.ray_init._node_ip_address": "127.0.0.1",
@@ -221,7 +214,7 @@ def overrides(
 
 
 def under(section: str, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Prefix the keys with a section, after the + by which hydra adds a new key."""
+    """Prefix the keys with a section, after hydra's + for new keys."""
     return {
         f"+{section}.{key[1:]}" if key.startswith("+") else f"{section}.{key}": value
         for key, value in keys.items()
@@ -234,7 +227,7 @@ def words(made: Mapping[str, Any]) -> list[str]:
 
 
 def write_inputs(folder: Path, workload: Workload) -> None:
-    """Write prompts in the form of verl's dataset, and the file that names its agent loop."""
+    """Write the prompts in verl's dataset format and its agent loop configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "prompts.jsonl").open("w") as file:
         for index, text in enumerate(Path(workload.prompts).read_text().splitlines()):
@@ -251,13 +244,13 @@ def write_inputs(folder: Path, workload: Workload) -> None:
 
 @dataclass
 class Watched:
-    """Reader of verl's log, which has a line per step without a time stamp."""
+    """Reader of verl's log, which has one line per step and no time stamps."""
 
     path: Path
     sequences: int
     """Completions per step."""
     began: float = 0.0
-    """Unix time at which the file appeared, just before the first step; 0: not yet."""
+    """Unix time when the file appeared, just before the first step; 0: not yet."""
     _last: float = 0.0
 
     def fresh(self, known: int, now: float) -> list[StepTimes]:
@@ -293,7 +286,7 @@ class Watched:
 
 
 def environment(log: Path, scratch: Path) -> dict[str, str]:
-    """Environment variables of verl and of the processes that it starts through Ray."""
+    """Environment variables of verl and its Ray processes."""
     kept = {name: value for name, value in os.environ.items() if name not in UNSET}
     return {
         **kept,
@@ -314,7 +307,7 @@ def run(workload: Workload, arm: str, file: ArmFile, *, steps: int, scratch: Pat
     file.versions = versions(*names, suffix=" (verl)")
     file.save()
     log = Watched(folder / "metrics.jsonl", workload.sequences)
-    # Ray's socket paths lie below it and are limited to 107 characters.
+    # Short, because the paths of Ray's sockets in it are limited to 107 characters.
     temporary = Path("/tmp") / f"verl-{os.getpid()}"
     command = [
         *(sys.executable, "-m", "verl.trainer.main_ppo"),
@@ -328,7 +321,7 @@ def run(workload: Workload, arm: str, file: ArmFile, *, steps: int, scratch: Pat
                 ended = process.poll() is not None
                 if fresh := log.fresh(len(file.steps), time.time()):
                     file.steps += fresh
-                    file.first_step_at, file.memory = log.began, memory(file.steps)
+                    file.first_step_at = log.began
                     file.save()
                     print(*(f"step {step.step}: {step}" for step in fresh), sep="\n", flush=True)
                 if ended:
@@ -336,23 +329,13 @@ def run(workload: Workload, arm: str, file: ArmFile, *, steps: int, scratch: Pat
                 time.sleep(0.02)
         finally:
             stop(process)
-    if len(file.steps) < steps:  # Ray's logs stay for debugging
+    if len(file.steps) < steps:  # keep Ray's logs for debugging
         raise SystemExit(f"verl ended with {process.returncode} after {len(file.steps)} steps")
     shutil.rmtree(temporary, ignore_errors=True)
 
 
-def memory(steps: Sequence[StepTimes]) -> dict[str, float]:
-    """Peak GiB of the trainer's process, as verl reports it after each step."""
-    names = {"allocated": "torch, most allocated", "reserved": "torch, most reserved"}
-    return {
-        title: steps[-1].notes.get(f"actor/perf/max_memory_{name}_gb", 0.0)
-        for name, title in names.items()
-        if steps
-    }
-
-
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt the process group, and kill it if it does not end in time."""
+    """Interrupt the process group, and kill it after a timeout."""
     for sign in (signal.SIGINT, signal.SIGKILL):
         if process.poll() is not None:
             return

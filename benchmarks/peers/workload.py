@@ -1,4 +1,4 @@
-"""Sizes, sampling and optimizer of all arms, and the file to which an arm writes its steps."""
+"""Workloads of the comparison and the result file of an arm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Shape:
     vocab_size: int
     """Rows of the embedding."""
     tokens: int
-    """Entries of the tokenizer; embedding rows beyond them are unused."""
+    """Tokenizer entries; further embedding rows are unused."""
     hidden_size: int
     intermediate_size: int
     layers: int
@@ -27,10 +27,9 @@ class Shape:
     kv_heads: int
     head_dim: int
     max_context: int = 4096
-    """Tokens."""
     spread: float = 0.02
-    """Standard deviation of the layers' matrices. Narrow models need a larger one: otherwise the
-    layers add nothing to a token's embedding and sampling repeats that token forever."""
+    """Standard deviation of the layers' matrices. Narrow models need a larger one, or sampling
+    repeats one token forever."""
 
     @property
     def parameters(self) -> int:
@@ -41,14 +40,14 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The GRPO steps that every arm runs."""
+    """GRPO steps that every arm runs."""
 
     shape: Shape
     prompts_per_step: int
     group_size: int
     prompt_tokens: int
     completion_tokens: int
-    """Length limit of a completion; every completion reaches it unless `ends_after` is set."""
+    """Maximum completion length, reached unless `ends_after` is set."""
     top_p: float
     top_k: int
     temperature: float = 1.0
@@ -62,33 +61,30 @@ class Workload:
     sharpness: float = 8.0
     """Standard deviation of the logits in nats; see `shape.write_model`."""
     ends_after: int = 0
-    """Approximate mean number of tokens after which a completion ends by itself; 0: never."""
+    """Approximate mean length of completions; 0: all reach the maximum."""
     seed: int = 0
     model: str = ""
-    """Folder of weights and tokenizer."""
     prompts: str = ""
     """JSONL file of chat prompts."""
 
     @property
     def sequences(self) -> int:
-        """Completions per step."""
         return self.prompts_per_step * self.group_size
 
     @property
     def step_tokens(self) -> int:
-        """Maximum number of completion tokens per step."""
         return self.sequences * self.completion_tokens
 
     @property
     def context(self) -> int:
-        """Prompt and completion tokens of the longest sequence."""
+        """Maximum tokens of prompt and completion."""
         return self.prompt_tokens + self.completion_tokens
 
     def engine_share(self, gpu_bytes: float) -> float:
         """Share of a GPU's memory for a bfloat16 engine that samples all sequences at once.
 
-        It holds the weights twice (a peer's trainer is in the same process), keys and values at
-        full length, and 6 GiB of working memory.
+        Covers two copies of the weights (a peer's trainer is in the same process), the full KV
+        cache and 6 GiB of working memory.
         """
         shape = self.shape
         token_bytes = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim
@@ -105,7 +101,7 @@ class Workload:
 
 
 WIDTHS = {1024: (3072, 16), 1536: (4608, 16), 2048: (6144, 16), 2560: (9728, 32)}
-"""Hidden size → intermediate size and heads of Qwen3's dense models (1536 lies between two)."""
+"""Hidden size → intermediate size and heads of Qwen3's dense models (1536 is interpolated)."""
 VOCABULARIES = {32_768: 32_500, 65_536: 65_100, 151_936: 151_669}
 """Rows of the embedding → entries of the tokenizer."""
 MAX_PARAMETERS, MAX_COST, MIN_STEP_TOKENS = 2.0e9, 1.4e14, 32_768
@@ -113,9 +109,10 @@ MAX_PARAMETERS, MAX_COST, MIN_STEP_TOKENS = 2.0e9, 1.4e14, 32_768
 
 
 def drawn(seed: int) -> Workload:
-    """Draw model, batch, lengths and truncation at random, so that nobody tuned for the workload.
+    """Draw a workload at random, which no system was tuned for.
 
-    The limits keep it small enough for a peer that stores all activations on one GPU.
+    The limits let it fit on one GPU for a peer that stores all activations; the cost is parameters
+    × tokens of a step (0.9e14 for Qwen3-0.6B).
     """
     pick = random.Random(seed)
     while True:
@@ -194,35 +191,32 @@ class StepTimes:
     """One step of an arm."""
 
     step: int
-    """From 1, including warm-up."""
+    """Counts from 1, including warm-up."""
     seconds: float
     """Wall time since the end of the previous step."""
     tokens: int
-    """Sampled tokens that were trained on."""
+    """Sampled tokens in the training batch."""
     phases: dict[str, float] = field(default_factory=dict[str, float])
-    """Seconds by phase; the rest of `seconds` lies between phases."""
+    """Seconds by phase."""
     notes: dict[str, float] = field(default_factory=dict[str, float])
-    """The arm's own metrics, such as loss and reward."""
+    """Metrics of the arm, such as loss and reward."""
 
 
 @dataclass(kw_only=True)
 class ArmFile:
-    """Results of an arm, rewritten after each step so that an interrupted arm keeps its steps."""
+    """Results of an arm, saved after each step."""
 
     path: Path
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     versions: dict[str, str] = field(default_factory=dict[str, str])
     steps: list[StepTimes] = field(default_factory=list[StepTimes])
-    memory: dict[str, float] = field(default_factory=dict[str, float])
-    """GiB by kind of memory."""
     first_step_at: float = 0.0
-    """Unix time at which the first step began; 0: not yet."""
+    """Unix time at the start of the first step; 0: not yet."""
 
     def save(self) -> None:
         content = {
             "settings": self.settings,
             "versions": self.versions,
-            "memory": self.memory,
             "first_step_at": self.first_step_at,
             "steps": [asdict(step) for step in self.steps],
         }
@@ -232,7 +226,7 @@ class ArmFile:
 
 
 def arm_parser(about: str | None, arms: Iterable[str], *, default: str) -> argparse.ArgumentParser:
-    """Command line that all arms share."""
+    """Create the command-line parser shared by all arms."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--workload", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -243,7 +237,7 @@ def arm_parser(about: str | None, arms: Iterable[str], *, default: str) -> argpa
 
 
 def versions(*packages: str, suffix: str = "") -> dict[str, str]:
-    """Versions of those of the packages that are installed."""
+    """Return the versions of the installed packages."""
     result: dict[str, str] = {}
     for name in packages:
         try:

@@ -1,1 +1,1 @@
-"""Sampling: an engine's tokens per second, and what recording costs."""
+"""Engine throughput and the cost of recording."""

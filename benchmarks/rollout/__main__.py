@@ -1,24 +1,17 @@
-"""Tokens per second of an engine with and without recording, beside plain vLLM, on one GPU.
+"""Tokens per second of Keel's engine with and without recording, and of plain vLLM, on one GPU.
 
-    python -m benchmarks.rollout --out OUT              # 1.4 B parameters, mean sampling mask 8
-    python -m benchmarks.rollout --out OUT --dense      # the workload of benchmarks/peers
-    python -m benchmarks.rollout --out OUT --draw 3     # one of its drawn workloads
-    python -m benchmarks.rollout --out OUT --small      # on a CPU, to see that it runs
+    python -m benchmarks.rollout --out OUT              # 1.4 B parameters
+    python -m benchmarks.rollout --out OUT --small      # smoke test on a CPU
 
-Every arm is an engine in a process of its own. All of them stay up, and in each round they take
-turns on the card. Ratios are medians of ratios within a round.
+Each arm runs an engine in a separate process. All engines stay up and take turns in each round;
+ratios are medians of the ratios within a round.
 
-    stock            `vllm.LLM.generate` with its defaults
-    stock+logprobs   with the sampled tokens' log-probabilities, which any RL system needs
-    stock+recording  with vLLM's routes and sampling masks as well
-    keel-plain       Keel's engine with log-probabilities alone
-    keel             with routes and sampling masks
-    packed-plain     Keel's engine with `rollout.recorder: packed`, log-probabilities alone
-    packed           with routes and sampling masks
-
-Only if `--arms` names them: `packed-no-cascade` reads a group's prompt once for each
-completion, `packed-head-rounded` has bfloat16 logits. A dense model has no routes; its arms record
-sampling masks alone.
+    stock                `vllm.LLM.generate` with its defaults
+    keel-plain           Keel's engine with log-probabilities only
+    keel                 with routes and sampling masks
+    packed-plain         Keel's engine with `rollout.recorder: packed`, log-probabilities only
+    packed               with routes and sampling masks
+    packed-head-rounded  with bfloat16 logits (only if `--arms` names it)
 """
 
 from __future__ import annotations
@@ -39,37 +32,33 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from benchmarks.common import arguments, run_facts
-from benchmarks.peers import workload
 from benchmarks.rollout.drivers import ARMS, Arm, Driver, Keel, Stock, timed_run
-from benchmarks.rollout.model import SMALL, Size, dense, make_prompts, write
+from benchmarks.rollout.model import SMALL, Size, make_prompts, write
 from keel.configs.schema import RolloutConfig
 from keel.rollout.spec import environment
 
-DEFAULT = tuple(ARMS)[:7]
-RSS_EVERY_S = 0.2
+DEFAULT = tuple(ARMS)[:5]
 START_S, RUN_S = 300.0, 120.0
 WARM_TOKENS = 24
 
 
 def variables(arm: Arm, *, gpu: bool) -> dict[str, str]:
-    """Environment variables of an arm's process; stock vLLM chooses its sampler itself."""
+    """Environment variables of an arm's process; stock vLLM keeps its default sampler."""
     result = environment(RolloutConfig(threads=2), gpu=gpu)
     if not arm.keel:
         del result["VLLM_USE_FLASHINFER_SAMPLER"]
-    multiprocessing = "0" if arm.keel else "1"
     return {
         **result,
         "HF_HUB_OFFLINE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": multiprocessing,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if arm.keel else "1",
     }
 
 
 class Process:
-    """Process of an arm, whose resident memory is sampled while it runs."""
+    """Process of an arm, with one line of JSON per answer."""
 
     def __init__(self, arm: Arm, folder: Path, size: Size, out: Path, *, gpu: bool) -> None:
         self.arm = arm
@@ -100,35 +89,16 @@ class Process:
         return self.answer(RUN_S)
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
-        until = time.monotonic() + timeout_s
-        before = peak = self._resident()
-        while True:
-            try:
-                line = self._answers.get(timeout=RSS_EVERY_S)
-            except queue.Empty:
-                peak = max(peak, self._resident())
-                if time.monotonic() > until:
-                    raise RuntimeError(
-                        f"{self.arm.name} did not answer within {timeout_s:.0f} s"
-                    ) from None
-                continue
-            if line is None:
-                raise RuntimeError(f"{self.arm.name} ended; see {self._log.name}")
-            result = json.loads(line)
-            if "error" in result:
-                raise RuntimeError(f"{self.arm.name} failed: {result['error']}")
-            growth = (max(peak, self._resident()) - before) / 2**20
-            return {**result, "resident_growth_mib": growth}
-
-    def _resident(self) -> int:
-        """Resident bytes of the process and its children."""
-        total = 0
-        with suppress(psutil.Error):
-            root = psutil.Process(self._process.pid)
-            for process in (root, *root.children(recursive=True)):
-                with suppress(psutil.Error):
-                    total += process.memory_info().rss
-        return total
+        try:
+            line = self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise RuntimeError(f"{self.arm.name} did not answer within {timeout_s:.0f} s") from None
+        if line is None:
+            raise RuntimeError(f"{self.arm.name} ended; see {self._log.name}")
+        result = json.loads(line)
+        if "error" in result:
+            raise RuntimeError(f"{self.arm.name} failed: {result['error']}")
+        return result
 
     def close(self) -> None:
         with suppress(OSError):
@@ -138,9 +108,9 @@ class Process:
 
 
 def serve(child: dict[str, Any]) -> None:
-    """Run an arm's engine and answer each line on stdin, a salt, with the JSON of a run."""
+    """Run an arm's engine; reply to each salt on stdin with the JSON results of a run."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to the log
+    os.dup2(2, 1)  # library output goes to the log
     arm, size = ARMS[child["arm"]], Size(**child["size"])
 
     def answer(value: dict[str, Any]) -> None:
@@ -155,7 +125,7 @@ def serve(child: dict[str, Any]) -> None:
         answer({"started_s": started, "warmed_s": time.perf_counter() - began})
         for salt in sys.stdin:
             answer(timed_run(driver, size, salt.strip()))
-    except Exception as error:  # the other arms go on
+    except Exception as error:  # the other arms continue
         traceback.print_exc()
         answer({"error": f"{type(error).__name__}: {error}"})
     sys.stderr.flush()
@@ -163,7 +133,7 @@ def serve(child: dict[str, Any]) -> None:
 
 
 class Report:
-    """Results so far, saved after every change."""
+    """Results so far, saved after each change."""
 
     def __init__(self, path: Path, head: dict[str, Any]) -> None:
         self._path = path
@@ -180,25 +150,23 @@ class Report:
 
 
 def start_all(
-    arms: list[Arm], folder: Path, size: Size, out: Path, report: Report, *, gpu: bool, serial: bool
+    arms: list[Arm], folder: Path, size: Size, out: Path, report: Report, *, gpu: bool
 ) -> dict[str, Process]:
-    """Start the arms, at once or one after the other, and return those that are ready."""
     ready: dict[str, Process] = {}
-    for wave in [[arm] for arm in arms] if serial else [arms]:
-        processes = [Process(arm, folder, size, out, gpu=gpu) for arm in wave]
-        until = time.monotonic() + START_S
-        for process in processes:
-            name = process.arm.name
-            try:
-                started = process.answer(max(1.0, until - time.monotonic()))
-            except RuntimeError as error:
-                report.failed(name, error)
-                process.close()
-                continue
-            report.values["started"][name] = started
-            report.write()
-            ready[name] = process
-            print(f"  {name}: ready after {started['warmed_s']:.0f} s", flush=True)
+    processes = [Process(arm, folder, size, out, gpu=gpu) for arm in arms]
+    until = time.monotonic() + START_S
+    for process in processes:
+        name = process.arm.name
+        try:
+            started = process.answer(max(1.0, until - time.monotonic()))
+        except RuntimeError as error:
+            report.failed(name, error)
+            process.close()
+            continue
+        report.values["started"][name] = started
+        report.write()
+        ready[name] = process
+        print(f"  {name}: ready after {started['warmed_s']:.0f} s", flush=True)
     return ready
 
 
@@ -226,9 +194,8 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         if not rows:
             continue
         fields = ["tokens_per_second", "ms_per_token_row", "thread_ms_per_token_row"]
-        fields += [f for f in ("mean_kept", "host_bytes_per_token_sum") if f in rows[0][name]]
+        fields += ["mean_kept"] * ("mean_kept" in rows[0][name])
         result[name] = {f: statistics.median(row[name][f] for row in rows) for f in fields}
-        result[name]["resident_growth_mib"] = max(row[name]["resident_growth_mib"] for row in rows)
         for other in ("stock", "packed-plain" if name.startswith("packed") else "keel-plain"):
             pairs = [
                 row[name]["tokens_per_second"] / row[other]["tokens_per_second"]
@@ -242,17 +209,13 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def show(report: Report) -> None:
-    print(
-        "\narm                    tok/s  ms/row  thread ms  ÷ stock  ÷ plain  kept"
-        "  host B/tok  RSS +MiB"
-    )
+    print("\narm                    tok/s  ms/row  thread ms  ÷ stock  ÷ plain  kept")
     nan = float("nan")
     for name, row in report.values["summary"].items():
         print(
             f"{name:22s}{row['tokens_per_second']:7,.0f}{row['ms_per_token_row']:8.2f}"
             f"{row['thread_ms_per_token_row']:11.2f}{row.get('to_stock', nan):9.2f}"
             f"{row.get('to_plain', nan):9.3f}{row.get('mean_kept', nan):6.1f}"
-            f"{row.get('host_bytes_per_token_sum', nan):12.0f}{row['resident_growth_mib']:10.0f}"
         )
 
 
@@ -262,34 +225,24 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--small", action="store_true", help="use a tiny model, for a CPU")
-    parser.add_argument("--dense", action="store_true", help="no experts, long completions")
-    parser.add_argument("--draw", type=int, metavar="SEED", help="draw a dense workload at random")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=list(DEFAULT))
-    parser.add_argument("--mean-kept", type=float, default=8.0, help="ids of a sampling mask")
-    parser.add_argument("--serial", action="store_true", help="start one engine at a time")
     options = parser.parse_args()
     began = time.monotonic()
     gpu = torch.cuda.is_available()
     size = SMALL if options.small else Size()
-    peers = workload.SMALL if options.small else workload.QWEN3_06B
-    if options.draw is not None:
-        options.dense, peers = True, workload.drawn(options.draw)
-    size = dense(size, peers) if options.dense else size
     options.out.mkdir(parents=True, exist_ok=True)
     report = Report(options.out / "rollout.json", {**run_facts(), "size": asdict(size)})
     arms = [ARMS[name] for name in options.arms if gpu or not ARMS[name].gpu_only]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        report.values["model"] = model = write(folder, size, options.mean_kept, peers)
+        report.values["model"] = model = write(folder, size)
         if gpu:
             torch.cuda.empty_cache()
         print(f"model after {time.monotonic() - began:.0f} s: {model}", flush=True)
         ready: dict[str, Process] = {}
         try:
-            ready = start_all(
-                arms, folder, size, options.out, report, gpu=gpu, serial=options.serial
-            )
+            ready = start_all(arms, folder, size, options.out, report, gpu=gpu)
             play_rounds(ready, options.rounds, report)
         finally:
             for process in ready.values():

@@ -1,4 +1,4 @@
-"""Engines that the rollout benchmark compares: `vllm.LLM` and Keel's engine, and their timing."""
+"""Engines under test, `vllm.LLM` and Keel's engine, and their timing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
 from transformers import AutoConfig
 
@@ -24,18 +23,12 @@ GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 @dataclass(frozen=True)
 class Arm:
-    """Settings of one way to sample."""
-
     name: str
     keel: bool
     record: bool = False
-    """Record sampling masks, and routes if the model has experts."""
-    logprobs: bool = False
-    """Return log-probabilities from stock vLLM; Keel's engines always return them."""
+    """Record sampling masks and routes."""
     recorder: Literal["auto", "packed"] = "auto"
     gpu_only: bool = False
-    cascade: bool = True
-    """`rollout.cascade_attention`"""
     changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Changes of vLLM's engine arguments."""
 
@@ -45,13 +38,10 @@ ARMS = {
     arm.name: arm
     for arm in (
         Arm("stock", keel=False),
-        Arm("stock+logprobs", keel=False, logprobs=True),
-        Arm("stock+recording", keel=False, logprobs=True, record=True, gpu_only=True),
         Arm("keel-plain", keel=True),
         Arm("keel", keel=True, record=True),
         replace(PACKED, name="packed-plain", record=False),
         PACKED,
-        replace(PACKED, name="packed-no-cascade", cascade=False),
         replace(
             PACKED, name="packed-head-rounded", changes={"hf_overrides": {"head_dtype": "model"}}
         ),
@@ -60,8 +50,6 @@ ARMS = {
 
 
 class Driver(Protocol):
-    """Interface of an arm's engine."""
-
     def run(self, prompts: list[Prompt], completion: int) -> list[Group]:
         """Sample completions; stock vLLM returns no groups."""
         ...
@@ -79,15 +67,9 @@ class Stock:
         from vllm import LLM  # noqa: PLC0415
 
         args: dict[str, Any] = {"max_num_seqs": size.sequences, **engine_args(arm, folder, size)}
-        if arm.record:
-            args |= {
-                "enable_return_routed_experts": size.experts > 0,
-                "return_sampling_mask": True,
-                "logprobs_mode": "processed_logprobs",
-            }
         args |= {"dtype": size.dtype, "max_model_len": context(size)}
         self._llm = LLM(model=folder, **args)
-        self._arm, self._size = arm, size
+        self._size = size
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
 
     def run(self, prompts: list[Prompt], completion: int) -> list[Group]:
@@ -103,7 +85,6 @@ class Stock:
             top_p=self._size.top_p,
             top_k=self._size.top_k,
             max_tokens=completion,
-            logprobs=0 if self._arm.logprobs else None,
         )
         outputs = self._llm.generate(requests, params, use_tqdm=False)  # type: ignore[arg-type]
         check_lengths({len(output.outputs[0].token_ids) for output in outputs}, completion)
@@ -131,7 +112,6 @@ class Keel:
             sampling=sampling(size, size.completion),
             max_num_seqs=size.sequences,
             recorder=arm.recorder,
-            cascade_attention=arm.cascade,
             timeout_s=RUN_TIMEOUT_S,
         )
         spec = EngineSpec(
@@ -141,7 +121,7 @@ class Keel:
             dtype=size.dtype,  # type: ignore[arg-type]
             max_model_len=context(size),
             seed=0,
-            keep_routing=arm.record and size.experts > 0,
+            keep_routing=arm.record,
             keep_sampling_mask=arm.record,
         )
         self._engine = EngineThread(lambda: vllm_engine.VllmEngine(spec), self._config)
@@ -176,8 +156,7 @@ def sampling(size: Size, completion: int) -> SamplingConfig:
 
 
 def engine_args(arm: Arm, folder: str, size: Size) -> dict[str, Any]:
-    """Engine arguments with a KV cache in which nothing is preempted, small enough for one engine
-    per arm on the card."""
+    """Engine arguments with a KV cache that avoids preemption and lets all arms share the GPU."""
     if not torch.cuda.is_available():
         return {
             "kv_cache_memory_bytes": 2**28,
@@ -190,7 +169,7 @@ def engine_args(arm: Arm, folder: str, size: Size) -> dict[str, Any]:
     token = model.num_hidden_layers * 2 * model.num_key_value_heads * model.head_dim * 2
     return {
         "kv_cache_memory_bytes": int(1.2 * token * size.sequences * context(size)) + 2**28,
-        "gpu_memory_utilization": 0.04,  # has no effect beside the line above, but must be free
+        "gpu_memory_utilization": 0.04,  # unused, but vLLM checks that it is free
         "cudagraph_capture_sizes": [n for n in GRAPHS if n <= 2 * size.sequences],
         **arm.changes,
     }
@@ -209,35 +188,13 @@ def timed_run(driver: Driver, size: Size, salt: str) -> dict[str, Any]:
         "tokens_per_second": size.tokens / seconds,
         "ms_per_token_row": 1e3 * seconds / size.completion,
         "thread_ms_per_token_row": 1e3 * cpu / size.completion,
-        **(host_bytes(groups) if groups else {}),
+        **({"mean_kept": mean_kept(groups)} if groups else {}),
     }
 
 
-def host_bytes(groups: Sequence[Group]) -> dict[str, Any]:
-    """Bytes of the returned arrays per token of prompt and completion, and the mean mask size."""
-    total: dict[str, int] = {}
-    tokens = sampled = kept = 0
-    for group in groups:
-        for segment in (s for trajectory in group.trajectories for s in trajectory.segments):
-            arrays: dict[str, np.ndarray | None] = {
-                "ids": segment.token_ids_T,
-                "trainable": segment.trainable_T,
-                "logp": segment.logp_old_T,
-                "version": segment.version_T,
-                "routes": segment.routes_TLK,
-                "kept ids": None if segment.sampling_mask is None else segment.sampling_mask.ids,
-                "kept offsets": None
-                if segment.sampling_mask is None
-                else segment.sampling_mask.offsets,
-            }
-            for name, array in arrays.items():
-                if array is not None:
-                    total[name] = total.get(name, 0) + array.nbytes
-            tokens += len(segment.token_ids_T)
-            sampled += int(segment.trainable_T.sum())
-            kept += 0 if segment.sampling_mask is None else len(segment.sampling_mask.ids)
-    return {
-        "host_bytes_per_token": {name: value / tokens for name, value in total.items()},
-        "host_bytes_per_token_sum": sum(total.values()) / tokens,
-        "mean_kept": kept / sampled,
-    }
+def mean_kept(groups: Sequence[Group]) -> float:
+    """Mean number of ids per sampled token in the recorded sampling masks; 0 without masks."""
+    segments = [s for group in groups for t in group.trajectories for s in t.segments]
+    sampled = sum(int(segment.trainable_T.sum()) for segment in segments)
+    masks = [s.sampling_mask for s in segments if s.sampling_mask is not None]
+    return sum(len(mask.ids) for mask in masks) / sampled

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from benchmarks.common import Mixture
-from benchmarks.peers.shape import model_config, random_words, write_model
-from benchmarks.peers.workload import Workload
+from benchmarks.peers.shape import random_words, write_model
 from keel.rl.types import Prompt
 
 
 @dataclass(frozen=True)
 class Size(Mixture):
-    """Sizes of the model, which is dense if it has no experts, and of one timed run."""
+    """Sizes of the model and of one timed run."""
 
     expert: int = 640
     words: int = 151_669
@@ -29,6 +28,8 @@ class Size(Mixture):
     """Tokens; every completion has this length."""
     top_p: float = 0.95
     top_k: int = 512
+    mean_kept: float = 8.0
+    """Mean number of ids in a sampling mask."""
     dtype: str = "bfloat16"
 
     @property
@@ -58,42 +59,16 @@ SMALL = Size(
 )
 
 
-def dense(size: Size, workload: Workload) -> Size:
-    """Take model, completions and sampling from a workload of benchmarks/peers."""
-    return replace(
-        size,
-        hidden=workload.shape.hidden_size,
-        layers=workload.shape.layers,
-        experts=0,
-        per_token=0,
-        expert=0,
-        vocabulary=workload.shape.vocab_size,
-        words=workload.shape.tokens,
-        prompts=workload.prompts_per_step,
-        group=workload.group_size,
-        prompt=workload.prompt_tokens,
-        completion=workload.completion_tokens,
-        top_p=workload.top_p,
-        top_k=workload.top_k,
-    )
-
-
-def write(folder: Path, size: Size, mean_kept: float, workload: Workload) -> dict[str, float]:
-    """Write the model, a mixture of experts or the workload's, and return facts about it.
-
-    The logits of the mixture are such that truncated sampling keeps `mean_kept` ids on average.
-    """
-    if size.experts:
-        sharpness = logit_spread(size, mean_kept)
-        config = size.config(norm_topk_prob=True, max_position_embeddings=4096)
-    else:
-        sharpness, config = workload.sharpness, model_config(workload.shape)
+def write(folder: Path, size: Size) -> dict[str, float]:
+    """Write the model and return its parameter count and logit spread."""
+    sharpness = logit_spread(size)
+    config = size.config(norm_topk_prob=True, max_position_embeddings=4096)
     parameters = write_model(folder, config, size.words, seed=0, sharpness=sharpness)
     return {"parameters": parameters, "logit_spread": sharpness}
 
 
-def logit_spread(size: Size, mean_kept: float) -> float:
-    """Find the standard deviation of normal logits of which truncation keeps `mean_kept` ids."""
+def logit_spread(size: Size) -> float:
+    """Find the standard deviation of normal logits at which truncation keeps `mean_kept` ids."""
     generator = torch.Generator().manual_seed(1)
     ranked = torch.randn(256, size.words, generator=generator).topk(size.top_k).values
     low, high = 0.1, 30.0
@@ -102,13 +77,12 @@ def logit_spread(size: Size, mean_kept: float) -> float:
         chances = (ranked * middle).softmax(-1)
         before = chances.cumsum(-1) - chances
         kept = (before < size.top_p).sum(-1).float().mean().item()
-        low, high = (middle, high) if kept > mean_kept else (low, middle)
+        low, high = (middle, high) if kept > size.mean_kept else (low, middle)
     return (low + high) / 2
 
 
 def make_prompts(size: Size, salt: str) -> list[Prompt]:
-    """Make prompts of `size.prompt` random words, which differ for every salt and so are not in the
-    prefix cache."""
+    """Make prompts of random words; each salt gives prompts that are not in the prefix cache."""
     draw = random.Random(salt)
     texts = [random_words(draw, size.words, size.prompt) for _ in range(size.prompts)]
     return [

@@ -1,1 +1,1 @@
-"""The trainer: speed and memory of real steps, and the planner's model of them."""
+"""Trainer benchmark: speed and memory of real steps, compared with the planner's estimates."""

@@ -1,21 +1,18 @@
-"""The trainer's speed and memory: real steps of `TrainerEngine` with random weights.
+"""Speed and memory of the trainer: real steps of `TrainerEngine` with random weights.
 
     python -m benchmarks.training --out DIR                     # one GPU, under 3 minutes
-    python -m benchmarks.training --out DIR --replay            # the cost of routes and masks
-    python -m benchmarks.training --out DIR --ranks 1,2,4       # the same step on 1, 2 and 4 GPUs
-    python -m benchmarks.training --out DIR --long 1,2          # trajectories of 32k and 64k a GPU
-    python -m benchmarks.training --out DIR --small --ranks 1,2 # on a CPU, to see that it runs
+    python -m benchmarks.training --out DIR --replay            # cost of routes and masks
+    python -m benchmarks.training --out DIR --long 1,2          # 32k and 64k tokens per GPU
+    python -m benchmarks.training --out DIR --small --long 1,2  # smoke test on a CPU
 
-The load is packed trajectories of one length, recorded routes (evenly drawn, as from a trained
-router) and sampling masks of 8 ids on average. A step is forward, backward and optimizer with the
-host's work; a figure is the median of `--rounds` steps after a warm-up step. `measure.step_flops`
-defines the model's work, and MFU is relative to 989 TFLOP/s a GPU (`full`: with a head over the
-whole vocabulary). `fit` and `fit t` are the memory and time estimates of `keel check` divided by
-the measurement.
+The load is packed trajectories of one length with recorded routes (evenly drawn) and sampling masks
+of 8 ids on average. A step is forward, backward and optimizer, including host work; each figure is
+the median of `--rounds` steps after one warm-up step. `measure.step_flops` defines the model FLOPs;
+MFU is relative to 989 TFLOP/s per GPU (`full`: with a head over the whole vocabulary). `fit` and
+`fit t` are the memory and time estimates of `keel check` divided by the measurement.
 
-Each row is appended to DIR/*.jsonl as soon as it is measured, and all rows are in DIR/training.json
-at the end; files of an earlier call are renamed (training.1.json). Exit status 0: every case has
-been measured.
+Rows are appended to DIR/*.jsonl during the run and collected in DIR/training.json at the end;
+earlier files are renamed (training.1.json). The exit status is 0 if every case was measured.
 """
 
 from __future__ import annotations
@@ -38,11 +35,9 @@ from benchmarks.common import arguments, commit
 from benchmarks.training.cases import (
     LONG,
     MIXTURES,
-    ON_RANKS,
     SHAPES,
     Case,
     long,
-    on_ranks,
     one_gpu,
     replays,
 )
@@ -82,7 +77,6 @@ def start(
             seconds=seconds,
             rounds=options.rounds,
             small=options.small,
-            stock=options.stock,
         ).write(job)
         environment = {
             "OMP_WAIT_POLICY": "PASSIVE",
@@ -108,7 +102,7 @@ def start(
 
 
 def wait(name: str, processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Wait for a group; kill it if it takes longer or if a rank has failed."""
+    """Wait for a group and kill it on a timeout or a failed rank."""
     end = time.monotonic() + seconds
     codes: list[int | None] = [None]
     while None in codes:
@@ -131,7 +125,7 @@ def put_aside(path: Path) -> None:
 
 
 def not_measured(groups: Sequence[Group], rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Describe each case without a measurement."""
+    """Return a line for each case without a measurement."""
     lines: list[str] = []
     for group in groups:
         for case in group.cases:
@@ -145,11 +139,6 @@ def not_measured(groups: Sequence[Group], rows: Sequence[dict[str, Any]]) -> lis
 def groups_of(options: argparse.Namespace) -> list[Group]:
     shapes: list[str] = options.shapes.split(",") if options.shapes else []
     unit = 64 if options.small else 1024
-    if options.ranks:
-        numbers = map(int, options.ranks.split(","))
-        return [
-            Group(f"ranks-{n}", n, list(on_ranks(shapes or ON_RANKS, n, unit))) for n in numbers
-        ]
     if options.long:
         numbers = map(int, options.long.split(","))
         return [Group(f"long-{n}", n, list(long(shapes or LONG, n, unit))) for n in numbers]
@@ -159,7 +148,7 @@ def groups_of(options: argparse.Namespace) -> list[Group]:
 
 
 def measure(options: argparse.Namespace) -> list[str]:
-    """Measure all cases; return a line for each that failed."""
+    """Measure all cases and return a line for each failure."""
     available = 0 if options.small else torch.cuda.device_count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = (visible.split(",") if visible else [str(i) for i in range(available)])[:available]
@@ -170,7 +159,7 @@ def measure(options: argparse.Namespace) -> list[str]:
     seconds = options.seconds / len(groups)
     for group in groups:
         if gpus and len(gpus) < group.ranks:
-            print(f"{group.name}: needs {group.ranks} GPUs, of which {len(gpus)} are here")
+            print(f"{group.name}: needs {group.ranks} GPUs; {len(gpus)} are available")
             continue
         wait(group.name, start(group, gpus, options, seconds - GRACE_S), seconds)
     rows: list[dict[str, Any]] = []
@@ -186,28 +175,19 @@ def measure(options: argparse.Namespace) -> list[str]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    alone = {
-        (row["case"]["shape"], row["case"]["zero_stage"]): row["seconds"]
-        for row in rows
-        if row["case"]["ranks"] == 1 and "seconds" in row
-    }
     print(
         f"{'case':58} {'s':>7} {'tok/s/GPU':>10} {'MFU':>6} {'full':>6} {'GiB':>6} "
-        f"{'fit':>5} {'fit t':>5}  {', '.join(PARTS)} (ms)  speedup"
+        f"{'fit':>5} {'fit t':>5}  {', '.join(PARTS)} (ms)"
     )
     for row in rows:
         if "seconds" not in row:
             print(f"{row['name']:58} {row.get('failed') or row.get('skipped')}")
             continue
-        case = row["case"]
-        base = alone.get((case["shape"], case["zero_stage"])) or alone.get((case["shape"], 1))
-        speedup = f"{base / row['seconds']:.2f}" if base and case["ranks"] > 1 else ""
         print(
             f"{row['name']:58} {row['seconds']:7.3f} {row['tokens_per_second_per_gpu']:10,.0f} "
-            f"{row['mfu']:6.1%} {row['mfu_with_full_head']:6.1%} {row['memory']['gpu_gib']:6.1f} "
+            f"{row['mfu']:6.1%} {row['mfu_with_full_head']:6.1%} {row['gpu_gib']:6.1f} "
             f"{row['memory_estimate_ratio'] or 0:5.2f} {row['time_estimate_ratio']:5.2f}  "
             + ", ".join(f"{1e3 * row['parts'].get(name, 0):.0f}" for name in PARTS)
-            + f"  {speedup}"
         )
 
 
@@ -215,12 +195,10 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--small", action="store_true", help="use tiny models on the CPU")
-    parser.add_argument("--shapes", default="", help=f"of {', '.join(SHAPES)}; default: all")
-    parser.add_argument("--ranks", default="", help="such as 1,2,4: strong scaling instead")
-    parser.add_argument("--long", default="", help="such as 1,2: long trajectories on so many GPUs")
-    parser.add_argument("--replay", action="store_true", help="with and without routes and masks")
+    parser.add_argument("--shapes", default="", help=f"some of {', '.join(SHAPES)}; default: all")
+    parser.add_argument("--long", default="", help="GPU counts for long trajectories, such as 1,2")
+    parser.add_argument("--replay", action="store_true", help="cost of routes and masks")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--stock", action="store_true", help="use transformers' norms and experts")
     parser.add_argument("--seconds", type=float, default=180, help="time limit for everything")
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -232,7 +210,7 @@ def main() -> None:
     if options.out is None:
         parser.error("--out is missing")
     if not options.small and not torch.cuda.is_available():
-        parser.error("no GPU is available; --small runs on a CPU, to see that it runs")
+        parser.error("no GPU is available; use --small for a smoke test on a CPU")
     options.out = options.out.resolve()
     lines = measure(options)
     for line in lines:

@@ -23,9 +23,9 @@ SHAPES: Mapping[str, PreTrainedConfig] = {
     "moe-1.6b": MOE_16B,
     "30b-a3b-slice": QWEN3_30B_A3B,
 }
-"""The last has the first `SLICE_LAYERS` layers of Qwen3-30B-A3B, with all 128 experts."""
+"""30b-a3b-slice has the first `SLICE_LAYERS` layers of Qwen3-30B-A3B with all 128 experts."""
 COMPILED = ("qwen3-1.7b", "30b-a3b-slice")
-"""Shapes that are measured with compiled layers as well."""
+"""Shapes that are also measured with compiled layers."""
 SMALL = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -38,29 +38,25 @@ SMALL = {
     "moe_intermediate_size": 32,
     "num_experts_per_tok": 2,
 }
-ON_RANKS = ("qwen3-1.7b", "moe-1.6b")
 LONG = ("qwen3-1.7b",)
 MIXTURES = ("moe-1.6b",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One kind of step."""
+    """One step configuration."""
 
     shape: str
     length: int
-    """Tokens of each trajectory, of which an eighth is the prompt."""
+    """Tokens of each trajectory; one eighth is the prompt."""
     micro_batch_tokens: int
     step_tokens: int
-    """Tokens of a step over all ranks."""
+    """Total over all ranks."""
     ranks: int = 1
-    zero_stage: int = 1
-    expert_parallel: int = 1
     sequence_parallel: int = 1
     recompute: bool = False
     keep_attention: bool = False
     flash4: bool = False
-    """Use FlashAttention-4."""
     compiled: bool = False
     routes: bool = True
     """Replay recorded routes."""
@@ -71,7 +67,7 @@ class Case:
 
     @property
     def engine(self) -> Case:
-        """Key of the engine: cases with the same key differ in what can be changed in place."""
+        """Key of the engine; cases with the same key share one."""
         return replace(
             self,
             length=0,
@@ -85,12 +81,12 @@ class Case:
 
     @property
     def groups(self) -> int:
-        """Number of rank groups that share their micro-batches."""
+        """Number of rank groups, each sharing its micro-batches."""
         return self.ranks // self.sequence_parallel
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a rank."""
+        """Micro-batches per rank."""
         return self.step_tokens // self.micro_batch_tokens // self.groups
 
     def row(self, vocabulary: int) -> Row:
@@ -108,8 +104,8 @@ class Case:
     def trainer(self) -> TrainerConfig:
         return TrainerConfig(
             ranks=self.ranks,
-            zero_stage=self.zero_stage,  # type: ignore[arg-type]
-            expert_parallel=self.expert_parallel,
+            zero_stage=1,
+            expert_parallel=1,
             sequence_parallel=self.sequence_parallel,
             micro_batch_tokens=self.micro_batch_tokens,
             activation_checkpointing=self.recompute,
@@ -122,12 +118,8 @@ class Case:
 
     def __str__(self) -> str:
         parts = [self.shape, f"{self.length}x{self.micro_batch_tokens // self.length}"]
-        if self.ranks > 1 or self.zero_stage != 1:
-            parts.append(f"{self.ranks} rank{'s' * (self.ranks > 1)}, ZeRO {self.zero_stage}")
-        if self.expert_parallel > 1:
-            parts.append(f"experts over {self.expert_parallel}")
-        if self.sequence_parallel > 1:
-            parts.append(f"tokens over {self.sequence_parallel}")
+        if self.ranks > 1:
+            parts.append(f"{self.ranks} ranks, tokens over {self.sequence_parallel}")
         parts += ["recompute"] * self.recompute + ["compiled"] * self.compiled
         parts += ["flash4"] * self.flash4 + ["attention kept"] * self.keep_attention
         parts += ["live routing"] * (not self.routes) + ["whole vocabulary"] * (not self.masks)
@@ -135,7 +127,7 @@ class Case:
 
 
 def model_of(shape: str, *, small: bool) -> PreTrainedConfig:
-    """Return a shape's configuration, or a tiny one of the same architecture."""
+    """Return the configuration of a shape, or a tiny one of the same architecture."""
     config = deepcopy(SHAPES[shape])
     changes = SMALL if small else {}
     if shape == "30b-a3b-slice":
@@ -148,17 +140,12 @@ def model_of(shape: str, *, small: bool) -> PreTrainedConfig:
     return config
 
 
-def with_stock_layers(facts: ModelFacts) -> ModelFacts:
-    """Describe the same model with norms and experts of transformers instead of Keel's."""
-    return replace(facts, fused_norms=False, fused_experts=False)
-
-
 def _base(shape: str, unit: int) -> Case:
     return Case(shape=shape, length=unit, micro_batch_tokens=16 * unit, step_tokens=64 * unit)
 
 
 def one_gpu(shapes: Sequence[str], unit: int) -> Iterator[Case]:
-    """Yield every shape uncompiled, then the compiled ones, since compiling takes a minute."""
+    """Yield all shapes uncompiled, then the compiled ones, because compilation takes a minute."""
     for shape in shapes:
         case = _base(shape, unit)
         yield case
@@ -174,7 +161,7 @@ def one_gpu(shapes: Sequence[str], unit: int) -> Iterator[Case]:
 
 
 def replays(shapes: Sequence[str], unit: int) -> Iterator[Case]:
-    """Yield a step with both replays, with masks alone, and with neither, for three mask sizes."""
+    """Yield steps with both replays, with masks only and with neither, for three mask sizes."""
     for shape in shapes:
         for mean in (8, 64, 512):
             case = replace(_base(shape, unit), mean_set=mean)
@@ -184,9 +171,9 @@ def replays(shapes: Sequence[str], unit: int) -> Iterator[Case]:
 
 
 def long(shapes: Sequence[str], ranks: int, unit: int) -> Iterator[Case]:
-    """Yield steps on trajectories of 32k and 64k tokens per rank, spread over all ranks.
+    """Yield steps on trajectories of 32k and 64k tokens per rank, split over all ranks.
 
-    With FlashAttention-4 and PyTorch's kernels, with and without stored attention outputs.
+    Covers FlashAttention-4 and PyTorch's kernels, each with and without stored attention outputs.
     """
     kinds = ((True, True), (True, False), (False, True), (False, False))
     for shape in shapes:
@@ -205,22 +192,10 @@ def long(shapes: Sequence[str], ranks: int, unit: int) -> Iterator[Case]:
                 )
 
 
-def on_ranks(shapes: Sequence[str], ranks: int, unit: int) -> Iterator[Case]:
-    """Yield the same step on `ranks` ranks: dense models under ZeRO 1 and 2, mixtures of experts
-    with all experts on every rank and with experts spread over the ranks."""
-    for shape in shapes:
-        case = replace(_base(shape, unit), step_tokens=128 * unit, ranks=ranks)
-        yield case
-        if not hasattr(SHAPES[shape], "num_experts"):
-            yield replace(case, zero_stage=2)
-        elif ranks > 1:
-            yield replace(case, zero_stage=2, expert_parallel=ranks)
-
-
 def estimates(
     case: Case, facts: ModelFacts, *, gpu: bool, rates: Rates | None = None
 ) -> tuple[float, float]:
-    """Return the estimates of `keel check`: seconds of the step, and bytes of a rank's GPU."""
+    """Return the estimates of `keel check`: seconds of the step and bytes of memory per GPU."""
     config = case.config(facts.vocab_size)
     rates = rates or Rates()
     compute = compute_seconds(config, facts, case.step_tokens, case.micro_batches, GpuSpec(), rates)

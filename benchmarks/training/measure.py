@@ -1,4 +1,4 @@
-"""One rank of the training benchmark: builds engines, times their steps, writes a row for each."""
+"""One rank of the training benchmark: builds engines and writes a row for each timed step."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.synthetic import SyntheticEngine, draw_micro_batch, with_even_routes
-from benchmarks.training.cases import Case, estimates, model_of, with_stock_layers
-from keel.model.layers.fused import use_fused_layers
+from benchmarks.training.cases import Case, estimates, model_of
 from keel.model.load import ModelFacts, facts_of
 from keel.rl.packing import TrainBatch
-from keel.trainer.engine import layer_compile, policy
+from keel.trainer.engine import layer_compile
 from keel.trainer.placement.hardware import GpuSpec
 from keel.trainer.placement.memory import GIB
 from keel.trainer.placement.step_time import body_parameters
@@ -33,21 +32,17 @@ H200 = GpuSpec()
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Assignment of a rank's process."""
-
     cases: list[Case]
     rank: int
     ranks: int
     store: str
-    """File through which the ranks find each other."""
+    """File for the rendezvous of the ranks."""
     rows: str
-    """File to which rank 0 appends a line of JSON per case."""
+    """File for one JSON line per case, written by rank 0."""
     seconds: float
-    """Seconds after which no further case is started."""
+    """Time limit for starting further cases."""
     rounds: int
     small: bool
-    stock: bool
-    """Use norms and experts of transformers."""
 
     @staticmethod
     def read(path: Path) -> Job:
@@ -59,7 +54,7 @@ class Job:
 
 
 class TimedEngine(SyntheticEngine):
-    """Engine that times the parts of a step on the GPU's clock, or on the host's without a GPU."""
+    """Engine that times the parts of a step with CUDA events, or with the host clock on a CPU."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -92,7 +87,7 @@ class TimedEngine(SyntheticEngine):
     def timed(self, batch: TrainBatch) -> tuple[float, dict[str, float]]:
         """Return the seconds of a step and of its parts.
 
-        The part `between` is the host's work between micro-batches while the GPU is idle.
+        `between` is host work between micro-batches while the GPU is idle.
         """
         synchronize(self._device)
         if self._world_size > 1:
@@ -112,10 +107,9 @@ class TimedEngine(SyntheticEngine):
 
 
 def run(job: Job) -> None:
-    """Measure the job's cases.
+    """Measure the job's cases and record failures as rows.
 
-    A failed case becomes a row too. With several ranks it is the last one, since the others are
-    then out of step.
+    With several ranks a failure ends the job, because the ranks are then out of step.
     """
     began = time.monotonic()
     file = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
@@ -123,8 +117,6 @@ def run(job: Job) -> None:
     if job.small:
         layer_compile.BACKEND = "aot_eager"  # the same graphs without compiling C++
         torch.set_num_threads(1)
-    if job.stock:
-        policy.use_fused_layers = lambda _: None
     for _, cases in groupby(job.cases, lambda case: case.engine):
         engine: TimedEngine | None = None
         for case in cases:
@@ -141,7 +133,7 @@ def run(job: Job) -> None:
                         model, config, rank=job.rank, world_size=job.ranks, store=store
                     )
                 put(job, measure(engine, case, facts, job))
-            except Exception as error:  # one case must not cost the others
+            except Exception as error:  # the other cases still run
                 put(job, {"case": asdict(case), "name": str(case), "failed": repr(error)[:600]})
                 if job.ranks > 1:
                     raise
@@ -157,20 +149,15 @@ def measure(engine: TimedEngine, case: Case, facts: ModelFacts, job: Job) -> dic
     batch, kept_ids = step_batch(case, facts, device)
     with adapted(engine, case):
         free()
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
         engine.timed(batch)
         rounds = [engine.timed(batch) for _ in range(job.rounds)]
-        memory = memory_used(device)
+        gib = memory_used(device)
         seconds = statistics.median(total for total, _ in rounds)
         _, parts = min(rounds, key=lambda each: abs(each[0] - seconds))
     flops = step_flops(case, facts, kept_ids)
-    stock = policy.use_fused_layers is not use_fused_layers
-    planned_s, planned_bytes = estimates(
-        case, with_stock_layers(facts) if stock else facts, gpu=device.type == "cuda"
-    )
+    planned_s, planned_bytes = estimates(case, facts, gpu=device.type == "cuda")
     rate = case.ranks * H200.flops * seconds
-    common, gib = flops["body"] + flops["attention"], memory["gpu_gib"]
+    common = flops["body"] + flops["attention"]
     return {
         "name": str(case),
         "case": asdict(case),
@@ -183,12 +170,11 @@ def measure(engine: TimedEngine, case: Case, facts: ModelFacts, job: Job) -> dic
         "mfu_with_full_head": (common + flops["full head"]) / rate,
         "tflop": {name: value / 1e12 for name, value in flops.items()},
         "parts": parts,
-        "memory": memory,
+        "gpu_gib": gib,
         "estimated_seconds": planned_s,
         "time_estimate_ratio": planned_s / seconds,
         "estimated_gib": planned_bytes / GIB,
         "memory_estimate_ratio": planned_bytes / GIB / gib if gib else None,
-        "stock": stock,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
     }
@@ -215,7 +201,7 @@ def step_flops(case: Case, facts: ModelFacts, kept_ids: int) -> dict[str, float]
         body       6 × (active parameters − embedding and output layer) per token
         attention  3 × 2 × length × heads × head size per token and layer: half of the context for
                    scores and for values
-        head       6 × hidden size for each kept id of each sampled token: what is computed
+        head       6 × hidden size for each kept id of each sampled token, as computed
         full head  6 × hidden size × vocabulary for each sampled token: a head without masks
 
     An embedding lookup is no GEMM. Softmax, norms and the optimizer are not counted.
@@ -232,19 +218,12 @@ def step_flops(case: Case, facts: ModelFacts, kept_ids: int) -> dict[str, float]
     }
 
 
-def memory_used(device: torch.device) -> dict[str, float]:
-    """Peaks in GiB; `gpu_gib` is all memory in use on this GPU, including CUDA and NCCL.
-
-    Nothing is returned to the driver before it is read, so it is a peak.
-    """
+def memory_used(device: torch.device) -> float:
+    """Peak GiB of the GPU including CUDA and NCCL; the allocator's cache makes it a peak."""
     if device.type != "cuda":
-        return {"allocated_gib": 0.0, "reserved_gib": 0.0, "gpu_gib": 0.0}
+        return 0.0
     free_bytes, total = torch.cuda.mem_get_info()
-    return {
-        "allocated_gib": torch.cuda.max_memory_allocated() / GIB,
-        "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
-        "gpu_gib": (total - free_bytes) / GIB,
-    }
+    return (total - free_bytes) / GIB
 
 
 @contextmanager
@@ -263,7 +242,7 @@ def adapted(engine: TimedEngine, case: Case) -> Iterator[None]:
 
 
 def agreed(flag: bool) -> bool:
-    """Whether the flag is set on any rank."""
+    """Return True if the flag is set on any rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return flag
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -281,7 +260,7 @@ def put(job: Job, row: Mapping[str, Any]) -> None:
 
 
 def release(engine: TimedEngine | None) -> None:
-    """Free an engine's weights and optimizer state even if something still refers to it."""
+    """Free an engine's weights and optimizer state despite remaining references."""
     if engine is None:
         return
     tensors: list[Tensor] = list(engine._network.parameters())

@@ -1,22 +1,18 @@
-"""Forward and backward of the support head beside a chunked full head, on one GPU.
+"""Forward and backward of the support head compared with a chunked full head, on one GPU.
 
     python -m benchmarks.training.support_head --rounds 3
-    python -m benchmarks.training.support_head --only 151936x2048 --sets 8
 
 The two heads alternate, and each figure is a median over rounds. *step* builds the plan from kept
 ids on the device and offsets on the host, then runs forward and backward; *reuse* keeps the plan,
-as all passes over a micro-batch after the first do. The GPU is idle when a measurement begins, so
-host time is included. *GiB* is the peak above what was allocated before the step, gradients
-included.
+as later passes over a micro-batch do. The GPU is idle when a measurement begins, so host time is
+included. *GiB* is the peak memory of the step, gradients included.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,7 +22,9 @@ from benchmarks.synthetic import draw_sets
 from keel.model.head.gpu import SupportPlan, build_plan, fused_head
 
 SHAPES = ((151_936, 2048), (151_936, 1024), (262_144, 640))
-SETS = (8, 64, 512)
+SETS = (8, 64, 512, 0)
+"""Mean mask sizes; 0: no truncation."""
+TOKENS = 32_768
 FULL_CHUNK = 4096
 """Tokens per chunk of the full head."""
 
@@ -157,28 +155,18 @@ def table(rows: Sequence[Row]) -> str:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--tokens", type=int, default=32_768)
-    parser.add_argument("--only", metavar="VxD", help="one head: vocabulary and hidden size")
-    parser.add_argument("--sets", type=int, nargs="*", help="mean mask sizes; 0: no truncation")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="file for the rows")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA GPU")
     torch.manual_seed(0)
-    heads = SHAPES
-    if options.only:
-        vocabulary, _, d = options.only.partition("x")
-        heads = ((int(vocabulary), int(d)),)
-    facts = {**run_facts(), "tokens": options.tokens, "rounds": options.rounds}
+    facts = {**run_facts(), "tokens": TOKENS, "rounds": options.rounds}
     print(", ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
     rows: list[Row] = []
-    for vocabulary, d in heads:
-        for mean in options.sets or (*SETS, 0):
-            rows.append(measure(options.tokens, vocabulary, d, mean, options.rounds))
+    for vocabulary, d in SHAPES:
+        for mean in SETS:
+            rows.append(measure(TOKENS, vocabulary, d, mean, options.rounds))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
-            if options.json:
-                options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     print(table(rows))
 
 

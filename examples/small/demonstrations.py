@@ -98,8 +98,10 @@ def price_demonstrations(
 def tower_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Conversations for `keel.examples.small.towers`; hasty ones invent a name. `arguments` are the
-    environment's."""
+    """Make conversations for `keel.examples.small.towers`; hasty ones invent a name.
+
+    arguments: arguments of the environment.
+    """
     about = {key: arguments[key] for key in ("results", "cite") if key in arguments}
 
     def draw_one(draw: random.Random) -> Demonstration:

@@ -27,13 +27,13 @@ WORKED = 0.6
 SEARCH = {"results": 1, "cite": False}
 """Arguments of the search environment in the recipes."""
 Ways = tuple[Sequence[Message], Sequence[Message], Sequence[ToolSpec]]
-"""A task worked out and hasty, with its tools."""
+"""A careful and a hasty conversation about a task, and its tools."""
 
 
 def write(folder: Path, count: int, seed: int) -> None:
     """Write a file of `count` conversations per family and mode into a new folder."""
     folder.mkdir(parents=True)
-    # Seeds disjoint from those of cold starts, which start at 0.
+    # Disjoint from the seeds of cold starts, which start at 0.
     far = 1 << 20
     drawn = {
         "general": price_demonstrations(count, seed=far + seed, arguments={}),

@@ -1,4 +1,4 @@
-"""Small search tasks: a corpus about builders of towers, and questions about it."""
+"""Small search tasks: a corpus of buildings and their builders, and questions about it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILE = "towers.jsonl"
 
 
 def draw_towers(draw: random.Random, count: int) -> dict[str, str]:
-    """Draw towers and their builders."""
+    """Draw buildings and their builders."""
     return {tower: name(draw) for tower in names(draw, count)}
 
 

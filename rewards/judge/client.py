@@ -164,7 +164,7 @@ class JudgeEndpoint:
             except RuntimeError as error:
                 raise self.stop(str(error)) from error
             if self._client is None or url != self._url:
-                # Calls in flight on the old client fail by themselves.
+                # Calls in flight on the old client fail.
                 self._url, self._client = url, self._connect(url)
             return self._client
 

@@ -8,9 +8,9 @@ the proof (s), and a meta-check scores whether the flaws that an evaluation clai
 DeepSeekMath-V2 (2025), section 2.2, with α = 0.76. A policy that admits a flaw earns more than one
 that claims to be right, and less than one that repairs it.
 
-In the paper R_Y = s, from a verifier trained against a meta-verifier. Here any model may verify,
-so its criticism is meta-checked too, as in the paper's automatic labelling (section 2.3), and
-costs the proof only what is confirmed: R_Y = 1 − m · (1 − s), m the meta-check of the verifier.
+The paper uses R_Y = s with a verifier trained against a meta-verifier. Here any model may verify,
+so its criticism is meta-checked too, as in the paper's automatic labelling (section 2.3), and only
+confirmed flaws cost the proof: R_Y = 1 − m · (1 − s), where m is the verifier's meta-check.
 
 A policy can also be trained as the verifier (section 2.1). It evaluates a proof in its prompt,
 whose score s is known:

@@ -80,7 +80,7 @@ _SHAPES = {
         "tower_of_hanoi": rf"{_MOVE}(?:\s*\n\s*{_MOVE})*",
     }.items()
 }
-"""Shape of the whole answer, after `_bare`, for verifiers that ignore what they cannot parse."""
+"""Shape of the whole answer, after `_bare`, for verifiers that ignore unparsable parts."""
 _SPLIT_TASKS = frozenset({"polynomial_equations", "survo"})
 """Tasks whose verifiers ignore each part that is not a number, such as `*7` in `*7 8 9*`."""
 
@@ -171,11 +171,11 @@ def _may_be_verified(task: str, answer: str, right: str) -> bool:
         return True
     if task in _EVALUATED_TASKS:
         tree = _parse(answer)
-        # `eval` also rejects what is no expression, and the verifier compares it as text.
+        # `eval` fails on other text as well, and the verifier then compares strings.
         return tree is None or all(map(_is_literal, ast.walk(tree)))
     if task in _SYMBOLIC_TASKS:
         tree = _parse(answer)
-        # sympy rewrites its input first (`3!`), so what Python cannot parse may still run there.
+        # sympy rewrites its input first (`3!`), so it may run text that Python cannot parse.
         return tree is not None and all(map(_is_symbolic, ast.walk(tree)))
     return task not in _NAN_TASKS or "nan" not in answer.casefold()
 

@@ -28,7 +28,7 @@ class Candidate:
     version: str
     """Version before the change, if known."""
     origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Origin of the change, for people."""
+    """Origin of the change, for human readers."""
 
     @property
     def language(self) -> ProjectLanguage:

@@ -4,9 +4,9 @@ A change is accepted if its gold patch makes failing tests pass (F2P > 0) and br
 DeepSeek-V3.2 (2025), section 3.2.3. The folder contains
 
     tasks.jsonl    one line per task for `data.sources[].path`, with the keys of the sealed files
-    instances/     tasks with gold and test patches, for people
-    prefixes/      how each prefix was set up
-    environment/   everything an episode reads: sealed files and installed packages
+    instances/     human-readable tasks with gold and test patches
+    prefixes/      the setup of each prefix
+    environment/   files that an episode reads: sealed files and installed packages
 """
 
 from __future__ import annotations
@@ -219,9 +219,9 @@ class TestOutcomes:
     p2f: list[str]
     flaky: list[str]
     canary: bool
-    """Whether the canaries behaved as expected in every run."""
+    """True if the canaries behaved as expected in every run."""
     inside: bool
-    """Whether the canaries inside hidden test files behaved as expected."""
+    """True if the canaries inside hidden test files behaved as expected."""
     seconds: float
     """Seconds of the slowest run."""
     about: str

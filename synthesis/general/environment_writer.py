@@ -346,7 +346,7 @@ GATE = "form"
 def sections(
     reply: AuthorReply, expected: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return the first code block below each heading, or the text if there is none.
+    """Return the first code block below each heading, or its text without a code block.
 
     Raises Rejected for a reply without a required section.
     """

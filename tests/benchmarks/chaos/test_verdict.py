@@ -167,13 +167,9 @@ def test_refused_command_makes_no_folder(
     play: Play, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    for options, knob in (
-        (("--only", "kil engine"), "--only"),
-        (("--against", str(tmp_path / "nowhere")), "--against"),
-    ):
-        with pytest.raises(SystemExit):
-            play(Played(), *options)
-        assert knob in capsys.readouterr().err and not out.exists()
+    with pytest.raises(SystemExit):
+        play(Played(), "--only", "kil engine")
+    assert "--only" in capsys.readouterr().err and not out.exists()
     out.mkdir()
     with pytest.raises(SystemExit):
         play(Played())
