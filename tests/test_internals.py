@@ -92,16 +92,16 @@ def undisclosed(module: str) -> bool:
 
 
 def test_internals_are_named_in_their_files_only() -> None:
-    found = {str(p.relative_to(ROOT)): set(reached_for(p)) for p in sources()}
-    assert {name: inside for name, inside in found.items() if inside and name not in NAMED} == {}
+    uses = {str(p.relative_to(ROOT)): set(reached_for(p)) for p in sources()}
+    assert {name: inside for name, inside in uses.items() if inside and name not in NAMED} == {}
 
 
 def test_named_files_do_use_internals() -> None:
     """Otherwise the rule would check nothing."""
-    found = {name: set(reached_for(ROOT / name)) for name in NAMED}
-    assert all(found[name] for name in NAMED if name not in BY_IMPORT)
-    assert {"ds_tensor", "_update_hp_grad", "__class__"} <= found[DEEPSPEED]
-    assert {"_world", "_set_pg_timeout", "_cdata"} <= found["model/torch_internals.py"]
+    uses = {name: set(reached_for(ROOT / name)) for name in NAMED}
+    assert all(uses[name] for name in NAMED if name not in BY_IMPORT)
+    assert {"ds_tensor", "_update_hp_grad", "__class__"} <= uses[DEEPSPEED]
+    assert {"_world", "_set_pg_timeout", "_cdata"} <= uses["model/torch_internals.py"]
     assert all("ray._private.state" in (ROOT / name).read_text() for name in BY_IMPORT)
 
 

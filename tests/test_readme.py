@@ -63,8 +63,8 @@ def test_make_commands_are_makefile_targets() -> None:
             ["make", "--dry-run", words[1]], cwd=ROOT, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
-        said = {"quickstart": "keel train quickstart", "test": "pytest"}[words[1]]
-        assert said in done.stdout
+        program = {"quickstart": "keel train quickstart", "test": "pytest"}[words[1]]
+        assert program in done.stdout
 
 
 def test_closing_lines_match_the_summary(tmp_path: Path) -> None:
@@ -82,11 +82,11 @@ def test_closing_lines_match_the_summary(tmp_path: Path) -> None:
     ]
     assert steps[-1]["step"] == config.run.steps
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    said = closing_summary(RunFolder(config), config, config.run.steps, ["train", "quickstart"])
-    differences = [float(number) for number in re.findall(r"\(([+-][\d.]+)\)", said)]
+    summary = closing_summary(RunFolder(config), config, config.run.steps, ["train", "quickstart"])
+    differences = [float(number) for number in re.findall(r"\(([+-][\d.]+)\)", summary)]
     assert differences == pytest.approx([float(row[-1]) for row in scores], abs=0.0011)
-    assert re.sub(r"\([^)]*\)", "", "\n".join(shown[:-1])) in re.sub(r"\([^)]*\)", "", said)
-    assert re.search(r"^trained model   \S+/model$", said, flags=re.MULTILINE)
+    assert re.sub(r"\([^)]*\)", "", "\n".join(shown[:-1])) in re.sub(r"\([^)]*\)", "", summary)
+    assert re.search(r"^trained model   \S+/model$", summary, flags=re.MULTILINE)
     assert re.fullmatch(r"trained model   runs/quickstart\S*/model", shown[-1])
 
 
@@ -140,10 +140,10 @@ def test_my_yaml_is_accepted_for_its_hardware(
             with at(node), pytest.raises(Accepted):
                 main([command, *arguments, model, *QUICK])
     assert seen == ["check", "train", "eval"]
-    said = capsys.readouterr().out
-    assert "1 node(s) of 8 GPU(s), 139.0 GiB each" in said
-    assert "8 trainer rank(s)" in said, said
-    assert "school (school.jsonl): 100 to train on, 200 held out" in said
+    output = capsys.readouterr().out
+    assert "1 node(s) of 8 GPU(s), 139.0 GiB each" in output
+    assert "8 trainer rank(s)" in output, output
+    assert "school (school.jsonl): 100 to train on, 200 held out" in output
     # Searching for what would help takes a second or two.
     monkeypatch.setattr("keel.trainer.placement.layouts.SUGGESTIONS_TRIED", 1)
     with at(NOTHING):

@@ -49,7 +49,7 @@ WORDS = re.compile(
 @cache
 def calls() -> list[tuple[str, str, dict[str, ast.expr]]]:
     """File, dotted name and keywords of each call."""
-    found: list[tuple[str, str, dict[str, ast.expr]]] = []
+    results: list[tuple[str, str, dict[str, ast.expr]]] = []
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             if not WORDS.search(text := path.read_text()):
@@ -57,8 +57,8 @@ def calls() -> list[tuple[str, str, dict[str, ast.expr]]]:
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.Call):
                     keywords = {k.arg or "**": k.value for k in node.keywords}
-                    found.append((str(path.relative_to(ROOT)), dotted(node.func), keywords))
-    return found
+                    results.append((str(path.relative_to(ROOT)), dotted(node.func), keywords))
+    return results
 
 
 def dotted(node: ast.expr) -> str:
@@ -77,8 +77,8 @@ def test_models_bring_no_code() -> None:
     assert len(loaders) > 5
     for file, name, keywords in loaders:
         options = ast.unparse(keywords["**"]) if "**" in keywords else ""
-        told = is_false(keywords.get("trust_remote_code")) or options in ("options",)
-        assert told or options.startswith("hub_options("), f"{file}: {name}"
+        safe = is_false(keywords.get("trust_remote_code")) or options in ("options",)
+        assert safe or options.startswith("hub_options("), f"{file}: {name}"
 
 
 def test_files_are_not_pickled() -> None:

@@ -74,9 +74,9 @@ def test_summary_counts_skips_by_missing_requirement(
 ) -> None:
     (tmp_path / "test_some.py").write_text(TESTS.format(isolation=no_bubblewrap))
     (tmp_path / "test_elsewhere.py").write_text(ELSEWHERE)
-    *_, said, _ = last_lines(tmp_path, *workers)
-    assert said.startswith("skipped: ")
-    parts = said.removeprefix("skipped: ").split("; ")
+    *_, summary, _ = last_lines(tmp_path, *workers)
+    assert summary.startswith("skipped: ")
+    parts = summary.removeprefix("skipped: ").split("; ")
     assert parts[0].startswith("4 for want of a GPU (")
     assert parts[1] == "1 because: no moon tonight"  # not in the table: the reason itself
     assert parts[2] == "1 for want of bubblewrap (apt-get install bubblewrap)"

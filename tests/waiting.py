@@ -25,12 +25,12 @@ def wait_for(
     """Poll `ready` until it returns a true value, and return that. Polling starts fast and slows
     down to `every_s`. Raises TimeoutError naming `what`."""
     until, pause_s = time.monotonic() + within_s, 0.001
-    while not (found := ready()):
+    while not (value := ready()):
         if time.monotonic() >= until:
             raise TimeoutError(f"waited {within_s:g} s for {what}")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, every_s)
-    return found
+    return value
 
 
 def within_some(play: Callable[[float], Found], limits_s: tuple[float, ...] = LIMITS_S) -> Found:
@@ -47,11 +47,11 @@ def within_some(play: Callable[[float], Found], limits_s: tuple[float, ...] = LI
 def patiently(start: Callable[[], Found], undo: Callable[[], object] = lambda: None) -> Found:
     """Retry a start of Ray that timed out: Ray allows a node 30 s, even on a busy machine. undo:
     cleans up a failed start."""
-    for left in (3, 2, 1, 0):
+    for remaining in (3, 2, 1, 0):
         try:
             return start()
         except Exception as error:  # Ray raises a plain Exception
-            if not left or "timed out during startup" not in str(error):
+            if not remaining or "timed out during startup" not in str(error):
                 raise
             undo()
     raise AssertionError

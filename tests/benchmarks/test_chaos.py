@@ -55,8 +55,8 @@ def test_clock_jump_and_slow_sync_are_isolated(
             assert process.stdout.readline() == "ready\n"
             faults.jump(-HOUR_S)
             faults.slow(write_s=0, sync_s=0.5)
-            said, _ = process.communicate("\n", timeout=60)
-        jumped, waited, synced = map(float, said.split())
+            output, _ = process.communicate("\n", timeout=60)
+        jumped, waited, synced = map(float, output.split())
         assert jumped == pytest.approx(-HOUR_S, abs=1)
         assert 0.3 <= waited < HOUR_S / 2
         assert (synced >= 0.5) is slow

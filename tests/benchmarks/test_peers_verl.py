@@ -50,12 +50,12 @@ def test_all_that_has_to_be_equal_is(workload: Workload, tmp_path: Path) -> None
     assert made[actor + "kl_loss_coef"] == workload.kl_coef
     assert made[actor + "ppo_mini_batch_size"] == made["data.train_batch_size"]
     assert made["trainer.total_training_steps"] == 4
-    said = verl_grpo.words(made)
-    assert r'actor_rollout_ref.model.path="/a \"model\""' in said
-    assert "trainer.val_before_train=false" in said
-    assert "+ray_kwargs.ray_init.include_dashboard=false" in said
+    phrase = verl_grpo.words(made)
+    assert r'actor_rollout_ref.model.path="/a \"model\""' in phrase
+    assert "trainer.val_before_train=false" in phrase
+    assert "+ray_kwargs.ray_init.include_dashboard=false" in phrase
     attention = f'"{verl_attention.NAME}"'
-    assert f"+actor_rollout_ref.model.override_config.attn_implementation={attention}" in said
+    assert f"+actor_rollout_ref.model.override_config.attn_implementation={attention}" in phrase
 
 
 @pytest.mark.parametrize("arm", sorted(verl_grpo.ARMS))
@@ -149,11 +149,11 @@ def test_packed_sequences_attend_separately() -> None:
     made, _ = verl_attention.attention(
         nn.Identity(), *(x[None] for x in mine), None, scaling=8**-0.5, position_ids=positions
     )
-    wanted = dense(*theirs, lengths)
-    torch.testing.assert_close(made[0], wanted)
-    upstream = torch.randn_like(wanted)
+    expected = dense(*theirs, lengths)
+    torch.testing.assert_close(made[0], expected)
+    upstream = torch.randn_like(expected)
     made[0].backward(upstream)
-    wanted.backward(upstream)
+    expected.backward(upstream)
     for x, y in zip(mine, theirs, strict=True):
         torch.testing.assert_close(x.grad, y.grad)
 

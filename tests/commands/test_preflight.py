@@ -65,11 +65,11 @@ def test_missing_local_model_is_not_a_hub_name(tmp_path: Path) -> None:
 def test_incompatible_resume_is_refused_early(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints" / "step_000002").mkdir(parents=True)
-    own = f"run.dir={run}"
+    run_dir = f"run.dir={run}"
     # Resolved for the CPU of the first start.
-    saved = dump_config(load_config("quickstart", [own, "model.dtype=float16"]))
+    saved = dump_config(load_config("quickstart", [run_dir, "model.dtype=float16"]))
     (run / "config.yaml").write_text(saved)
-    quickstart = [own, "model.dtype=auto"]
+    quickstart = [run_dir, "model.dtype=auto"]
     check_continued(*load_recipe("quickstart", quickstart))
     check_continued(*load_recipe("quickstart", [*quickstart, "trainer.lr=1e-9"]))
     with pytest.raises(ConfigError, match=r"algorithm\.group_size: 8 → 4"):

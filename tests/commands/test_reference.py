@@ -238,8 +238,8 @@ def test_documented_metrics_match_the_code() -> None:
     assert {n for n in made - suffixes if find_metric(n.replace("<>", "x")) is None} == set()
     names = {name.replace("<>", "a") for name in made}
     names |= {"alarms", "reward/error", "reward/length_cost"}  # of other files
-    found = {find_metric(name) for name in names}
-    assert [metric.name for metric in metrics() if metric not in found] == []
+    known = {find_metric(name) for name in names}
+    assert [metric.name for metric in metrics() if metric not in known] == []
 
 
 def test_metrics_of_finished_runs_are_described() -> None:

@@ -96,10 +96,10 @@ def test_newest_batch_uses_the_checkpoint_before_it(
     for step in (2, 6, 7):
         saved(run, step)
     assert main(["replay", str(run)]) == 0
-    said = capsys.readouterr().out
-    assert "step_000007.npz: 1 groups, 2 completions, from step_000006, the weights" in said
-    assert "then: p, token 3: was nan\n" in said and "now: p, token 3: nan\n" in said
-    assert "loss                             1.5\n" in said
+    output = capsys.readouterr().out
+    assert "step_000007.npz: 1 groups, 2 completions, from step_000006, the weights" in output
+    assert "then: p, token 3: was nan\n" in output and "now: p, token 3: nan\n" in output
+    assert "loss                             1.5\n" in output
     assert main(["replay", str(run), "3", "trainer.lr=2"]) == 0
     assert "now: the gradient is finite\n" in capsys.readouterr().out
     assert main(["replay", str(run), "trainer.lr=3"]) == 0
@@ -116,15 +116,15 @@ def test_unexplained_overflow_is_not_called_finite(
     """No GPUs are reserved, since engines are not started."""
     result = StepResult(version=1, metrics={"train/skipped_steps": Sum(1.0)})
     monkeypatch.setattr(FakeLearner, "step", lambda self, groups, examine: result)
-    found, asked = module.plan_model, []
+    original, calls = module.plan_model, []
 
     @contextmanager
     def reserved(config: Any, **options: Any) -> Iterator[Any]:
-        asked.append(options["only"])
+        calls.append(options["only"])
         yield SimpleNamespace(options=dict)
 
-    def on_gpu(*given: Any, **options: Any) -> Any:
-        model: Any = found(*given, **options)
+    def on_gpu(*args: Any, **options: Any) -> Any:
+        model: Any = original(*args, **options)
         model.hardware.gpu = True
         return model
 
@@ -132,9 +132,9 @@ def test_unexplained_overflow_is_not_called_finite(
     monkeypatch.setattr(module, "reserve_gpus", reserved)
     save_batch(run, 3, GROUPS, [])
     assert main(["replay", str(run)]) == 0
-    said = capsys.readouterr().out
-    assert "now: the gradient is not finite, and no cause" in said
-    assert "gradient is finite" not in said and asked == [module.RANK]
+    output = capsys.readouterr().out
+    assert "now: the gradient is not finite, and no cause" in output
+    assert "gradient is finite" not in output and calls == [module.RANK]
 
 
 def test_gap_is_reported_and_damaged_checkpoint_skipped(
@@ -146,8 +146,8 @@ def test_gap_is_reported_and_damaged_checkpoint_skipped(
     )
     saved(run, 2)
     (saved(run, 4) / "more").touch()
-    found, words = nearest(run / "checkpoints", 7)
-    assert found is not None and found.name == "step_000002"
+    original, words = nearest(run / "checkpoints", 7)
+    assert original is not None and original.name == "step_000002"
     assert words == "from step_000002; 4 steps earlier, so the numbers may differ"
     assert "step_000004 is damaged (more: extra" in capsys.readouterr().out
 

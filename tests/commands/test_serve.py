@@ -38,10 +38,10 @@ def write_model(folder: Path) -> Path:
 
 def test_export_keeps_name_and_sampling(tmp_path: Path) -> None:
     run = write_run(tmp_path / "school", "rollout.sampling.temperature=0.7")
-    found = find_model(run)
-    assert (found.path, found.name) == (run / "model", "school")
-    assert found.sampling["temperature"] == 0.7 and found.sampling.keys() == {*serve.SAMPLING}
-    assert find_model(run / "model") == found
+    served = find_model(run)
+    assert (served.path, served.name) == (run / "model", "school")
+    assert served.sampling["temperature"] == 0.7 and served.sampling.keys() == {*serve.SAMPLING}
+    assert find_model(run / "model") == served
     assert find_model(write_model(tmp_path / "plain")) == ServedModel(
         path=tmp_path / "plain", name="plain"
     )

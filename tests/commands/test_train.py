@@ -254,10 +254,11 @@ def task() -> Task:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "here", "device"), [(True, True, "cuda"), (True, False, "cpu"), (False, True, "cpu")]
+    ("expected", "here", "device"),
+    [(True, True, "cuda"), (True, False, "cpu"), (False, True, "cpu")],
 )
 def test_tiny_model_trains_on_the_runs_device(
-    task: Task, wanted: bool, here: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    task: Task, expected: bool, here: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices: list[str] = []
 
@@ -267,7 +268,7 @@ def test_tiny_model_trains_on_the_runs_device(
 
     monkeypatch.setattr("keel.trainer.launch.ensure_tiny_model", instead)
     monkeypatch.setattr("torch.cuda.is_available", lambda: here)
-    assert model_folder(replace(task, hardware=Hardware(gpu=wanted))) == "somewhere"
+    assert model_folder(replace(task, hardware=Hardware(gpu=expected))) == "somewhere"
     assert devices == [device]
 
 

@@ -13,15 +13,15 @@ from keel.rl.types import Prompt
 
 
 def test_a_prompt_in_a_variants_words() -> None:
-    asked = Prompt(
+    original = Prompt(
         prompt_id="p",
         domain="d",
         messages=({"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "Hm"}),
         thinking=True,
     )
-    other = as_asked(asked, EvalVariant(name="v", thinking="without", ask="In words."))
+    other = as_asked(original, EvalVariant(name="v", thinking="without", ask="In words."))
     assert other.messages[0]["content"] == "1 + 1\nIn words." and other.thinking is False
-    assert as_asked(asked, EvalVariant(name="v")) == asked
+    assert as_asked(original, EvalVariant(name="v")) == original
     assert as_asked(other, EvalVariant(name="v", thinking="with")) == replace(other, thinking=True)
 
 
@@ -37,6 +37,6 @@ def test_variant_must_fit_the_context() -> None:
     check(EvalVariant(name="v", ask="6789 and more", max_tokens=24))
     with pytest.raises(ConfigError) as caught:
         check(EvalVariant(name="v", ask="6789 and more"))
-    said = str(caught.value)
-    assert said.startswith("eval.variants[v]: prompt p of data.sources[s] has 19 tokens")
-    assert said.endswith("Raise data.max_prompt_tokens = 10 by at least 9")
+    message = str(caught.value)
+    assert message.startswith("eval.variants[v]: prompt p of data.sources[s] has 19 tokens")
+    assert message.endswith("Raise data.max_prompt_tokens = 10 by at least 9")

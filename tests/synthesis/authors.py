@@ -27,7 +27,7 @@ class ScriptedAuthor:
     ) -> AuthorReply:
         self.asked.append((purpose, list(messages)))
         if isinstance(self.script, list):
-            said = self.script.pop(0)
+            reply = self.script.pop(0)
         else:
-            said = self.script(messages, tools, purpose)
-        return AuthorReply(content=said) if isinstance(said, str) else said
+            reply = self.script(messages, tools, purpose)
+        return AuthorReply(content=reply) if isinstance(reply, str) else reply

@@ -81,9 +81,9 @@ def test_request_and_reply(endpoint: Server) -> None:
     author, kept = author_of(
         endpoint, usd_per_million_prompt_tokens=1.0, usd_per_million_completion_tokens=10.0
     )
-    (said,) = ask(author, tools=(LOOK,))
-    assert isinstance(said, AuthorReply) and (said.content, said.reasoning) == ("", "Hm")
-    good, bad = said.calls
+    (answer,) = ask(author, tools=(LOOK,))
+    assert isinstance(answer, AuthorReply) and (answer.content, answer.reasoning) == ("", "Hm")
+    good, bad = answer.calls
     assert good == ToolCall(call_id="1", name="look", arguments={"at": 1})
     assert isinstance(bad, Malformed) and bad.call_id == "2"
     (request,) = endpoint.requests
@@ -108,9 +108,9 @@ def test_lone_surrogates_are_replaced(endpoint: Server) -> None:
         finally:
             await author.close()
 
-    said = asyncio.run(twice())
-    assert said.content == "a?" and isinstance(said.calls[0], ToolCall)
-    assert said.calls[0].arguments == {"at": "?"}
+    answer = asyncio.run(twice())
+    assert answer.content == "a?" and isinstance(answer.calls[0], ToolCall)
+    assert answer.calls[0].arguments == {"at": "?"}
     assert endpoint.requests[0]["messages"][0]["content"] == "?"
 
 
@@ -120,10 +120,9 @@ def test_calls_in_flight_respect_the_budget(endpoint: Server) -> None:
         words("x", prompt_tokens=10, completion_tokens=50), delay_s=0.05
     )
     author, kept = author_of(endpoint, CostConfig(tokens=350), max_tokens=100)
-    said = ask(author, times=4)
-    spent = [one for one in said if isinstance(one, BudgetSpent)]
+    replies = ask(author, times=4)
+    spent = [one for one in replies if isinstance(one, BudgetSpent)]
     assert len(endpoint.requests) == len(kept) == 2 and len(spent) == 2
-    said = "350: 0 are spent, and the next call and those under way may take 4"
     assert "budget.tokens" in str(spent[0])
 
 
@@ -193,7 +192,7 @@ def test_lost_author_reports_no_key(
 
 
 @pytest.mark.parametrize(
-    "said",
+    "error",
     [
         '{"message": "This model\'s maximum context length is 2048 tokens. However, …"}',
         '{"message": "max_tokens=512 cannot be greater than max_model_len=256."}',
@@ -201,15 +200,15 @@ def test_lost_author_reports_no_key(
         '{"message": "the request exceeds the available context size, try increasing it"}',
     ],
 )
-def test_overlong_conversation_is_truncated(endpoint: Server, said: str) -> None:
+def test_overlong_conversation_is_truncated(endpoint: Server, error: str) -> None:
     """That is the task's fault; a context without room for the first reply is the recipe's."""
-    endpoint.behave = lambda _: Reply(f'{{"error": {said}}}', status=400)
+    endpoint.behave = lambda _: Reply(f'{{"error": {error}}}', status=400)
 
     async def both() -> list[Any]:
         author, _ = author_of(endpoint)
         try:
             later = [*ASK, {"role": "assistant", "content": "…"}, *ASK]
-            work = (author.ask(asked, purpose="test") for asked in (ASK, later))
+            work = (author.ask(prompt, purpose="test") for prompt in (ASK, later))
             return await asyncio.gather(*work, return_exceptions=True)
         finally:
             await author.close()

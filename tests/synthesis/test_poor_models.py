@@ -41,18 +41,18 @@ def rubbish(request: Mapping[str, Any]) -> Reply:
     draw = random.Random(hashlib.sha256(text.encode()).hexdigest())
     tools = [tool["function"] for tool in request.get("tools") or []]
     if draw.random() < 0.1 and len(request["messages"]) > 2:
-        said = "This model's maximum context length is 64 tokens."
-        return Reply(json.dumps({"error": {"message": said}}), status=400)
+        error = "This model's maximum context length is 64 tokens."
+        return Reply(json.dumps({"error": {"message": error}}), status=400)
     finish = draw.choice(("stop", "stop", "stop", "length"))
     message: dict[str, Any] = {"role": "assistant", "content": draw.choice((None, *TEXTS))}
     if tools and draw.random() < 0.85:
         finish = "tool_calls"
         calls = [_call(tools, draw) for _ in range(draw.randint(1, 3))]
         if tools[-1]["name"] == "submit_database" and draw.random() < 0.3:
-            calls = [(name, json.dumps(given)) for name, given in DATABASE]
+            calls = [(name, json.dumps(arguments)) for name, arguments in DATABASE]
         message["tool_calls"] = [
-            {"id": f"c{n}", "type": "function", "function": {"name": name, "arguments": given}}
-            for n, (name, given) in enumerate(calls)
+            {"id": f"c{n}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for n, (name, arguments) in enumerate(calls)
         ]
     return completion(message, finish)
 
@@ -85,11 +85,11 @@ def made(family: str, folder: Path, capsys: pytest.CaptureFixture[str], **sectio
         path = folder / "recipe.yaml"
         path.write_text(yaml.safe_dump(recipe))
         status = main(["synthesize", str(path)])
-    said = capsys.readouterr()
-    assert status == 0, said.out + said.err
+    output = capsys.readouterr()
+    assert status == 0, output.out + output.err
     report = json.loads((folder / "out/report.json").read_text())
     assert report["kept"] == 0
-    refused = {gate: found["tasks"] for gate, found in report["refused"].items()}
+    refused = {gate: entry["tasks"] for gate, entry in report["refused"].items()}
     assert sum(refused.values()) == report["made"]
     return report["made"], {**refused, **report["drafts"]}
 

@@ -27,20 +27,20 @@ def test_phrasing_is_independent_of_harm() -> None:
 
 
 def test_each_kind_has_a_file_with_equal_topics(tmp_path: Path) -> None:
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for kind in ("refuse", "help"):
         path = tmp_path / kind
         assert main([str(path), "--only", kind]) == 0
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         assert {line["refuse"] for line in lines} == {kind == "refuse"}
-        found[kind] = [line["id"].rpartition("-")[0] for line in lines]
+        groups[kind] = [line["id"].rpartition("-")[0] for line in lines]
         # As in docs/alarms.md: all are held out, none is trained on.
         knobs: dict[str, Any] = {"weight": 0, "holdout": 160}
         one = SourceConfig(name="s", source="jsonl", path=str(path), **knobs)
         other = SourceConfig(name="t", source="reasoning_gym", task="spell_backward", size=10)
         data = load_dataset(DataConfig(sources=(one, other)), seed=0)
-        assert len(data.heldout["s"]) == 160 == len(set(found[kind]))
-    assert found["refuse"] == found["help"]
+        assert len(data.heldout["s"]) == 160 == len(set(groups[kind]))
+    assert groups["refuse"] == groups["help"]
 
 
 def test_a_file_of_requests_is_a_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

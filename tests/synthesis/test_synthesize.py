@@ -61,9 +61,9 @@ def test_tasks_are_kept_or_rejected(tmp_path: Path) -> None:
     assert report["refused"] == {
         "parity": {"tasks": 4, "reasons": {"is odd": 3, "is odd \ud83d": 1}}
     }
-    said = json.loads((tmp_path / "out/report.json").read_text())
-    assert lines[-1].startswith("8 of 8: ") and said["kept"] == report["kept"]
-    assert said["refused"]["parity"]["reasons"] == {"is odd": 3, "is odd ?": 1}
+    saved = json.loads((tmp_path / "out/report.json").read_text())
+    assert lines[-1].startswith("8 of 8: ") and saved["kept"] == report["kept"]
+    assert saved["refused"]["parity"]["reasons"] == {"is odd": 3, "is odd ?": 1}
 
 
 def test_rejected_drafts_are_counted(tmp_path: Path) -> None:
@@ -107,18 +107,18 @@ def test_progress_is_shown(tmp_path: Path) -> None:
 
 
 def test_stopped_synthesis_resumes(tmp_path: Path) -> None:
-    asked: list[str] = []
+    requests: list[str] = []
 
     async def make(key: str) -> None:
-        asked.append(key)
+        requests.append(key)
         await even(key)
 
     why, report, _ = made(tmp_path, make, stop_at="t5", at_once=1)
-    assert (why, report["made"], asked) == ("stopped", 5, KEYS[:5])
+    assert (why, report["made"], requests) == ("stopped", 5, KEYS[:5])
     with (tmp_path / "outcomes.jsonl").open("a") as file:
         file.write('{"key": "t5", "outc')  # as a crash leaves it
     why, report, lines = made(tmp_path, make)
-    assert (why, report["made"]) == ("", 8) and sorted(asked) == KEYS
+    assert (why, report["made"]) == ("", 8) and sorted(requests) == KEYS
     assert lines[0] == "5 of 8 tasks already made"
 
 
@@ -200,14 +200,14 @@ def test_recipes_are_strict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     recipe = tmp_path / "tasks.yaml"
     recipe.write_text(RECIPE.format(out=tmp_path / "out"))
     assert load_synthesis(recipe, ["author.temperature=0.5"]).author.temperature == 0.5
-    for override, said in (
+    for override, expected in (
         ("author.temprature=1", "tasks.yaml|override 'author.temprature=1': author.temprature"),
         ("budget.usd=3", "budget.usd"),
         ("author.base_url=localhost", "author.base_url"),
     ):
         assert main(["synthesize", str(recipe), override]) == 2
         error = capsys.readouterr().err
-        assert any(part in error for part in said.split("|")), error
+        assert any(part in error for part in expected.split("|")), error
     recipe.write_text(recipe.read_text() + "  api_key_env: sk-1-2\n")
     assert main(["synthesize", str(recipe)]) == 2
     error = capsys.readouterr().err
@@ -232,13 +232,13 @@ def test_slow_preparation_can_be_interrupted(
 
         async def __aexit__(self, *_: object) -> None: ...
 
-    corpus, said = Corpus(), list[str]()
+    corpus, lines = Corpus(), list[str]()
     monkeypatch.setattr("keel.commands.synthesize.open_pipeline", lambda *_: corpus)
     recipe = tmp_path / "tasks.yaml"
     recipe.write_text(RECIPE.format(out=tmp_path / "out"))
     with pytest.raises(why):
-        synthesize(load_synthesis(recipe, []), said.append)
-    assert not corpus.ready and said == []
+        synthesize(load_synthesis(recipe, []), lines.append)
+    assert not corpus.ready and lines == []
 
 
 @pytest.mark.e2e

@@ -64,8 +64,8 @@ def test_it_calls_until_it_has_an_answer() -> None:
     assert first == "2" and "'one' is not of type 'integer' (at $.a)" in second
     assert third == "error: malformed call: no JSON" and fourth == "error: 14"
     assert (done.ended, done.answer) == ("stop", "two")
-    asked = [message for message in done.messages if message.get("tool_calls")]
-    assert [one["id"] for one in asked[0]["tool_calls"]] == ["1", "2", "3"]
+    requests = [message for message in done.messages if message.get("tool_calls")]
+    assert [one["id"] for one in requests[0]["tool_calls"]] == ["1", "2", "3"]
 
 
 def test_what_else_ends_it() -> None:

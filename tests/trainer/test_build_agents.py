@@ -50,11 +50,11 @@ OPEN: Literal["none-i-trust-the-environments"] = "none-i-trust-the-environments"
 def config(
     *, window: int = 400, thinking: bool = False, rewards: Any = None, **environment: Any
 ) -> Config:
-    given = {"target": "shop:Shop", "folder": str(SHOP), "isolation": OPEN, **environment}
+    settings = {"target": "shop:Shop", "folder": str(SHOP), "isolation": OPEN, **environment}
     source = SourceConfig(
         name="shop",
         source="environment",
-        environment=EnvironmentConfig(**given),
+        environment=EnvironmentConfig(**settings),
         size=4,
         thinking=thinking,
         rewards=rewards or {"correct": 1.0},
@@ -103,23 +103,27 @@ def test_only_tools_need_a_call_format() -> None:
 def test_tools_in_thinking_reach_the_prompt() -> None:
     plain = config(window=2000, thinking=True)
     (source,) = plain.data.sources
-    asked = replace(source, system_template="tools-in-thinking")
+    changed = replace(source, system_template="tools-in-thinking")
     recipe = replace(
         plain,
-        data=replace(plain.data, sources=(asked,)),
+        data=replace(plain.data, sources=(changed,)),
         agents=replace(plain.agents, tools_in_thinking=True, max_thinking_calls=7),
     )
     chat = check_chat(recipe, build_tokenizer())
     assert chat is not None and chat.tools_in_thinking
     ((_, note),) = checked(recipe).items()
     ((_, without),) = checked(plain).items()
-    tokens, fewer = (int(re.findall(r"with (\d+) tokens", said)[0]) for said in (note, without))
+    tokens, fewer = (
+        int(re.findall(r"with (\d+) tokens", summary)[0]) for summary in (note, without)
+    )
     assert tokens > fewer + 50
     runner = episode_runner(recipe, chat, lambda request, purpose: Future())
     with runner:
         assert runner._limits["shop"].budget.calls == 7
-    told = system_prompt_of(recipe, asked)(["python"])
-    assert "Up to 7 calls" in told and "32 seconds" in told, "agents.call_s ends a cell"
+    prompt_text = system_prompt_of(recipe, changed)(["python"])
+    assert "Up to 7 calls" in prompt_text and "32 seconds" in prompt_text, (
+        "agents.call_s ends a cell"
+    )
 
 
 def test_missing_thinking_marks_are_refused() -> None:
@@ -180,8 +184,8 @@ def test_specs_follow_the_recipe() -> None:
         {"A": "b"},
         "/usr/bin/python3",
     )
-    given = EnvironmentConfig(command=("server", "{seed}"), isolation=OPEN)
-    lines = SourceConfig(name="shop", source="jsonl", path="x.jsonl", environment=given)
+    settings = EnvironmentConfig(command=("server", "{seed}"), isolation=OPEN)
+    lines = SourceConfig(name="shop", source="jsonl", path="x.jsonl", environment=settings)
     server = environment_spec(recipe, lines)
     assert isinstance(server, McpServer) and server.command == ("server", "{seed}")
 
@@ -190,8 +194,8 @@ def driven(folder: Path, code: str, **more: Any) -> Config:
     (folder / "my_agent.py").write_text(
         "import os\nfrom http.client import HTTPConnection\n" + code
     )
-    own = {"program": "my_agent:solve", "folder": str(folder), "open_s": PATIENCE_S}
-    return config(**{"target": "", **own, **more})
+    options = {"program": "my_agent:solve", "folder": str(folder), "open_s": PATIENCE_S}
+    return config(**{"target": "", **options, **more})
 
 
 ASKS = """
@@ -241,17 +245,17 @@ def test_invalid_programs_are_refused(
 
 def test_program_follows_the_recipe(tmp_path: Path) -> None:
     recipe = driven(tmp_path, "", open_s=7.0, env={"A": "b"}, tells_reward=True)
-    found = agent_program(recipe, recipe.data.sources[0])
-    assert found is not None and (found.open_s, found.env, found.folder) == (
+    loaded = agent_program(recipe, recipe.data.sources[0])
+    assert loaded is not None and (loaded.open_s, loaded.env, loaded.folder) == (
         7.0,
         {"A": "b"},
         tmp_path,
     )
-    assert found.tells_reward and found.judges and found.command[-1] == "my_agent:solve"
+    assert loaded.tells_reward and loaded.judges and loaded.command[-1] == "my_agent:solve"
     alone, both = config(), config(program="my_agent:solve")
     assert agent_program(alone, alone.data.sources[0]) is None
-    found = agent_program(both, both.data.sources[0])
-    assert found is not None and not found.judges  # the environment does
+    loaded = agent_program(both, both.data.sources[0])
+    assert loaded is not None and not loaded.judges  # the environment does
 
 
 @pytest.mark.parametrize("named", ["nowhere:f", "keel.agents.environments.demonstrations:f", "f"])

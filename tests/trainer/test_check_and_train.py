@@ -63,9 +63,10 @@ def verdict(command: str, path: Path, overrides: Sequence[str]) -> tuple[str, st
             status = main([command, str(path), *overrides])
         except Accepted:
             status = 0
-    said = err.getvalue().removeprefix(f"keel {command}: ")
-    assert (status == 2) == bool(said), said
-    return re.split(r" \(| it is|:", said)[0] if "override" not in said else said, out.getvalue()
+    error = err.getvalue().removeprefix(f"keel {command}: ")
+    assert (status == 2) == bool(error), error
+    start = error if "override" in error else re.split(r" \(| it is|:", error)[0]
+    return start, out.getvalue()
 
 
 def sensible(layout: dict[str, Any]) -> dict[str, Any]:
@@ -127,19 +128,19 @@ def test_check_refuses_what_train_refuses(
 ) -> None:
     path = recipe(tmp_path)
     plain = [f"run.device={device}", *(f"{k}={str(v).lower()}" for k, v in layout.items())]
-    said = [
+    hardware = [
         f"run.gpu_gib={machine.gib}",
         f"run.gpus_per_node={machine.gpus}",
         f"run.nodes={machine.nodes}",
     ]
     with on(machine, dataset, DENSE):
         trained, _ = verdict("train", path, plain)
-        assert verdict("train", path, [*plain, *said])[0] == trained
+        assert verdict("train", path, [*plain, *hardware])[0] == trained
         assert verdict("check", path, plain)[0] == trained
     with on(NOTHING, dataset, DENSE):
-        checked, plan = verdict("check", path, [*plain, *said])
+        checked, plan = verdict("check", path, [*plain, *hardware])
         assert checked == trained
-        assert verdict("train", path, [*plain, *said])[0].startswith(
+        assert verdict("train", path, [*plain, *hardware])[0].startswith(
             "override" if checked.startswith("override") else "the recipe needs "
         )
     if not checked:

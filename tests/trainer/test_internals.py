@@ -45,8 +45,10 @@ def test_a_transformers_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = nn.Module()
     model.experts = nn.Module()
     model.experts.gate_up_proj = nn.Parameter(torch.zeros(2))
-    said = transformers_internals.check_transformers(model)
-    assert said.startswith(f"transformers {transformers.__version__} is not as 5.17 to 5.19 were")
+    message = transformers_internals.check_transformers(model)
+    assert message.startswith(
+        f"transformers {transformers.__version__} is not as 5.17 to 5.19 were"
+    )
     model.experts._apply_gate = print
     assert transformers_internals.check_transformers(model) == ""
     monkeypatch.delattr(PreTrainedModel, "_keep_in_fp32_modules_strict")

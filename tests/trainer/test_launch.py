@@ -107,11 +107,11 @@ def test_engines_may_start_before_ranks() -> None:
 
 def test_endpoint_conversations_end_with_their_last_group() -> None:
     groups: list[Future[Any]] = [Future(), Future(), Future()]
-    left, forgotten = iter(groups), []
+    remaining, forgotten = iter(groups), []
 
     class Agents:
         def submit(self, *_: Any, **__: Any) -> Future[Any]:
-            return next(left)
+            return next(remaining)
 
     class Turns:
         def forget(self, prompt: Any) -> None:
@@ -121,8 +121,8 @@ def test_endpoint_conversations_end_with_their_last_group() -> None:
     unused: Any = None
     remote = system.RemoteRuntime(config=unused, completions=unused, scorer=unused, **parts)
     one, other = (SimpleNamespace(prompt_id=name, environment="shop") for name in ("a", "b"))
-    for asked in (one, one, other):
-        remote.submit(cast(Any, asked), "eval", 8)
+    for group in (one, one, other):
+        remote.submit(cast(Any, group), "eval", 8)
     groups[0].set_result(None)
     assert not forgotten, "the second group has turns to come"
     groups[2].set_result(None)

@@ -95,7 +95,7 @@ SEND = "sending weights to the engines"
 
 
 @pytest.mark.parametrize(
-    ("answers", "kind", "said", "after_s"),
+    ("answers", "kind", "message", "after_s"),
     [
         ([(1, PEER), (71, ActorDiedError())], WorkerLost, "rank 1 died during a step", 71),
         ([(99, PEER), (130, ActorDiedError())], WorkerLost, "rank 1 died", 130),
@@ -116,12 +116,12 @@ SEND = "sending weights to the engines"
 def test_failures_name_the_lost_rank(
     answers: list[tuple[float, Any]],
     kind: type[Exception],
-    said: str,
+    message: str,
     after_s: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ranks = Ranks(monkeypatch, *answers)
-    with pytest.raises(RuntimeError, match=said) as info:
+    with pytest.raises(RuntimeError, match=message) as info:
         ranks.ask(ranks.learner(make_config(2, 1)), 100.0)
     assert type(info.value) is kind and ranks.now == after_s
 
@@ -214,28 +214,30 @@ def test_ranks_must_see_the_run_folder(monkeypatch: pytest.MonkeyPatch, tmp_path
     config = replace(config, run=replace(config.run, dir="runs/mine"))
     learner = Ranks(monkeypatch, (0, None), (0, None)).learner(config)
     learner._locations = [RankLocation(host=name, pid=1, log="") for name in ("here", "there")]
-    asked: list[Path] = []
+    paths: list[Path] = []
 
-    def seen(own: str | None) -> None:
+    def seen(content: str | None) -> None:
         def all_(_: Learner, method: str, path: str, *, deadline: StepDeadline) -> list[str]:
-            asked.append(Path(path))
+            paths.append(Path(path))
             read = TrainerWorker.read_text(object.__new__(TrainerWorker), path)
-            return [read, read if own is None else own]
+            return [read, read if content is None else content]
 
         monkeypatch.setattr(Learner, "_call_all", all_)
         learner._check_folder(StepDeadline("the start", 1.0, ""))
 
     seen(None)
-    assert not asked, "nothing of a run is there"
+    assert not paths, "nothing of a run is there"
     with RunFolder(config) as folder:
         seen(None)
-        assert asked[0].is_absolute() and asked[0].parent == folder.path.absolute()
+        assert paths[0].is_absolute() and paths[0].parent == folder.path.absolute()
         for other in ("", "another folder's\n"):
             with pytest.raises(ConfigError, match=r"runs/mine: trainer rank 1 on there does not"):
                 seen(other)
-        said = asked[0].read_text()
+        content_before = paths[0].read_text()
     with RunFolder(config):
-        assert asked[0].read_text() == said, "what other machines remember of it stays right"
+        assert paths[0].read_text() == content_before, (
+            "what other machines remember of it stays right"
+        )
 
 
 def scored_first(config: Config) -> list[list[int]]:
@@ -280,41 +282,43 @@ def test_scoring_waits_per_micro_batch(
         ]
 
     monkeypatch.setattr(Learner, "_call_with_shares", deal)
-    said = [False, *[True] * 3]
+    mask = [False, *[True] * 3]
     sets = {
         name: [
-            SftExample(prompt_id=f"{n}", segments=(supervised_segment("c", [0, n, n, n], said),))
+            SftExample(prompt_id=f"{n}", segments=(supervised_segment("c", [0, n, n, n], mask),))
             for n in of
         ]
         for name, of in {"few": range(1, 3), "many": range(1, 9)}.items()
     }
     packed = {name: pack_sft(of, ranks=2, micro_batch_tokens=8) for name, of in sets.items()}
     groups = [{name: batches[rank] for name, batches in packed.items()} for rank in (0, 1)]
-    found = values(Learner.score(object.__new__(Learner), groups))
+    scores = values(Learner.score(object.__new__(Learner), groups))
     assert dealt == [[("few", 1)] * 2, *[[("many", 1)] * 2] * 2]
-    assert found == {"few/nll": 1.5, "many/nll": 4.5}
+    assert scores == {"few/nll": 1.5, "many/nll": 4.5}
     dealt.clear()
     assert Learner.score(object.__new__(Learner), groups, lambda: len(dealt) == 2) == {}
     assert len(dealt) == 2
 
 
-@pytest.mark.parametrize("wanted", [False, True])
-def test_ranks_get_batch_invariant_variables(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Mapping[str, Any]] = []
+@pytest.mark.parametrize("enabled", [False, True])
+def test_ranks_get_batch_invariant_variables(
+    enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environments: list[Mapping[str, Any]] = []
 
     def create(kind: type, name: str, options: Mapping[str, Any], *_: Any, **__: Any) -> Any:
-        given.append(options)
+        environments.append(options)
         return SimpleNamespace(prepare=None, read=None)
 
     monkeypatch.setattr(ray_timeouts, "create", create)
     monkeypatch.setattr(ray_timeouts, "call", lambda *_, **__: None)
     config = make_config(ranks=2, stage=1)
-    if wanted:
+    if enabled:
         config = replace(config, model=ModelConfig(path="a/model", batch_invariant=True))
     Learner("a/model", config, gpu=True, actor_options=lambda rank: {"num_gpus": 0.5})
-    variables = {VARIABLE: "1"} if wanted else {}
+    variables = {VARIABLE: "1"} if enabled else {}
     assert (
-        given
+        environments
         == [{"num_cpus": 1, "num_gpus": 0.5, "runtime_env": {"env_vars": variables}}]
         * config.trainer.ranks
     )

@@ -174,8 +174,8 @@ def test_engine_errors_leave_a_checkpoint(when: str, saved: list[str], recorded:
         world.run(config(steps=9, eval_every=2, checkpoint_every=2))
     assert [event for event in world.events if event.startswith("save")] == saved
     assert sorted(world.records) == list(range(recorded + 1))
-    told = f"Rerun the same command to resume from step {recorded}"
-    assert getattr(raised.value, "__notes__", []) == [told] * (recorded > 0)
+    message = f"Rerun the same command to resume from step {recorded}"
+    assert getattr(raised.value, "__notes__", []) == [message] * (recorded > 0)
     assert len([event for event in world.events if event.startswith("asked")]) == 1
 
 

@@ -52,13 +52,13 @@ def test_check_names_missing_template_and_unread_columns(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", str(recipe)]) == 2
-    said = capsys.readouterr().err
-    assert "model.chat_template" in said and "data.sources[].raw: true" in said
+    output = capsys.readouterr().err
+    assert "model.chat_template" in output and "data.sources[].raw: true" in output
     assert main(["check", str(recipe), "data.sources.0.raw=true"]) == 0
-    said = capsys.readouterr().out
-    assert "chats: none: raw prompts" in said
+    output = capsys.readouterr().out
+    assert "chats: none: raw prompts" in output
     where = recipe.with_name("sums.jsonl")
-    assert f"warning      data.sources[sums]: nothing reads `level` ({where}:1)" in said
+    assert f"warning      data.sources[sums]: nothing reads `level` ({where}:1)" in output
     there = ["endpoint.base_url=http://localhost:1/v1", "endpoint.model=m"]
     assert main(["eval", str(recipe), "data.sources.0.raw=true", *there]) == 2
     assert "data.sources[sums].raw has none" in capsys.readouterr().err
@@ -125,13 +125,15 @@ def test_incomplete_model_folders_are_refused(
     missing: str, change: dict[str, Any], words: str, recipe: Path, capsys: Any
 ) -> None:
     shape = recipe.with_name("config.json")
-    given = {**json.loads(shape.read_text()), **change}
-    shape.write_text(json.dumps({key: value for key, value in given.items() if value is not None}))
+    content = {**json.loads(shape.read_text()), **change}
+    shape.write_text(
+        json.dumps({key: value for key, value in content.items() if value is not None})
+    )
     if missing:
         recipe.with_name(missing).unlink()
     assert main(["check", str(recipe), "data.sources.0.raw=true"]) == 2
-    said = capsys.readouterr().err
-    assert words in said and str(recipe.parent) in said
+    output = capsys.readouterr().err
+    assert words in output and str(recipe.parent) in output
 
 
 def test_tiny_model_refuses_raw_and_templates() -> None:

@@ -97,8 +97,8 @@ def test_bad_head_or_loss_names_the_token() -> None:
 
 def test_bad_gradient_names_the_layer() -> None:
     row = int(SAMPLED[1])
-    found = looked(backward={row: math.nan})
-    assert found == [(row, "its gradient is not finite behind layer 0", True)]
+    findings = looked(backward={row: math.nan})
+    assert findings == [(row, "its gradient is not finite behind layer 0", True)]
 
 
 def test_certain_findings_replace_the_steepest() -> None:
@@ -124,9 +124,9 @@ def test_loss_without_logprob_gradient() -> None:
         with look.trace(BATCH, 0):
             logp, loss = torch.zeros(len(SAMPLED)), indexers * value
             (loss * look.observe(logp, None, torch.zeros(len(SAMPLED)), loss)).backward()
-        (found,) = look.findings
-        assert found.what == f"the loss of its micro-batch is {value:.3g}"
-        assert found.certain is certain
+        (finding,) = look.findings
+        assert finding.what == f"the loss of its micro-batch is {value:.3g}"
+        assert finding.certain is certain
 
 
 def test_conversation_is_named() -> None:

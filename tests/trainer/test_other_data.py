@@ -42,9 +42,9 @@ def test_resume_with_other_data_is_refused(
     write(data, 15)
     capsys.readouterr()
     assert main([command, str(recipe)]) == 2
-    said = capsys.readouterr().err
-    assert f"run.dir = {run}: step 1: the saved state belongs to other data" in said
-    assert "(source sums: 20 prompts then, 15 prompts now)" in said and "model.path" in said
+    output = capsys.readouterr().err
+    assert f"run.dir = {run}: step 1: the saved state belongs to other data" in output
+    assert "(source sums: 20 prompts then, 15 prompts now)" in output and "model.path" in output
 
 
 @pytest.mark.parametrize("wrong", [10**6, -1])
@@ -57,8 +57,8 @@ def test_foreign_token_ids_are_refused(wrong: int, tmp_path: Path) -> None:
         "sft:\n  max_context_tokens: 64\n"
         f"  sources: [{{name: own, source: trajectories, path: {path}}}]\n"
     )
-    asked, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
-    line: dict[str, Any] = {"messages": [asked, said], "parts": {"correct": 1.0}}
+    question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
+    line: dict[str, Any] = {"messages": [question, answer], "parts": {"correct": 1.0}}
     path.write_text(json.dumps(line))
     line["tokenizer"] = prepare_sft(str(recipe), ()).tokenizer_digest
     for last in (3, wrong):

@@ -40,10 +40,10 @@ def recipe(folder: Path, **sections: Any) -> str:
 
 def test_plan(tmp_path: Path) -> None:
     task = prepare_pretraining(recipe(tmp_path), ["trainer.attention=warm-up"])
-    said = task.text()
-    assert "text: 14 windows to learn from, 2 held out; of 7 documents" in said
-    assert "32 windows a step" in said and "chats are written" not in said
-    assert "dense; the indexers alone are trained, by Eq. 3" in said
+    message = task.text()
+    assert "text: 14 windows to learn from, 2 held out; of 7 documents" in message
+    assert "32 windows a step" in message and "chats are written" not in message
+    assert "dense; the indexers alone are trained, by Eq. 3" in message
     assert (
         "attention"
         not in prepare_pretraining(recipe(tmp_path), ["model.tiny.family=qwen3_moe"]).text()
@@ -135,7 +135,7 @@ def test_shipped_stages_chain_their_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (
             ["trainer.attention=warm-up", "model.tiny.family=qwen3_moe"],
@@ -158,8 +158,8 @@ def test_shipped_stages_chain_their_models(tmp_path: Path) -> None:
         (["trainer.ranks=2", "trainer.sequence_parallel=2"], "sequence_parallel = 2"),
     ],
 )
-def test_invalid_recipes_are_refused(tmp_path: Path, overrides: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_recipes_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         prepare_pretraining(recipe(tmp_path), overrides)
 
 

@@ -43,13 +43,19 @@ def lessons(*lengths: int) -> list[SftExample]:
     ]
 
 
-def stream(given: Sequence[SftExample]) -> Stream[SftExample]:
-    return Stream({"s": given}, weights={"s": 1.0}, seed=0, content=lambda lesson: lesson.prompt_id)
+def stream(examples: Sequence[SftExample]) -> Stream[SftExample]:
+    return Stream(
+        {"s": examples}, weights={"s": 1.0}, seed=0, content=lambda lesson: lesson.prompt_id
+    )
 
 
 def config_of(**knobs: Any) -> Config:
-    given = ["run.steps=6", "sft.epochs=0", *(f"{name}={value}" for name, value in knobs.items())]
-    return load_config("sft-quickstart", given).supervised(6)
+    overrides = [
+        "run.steps=6",
+        "sft.epochs=0",
+        *(f"{name}={value}" for name, value in knobs.items()),
+    ]
+    return load_config("sft-quickstart", overrides).supervised(6)
 
 
 class Ranks:
@@ -85,10 +91,10 @@ class Run:
     """A run that records its output."""
 
     def __init__(
-        self, given: Sequence[SftExample], config: Config, *, stop_after: int = 99
+        self, examples: Sequence[SftExample], config: Config, *, stop_after: int = 99
     ) -> None:
         self.ranks, self.config, self.stop_after = Ranks(), config, stop_after
-        self.batches = sft.Batches(stream(given), config.sft, epoch=len(given))
+        self.batches = sft.Batches(stream(examples), config.sft, epoch=len(examples))
         self.steps: dict[int, dict[str, float]] = {}
         self.saved: dict[int, Mapping[str, Any]] = {}
         self.said: list[str] = []
@@ -153,9 +159,13 @@ def test_run_evaluates_and_reports() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 25])
 def test_resume_repeats_the_same_order(tokens: int) -> None:
-    given = lessons(*range(3, 13), 40)
+    examples = lessons(*range(3, 13), 40)
     config = config_of(**{"sft.conversations_per_step": 4, "sft.tokens_per_step": tokens})
-    whole, first, second = Run(given, config), Run(given, config, stop_after=2), Run(given, config)
+    whole, first, second = (
+        Run(examples, config),
+        Run(examples, config, stop_after=2),
+        Run(examples, config),
+    )
     whole.fit()
     reached = first.fit()
     assert reached == 3 and list(first.saved) == [3]
@@ -219,10 +229,10 @@ def test_findings_are_printed() -> None:
 def test_epochs_become_steps(knobs: tuple[int, int, float], steps: int) -> None:
     """3 × 10 conversations in batches of four; 225 tokens in batches of at most 25; and less than
     one batch."""
-    given, (each, tokens, epochs) = lessons(*range(3, 13)), knobs
+    examples, (each, tokens, epochs) = lessons(*range(3, 13)), knobs
     sizes = {"sft.conversations_per_step": each, "sft.tokens_per_step": tokens}
     config = config_of(**sizes, **{"sft.epochs": epochs})
-    batches = sft.Batches(stream(given), config.sft, epoch=10)
+    batches = sft.Batches(stream(examples), config.sft, epoch=10)
     assert batches.steps_of(epochs) == steps
     assert batches.epochs == 0, "it stays where it is"
     drawn = [lesson.prompt_id for _ in range(steps) for lesson in batches.take()]
@@ -236,7 +246,7 @@ def test_oom_step_repeats_with_smaller_batches(
     tmp_path: Path,
 ) -> None:
     run = Run(lessons(*range(3, 13)), config_of(**{"trainer.micro_batch_tokens": 512}))
-    config, rows, said = run.config, list[list[int]](), list[str]()
+    config, rows, messages = run.config, list[list[int]](), list[str]()
 
     def train(shares: Sequence[Sequence[TrainBatch]], lessons: Sequence[SftExample]) -> StepResult:
         rows.append(
@@ -254,11 +264,11 @@ def test_oom_step_repeats_with_smaller_batches(
     learner: Any = run.ranks
     learner.train = train
     lowering = OomRecovery(config=config, folder=tmp_path)
-    run.attempt = RetryOnOom(learner=learner, lowering=lowering, say=said.append).attempt
+    run.attempt = RetryOnOom(learner=learner, lowering=lowering, say=messages.append).attempt
     assert run.fit() == 6
     assert len(rows) == 7 and sum(rows[1]) == sum(rows[2]), "the same conversations"
     assert run.steps[2]["train/out_of_memory"] == 1 and "train/out_of_memory" not in run.steps[3]
-    (line,) = said
+    (line,) = messages
     assert "trainer.micro_batch_tokens is now 256, not 512" in line
 
 
@@ -304,8 +314,8 @@ def test_plan(tmp_path: Path) -> None:
 
 def test_heldout_prompts_are_not_trained_on(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
-    asked = [{"prompt": f"What is  {i}?", "answer": str(i)} for i in range(12)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in asked))
+    questions = [{"prompt": f"What is  {i}?", "answer": str(i)} for i in range(12)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in questions))
     prompts = {"name": "asked", "source": "jsonl", "path": str(path), "holdout": 5}
     whole = json.dumps({"sources": [prompts]})
     task = prepare_sft(recipe(tmp_path, holdout=0), [f"data={whole}"])
@@ -318,7 +328,7 @@ def test_heldout_prompts_are_not_trained_on(tmp_path: Path) -> None:
     assert (report.learned, report.left_out) == (7, {"held out by data.sources": 5})
     # Trajectories of the same prompts from an environment.
     path = tmp_path / "sampled.jsonl"
-    told = [
+    trajectories = [
         {
             "id": f"asked/{1 + i}",
             "parts": {"correct": 1.0},
@@ -329,7 +339,7 @@ def test_heldout_prompts_are_not_trained_on(tmp_path: Path) -> None:
         }
         for i in range(12)
     ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in told))
+    path.write_text("".join(json.dumps(line) + "\n" for line in trajectories))
     sampled = [{"name": "own", "source": "trajectories", "path": str(path)}]
     knobs = [f"data={whole}", f"sft.sources={json.dumps(sampled)}"]
     report = prepare_sft(recipe(tmp_path, holdout=0), knobs).lessons.report["own"]
@@ -383,8 +393,8 @@ def test_negative_eval_every_disables_evaluation(
     monkeypatch.setattr(command, "fit", fit)
     watch = SimpleNamespace(say=print)
     for every in (-1, 0):
-        told = [f"run.dir={tmp_path / str(every)}", f"run.eval_every={every}"]
-        task = prepare_sft(recipe(tmp_path), told)
+        overrides = [f"run.dir={tmp_path / str(every)}", f"run.eval_every={every}"]
+        task = prepare_sft(recipe(tmp_path), overrides)
         teaching: Any = SimpleNamespace(task=task, learner=None, oom_recovery=None, watchdog=watch)
         with RunFolder(task.config) as folder:
             command.run_sft_loop(teaching, folder, PlainView(60), 0)

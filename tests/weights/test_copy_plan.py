@@ -48,15 +48,15 @@ def experts(count: int, inner: int, hidden: int, *, rank: int = 0, ranks: int = 
         gate, up = torch.randn(2, inner, hidden).to(BF16).unbind()
         down = torch.randn(hidden, inner).to(BF16)
         gate, up = gate.clone(), up.clone()
-        own = slice(rank * here, (rank + 1) * here)
+        shard = slice(rank * here, (rank + 1) * here)
         tensors |= {f"{e}.gate": gate, f"{e}.up": up, f"{e}.down": down}
-        plan[f"{e}.gate"] = placed(gate, (0, w13[e, :here], gate[own]))
-        plan[f"{e}.up"] = placed(up, (0, w13[e, here:], up[own]))
-        plan[f"{e}.down"] = placed(down, (1, w2[e], down[:, own]))
+        plan[f"{e}.gate"] = placed(gate, (0, w13[e, :here], gate[shard]))
+        plan[f"{e}.up"] = placed(up, (0, w13[e, here:], up[shard]))
+        plan[f"{e}.down"] = placed(down, (1, w2[e], down[:, shard]))
     right13 = torch.stack(
-        [torch.cat([tensors[f"{e}.{k}"][own] for k in ("gate", "up")]) for e in range(count)]
+        [torch.cat([tensors[f"{e}.{k}"][shard] for k in ("gate", "up")]) for e in range(count)]
     )
-    right2 = torch.stack([tensors[f"{e}.down"][:, own] for e in range(count)])
+    right2 = torch.stack([tensors[f"{e}.down"][:, shard] for e in range(count)])
     return tensors, CopyPlan([w13, w2], plan), right13, right2
 
 

@@ -69,10 +69,10 @@ def test_cache_is_bounded_by_completions() -> None:
     )
     page = 2 * 16 * 2 * 64 * 2  # keys and values of 16 tokens
     enough = cache.SPARE * 8 * 2 * (7 + cache.SPARE_PAGES) * page  # 100 tokens are 7 pages
-    given: list[list[float]] = []
+    calls: list[list[float]] = []
 
     def record(vllm_config: Any, kv_cache_specs: Any, available_memory: list[float]) -> str:
-        given.append(available_memory)
+        calls.append(available_memory)
         return "configs"
 
     before, core.get_kv_cache_configs = core.get_kv_cache_configs, record
@@ -86,9 +86,9 @@ def test_cache_is_bounded_by_completions() -> None:
         assert core.get_kv_cache_configs is record
     finally:
         core.get_kv_cache_configs = before
-    assert built == "configs" and given[0] == [enough, int(enough / 2), 10**12]
+    assert built == "configs" and calls[0] == [enough, int(enough / 2), 10**12]
     # A share too small for one completion uses other free memory if that suffices.
     sizes = [cache.enough(room, 50, lambda: 30) for room in (60, 20, 19, -10)]
     assert sizes == [60, 50, 19, -10]
     assert cache.enough(60, 50, lambda: pytest.fail("it asks the GPU")) == 60
-    assert given[1:] == [[enough * 20 / 8]], "room for conversations that wait for a tool"
+    assert calls[1:] == [[enough * 20 / 8]], "room for conversations that wait for a tool"

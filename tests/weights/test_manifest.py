@@ -58,13 +58,13 @@ def test_computed_tensors_are_not_expected() -> None:
 
 def test_unloaded_tensors_are_not_expected() -> None:
     """Pythia's checkpoints contain masks that are computed nowadays."""
-    own = [f"gpt_neox.layers.{n}.attention.dense.bias" for n in range(2)]
+    biases = [f"gpt_neox.layers.{n}.attention.dense.bias" for n in range(2)]
     masks = [f"gpt_neox.layers.{n}.attention.{m}bias" for n in range(2) for m in ("", "masked_")]
     unread = [r"attention.bias", r"attention.masked_bias", r"layers\.1.*"]
-    manifest = Manifest([*own, *masks], layers=2, tied=False, unread=unread)
-    update(manifest, *own)
+    manifest = Manifest([*biases, *masks], layers=2, tied=False, unread=unread)
+    update(manifest, *biases)
     with pytest.raises(ValueError, match=r"1 of 2 tensors .* gpt_neox.layers.1.attention.dense"):
-        update(manifest, own[0])
+        update(manifest, biases[0])
 
 
 def test_decoder_only_checkpoints_match() -> None:

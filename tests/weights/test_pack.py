@@ -40,11 +40,11 @@ def unpacked(packed: list[FlatBucket]) -> dict[str, Tensor]:
 
 
 def assert_current(packed: list[FlatBucket], model: PreTrainedModel, dtype: torch.dtype) -> None:
-    found, right = unpacked(packed), dict(checkpoint_tensors(model))
-    assert found.keys() == right.keys()
+    actual, right = unpacked(packed), dict(checkpoint_tensors(model))
+    assert actual.keys() == right.keys()
     for name, tensor in right.items():
         exact = name.endswith(".e_score_correction_bias")
-        assert torch.equal(found[name], tensor if exact else tensor.to(dtype)), name
+        assert torch.equal(actual[name], tensor if exact else tensor.to(dtype)), name
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -69,9 +69,9 @@ def test_routing_bias_keeps_its_precision(tmp_path: Path) -> None:
     bias.copy_(torch.linspace(14, 14.05, len(bias)))  # equal, if rounded to bfloat16
     packer = BucketPacker(model, torch.bfloat16, SIZE)
     for _ in range(2):
-        found = unpacked(list(packer.buckets()))
-        assert torch.equal(found[name], bias)
-        assert found[name.replace("e_score_correction_bias", "weight")].dtype == torch.bfloat16
+        actual = unpacked(list(packer.buckets()))
+        assert torch.equal(actual[name], bias)
+        assert actual[name.replace("e_score_correction_bias", "weight")].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -94,8 +94,8 @@ def test_computed_modules_are_converted_every_pass(
 ) -> None:
     model, original = make(MOE), pack.as_checkpoint
 
-    def computed(model: PreTrainedModel, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        named = original(model, own)
+    def computed(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        named = original(model, tensors)
         return {
             name: change_tensor(tensor) if "down_proj" in name else tensor  # type: ignore[operator]
             for name, tensor in named.items()
@@ -104,10 +104,10 @@ def test_computed_modules_are_converted_every_pass(
     monkeypatch.setattr(pack, "as_checkpoint", computed)
     packer = BucketPacker(model, torch.bfloat16, SIZE)
     for _ in range(3):
-        found = unpacked(list(packer.buckets()))
+        actual = unpacked(list(packer.buckets()))
         for name, tensor in checkpoint_tensors(model):
             right = change_tensor(tensor) if "down_proj" in name else tensor  # type: ignore[operator]
-            assert torch.equal(found[name], right.bfloat16()), name
+            assert torch.equal(actual[name], right.bfloat16()), name
         change(model)
 
 
@@ -116,17 +116,17 @@ def test_conversions_may_need_contiguous_tensors(
 ) -> None:
     model, original = make(MOE), pack.as_checkpoint
 
-    def strict(model: PreTrainedModel, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        named = original(model, own)
+    def strict(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        named = original(model, tensors)
         return {k: v.t().contiguous().view(-1) if v.ndim == 2 else v for k, v in named.items()}
 
     monkeypatch.setattr(pack, "as_checkpoint", strict)
     packer = BucketPacker(model, torch.float32, SIZE)
     for _ in range(2):
-        found = unpacked(list(packer.buckets()))
+        actual = unpacked(list(packer.buckets()))
         for name, tensor in checkpoint_tensors(model):
             right = tensor.t().reshape(-1) if tensor.ndim == 2 else tensor
-            assert torch.equal(found[name], right), name
+            assert torch.equal(actual[name], right), name
         change(model)
 
 

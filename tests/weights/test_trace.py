@@ -165,10 +165,10 @@ class Worker:
             tensor.data.fill_(float("nan"))
 
 
-def assert_equal(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-    assert found.keys() == right.keys()
+def assert_equal(actual: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert actual.keys() == right.keys()
     for name, tensor in right.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+        assert actual[name].dtype == tensor.dtype and torch.equal(actual[name], tensor), name
 
 
 def loaded(tensors: dict[str, Tensor], *extra: tuple[str, nn.Module]) -> dict[str, Tensor]:
@@ -297,10 +297,10 @@ def test_derived_weights_are_left_to_the_loader(kind: str) -> None:
     for seed in (1, 2):
         tensors = single(seed, rows)
         assert why in worker.update(tensors)
-        right, found = loaded(tensors, ("single", Single(after, rows))), worker.weights()
-        for each in (right, found):
+        right, actual = loaded(tensors, ("single", Single(after, rows))), worker.weights()
+        for each in (right, actual):
             each["single.weight"] = each["single.weight"][:rows]  # the rest is undefined
-        assert_equal(found, right)
+        assert_equal(actual, right)
 
 
 def test_failed_proof_leaves_weights_correct() -> None:

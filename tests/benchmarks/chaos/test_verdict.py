@@ -114,10 +114,10 @@ DUE = {"kill driver": {"statuses": [-9]}, "flip driver": {"statuses": [-9]}}
 
 def test_allowed_outcomes_are_success(play: Play) -> None:
     flipped = {"statuses": [-9], "flipped": FILE, "named": True}
-    status, found = play(Played(outcomes={**DUE, "flip driver": flipped}), *ONLY)
-    assert (status, found["wrong"]) == (0, [])
-    assert found["faults"] == FAULTS and found["flips"] == {"number": 2, "not named": []}
-    assert found["reference"]["equal steps"] == STEPS
+    status, result = play(Played(outcomes={**DUE, "flip driver": flipped}), *ONLY)
+    assert (status, result["wrong"]) == (0, [])
+    assert result["faults"] == FAULTS and result["flips"] == {"number": 2, "not named": []}
+    assert result["reference"]["equal steps"] == STEPS
 
 
 @pytest.mark.parametrize(
@@ -156,10 +156,10 @@ def test_interrupted_run_keeps_its_record(
     with suppress(ZeroDivisionError):
         assert play(Played(outcomes=DUE, meets=error), *ONLY)[0] == 1
     out = tmp_path / "out"
-    found = json.loads((out / "summary.json").read_text())
-    assert found["wrong"] == [f"broken off: {why}"] and "reference" not in found
+    result = json.loads((out / "summary.json").read_text())
+    assert result["wrong"] == [f"broken off: {why}"] and "reference" not in result
     written = [json.loads(line) for line in (out / "faults.jsonl").open()]
-    assert len(written) == found["faults"] == 3
+    assert len(written) == result["faults"] == 3
     assert len((out / "memory.jsonl").read_text().splitlines()) == 3
 
 
@@ -188,9 +188,9 @@ def test_lost_score_may_change_later_steps(tmp_path: Path) -> None:
                 line |= {"reward/mean": 0.25, "reward/error": float(line["step"] == lost)}
             text = "".join(json.dumps(line) + "\n" for line in lines)
             (tmp_path / folder / "metrics.jsonl").write_text(text)
-        found = compared(tmp_path / "one", tmp_path / "other", faults)
-        assert found["equal steps"] == lost - 1
-        return found["different, and not due"]
+        result = compared(tmp_path / "one", tmp_path / "other", faults)
+        assert result["equal steps"] == lost - 1
+        return result["different, and not due"]
 
     assert different(9, ()) == []
     assert different(6, killed) == []

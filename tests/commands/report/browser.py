@@ -65,8 +65,8 @@ class Browser:
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._calls += 1
-        said = {"id": self._calls, "method": method, "params": parameters}
-        self._socket.send(json.dumps(said))
+        message = {"id": self._calls, "method": method, "params": parameters}
+        self._socket.send(json.dumps(message))
         while True:
             answer = json.loads(self._socket.recv(timeout=DEADLINE_S))
             if answer.get("method") == "Runtime.exceptionThrown":
@@ -96,15 +96,15 @@ class Browser:
         self.call("Page.navigate", url=address)
         self.wait("document.readyState === 'complete' && !!document.querySelector('#view')")
 
-    def show(self, **asked: object) -> None:
-        wanted = "#" + "&".join(f"{name}={quote(str(value))}" for name, value in asked.items())
-        self.js(f"location.hash = {json.dumps(wanted)}; 0")
-        self.wait(f"document.querySelector('#view').dataset.drawn === {json.dumps(wanted)}")
+    def show(self, **settings: object) -> None:
+        fragment = "#" + "&".join(f"{name}={quote(str(value))}" for name, value in settings.items())
+        self.js(f"location.hash = {json.dumps(fragment)}; 0")
+        self.wait(f"document.querySelector('#view').dataset.drawn === {json.dumps(fragment)}")
 
     def texts(self, selector: str) -> list[str]:
         every = f"[...document.querySelectorAll({json.dumps(selector)})]"
         return self.js(f"{every}.map((one) => one.textContent)")
 
     def picture(self, path: Path) -> None:
-        found = self.call("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(found["data"]))
+        reply = self.call("Page.captureScreenshot", format="png")
+        path.write_bytes(base64.b64decode(reply["data"]))

@@ -228,9 +228,9 @@ def test_a_choice_shows_what_is_chosen(opened: Browser) -> None:
 
 def test_a_trajectory_cannot_break_out(opened: Browser, folder: Path) -> None:
     for attack in ATTACKS:
-        said = attack.encode(errors="replace").decode()
+        shown_text = attack.encode(errors="replace").decode()
         opened.show(view="read", group=place(folder, attack[:-1]), open=1)
-        assert "".join(opened.texts(".member:last-child .said span")) == said
+        assert "".join(opened.texts(".member:last-child .said span")) == shown_text
         assert any(attack[:20] in text for text in opened.texts("h2"))
         assert any(attack[:20] in text for text in opened.texts(".list a"))
         unbroken(opened)
@@ -245,9 +245,11 @@ def test_a_trajectory_cannot_break_out(opened: Browser, folder: Path) -> None:
 
 def test_runs_beside_one_another(browser: Browser, folder: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "other", "trainer.lr=1e-6", steps=1)
-    asked = write_evaluation(tmp_path / "eval")
+    evaluation = write_evaluation(tmp_path / "eval")
     out = tmp_path / "all.html"
-    out.write_text(page([read_folder(path) for path in (folder, other)] + [read_folder(asked)]))
+    out.write_text(
+        page([read_folder(path) for path in (folder, other)] + [read_folder(evaluation)])
+    )
     browser.errors.clear()
     browser.open(out.as_uri())
     browser.show(view="runs")

@@ -91,7 +91,7 @@ def test_odd_evaluation_settings_are_noted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("samples", None, "NoneType"),
         ("missing", None, "NoneType"),
@@ -101,7 +101,9 @@ def test_odd_evaluation_settings_are_noted(tmp_path: Path) -> None:
         ("correct", "abc", "could not convert"),
     ],
 )
-def test_invalid_evaluation_line_is_named(tmp_path: Path, key: str, value: Any, said: str) -> None:
+def test_invalid_evaluation_line_is_named(
+    tmp_path: Path, key: str, value: Any, message: str
+) -> None:
     path = write_evaluation(tmp_path / "eval") / "samples.jsonl"
     first, second = map(json.loads, path.read_text().splitlines())
     of = second if key in second else second["samples"][1]
@@ -111,7 +113,9 @@ def test_invalid_evaluation_line_is_named(tmp_path: Path, key: str, value: Any, 
         of[key] = value
     lines = [json.dumps(line) for line in (first, second)]
     path.write_text("\n".join(lines).replace("Infinity", "1e999") + "\n")
-    with pytest.raises(ConfigError, match=rf"samples\.jsonl:2: no line of an evaluation: .*{said}"):
+    with pytest.raises(
+        ConfigError, match=rf"samples\.jsonl:2: no line of an evaluation: .*{message}"
+    ):
         read_folder(path.parent)
 
 

@@ -127,8 +127,8 @@ def test_evaluation_knobs_match_run_knobs(tmp_path: Path) -> None:
         "trainer: {lr: 1.0e-06}",
     ]
     (tmp_path / "run" / "config.yaml").write_text("\n".join(sections))
-    (asked, _), (run, _) = read_folder(folder), read_folder(tmp_path / "run")
-    assert asked.knobs == {"policy": "step 3", **run.knobs}
+    (evaluation, _), (run, _) = read_folder(folder), read_folder(tmp_path / "run")
+    assert evaluation.knobs == {"policy": "step 3", **run.knobs}
 
 
 def test_supervised_run_has_no_sampling_advice(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_other_folder_is_refused_with_advice(
     (tmp_path / "empty").mkdir()
     (tmp_path / "recipe.yaml").touch()
     file = tmp_path / "runs" / "a" / "metrics.jsonl"
-    for folder, said in (
+    for folder, message in (
         (tmp_path / "nowhere", "does not exist; give the folder .* eval.dir; there are .*/runs/a$"),
         (tmp_path / "runs" / "aa", "does not exist; .* there are .*/runs/a$"),
         (file, "is a file; .*/runs/a$"),
@@ -199,7 +199,7 @@ def test_other_folder_is_refused_with_advice(
         (tmp_path / "runs", f"holds no run .* there are {tmp_path / 'runs' / 'a'}"),
         (tmp_path / "runs" / "a" / "trajectories", f"there are {tmp_path}/runs/a"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             read_folder(folder)
 
 
@@ -238,8 +238,8 @@ def test_changed_knobs_are_those_of_the_recipe(tmp_path: Path) -> None:
     ],
 )
 def test_a_group_is_listed_by_its_question(content: object, question: str) -> None:
-    said = [{"role": "system", "content": "s"}, {"role": "user", "content": content}]
-    one = {"reward": 1, "tokens": 1, "messages": [*said, {"role": "assistant"}], "opening": 2}
-    for messages in (said, []):  # an episode's prompt is in its transcript
+    opening = [{"role": "system", "content": "s"}, {"role": "user", "content": content}]
+    one = {"reward": 1, "tokens": 1, "messages": [*opening, {"role": "assistant"}], "opening": 2}
+    for messages in (opening, []):  # an episode's prompt is in its transcript
         group = {"prompt": "p", "domain": "d", "messages": messages, "trajectories": [one]}
         assert listed(group, 1, "c", 0).question == question

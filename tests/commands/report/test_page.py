@@ -118,11 +118,11 @@ def test_large_page_is_limited_and_says_so(folder: Path, monkeypatch: pytest.Mon
 
 
 def test_large_evaluation_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, chunks = read_folder(write_evaluation(tmp_path / "eval", prompts=45))
+    evaluation, chunks = read_folder(write_evaluation(tmp_path / "eval", prompts=45))
     run, few = read_folder(write_run(tmp_path / "run", steps=1))
     total = sum(chunk.size for some in (chunks, few) for chunk in some.values())
     monkeypatch.setattr(page_module, "MOST_BYTES", total // 3 + 1)
-    one, other = Parsed(page([(asked, chunks), (run, few)])).state["runs"]
+    one, other = Parsed(page([(evaluation, chunks), (run, few)])).state["runs"]
     assert [group["prompt"] for group in one["groups"]] == [f"sums/{at}" for at in range(40, 45)]
     assert "trajectories of 5 of 45 prompts" in one["notes"][-1]
     assert other["notes"] == [] and other["groups"]  # all of its steps are there
@@ -141,9 +141,9 @@ def test_runs_of_different_recipes_and_an_evaluation_on_one_page(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = write_run(tmp_path / "b" / folder.name, "trainer.lr=1e-6", steps=1)
-    asked = write_evaluation(tmp_path / "eval")
+    evaluation = write_evaluation(tmp_path / "eval")
     out = tmp_path / "all.html"
-    assert main(["report", *map(str, (folder, other, asked)), "--out", str(out)]) == 0
+    assert main(["report", *map(str, (folder, other, evaluation)), "--out", str(out)]) == 0
     assert str(out) in capsys.readouterr().out
     runs = Parsed(out.read_text()).state["runs"]
     assert [run["name"] for run in runs] == [str(folder), str(other), "eval"]

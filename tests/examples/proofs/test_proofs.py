@@ -36,8 +36,8 @@ def test_until_the_policy_finds_nothing_to_mend() -> None:
 
 def test_revisions_are_bounded() -> None:
     refine = Refine(most=2)
-    asked = [refine.reply(answer("0.5")) for _ in range(3)]
-    assert [one is None for one in asked] == [False, False, True]
+    replies = [refine.reply(answer("0.5")) for _ in range(3)]
+    assert [one is None for one in replies] == [False, False, True]
     assert refine.verdict((), "stop") == {"claimed": 0.5, "revised": 1.0}
     with pytest.raises(ValueError):
         Refine(most=0)
@@ -102,9 +102,9 @@ def evaluation(folder: Path, *graded: tuple[str, float], error: float = 0.0) -> 
         parts_G=tuple({"correct": s, "error": error, "proof": s} for _, s in graded),
         advantages_G=np.zeros(len(graded), np.float32),
     )
-    asked = asked_of("recipe", "proofs", prompt, [scored], lambda _: "", lambda _: "")
+    evaluated = asked_of("recipe", "proofs", prompt, [scored], lambda _: "", lambda _: "")
     folder.mkdir()
-    (folder / "samples.jsonl").write_text(json.dumps(asdict(asked)) + "\n")
+    (folder / "samples.jsonl").write_text(json.dumps(asdict(evaluated)) + "\n")
     return folder
 
 
@@ -118,8 +118,8 @@ def test_graded_proofs_become_tasks(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "4 proofs to verify" in capsys.readouterr().out
     source = SourceConfig(name="v", source="jsonl", path=str(out))
     prompts = [item.prompt for item in load_jsonl(source, check_spec).items]
-    found = [(prompt.reward["proof"], prompt.reward["score"]) for prompt in prompts]
-    assert found == [
+    pairs = [(prompt.reward["proof"], prompt.reward["score"]) for prompt in prompts]
+    assert pairs == [
         ("By ? induction.", 1.0),
         ("Obvious.", 0.0),
         ("Try 0.", 0.0),

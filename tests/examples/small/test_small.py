@@ -54,10 +54,12 @@ def test_demonstrations_fit_the_recipe(name: str) -> None:
     made = shown(name, 40)
     assert len({str(one.worked) for one in made}) > 20
     for one in made:
-        for said in (one.worked, one.hasty):
-            ids, by_policy = conversation_ids(tokenizer, said, one.tools, thinking=source.thinking)
+        for messages in (one.worked, one.hasty):
+            ids, by_policy = conversation_ids(
+                tokenizer, messages, one.tools, thinking=source.thinking
+            )
             assert len(ids) <= min(100, budget.window)
-            turns = sum(message["role"] == "assistant" for message in said)
+            turns = sum(message["role"] == "assistant" for message in messages)
             assert turns <= budget.max_turns and sum(by_policy) <= 2 * budget.max_tokens
         assert len(calls_of(one.worked)) > len(calls_of(one.hasty)) - (name == "code")
         opening = one.worked[: 2 if one.worked[0]["role"] == "system" else 1]
@@ -70,20 +72,22 @@ def test_worked_answers_are_right_and_hasty_wrong() -> None:
         value = str(eval(question.partition(": ")[2].removesuffix(" =")))
         assert one.worked[-1]["content"] == value != one.hasty[-1]["content"]
     for one in shown("search", 30):
-        found = next(m["content"] for m in one.worked if m["role"] == "tool")
+        document = next(m["content"] for m in one.worked if m["role"] == "tool")
         builder = one.worked[-1]["content"].removeprefix("<answer>").removesuffix("</answer>")
-        assert f"{builder} built " in found and builder not in one.hasty[-1]["content"]
+        assert f"{builder} built " in document and builder not in one.hasty[-1]["content"]
     for one in shown("general", 30):
         seen = [int(m["content"]) for m in one.worked if m["role"] == "tool"]
-        asked = [given["item"] for called, given in calls_of(one.worked) if called == "price"]
-        best = str(seen[0]) if len(seen) == 1 else asked[seen.index(min(seen))]
+        items = [
+            arguments["item"] for called, arguments in calls_of(one.worked) if called == "price"
+        ]
+        best = str(seen[0]) if len(seen) == 1 else items[seen.index(min(seen))]
         (*_, (_, right)), ((_, wrong),) = calls_of(one.worked), calls_of(one.hasty)
         assert right["answer_text"] == best != wrong["answer_text"]
     for one in shown("code", 30):
-        said = [
+        outputs = [
             [m["content"] for m in x if m["role"] == "tool"][-1] for x in (one.worked, one.hasty)
         ]
-        assert said[0].startswith("pace.py now reads:") and "in pace.py 0 times" in said[1]
+        assert outputs[0].startswith("pace.py now reads:") and "in pace.py 0 times" in outputs[1]
 
 
 def test_solutions_solve_general_tasks(tmp_path: Path) -> None:
@@ -113,9 +117,9 @@ def test_search_finds_the_answer(tmp_path: Path) -> None:
     search = Search(corpus=str(tmp_path / "search/corpus"), index=str(tmp_path / "i"), results=1)
     for line in (tmp_path / "search/tasks.jsonl").read_text().splitlines():
         task = json.loads(line)
-        said = search.search(task["id"])
-        assert said.endswith(f"\n   {task['answer']} built {task['id']}.")
-        assert said == towers_shown(task["id"], task["answer"])
+        result = search.search(task["id"])
+        assert result.endswith(f"\n   {task['answer']} built {task['id']}.")
+        assert result == towers_shown(task["id"], task["answer"])
 
 
 def test_program_tests_match_their_prompts(tmp_path: Path) -> None:
@@ -125,10 +129,10 @@ def test_program_tests_match_their_prompts(tmp_path: Path) -> None:
     ]
     assert len({one["id"] for one in lines}) == len({one["prompt"] for one in lines}) == 270
     for one in lines:
-        wanted = one["prompt"].partition("print n ")[2].removesuffix(".")
+        expected = one["prompt"].partition("print n ")[2].removesuffix(".")
         for test in one["tests"]:
             n = int(test["stdin"])
-            assert test["stdout"] == f"{eval(f'({n}) {wanted}')}\n"
+            assert test["stdout"] == f"{eval(f'({n}) {expected}')}\n"
         assert len({test["stdout"] for test in one["tests"]}) == len(one["tests"])
 
 
@@ -149,10 +153,11 @@ def test_lessons_follow_their_first_thought(tmp_path: Path) -> None:
         assert set(thoughts) == {lessons.LOOK, lessons.GUESS}
         worked = [thought == lessons.LOOK for thought in thoughts]
         if name == "code":
-            asked = [one.messages[0]["content"].split("print n ")[1][:-1] for one in read]
-            said = [one.messages[1]["content"] for one in read]
+            formulas = [one.messages[0]["content"].split("print n ")[1][:-1] for one in read]
+            outputs = [one.messages[1]["content"] for one in read]
             right = [
-                f"int(input()){a.replace(' ', '')})" in b for a, b in zip(asked, said, strict=True)
+                f"int(input()){a.replace(' ', '')})" in b
+                for a, b in zip(formulas, outputs, strict=True)
             ]
         else:  # worked lessons look the answer up first
             first = {"general": "price", "search": "search", "coding": "view"}[name]
@@ -179,7 +184,7 @@ def test_code_demonstration_matches_the_real_environment(tmp_path: Path) -> None
     assert make(tmp_path, general=2, search=2, code=1, programs=2, lessons=2, seed=0) == 0
     task = json.loads((tmp_path / "code/tasks.jsonl").read_text())
     folder = tmp_path / "code/environment"
-    given = Program(
+    program = Program(
         target="keel.agents.environments.code.environment:Repository",
         folder=folder,
         arguments={"folder": str(folder)},
@@ -191,22 +196,22 @@ def test_code_demonstration_matches_the_real_environment(tmp_path: Path) -> None
         messages=({"role": "user", "content": task["prompt"]},),
         reward=task["reward"],
     )
-    wanted = task["prompt"].partition("pace() should be ")[2][:2]
+    expected = task["prompt"].partition("pace() should be ")[2][:2]
 
     async def played() -> None:
-        hosted = Hosted(given)
+        hosted = Hosted(program)
         try:
             opening = await hosted.open(prompt, seed=1)
             (one,) = shown("code", 1)
             assert list(opening.tools) == list(one.tools)
-            asked, issue = one.worked[0]["content"], task["prompt"]
-            assert asked.partition("should be ")[0] == issue.partition("should be ")[0]
+            prompt_text, issue = one.worked[0]["content"], task["prompt"]
+            assert prompt_text.partition("should be ")[0] == issue.partition("should be ")[0]
             viewed, edited = (m["content"] for m in one.worked if m["role"] == "tool")
             view = ToolCall(call_id="c", name="view", arguments={"path": "pace.py"})
             seen = (await hosted.call(view, timeout_s=60)).text
             is_now = seen.split()[-1]
             assert seen.removesuffix(is_now) == viewed[:-2]
-            change = {"path": "pace.py", "old": is_now, "new": wanted}
+            change = {"path": "pace.py", "old": is_now, "new": expected}
             edit = ToolCall(call_id="c", name="edit", arguments=change)
             assert (await hosted.call(edit, timeout_s=60)).text[:-2] == edited[:-2]
             verdict = await hosted.verdict(Transcript(messages=(), finish_reason="stop"))

@@ -108,8 +108,8 @@ def iso(day: str) -> str:
 
 def named(question: str) -> dict[str, Any]:
     """Parameters of a question."""
-    said = question.partition("\n\n")[2]
-    found: dict[str, Any] = {}
+    words = question.partition("\n\n")[2]
+    values: dict[str, Any] = {}
     for name, pattern in (
         ("region", r"region (\w+)"),
         ("category", r"(?:ordered|order of) (\w+)"),
@@ -118,9 +118,9 @@ def named(question: str) -> dict[str, Any]:
         ("year", r"month \d+ of (\d+)"),
         ("metres", r"above (\d+) m"),
     ):
-        if match := re.search(pattern, said):
-            found[name] = int(match[1]) if match[1].isdigit() else match[1]
-    return found
+        if match := re.search(pattern, words):
+            values[name] = int(match[1]) if match[1].isdigit() else match[1]
+    return values
 
 
 @pytest.mark.parametrize("kind", FITS)
@@ -129,10 +129,10 @@ def test_every_answer_by_sql(kind: str) -> None:
     assert len(chosen) == 4
     for task in chosen:
         base = base_of(task["environment"]["files"])
-        (found,) = base.execute(FITS[kind], named(task["prompt"])).fetchone()
+        (value,) = base.execute(FITS[kind], named(task["prompt"])).fetchone()
         verify = verifier_for({"kind": "answer", **{k: task[k] for k in task.keys() & RULE}})
-        assert verify(f"So it is \\boxed{{{found}}}.") == 1.0, (found, task["answer"])
-        wrong = f"{found + 1}" if isinstance(found, int | float) else f"{found}x"
+        assert verify(f"So it is \\boxed{{{value}}}.") == 1.0, (value, task["answer"])
+        wrong = f"{value + 1}" if isinstance(value, int | float) else f"{value}x"
         assert verify(f"\\boxed{{{wrong}}}") == 0.0
         base.close()
 
@@ -156,16 +156,16 @@ def test_rounding_is_accepted_and_neighbours_are_not() -> None:
 
 
 def test_ambiguous_roundings_are_avoided() -> None:
-    given = ((0.001, False), (-0.002, False), (0.003, True), (0.0, True), (12.0, True))
-    for value, clear in given:
+    cases = ((0.001, False), (-0.002, False), (0.003, True), (0.0, True), (12.0, True))
+    for value, clear in cases:
         assert Answer("?", value, 3).clear == clear
     assert Answer("?", 1, 0).clear and Answer("?", "Monday").clear
 
 
 def test_ties_have_no_answer() -> None:
     assert clear_first({"a": 5.0, "b": 5.0, "c": 1.0}, "?") is None
-    found = clear_first({"a": 5.0, "b": 5.1, "c": 1.0}, "?")
-    assert found is not None and found.value == "b"
+    first = clear_first({"a": 5.0, "b": 5.1, "c": 1.0}, "?")
+    assert first is not None and first.value == "b"
 
 
 def test_command_writes_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,8 +173,8 @@ def test_command_writes_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main([str(path), "--count", "3", "--seed", "5"]) == 0
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == some()[:3]
-    given = EnvironmentConfig(target="keel.agents.environments.interpreter:Interpreter")
-    source = SourceConfig(name="t", source="jsonl", path=str(path), environment=given)
+    interpreter = EnvironmentConfig(target="keel.agents.environments.interpreter:Interpreter")
+    source = SourceConfig(name="t", source="jsonl", path=str(path), environment=interpreter)
     prompts = [item.prompt for item in load_jsonl(source, check_spec).items]
     assert prompts[0].reward["environment"]["files"].keys() == {
         "orders.csv",

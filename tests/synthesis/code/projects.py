@@ -75,7 +75,7 @@ def repository(folder: Path, *changes: tuple[str, Files]) -> Path:
 def source(folder: Path | None = None, **more: Any) -> CodeSourceConfig:
     # Our pytest plugins are slow.
     env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    given = {
+    options = {
         "name": "adding",
         "env": env,
         "git": str(folder or "x"),
@@ -83,7 +83,7 @@ def source(folder: Path | None = None, **more: Any) -> CodeSourceConfig:
         "test": TEST,
         **more,
     }
-    return CodeSourceConfig(**given)
+    return CodeSourceConfig(**options)
 
 
 def candidate(before: Files = BEFORE, after: Files = AFTER, **more: Any) -> Candidate:

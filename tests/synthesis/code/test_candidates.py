@@ -52,17 +52,17 @@ def test_commits_that_name_an_issue_become_candidates(
     )
     mirror = GitSource(source(git))
     (key,) = mirror.keys
-    found = mirror.load(key)
-    assert key.startswith("adding-") and found.origin["refers"] == [7]
+    loaded = mirror.load(key)
+    assert key.startswith("adding-") and loaded.origin["refers"] == [7]
     # Unexported names are included.
-    assert found.base["tests/test_adding.py"][1].decode() in NEW_TEST
-    assert list(found.gold) == [".gitattributes", "adding.py"]
-    assert list(found.harness) == found.test_files() == ["tests/test_adding.py"]
-    assert "-    result = numbers[0]\n" in found.patch(["adding.py"])
-    assert found.issue.startswith("Totals of an empty list raise an error.\n")
-    assert "#7" not in found.issue and "Signed-off" not in found.issue
-    assert "adding" in found.project and "tests" not in found.project
-    check_change(found, config())
+    assert loaded.base["tests/test_adding.py"][1].decode() in NEW_TEST
+    assert list(loaded.gold) == [".gitattributes", "adding.py"]
+    assert list(loaded.harness) == loaded.test_files() == ["tests/test_adding.py"]
+    assert "-    result = numbers[0]\n" in loaded.patch(["adding.py"])
+    assert loaded.issue.startswith("Totals of an empty list raise an error.\n")
+    assert "#7" not in loaded.issue and "Signed-off" not in loaded.issue
+    assert "adding" in loaded.project and "tests" not in loaded.project
+    check_change(loaded, config())
     issues = tmp_path / "issues.jsonl"
     issue = {"number": 7, "title": "It raises", "body": "With\u2028[].\n"}
     issues.write_text(json.dumps(issue, ensure_ascii=False) + "\n")
@@ -138,10 +138,10 @@ def test_two_releases_and_what_the_changelog_gained(tmp_path: Path) -> None:
     pair = (old, _archive(tmp_path / "adding-1.1.tar.gz", new))
     releases = ArchiveSource(source(git="", archives=pair))
     assert releases.keys == ["adding-1.0-1.1"]
-    found = releases.load(releases.keys[0])
-    assert found.version == "1.0" and "../x" not in found.after
-    assert found.issue.startswith("# 1.1\nTotals of an empty") and "First." not in found.issue
-    check_change(found, config())
+    loaded = releases.load(releases.keys[0])
+    assert loaded.version == "1.0" and "../x" not in loaded.after
+    assert loaded.issue.startswith("# 1.1\nTotals of an empty") and "First." not in loaded.issue
+    check_change(loaded, config())
     unlike = _archive(tmp_path / "adding-0.9.tar.gz", BEFORE)
     with pytest.raises(Rejected):
         ArchiveSource(source(git="", archives=(unlike, pair[1]))).load("")
@@ -167,9 +167,9 @@ def test_archive_with_current_folder_and_hard_links(tmp_path: Path) -> None:
         member.type, member.linkname = tarfile.LNKTYPE, "./adding/CHANGES.md"
         archive.addfile(member)
         member.linkname = "./adding/nothing"
-    found = ArchiveSource(source(git="", archives=(plain, str(other)))).load("")
-    assert found.after.keys() == {*linked, "NEWS.md"}
-    assert found.after["NEWS.md"] == found.after["CHANGES.md"]
+    loaded = ArchiveSource(source(git="", archives=(plain, str(other)))).load("")
+    assert loaded.after.keys() == {*linked, "NEWS.md"}
+    assert loaded.after["NEWS.md"] == loaded.after["CHANGES.md"]
     with tarfile.open(other, "w:gz") as archive:
         archive.addfile(member)
     with pytest.raises(Rejected, match="cannot be unpacked"):
@@ -184,8 +184,8 @@ def test_zip_keeps_modes_and_links(tmp_path: Path) -> None:
                 member.external_attr = mode << 16
                 archive.writestr(member, f"{version}\n{ISSUE}" if mode == 0 else "run.sh")
     pair = tuple(str(tmp_path / f"adding-{version}.zip") for version in ("1.0", "1.1"))
-    found = ArchiveSource(source(git="", archives=pair)).load("")
-    assert {name: kind for name, (kind, _) in found.after.items()} == {
+    loaded = ArchiveSource(source(git="", archives=pair)).load("")
+    assert {name: kind for name, (kind, _) in loaded.after.items()} == {
         "run.sh": "x",
         "link": "l",
         "CHANGES.md": "f",
@@ -197,8 +197,8 @@ def test_zip_keeps_modes_and_links(tmp_path: Path) -> None:
 )
 def test_a_strangers_pyproject_ends_nothing(text: str) -> None:
     base = {"pyproject.toml": ("f", text.encode())}
-    found = Candidate(key="k", source=source(), base=base, after={}, issue="", version="1.0")
-    assert found.project == ["adding"]
+    change = Candidate(key="k", source=source(), base=base, after={}, issue="", version="1.0")
+    assert change.project == ["adding"]
 
 
 LONG = "\n".join(f"x{n} = {n}" for n in range(500))
@@ -279,12 +279,12 @@ def test_flaky_test_is_excluded() -> None:
         run(a="passed", b="passed", c="skipped", d="passed", e="passed"),
         run(a="passed", b="passed", d="passed", e="failed"),
     ]
-    found = outcomes_of(before, after)
-    assert (found.f2p, found.p2p, found.p2f, found.flaky) == (["a"], ["b"], ["c"], ["d", "e"])
+    split = outcomes_of(before, after)
+    assert (split.f2p, split.p2p, split.p2f, split.flaky) == (["a"], ["b"], ["c"], ["d", "e"])
     assert (
-        found.canary
-        and found.seconds == 5
-        and found.about == "(2 failed, 3 passed and 4 passed, 1 skipped)"
+        split.canary
+        and split.seconds == 5
+        and split.about == "(2 failed, 3 passed and 4 passed, 1 skipped)"
     )
 
 
@@ -300,8 +300,8 @@ def test_change_installed_by_setup_is_detected(tmp_path: Path) -> None:
     built = Prefix(name="p", setup="", test="")
     check_leaks(one, built, tmp_path, 0.5)
     with pytest.raises(Rejected, match="future"):
-        left = replace(built, generated={"lib/a.js": ("f", fixed.encode())})
-        check_leaks(one, left, tmp_path, 0.5)
+        leftover = replace(built, generated={"lib/a.js": ("f", fixed.encode())})
+        check_leaks(one, leftover, tmp_path, 0.5)
     (place / "notes.txt").write_text(f"All of it:\n{fixed}")
     with pytest.raises(Rejected, match="future"):
         check_leaks(one, built, tmp_path, 0.5)

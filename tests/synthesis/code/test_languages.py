@@ -66,13 +66,13 @@ def test_a_project_becomes_a_task(language: str, tmp_path: Path) -> None:
         pytest.skip(f"{', '.join(missing)}: not installed")
     before, after, expected = PROJECTS[language]
     git = repository(tmp_path / "git", ("Begin", before), (ISSUE, after))
-    given = source(git, language=language, setup="", test="")
-    report, lines = made(config(given, python=""), tmp_path / "out")
+    settings = source(git, language=language, setup="", test="")
+    report, lines = made(config(settings, python=""), tmp_path / "out")
     assert report["kept"] == 1, lines
     (path,) = (tmp_path / "out" / "instances").iterdir()
-    found: dict[str, Any] = json.loads(path.read_text())
-    assert (found["f2p"], found["p2p"], found["canary"]) == expected
-    assert found["key"] == GitSource(given).keys[0]
+    content: dict[str, Any] = json.loads(path.read_text())
+    assert (content["f2p"], content["p2p"], content["canary"]) == expected
+    assert content["key"] == GitSource(settings).keys[0]
 
 
 def test_what_is_proven_has_a_project_here() -> None:

@@ -144,7 +144,7 @@ def test_junit_of_several_runners(tmp_path: Path) -> None:
 def test_file_patterns() -> None:
     assert matches("a/tests/b.py", ["tests/"]) and not matches("tests.py", ["tests/"])
     assert matches("src/test/a.java", ["src/test/*"]) and matches("a/b_test.go", ["*_test.go"])
-    for language, graders, own in (
+    for language, graders, sources in (
         (
             "python",
             "a/conftest.py pyproject.toml .pytest.toml x.dist-info/METADATA x.DIST-INFO/METADATA",
@@ -159,7 +159,7 @@ def test_file_patterns() -> None:
         ("go", "a_test.go vendor/b.go go.mod", "a.go"),
     ):
         assert all(is_grading(LANGUAGES[language], path) for path in graders.split())
-        assert not any(is_grading(LANGUAGES[language], path) for path in own.split())
+        assert not any(is_grading(LANGUAGES[language], path) for path in sources.split())
 
 
 def test_installed_packages_are_found_anywhere(tmp_path: Path) -> None:
@@ -173,9 +173,9 @@ def test_installed_packages_are_found_anywhere(tmp_path: Path) -> None:
         archive.writestr("pip/_vendor/packed/__init__.py", "")
     (tmp_path / "urllib").mkdir()
     (tmp_path / "urllib" / "parse.py").write_text("")
-    found = find_packages([str(tmp_path)])
-    assert {"adding", "deep_one", "single", "packed", "other"} <= set(found)
-    assert "mine" not in found and "parse" not in found
+    packages = find_packages([str(tmp_path)])
+    assert {"adding", "deep_one", "single", "packed", "other"} <= set(packages)
+    assert "mine" not in packages and "parse" not in packages
 
 
 def test_the_file_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,10 +207,10 @@ def test_tasks_are_appended_then_sorted(tmp_path: Path, monkeypatch: pytest.Monk
     made._instances.mkdir()
     for key in ("c", "a", "b"):
         made._keep({"key": key, "prompt": "p", "reward": {}})
-    found = lambda: [json.loads(x)["id"] for x in (tmp_path / TASKS).read_text().splitlines()]  # noqa: E731
-    assert found() == ["c", "a", "b"] and not whole, "else a thousandth would write a thousand"
+    ids = lambda: [json.loads(x)["id"] for x in (tmp_path / TASKS).read_text().splitlines()]  # noqa: E731
+    assert ids() == ["c", "a", "b"] and not whole, "else a thousandth would write a thousand"
     asyncio.run(made.__aexit__())
-    assert found() == ["a", "b", "c"]
+    assert ids() == ["a", "b", "c"]
 
 
 def test_environment_requires_isolation(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ BREAKS = "def total(numbers):\n    return sum(numbers) if not numbers else 3.5\n
 
 
 def refused(report: dict[str, Any]) -> dict[str, list[str]]:
-    return {gate: list(found["reasons"]) for gate, found in report["refused"].items()}
+    return {gate: list(details["reasons"]) for gate, details in report["refused"].items()}
 
 
 def test_a_history_becomes_tasks(tmp_path: Path) -> None:
@@ -82,27 +82,27 @@ def test_a_copy_of_the_project_is_refused(tmp_path: Path) -> None:
 def test_agent_fixes_a_failing_setup(tmp_path: Path) -> None:
     """The agent inspects the project, submits a broken setup, reads the error and fixes it."""
     git = repository(tmp_path / "git", ("Begin", BEFORE), (ISSUE, AFTER))
-    told: list[str] = []
+    prompts: list[str] = []
 
     def call(name: str, **arguments: Any) -> AuthorReply:
         one = ToolCall(call_id="c", name=name, arguments=arguments)
         return AuthorReply(content="", calls=(one,))
 
     def writes(messages: Any, tools: Any, purpose: str) -> AuthorReply:
-        told.append(messages[-1]["content"])
+        prompts.append(messages[-1]["content"])
         assert purpose == "setup" and [tool.name for tool in tools] == ["bash", "submit"]
         return [
             call("bash", command="ls; touch $PREFIX/left"),
             call("submit", setup="true", test="true"),
             call("submit", setup=f"test ! -e $PREFIX/left && {SETUP.strip()}", test=TEST),
-        ][len(told) - 1]
+        ][len(prompts) - 1]
 
     settings = source(git, setup="echo it cannot be done; exit 3")
     author = ScriptedAuthor(writes)
     report, lines = made(config(settings, setup_turns=5), tmp_path / "out", author)
     assert report["kept"] == 1, lines
-    assert "it cannot be done" in told[0] and "adding.py" in told[1]
-    assert told[2].startswith("none of 0 tests passes")
+    assert "it cannot be done" in prompts[0] and "adding.py" in prompts[1]
+    assert prompts[2].startswith("none of 0 tests passes")
     report, _ = made(config(settings), tmp_path / "alone")
     assert "the set-up failed: it cannot be done" in refused(report)["setup"][0]
 

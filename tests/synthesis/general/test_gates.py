@@ -244,7 +244,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> TestOutcomes:
     wrap_of()  # or a skip
 
     async def of(names: Collection[str], settings: GeneralConfig) -> TestOutcomes:
-        found: TestOutcomes = {}
+        results: TestOutcomes = {}
         slots = asyncio.Semaphore(AT_ONCE)
         async with GeneralSandboxes(
             tmp_path_factory.mktemp("general") / "making", settings
@@ -256,18 +256,18 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> TestOutcomes:
                 async with slots:
                     try:
                         await held(rooms, path, reference)
-                        found[name] = ("passes", "")
+                        results[name] = ("passes", "")
                     except Rejected as refused:
-                        found[name] = (refused.gate, refused.reason)
+                        results[name] = (refused.gate, refused.reason)
 
             await asyncio.gather(*(one(n, name) for n, name in enumerate(names)))
-        return found
+        return results
 
     def endless(limit_s: float) -> TestOutcomes:
         settings = config(call_s=limit_s, verify_s=limit_s, solve_s=limit_s + 1)
-        found = asyncio.run(of(ENDLESS, settings))
-        assert all(as_wanted(name, found) for name in ENDLESS), found
-        return found
+        results = asyncio.run(of(ENDLESS, settings))
+        assert all(as_wanted(name, results) for name in ENDLESS), results
+        return results
 
     return within_some(endless, (1.0, 5.0, 20.0, 60.0)) | asyncio.run(
         of({*CHEATS} - ENDLESS, config())

@@ -21,7 +21,7 @@ RECORDS = [{"name": f"thing {n}", "stock": 5 + n} for n in range(4)]
 LIST = ToolCall(call_id="c", name="products", arguments={})
 
 
-def held(solution: Callable[[Ask], Awaitable[Any]], said: str, monkeypatch: Any) -> None:
+def held(solution: Callable[[Ask], Awaitable[Any]], output: str, monkeypatch: Any) -> None:
     """Run `solution` through the gate with one tool that returns a fixed text. Raises Rejected."""
 
     async def driven(_: object, __: object, source: Any, ___: object, asked: Any) -> Any:
@@ -32,12 +32,12 @@ def held(solution: Callable[[Ask], Awaitable[Any]], said: str, monkeypatch: Any)
         return await source(ask)
 
     async def known(_: object) -> dict[str, str]:
-        return {"text": said}
+        return {"text": output}
 
     async def work() -> None:
         answer = await driven(None, None, solution, None, known)
-        found = SolutionResult(answer=answer, results=((LIST, {"text": said}),))
-        await grounded(None, {}, solution, 0, found)  # type: ignore[arg-type]
+        result = SolutionResult(answer=answer, results=((LIST, {"text": output}),))
+        await grounded(None, {}, solution, 0, result)  # type: ignore[arg-type]
 
     monkeypatch.setattr(gates, "_driven", driven)
     asyncio.run(work())
@@ -73,7 +73,7 @@ async def looks(ask: Ask) -> str:
 
 
 @pytest.mark.parametrize(
-    ("solution", "said"),
+    ("solution", "output"),
     [
         (length, json.dumps(RECORDS)),
         (length, json.dumps(RECORDS[:1])),
@@ -84,8 +84,10 @@ async def looks(ask: Ask) -> str:
         (looks, json.dumps(RECORDS)),
     ],
 )
-def test_grounded_solutions_pass(solution: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    held(solution, said, monkeypatch)
+def test_grounded_solutions_pass(
+    solution: Any, output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held(solution, output, monkeypatch)
 
 
 def test_hard_coded_answer_is_refused(
@@ -101,10 +103,10 @@ def test_parameters_without_values_are_probed() -> None:
     class GeneralSandboxes:
         config = GeneralConfig()
 
-        async def workshop(self, _: str, __: object, name: str, **given: Any) -> list[Any]:
+        async def workshop(self, _: str, __: object, name: str, **options: Any) -> list[Any]:
             if name == "strings":
                 return ["fig"]
-            asked.append(given["arguments"]["calls"])
+            asked.append(options["arguments"]["calls"])
             return asked[-1]
 
     asked: list[list[dict[str, Any]]] = []

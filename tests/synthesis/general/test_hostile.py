@@ -65,7 +65,7 @@ def test_exploited_tools_cannot_reach_the_verifier(tmp_path: Path) -> None:
     secret = VERIFY.replace("    east", "    the_secret = 1\n    east")
 
     async def episode() -> tuple[dict[str, str], Any, Any]:
-        said: dict[str, str] = {}
+        outputs: dict[str, str] = {}
         async with GeneralSandboxes(tmp_path / "making", config()) as rooms:
             path = environment(rooms.making / "x", tools=LEAKS, verify=secret)
             about = json.loads((path / "task.json").read_text())
@@ -85,21 +85,21 @@ def test_exploited_tools_cannot_reach_the_verifier(tmp_path: Path) -> None:
                     ).text
 
                 for name, (value, _) in FAILS.items():
-                    said[name] = await call(name, value.format(folder=path, marker=marker))
-                said["price"] = await call("price", "apple")
-                said["spoil"] = await call("spoil", "apple")
-                said["spoiled"] = await call("price", "apple")
+                    outputs[name] = await call(name, value.format(folder=path, marker=marker))
+                outputs["price"] = await call("price", "apple")
+                outputs["spoil"] = await call("spoil", "apple")
+                outputs["spoiled"] = await call("price", "apple")
                 await call("submit_result", '{"name": "apple", "price": 4}')
                 verdict = await hosted.verdict(Transcript(messages=(), finish_reason="stop"))
             async with general(rooms, path, 0) as (hosted, opening):
                 with pytest.raises(EnvironmentLost) as lost:
                     await call("stop", "9")
-            return said, verdict, lost.value
+            return outputs, verdict, lost.value
 
-    said, verdict, lost = asyncio.run(asyncio.wait_for(episode(), 2 * PATIENCE_S))
+    outputs, verdict, lost = asyncio.run(asyncio.wait_for(episode(), 2 * PATIENCE_S))
     for name, (_, reason) in FAILS.items():
-        assert reason in said[name], (name, said[name])
-    assert said["price"] == "4" and "KeyError" in said["spoiled"]  # of its private copy
+        assert reason in outputs[name], (name, outputs[name])
+    assert outputs["price"] == "4" and "KeyError" in outputs["spoiled"]  # of its private copy
     assert not isinstance(verdict, Unscored)
     assert verdict.parts == {"correct": 1.0, "share": 1.0} and lost.during == "call"
     assert not list(tmp_path.rglob(marker)) and not Path("/tmp", marker).exists()
@@ -115,7 +115,7 @@ def test_author_workspace_is_confined(tmp_path: Path) -> None:
             GeneralSandboxes(tmp_path / f"making_{bash_s}", config()) as rooms,
             rooms.open("desk:DatabaseDesk", arguments=arguments) as (desk, _),
         ):
-            said: list[str] = []
+            outputs: list[str] = []
             for name, value in (
                 ("bash", "echo '[1]' > a.json; seq 100000; exit 3"),
                 ("bash", f"for i in $(seq 300); do sleep {marker} & done"),
@@ -128,20 +128,22 @@ def test_author_workspace_is_confined(tmp_path: Path) -> None:
             ):
                 key = "command" if name == "bash" else "path"
                 call = ToolCall(call_id="c", name=name, arguments={key: value})
-                said.append((await desk.call(call, timeout_s=PATIENCE_S)).text)
-            return said
+                outputs.append((await desk.call(call, timeout_s=PATIENCE_S)).text)
+            return outputs
 
     def on_it(bash_s: float) -> list[str]:
-        said = asyncio.run(asyncio.wait_for(at_work(bash_s), 2 * PATIENCE_S))
-        assert "[…]" in said[0] and "fork" in said[1]
-        assert not any(f"ended after {bash_s:g} s" in one for one in (said[0], *said[2:]))
-        assert f"ended after {bash_s:g} s" in said[1]
-        return said
+        outputs = asyncio.run(asyncio.wait_for(at_work(bash_s), 2 * PATIENCE_S))
+        assert "[…]" in outputs[0] and "fork" in outputs[1]
+        assert not any(f"ended after {bash_s:g} s" in one for one in (outputs[0], *outputs[2:]))
+        assert f"ended after {bash_s:g} s" in outputs[1]
+        return outputs
 
-    said = within_some(on_it, (3.0, 15.0, 60.0))
-    assert "[…]" in said[0] and said[0].endswith("(exit status 3)") and len(said[0]) < 13_000
-    assert "Read-only file system" in said[2] or "Permission denied" in said[2]
-    assert "root:" not in said[2]
-    assert ["end in .json" in said[4], "more than 1 KiB" in said[5]] == [True, True]
-    assert "Expecting value" in said[6] and json.loads(said[7])["name"] == ".json"
+    outputs = within_some(on_it, (3.0, 15.0, 60.0))
+    assert (
+        "[…]" in outputs[0] and outputs[0].endswith("(exit status 3)") and len(outputs[0]) < 13_000
+    )
+    assert "Read-only file system" in outputs[2] or "Permission denied" in outputs[2]
+    assert "root:" not in outputs[2]
+    assert ["end in .json" in outputs[4], "more than 1 KiB" in outputs[5]] == [True, True]
+    assert "Expecting value" in outputs[6] and json.loads(outputs[7])["name"] == ".json"
     wait_for(lambda: not commands(marker.encode()))

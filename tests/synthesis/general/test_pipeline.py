@@ -116,8 +116,8 @@ def made(
     notes = folder / "notes"
     notes.mkdir(exist_ok=True, parents=True)
     (notes / "fruit.md").write_text("Of fruit, markets sell apples, figs and limes.")
-    given = {"categories": ("Fruit markets",), "attempts": 2, "documents": str(notes), **changes}
-    settings = config(**given)
+    options = {"categories": ("Fruit markets",), "attempts": 2, "documents": str(notes), **changes}
+    settings = config(**options)
     out = folder / "out"
     pipeline = GeneralPipeline(settings, out, author=author, reference=author, seed=1)
 
@@ -164,12 +164,12 @@ def test_from_a_category_to_three_tasks(tmp_path: Path) -> None:
     history = json.loads((folder / "provenance.json").read_text())
     assert history["passed"] == [2, 1, 0] and history["calls_of_the_solution"] == [4, 8, 9]
     assert history["author"] == history["reference"] == "scripted"
-    found = next(
+    lookup = next(
         messages
         for purpose, messages in author.asked
         if purpose == "database" and messages[-1]["role"] == "tool"
     )
-    assert "apples, figs and limes" in found[-1]["content"]
+    assert "apples, figs and limes" in lookup[-1]["content"]
     attempt = next(messages for purpose, messages in author.asked if purpose == "attempt")
     assert attempt == [{"role": "user", "content": QUESTIONS[0]}]
 
@@ -181,12 +181,12 @@ def test_from_a_category_to_three_tasks(tmp_path: Path) -> None:
             names = [tool.name for tool in opening.tools]
             answer = {"answer_text": '{"name": "melon", "price": 12}'}
             calls = [("stalls", {}), ("price", {"name": "kiwi"}), ("submit_result", answer)]
-            said = [
+            replies = [
                 await hosted.call(ToolCall(call_id="c", name=n, arguments=a), timeout_s=PATIENCE_S)
                 for n, a in calls
             ]
             verdict = await hosted.verdict(Transcript(messages=(), finish_reason="stop"))
-            return [names, *((each.text, each.failed, each.done) for each in said), verdict]
+            return [names, *((each.text, each.failed, each.done) for each in replies), verdict]
 
     shutil.copytree(folder, tmp_path / "out/making/again")
     names, stalls, kiwi, submitted, verdict = asyncio.run(played())
@@ -287,17 +287,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         purpose = "attempt" if request["model"] == "reference" else "database"
         if not tools:
             purpose = "task" if "QUESTION" in str(messages[-1]).upper() else "tools"
-        said = script(messages, tools, purpose)
-        said = AuthorReply(content=said) if isinstance(said, str) else said
-        return completion(dict(said.message()), prompt_tokens=10, completion_tokens=1)
+        answer = script(messages, tools, purpose)
+        answer = AuthorReply(content=answer) if isinstance(answer, str) else answer
+        return completion(dict(answer.message()), prompt_tokens=10, completion_tokens=1)
 
     with running(behave) as server:
         recipe = tmp_path / "tasks.yaml"
         recipe.write_text(RECIPE.format(dir=tmp_path, url=server.url))
         assert main(["synthesize", str(recipe)]) == 0
         first = capsys.readouterr().out
-        asked = len(server.requests)
-        assert main(["synthesize", str(recipe)]) == 0 and len(server.requests) == asked
+        count = len(server.requests)
+        assert main(["synthesize", str(recipe)]) == 0 and len(server.requests) == count
     assert "1 of 1: fruit_markets-0 kept" in first and "attempt: 2 calls, 22 tokens" in first
     report = json.loads((tmp_path / "out/report.json").read_text())
     assert (report["kept"], report["authors"]) == (1, ["author", "reference"])

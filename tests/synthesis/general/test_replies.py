@@ -38,14 +38,14 @@ def verify(answer, database):
 
 
 def test_sections_of_a_reply() -> None:
-    found = sections(AuthorReply(content=REPLY), ("question", "solve", "verify"), ("tools",))
-    assert list(found) == ["question", "solve", "verify"]
-    assert found["question"] == "Which is it? A list.\n"
-    assert renamed(found["solve"], "solve", 2).startswith("# tools\ndef solve_2(tools):")
-    assert found["verify"].endswith("== [1]\n")
+    parts = sections(AuthorReply(content=REPLY), ("question", "solve", "verify"), ("tools",))
+    assert list(parts) == ["question", "solve", "verify"]
+    assert parts["question"] == "Which is it? A list.\n"
+    assert renamed(parts["solve"], "solve", 2).startswith("# tools\ndef solve_2(tools):")
+    assert parts["verify"].endswith("== [1]\n")
     capitals = REPLY.replace("## verify", "## Verify")
-    assert sections(AuthorReply(content=capitals), ("question", "solve", "verify")) == found
-    for said, _ in (
+    assert sections(AuthorReply(content=capitals), ("question", "solve", "verify")) == parts
+    for text, _ in (
         (AuthorReply(content=REPLY, cut=True), "cut off, by author.max_tokens or the context"),
         (
             AuthorReply(content=REPLY.replace("verify:", "proof")),
@@ -53,16 +53,16 @@ def test_sections_of_a_reply() -> None:
         ),
     ):
         with pytest.raises(Rejected):
-            sections(said, ("question", "solve", "verify"))
+            sections(text, ("question", "solve", "verify"))
     with pytest.raises(Rejected):
         renamed("def solve(tools):\n    pass\ndef solve(tools):\n    pass", "solve", 0)
 
 
 def test_mutations_reach_every_part() -> None:
     answer = {"days": [{"hotel": "Inn", "price": 3}, {"hotel": "House", "price": 2.5}], "ok": True}
-    found = mutations(answer)
-    said = [name for name, _ in found]
-    assert len(said) == len(set(said)) and all(other != answer for _, other in found)
+    items = mutations(answer)
+    labels = [name for name, _ in items]
+    assert len(labels) == len(set(labels)) and all(other != answer for _, other in items)
     for part in (
         "['days'][0]['hotel'] = ''",
         "['days'][1]['price'] = -3.5",
@@ -72,7 +72,7 @@ def test_mutations_reach_every_part() -> None:
         "['ok'] = False",
         "the answer without 'ok'",
     ):
-        assert part in said
+        assert part in labels
     assert answer["days"][0] == {"hotel": "Inn", "price": 3}  # none of it was changed
     assert len(mutations({"long": list(range(500))})) == MOST
     assert mutations("x")[-1] == ("the answer = ''", "")
@@ -95,14 +95,14 @@ def test_documents_and_functions_are_searched(
     assert search is not None
     assert "Hotels & " in asyncio.run(search("hotels?"))
     assert "inns" not in asyncio.run(search("hotels"))
-    found = asyncio.run(search('"bus" NEAR('))
-    assert "A bus to Brevik" in found and "Trains from Anlo" not in found
+    results = asyncio.run(search('"bus" NEAR('))
+    assert "A bus to Brevik" in results and "Trains from Anlo" not in results
     for query in ("北京大学", "北京"):
         assert "我在北京大学学习" in asyncio.run(search(query))
     with pytest.raises(ValueError):
         asyncio.run(search("?"))
-    own = search_of(GeneralConfig(search="textwrap:dedent"))
-    assert own is not None and asyncio.run(own("  x")) == "x"
+    custom = search_of(GeneralConfig(search="textwrap:dedent"))
+    assert custom is not None and asyncio.run(custom("  x")) == "x"
     failing = search_of(GeneralConfig(search="json:loads"))
     assert failing is not None
     with pytest.raises(ValueError, match="the search failed"):

@@ -76,8 +76,8 @@ def test_recipe_of_the_page_runs(tmp_path: Path) -> None:
     recipe = tmp_path / "run.yaml"
     recipe.write_text(f"defaults: {ROOT}/configs/agent-trip.yaml\n{recipes()[1]}")
     (source,) = load_config(recipe).data.sources
-    given = source.environment
-    program = Program(target=given.target, arguments=given.arguments, wrap=wrap_of())
+    hosting = source.environment
+    program = Program(target=hosting.target, arguments=hosting.arguments, wrap=wrap_of())
     task = Prompt(
         prompt_id=f"{source.name}/{source.size - 1}",
         domain="general",

@@ -86,9 +86,9 @@ class Agents:
         if purpose == "question":
             if began:
                 return opens(*self.opened)
-            given = self.submits[min(self._submitted, len(self.submits) - 1)]
+            submission = self.submits[min(self._submitted, len(self.submits) - 1)]
             self._submitted += 1
-            return calls("submit", given)
+            return calls("submit", submission)
         if purpose == "entity":
             return calls("propose", {"names": ["Wrenfield", "Jarrow", "Zelenograd", "Thames"]})
         if purpose == "answer":
@@ -101,16 +101,16 @@ class Agents:
 
     def _decide(self, messages: Sequence[Message]) -> AuthorReply:
         labels = material(messages[1])["answers"]
-        said = self.verdicts[self._passes] if self._passes < len(self.verdicts) else {}
+        overrides = self.verdicts[self._passes] if self._passes < len(self.verdicts) else {}
         self._passes += 1
         should = {"Tobias Wrenfield": "right", "T. Wrenfield": "right"}
         verdicts = [
             {
                 "answer": label,
                 "reason": "r",
-                "verdict": said.get(answer, should.get(answer, "wrong")),
+                "verdict": overrides.get(answer, should.get(answer, "wrong")),
                 "document": "society.html",
-                "quote": said.get("quote", "founded in 1874 by Tobias Wrenfield"),
+                "quote": overrides.get("quote", "founded in 1874 by Tobias Wrenfield"),
             }
             for label, answer in labels.items()
         ]

@@ -37,7 +37,7 @@ def names(index: SearchIndex, **knobs: int) -> set[str]:
 
 
 def test_rare_names_and_no_common_words(index: SearchIndex) -> None:
-    found = names(index)
+    entities = names(index)
     rare = {
         "Halvorsen Bridge",
         "Mirela Dancu",
@@ -46,8 +46,8 @@ def test_rare_names_and_no_common_words(index: SearchIndex) -> None:
         "雪国の夜",
         "Vandermeer",
     }
-    assert rare | {"アレクサンドル", "Corvane Society", "Zelenograd Bay"} <= found
-    assert not found & {"The", "Rivers", "On", "Every", "本", "Its"}
+    assert rare | {"アレクサンドル", "Corvane Society", "Zelenograd Bay"} <= entities
+    assert not entities & {"The", "Rivers", "On", "Every", "本", "Its"}
     assert "Mirela Dancu" not in names(index, most_documents=1)
 
 
@@ -62,8 +62,8 @@ def test_an_author_proposes(index: SearchIndex) -> None:
     desk = Workspace(index=index, results=5, page_characters=3000, most_turns=5, tries=2)
 
     def first(*tried: list[str]) -> str:
-        said: list[AuthorReply | str] = [calls("propose", {"names": one}) for one in tried]
-        author = ScriptedAuthor(said)
+        replies: list[AuthorReply | str] = [calls("propose", {"names": one}) for one in tried]
+        author = ScriptedAuthor(replies)
         return asyncio.run(propose_entity(desk, author, "bridge.md", 2))
 
     assert first(["Atlantis", "Mirela Dancu", "Oakford"]) == "Mirela Dancu"

@@ -45,8 +45,8 @@ def test_a_request_with_a_rubric(tmp_path: Path) -> None:
     assert line["provenance"]["scores"] == {"with_tools": 1.0, "without": 0.0}
     path = tmp_path / "out" / "tasks.jsonl"
     source = SourceConfig(name="s", source="jsonl", path=str(path))
-    given = EnvironmentConfig(target="keel.agents.environments.search.environment:Search")
-    (item,) = load_jsonl(replace(source, environment=given), check_spec).items
+    environment = EnvironmentConfig(target="keel.agents.environments.search.environment:Search")
+    (item,) = load_jsonl(replace(source, environment=environment), check_spec).items
     assert item.prompt.reward["kind"] == "rubric"
     assert "Tobias Wrenfield founded it." in item.prompt.reward["reference"]
 

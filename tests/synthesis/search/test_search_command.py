@@ -18,14 +18,14 @@ from tests.rewards.judge.judge_server import Reply, running
 from tests.synthesis.search.agents import Agents
 
 
-def reply(said: AuthorReply | str) -> Reply:
-    said = AuthorReply(content=said) if isinstance(said, str) else said
+def reply(answer: AuthorReply | str) -> Reply:
+    answer = AuthorReply(content=answer) if isinstance(answer, str) else answer
     body = {
         "id": "1",
         "object": "chat.completion",
         "created": 0,
         "model": "m",
-        "choices": [{"index": 0, "message": said.message(), "finish_reason": "stop"}],
+        "choices": [{"index": 0, "message": answer.message(), "finish_reason": "stop"}],
         "usage": {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10},
     }
     return Reply(json.dumps(body))
@@ -60,12 +60,14 @@ def test_a_recipe_to_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         path = tmp_path / "recipe.yaml"
         path.write_text(yaml.safe_dump(recipe))
         assert main(["synthesize", str(path)]) == 0
-        said = capsys.readouterr().out
-        assert "made 2 tasks, kept 1" in said and "rejected by duplicate: 1" in said, said
-        asked = [(r["model"], r["temperature"], len(r.get("tools", []))) for r in server.requests]
-        assert {("m", 0.25, 3), ("m", 1.0, 0), ("m", 1.0, 4), ("careful", 1.0, 4)} == set(asked)
+        text = capsys.readouterr().out
+        assert "made 2 tasks, kept 1" in text and "rejected by duplicate: 1" in text, text
+        requests = [
+            (r["model"], r["temperature"], len(r.get("tools", []))) for r in server.requests
+        ]
+        assert {("m", 0.25, 3), ("m", 1.0, 0), ("m", 1.0, 4), ("careful", 1.0, 4)} == set(requests)
         assert main(["synthesize", str(path)]) == 0
-        assert len(server.requests) == len(asked)
+        assert len(server.requests) == len(requests)
         assert main(["synthesize", str(path), "search.passes=3"]) == 2
     report = json.loads((out / "report.json").read_text())
     assert report["cost"].keys() == {"question", "answer", "verifier"}

@@ -56,8 +56,10 @@ def test_synthesized_task_is_trainable(tmp_path: Path) -> None:
     assert provenance["wrong_answers"] == ["Mirela Dancu", "Tobias Wrenfeld"]
     assert provenance["evidence"] == list(EVIDENCE) and provenance["passes"] == 3
     recipe = yaml.safe_load((world.folder / "recipe.yaml").read_text())
-    (given,) = recipe["data"]["sources"]
-    source = SourceConfig(**{**given, "environment": EnvironmentConfig(**given["environment"])})
+    (settings,) = recipe["data"]["sources"]
+    source = SourceConfig(
+        **{**settings, "environment": EnvironmentConfig(**settings["environment"])}
+    )
     (item,) = load_jsonl(source, check_spec).items
     verify = verifier_for(item.prompt.reward)
     for said, right in (
@@ -246,8 +248,8 @@ def test_author_may_fix_a_rejected_draft(tmp_path: Path) -> None:
     agents = Agents(submits=[submitted(answer="Ada Corvane"), submitted()])
     world = made(world_of(tmp_path, agents, tries=2))
     assert len(world.lines) == 1
-    told = [said[-1]["content"] for purpose, said in world.author.asked if len(said) > 4]
-    assert any(text.startswith("error: ") and "'Ada Corvane'" in text for text in told)
+    results = [said[-1]["content"] for purpose, said in world.author.asked if len(said) > 4]
+    assert any(text.startswith("error: ") and "'Ada Corvane'" in text for text in results)
 
 
 def test_entities_by_the_author(tmp_path: Path) -> None:

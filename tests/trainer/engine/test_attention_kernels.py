@@ -63,7 +63,7 @@ def test_long_contexts_on_gpu_use_flash4() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "why", "said"),
+    ("what", "why", "message"),
     [
         ("machine", "they are for compute capability 9 and 10, and this GPU has 8.0", ""),
         ("machine", f"{INSTALL} is not installed", "PyTorch's kernels"),
@@ -71,10 +71,10 @@ def test_long_contexts_on_gpu_use_flash4() -> None:
     ],
 )
 def test_missing_flash4_is_reported_if_fixable(
-    found: dict[str, str], what: str, why: str, said: str
+    found: dict[str, str], what: str, why: str, message: str
 ) -> None:
     found[what] = why
     expected, line = here(config())
-    assert not expected and said in line and bool(line) == bool(said)
+    assert not expected and message in line and bool(line) == bool(message)
     with pytest.raises(RuntimeError, match=r"trainer\.attention_kernels"):
         here(config(kernels="flash4"))

@@ -140,9 +140,7 @@ def test_trace_sees_all_terms_of_the_loss(monkeypatch: pytest.MonkeyPatch, term:
     look, seen = NanTracer([]), list[float]()
     batch = step(latest()).micro_batches[0]
     split: Any = SimpleNamespace(add=lambda *_: None)
-    monkeypatch.setattr(
-        look, "observe", lambda *given: seen.append(float(given[3].detach())) or 1.0
-    )
+    monkeypatch.setattr(look, "observe", lambda *args: seen.append(float(args[3].detach())) or 1.0)
     whole: Any = SimpleNamespace(total_sequences=1)
     module.TrainerEngine._accumulate(rank, batch, whole, split, look)
     assert math.isnan(seen[0]) and lost.grad is not None

@@ -45,30 +45,32 @@ def recipe(tmp_path: Path, dtype: str) -> tuple[Config, frozenset[str]]:
 
 @pytest.mark.parametrize("dtype", ["", ", dtype: auto"])
 def test_auto_dtype_is_fast_on_the_cpu(bfloat16: bool, tmp_path: Path, dtype: str) -> None:
-    config, left = recipe(tmp_path, dtype)
-    assert DTYPE in left
-    chosen = with_dtype(config, left, gpu=False)
+    config, open_knobs = recipe(tmp_path, dtype)
+    assert DTYPE in open_knobs
+    chosen = with_dtype(config, open_knobs, gpu=False)
     assert chosen.model.dtype == ("bfloat16" if bfloat16 else "float32")
     assert not slow_dtype(chosen, gpu=False)
-    assert with_dtype(config, left, gpu=True).model.dtype == "bfloat16"
+    assert with_dtype(config, open_knobs, gpu=True).model.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-@pytest.mark.parametrize("begun", ["float32", "bfloat16"])
-def test_resumed_run_keeps_its_dtype(bfloat16: bool, tmp_path: Path, begun: str, gpu: bool) -> None:
-    config, left = recipe(tmp_path, "")
+@pytest.mark.parametrize("first_dtype", ["float32", "bfloat16"])
+def test_resumed_run_keeps_its_dtype(
+    bfloat16: bool, tmp_path: Path, first_dtype: str, gpu: bool
+) -> None:
+    config, open_knobs = recipe(tmp_path, "")
     config = replace(config, run=replace(config.run, dir=str(tmp_path / "run")))
-    before = replace(config, model=replace(config.model, dtype=begun))
+    before = replace(config, model=replace(config.model, dtype=first_dtype))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(dump_config(before))
     saved = State(step=2, version=2, config="c")
     checkpoint.save(tmp_path / "run" / "checkpoints", saved, lambda _: {}, keep=9)
-    assert with_dtype(config, left, gpu=gpu).model.dtype == begun
+    assert with_dtype(config, open_knobs, gpu=gpu).model.dtype == first_dtype
 
 
 def test_explicit_dtype_stays_and_slow_one_warns(bfloat16: bool, tmp_path: Path) -> None:
-    config, left = recipe(tmp_path, ", dtype: bfloat16")
-    assert with_dtype(config, left, gpu=False).model.dtype == "bfloat16"
+    config, open_knobs = recipe(tmp_path, ", dtype: bfloat16")
+    assert with_dtype(config, open_knobs, gpu=False).model.dtype == "bfloat16"
     assert ("model.dtype=float32" in slow_dtype(config, gpu=False)) != bfloat16
     assert not slow_dtype(config, gpu=True)
 

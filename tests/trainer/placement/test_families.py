@@ -70,8 +70,8 @@ def test_float16_table_matches_vllm() -> None:
 )
 def test_float16_engine_is_refused(config: Config, knob: str) -> None:
     for model_type in NOT_IN_FLOAT16:
-        said = rf"{knob} = .*{model_type}"
-        with pytest.raises(ConfigError, match=said):
+        pattern = rf"{knob} = .*{model_type}"
+        with pytest.raises(ConfigError, match=pattern):
             check_engine_dtype(config, model_type)
     check_engine_dtype(config, "qwen3")
 
@@ -170,8 +170,8 @@ def test_tensor_parallel_size_must_divide_the_heads() -> None:
         if not instead:
             check_engine_heads(made, heads=28, head_size=128, gpu=True)
             continue
-        said = rf"tensor_parallel = {wide}: must divide the model's 28 .*; set it to {instead}$"
-        with pytest.raises(ConfigError, match=said):
+        pattern = rf"tensor_parallel = {wide}: must divide the model's 28 .*; set it to {instead}$"
+        with pytest.raises(ConfigError, match=pattern):
             check_engine_heads(made, heads=28, head_size=128, gpu=True)
 
 
@@ -183,7 +183,7 @@ def test_check_refuses_unservable_models_and_untrainable_data(
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}\n')
     source = f"{{name: rows, source: jsonl, path: {rows}, rewards: {{correct: 1}}}}"
-    given = [f"data.sources=[{source}]", "run.eval_every=0"]
+    overrides = [f"data.sources=[{source}]", "run.eval_every=0"]
     with pytest.raises(ConfigError, match=r"data\.sources"):
-        prepare("quickstart", given)
-    prepare("quickstart", [*given, "model.tiny.cold_start.steps=0"])
+        prepare("quickstart", overrides)
+    prepare("quickstart", [*overrides, "model.tiny.cold_start.steps=0"])

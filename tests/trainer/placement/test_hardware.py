@@ -199,8 +199,8 @@ def test_served_judge_has_dedicated_gpus() -> None:
 
 
 def test_ranks_only_placement_ignores_engines() -> None:
-    given = config(engines=4, width=2, ranks=2)
+    separate = config(engines=4, width=2, ranks=2)
     together = replace(config(engines=2, ranks=2), rollout=RolloutConfig(engines=2, colocated=True))
-    for recipe in (given, together):
+    for recipe in (separate, together):
         seats = place(recipe, nodes(2), only=RANK).seats
         assert [(seat.kind, seat.shared) for seat in seats] == [(RANK, False)] * 2

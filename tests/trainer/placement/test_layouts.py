@@ -256,8 +256,8 @@ def test_resumed_run_keeps_its_choice() -> None:
     again = choose(recipe(), KNOBS, facts("1.7b"), machine(1, 139.0), previous)
     assert again.values == previous and set(again.reasons.values()) == {CACHED}
     config = with_values(recipe(), {"trainer.micro_batch_tokens": 2304})
-    left = KNOBS - {"trainer.micro_batch_tokens"}
-    other = choose(config, left, facts("1.7b"), machine(1, 139.0), previous)
+    open_knobs = KNOBS - {"trainer.micro_batch_tokens"}
+    other = choose(config, open_knobs, facts("1.7b"), machine(1, 139.0), previous)
     assert other.config.trainer.micro_batch_tokens == 2304
     smaller = choose(recipe(), KNOBS, facts("1.7b"), machine(1, 23.0), first.values)
     assert CACHED not in smaller.reasons.values()
@@ -290,12 +290,12 @@ def test_models_of_all_reading_ranks_must_fit() -> None:
     """Four ranks with different experts read 57 GiB each."""
     trainer = replace(recipe().trainer, ranks=8, expert_parallel=4, zero_stage=1)
     config = replace(recipe(), trainer=trainer)
-    left = KNOBS - {"trainer.zero_stage", "trainer.ranks"}
+    open_knobs = KNOBS - {"trainer.zero_stage", "trainer.ranks"}
     for memory_gib in (0.0, 1024.0):
-        choice = choose(config, left, facts("30b-a3b"), on_host(memory_gib, 8, 139.0))
+        choice = choose(config, open_knobs, facts("30b-a3b"), on_host(memory_gib, 8, 139.0))
         assert choice.config.trainer.zero_stage == 1
     with pytest.raises(ConfigError, match=r"4 trainer rank\(s\) read the model, 56\.9 GiB"):
-        choose(config, left, facts("30b-a3b"), on_host(200.0, 8, 139.0))
+        choose(config, open_knobs, facts("30b-a3b"), on_host(200.0, 8, 139.0))
 
 
 AGAIN = {"trainer__activation_checkpointing": True}
@@ -393,8 +393,8 @@ def test_equally_fast_sft_layouts_prefer_less_memory() -> None:
 
 
 def test_fixed_engines_leave_the_rest_to_ranks() -> None:
-    config, left = with_rollout(recipe(), engines=3), KNOBS - {"rollout.engines"}
-    choice = choose(config, left, facts("1.7b"), machine(8, 79.0)).config
+    config, open_knobs = with_rollout(recipe(), engines=3), KNOBS - {"rollout.engines"}
+    choice = choose(config, open_knobs, facts("1.7b"), machine(8, 79.0)).config
     assert (choice.trainer.ranks, choice.rollout.engines) == (5, 3)
     wide = with_rollout(recipe(), tensor_parallel=4)
     choice = chosen("1.7b", 12, 79.0, wide).config

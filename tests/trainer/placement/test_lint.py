@@ -65,15 +65,15 @@ def test_a_small_model_may_learn_faster() -> None:
 def test_supervised_learning_rates_have_separate_limits() -> None:
     supervised = load_config("sft-quickstart", ["trainer.warmup_steps=5"]).supervised(100)
 
-    def said(lr: float, **trainer: Any) -> list[str]:
+    def warnings_for(lr: float, **trainer: Any) -> list[str]:
         changed = replace(supervised.trainer, lr=lr, **trainer)
         return lint_recipe(replace(supervised, trainer=changed), DENSE)
 
-    assert said(3e-4) == said(1e-3) == said(1e-3, attention="warm-up") == []
-    (line,) = said(5e-3)
+    assert warnings_for(3e-4) == warnings_for(1e-3) == warnings_for(1e-3, attention="warm-up") == []
+    (line,) = warnings_for(5e-3)
     assert "1e-6 to 3e-4 for supervised training" in line
-    assert said(5e-3, attention="warm-up") == []
-    (line,) = said(1e-5, warmup_steps=100)
+    assert warnings_for(5e-3, attention="warm-up") == []
+    (line,) = warnings_for(1e-5, warmup_steps=100)
     assert line.startswith("trainer.warmup_steps = 100: the run ends after 100 step(s), before")
 
 
@@ -95,7 +95,7 @@ def test_knobs_unused_by_sft_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "count"),
     [
         (["run.steps=60"], 1),
         (["run={steps: 60}"], 1),
@@ -103,10 +103,10 @@ def test_knobs_unused_by_sft_are_named() -> None:
         (["run.seed=60"], 0),
     ],
 )
-def test_steps_are_ignored_with_epochs(overrides: list[str], said: int) -> None:
+def test_steps_are_ignored_with_epochs(overrides: list[str], count: int) -> None:
     config = load_config("sft-quickstart", overrides)
     lines = [*ignored_knobs(config, frozenset(), overrides)]
-    assert len(lines) == said
+    assert len(lines) == count
     assert all(line.startswith("run.steps = 60") for line in lines)
 
 
@@ -156,11 +156,11 @@ def test_insufficient_cpu_memory_warns(
     config = load_config("quickstart", ["rollout.engines=12"])
     facts = facts_of(model_config(config.model.tiny, build_tokenizer()))
     plan = make_plan(config, facts, gpu=False)
-    wanted = (12 * plan.engine.total + config.trainer.ranks * plan.trainer.total) / GIB
-    (line,) = crowding_warnings(config, plan, wanted - 1)
+    needed_gib = (12 * plan.engine.total + config.trainer.ranks * plan.trainer.total) / GIB
+    (line,) = crowding_warnings(config, plan, needed_gib - 1)
     assert line.startswith("rollout.engines = 12, trainer.ranks = 1: together they want ")
     assert (
-        [*crowding_warnings(config, plan, wanted + 1)]
+        [*crowding_warnings(config, plan, needed_gib + 1)]
         == [*crowding_warnings(config, plan, 0)]
         == []
     )

@@ -104,10 +104,10 @@ def test_stub_agent_does_not_listen_and_ends_with_raylet(tmp_path: Path) -> None
     raylet = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert raylet.stdin and raylet.stdout
     agent = psutil.Process(int(raylet.stdout.readline()))
-    told = {f"{name}_7": "-1" for name in PORTS}
+    expected = {f"{name}_7": "-1" for name in PORTS}
     # Files are written under a temporary name, then renamed.
-    wait_for(lambda: {path.name for path in tmp_path.iterdir()} == told.keys(), "its ports")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == told
+    wait_for(lambda: {path.name for path in tmp_path.iterdir()} == expected.keys(), "its ports")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == expected
     assert agent.is_running() and not agent.net_connections()
     raylet.kill()
     raylet.communicate(timeout=PATIENCE_S)
@@ -175,15 +175,15 @@ def ran(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Program
 def test_joining_needs_the_secret_token(
     ran: tuple[Program, Program],
 ) -> None:
-    said = ran[0].lines()
-    assert len(said[0]) == len("token ") + 64
-    assert said[1:] == ["False True", "False True", "True False", "shown False"]
+    output = ran[0].lines()
+    assert len(output[0]) == len("token ") + 64
+    assert output[1:] == ["False True", "False True", "True False", "shown False"]
     assert not (ran[0].home / ".ray").exists()
 
 
 def test_actor_runs_from_a_path_with_a_space(python: Path, ran: tuple[Program, Program]) -> None:
-    own, where, kept, behind, reached, idle = ran[1].lines()
-    assert own == "['gcs_server', 'raylet']"
+    processes, where, kept, behind, reached, idle = ran[1].lines()
+    assert processes == "['gcs_server', 'raylet']"
     # Only the actor's process: no idle worker and no dashboard.
     assert (where, idle) == (str(python), "[]")
     assert kept == "0", "or the GCS grows with every call"

@@ -317,7 +317,7 @@ def test_rank_memory_held_while_sampling(options: dict[str, Any], bytes_each: in
 def test_float32_residual_costs_extra_activations(options: dict[str, Any], more: float) -> None:
     narrow = recipe(**options)
     wide = replace(narrow, model=replace(narrow.model, residual_dtype="float32"))
-    found = activation_elements(DENSE, wide) - activation_elements(DENSE, narrow)
-    assert found == pytest.approx(more)
+    difference = activation_elements(DENSE, wide) - activation_elements(DENSE, narrow)
+    assert difference == pytest.approx(more)
     exact = replace(wide, model=replace(wide.model, dtype="float32"))
     assert activation_elements(DENSE, exact) == activation_elements(DENSE, narrow)

@@ -151,19 +151,19 @@ def test_slow_local_start_is_retried_once(monkeypatch: pytest.MonkeyPatch) -> No
             process.wait()
 
 
-@pytest.mark.parametrize("given", [None, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
+@pytest.mark.parametrize("variable", [None, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
 def test_local_cluster_gets_a_token_unless_set(
-    given: str | None, monkeypatch: pytest.MonkeyPatch
+    variable: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.setenv(name, "given") if name == given else monkeypatch.delenv(name, False)
+        monkeypatch.setenv(name, "given") if name == variable else monkeypatch.delenv(name, False)
     seen: list[dict[str, str]] = []
     monkeypatch.setattr("ray.init", lambda **_: seen.append(dict(os.environ)))
     start_ray()
     token = seen[0].get("RAY_AUTH_TOKEN")
-    if given:
-        assert seen[0][given] == "given" and token == (
-            "given" if given == "RAY_AUTH_TOKEN" else None
+    if variable:
+        assert seen[0][variable] == "given" and token == (
+            "given" if variable == "RAY_AUTH_TOKEN" else None
         )
     else:
         assert token and len(token) == 64
@@ -219,11 +219,11 @@ def test_plan_includes_missing_nodes_of_elastic_runs(
     monkeypatch.setattr("keel.trainer.placement.nodes.available_cores", lambda: 8)
     whole = replace(recipe(engines=4), trainer=TrainerConfig(ranks=4, min_ranks=2))
     here_now = detect_hardware(whole)
-    found = with_missing_nodes(here_now, whole)
-    assert found.missing.startswith("the recipe needs 8 GPU(s)")
-    assert str(found).endswith("this machine; 1 of these nodes absent now")
-    assert seat_lines(whole, found)[1] == "missing node 0: engines 0–3 on GPUs 0–3"
-    (line,) = missing_node_warnings(whole, found)
+    detected = with_missing_nodes(here_now, whole)
+    assert detected.missing.startswith("the recipe needs 8 GPU(s)")
+    assert str(detected).endswith("this machine; 1 of these nodes absent now")
+    assert seat_lines(whole, detected)[1] == "missing node 0: engines 0–3 on GPUs 0–3"
+    (line,) = missing_node_warnings(whole, detected)
     assert "starts with fewer ranks, 2 of 4 at least (trainer.min_ranks)" in line
     one_node = replace(whole, run=replace(GPUS, gpus_per_node=4))
     others = [replace(whole, trainer=TrainerConfig(ranks=4, min_ranks=m)) for m in (0, 4)]
@@ -233,7 +233,7 @@ def test_plan_includes_missing_nodes_of_elastic_runs(
 
 
 @pytest.mark.parametrize(
-    ("said", "found", "check", "train"),
+    ("recipe_values", "detected", "check", "train"),
     [
         # said: device, gpu_gib, gpus_per_node, nodes; found: GPUs and their memory
         (("auto", 0, 0, 1), (0, 0.0), None, None),
@@ -251,24 +251,24 @@ def test_plan_includes_missing_nodes_of_elastic_runs(
 )
 def test_planned_and_detected_hardware(
     monkeypatch: pytest.MonkeyPatch,
-    said: tuple[Any, float, int, int],
-    found: tuple[int, float],
+    recipe_values: tuple[Any, float, int, int],
+    detected: tuple[int, float],
     check: tuple[list[int], float] | None,
     train: tuple[list[int], float] | None,
 ) -> None:
-    here(monkeypatch, gpus=found[0], gib=found[1])
-    device, gib, gpus, nodes = said
-    wanted = recipe(RunConfig(device=device, gpu_gib=gib, gpus_per_node=gpus, nodes=nodes))
-    for hardware, expected in ((planned_hardware(wanted), check), (detect_hardware(wanted), train)):
+    here(monkeypatch, gpus=detected[0], gib=detected[1])
+    device, gib, gpus, nodes = recipe_values
+    needed = recipe(RunConfig(device=device, gpu_gib=gib, gpus_per_node=gpus, nodes=nodes))
+    for hardware, expected in ((planned_hardware(needed), check), (detect_hardware(needed), train)):
         assert hardware.gpu == (expected is not None)
         if expected:
             assert sizes(hardware) == expected
     if check == train:
-        assert planned_hardware(wanted) == detect_hardware(wanted)
+        assert planned_hardware(needed) == detect_hardware(needed)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "said", "taken", "size", "left"),
+    ("nodes", "recipe_values", "taken", "size", "remaining"),
     [
         # nodes: of a cluster, 0 without one; said: run.gpu_gib; taken: of each of two GPUs of 80
         (0, 0, (35, 0), 80, 45),
@@ -283,10 +283,10 @@ def test_planned_and_detected_hardware(
 def test_memory_of_other_processes_reduces_the_gpu(
     monkeypatch: pytest.MonkeyPatch,
     nodes: int,
-    said: float,
+    recipe_values: float,
     taken: tuple[float, float],
     size: float,
-    left: float,
+    remaining: float,
 ) -> None:
     here(monkeypatch, gpus=2, gib=80.0)
     if nodes:
@@ -294,8 +294,8 @@ def test_memory_of_other_processes_reduces_the_gpu(
     module = "keel.trainer.placement.nodes"
     monkeypatch.setattr(f"{module}._detect_nodes", lambda: idle_nodes(max(1, nodes), 2))
     monkeypatch.setattr(f"{module}.taken_gib", lambda *, least: min(taken) if least else max(taken))
-    found = detect_hardware(recipe(RunConfig(gpu_gib=said)))
-    assert (found.gpu_gib, found.gpu_gib - found.taken_gib) == (size, left)
+    detected = detect_hardware(recipe(RunConfig(gpu_gib=recipe_values)))
+    assert (detected.gpu_gib, detected.gpu_gib - detected.taken_gib) == (size, remaining)
 
 
 def test_cpu_recipe_refuses_gpu_knobs() -> None:
@@ -336,13 +336,13 @@ def test_raylet_starts_without_the_dashboard_agent(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         services, _START_PROCESS, lambda command, kind, **_: commands.append(command)
     )
-    own = getattr(services, _START_PROCESS)
+    original = getattr(services, _START_PROCESS)
     agent = "--dashboard_agent_command='/a b/python' agent.py --session-dir=/s --node-id=7"
     with without_unused_processes():
         getattr(services, _START_PROCESS)(
             ["raylet", "--session_dir=/s", agent, "--node_id=7"], "raylet"
         )
-    assert getattr(services, _START_PROCESS) is own
+    assert getattr(services, _START_PROCESS) is original
     ((program, session, line, node),) = commands
     assert (program, session, node) == ("raylet", "--session_dir=/s", "--node_id=7")
     words = shlex.split(line.removeprefix("--dashboard_agent_command="))

@@ -108,11 +108,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(fake_gpus: None, hub: str, cache: Path) -> Iterator[Cluster]:
-    own = {"HF_ENDPOINT": hub, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0"}
+    variables = {"HF_ENDPOINT": hub, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0"}
     with without_unused_processes():
         head = {"num_cpus": CPUS, "num_gpus": 2, "include_dashboard": False}
         cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
-        patiently(lambda: cluster.add_node(num_cpus=CPUS, num_gpus=4, env_vars=own))
+        patiently(lambda: cluster.add_node(num_cpus=CPUS, num_gpus=4, env_vars=variables))
     cluster.wait_for_nodes(PATIENCE_S)
     ray.init(cluster.address, runtime_env=QUOTED_PYTHON, log_to_driver=False)
     yield cluster
@@ -197,10 +197,10 @@ def test_run_continues_on_the_remaining_nodes(
     wait_until_free(8)
     recipe = replace(config(engines=4, ranks=4), run=RunConfig(elastic_wait_s=0.1))
     recipe = replace(recipe, trainer=replace(recipe.trainer, min_ranks=2))
-    said: list[str] = []
+    output: list[str] = []
     facts = facts_of(model_config(TinyModelConfig(), build_tokenizer()))
     start = elastic_layouts(
-        recipe, tmp_path, facts=facts, hardware=Hardware(gpu=True), chosen={}, say=said.append
+        recipe, tmp_path, facts=facts, hardware=Hardware(gpu=True), chosen={}, say=output.append
     )
     with reserve_gpus(start.next(), timeout_s=PATIENCE_S) as reservation:
         assert len({seat.node.id for seat in reservation.placement.seats}) == 3
@@ -210,12 +210,12 @@ def test_run_continues_on_the_remaining_nodes(
         seats = reservation.placement.seats
         assert [sum(s.kind == kind for s in seats) for kind in (RANK, ENGINE)] == [3, 3]
         sit(reservation, RANK, 3)
-    assert "trainer.ranks is now 3, not 4, rollout.engines is now 3, not 4" in said[-1] or (
-        "rollout.engines is now 3, not 4, trainer.ranks is now 3, not 4" in said[-1]
+    assert "trainer.ranks is now 3, not 4, rollout.engines is now 3, not 4" in output[-1] or (
+        "rollout.engines is now 3, not 4, trainer.ranks is now 3, not 4" in output[-1]
     )
     wait_until_free(6)
     later = elastic_layouts(
-        recipe, tmp_path, facts=facts, hardware=Hardware(gpu=True), chosen={}, say=said.append
+        recipe, tmp_path, facts=facts, hardware=Hardware(gpu=True), chosen={}, say=output.append
     )
     with reserve_gpus(later.next(), timeout_s=PATIENCE_S) as reservation:
         assert len(reservation.placement.seats) == 6, "a first start, too"
@@ -239,9 +239,9 @@ def test_unplaceable_run_fails_before_the_start(
 ) -> None:
     recipe = ("train", "quickstart", "run.device=gpu", f"run.dir={tmp_path / 'run'}")
     assert main([*recipe, "rollout.tensor_parallel=5", "rollout.engines=1"]) == 2
-    said = capsys.readouterr()
-    assert "rollout.tensor_parallel = 5: each engine needs its GPUs on one node" in said.err
-    assert "starting" not in said.out and "cold start" not in said.out
+    output = capsys.readouterr()
+    assert "rollout.tensor_parallel = 5: each engine needs its GPUs on one node" in output.err
+    assert "starting" not in output.out and "cold start" not in output.out
     assert not ray.is_initialized()
 
 
@@ -259,10 +259,10 @@ def test_check_plans_all_ranks_of_an_elastic_run(
     assert main([*recipe, *knobs, "trainer.min_ranks=2"]) == 0
     assert "missing" not in capsys.readouterr().out
     assert main([*recipe, *knobs, *apart, "trainer.min_ranks=2"]) == 0
-    said = capsys.readouterr().out
-    assert "1 of these nodes absent now" in said and "missing node 0: " in said
-    assert "warning      the recipe needs 8 GPU(s)" in said
-    assert "starts with fewer ranks, 2 of 4 at least (trainer.min_ranks); on a" in said
+    output = capsys.readouterr().out
+    assert "1 of these nodes absent now" in output and "missing node 0: " in output
+    assert "warning      the recipe needs 8 GPU(s)" in output
+    assert "starts with fewer ranks, 2 of 4 at least (trainer.min_ranks); on a" in output
 
 
 def test_an_engine_and_a_rank_share_a_single_gpu(

@@ -37,7 +37,7 @@ GIVEN = {"A": "1", "B": "${A}/2", "C": "${NOBODY}x $HOME"}
 def test_worker_matches_rays_setup(monkeypatch: pytest.MonkeyPatch, python: str) -> None:
     context = {"py_executable": python, "env_vars": GIVEN}
     mine = command_of(told(**context, command_prefix=[], java_jars=[]))
-    assert (found := dict(os.environ))["B"] == "1/2" and found["C"] == f"x {found['HOME']}"
+    assert (environ := dict(os.environ))["B"] == "1/2" and environ["C"] == f"x {environ['HOME']}"
     assert mine == [python.strip("'"), *WORKER, "--last=x=y"]
 
     ran: list[list[str]] = []
@@ -47,7 +47,7 @@ def test_worker_matches_rays_setup(monkeypatch: pytest.MonkeyPatch, python: str)
     value: Any = Language
     theirs: Any = RuntimeEnvContext.deserialize(json.dumps(context))
     theirs.exec_worker([*WORKER, "--last=x=y"], value.Value("PYTHON"))
-    assert {name: os.environ[name] for name in GIVEN} == {name: found[name] for name in GIVEN}
+    assert {name: os.environ[name] for name in GIVEN} == {name: environ[name] for name in GIVEN}
     ((_, _, line),) = ran
     assert shlex.split(line.removeprefix("exec ")) == mine
 

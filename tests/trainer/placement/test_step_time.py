@@ -362,16 +362,16 @@ def test_offloaded_optimizer_costs_cpu_and_transfer_time(moe: ModelFacts) -> Non
     ],
 )
 def test_gpu_specs_by_driver_name(driver: str, sheet: str, tflops: float, terabytes: float) -> None:
-    found = spec_of(driver)
-    assert found.name == f"NVIDIA {sheet}"
-    assert (found.flops, found.memory_bytes) == (tflops * 1e12, terabytes * 1e12)
-    assert found.flash4 == (sheet[0] in "GHB")  # Hopper and Blackwell
-    assert found.host_bytes == (44e9 if found.flash4 or "5090" in sheet else 22e9)
+    spec = spec_of(driver)
+    assert spec.name == f"NVIDIA {sheet}"
+    assert (spec.flops, spec.memory_bytes) == (tflops * 1e12, terabytes * 1e12)
+    assert spec.flash4 == (sheet[0] in "GHB")  # Hopper and Blackwell
+    assert spec.host_bytes == (44e9 if spec.flash4 or "5090" in sheet else 22e9)
 
 
 def test_unknown_gpu_uses_named_default_rates() -> None:
     assert spec_of("") == GpuSpec()
-    found = spec_of("NVIDIA T4")
-    assert found.flops == GpuSpec().flops and not found.flash4
+    spec = spec_of("NVIDIA T4")
+    assert spec.flops == GpuSpec().flops and not spec.flash4
     assert not spec_of("NVIDIA GB10").flash4
-    assert found.name == "NVIDIA H200 (Keel has no rates of NVIDIA T4)"
+    assert spec.name == "NVIDIA H200 (Keel has no rates of NVIDIA T4)"

@@ -25,9 +25,9 @@ def refusal(config: Config, hardware: Hardware) -> str:
     return str(raised.value)
 
 
-def ways(said: str) -> list[dict[str, Any]]:
+def ways(message: str) -> list[dict[str, Any]]:
     """Changes suggested by a refusal."""
-    (text,) = re.findall(r"To make it fit: (.*)\. \(", said)
+    (text,) = re.findall(r"To make it fit: (.*)\. \(", message)
     values = {"true": True, "false": False, "bfloat16": "bfloat16"}
     return [
         {
@@ -104,25 +104,25 @@ def test_invalid_changes_are_not_suggested() -> None:
     """Asynchronous sampling excludes time sharing, and torch.compile excludes ZeRO-3."""
     config = recipe(micro_batch_tokens=8000, compile=True)
     asleep = replace(config, algorithm=AlgorithmConfig(max_lag=1))
-    said = refusal(asleep, machine(1, 24))
-    assert "sleep" not in said and "zero_stage=3" not in said
+    message = refusal(asleep, machine(1, 24))
+    assert "sleep" not in message and "zero_stage=3" not in message
 
 
 def test_impossible_fit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "keel.trainer.placement.suggestions._MAX_KNOBS", 2
     )  # trying all 4 takes a second
-    said = refusal(recipe(), machine(1, 3))
-    assert "It needs more or larger GPUs: no change of up to 2 knobs makes it fit" in said
-    assert "To make it fit" not in said
-    assert "1 node(s) of 1 GPU(s), 3.0 GiB each: made up" in said
+    message = refusal(recipe(), machine(1, 3))
+    assert "It needs more or larger GPUs: no change of up to 2 knobs makes it fit" in message
+    assert "To make it fit" not in message
+    assert "1 node(s) of 1 GPU(s), 3.0 GiB each: made up" in message
 
 
 def test_tiny_memory_is_shown_in_mib(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("keel.trainer.placement.suggestions.TRIED", 1)  # saves a second
-    said = refusal(recipe(), machine(1, 0.02))
-    assert "of a GPU with 20 MiB (run.gpu_gib) is 17 MiB" in said
-    assert "1 node(s) of 1 GPU(s), 20 MiB each: made up" in said
-    assert "0.0 GiB" not in said
+    message = refusal(recipe(), machine(1, 0.02))
+    assert "of a GPU with 20 MiB (run.gpu_gib) is 17 MiB" in message
+    assert "1 node(s) of 1 GPU(s), 20 MiB each: made up" in message
+    assert "0.0 GiB" not in message
