@@ -17,7 +17,7 @@ _FULL = 0.8
 """Fraction of the window that triggers a rewrite."""
 Method = Literal["none", "summary", "discard-75", "discard-all"]
 _SHARES = {"discard-75": 0.75, "discard-all": 1.0}
-"""Share of the tool calls that is removed."""
+"""Fraction of the tool calls to remove."""
 
 ASK_FOR_SUMMARY = (
     "The conversation is about to outgrow its window. Write down what is needed to go on without "
@@ -34,7 +34,7 @@ class Rewrite:
     messages: tuple[Message, ...]
     """Includes the opening."""
     added: tuple[Message, ...] = ()
-    """Those that are new to the conversation."""
+    """Messages that are new to the conversation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class AskFirst:
     """A question that the policy answers before the rewrite."""
 
     messages: tuple[Message, ...]
-    """Appended to the current context, or to the one of `before`."""
+    """Messages appended to the current context, or to the context of `before`."""
     before: Rewrite | None = None
     """Applied first if the current context leaves no room for the answer: a long tool result may
     have filled it."""

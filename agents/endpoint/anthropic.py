@@ -87,7 +87,7 @@ def error(refused: ApiError) -> dict[str, Any]:
 
 
 def _messages(at: str, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield OpenAI messages: there, tool results are separate messages."""
+    """Yield OpenAI messages, in which tool results are separate messages."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
         raise invalid_field(f"{at}.role", "must be user or assistant")

@@ -170,7 +170,7 @@ _TRIAL_S = 60.0
 _MAX_OUTPUT = 500
 _MISSING = re.compile(r"No module named '([\w.]+)'")
 _UNREACHED = re.compile(r"connect|api[_ ]?key|authentic|unauthorized|resol", re.IGNORECASE)
-"""Matches the output of a program that looked for the policy elsewhere."""
+"""Matches the output of a program that failed to reach the endpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,7 +294,8 @@ def _cure(program: AgentProgram, missing: re.Match[str] | None, episode: DrivenE
 
 
 def _interpreter(command: Sequence[str]) -> str:
-    """Return the Python that a command runs: itself, or the one in its script's first line."""
+    """Return the Python that a command runs: the command itself, or the one in its script's
+    shebang."""
     path = Path(command[0])
     if path.name.startswith("python"):
         return str(path)

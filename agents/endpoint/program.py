@@ -99,16 +99,16 @@ def command_of(program: str, *, python: str, folder: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
-    """Exit status of a program and its verdict on its trajectory."""
+    """Outcome of a program, with its verdict on its trajectory."""
 
     failed: str = ""
     """Why it failed; "" if it exited with status 0."""
     output: str = ""
     """Tail of its output."""
     timed_out: bool = False
-    """It was killed because its time was up."""
+    """True if the program was killed after its time limit."""
     verdict: Verdict | Unscored | None = None
-    """None: it gave none, or its verdict does not count."""
+    """None if the program gave no verdict or its verdict is ignored."""
     answer: str | None = None
     """Its answer to the task, if it gave one."""
 

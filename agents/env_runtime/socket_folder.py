@@ -6,7 +6,7 @@ import os
 import tempfile
 
 _MAX_PATH = 107
-"""Bytes of a unix socket's path; see unix(7)."""
+"""Maximum length of a unix socket's path in bytes; see unix(7)."""
 
 
 def socket_folder(prefix: str, socket: str) -> str:

@@ -129,7 +129,7 @@ def _submit(answer: str) -> Calls:
 
 
 def _wrong_plan(world: World, task: TripTask, draw: random.Random) -> str:
-    """Return a well-formed plan with places drawn at random."""
+    """Return a well-formed plan with random places that fails the checks."""
     places = {
         "hotel": world.hotels,
         "restaurant": world.restaurants,

@@ -14,7 +14,7 @@ PRELOAD = tuple(f"keel.agents.environments.general.{name}" for name in ("checks"
 
 
 class General:
-    """A task of the environments in some folders, whose tasks are numbered in order.
+    """A task of the environments in some folders, whose tasks are numbered across the folders.
 
     The number is in the prompt's name, `name/n`, or in its `reward`, `{"general": {"task": 3}}`.
     Tools and verifier run in their own processes. The tools' process is forked before anything else

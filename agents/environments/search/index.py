@@ -30,7 +30,7 @@ SNIPPET = 280
 MOST_TERMS = 48
 """Maximum number of terms in a query."""
 SEARCH_S = 10.0
-"""Time limit of a search, so that a slow one fails the call and not the episode."""
+"""Time limit of a search. A slow search fails the call instead of the episode."""
 STEPS = 1000
 """SQLite instructions between two checks of the time limit."""
 _TABLES = """

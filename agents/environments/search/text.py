@@ -25,10 +25,7 @@ _KEPT = {"\n", "\t", "\u200c", "\u200d"}
 
 
 def cleaned(text: str) -> str:
-    """Remove invisible characters and extra white space.
-
-    Invisible text may target only the model.
-    """
+    """Remove invisible characters, which may target only the model, and extra white space."""
     text = unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
     unseen = {c for c in set(text) if c not in _KEPT and unicodedata.category(c) in _UNSEEN}
     text = text.translate(dict.fromkeys(map(ord, unseen)))

@@ -30,8 +30,7 @@ class Trip:
     """
 
     def __init__(self, level: int = 0, ready: tuple[World, TripTask, Level] | None = None) -> None:
-        """Set up a task without an opening if `ready` is given. Raises ValueError for an unknown
-        level."""
+        """Start with the task `ready` if given. Raises ValueError for an unknown level."""
         if not 0 <= level < len(LEVELS):
             raise ValueError(f"trip: level = {level}, there are 0 to {len(LEVELS) - 1}")
         self._of = level
