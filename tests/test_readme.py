@@ -152,7 +152,7 @@ def test_my_yaml_is_accepted_for_its_hardware(
     assert "needs" in (error := capsys.readouterr().err) and "run.gpu_gib" in error
 
 
-def test_the_other_commands_parse() -> None:
+def test_other_commands_parse() -> None:
     parsed = [parser().parse_args(words) for _, *words in commands(block("keel new"))]
     recipes = [arguments.recipe for arguments in parsed if arguments.command == "distill"]
     assert len(parsed) > 5 and load_distillation(recipes[0]).dir == "runs/distill"

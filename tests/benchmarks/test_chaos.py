@@ -63,7 +63,7 @@ def test_clock_jump_and_slow_sync_are_isolated(
     assert faults.ahead_s == -2 * HOUR_S
 
 
-def test_only_what_is_named_is_drawn() -> None:
+def test_only_named_faults_are_drawn() -> None:
     there = kinds(preloaded=False, on_disk=False)
     assert chosen((), there) == list(PROCESSES)
     assert chosen(["kill engine", "raylet"], there) == [

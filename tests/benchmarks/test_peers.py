@@ -44,7 +44,7 @@ def messages(workload: Workload) -> list[list[dict[str, Any]]]:
     ]
 
 
-def test_a_gpu_that_others_use_is_refused() -> None:
+def test_busy_gpu_is_refused() -> None:
     memory.check_alone(lambda: 1e9, timeout_s=1.0)
     with pytest.raises(SystemExit):
         memory.check_alone(lambda: 70.0 * 2**30, timeout_s=0.2)
@@ -90,7 +90,7 @@ def test_engine_share_fits_its_completions() -> None:
     assert longer.engine_share(2**40) > 1.4 * QWEN3_06B.engine_share(2**40)
 
 
-def test_a_workload_comes_back_from_its_file(workload: Workload) -> None:
+def test_workload_round_trips_through_its_file(workload: Workload) -> None:
     assert Workload.load(Path(workload.model).parent / "workload.json") == workload
 
 

@@ -59,7 +59,7 @@ def test_all_that_has_to_be_equal_is(workload: Workload, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("arm", sorted(verl_grpo.ARMS))
-def test_a_micro_batch_holds_a_sequence(arm: str) -> None:
+def test_micro_batch_holds_a_sequence(arm: str) -> None:
     settings = verl_grpo.ARMS[arm]
     for each in (QWEN3_06B, SMALL, *map(drawn, range(8))):
         tokens = verl_grpo.micro_batch(each, settings)
@@ -90,9 +90,7 @@ def test_partial_log_is_read(tmp_path: Path) -> None:
     assert "actor/grad_norm" not in second.notes
 
 
-def test_its_arms_have_packages_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arms_have_separate_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/of/the/others")
     assert environment("m")["PYTHONPATH"].endswith(os.pathsep + "/of/the/others")
     alone = environment("m", tmp_path)["PYTHONPATH"].split(os.pathsep)
@@ -102,7 +100,7 @@ def test_its_arms_have_packages_of_their_own(
     assert "VLLM_USE_V2_MODEL_RUNNER" not in made
 
 
-def test_arms_are_told_what_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arms_receive_their_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "gpu_reader", lambda: None)
     monkeypatch.setattr(Bench, "write", lambda self: None)
     words = ["--out", str(tmp_path), "--arms", "keel,verl-fast,trl", "--set", "a=b"]

@@ -116,7 +116,7 @@ def test_places_and_proxies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", WELL)
-def test_a_step_in_which_the_parts_disagree(name: str) -> None:
+def test_mismatch_of_engine_and_trainer(name: str) -> None:
     assert verdict(WELL, 30.0).kind == "fine"
     assert verdict({**WELL, name: 1.0}, 30.0).kind == "wrong"
 

@@ -211,7 +211,7 @@ def test_terminal_is_asked_for_missing_flags(monkeypatch: pytest.MonkeyPatch) ->
     assert Path("its.yaml").exists()
 
 
-def test_invalid_replies_are_asked_again(
+def test_invalid_replies_prompt_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slips = [

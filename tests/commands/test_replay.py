@@ -152,7 +152,7 @@ def test_gap_is_reported_and_damaged_checkpoint_skipped(
     assert "step_000004 is damaged (more: extra" in capsys.readouterr().out
 
 
-def test_a_folder_without_such_a_batch(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_batch(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder, words, why in (
         (run / "elsewhere", (), "is not a run folder"),
         (run, (), "no saved batch"),

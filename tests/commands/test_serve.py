@@ -47,7 +47,7 @@ def test_export_keeps_name_and_sampling(tmp_path: Path) -> None:
     )
 
 
-def test_a_recipe_of_another_release_still_serves(tmp_path: Path) -> None:
+def test_recipe_of_another_release_serves(tmp_path: Path) -> None:
     run = write_run(tmp_path / "old")
     (run / "config.yaml").write_text("gone: 1\nrollout: {sampling: {temperature: 0.5}}\n")
     assert find_model(run).sampling == {"temperature": 0.5}
@@ -77,14 +77,14 @@ def test_thinking_is_the_mode_of_all_sources(
     ],
     ids=["absent", "empty", "not begun", "not exported"],
 )
-def test_a_folder_without_a_model_is_refused(
+def test_folder_without_model_is_refused(
     tmp_path: Path, make: Callable[[Path], Path], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         find_model(make(tmp_path))
 
 
-def test_the_command_line_wins_over_the_recipe(tmp_path: Path) -> None:
+def test_command_line_overrides_the_recipe(tmp_path: Path) -> None:
     model = find_model(write_run(tmp_path / "run", "rollout.sampling.temperature=0.7"))
     words = ["temperature=0.1", "thinking=false", "max-model-len=512", "enforce_eager=false"]
     options = server_options(model, parse_options(words), gpu=False)
@@ -101,7 +101,7 @@ def test_the_command_line_wins_over_the_recipe(tmp_path: Path) -> None:
         *("thinking=1", "model=x", "port=1", "served-model-name=x", "a={"),
     ],
 )
-def test_an_option_that_cannot_be_is_refused(word: str) -> None:
+def test_invalid_option_is_refused(word: str) -> None:
     with pytest.raises(ConfigError, match=word.partition("=")[0]):
         parse_options([word])
 
@@ -203,7 +203,7 @@ def test_answers_print_no_control_characters(
     assert capsys.readouterr().out == "]52;c;eA==a2J\tb\nक्\u200dष\u3000\n"
 
 
-def test_a_prompt_is_answered_once(
+def test_prompt_is_answered_once(
     completions: Completions, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chat.chat(None, url="u", prompt="one", gpu=False)

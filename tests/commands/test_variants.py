@@ -12,7 +12,7 @@ from keel.configs.schema import ConfigError, EvalVariant
 from keel.rl.types import Prompt
 
 
-def test_a_prompt_in_a_variants_words() -> None:
+def test_variant_changes_the_prompt() -> None:
     original = Prompt(
         prompt_id="p",
         domain="d",

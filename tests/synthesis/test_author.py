@@ -201,7 +201,8 @@ def test_lost_author_reports_no_key(
     ],
 )
 def test_overlong_conversation_is_truncated(endpoint: Server, error: str) -> None:
-    """That is the task's fault; a context without room for the first reply is the recipe's."""
+    """Overlong conversations fail the task; a context too small for the first reply is a recipe
+    error."""
     endpoint.behave = lambda _: Reply(f'{{"error": {error}}}', status=400)
 
     async def both() -> list[Any]:
@@ -218,7 +219,7 @@ def test_overlong_conversation_is_truncated(endpoint: Server, error: str) -> Non
     assert later == AuthorReply(content="", cut=True)
 
 
-def test_a_key_that_is_not_there(endpoint: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_api_key(endpoint: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AUTHORS_KEY", raising=False)
     with pytest.raises(ValueError):
         author_of(endpoint, api_key_env="AUTHORS_KEY")

@@ -43,7 +43,7 @@ def test_each_kind_has_a_file_with_equal_topics(tmp_path: Path) -> None:
     assert groups["refuse"] == groups["help"]
 
 
-def test_a_file_of_requests_is_a_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_request_file_is_a_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "redteam.jsonl"
     assert main([str(path), "--count", "6"]) == 0
     assert "6 requests" in capsys.readouterr().out

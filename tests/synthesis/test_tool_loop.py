@@ -68,7 +68,7 @@ def test_it_calls_until_it_has_an_answer() -> None:
     assert [one["id"] for one in requests[0]["tool_calls"]] == ["1", "2", "3"]
 
 
-def test_what_else_ends_it() -> None:
+def test_other_endings() -> None:
     assert worked(AuthorReply(content="", calls=(add(99), add(1))))[0].ended == "done"
     cut, ran = worked(AuthorReply(content="I th", calls=(add(1),), cut=True))
     assert cut.ended == "length" and not ran

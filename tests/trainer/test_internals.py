@@ -21,7 +21,7 @@ from keel.trainer.placement import ray_internals
 pytestmark = pytest.mark.e2e  # DeepSpeed asks the compiler
 
 
-def test_a_torch_without_them_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_internals_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_internals.check_torch()
     monkeypatch.delattr(distributed_c10d, "_set_pg_timeout")
     with pytest.raises(
@@ -30,7 +30,7 @@ def test_a_torch_without_them_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         check_libraries()
 
 
-def test_operators_are_looked_for_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_operators_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     lacking = type("aten", (), {})
     used = {
         lacking if owner is torch.ops.aten else owner: names
@@ -41,7 +41,7 @@ def test_operators_are_looked_for_too(monkeypatch: pytest.MonkeyPatch) -> None:
         torch_internals.check_torch()
 
 
-def test_a_transformers_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_without_internals(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = nn.Module()
     model.experts = nn.Module()
     model.experts.gate_up_proj = nn.Parameter(torch.zeros(2))
@@ -56,7 +56,7 @@ def test_a_transformers_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
         transformers_internals.check_transformers(model)
 
 
-def test_a_ray_that_says_it_nowhere(
+def test_ray_without_internals(
     monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
 ) -> None:
     monkeypatch.setattr(ray_internals, "_STATE", "ray._private.moved")

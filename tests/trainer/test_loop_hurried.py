@@ -48,7 +48,7 @@ class Hurried(FakeRun):
         ("train@2", ["save@2"], 2),  # saved already
     ],
 )
-def test_abort_saves_what_is_trained(when: str, saved: list[str], reached: int) -> None:
+def test_abort_saves_the_last_trained_step(when: str, saved: list[str], reached: int) -> None:
     world = Hurried(when)
     assert world.run(config(steps=9, eval_every=2, checkpoint_every=2)) == reached
     assert [event for event in world.events if event.startswith("save")] == saved

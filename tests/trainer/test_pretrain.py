@@ -104,7 +104,7 @@ def test_text_and_chats_mix(tmp_path: Path) -> None:
         prepare(path, [])
 
 
-def test_a_base_model_needs_no_chat_template(tmp_path: Path) -> None:
+def test_base_model_needs_no_chat_template(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     config = load_config(recipe(tmp_path))
     build_model(config.model.tiny, tokenizer, seed=0).save_pretrained(tmp_path / "model")

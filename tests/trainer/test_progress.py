@@ -20,7 +20,7 @@ class Counting(FakeRun):
         self.events.append(f"{done} of {total} {unit}")
 
 
-def test_an_evaluation_says_how_far_it_is() -> None:
+def test_evaluation_reports_progress() -> None:
     run = Counting()
     run.run(config(steps=1))
     first = run.events.index("evaluating")

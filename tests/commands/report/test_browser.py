@@ -126,7 +126,7 @@ def drawn(browser: Browser) -> None:
     browser.wait("document.querySelector('#view').dataset.drawn !== undefined")
 
 
-def test_an_evaluation_opens_with_its_results(browser: Browser, tmp_path: Path) -> None:
+def test_evaluation_opens_with_its_results(browser: Browser, tmp_path: Path) -> None:
     report([str(write_evaluation(tmp_path / "eval"))], str(tmp_path / "r.html"))
     browser.errors.clear()
     browser.open((tmp_path / "r.html").as_uri())
@@ -216,7 +216,7 @@ def test_tokens_with_their_numbers(opened: Browser, folder: Path) -> None:
     assert "version of the weights  7" in tip and "advantage  0.5" in tip
 
 
-def test_a_choice_shows_what_is_chosen(opened: Browser) -> None:
+def test_selection_is_shown(opened: Browser) -> None:
     opened.show(view="read", domain="another", step=2)
     assert opened.js("[...document.querySelectorAll('select')].map((one) => one.value)")[:2] == [
         "2",
@@ -226,7 +226,7 @@ def test_a_choice_shows_what_is_chosen(opened: Browser) -> None:
     assert opened.texts(".list a") == []
 
 
-def test_a_trajectory_cannot_break_out(opened: Browser, folder: Path) -> None:
+def test_trajectory_cannot_inject_markup(opened: Browser, folder: Path) -> None:
     for attack in ATTACKS:
         shown_text = attack.encode(errors="replace").decode()
         opened.show(view="read", group=place(folder, attack[:-1]), open=1)
@@ -243,7 +243,7 @@ def test_a_trajectory_cannot_break_out(opened: Browser, folder: Path) -> None:
     opened.errors.clear()
 
 
-def test_runs_beside_one_another(browser: Browser, folder: Path, tmp_path: Path) -> None:
+def test_runs_side_by_side(browser: Browser, folder: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "other", "trainer.lr=1e-6", steps=1)
     evaluation = write_evaluation(tmp_path / "eval")
     out = tmp_path / "all.html"
@@ -280,7 +280,7 @@ def test_only_visible_trajectories_are_rendered(browser: Browser, tmp_path: Path
     assert browser.texts(".list > div")[0] == "100 groups, 1000 trajectories"
 
 
-def test_the_live_page_follows_the_run(browser: Browser, tmp_path: Path) -> None:
+def test_live_page_follows_the_run(browser: Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     browser.errors.clear()
     with Server(Follower([str(folder)]), 0) as server:

@@ -120,7 +120,7 @@ def test_invalid_evaluation_line_is_named(
 
 
 @pytest.mark.parametrize("line", ["", "[]", "{}", DEEP, '{"variant": '])
-def test_a_line_of_something_else_is_named(tmp_path: Path, line: str) -> None:
+def test_foreign_line_is_named(tmp_path: Path, line: str) -> None:
     path = write_evaluation(tmp_path / "eval") / "samples.jsonl"
     with path.open("a") as file:
         file.write(line + "\n")

@@ -16,7 +16,7 @@ from keel.configs.schema import ConfigError
 from tests.commands.report.runs import ATTACKS, KINDS, write_evaluation, write_run, write_step
 
 
-def test_a_run_as_data(tmp_path: Path) -> None:
+def test_run_as_data(tmp_path: Path) -> None:
     run, chunks = read_folder(write_run(tmp_path / "run"))
     assert (run.name, run.kind, run.notes) == ("run", "run", [])
     assert run.steps == [0, 1, 2, 3]
@@ -58,7 +58,7 @@ def test_active_or_killed_run(tmp_path: Path) -> None:
     assert "run.save_trajectories and run.save_tokens, both above 0" in run.notes[1]
 
 
-def test_a_run_before_its_first_step(tmp_path: Path) -> None:
+def test_run_before_its_first_step(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     (tmp_path / "run" / "metrics.jsonl").unlink()
     run, _ = read_folder(tmp_path / "run")
@@ -96,7 +96,7 @@ def test_non_json_numbers_are_omitted(tmp_path: Path) -> None:
     assert b"NaN" not in gzip.decompress(chunks[path.name].data())
 
 
-def test_a_list_without_items_is_a_knob(tmp_path: Path) -> None:
+def test_empty_list_is_a_knob(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=1)
     text = "data: {sources: [], tags: [a], named: [{name: x, size: 1}]}"
     (folder / "config.yaml").write_text(text)
@@ -145,7 +145,7 @@ def test_supervised_run_has_no_sampling_advice(tmp_path: Path) -> None:
     assert read_folder(folder)[0].notes == []
 
 
-def test_a_long_read_prints_its_progress(
+def test_long_read_prints_progress(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, known = write_run(tmp_path / "run", steps=3), dict[Path, folders.StepFile]()
@@ -155,7 +155,7 @@ def test_a_long_read_prints_its_progress(
     assert capsys.readouterr().err.splitlines() == lines
 
 
-def test_an_evaluation_as_data(tmp_path: Path) -> None:
+def test_evaluation_as_data(tmp_path: Path) -> None:
     run, chunks = read_folder(write_evaluation(tmp_path / "eval", prompts=45))
     assert (run.kind, len(run.groups), len(chunks)) == ("evaluation", 45, 3)
     assert run.notes == ["the evaluation has not ended: this is what there is so far"]
@@ -216,7 +216,7 @@ def test_summary_shows_the_outcome(tmp_path: Path) -> None:
     assert summary["alarms"].startswith("2, ") and "entropy fell" in summary["alarms"]
 
 
-def test_changed_knobs_are_those_of_the_recipe(tmp_path: Path) -> None:
+def test_changed_knobs_match_the_recipe(tmp_path: Path) -> None:
     run, _ = read_folder(write_run(tmp_path / "run", "trainer.lr=3e-4", steps=1))
     assert {"trainer.lr", "run.dir", "data.sources[spiral].task"} <= {*run.changed}
     assert not {"sft.sources", "data.sources[spiral].path", "algorithm.group_size"} & {*run.changed}
@@ -237,7 +237,7 @@ def test_changed_knobs_are_those_of_the_recipe(tmp_path: Path) -> None:
         (None, ""),
     ],
 )
-def test_a_group_is_listed_by_its_question(content: object, question: str) -> None:
+def test_group_is_listed_by_its_question(content: object, question: str) -> None:
     opening = [{"role": "system", "content": "s"}, {"role": "user", "content": content}]
     one = {"reward": 1, "tokens": 1, "messages": [*opening, {"role": "assistant"}], "opening": 2}
     for messages in (opening, []):  # an episode's prompt is in its transcript

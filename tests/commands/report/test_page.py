@@ -137,7 +137,7 @@ def test_folder_name_is_not_utf_8(tmp_path: Path) -> None:
     assert run["name"] == odd.name and run["steps"] == [0, 1]
 
 
-def test_runs_of_different_recipes_and_an_evaluation_on_one_page(
+def test_different_recipes_and_evaluation_on_one_page(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = write_run(tmp_path / "b" / folder.name, "trainer.lr=1e-6", steps=1)

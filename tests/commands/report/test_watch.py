@@ -121,7 +121,7 @@ def test_trajectory_files_are_read_once(folder: Path, monkeypatch: pytest.Monkey
     assert chunk(runs, {"run": "0", "chunk": third})
 
 
-def test_an_evaluation_is_followed(tmp_path: Path) -> None:
+def test_evaluation_is_followed(tmp_path: Path) -> None:
     path = write_evaluation(tmp_path / "eval", prompts=25) / "samples.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     follower = Follower([str(path.parent)])
@@ -171,6 +171,6 @@ def test_it_has_nothing_else(server: Server, path: str) -> None:
     assert get(server, path)[0] == 404
 
 
-def test_a_port_that_is_taken_is_named(server: Server, folder: Path) -> None:
+def test_used_port_is_named(server: Server, folder: Path) -> None:
     with pytest.raises(ConfigError, match=f"--port {server.server_port}: Address already in use"):
         Server(Follower([str(folder)]), server.server_port)

@@ -130,7 +130,7 @@ def test_graded_proofs_become_tasks(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "Self Evaluation" not in shown and "score" not in shown
 
 
-def test_what_holds_no_graded_proof_is_named(
+def test_folder_without_graded_proofs_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "verify.jsonl")

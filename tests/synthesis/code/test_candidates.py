@@ -118,7 +118,7 @@ def test_merge_message_and_missing_commit(tmp_path: Path) -> None:
         mirror.load(mirror.keys[0])
 
 
-def test_a_merge_says_what_was_merged() -> None:
+def test_merge_messages_are_parsed() -> None:
     said = "Merge pull request #12 from a/b\n\nHandle nothing (#12)\n\nCo-authored-by: B <b@c>\n"
     assert told(said) == "Handle nothing"
 
@@ -132,7 +132,7 @@ def _archive(path: Path, files: Mapping[str, str]) -> str:
     return str(path)
 
 
-def test_two_releases_and_what_the_changelog_gained(tmp_path: Path) -> None:
+def test_two_releases_with_changelog(tmp_path: Path) -> None:
     new = {**BEFORE, **AFTER, "CHANGES.md": f"# 1.1\n{ISSUE}\n# 1.0\nFirst.\n", "../x": "out"}
     old = _archive(tmp_path / "adding-1.0.tar.gz", {**BEFORE, "CHANGES.md": "# 1.0\nFirst.\n"})
     pair = (old, _archive(tmp_path / "adding-1.1.tar.gz", new))
@@ -195,7 +195,7 @@ def test_zip_keeps_modes_and_links(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ['project = "x"', "[[project]]", "[project]\nname = ''", "x = " + "[" * 5000]
 )
-def test_a_strangers_pyproject_ends_nothing(text: str) -> None:
+def test_foreign_pyproject_is_harmless(text: str) -> None:
     base = {"pyproject.toml": ("f", text.encode())}
     change = Candidate(key="k", source=source(), base=base, after={}, issue="", version="1.0")
     assert change.project == ["adding"]
@@ -229,14 +229,14 @@ CHEATS: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("gate", "why", "given"), CHEATS, ids=[why for _, why, _ in CHEATS])
-def test_what_a_filter_refuses(gate: str, why: str, given: dict[str, Any]) -> None:
+def test_filters_refuse_candidates(gate: str, why: str, given: dict[str, Any]) -> None:
     check_change(candidate(), config())
     with pytest.raises(Rejected) as refused:
         check_change(candidate(**given), config())
     assert refused.value.gate == gate
 
 
-def test_a_large_repository_is_refused() -> None:
+def test_large_repository_is_refused() -> None:
     much = {**BEFORE, "data.txt": "x" * (3 << 20)}
     with pytest.raises(Rejected):
         check_change(candidate(before=much), config(most_tree_mib=1))

@@ -60,7 +60,7 @@ TOOLS = {"javascript": ("node", "npm"), "cpp": ("cmake", "ctest", "c++")}
 
 
 @pytest.mark.parametrize("language", PROJECTS)
-def test_a_project_becomes_a_task(language: str, tmp_path: Path) -> None:
+def test_project_becomes_a_task(language: str, tmp_path: Path) -> None:
     missing = [tool for tool in TOOLS[language] if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)}: not installed")
@@ -75,6 +75,6 @@ def test_a_project_becomes_a_task(language: str, tmp_path: Path) -> None:
     assert content["key"] == GitSource(settings).keys[0]
 
 
-def test_what_is_proven_has_a_project_here() -> None:
+def test_proven_languages_have_a_project() -> None:
     proven = {name for name, language in LANGUAGES.items() if not language.unproven}
     assert proven == {*PROJECTS, "python"}

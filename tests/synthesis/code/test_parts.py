@@ -178,7 +178,7 @@ def test_installed_packages_are_found_anywhere(tmp_path: Path) -> None:
     assert "mine" not in packages and "parse" not in packages
 
 
-def test_the_file_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a").write_text("1\n2\n3\n")
     view = {"do": "view", "path": "a", "first": 2, "last": 2}

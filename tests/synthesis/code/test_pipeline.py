@@ -38,7 +38,7 @@ def refused(report: dict[str, Any]) -> dict[str, list[str]]:
     return {gate: list(details["reasons"]) for gate, details in report["refused"].items()}
 
 
-def test_a_history_becomes_tasks(tmp_path: Path) -> None:
+def test_history_becomes_tasks(tmp_path: Path) -> None:
     git = repository(
         tmp_path / "git",
         ("Begin", BEFORE),
@@ -69,7 +69,7 @@ def test_a_history_becomes_tasks(tmp_path: Path) -> None:
     assert again == report and lines == ["3 of 3 tasks already made"]
 
 
-def test_a_copy_of_the_project_is_refused(tmp_path: Path) -> None:
+def test_copied_project_is_refused(tmp_path: Path) -> None:
     git = repository(tmp_path / "git", ("Begin", BEFORE), (ISSUE, AFTER))
     copied = f'{SETUP}\nmkdir -p "$PREFIX/lib/site-packages/other/_vendor"\n'
     copied += 'cp adding.py "$PREFIX/lib/site-packages/other/_vendor/"\n'

@@ -279,5 +279,5 @@ def as_wanted(name: str, outcomes: TestOutcomes) -> bool:
 
 
 @pytest.mark.parametrize("name", CHEATS)
-def test_a_cheat_is_refused_by_its_gate(name: str, outcomes: TestOutcomes) -> None:
+def test_gate_refuses_its_cheat(name: str, outcomes: TestOutcomes) -> None:
     assert as_wanted(name, outcomes), outcomes[name]

@@ -275,7 +275,7 @@ general:
 """
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_synthesize_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Against a server, with a separate reference model; all usage is counted."""
     wrap_of()
     (tmp_path / "notes").mkdir()

@@ -132,7 +132,7 @@ def test_hung_search_does_not_block_the_exit(monkeypatch: pytest.MonkeyPatch) ->
         ({"search": "nowhere:x"}, "No module named 'nowhere'"),
     ],
 )
-def test_a_search_that_is_none(settings: dict[str, str], reason: str) -> None:
+def test_invalid_search_function(settings: dict[str, str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         search_of(GeneralConfig(**settings))
 

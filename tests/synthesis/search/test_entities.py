@@ -51,14 +51,14 @@ def test_rare_names_and_no_common_words(index: SearchIndex) -> None:
     assert "Mirela Dancu" not in names(index, most_documents=1)
 
 
-def test_the_seed_draws(index: SearchIndex) -> None:
+def test_seed_determines_entities(index: SearchIndex) -> None:
     def drawn(seed: int, count: int = 4) -> list[str]:
         return [one.name for one in rare_entities(index, count=count, most_documents=2, seed=seed)]
 
     assert drawn(1) == drawn(1) != drawn(2) and drawn(1, 6)[:4] == drawn(1)
 
 
-def test_an_author_proposes(index: SearchIndex) -> None:
+def test_author_proposes_entities(index: SearchIndex) -> None:
     desk = Workspace(index=index, results=5, page_characters=3000, most_turns=5, tries=2)
 
     def first(*tried: list[str]) -> str:

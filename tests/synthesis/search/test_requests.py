@@ -40,7 +40,7 @@ def made(folder: Path, *, by_memory: str = "missed", **changes: Any) -> World:
     return world
 
 
-def test_a_request_with_a_rubric(tmp_path: Path) -> None:
+def test_request_with_rubric(tmp_path: Path) -> None:
     (line,) = made(tmp_path).lines
     assert line["provenance"]["scores"] == {"with_tools": 1.0, "without": 0.0}
     path = tmp_path / "out" / "tasks.jsonl"
@@ -59,6 +59,6 @@ def test_a_request_with_a_rubric(tmp_path: Path) -> None:
         ({"criteria": [CRITERIA[0]] * 3}, "criteria: .*several criteria have the name"),
     ],
 )
-def test_what_its_gates_refuse(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
+def test_gates_refuse_requests(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
     with pytest.raises(Rejected, match=why.partition(":")[0]):
         made(tmp_path, **changes)

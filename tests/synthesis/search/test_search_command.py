@@ -31,7 +31,7 @@ def reply(answer: AuthorReply | str) -> Reply:
     return Reply(json.dumps(body))
 
 
-def test_a_recipe_to_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_to_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     agents = Agents()
 
     def behave(request: dict[str, Any]) -> Reply:

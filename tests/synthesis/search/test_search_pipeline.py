@@ -342,7 +342,7 @@ def test_nearly_the_same_words_with_another_answer(tmp_path: Path) -> None:
         made(world_of(tmp_path, Agents(submits=[other]), count=2), 1)
 
 
-def test_a_corpus_that_cannot_be_used(tmp_path: Path) -> None:
+def test_unusable_corpus(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"search\.count"):
         made(world_of(tmp_path, count=900))
     with pytest.raises(ConfigError, match=r"search\.corpus"):

@@ -77,7 +77,7 @@ def test_answers_cannot_instruct_the_verifier(desk: Workspace) -> None:
     assert [one["Ada Pell"] for one in verdicts] == ["right", "right"]
 
 
-def test_a_verifier_decides_about_each_answer_once(desk: Workspace) -> None:
+def test_verifier_decides_each_answer_once(desk: Workspace) -> None:
     one = {"reason": "r", "document": "<|im_start|>.txt", "quote": "the lighthouse keeper was"}
     both = {"verdicts": [{**one, "answer": "A", "verdict": "right"}] * 2}
     verifier = ScriptedAuthor([opens("1"), calls("decide", both), calls("decide", both)])

@@ -45,7 +45,7 @@ def test_ties_dtypes_and_gradients_are_preserved() -> None:
         assert mine.requires_grad == theirs.requires_grad
 
 
-def test_values_are_left_out() -> None:
+def test_outline_has_no_values() -> None:
     model = Qwen3ForCausalLM(Qwen3Config(**SMALL | {"vocab_size": 100_000}))
     assert len(outline(model)) < 100_000
 

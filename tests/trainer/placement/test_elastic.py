@@ -169,9 +169,7 @@ def test_half_a_free_core_fits_a_rank(facts: ModelFacts, tmp_path: Path) -> None
     assert (cluster.now, cluster.said) == (0, [])
 
 
-def test_lost_node_halves_ranks_and_engines_after_the_wait(
-    facts: ModelFacts, tmp_path: Path
-) -> None:
+def test_lost_node_halves_ranks_and_engines(facts: ModelFacts, tmp_path: Path) -> None:
     cluster = Cluster(one_lost)
     layouts = cluster.layouts(recipe(min_ranks=1), facts, tmp_path)
     cluster.begun(layouts)

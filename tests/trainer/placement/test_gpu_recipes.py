@@ -35,7 +35,7 @@ def machine(gpus: int) -> list[Node]:
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_a_recipe_fits_the_gpus_in_its_name(name: str) -> None:
+def test_recipe_fits_the_gpus_in_its_name(name: str) -> None:
     config = load_config(name)
     assert list(place(config, machine(GPUS[name])).lines()) == [f"here: {SEATS[name]}"]
     if GPUS[name] > 2:  # a single GPU can be shared

@@ -101,7 +101,7 @@ def test_busy_node_has_no_gpu_ids() -> None:
     ]
 
 
-def test_one_engine_and_one_rank_share_a_single_gpu() -> None:
+def test_engine_and_rank_share_a_single_gpu() -> None:
     placement = place(config(), nodes(1))
     assert placement.shared and len(placement.seats) == 2
     assert "GPU 0, shared" in next(placement.lines())

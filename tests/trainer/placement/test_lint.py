@@ -56,7 +56,7 @@ def test_unusual_value_warns(knob: str, value: Any) -> None:
     assert line.startswith(f"{knob} = {value:g} is unusual")
 
 
-def test_a_small_model_may_learn_faster() -> None:
+def test_small_model_allows_higher_learning_rate() -> None:
     config = with_knob(recipe(), ["trainer", "lr"], 1e-3)
     assert lint_recipe(config, replace(DENSE, parameters=400_000)) == []
     assert "data.sources[sums].kl_coef = 3 is" in lint_recipe(recipe(beta=3.0), DENSE)[0]

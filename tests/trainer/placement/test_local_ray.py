@@ -99,7 +99,7 @@ sys.stdin.read()
 """
 
 
-def test_stub_agent_does_not_listen_and_ends_with_raylet(tmp_path: Path) -> None:
+def test_stub_agent_is_silent_and_ends_with_raylet(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RAYLET, str(_AGENT), str(tmp_path), "7"]
     raylet = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert raylet.stdin and raylet.stdout

@@ -265,7 +265,7 @@ def test_check_plans_all_ranks_of_an_elastic_run(
     assert "starts with fewer ranks, 2 of 4 at least (trainer.min_ranks); on a" in output
 
 
-def test_an_engine_and_a_rank_share_a_single_gpu(
+def test_engine_and_rank_share_a_single_gpu(
     two_nodes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     single = replace(cluster_nodes()[1], gpus=1, free_gpus=1)

@@ -87,7 +87,7 @@ def compute(
     return compute_seconds(config, facts, 65_536, micro_batches, GpuSpec(), Rates())
 
 
-def test_step_is_the_sum_of_compute_and_memory_time(moe: ModelFacts) -> None:
+def test_step_adds_compute_and_memory_time(moe: ModelFacts) -> None:
     """Compute-bound and memory-bound cases by hand."""
     free = {
         "layer_moves": 0.0,
@@ -237,7 +237,7 @@ def test_small_cache_needs_more_decoding_rounds(moe: ModelFacts) -> None:
     assert in_three.decode == pytest.approx(896 * 2 * in_three.decode_step + last.decode)
 
 
-def test_traffic_grows_with_zero_3_and_over_the_network(moe: ModelFacts) -> None:
+def test_traffic_grows_with_zero_3_and_network(moe: ModelFacts) -> None:
     def traffic(machine: GpuSpec, **trainer: Any) -> float:
         return traffic_seconds(recipe(**trainer), moe, 4, machine)
 
