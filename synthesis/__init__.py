@@ -1,1 +1,1 @@
-"""Pipelines that make agents' tasks: models write them, and gates throw away what does not hold."""
+"""Pipelines that generate tasks for agents: models write them and gates reject the bad ones."""

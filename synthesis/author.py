@@ -28,7 +28,7 @@ TOO_LONG = re.compile(
 
 
 class AuthorLost(RuntimeError):
-    """A model did not answer after all retries. The next start tries the task again."""
+    """A model did not answer after all retries. The next start retries the task."""
 
 
 class BudgetSpent(RuntimeError):
@@ -103,8 +103,8 @@ class SynthesisBudget:
         ):
             if limit and now + held + more > limit:
                 raise BudgetSpent(
-                    f"budget.{name} = {_said(limit)}: {_said(now)} spent, and calls in flight may "
-                    f"take {_said(held + more)}. Raise it and run the same command again"
+                    f"budget.{name} = {_amount(limit)}: {_amount(now)} spent, and calls in flight "
+                    f"may take {_amount(held + more)}. Raise it and run the same command again"
                 )
         self._held_tokens += tokens
         self._held_usd += usd
@@ -226,7 +226,7 @@ class EndpointAuthor:
 
 
 def most_tokens(text: str) -> int:
-    """Upper bound of the tokens of a text: no tokenizer in use has tokens shorter than a byte."""
+    """Upper bound of the tokens of a text, one per byte."""
     return len(text.encode(errors="replace"))
 
 
@@ -241,7 +241,7 @@ def _read(text: str, request: int) -> tuple[AuthorReply | None, tuple[int, int]]
         reply = AuthorReply(
             content=content,
             reasoning=str(message.get("reasoning_content") or message.get("reasoning") or ""),
-            calls=tuple(_call(given) for given in message.get("tool_calls") or ()),
+            calls=tuple(_call(entry) for entry in message.get("tool_calls") or ()),
             cut=choice.get("finish_reason") == "length",
         )
         usage = dict(body.get("usage") or {})
@@ -265,9 +265,9 @@ def _count(reply: Any, bound: int) -> int:
     return reply if type(reply) is int and reply > 0 else bound
 
 
-def _call(given: Mapping[str, Any]) -> ToolCall | Malformed:
-    number = str(given.get("id") or "")
-    function = cast(dict[str, Any], given.get("function") or {})
+def _call(entry: Mapping[str, Any]) -> ToolCall | Malformed:
+    number = str(entry.get("id") or "")
+    function = cast(dict[str, Any], entry.get("function") or {})
     name, text = str(function.get("name") or ""), str(function.get("arguments") or "{}")
     try:
         arguments = _encodable(json.loads(text))
@@ -278,7 +278,7 @@ def _call(given: Mapping[str, Any]) -> ToolCall | Malformed:
     return ToolCall(call_id=number, name=name, arguments=cast(dict[str, Any], arguments))
 
 
-def _said(value: float) -> str:
+def _amount(value: float) -> str:
     """Format an amount of tokens or dollars."""
     return f"{int(value):,}" if value == int(value) else f"{value:,.6g}"
 

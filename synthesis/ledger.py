@@ -20,7 +20,7 @@ from keel.configs.work_folder import WorkFolder
 from keel.synthesis.author import CallUsage
 
 REASONS = 5
-"""Reasons listed per gate."""
+"""Maximum reasons listed per gate."""
 MOST_SAID = 500
 
 
@@ -35,11 +35,11 @@ class TaskOutcome:
     reason: str = ""
     seconds: float = 0.0
     drafts: Sequence[Sequence[str]] = ()
-    """(gate, reason) of rejected drafts on the way."""
+    """(gate, reason) of rejected drafts."""
 
 
 class Rejected(Exception):
-    """A gate rejected the task. This is a normal outcome, not a failure of the pipeline."""
+    """A gate rejected the task, which is a normal outcome."""
 
     def __init__(self, gate: str, reason: str) -> None:
         super().__init__(f"{gate}: {reason}")
@@ -49,7 +49,7 @@ class Rejected(Exception):
 
 
 class Ledger:
-    """Creates and locks the folder; rejects the folder of another synthesis. A context manager."""
+    """Creates and locks the folder; rejects the folder of another synthesis."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         """`settings` are the settings that tasks depend on, as JSON."""

@@ -23,7 +23,7 @@ class ToolLoopResult:
     messages: tuple[Message, ...]
     """All messages, including the initial ones."""
     ended: Literal["stop", "done", "turns", "length"]
-    """Reason of the end: no more calls, a tool said it is done, no turns left, or a cut reply."""
+    """Reason of the end: no more calls, a tool ended it, turn limit, or a truncated reply."""
 
     @property
     def answer(self) -> str:
@@ -46,20 +46,20 @@ async def work(
     `call` runs a call whose arguments match the tool's schema, with its own timeout; other calls
     are answered with an error. Raises the errors of `author` and `call`.
     """
-    said, schemas = list(messages), arguments_of(tools)
+    history, schemas = list(messages), arguments_of(tools)
     for _ in range(most_turns):
-        reply = await author.ask(said, purpose=purpose, tools=tools)
-        said.append(reply.message())
+        reply = await author.ask(history, purpose=purpose, tools=tools)
+        history.append(reply.message())
         if reply.cut:
-            return ToolLoopResult(messages=tuple(said), ended="length")
+            return ToolLoopResult(messages=tuple(history), ended="length")
         if not reply.calls:
-            return ToolLoopResult(messages=tuple(said), ended="stop")
+            return ToolLoopResult(messages=tuple(history), ended="stop")
         for one in reply.calls:
             result = await _result(one, schemas, call)
-            said.append({"role": "tool", "tool_call_id": one.call_id, "content": result.text})
+            history.append({"role": "tool", "tool_call_id": one.call_id, "content": result.text})
             if result.done:
-                return ToolLoopResult(messages=tuple(said), ended="done")
-    return ToolLoopResult(messages=tuple(said), ended="turns")
+                return ToolLoopResult(messages=tuple(history), ended="done")
+    return ToolLoopResult(messages=tuple(history), ended="turns")
 
 
 async def _result(one: ToolCall | Malformed, schemas: Arguments, call: Call) -> ToolResult:
@@ -72,8 +72,7 @@ async def _result(one: ToolCall | Malformed, schemas: Arguments, call: Call) -> 
 
 
 async def gather_or_cancel(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """Return all results. If one raises, the others are cancelled, because they would go on
-    spending tokens."""
+    """Return all results. If one raises, cancel the others to save tokens."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))

@@ -26,11 +26,11 @@ from keel.rl.turns import Message
 from keel.synthesis.code.pipeline import PROMPT
 
 SUM = "State the final answer to the following arithmetic problem: {sum} ="
-"""The prompt of reasoning_gym's chain_sum."""
+"""Prompt of reasoning_gym's chain_sum."""
 
 
 class Stand:
-    """The tools of an environment as the policy sees them, called in this process."""
+    """Tools of an environment as the policy sees them, called in this process."""
 
     def __init__(
         self,
@@ -98,9 +98,9 @@ def price_demonstrations(
 def tower_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Make conversations for `keel.examples.small.towers`; hasty ones invent a name.
+    """Conversations for `keel.examples.small.towers`; hasty ones invent a name.
 
-    arguments: arguments of the environment.
+    arguments: the environment's arguments.
     """
     about = {key: arguments[key] for key in ("results", "cite") if key in arguments}
 

@@ -36,7 +36,7 @@ def tasks(count: int, seed: int) -> Iterator[dict[str, Any]]:
         scene, ask = kinds[number % len(kinds)]
         make, write, about, _ = SCENES[scene]
         draw = random.Random(f"{seed}/{number}")
-        data, answer = _asked(make, ask, draw)
+        data, answer = _draw_answer(make, ask, draw)
         yield {
             "id": f"{scene}-{ask.__name__}-{number}",
             "prompt": f"{about}\n\n{answer.question} {MARK}",
@@ -45,7 +45,7 @@ def tasks(count: int, seed: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def _asked(
+def _draw_answer(
     make: Callable[[random.Random], Any],
     ask: Callable[[Any, random.Random], Answer | None],
     draw: random.Random,

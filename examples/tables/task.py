@@ -12,7 +12,7 @@ from typing import Any
 Files = dict[str, str]
 """File contents by name."""
 CLEAR = 0.002
-"""Minimum lead of the largest value, as a share of the range."""
+"""Minimum lead of the largest value as a fraction of the range."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from keel.synthesis.code.sandboxes import Prefix
 from keel.synthesis.ledger import Rejected
 
 TELLING = 12
-"""Minimum characters of a line that is unlikely to appear by chance."""
+"""Minimum length of a line that identifies the change."""
 _PATCH = re.compile(r"^(diff --git |@@ -\d+,?\d* \+\d+|--- a/|\+\+\+ b/)", re.MULTILINE)
 _LINK = re.compile(r"https?://\S*/(?:commit|pull|compare|merge_requests)/\S*")
 
@@ -79,7 +79,7 @@ def added_and_removed(patch: str) -> tuple[list[str], list[str]]:
 
 
 LEAST = 3
-"""Lines of a change that do not appear together by chance."""
+"""Minimum matching lines that count as a copy."""
 MOST_BYTES = 8 << 20
 """Size limit of a searched file."""
 

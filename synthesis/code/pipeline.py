@@ -32,7 +32,7 @@ from keel.synthesis.code.filters import check_change, check_leaks, judge
 from keel.synthesis.code.sandboxes import (
     AROUND_S,
     CodeSandboxes,
-    asked,
+    call_workshop,
     instance_of,
     with_gold,
     write,
@@ -137,8 +137,8 @@ class CodePipeline:
         before: list[Mapping[str, Any]] = []
         after: list[Mapping[str, Any]] = []
         while True:
-            before.append(await asked(hosted, "tests", within_s, gold=False))
-            after.append(await asked(hosted, "tests", within_s, gold=True))
+            before.append(await call_workshop(hosted, "tests", within_s, gold=False))
+            after.append(await call_workshop(hosted, "tests", within_s, gold=True))
             outcomes = outcomes_of(before, after)
             if not outcomes.f2p:
                 raise Rejected("F2P", f"no test that fails before passes after {outcomes.about}")
@@ -149,7 +149,7 @@ class CodePipeline:
         return outcomes
 
     async def _copies(self, hosted: Hosted) -> str:
-        found = await asked(hosted, "copies", AROUND_S)
+        found = await call_workshop(hosted, "copies", AROUND_S)
         return str(found["where"])
 
     async def _proved(self, candidate: Candidate, reward: Mapping[str, Any]) -> None:

@@ -26,14 +26,14 @@ from keel.synthesis.ledger import Rejected
 
 OPEN_S = 180.0
 AROUND_S = 180.0
-"""Seconds for work before and after the tests of a call."""
+"""Timeout in seconds for the work around the tests of a call."""
 SETUP_FILES_MIB = 2048
 _PACKAGE = "keel.agents.environments.code"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """A prefix with a project's dependencies, and its test command."""
+    """A project's installed dependencies and its test command."""
 
     name: str
     """Folder in `prefixes`."""
@@ -178,7 +178,9 @@ async def _opened(program: Program, reward: Mapping[str, Any]) -> AsyncGenerator
         await hosted.close()
 
 
-async def asked(hosted: Hosted, name: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+async def call_workshop(
+    hosted: Hosted, name: str, timeout_s: float, **arguments: Any
+) -> dict[str, Any]:
     """Return the JSON result of a workshop's method. Raises Rejected if it fails."""
     call = ToolCall(call_id="1", name=name, arguments=arguments)
     result = await hosted.call(call, timeout_s=timeout_s)

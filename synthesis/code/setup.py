@@ -28,7 +28,7 @@ from keel.synthesis.code.sandboxes import (
     AROUND_S,
     CodeSandboxes,
     Prefix,
-    asked,
+    call_workshop,
     instance_of,
     with_gold,
     write,
@@ -104,7 +104,7 @@ class PrefixBuilder:
         self._projects = {normalize_name(source.name) for source in config.sources}
 
     async def of(self, candidate: Candidate) -> Prefix:
-        """Return the prefix of a candidate. Raises Rejected if no test can be made to pass."""
+        """Return the prefix of a candidate. Raises Rejected if no test passes."""
         name = self._name(candidate)
         async with self._locks.setdefault(name, asyncio.Lock()):
             record = self._records / f"{name}.json"
@@ -133,7 +133,7 @@ class PrefixBuilder:
         (self._rooms.folder / "packages" / f"{name}.json").unlink(missing_ok=True)
 
     async def _list(self, name: str, candidate: Candidate) -> None:
-        """Record the installed packages, in which episodes look for a copy of their project."""
+        """Record the installed packages, which may include a copy of the project."""
         folder = self._rooms.folder
         found = await asyncio.to_thread(find_packages, [str(folder / "prefixes" / name)])
         for other in sorted(self._projects - {normalize_name(one) for one in candidate.project}):
@@ -158,7 +158,7 @@ class PrefixBuilder:
             name=name, setup=source.setup or language.setup, test=source.test or language.test
         )
         async with self._rooms.workshop(self._draft(candidate, first), sets_up=True) as hosted:
-            built, why = await self._tried(hosted, candidate, first)
+            built, why = await self._try_setup(hosted, candidate, first)
             if built is not None:
                 return built
             if self._config.setup_turns:
@@ -173,13 +173,13 @@ class PrefixBuilder:
         message = {name: os.environ[name] for name in self._config.setup_env if name in os.environ}
         return {**instance, "env": {**message, "VERSION": candidate.version, **instance["env"]}}
 
-    async def _tried(
+    async def _try_setup(
         self, hosted: Hosted, candidate: Candidate, expected: Prefix
     ) -> tuple[Prefix | None, str]:
         """Set up in `hosted` and run the tests as episodes will; return the prefix, or the reason
         of the failure."""
         within_s = self._config.setup_s
-        result = await asked(
+        result = await call_workshop(
             hosted, "set_up", within_s + AROUND_S, script=expected.setup, within_s=within_s
         )
         if result["status"] != 0:
@@ -193,7 +193,7 @@ class PrefixBuilder:
         )
         draft = with_gold(instance_of(candidate, built, self._config.tests_s), candidate)
         async with self._rooms.workshop(draft) as room:
-            ran = await asked(room, "tests", self._config.tests_s + AROUND_S, gold=False)
+            ran = await call_workshop(room, "tests", self._config.tests_s + AROUND_S, gold=False)
         passed = sum(result == "passed" for result in ran["tests"].values())
         if passed:
             return built, ""
@@ -215,7 +215,7 @@ class PrefixBuilder:
                     timeout_s=BASH_S + AROUND_S,
                 )
             expected = Prefix(name=first.name, setup=value["setup"], test=value["test"])
-            found, complaint = await self._tried(hosted, candidate, expected)
+            found, complaint = await self._try_setup(hosted, candidate, expected)
             return ToolResult(text=complaint or "It works.", done=found is not None)
 
         text = TASK.format(

@@ -45,7 +45,7 @@ class GitSource:
             raise ConfigError(f"code.sources[{source.name}].git = {source.git!r}: no such folder")
         try:
             self._folder = self._found_folder()
-            told_of = self._told(["%H", "%P", "%B"], "--first-parent", source.ref)
+            commits = self._log_fields(["%H", "%P", "%B"], "--first-parent", source.ref)
         except (OSError, subprocess.SubprocessError) as error:
             reply = str(error)  # git is missing, or timed out
             if isinstance(error, subprocess.CalledProcessError):
@@ -54,7 +54,7 @@ class GitSource:
                 f"code.sources[{source.name}].git = {source.git!r}: {reply}"
             ) from error
         self._commits: dict[str, tuple[str, list[str], str]] = {}
-        for commit, parents, message in told_of:
+        for commit, parents, message in commits:
             if not parents or (source.refers and not _REFERS.search(message)):
                 continue
             if len(self._commits) == source.most:
@@ -75,20 +75,20 @@ class GitSource:
         numbers = [int(one) for one in _REFERS.findall(message)]
         known = [self._issues[number] for number in numbers if number in self._issues]
         if not known and merged and _MERGE.match(message):
-            merges = self._told(["%B"], f"{parent}..{merged[0]}")
+            merges = self._log_fields(["%B"], f"{parent}..{merged[0]}")
             message = "\n".join([message, *(text for (text,) in merges)])
         try:
             tag = self._git("describe", "--tags", "--abbrev=0", parent)
         except subprocess.CalledProcessError:
             tag = ""
         version = re.search(r"\d+(\.\d+)+", tag)
-        ((date,),) = self._told(["%cI"], "--max-count=1", commit)
+        ((date,),) = self._log_fields(["%cI"], "--max-count=1", commit)
         return Candidate(
             key=key,
             source=self._source,
             base=base,
             after=after,
-            issue=known[0] if known else told(message),
+            issue=known[0] if known else issue_text(message),
             version=version[0] if version else "1.0",
             origin={"commit": commit, "parent": parent, "date": date, "refers": numbers},
         )
@@ -120,7 +120,7 @@ class GitSource:
         folder = Path(self._source.git).expanduser().absolute()
         return str(folder / ".git" if (folder / ".git").exists() else folder)
 
-    def _told(self, what: Sequence[str], *which: str) -> list[list[str]]:
+    def _log_fields(self, what: Sequence[str], *which: str) -> list[list[str]]:
         """Return the formatted fields of commits; messages contain no NUL bytes."""
         form = "".join(f"%x00{word}" for word in what)
         parts = self._git("rev-list", f"--format={form}%x00", *which).split("\0")
@@ -141,7 +141,7 @@ class GitSource:
         return ran.stdout
 
 
-def told(message: str) -> str:
+def issue_text(message: str) -> str:
     """Return a commit message as an issue: without trailers, merge line and its own number."""
     lines = [
         line.rstrip()
@@ -217,7 +217,7 @@ def version_of(path: Path) -> str:
 
 
 def changelog_additions(base: Tree, after: Tree) -> str:
-    """Return the lines that the newer changelog has added."""
+    """Return the lines added to the newer changelog."""
     for path in sorted(after, key=lambda path: (path.count("/"), path)):
         name = path.lower()
         entry = after[path]

@@ -24,7 +24,7 @@ from keel.synthesis.ledger import Rejected
 from keel.synthesis.tool_loop import gather_or_cancel, work
 
 SHOWN = 6000
-"""Characters of the database shown to the author again."""
+"""Maximum characters of the database in later prompts."""
 
 
 class EnvironmentWriter:

@@ -111,8 +111,8 @@ async def solved(
     *,
     seed: int = 0,
 ) -> SolutionResult:
-    """Run the solution in a process that has only the tools, whose calls go through the environment
-    as a policy's do."""
+    """Run the solution in a process with only the tools; its calls go through the environment like
+    a policy's."""
     results: list[tuple[ToolCall, Mapping[str, str]]] = []
     with lost_to("solution"):
         async with general(rooms, environment, number, seed=seed) as (policy, _):
@@ -122,7 +122,7 @@ async def solved(
                 results.append((call, {"failed" if done.failed else "text": done.text}))
                 return results[-1][1]
 
-            answer = await _driven(rooms, specs, solution, number, request)
+            answer = await _run_solution(rooms, specs, solution, number, request)
     if not results:
         raise Rejected("solution", "solve calls no tool")
     return SolutionResult(answer=answer, results=tuple(results))
@@ -144,7 +144,7 @@ async def grounded(
             return replay(call)
 
         try:
-            answer = await _driven(rooms, specs, solution, number, request)
+            answer = await _run_solution(rooms, specs, solution, number, request)
         except Rejected:
             return "fails"
         return "same" if answer == found.answer else "other"
@@ -161,7 +161,7 @@ async def grounded(
         )
 
 
-async def _driven(
+async def _run_solution(
     rooms: GeneralSandboxes, specs: Specs, solution: str, number: int, request: CallAnswerer
 ) -> Any:
     """Run a solution whose calls `asked` answers, and return its answer."""
@@ -209,7 +209,7 @@ def _call(reply: Mapping[str, Any], count: int, specs: Specs) -> ToolCall:
 
 
 def general(rooms: GeneralSandboxes, environment: Path, number: int, *, seed: int = 0) -> Any:
-    """Open the environment as a policy has it."""
+    """Open the environment as the policy does."""
     arguments = {"folder": str(environment), "verify_s": rooms.config.verify_s}
     reward = {"general": {"task": number}}
     return rooms.open("environment:General", reward=reward, arguments=arguments, seed=seed)
@@ -262,7 +262,7 @@ async def not_easier(
 
 
 def harder(before: int | None, passed: int, attempts: int) -> None:
-    """Require that fewer of the reference policy's attempts pass than at the task before."""
+    """Require fewer passing attempts of the reference policy than at the previous task."""
     if attempts and before is not None and passed >= before:
         raise Rejected(
             "harder",
@@ -377,11 +377,11 @@ class ResultReplay:
         try:
             value: Any = json.loads(said["text"])
         except ValueError:  # the tool returns text
-            return {"text": str(self._told(self._entries(said["text"])))}
-        value = map_leaves(self._told, self._entries(value))
+            return {"text": str(self._changed_leaf(self._entries(said["text"])))}
+        value = map_leaves(self._changed_leaf, self._entries(value))
         return {"text": json.dumps(value, ensure_ascii=False)}
 
-    def _told(self, value: Any) -> Any:
+    def _changed_leaf(self, value: Any) -> Any:
         changed = self._change(value)
         self._true[json.dumps(changed)] = value
         return changed
@@ -405,7 +405,7 @@ def as_it_is(value: Any) -> Any:
 
 def halve_entries(value: Any) -> Any:
     """Return half of the entries of a list, of the lists in an object, of a flat object, or of the
-    lines of a text. Other changes do not affect counts."""
+    lines of a text, to change counts."""
     if isinstance(value, list):
         each = cast(list[Any], value)
         return each[: len(each) // 2]

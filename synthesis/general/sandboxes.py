@@ -23,13 +23,13 @@ from keel.synthesis.ledger import Rejected
 PACKAGE = "keel.agents.environments.general"
 MEMORY_MIB = 2048
 STARTING = 8
-"""Sandboxes that may start at the same time."""
+"""Maximum concurrent sandbox starts."""
 SLACK_S = 30.0
-"""Added to the inner timeouts for a busy machine."""
+"""Slack in seconds on top of the inner timeouts."""
 
 
 class GeneralSandboxes:
-    """Sandboxes that read the folder `making` only. Use as an async context."""
+    """Sandboxes that read only the folder `making`. Use as an async context manager."""
 
     def __init__(self, making: Path, config: GeneralConfig) -> None:
         """Raises ConfigError if this machine has no sandbox."""

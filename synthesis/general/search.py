@@ -62,7 +62,7 @@ def search_of(config: GeneralConfig) -> Search | None:
     async def search(query: str) -> str:
         try:
             async with asyncio.timeout(DEADLINE_S):
-                return _text(await asyncio.wrap_future(_begun(function, query)))
+                return _text(await asyncio.wrap_future(_start(function, query)))
         except TimeoutError as error:
             raise ValueError(f"the search timed out after {DEADLINE_S:g} s") from error
         except Exception as error:  # an external service: report it to the author
@@ -71,7 +71,7 @@ def search_of(config: GeneralConfig) -> Search | None:
     return search
 
 
-def _begun(function: Callable[[str], Any], query: str) -> Future[Any]:
+def _start(function: Callable[[str], Any], query: str) -> Future[Any]:
     """Run the function on a daemon thread, so that a hanging search does not block the exit."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()

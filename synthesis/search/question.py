@@ -42,7 +42,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A question before anyone has tried it."""
+    """An untested question."""
 
     question: str
     answer: str
@@ -135,7 +135,7 @@ _FIRST = {ord(sign): signs[0] for signs in _SIGNS for sign in signs}
 
 
 def normalize_answer(text: str) -> str:
-    """Normalize a text so that spellings which the rule accepts as equal become equal."""
+    """Normalize a text so that equivalent spellings become equal."""
     reply = unicodedata.normalize("NFC", " ".join(text.split())).translate(_FIRST)
     return "".join(low if len(low := sign.lower()) == 1 else sign for sign in reply)
 
@@ -150,7 +150,7 @@ def rule_of(right: Sequence[str]) -> dict[str, str]:
 
 
 def accepts(rule: dict[str, str]) -> Callable[[str], bool]:
-    """Return a function that tells whether an answer scores 1."""
+    """Return a predicate that is true if an answer scores 1."""
     verify = verifier_for({"kind": "answer", **rule})
     return lambda answer: verify(answer) == 1
 

@@ -23,7 +23,7 @@ from keel.synthesis.code.filters import check_change, check_leaks, judge
 from keel.synthesis.code.pipeline import outcomes_of
 from keel.synthesis.code.sandboxes import Prefix
 from keel.synthesis.code.setup import PrefixBuilder
-from keel.synthesis.code.sources import ArchiveSource, GitSource, told
+from keel.synthesis.code.sources import ArchiveSource, GitSource, issue_text
 from keel.synthesis.ledger import Rejected
 from tests.synthesis.authors import ScriptedAuthor
 from tests.synthesis.code.projects import (
@@ -120,7 +120,7 @@ def test_merge_message_and_missing_commit(tmp_path: Path) -> None:
 
 def test_merge_messages_are_parsed() -> None:
     said = "Merge pull request #12 from a/b\n\nHandle nothing (#12)\n\nCo-authored-by: B <b@c>\n"
-    assert told(said) == "Handle nothing"
+    assert issue_text(said) == "Handle nothing"
 
 
 def _archive(path: Path, files: Mapping[str, str]) -> str:

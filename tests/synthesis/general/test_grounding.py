@@ -39,7 +39,7 @@ def held(solution: Callable[[Ask], Awaitable[Any]], output: str, monkeypatch: An
         result = SolutionResult(answer=answer, results=((LIST, {"text": output}),))
         await grounded(None, {}, solution, 0, result)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(gates, "_driven", driven)
+    monkeypatch.setattr(gates, "_run_solution", driven)
     asyncio.run(work())
 
 
