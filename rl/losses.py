@@ -289,3 +289,63 @@ def _check_kl(logp: Tensor, logp_ref: Tensor | None, kl_coef: float | Tensor) ->
         # The only value check that synchronises with a GPU: silently omitting the KL is worse.
         used = bool((kl_coef > 0).any()) if isinstance(kl_coef, Tensor) else kl_coef > 0
         require(not used, "logp_ref is None, but kl_coef is above 0: pass it, or set kl_coef to 0")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NllOutput:
+    """A share of the loss with its metrics."""
+
+    loss: Tensor
+    """Scalar; carries the gradient."""
+    totals: Tensor
+    """[3] float64 on the loss's device: the loss, Σ −log p, the number of tokens."""
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """`loss` and `nll`, the unweighted mean over tokens in nats.
+
+        Read them after the backward pass: reading synchronises with the device.
+        """
+        loss, total, count = (float(number) for number in self.totals.cpu())
+        return {"loss": Sum(loss), "nll": Mean(total, count)}
+
+
+def nll_loss(
+    logp: Tensor,
+    sequence: Tensor,
+    *,
+    sequence_tokens: Tensor,
+    total_sequences: int,
+    sequence_weight: Tensor | None = None,
+) -> NllOutput:
+    r"""Compute this part's share of the negated mean log-likelihood.
+
+        −1/B Σ_i w_i/|o_i| Σ_t log π_θ(o_{i,t})
+
+    w_i = |o_i| B / Σ_j |o_j| gives the mean over the tokens of the step, the loss of transformers
+    and TRL. w_i = 1 gives the mean over conversations of each conversation's mean.
+
+    Shapes (N learned tokens of S conversations, which may have more tokens in other calls):
+        logp              [N] float32 or float64, natural-log probabilities
+        sequence          [N] int64, 0 … S−1, in any order
+        sequence_tokens   [S] integer, |o_i|: all learned tokens of the conversation
+        total_sequences   B, conversations in the whole optimizer step
+        sequence_weight   [S] w, 1 on average over the step; None: all ones
+
+    The denominators are global, so the shares and gradients of any split of a step add up. N = 0
+    gives a loss of 0. Raises `ValueError` naming the argument.
+    """
+    require_log_probs(logp)
+    require_sequences(sequence, torch.zeros_like(logp), len(sequence_tokens))
+    require(
+        total_sequences >= max(1, len(sequence_tokens)),
+        f"total_sequences = {total_sequences}: must be at least 1 and count the "
+        f"{len(sequence_tokens)} sequences of this call",
+    )
+    weight_S = checked_weight(sequence_weight, sequence_tokens, logp)
+    weight = weight_S[sequence] / (sequence_tokens[sequence].to(logp.dtype) * total_sequences)
+    loss = -(weight * logp).sum()
+    with torch.no_grad():
+        count = torch.full_like(loss, len(logp)).double()
+        totals = torch.stack([loss.double(), -logp.double().sum(), count])
+    return NllOutput(loss, totals)

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # reward workers start without numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
-from keel.rl.types import SamplingMasks
+    from keel.rl.types import SamplingMasks
 
 Message = Mapping[str, Any]
 """A chat message: `role`, `content`, and `reasoning_content`, `tool_calls`, `tool_call_id`."""

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from keel.rl.losses import nll_loss
 from keel.rl.metrics import merge, values
 from keel.rl.packing import TrainBatch
 from keel.rl.records import recorded_segments, scored_record, trajectory_record
-from keel.rl.sft import Average, SftExample, nll_loss, pack_sft, supervised_segment
+from keel.rl.sft import Average, SftExample, pack_sft, supervised_segment
 from keel.rl.types import PROGRAM, Prompt, Segment, Trajectory
 from tests.rl.rollouts import scored
 

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from keel.configs.schema import AlgorithmConfig, Config
 from keel.model.device import to_device
-from keel.rl.losses import LossOutput, grpo_loss
+from keel.rl.losses import LossOutput, NllOutput, grpo_loss, nll_loss
 from keel.rl.metrics import Max, Mean, Metric, Sum
 from keel.rl.offpolicy import GapTotals, kept_mass_shortfall
 from keel.rl.packing import Loss, MicroBatch, TrainBatch
-from keel.rl.sft import NllOutput, nll_loss
 from keel.trainer.engine.policy import Inputs
 
 CUT = 4
