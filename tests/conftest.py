@@ -81,7 +81,7 @@ TOGETHER = (
         r"tests/trainer/engine/test_(engine|windows|expert_parallel|resharding|changed_deepspeed)"
     ),
     re.compile(
-        r"tests/rollout/(test_changed_vllm|engine/test_head_dtype|recording/test_(v1|interleavings)"
+        r"tests/(rollout/(engine/test_head_dtype|recording/test_(v1|interleavings))"
         r"|weights/test_updates)"
     ),
 )

@@ -18,11 +18,13 @@ FOLDERS = [
     "configs",
     "data",
     "model",
-    "report",
+    "commands",
+    "examples",
+    "synthesis",
+    "weights",
     "rewards",
     "rl",
     "rollout",
-    "tasks",
     "trainer",
 ]
 PICKLES = {

@@ -105,7 +105,7 @@ def test_bad_recipes_are_refused(
     ("code", "status", "message"),
     [
         ("def half(prompt, trajectory):\n    return 0.5\n", 0, ""),
-        ("def half(prompt, trajectory):\n    1\n", 1, "checked_rewards.py:2"),
+        ("def half(prompt, trajectory):\n    1\n", 1, "checked_rewards.py:1"),
         ("async def half(prompt, trajectory):\n    yield 1\n", 2, "checked_rewards.py:1"),
     ],
 )

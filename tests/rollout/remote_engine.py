@@ -185,7 +185,7 @@ def _stop_copying() -> None:
         worker.keel_plan, worker.keel_recorder, worker.keel_decided = None, None, False
 
     def stop(engine: Any) -> None:
-        engine._no_copies = "switched off"
+        engine._no_copies = "it is switched off"
         engine._llm.collective_rpc(reset)
 
     _ENGINE._enqueue(stop).result(timeout=DEADLINE_S)

@@ -37,7 +37,7 @@ def test_missing_operators_are_detected(monkeypatch: pytest.MonkeyPatch) -> None
         for owner, names in torch_internals._USED.items()
     }
     monkeypatch.setattr(torch_internals, "_USED", used)
-    with pytest.raises(RuntimeError, match=r"no aten\._flash_attention_backward, "):
+    with pytest.raises(RuntimeError, match="_flash_attention_backward"):
         torch_internals.check_torch()
 
 
@@ -46,13 +46,11 @@ def test_transformers_without_internals(monkeypatch: pytest.MonkeyPatch) -> None
     model.experts = nn.Module()
     model.experts.gate_up_proj = nn.Parameter(torch.zeros(2))
     message = transformers_internals.check_transformers(model)
-    assert message.startswith(
-        f"transformers {transformers.__version__} is not as 5.17 to 5.19 were"
-    )
+    assert transformers.__version__ in message and "_apply_gate" in message
     model.experts._apply_gate = print
     assert transformers_internals.check_transformers(model) == ""
     monkeypatch.delattr(PreTrainedModel, "_keep_in_fp32_modules_strict")
-    with pytest.raises(RuntimeError, match=r"has no PreTrainedModel\._keep_in_fp32_modules_strict"):
+    with pytest.raises(RuntimeError, match="_keep_in_fp32_modules_strict"):
         transformers_internals.check_transformers(model)
 
 
@@ -64,4 +62,4 @@ def test_ray_without_internals(
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     assert [ray_internals.free_by_node() for _ in range(2)] == [{"a": {"GPU": 8.0}}] * 2
     (line,) = (record.getMessage() for record in logged)
-    assert "GPUs that others use count as free here" in line
+    assert ray.__version__ in line

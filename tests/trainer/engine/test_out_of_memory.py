@@ -37,16 +37,16 @@ class Local(Learner):
 
     def __init__(self, model: Path, config: Config) -> None:
         self._config, self._make_room, self._direct = config, done, False
-        self._limits = StepDeadlines(config.trainer.timeout_s, 0.0)
+        self._deadlines = StepDeadlines(config.trainer.timeout_s, 0.0)
         self.worker = TrainerWorker(0, 1, gpu=False)
         self.worker._engine = TrainerEngine(str(model), config)
 
-    def _deal(
+    def _call_with_shares(
         self, method: str, shares: Sequence[Any], what: str, times: int = 1, **options: bool
     ) -> list[Any]:
         return [getattr(self.worker, method)(shares[0], **options)]
 
-    def _all(self, method: str, *arguments: object, limit: object) -> list[Any]:
+    def _call_all(self, method: str, *arguments: object, deadline: object) -> list[Any]:
         return [getattr(self.worker, method)(*arguments)]
 
     def weights(self) -> dict[str, torch.Tensor]:
