@@ -1,4 +1,4 @@
-"""The algorithm: losses, advantages, masks, packing and the types that pass between stages.
+"""The algorithm: losses, advantages, masks, packing and the types that the stages exchange.
 
-Pure torch and numpy. Nothing here knows of Ray, vLLM, DeepSpeed or transformers.
+The code uses only torch and numpy, and does not depend on Ray, vLLM, DeepSpeed or transformers.
 """

@@ -11,7 +11,8 @@ from keel.rl.checks import require, require_rows
 
 Scale = Literal["none", "std"]
 _ROUNDING_ULP = 4
-"""Rewards within this many units in the last place of the group's largest count as equal."""
+"""Rewards count as equal if they differ by at most this many units in the last place of the largest
+reward in the group."""
 
 
 def group_advantages(rewards: Tensor, *, scale: Scale = "none") -> Tensor:

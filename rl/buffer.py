@@ -1,6 +1,7 @@
-"""The buffer between sampling and training: limits sampling ahead and filters groups.
+"""The buffer between sampling and training, which limits how far sampling runs ahead and filters
+groups.
 
-It has no threads and no clocks; `keel.trainer.batch_stream` adds those. All back-pressure is in
+It uses no threads or clocks, which `keel.trainer.batch_stream` adds. Sampling is held back only by
 `GroupBuffer.room`.
 """
 
@@ -21,21 +22,22 @@ _Filter = Literal["none", "reward", "correct"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Groups to train on in one step."""
+    """The groups that one step trains on."""
 
     groups: tuple[ScoredGroup, ...]
-    """Groups in the order of their prompts."""
+    """The groups, in the order in which their prompts were submitted."""
     discarded: tuple[ScoredGroup, ...] = ()
-    """Groups that were sampled for this batch and filtered out."""
+    """Groups that were sampled for this batch but filtered out."""
     metrics: dict[str, Metric] = field(default_factory=dict[str, Metric])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lag:
-    """Maximum age of the weights that sample, relative to the trainer's.
+    """How far the weights used for sampling may be behind the trainer's.
 
-    batches: batches sampled ahead; publish_every: steps between weight updates; updates: optimizer
-    steps on one batch; each creates a version.
+    `batches` is the number of batches sampled ahead, `publish_every` the number of steps between
+    weight updates, and `updates` the number of optimizer steps on one batch. Each optimizer step
+    creates a new version of the weights.
     """
 
     batches: int = 0
@@ -44,20 +46,19 @@ class Lag:
 
     @property
     def versions(self) -> int:
-        """Largest age, in versions, of a token that is trained on."""
+        """The largest number of versions by which the weights that sampled a token may be behind
+        when the token is trained on."""
         return (self.batches + self.publish_every - 1) * self.updates
 
 
 @dataclass(slots=True)
 class _Place:
-    """A submitted prompt whose group is in no batch yet."""
-
     prompt: Prompt
     group: ScoredGroup | None = None
     reason: str | None = None
-    """Reason to filter the group out."""
+    """Why the group should be filtered out, if it should."""
     freed: bool = False
-    """The group will certainly be discarded, so its slot is already free."""
+    """True if the slot is already free because the group will certainly be discarded."""
 
 
 class GroupBuffer:
@@ -96,18 +97,18 @@ class GroupBuffer:
     ) -> None:
         """Create a buffer for steps `start` + 1 … `steps`.
 
-        batch: groups per step; max_refills: maximum number of groups discarded for one batch, as a
-        multiple of `batch`.
+        `batch` is the number of groups in a step. `max_refills` limits how many groups may be
+        discarded for one batch, as a multiple of `batch`.
         """
         self._batch, self._lag, self._steps = batch, lag, steps
         self._filter: _Filter = filter_by
         self._budget = int(max_refills * batch)
         self._adopted = start
         self._submitted = start * batch
-        """Prompts submitted since step 1, without discarded ones."""
+        """Number of prompts submitted since step 1, not counting discarded ones."""
         self._numbers = 0
         self._queue: dict[int, _Place] = {}
-        """Groups by number, in order. The first one is not finished."""
+        """The undecided groups by number, in order. The first one has not arrived yet."""
         self._members: list[ScoredGroup] = []
         self._discarded: list[ScoredGroup] = []
         self._counts: Counter[str] = Counter()
@@ -116,21 +117,22 @@ class GroupBuffer:
     def room(self) -> int:
         """Return how many prompts to submit now.
 
-        Counts up to the next regular weight update, like a run that was not resumed.
+        In a resumed run, the count still goes up to the next scheduled weight update, so the run
+        continues as if it had not been interrupted.
         """
         every = self._lag.publish_every
         ahead = (self._adopted // every + 1) * every + self._lag.batches
         return max(0, min(ahead, self._steps) * self._batch - self._submitted)
 
     def submitted(self, prompt: Prompt) -> int:
-        """Register a prompt and return the number of its group."""
+        """Register a submitted prompt and return the number of its group."""
         self._submitted += 1
         self._numbers += 1
         self._queue[self._numbers] = _Place(prompt)
         return self._numbers
 
     def arrived(self, number: int, group: ScoredGroup) -> None:
-        """Add a sampled and scored group."""
+        """Add the group with this number after it has been sampled and scored."""
         place = self._queue[number]
         place.group, place.reason = group, uninformative(group, self._filter)
         for first, place in list(self._queue.items()):
@@ -141,7 +143,7 @@ class GroupBuffer:
         self._free_early()
 
     def awaited(self) -> list[int]:
-        """Return the numbers of the groups that the next batch is known to wait for."""
+        """Return the numbers of unfinished groups that the next batch certainly needs."""
         missing = 0 if self._batches else self._batch - len(self._members)
         return [n for n, place in islice(self._queue.items(), missing) if place.group is None]
 
@@ -150,28 +152,30 @@ class GroupBuffer:
         return bool(self._batches)
 
     def take(self) -> Batch:
-        """Remove and return the next batch; requires `ready`."""
+        """Remove and return the next batch. Call this only if `ready` returns True."""
         return self._batches.popleft()
 
     def adopted(self, step: int) -> None:
-        """Free the slots of the groups of `step`, whose weights the engines now have."""
+        """Free the slots for the groups of `step`, because the engines now use the weights trained
+        on them."""
         self._adopted = max(self._adopted, step)
 
     def unfinished(self) -> tuple[Prompt, ...]:
-        """Return untrained prompts in order, for a resumed run to submit again."""
+        """Return the prompts that have not been trained on, in order, so that a resumed run can
+        submit them again."""
         groups = [*(group for batch in self._batches for group in batch.groups), *self._members]
         queue = (place.prompt for place in self._queue.values() if not place.freed)
         return (*(group.group.prompt for group in groups), *queue)
 
     def discarding(self) -> tuple[Prompt, ...]:
-        """Return prompts whose groups were filtered out of batches not taken yet."""
+        """Return the prompts whose groups were filtered out for batches that have not been taken
+        yet."""
         ready = (group for batch in self._batches for group in batch.discarded)
         groups = [*ready, *self._discarded]
         freed = (place.prompt for place in self._queue.values() if place.freed)
         return (*(group.group.prompt for group in groups), *freed)
 
     def _decide(self, place: _Place, group: ScoredGroup) -> None:
-        """Keep or discard `group`; all groups before it are decided."""
         if place.reason is not None and len(self._discarded) < self._budget:
             self._free(place)
             self._discarded.append(group)
@@ -188,10 +192,6 @@ class GroupBuffer:
             self._members, self._discarded, self._counts = [], [], Counter()
 
     def _free_early(self) -> None:
-        """Free slots of groups that the budget covers even if all undecided ones before them fail.
-
-        A batch that fills up before only resets the budget.
-        """
         discarded = len(self._discarded)
         for place in self._queue.values():
             discarded += place.group is None or place.reason is not None
@@ -208,11 +208,12 @@ class GroupBuffer:
 def uninformative(
     group: ScoredGroup, by: _Filter
 ) -> Literal["all_correct", "all_wrong", "all_equal", "empty", "lone"] | None:
-    """Return the reason to filter out a group, or None.
+    """Return the reason for filtering out a group, or None to keep it.
 
-    `by="reward"` filters groups whose advantages are all 0, `by="correct"` those whose `correct`
-    parts are all equal, even if length or format differ. A group that lost all of its completions
-    is `empty`, one that lost all but one is `lone`.
+    With `by="reward"`, groups are filtered out if all their advantages are 0. With `by="correct"`,
+    they are filtered out if their completions have the same `correct` part, even if they differ in
+    length or format. A group that lost all its completions is `empty`, and one with a single
+    completion left is `lone`.
     """
     if by == "none":
         return None
@@ -228,12 +229,14 @@ def uninformative(
 
 
 def split_updates(groups: Sequence[ScoredGroup], updates: int) -> list[list[ScoredGroup]]:
-    """Split groups into `updates` optimizer steps with equal numbers of groups (±1).
+    """Split the groups for `updates` optimizer steps, so that each step gets the same number (±1).
 
-    Groups with a gradient (not `ScoredGroup.idle`) are also split evenly. There are fewer steps if
-    some would have none of them, because momentum would move the weights without a gradient, but at
-    least one if there are completions. Groups without completions are omitted. Raises `ValueError`
-    for `updates` below 1.
+    Groups that contribute a gradient (not `ScoredGroup.idle`) are also split evenly. If there are
+    too few of them for every step, the number of steps is reduced, because momentum would move the
+    weights even without a gradient. At least one step remains if there are any completions. Groups
+    without completions are omitted.
+
+    Raises `ValueError` if `updates` is below 1.
     """
     if updates < 1:
         raise ValueError(f"updates = {updates}: must be at least 1")

@@ -1,7 +1,7 @@
-"""Argument checks of the losses. Errors name the argument and, for values, the row.
+"""Argument checks for the losses, whose errors name the argument and, for values, the row.
 
-Shapes and dtypes are always checked. Values are checked on the CPU only: on a GPU each check would
-stall the device, and `keel.rl.packing.MicroBatch` has made the same checks on the host.
+Shapes and dtypes are always checked. Values are checked on the CPU only, because each check would
+stall a GPU, and `keel.rl.packing.MicroBatch` has already made the same checks on the host.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from torch import Tensor
 
 
 def require(ok: bool, message: str) -> None:
-    """Raise `ValueError` with `message` unless `ok`."""
+    """Raise `ValueError` with `message` unless `ok` is true."""
     if not ok:
         raise ValueError(message)
 
 
 def require_rows(name: str, value: Tensor, ok: Tensor, rule: str) -> None:
-    """Raise `ValueError` naming the first row of `value` where `ok` is False; CPU only."""
+    """Raise `ValueError` for the first row of `value` where `ok` is False. On a GPU this does
+    nothing."""
     if value.is_cpu and not bool(ok.all()):
         row = tuple(int(i) for i in (~ok).nonzero()[0])
         index = ", ".join(map(str, row))
@@ -25,9 +26,10 @@ def require_rows(name: str, value: Tensor, ok: Tensor, rule: str) -> None:
 
 
 def require_log_probs(logp: Tensor, **others: Tensor) -> None:
-    """Require float32 or float64 vectors of one length.
+    """Check that all arguments are float32 or float64 vectors with the same length.
 
-    Half precision is too coarse for log-probabilities: bfloat16 has steps of 0.06 at 10 nats.
+    Half precision is too coarse for log-probabilities: near 10 nats, adjacent bfloat16 values are
+    0.06 apart.
     """
     for name, value in {"logp": logp, **others}.items():
         require(value.ndim == 1, f"{name} has shape {list(value.shape)}: must be 1-D, [N]")
@@ -39,7 +41,8 @@ def require_log_probs(logp: Tensor, **others: Tensor) -> None:
 
 
 def require_sequences(sequence: Tensor, advantage: Tensor, num_sequences: int) -> None:
-    """Require `sequence` to index `num_sequences` sequences, and `advantage` to be finite."""
+    """Check that `sequence` contains valid indices below `num_sequences` and that `advantage` is
+    finite."""
     require(num_sequences >= 0, f"num_sequences = {num_sequences}: must not be negative")
     require(sequence.dtype == torch.int64, f"sequence is {sequence.dtype}: must be int64")
     require(
@@ -56,7 +59,8 @@ def require_sequences(sequence: Tensor, advantage: Tensor, num_sequences: int) -
 
 
 def checked_weight(weight: Tensor | None, sequence_tokens: Tensor, logp: Tensor) -> Tensor:
-    """Validate `sequence_weight` [S] and cast it to the dtype of `logp`; None gives ones."""
+    """Check `sequence_weight` [S] and return it in the dtype of `logp`, or return ones if it is
+    None."""
     if weight is None:
         return torch.ones_like(sequence_tokens, dtype=logp.dtype)
     require(

@@ -1,4 +1,4 @@
-"""Evaluation metrics, and the definition of a pass."""
+"""Evaluation metrics, and the rule that decides whether a completion passes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from keel.rl.metrics import Mean, Metric, Sum, mean_of
 from keel.rl.types import FUNCTIONS, ScoredGroup
 
 ERROR = "error"
-"""Reward part that is above 0 if scoring the completion failed."""
+"""The name of a reward part that is above 0 if the completion could not be scored."""
 _PASS = 1 - 1e-9
-"""Lowest `correct` of a completely right completion: 1, up to rounding of a weighted mean. Rewards
-keep partial credit well below (`keel.rewards.rules.reasoning_gym`)."""
+"""The lowest `correct` with which a completion passes: 1, minus the rounding error of a weighted
+mean. Rewards keep partial credit well below this (`keel.rewards.rules.reasoning_gym`)."""
 FAIL = 1e-9
-"""Highest `correct` of a completion without any credit: 0, up to rounding."""
+"""The highest `correct` for a completion that gets no credit: 0, plus the rounding error."""
 
 
 def passed(correct: float) -> bool:
-    """Return whether a completion is completely right; partial credit and NaN are not.
+    """Return whether a completion is completely right. Partial credit and NaN do not count.
 
     Evaluations, filters and comparisons all use this rule.
     """
@@ -26,10 +26,10 @@ def passed(correct: float) -> bool:
 
 
 def pass_at_k(samples: int, passes: int, k: int) -> float:
-    """Estimate the probability that one of k completions passes, without bias.
+    """Return an unbiased estimate of the probability that at least one of k completions passes.
 
-    1 − C(n−c, k) / C(n, k) for n `samples` with c `passes` (Chen et al., 2021, Eq. 1). Raises
-    ValueError unless 1 ≤ k ≤ samples.
+    The estimate is 1 − C(n−c, k) / C(n, k), where n is `samples` and c is `passes` (Chen et al.,
+    2021, Eq. 1). Raises ValueError unless 1 ≤ k ≤ samples.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} of {samples} completions: k must be between 1 and {samples}")
@@ -60,7 +60,6 @@ def evaluation(groups: Sequence[ScoredGroup]) -> dict[str, Metric]:
 
 
 def _correct_failed(group: ScoredGroup, index: int) -> bool:
-    """Return whether the failed part determines `correct`."""
     if not group.notes_G or group.group.prompt.reward.get("kind") == FUNCTIONS:
         return True
     return "correct" in group.notes_G[index]

@@ -1,4 +1,4 @@
-"""Combinators for `concurrent.futures.Future`."""
+"""Functions that combine instances of `concurrent.futures.Future`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ U = TypeVar("U")
 
 
 def failed(error: BaseException) -> Future[Any]:
-    """Return a failed future."""
+    """Return a future that has already failed with `error`."""
     future: Future[Any] = Future()
     future.set_exception(error)
     return future
 
 
 def done() -> Future[None]:
-    """Return a completed future without a value."""
+    """Return a future that has already completed, with the value None."""
     future: Future[None] = Future()
     future.set_result(None)
     return future
 
 
 def when_all(futures: Sequence[Future[Any]], make: Callable[[], T]) -> Future[T]:
-    """Return a future of `make()`, called in the thread that completes the last of `futures`.
+    """Return a future for the result of `make`, which is called once all `futures` have completed.
 
-    `make` sees their errors when it requests their results. Its own errors fail the future.
+    `make` runs in the thread that completes the last future. It sees an error from a future when it
+    asks for that future's result. If `make` itself raises, the returned future fails.
     """
     made: Future[T] = Future()
     pending, lock = len(futures), threading.Lock()
@@ -50,9 +51,10 @@ def when_all(futures: Sequence[Future[Any]], make: Callable[[], T]) -> Future[T]
 
 
 def then(first: Future[T], start: Callable[[T], Future[U]]) -> Future[U]:
-    """Chain `first` with the future that `start` makes from its result.
+    """Return a future for the result of a second step, which `start` begins with the result of
+    `first`.
 
-    Fails if either fails. Cancelling the result cancels `first`.
+    It fails if either step fails. Cancelling it cancels `first`.
     """
     last: Future[U] = Future()
 
@@ -78,7 +80,6 @@ def then(first: Future[T], start: Callable[[T], Future[U]]) -> Future[U]:
 
 
 def _settle(future: Future[T], make: Callable[[], T]) -> None:
-    """Set the result of `make`, or its error."""
     try:
         result = make()
     except BaseException as error:

@@ -8,14 +8,16 @@ from __future__ import annotations
 from torch import Tensor
 
 BOUND = 20.0
-"""Bound of the log-ratio in exponentials, in nats; a ratio of 5e8."""
+"""Largest absolute log-ratio, in nats, that is passed to an exponential. It corresponds to a ratio
+of 5e8."""
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """Clamp to ±`BOUND` with a straight-through gradient of 1.
+    """Clamp to ±`BOUND`, with a straight-through gradient of 1.
 
-    A plain clamp has no gradient outside the bound, exactly where the policy has drifted furthest.
-    NaN and infinities give NaN: a log-ratio cannot have these values, and clamping would hide them.
+    A plain clamp has no gradient outside the bound, which is where the policy has drifted furthest.
+    NaN and infinities become NaN, because a valid log-ratio cannot have these values and clamping
+    would hide the error.
     """
     return log_ratio.clamp(-BOUND, BOUND).detach() + (log_ratio - log_ratio.detach())
 

@@ -1,4 +1,8 @@
-"""The GRPO loss of DeepSeek-V3.2 (2025), section 3.1, as shares that add up."""
+"""The training losses: the GRPO loss from section 3.1 of DeepSeek-V3.2 (2025) and the
+log-likelihood loss.
+
+Each call returns one part's share of the loss, and the shares of a step add up to the whole.
+"""
 
 from __future__ import annotations
 
@@ -28,28 +32,30 @@ _ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "k3": lambda logp, logp_old, logp_ref: k3(logp, logp_ref),
 }
 _FAR = 0.1
-"""Distance of a ratio from 1 that counts in `mismatch/ratio_outside_fraction`."""
+"""`mismatch/ratio_outside_fraction` counts the ratios that differ from 1 by more than this."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossOutput:
-    """A share of the loss with its metrics."""
+    """One part's share of the GRPO loss, with its metrics."""
 
     loss: Tensor
-    """Scalar; carries the gradient."""
+    """The loss as a scalar that carries the gradient."""
     totals: Tensor
-    """[3 + 2·len(means)] float64 on the loss's device: the loss, the largest ratio, the largest gap
-    of a sequence, then a sum and a count for each of `means`."""
+    """The numbers from which `metrics` is computed, as [3 + 2·len(means)] float64 on the loss's
+    device. They are the loss, the largest ratio and the largest gap in a sequence, followed by a
+    sum and a count for each name in `means`."""
     means: tuple[str, ...]
-    """Names of the averaged metrics."""
+    """Names of the metrics that are averages."""
     masked: bool
     """True if the sequence mask was applied."""
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """Metrics that merge over shares, in one transfer from the device.
+        """The metrics of this share, which can be merged with those of other shares.
 
-        Read them after the backward pass: reading synchronises with the device.
+        Read them after the backward pass, because reading copies them from the device and waits for
+        it.
         """
         loss, ratio_max, gap_max, *pairs = (float(number) for number in self.totals.cpu())
         means = zip(self.means, pairs[::2], pairs[1::2], strict=True)
@@ -78,7 +84,7 @@ def grpo_loss(
     sequence_weight: Tensor | None = None,
     sequence_gap: Tensor | None = None,
 ) -> LossOutput:
-    r"""Compute this part's share of the negated objective. DeepSeek-V3.2 (2025), Eq. 5 and 7–9.
+    r"""Compute this part's share of the GRPO loss (DeepSeek-V3.2, 2025, Eq. 5 and 7–9).
 
         −1/B Σ_i w_i/|o_i| Σ_t [ min(r Â_i, clip(r, 1−ε_low, 1+ε_high) Â_i) · M_i − β_t · KL_t ]
 
@@ -100,9 +106,10 @@ def grpo_loss(
                                               that is complete here, or cannot be masked. None: all
                                               NaN
 
-    Eq. 5 averages over groups the mean over each group's sequences. For groups of equal size, that
-    is the mean over all sequences. Otherwise w_i = B / (n G_i), with n groups in the step and G_i
-    sequences in the group of i (`keel.rl.packing.pack`).
+    Eq. 5 takes the mean over the sequences in each group, and then the mean over groups. If all
+    groups have the same size, this is the mean over all sequences. Otherwise
+    w_i = B / (n G_i), where the step has n groups and the group of sequence i has G_i sequences
+    (`keel.rl.packing.pack`).
 
     Both denominators are global, so the shares (and gradients) of any split of a step into ranks,
     micro-batches and segments add up. With `mask_delta`, a sequence with a negative advantage must
@@ -126,7 +133,8 @@ def grpo_loss(
                                           is complete here, at least 0; only with `mask_delta`
         clip/fraction                     tokens without gradient because of the clip
 
-    Raises `ValueError` naming the argument, and on the CPU the row (see `keel.rl.checks`).
+    Raises `ValueError` if an argument is invalid. The error names the argument and, on the CPU, the
+    row (see `keel.rl.checks`).
     """
     _check_step(sequence_tokens, total_sequences, clip_low, clip_high, kl)
     require_log_probs(logp, logp_old=logp_old, advantage=advantage)
@@ -190,12 +198,6 @@ def grpo_loss(
 def _surrogate(
     log_ratio: Tensor, advantage: Tensor, keep: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """Return min(r Â, clip(r) Â) · M and where the clip is active, both [N].
-
-    min picks the clipped side exactly where r is above the range and Â > 0, or below it and Â < 0.
-    Selecting before the exponential, instead of multiplying by 0, keeps the infinite log-ratio of
-    one token out of the gradient of all others. A NaN compares as not clipped and stays in.
-    """
     with torch.no_grad():
         ratio = log_ratio.clamp(-BOUND, BOUND).exp()
         above = (advantage > 0) & (ratio > 1 + clip_high)
@@ -214,7 +216,6 @@ def _kl_penalty(
     kl_coef: float | Tensor,
     estimator: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Return β · KL, [N]; the estimator gets zeros where β = 0, so that NaN there is harmless."""
     if logp_ref is None:
         return torch.zeros_like(logp)
     coef = kl_coef.detach() if isinstance(kl_coef, Tensor) else torch.full_like(logp, kl_coef)
@@ -223,7 +224,6 @@ def _kl_penalty(
 
 
 def _total(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of `values` where `counted`, and their number, as float64 scalars."""
     return torch.where(counted, values.double(), 0.0).sum(), counted.sum().double()
 
 
@@ -260,10 +260,6 @@ def _check_sequence_tokens(sequence_tokens: Tensor, sequence: Tensor) -> None:
 def _check_complete(
     sequence_tokens: Tensor, sequence: Tensor, advantage: Tensor, sequence_gap: Tensor | None
 ) -> None:
-    """Require maskable sequences to be complete or to have a gap; CPU only.
-
-    On a GPU, `keel.rl.packing.MicroBatch` has already checked it.
-    """
     if sequence.is_cpu:
         present = torch.bincount(sequence, minlength=len(sequence_tokens))
         complete = present[sequence] == sequence_tokens[sequence]
@@ -293,18 +289,20 @@ def _check_kl(logp: Tensor, logp_ref: Tensor | None, kl_coef: float | Tensor) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NllOutput:
-    """A share of the loss with its metrics."""
+    """One part's share of the log-likelihood loss, with its metrics."""
 
     loss: Tensor
-    """Scalar; carries the gradient."""
+    """The loss as a scalar that carries the gradient."""
     totals: Tensor
-    """[3] float64 on the loss's device: the loss, Σ −log p, the number of tokens."""
+    """[3] float64 on the loss's device: the loss, Σ −log p and the number of tokens."""
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """`loss` and `nll`, the unweighted mean over tokens in nats.
+        """The metrics `loss` and `nll`, where `nll` is the unweighted mean of −log p over tokens,
+        in nats.
 
-        Read them after the backward pass: reading synchronises with the device.
+        Read them after the backward pass, because reading copies them from the device and waits for
+        it.
         """
         loss, total, count = (float(number) for number in self.totals.cpu())
         return {"loss": Sum(loss), "nll": Mean(total, count)}
@@ -318,12 +316,12 @@ def nll_loss(
     total_sequences: int,
     sequence_weight: Tensor | None = None,
 ) -> NllOutput:
-    r"""Compute this part's share of the negated mean log-likelihood.
+    r"""Compute this part's share of the negative mean log-likelihood.
 
         −1/B Σ_i w_i/|o_i| Σ_t log π_θ(o_{i,t})
 
-    w_i = |o_i| B / Σ_j |o_j| gives the mean over the tokens of the step, the loss of transformers
-    and TRL. w_i = 1 gives the mean over conversations of each conversation's mean.
+    With w_i = |o_i| B / Σ_j |o_j|, this is the mean over all tokens in the step, as in transformers
+    and TRL. With w_i = 1, every conversation has the same weight, however long it is.
 
     Shapes (N learned tokens of S conversations, which may have more tokens in other calls):
         logp              [N] float32 or float64, natural-log probabilities
@@ -333,7 +331,7 @@ def nll_loss(
         sequence_weight   [S] w, 1 on average over the step; None: all ones
 
     The denominators are global, so the shares and gradients of any split of a step add up. N = 0
-    gives a loss of 0. Raises `ValueError` naming the argument.
+    gives a loss of 0. Raises `ValueError` if an argument is invalid.
     """
     require_log_probs(logp)
     require_sequences(sequence, torch.zeros_like(logp), len(sequence_tokens))

@@ -1,4 +1,4 @@
-"""Metrics that merge correctly over ranks and micro-batches."""
+"""Metrics that can be merged correctly over ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import reduce
 
 MEASURES = ("/pass@1", "/loss", "/indexer/held")
-"""Suffixes of the headline metrics of a held-out set, for summaries and reports."""
+"""Suffixes of the main evaluation metrics, which summaries and reports show."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A sum and a count."""
+    """A mean, stored as a sum and a count so that means can be merged."""
 
     total: float
     count: float
@@ -24,7 +24,7 @@ class Mean:
 
     @property
     def value(self) -> float:
-        """The mean; NaN if the count is 0."""
+        """The mean, or NaN if the count is 0."""
         return self.total / self.count if self.count else float("nan")
 
 
@@ -45,7 +45,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """A maximum; NaN if any value is NaN."""
+    """A maximum, which is NaN if any value is NaN."""
 
     largest: float
 
@@ -64,7 +64,10 @@ Metric = Mean | Sum | Max
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge the values of each name. Raises `ValueError` if their types differ."""
+    """Merge the metrics that have the same name.
+
+    Raises `ValueError` if their types differ.
+    """
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():

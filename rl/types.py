@@ -1,10 +1,10 @@
-"""The types that pass between the stages, in order:
+"""The types that the stages exchange, in this order:
 
 Prompt → Group of Trajectories (of Segments) → ScoredGroup → TrainBatch (`keel.rl.packing`) →
 StepResult
 
 All types are frozen and hold numpy arrays in host memory. A later stage wraps an earlier one and
-never modifies it. Only weights and their version travel back.
+never modifies it. Only the weights and their version are passed back.
 
 Alignment: entry t of `token_ids_T`, `trainable_T`, `logp_old_T`, `version_T` and `sampling_mask`
 describes token t (target-aligned). Row t of `routes_TLK` has the experts that processed token t as
@@ -27,54 +27,58 @@ FinishReason = Literal["stop", "length", "deadline", "turns", "window", "crash"]
 """Why a trajectory ended.
 
 stop      the policy or the environment ended it
-length    token limit (`rollout.sampling.max_tokens`, `agents.max_sampled_tokens`)
-deadline  time limit (`rollout.timeout_s`)
-turns     turn limit (`agents.max_turns`)
+length    it reached the token limit (`rollout.sampling.max_tokens`, `agents.max_sampled_tokens`)
+deadline  it reached the time limit (`rollout.timeout_s`)
+turns     it reached the turn limit (`agents.max_turns`)
 window    the context filled the window (`agents.window`)
 crash     the policy crashed its environment (`on_crash: zero`), or the agent program failed
           (`on_failure: zero`); gets the lowest possible reward
 """
 Purpose = Literal["train", "eval"]
-"""Purpose that trajectories are sampled and scored for."""
+"""Whether trajectories are sampled and scored for training or for evaluation."""
 ENVIRONMENT = "environment"
-"""Kind of reward spec that takes the environment's verdict as the reward."""
+"""The reward kind for prompts whose environment determines the reward."""
 FUNCTIONS = "functions"
-"""Kind of reward spec without a reference answer: `correct` is the weighted mean of the domain's
-reward functions, which get the prompt's data line in `columns`."""
+"""The reward kind for prompts without a reference answer. `correct` is the weighted mean of the
+domain's reward functions, which receive the prompt's data line as `columns`."""
 PROGRAM = "program"
-"""`name` of an assistant message that an agent program wrote; it was not sampled."""
+"""The `name` of assistant messages that were written by an agent program and not sampled from the
+policy."""
 NO_ROUTE = -1
-"""Fill value of a routes row that was not recorded; the trainer uses its live router there."""
+"""Marks positions in `routes_TLK` whose experts were not recorded. The trainer lets its own router
+choose the experts there."""
 LOST = "environment, at "
-"""Part of the drop reason of a trajectory whose environment crashed, hung or exited."""
+"""Text that the drop reason contains if a trajectory's environment crashed, hung or exited."""
 CUT_OFF = "cut off, and its domain has length.truncated: drop"
-"""Drop reason of a completion that reached its token or time limit."""
+"""Drop reason for a completion that reached its token or time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One task for the policy, with the data to score a completion."""
+    """A task for the policy, together with the data needed to score a completion."""
 
     prompt_id: str
-    """Unique within a data source and stable across runs."""
+    """An id that is unique within a data source and does not change between runs."""
     domain: str
     messages: tuple[Mapping[str, Any], ...]
     """Chat messages (`role`, `content`, …) before the policy's first turn."""
     tools: tuple[Mapping[str, Any], ...] = ()
     thinking: bool = True
-    """Ask for `<think>…</think>` before the answer, through the chat template."""
+    """Whether the chat template asks the policy to write `<think>…</think>` before its answer."""
     reward: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Inputs of the reward: a reference answer, a verifier's entry, tests, a rubric."""
+    """The data that the reward needs, such as a reference answer, a verifier's entry, tests or a
+    rubric."""
     kl_coef: float = 0.0
-    """KL coefficient β of the prompt's domain."""
+    """The KL coefficient β that is configured for the prompt's domain."""
     environment: str = ""
-    """Data source whose environment the policy acts in. Empty: one completion, no tools."""
+    """The data source that provides the environment in which the policy acts. If it is empty, the
+    policy writes a single completion without tools."""
     raw: bool = False
-    """Use the text of the only message verbatim, without a chat template."""
+    """Whether the text of the only message is used as it is, without a chat template."""
 
     @property
     def expected(self) -> str:
-        """Reference answer as text; empty if `reward` has none."""
+        """The reference answer as text, or an empty string if there is none."""
         entry = self.reward.get("entry")
         answer = self.reward.get("answer")
         if answer is None and isinstance(entry, Mapping):
@@ -90,12 +94,18 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingMasks:
-    """Token ids that truncated sampling kept, one span per token. An empty span: not truncated."""
+    """The token ids among which each token was sampled, when sampling was truncated (top-p or
+    top-k).
+
+    Each token has one span of ids. An empty span means that sampling was not truncated for this
+    token.
+    """
 
     ids: NDArray[np.int32]
-    """[nnz] concatenated spans."""
+    """[nnz] the concatenated spans."""
     offsets: NDArray[np.int64]
-    """[T+1]: the span of token t is `ids[offsets[t]:offsets[t+1]]`."""
+    """[T+1] the positions in `ids` where the spans start and end. The span of token t is
+    `ids[offsets[t]:offsets[t+1]]`."""
 
     def __post_init__(self) -> None:
         offsets = self.offsets
@@ -119,7 +129,7 @@ class SamplingMasks:
         return self.ids[self.offsets[token] : self.offsets[token + 1]]
 
     def sizes(self) -> NDArray[np.int64]:
-        """Return [T] span lengths; 0 where sampling was not truncated."""
+        """Return the span lengths as [T], with 0 where sampling was not truncated."""
         return np.diff(self.offsets)
 
     def slice(self, start: int, stop: int) -> SamplingMasks:
@@ -131,7 +141,7 @@ class SamplingMasks:
 
     @staticmethod
     def from_lists(spans: Sequence[Sequence[int] | NDArray[Any]]) -> SamplingMasks:
-        """Build from one list of ids per token."""
+        """Build the masks from a list that holds the ids for each token."""
         sizes = np.fromiter((len(span) for span in spans), np.int64, len(spans))
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         parts = [np.asarray(span, np.int32) for span in spans if len(span)]
@@ -140,7 +150,7 @@ class SamplingMasks:
 
     @staticmethod
     def empty(tokens: int) -> SamplingMasks:
-        """Return empty spans for `tokens` tokens."""
+        """Return masks for `tokens` tokens whose sampling was not truncated."""
         return SamplingMasks(ids=np.zeros(0, np.int32), offsets=np.zeros(tokens + 1, np.int64))
 
     @staticmethod
@@ -163,25 +173,31 @@ _PER_TOKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One contiguous context of the policy. See the module docstring for alignment."""
+    """A contiguous sequence of tokens that the policy saw as one context.
+
+    The module docstring explains how the arrays are aligned.
+    """
 
     prompt_id: str
     token_ids_T: NDArray[np.int32]
     trainable_T: NDArray[np.bool_]
-    """True for tokens that the policy sampled; False for prompt, tool output and padding."""
+    """True for tokens that the policy sampled, False for the prompt, tool output and padding."""
     logp_old_T: NDArray[np.float32]
-    """log π_old from the engine, with temperature and truncation applied; 0 if not sampled."""
+    """log π_old as reported by the engine, after temperature and truncation. It is 0 for tokens
+    that were not sampled."""
     version_T: NDArray[np.int32]
-    """Version of the weights that sampled the token; −1 if not sampled."""
+    """Version of the weights that sampled each token, or −1 if the token was not sampled."""
     routes_TLK: NDArray[np.int16] | NDArray[np.uint8] | None = None
-    """[T, L, K] experts of each MoE layer (without dense layers), input-aligned. Rows of −1, always
-    including the last, were not recorded. None: the model has no router."""
+    """[T, L, K] the experts that each MoE layer used, input-aligned; dense layers are not included.
+    A row of −1 means that nothing was recorded, which is always true of the last row. This is None
+    if the model has no router."""
     sampling_mask: SamplingMasks | None = None
-    """Sampling mask of each sampled token; empty spans elsewhere. None: sampling was not
-    truncated."""
+    """The sampling mask of each sampled token, with empty spans for all other tokens. This is None
+    if sampling was not truncated."""
     selected_TLk: NDArray[np.int32] | None = None
-    """[T, L, k] positions in this segment that sparse attention selected, input-aligned and padded
-    with −1. Rows of −1 were not recorded. None: nothing was recorded."""
+    """[T, L, k] the positions in this segment that sparse attention selected, input-aligned and
+    padded with −1. A row of −1 means that nothing was recorded for that token. This is None if
+    nothing was recorded at all."""
 
     def __post_init__(self) -> None:
         tokens = len(self.token_ids_T)
@@ -229,78 +245,85 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """An environment's score of a trajectory."""
+    """The score that an environment gave to a trajectory."""
 
     parts: Mapping[str, float]
-    """Named parts of the reward, 0 … 1 each; `correct` is 1 if the task is completely solved."""
+    """Named parts of the reward, each between 0 and 1. `correct` is 1 if the task is completely
+    solved."""
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Extra data for the trajectory's file."""
+    """Additional data to save with the trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Resource usage of a trajectory with an environment or an agent program."""
+    """What a trajectory used in its environment or agent program: tool calls, tokens and time."""
 
     turns: int = 1
     calls: int = 0
     """Tool calls, including malformed ones."""
     failed_calls: int = 0
-    """Calls that violated the tool's schema or that the tool answered with an error."""
+    """Calls that did not match the tool's schema or that the tool answered with an error."""
     malformed_calls: int = 0
     """Calls that could not be parsed."""
     rewrites: int = 0
-    """Rewrites of the context because the window was full."""
+    """How often the context was rewritten because the window was full."""
     contexts_extended: int = 0
-    """Agent program turns whose context extended recorded tokens exactly."""
+    """Turns by an agent program whose context continued the recorded tokens exactly."""
     contexts_branched: int = 0
-    """Agent program turns that extended recorded tokens already extended by another turn."""
+    """Turns by an agent program that continued recorded tokens which another turn had already
+    continued."""
     contexts_rendered: int = 0
-    """Agent program turns whose context was rendered from messages: the first of each conversation,
-    and those with a modified history."""
+    """Turns by an agent program whose context had to be rendered from messages, because the
+    conversation was new or its history had been modified."""
     contexts_refused: int = 0
-    """Agent program requests answered with an error, because of a limit or an unsupported field."""
+    """Requests by an agent program that were answered with an error, because of a limit or an
+    unsupported field."""
     repeated_tokens: int = 0
-    """Context tokens that an earlier turn already computed."""
+    """Context tokens that had already been computed in an earlier turn."""
     cached_tokens: int = 0
-    """Repeated tokens that came from the prefix cache."""
+    """Repeated tokens that were read from the prefix cache."""
     sampling_s: float = 0.0
     tools_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialogue:
-    """One append-only conversation of an agent program, with a fixed set of tools."""
+    """A conversation held by an agent program, to which messages are only appended and whose tools
+    do not change."""
 
     messages: tuple[Mapping[str, Any], ...]
     sampled: frozenset[int]
     """Indices of the messages that the policy sampled in this conversation. Other assistant
-    messages are context: the program wrote them, or another conversation contains them."""
+    messages only serve as context, because the program wrote them or because they belong to another
+    conversation."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Tools in the format of chat templates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One completion of a prompt, over all turns, with one reward."""
+    """A complete attempt at a prompt, over all turns, which receives one reward."""
 
     prompt_id: str
     sibling: int
-    """Index in the group, 0 … G−1."""
+    """Index of the trajectory in its group, from 0 to G−1."""
     segments: tuple[Segment, ...]
     finish_reason: FinishReason
     messages: tuple[Mapping[str, Any], ...]
-    """The policy's message: `content`, and `reasoning_content` if it thought. With an environment,
-    the whole transcript including the opening."""
+    """The message that the policy wrote, with `content` and, if it thought, `reasoning_content`.
+    With an environment, this is the whole transcript, including the messages before the policy's
+    first turn."""
     opening: int = 0
-    """Number of `messages` before the policy's first turn."""
+    """How many `messages` come before the policy's first turn."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The environment's tools, in the format of chat templates."""
+    """The tools that the environment offers, in the format of chat templates."""
     dialogues: tuple[Dialogue, ...] = ()
-    """Conversations of an agent program; `messages` has their messages in the order of turns."""
+    """The conversations that an agent program held. `messages` contains all their messages in the
+    order in which the turns took place."""
     verdict: Verdict | None = None
-    """Score by the environment, if there is one."""
+    """The score that the environment gave, if there is an environment."""
     usage: Usage | None = None
-    """Resource usage, if there is an environment."""
+    """What the trajectory used, if there is an environment or an agent program."""
 
     def __post_init__(self) -> None:
         if self.sampled_tokens == 0:
@@ -308,12 +331,13 @@ class Trajectory:
 
     @property
     def cut(self) -> bool:
-        """True if a limit or a crash ended the trajectory; rewards treat all of them alike."""
+        """True if the trajectory was ended by a limit or a crash. Rewards treat all of these cases
+        alike."""
         return self.finish_reason != "stop"
 
     @property
     def sampled_tokens(self) -> int:
-        """|o_i|: number of tokens that the policy sampled, over all segments."""
+        """The number of tokens that the policy sampled over all segments, |o_i|."""
         return sum(int(segment.trainable_T.sum()) for segment in self.segments)
 
     @property
@@ -323,12 +347,12 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The G trajectories of one prompt, with a reason for each missing one."""
+    """The G trajectories sampled for one prompt, with a reason for each one that is missing."""
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     dropped: tuple[str, ...] = ()
-    """One reason for each requested trajectory that is missing."""
+    """The reasons why requested trajectories are missing, one for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,13 +362,14 @@ class ScoredGroup:
     group: Group
     rewards_G: NDArray[np.float32]
     parts_G: tuple[Mapping[str, float], ...]
-    """Named parts of each reward, before weighting."""
+    """The named parts of each reward, before they are weighted."""
     advantages_G: NDArray[np.float32]
     left_out: tuple[Trajectory, ...] = ()
-    """Trajectories dropped after sampling, for their score or the lack of one; see `dropped`."""
+    """Trajectories that were sampled but then dropped, because of their score or because they could
+    not be scored. `Group.dropped` has the reasons."""
     notes_G: tuple[Mapping[str, str], ...] = ()
-    """Comments on each score by part or criterion, such as a judge's reasons or a verifier's error.
-    Empty: no comments."""
+    """Comments on each score, by part or criterion, such as a judge's reasons or a verifier's
+    error. This is empty if there are no comments."""
 
     def __post_init__(self) -> None:
         count = len(self.group.trajectories)
@@ -368,28 +393,30 @@ class ScoredGroup:
 
     @property
     def uniform(self) -> bool:
-        """True if the group has completions and all of them have an advantage of 0."""
+        """True if the group has completions and all their advantages are 0."""
         return len(self.advantages_G) > 0 and not self.advantages_G.any()
 
     @property
     def idle(self) -> bool:
-        """True if the group adds no gradient to the loss: uniform, and without a KL term."""
+        """True if the group contributes no gradient to the loss, because it is uniform and has no
+        KL term."""
         return self.uniform and self.group.prompt.kl_coef == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenNumbers:
-    """Per-token diagnostics of a segment from the trainer. NaN: not computed."""
+    """Diagnostics that the trainer computed for each token in a segment, with NaN where nothing was
+    computed."""
 
     logp_T: NDArray[np.float32]
     """log π_θ of each sampled token before the optimizer step."""
     overlap_T: NDArray[np.float32]
-    """Fraction of the experts recorded for the preceding token that the trainer's live router also
+    """Fraction of the experts recorded for the preceding token that the trainer's own router also
     selects."""
 
     @staticmethod
     def merged(parts: Sequence[TokenNumbers]) -> TokenNumbers:
-        """Merge the diagnostics of one segment from several ranks."""
+        """Merge the diagnostics that several ranks computed for the same segment."""
         return TokenNumbers(
             logp_T=np.fmax.reduce([part.logp_T for part in parts]),
             overlap_T=np.fmax.reduce([part.overlap_T for part in parts]),
@@ -398,12 +425,12 @@ class TokenNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Result of an optimizer step."""
+    """What an optimizer step returns."""
 
     version: int
     """Version of the weights after the step."""
     metrics: Mapping[str, Metric]
     findings: tuple[str, ...] = ()
-    """Human-readable causes of a non-finite gradient."""
+    """Explanations of a non-finite gradient, written for the user."""
     gave_up: str = ""
-    """Reason to end the run; empty to continue."""
+    """Why the run should end, or an empty string if it should continue."""
