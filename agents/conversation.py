@@ -1,8 +1,9 @@
-"""Conversations as segments: sampled tokens, the context between them, and their bookkeeping.
+"""Conversations, stored as the segments that training uses.
 
-A segment is one context that the engine continued turn by turn. When the context changes, a new
-segment begins, and earlier turns are context in it. Each sampled token is therefore trained in one
-segment, after exactly the ids it was sampled after.
+A segment is one context that the engine continued turn by turn. Whenever the context is changed
+instead of extended, a new segment begins, and the earlier turns are only context in it. Each
+sampled token is therefore trained exactly once, after the same token ids that preceded it when it
+was sampled.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from keel.rl.types import NO_ROUTE, SamplingMasks, Segment
 
 
 class SegmentRecord:
-    """One context and the turns sampled in it.
+    """One context and the turns that were sampled in it.
 
-    Row t of the routes comes from the turn that first had token t as input. The last token that a
-    turn sampled, and tool results after it, are inputs of the next turn only.
+    A turn returns the routes for the tokens that it was the first to process as input. The last
+    token that a turn samples is processed only by the next turn, as are the tool results that
+    follow it.
     """
 
     def __init__(self, prompt_id: str, context: Sequence[int]) -> None:
@@ -42,9 +44,9 @@ class SegmentRecord:
         self._prompt_id = prompt_id
         self._ids = list(context)
         self._turns: list[tuple[int, TurnResult]] = []
-        """(first sampled position, result) of each turn."""
+        """The first sampled position and the result of each turn."""
         self._rows = 0
-        """Number of positions whose routes have arrived."""
+        """The number of positions whose routes have arrived."""
 
     @property
     def ids(self) -> Sequence[int]:
@@ -79,7 +81,10 @@ class SegmentRecord:
         )
 
     def append(self, request: TurnRequest, result: TurnResult) -> None:
-        """Record a turn. Raises ValueError if it is incomplete or answers another request."""
+        """Record a turn.
+
+        Raises ValueError if the turn is incomplete or answers a different request.
+        """
         context, sampled = len(self._ids), len(result.token_ids_N)
         if len(request.token_ids_T) != context or request.routes_from != self._rows:
             raise ValueError(f"conversation {request.conversation}: a turn of an older context")
@@ -105,18 +110,21 @@ class SegmentRecord:
         self._rows = rows
 
     def drop_extension(self) -> None:
-        """Remove the context after the last turn."""
+        """Remove everything after the last turn from the context."""
         start, result = self._turns[-1]
         del self._ids[start + len(result.token_ids_N) :]
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Add context. ids: the whole context, which must begin with the current ids."""
+        """Extend the context to `ids`, which must begin with the current ids.
+
+        Raises ValueError if it does not.
+        """
         if list(ids[: len(self._ids)]) != self._ids:
             raise ValueError(f"conversation of {self._prompt_id}: an extension changes earlier ids")
         self._ids += ids[len(self._ids) :]
 
     def segment(self) -> Segment | None:
-        """Return the segment up to the last sampled token; None if nothing was sampled."""
+        """Return the segment up to the last sampled token, or None if nothing was sampled."""
         spans = [(start, result) for start, result in self._turns if len(result.token_ids_N) > 0]
         if not spans:
             return None
@@ -146,7 +154,7 @@ class SegmentRecord:
 
 
 def common_prefix(ids: Sequence[int], records: Iterable[SegmentRecord]) -> int:
-    """Return the length of the longest prefix of `ids` that some record begins with."""
+    """Return the length of the longest prefix that `ids` shares with any of the records."""
     longest = 0
     for record in records:
         other = record.ids
@@ -157,7 +165,6 @@ def common_prefix(ids: Sequence[int], records: Iterable[SegmentRecord]) -> int:
 
 
 def _sampling_masks(spans: Sequence[tuple[int, TurnResult]]) -> SamplingMasks | None:
-    """Concatenate the turns' masks, empty for context. None if no turn has one."""
     if all(result.sampling_mask is None for _, result in spans):
         return None
     parts: list[SamplingMasks] = []
@@ -171,9 +178,10 @@ def _sampling_masks(spans: Sequence[tuple[int, TurnResult]]) -> SamplingMasks | 
 
 
 class Conversation:
-    """Messages and their segments, related by a chat format.
+    """The messages of a conversation and the segments that they are stored in.
 
-    It lives with the episode, so an engine that dies costs one turn, which is requested again.
+    The conversation is kept by the episode, not by an engine. If an engine dies, only the current
+    turn is lost, and the episode requests it again.
     """
 
     def __init__(
@@ -190,9 +198,9 @@ class Conversation:
         self.tools = tuple(tools)
         self.thinking = thinking
         self.opening = tuple(messages)
-        """First messages, kept in every context."""
+        """The first messages, which stay in every context."""
         self.view: list[Message] = list(messages)
-        """Messages in the current context."""
+        """The messages in the current context."""
         self.transcript: list[Message] = list(messages)
         """All messages, including those that were removed from the context."""
         self._chat = chat
@@ -200,7 +208,7 @@ class Conversation:
         self._records: list[SegmentRecord] = []
         self._pending: TurnRequest | None = None
         self._in_thinking = False
-        """The last turn ended inside its thinking, which the next one continues."""
+        """True if the last turn ended inside its thinking, which the next turn continues."""
         self._begin_segment()
 
     @property
@@ -214,7 +222,7 @@ class Conversation:
 
     @property
     def forks(self) -> int:
-        """Number of times a new segment had to begin."""
+        """How many times a new segment had to begin after the first one."""
         return len(self._records) - 1
 
     @property
@@ -222,8 +230,11 @@ class Conversation:
         return sum(record.sampled_tokens for record in self._records)
 
     def request(self, *, max_tokens: int, seed: int, timeout_s: float = inf) -> TurnRequest:
-        """Return the request for the next turn, the same again after an engine failure. seed: the
-        trajectory's, from which each turn's is derived."""
+        """Return the request for the next turn.
+
+        The request is the same if it is made again after an engine failure. `seed` is the
+        trajectory's seed, from which the turn's seed is derived.
+        """
         if self.view[-1]["role"] == "assistant":
             raise ValueError(f"conversation {self.name}: the last message is the policy's own")
         turn_seed = seed_of(seed, self.forks, self._records[-1].turns)
@@ -237,7 +248,7 @@ class Conversation:
         return self._pending
 
     def append(self, result: TurnResult) -> Parsed:
-        """Record the requested turn and parse it."""
+        """Record the result of the requested turn and return its parsed content."""
         if self._pending is None:
             raise ValueError(f"conversation {self.name}: no turn was requested")
         turn = self.turns
@@ -255,8 +266,11 @@ class Conversation:
         return parsed
 
     def answer(self, messages: Sequence[Message]) -> None:
-        """Append messages of tools or the user after a turn. If the policy has not spoken since the
-        last ones, both are rendered together, as a turn without words changes nothing."""
+        """Append the messages that tools or the user send after a turn.
+
+        If the policy has not taken a turn since the last such messages, the old and new ones are
+        rendered together.
+        """
         record, extended = self._records[-1], None
         unanswered = takewhile(lambda message: message["role"] != "assistant", reversed(self.view))
         if record.turns:
@@ -270,14 +284,15 @@ class Conversation:
             record.extend(extended)
 
     def add_messages(self, messages: Sequence[Message]) -> None:
-        """Append messages that no turn follows."""
+        """Append final messages, after which the policy takes no further turn."""
         self.view += messages
         self.transcript += messages
 
     def rewrite(self, messages: Sequence[Message], *, added: Sequence[Message] = ()) -> None:
-        """Continue in a new segment whose context shows only `messages`.
+        """Continue in a new segment whose context contains only `messages`.
 
-        `added` are the new messages among them.
+        `added` are those of the messages that are new to the conversation. Raises ValueError if the
+        opening is missing from `messages`.
         """
         if list(messages[: len(self.opening)]) != list(self.opening):
             raise ValueError(f"conversation {self.name}: a rewrite removed the opening")
@@ -286,7 +301,7 @@ class Conversation:
         self._begin_segment()
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return the segments for training, without contexts in which nothing was sampled."""
+        """Return the segments for training, leaving out those in which nothing was sampled."""
         parts = (record.segment() for record in self._records)
         return tuple(part for part in parts if part is not None)
 
@@ -300,8 +315,11 @@ class Conversation:
 
 
 def message_of(parsed: Parsed) -> dict[str, Any]:
-    """Return a turn as a message. A malformed call becomes a call of the tool `MALFORMED`, which
-    its error message answers."""
+    """Return a parsed turn as an assistant message.
+
+    A malformed call is shown as a call to the tool `MALFORMED`, so that the error message about it
+    can follow as a tool result.
+    """
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
     if parsed.reasoning:
         message["reasoning_content"] = parsed.reasoning

@@ -1,7 +1,7 @@
-"""One episode: a policy acts in an environment until one of them or a budget ends it.
+"""Runs one episode, in which a policy acts in an environment until either side or a limit ends it.
 
-All sampled tokens stay in the conversation's segments, and the trajectory is graded on them. If the
-environment is lost or cannot grade, the trajectory is dropped with a reason.
+The environment grades the trajectory when the episode is over. If the environment is lost or cannot
+grade it, the trajectory is dropped with a reason.
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ from keel.rl.turns import (
 from keel.rl.types import LOST, FinishReason, Prompt, Segment, Trajectory, Usage, Verdict
 
 Sample = Callable[[TurnRequest], Awaitable[TurnResult]]
-"""Samples a turn on some engine."""
+"""Samples a turn on one of the engines."""
 BROKE = "the conversation broke: "
-"""Prefix of the reason for a trajectory dropped over a broken conversation."""
+"""Prefix of the reason when a trajectory is dropped because its conversation is invalid."""
 _NOTHING_SAMPLED = "late: its time was up before it had sampled a token (rollout.timeout_s)"
 POLICY_PHASES = ("call", "reply")
-"""Phases in which the policy's behavior can bring an environment down."""
+"""The phases in which the policy's behavior can crash an environment."""
 
 
 def lost_to_the_policy(reason: str, during: Collection[str] = POLICY_PHASES) -> bool:
-    """Return True if a trajectory is missing because its environment was lost in these phases."""
+    """Return whether a drop reason says that the environment was lost in one of these phases."""
     return reason.startswith(tuple(f"{LOST}{phase}:" for phase in during))
 
 
 class EngineRefused(RuntimeError):
-    """An engine rejected a turn, as it would any of this length. The run fails with `error`, while
-    any other ValueError only drops one conversation."""
+    """An engine rejected a request with a ValueError.
+
+    The run then fails with the original `error`. Any other ValueError in an episode only drops its
+    trajectory.
+    """
 
     def __init__(self, error: ValueError) -> None:
         super().__init__(str(error))
@@ -52,7 +55,7 @@ class EngineRefused(RuntimeError):
 
 @dataclass(slots=True, kw_only=True)
 class Episode:
-    """An episode, to `run` once."""
+    """One episode, which can be run only once."""
 
     environment: Environment
     task: Prompt
@@ -61,22 +64,24 @@ class Episode:
     budget: Budget
     context: ContextManager
     name: str
-    """Name of the conversation, unique in the run."""
+    """Name of the conversation, which is unique within the run."""
     sibling: int
     seed: int
-    """Seed of the sampling."""
+    """Seed for sampling the turns."""
     environment_seed: int
-    """Seed of the environment, the same for all siblings, so that they get the same task."""
+    """Seed for the environment. All episodes in a group share it, so they get the same task."""
     crash_is_failure: Collection[str] = ()
-    """Phases (call, reply, verdict) in which losing the environment yields a failed trajectory
-    instead of none."""
+    """The phases (call, reply, verdict) in which a lost environment makes the trajectory a failure.
+    In all other phases, the trajectory is dropped."""
     usage: Usage = field(default_factory=lambda: Usage(turns=0))
     _calls_run: int = 0
     _conversation: Conversation | None = None
 
     async def run(self) -> Trajectory | str:
-        """Return the trajectory or the reason for dropping it, and close the environment. Raises
-        whatever `sample` raises."""
+        """Run the episode and close its environment.
+
+        Returns the trajectory, or the reason if it is dropped. Raises whatever `sample` raises.
+        """
         try:
             return await self._run()
         except EngineRefused as refused:
@@ -121,7 +126,7 @@ class Episode:
         return await self._graded(reason)
 
     def _record(self) -> tuple[tuple[Segment, ...], Sequence[Message], int]:
-        """Return the segments, the messages, and how many of these are the opening."""
+        """Return the segments, all messages, and the number of opening messages."""
         conversation = self._conversation
         assert conversation is not None, "the policy has not spoken"
         return conversation.segments(), conversation.transcript, len(conversation.opening)
@@ -137,7 +142,7 @@ class Episode:
         return f"the environment has no verdict: {verdict.reason}"
 
     def _crashed(self, reason: str) -> Trajectory | None:
-        """Return a failed trajectory if `crash_is_failure` covers this loss."""
+        """Return a failed trajectory, or None if `crash_is_failure` does not cover this loss."""
         if not lost_to_the_policy(reason, self.crash_is_failure):
             return None
         return self._trajectory("crash", Verdict(parts={"correct": 0.0}, facts={"crash": reason}))
@@ -158,7 +163,7 @@ class Episode:
         )
 
     async def _turn(self, conversation: Conversation) -> FinishReason | None:
-        """Sample a turn and answer it. Returns why the episode is over, or None."""
+        """Sample a turn and answer it. Returns the finish reason if the episode is over."""
         if (reason := await self._make_room(conversation)) is not None:
             return reason
         turn = await self._speak(conversation)
@@ -179,7 +184,8 @@ class Episode:
         return reason
 
     async def _make_room(self, conversation: Conversation) -> FinishReason | None:
-        """Rewrite a context that fills its window."""
+        """Rewrite the context if it fills its window. Returns the finish reason if the episode is
+        over."""
         rewrite = self.context.rewrite(
             conversation.opening,
             conversation.view,
@@ -203,7 +209,8 @@ class Episode:
     async def _speak(
         self, conversation: Conversation, max_tokens: int | None = None
     ) -> tuple[Sequence[ToolCall | Malformed], Message] | FinishReason:
-        """Sample one turn. Returns its calls and message, or why the episode ends with it."""
+        """Sample one turn. Returns its calls and message, or the finish reason if the episode is
+        over."""
         nearest, room = self.budget.room(
             self.usage, context=len(conversation.ids), sampled=conversation.sampled_tokens
         )
@@ -235,8 +242,11 @@ class Episode:
     async def _call_all(
         self, calls: Sequence[ToolCall | Malformed]
     ) -> tuple[list[Message], FinishReason | None]:
-        """Run calls in order. Returns their results and why the episode is over, or None. The
-        episode's deadline is checked before each call, which then has its own."""
+        """Run the calls in order.
+
+        Returns their results, and the finish reason if the episode is over. The episode's deadline
+        is checked before each call. The call itself has its own time limit.
+        """
         answers: list[Message] = []
         for call in calls:
             if isinstance(call, Malformed):

@@ -1,7 +1,7 @@
-"""Runs groups of episodes for the training loop, thousands at once on one event loop.
+"""Runs groups of episodes for the training loop.
 
-Episodes wait for engines and tools, engines wait for neither: turns of different episodes join and
-leave one batch.
+Thousands of episodes run concurrently on one event loop. Each waits for its own engine requests and
+tool calls, so turns from many episodes share a batch and no engine waits for a tool.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from keel.rl.types import Group, Prompt, Purpose, Trajectory
 
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 _MANY_LOST = 0.5
-"""Share of a group's environments lost to the policy from which a warning is logged."""
+"""A warning is logged if the policy crashes at least this fraction of a group's environments."""
 _MAX_REASON = 500
 _STARTING = 8
-"""Programs that start at the same time; more would slow each other down."""
+"""How many programs may start at the same time. More would slow each other down."""
 _CLOSE_S = 120.0
 """Seconds to wait for open episodes to end, and for the endpoint to start."""
 
@@ -41,24 +41,24 @@ class TurnSampler(Protocol):
     """Samples turns on the engines."""
 
     def __call__(self, request: TurnRequest, purpose: Purpose) -> Future[TurnResult]:
-        """Return at once; the future has a deadline."""
+        """Submit a request to an engine and return a future for the turn without waiting."""
         ...
 
 
 class EpisodeLimits(NamedTuple):
-    """Limits of an environment's trajectories."""
+    """The limits for an environment's trajectories."""
 
     budget: Budget
     context: ContextManager
 
 
 def environment_seed(seed: int, prompt: Prompt) -> int:
-    """Return the seed of a prompt's environment, the same for all its episodes in a run."""
+    """Return the environment seed for a prompt, which is the same in all its episodes of a run."""
     return seed_of(seed, "environment", prompt.prompt_id)
 
 
 class EpisodeRunner:
-    """Runs groups of episodes on its own thread. A context manager."""
+    """Runs groups of episodes on its own thread. Use it as a context manager."""
 
     def __init__(
         self,
@@ -73,13 +73,15 @@ class EpisodeRunner:
         crash_is_failure: Mapping[str, Collection[str]] | None = None,
         closing: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
-        """Mappings are keyed by `Prompt.environment`.
+        """Start the runner's thread, and the endpoint if there are programs.
 
-        environments: make an environment for one episode. programs: drive episodes in Keel's place.
-        seed: of the run. most_open: concurrent episodes for training, and as many again for
-        evaluation, which the loop waits for. crash_is_failure: as in `Episode`. closing: releases
-        what environments share. Raises ValueError if the machine allows too few open files or
-        processes.
+        The keys of all mappings are the values of `Prompt.environment`. `environments` holds
+        functions that create an environment for one episode, and `programs` the agent programs that
+        drive episodes themselves. `most_open` limits the concurrent episodes, separately for
+        training and for evaluation. `closing` holds functions that release shared resources of the
+        environments at the end.
+
+        Raises ValueError if the machine allows too few open files or processes.
         """
         make_room(len(PURPOSES) * most_open, programs=bool(programs))
         self._environments, self._chat, self._turns = environments, chat, turns
@@ -91,7 +93,7 @@ class EpisodeRunner:
         self._version = 0
         self._gate = threading.Lock()
         self._draws: Counter[str] = Counter()
-        """Number of groups of each prompt since the last weight update."""
+        """How many groups each prompt has had since the last weight update."""
         self._crash_is_failure = crash_is_failure or {}
         self._warned: set[str] = set()
         self.say: Callable[[str], Any] = lambda _: None
@@ -112,8 +114,11 @@ class EpisodeRunner:
                 raise
 
     def submit(self, prompt: Prompt, *, group_size: int, purpose: Purpose) -> Future[Group]:
-        """Start `group_size` episodes of a prompt. Cancelling the future ends them. Episodes
-        without a trajectory are in `Group.dropped`. The future fails with an engine's error."""
+        """Start `group_size` episodes for a prompt and return a future for the group.
+
+        Cancelling the future ends the episodes. Episodes that yield no trajectory are listed in
+        `Group.dropped`. If an engine fails, the future fails with the same error.
+        """
         if prompt.environment not in self._environments:
             known = ", ".join(self._environments) or "none"
             raise ValueError(
@@ -129,14 +134,14 @@ class EpisodeRunner:
         return asyncio.run_coroutine_threadsafe(group, self._loop)
 
     def updating(self, version: int) -> None:
-        """Set the weight version; later groups draw new samples."""
+        """Set the weight version that later groups derive their sampling seeds from."""
         with self._gate:
             if version != self._version:
                 self._version = version
                 self._draws.clear()
 
     def close(self) -> None:
-        """End all episodes and their environments."""
+        """End all episodes and close their environments."""
         with self._gate:
             if self._closed:
                 return
@@ -234,7 +239,8 @@ class EpisodeRunner:
             return await episode.run()
 
     def _warn(self, prompt: Prompt, results: Sequence[Trajectory | str]) -> None:
-        """Warn once per source if the policy brings down many environments or programs."""
+        """Warn, once per environment, if the policy crashes many environments or programs in a
+        group."""
         name = prompt.environment
         reasons = [reason for result in results if (reason := _loss(result))]
         if name in self._warned or len(reasons) < max(2, _MANY_LOST * len(results)):
@@ -260,7 +266,7 @@ class EpisodeRunner:
 
 
 def _loss(result: Trajectory | str) -> str:
-    """Return why an episode lost its environment or program to the policy's actions, or ""."""
+    """Return why the policy's actions crashed the environment or program, or "" if they did not."""
     if isinstance(result, str):
         return result if lost_to_the_policy(result) else ""
     if result.finish_reason == "crash" and result.verdict is not None:

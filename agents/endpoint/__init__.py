@@ -1,1 +1,2 @@
-"""OpenAI-compatible endpoint per trajectory: an agent program drives, Keel records the tokens."""
+"""An OpenAI-compatible endpoint through which agent programs run episodes while Keel records the
+sampled tokens."""

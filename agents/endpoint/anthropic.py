@@ -1,7 +1,8 @@
-"""Anthropic's Messages API, translated to and from chat completions.
+"""Translates Anthropic's Messages API to chat completions and back.
 
-For programs that speak nothing else: text, tools and their results, streams. Requests become chat
-completion requests, so both APIs are read, recorded and refused in the same way.
+This is for programs that support only that API. It covers text, tools, tool results and streaming.
+Requests are converted to chat completion requests first, so both APIs share the same validation and
+recording.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ _CHOICES = {"auto": "auto", "none": "none", "any": "required", "tool": "required
 
 
 def as_chat_request(body: bytes) -> bytes:
-    """Rewrite a Messages request as a chat completion request. Raises ApiError."""
+    """Convert a Messages request to a chat completion request.
+
+    Raises ApiError if the request is invalid.
+    """
     fields = load_object(body)
     messages: list[dict[str, Any]] = []
     if system := fields.get("system"):
@@ -41,7 +45,7 @@ def as_chat_request(body: bytes) -> bytes:
 
 
 def answer(reply: Reply, model: str) -> dict[str, Any]:
-    """Return a turn in the Messages API's format."""
+    """Return a turn as a response in the Messages API's format."""
     return {
         "id": reply.reply_id,
         "type": "message",
@@ -59,7 +63,7 @@ def answer(reply: Reply, model: str) -> dict[str, Any]:
 
 
 def events(reply: Reply, model: str) -> Iterator[bytes]:
-    """Return a turn as the server-sent events of a stream."""
+    """Yield a turn as the server-sent events of a Messages API stream."""
     whole = answer(reply, model)
     blocks: list[dict[str, Any]] = whole["content"]
     yield _event("message_start", message={**whole, "content": [], "stop_reason": None})
@@ -87,7 +91,7 @@ def error(refused: ApiError) -> dict[str, Any]:
 
 
 def _messages(at: str, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield OpenAI messages, in which tool results are separate messages."""
+    """Convert one message to OpenAI messages, with a separate message for each tool result."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
         raise invalid_field(f"{at}.role", "must be user or assistant")

@@ -1,4 +1,4 @@
-"""Episodes that an agent program drives, and a trial of a program before a run."""
+"""Runs episodes that are driven by an agent program, and tries out a program before a run."""
 
 from __future__ import annotations
 
@@ -33,22 +33,25 @@ from keel.rl.types import (
 
 @dataclass(slots=True, kw_only=True)
 class DrivenEpisode(Episode):
-    """An `Episode` that an agent program drives. The environment (or `NoEnvironment`) opens the
-    task and gives the verdict; context management is the program's.
+    """An episode that is driven by an agent program.
 
-    A program that fails after a turn counts as a failure of the policy (finish reason `crash`),
-    unless one of its requests got an error of 500 or more, which is the endpoint's fault.
+    The environment (or `NoEnvironment`) provides the task and the verdict, while the program
+    manages its own context. If the program fails after the policy has taken a turn, the episode
+    counts as a failure of the policy with the finish reason `crash`. The trajectory is dropped
+    instead if the endpoint had answered a request with a status of 500 or more, since that is not
+    the policy's fault.
     """
 
     program: AgentProgram
     endpoint: Endpoint
     starting: asyncio.Semaphore | None = None
-    """Held until a program asks for its first turn, so that hundreds do not start at once."""
+    """Acquired before the program starts and released when it requests its first turn, which limits
+    how many programs start at once."""
     ended: ProgramResult | None = None
     finished: Finished | None = None
     _broken: asyncio.Event = field(default_factory=asyncio.Event)
     _error: Exception | None = None
-    """Error of the engines, which have retried already. It ends the episode."""
+    """The engine error that ended the episode. The engines have already retried the request."""
 
     async def _run(self) -> Trajectory | str:
         opening = await self.environment.open(self.task, seed=self.environment_seed)
@@ -126,7 +129,7 @@ class DrivenEpisode(Episode):
             begun.cancel()
 
     async def _stop_reason(self, recorder: TrajectoryRecorder) -> str:
-        """Wait until the program must end, and return why."""
+        """Wait until the program must be stopped, and return the reason."""
         broken = asyncio.create_task(self._broken.wait())
         late = asyncio.create_task(recorder.overdue(self.program.open_s))
         try:
@@ -147,7 +150,7 @@ class DrivenEpisode(Episode):
     def _with_program_verdict(
         self, trajectory: Trajectory, ended: ProgramResult
     ) -> Trajectory | str:
-        """Merge the program's verdict with the environment's, which takes precedence."""
+        """Merge the program's verdict into the environment's, which takes precedence."""
         verdict = trajectory.verdict or Verdict(parts={})
         if isinstance(ended.verdict, Unscored):
             return f"agent program {self.program.name}: {ended.verdict.reason}"
@@ -163,26 +166,26 @@ class DrivenEpisode(Episode):
 
 
 _SCRIPTED_TEXT = "\\boxed{0}"
-"""The scripted model's answer in every turn."""
+"""The answer that the scripted model gives in every turn."""
 _TRIAL_TURNS = 3
 _TRIAL_S = 60.0
-"""Seconds of the program's own time in a trial."""
+"""Time limit for a trial in seconds."""
 _MAX_OUTPUT = 500
 _MISSING = re.compile(r"No module named '([\w.]+)'")
 _UNREACHED = re.compile(r"connect|api[_ ]?key|authentic|unauthorized|resol", re.IGNORECASE)
-"""Matches the output of a program that failed to reach the endpoint."""
+"""Matches the output of a program that could not reach the endpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramTrial:
-    """Result of trying a program."""
+    """The result of trying out a program."""
 
     turns: int
     opening_tokens: int
-    """Tokens of its first request, tools included."""
+    """Number of tokens in the program's first request, including its tools."""
     seconds: float
     ended: str
-    """Human-readable outcome."""
+    """A sentence for the user about how the program ended."""
 
 
 async def try_program(
@@ -195,11 +198,14 @@ async def try_program(
     speak: Callable[[str], Sequence[int]],
     budget: Budget,
 ) -> ProgramTrial:
-    """Let the program drive one episode of `task` with a scripted model. speak: returns the ids
-    that a policy samples for a text, with the end of its turn.
+    """Run a program for one episode of `task` with a scripted model in place of the policy.
 
-    Raises ValueError if the program cannot be started, asks for no turn, lacks a package, fails
-    before its first turn, or nothing grades the task. The message has its output and a cure.
+    `speak` returns the token ids that a policy would sample for a text, including the end of the
+    turn.
+
+    Raises ValueError if the program cannot be started, requests no turn, lacks a package or fails
+    before its first turn, or if nothing grades the task. The error message includes the program's
+    output and suggests a fix.
     """
     contexts: list[int] = []
 
@@ -294,8 +300,7 @@ def _cure(program: AgentProgram, missing: re.Match[str] | None, episode: DrivenE
 
 
 def _interpreter(command: Sequence[str]) -> str:
-    """Return the Python that a command runs: the command itself, or the one in its script's
-    shebang."""
+    """Return the Python interpreter that a command runs, which a script names in its shebang."""
     path = Path(command[0])
     if path.name.startswith("python"):
         return str(path)

@@ -1,7 +1,7 @@
-"""MCP server with an environment's tools, for the program that drives its episode.
+"""Serves an environment's tools over MCP to the program that drives the episode.
 
-Streamable HTTP without sessions or streams: one JSON-RPC message each way. Programs use an MCP
-client, or post `tools/call`.
+It implements the Streamable HTTP transport without sessions or streams, so each request and each
+response is one JSON-RPC message. Programs can use an MCP client or post `tools/call` themselves.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from keel.rl.turns import ToolCall, ToolSpec
 
 _PROTOCOL = "2025-06-18"
 _UNKNOWN_METHOD, _INVALID_PARAMS, _LOST = -32601, -32602, -32000
-"""Error codes of JSON-RPC, and one of ours."""
+"""JSON-RPC error codes. The last one is our own."""
 _OVER = "the episode is over"
 
 
 class McpTools:
-    """Tools of one episode. Calls run one at a time, as in Keel's own episodes, and none after the
-    call that ends the episode. A call runs to its end even if its client disconnects, since
-    interrupting an environment loses it."""
+    """The tools for one episode.
+
+    Calls run one at a time, as in episodes that Keel drives, and no call runs after one that ends
+    the episode. A call is completed even if its client disconnects, because an interrupted
+    environment cannot continue.
+    """
 
     def __init__(
         self, environment: Environment, tools: Sequence[ToolSpec], *, budget: Budget
@@ -32,19 +35,20 @@ class McpTools:
         self._environment, self._tools, self._budget = environment, tools, budget
         self._calls = 0
         self._running: set[asyncio.Task[ToolResult | None]] = set()
-        """Running and waiting calls."""
+        """Calls that are running or waiting for their turn."""
         self._turn = asyncio.Lock()
         self._finished = False
         self.lost: EnvironmentLost | None = None
         self.done = False
-        """A tool has ended the episode."""
+        """True if a tool has ended the episode."""
 
     @property
     def over(self) -> bool:
         return self.done or self.lost is not None
 
     async def finish(self, within_s: float) -> None:
-        """Start no further call, wait for the running one, and cancel it after `within_s`."""
+        """Accept no more calls and wait up to `within_s` seconds for open ones before cancelling
+        them."""
         self._finished = True
         try:
             if self._running:
@@ -54,8 +58,10 @@ class McpTools:
                 task.cancel()
 
     async def answer(self, body: bytes) -> dict[str, Any] | None:
-        """Answer a JSON-RPC message; None for a notification. Raises ValueError if it is no
-        message."""
+        """Answer a JSON-RPC message. Returns None for a notification.
+
+        Raises ValueError if `body` is not a JSON-RPC message.
+        """
         value = load_json(body)
         if not isinstance(value, dict):
             raise ValueError("a JSON-RPC message is an object")
@@ -115,7 +121,7 @@ class McpTools:
         return {"result": {"content": content, "isError": result.failed}}
 
     async def _run(self, call: ToolCall) -> ToolResult | None:
-        """Run a call when its turn comes. Returns None if the episode is over by then."""
+        """Wait for earlier calls and run this one. Returns None if the episode is over by then."""
         async with self._turn:
             if self.over or self._finished:
                 return None

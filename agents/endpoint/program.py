@@ -1,4 +1,4 @@
-"""Runs an agent program as a process that knows its trajectory's endpoint."""
+"""Runs an agent program as a process that is connected to its trajectory's endpoint."""
 
 from __future__ import annotations
 
@@ -26,41 +26,44 @@ _RESERVED_ENV = (
     *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "KEEL_MCP_URL"),
 )
 _SEND_S = 60.0
-"""Seconds for the process to start and receive its command."""
+"""Seconds that the process may take to start and receive its command."""
 _FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_][\w.]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentProgram:
-    """An agent program, the same for every trajectory."""
+    """Settings for running an agent program, shared by all trajectories."""
 
     command: Sequence[str]
-    """Command line (`command_of`). `{prompt}` in it becomes the task's last user message,
-    `{prompt_file}` the path of a file that holds it."""
+    """The command line, as returned by `command_of`. `{prompt}` is replaced with the task's last
+    user message, and `{prompt_file}` with the path of a file that contains it."""
     open_s: float = 60.0
-    """Seconds until its first request."""
+    """Seconds that the program may take until its first request."""
     python: str = sys.executable
-    """Interpreter (3.9 or later) of the process that supervises it; a sandbox must have it. The
-    program's own is the one that `command` names."""
+    """Python interpreter (3.9 or later) for the process that supervises the program. It must be
+    available in the sandbox. The program's own interpreter is given by `command`."""
     folder: Path | None = None
-    """Working directory. None: the current one."""
+    """Working directory. None means the current directory."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Environment variables, added to the few that it gets. `OPENAI_MODEL` may be among them."""
+    """Environment variables to set, in addition to the few that every program gets. They may
+    include `OPENAI_MODEL`."""
     memory_mib: int | None = None
-    """Address space of each of its processes. None: no limit."""
+    """Limit on the address space of each of the program's processes. None means no limit."""
     wrap: Wrap = not_wrapped
-    """A sandbox. It need not have a network, and must allow the program to open sockets."""
+    """Puts the program into a sandbox, which may be without a network but must let the program open
+    sockets."""
     readable: Sequence[Path] = ()
-    """Paths that the program needs in a sandbox: its interpreter, its packages."""
+    """Paths that the program must be able to read in a sandbox, such as its interpreter and
+    packages."""
     tells_reward: bool = False
-    """Include the inputs of the reward in KEEL_TASK, such as a reference answer. The policy can
-    read it if the program lets it run commands."""
+    """Include the inputs of the reward, such as a reference answer, in KEEL_TASK. The policy can
+    read them if the program lets it run commands."""
     drop_failures: bool = False
-    """Drop trajectories whose program fails after a turn of the policy, instead of counting them as
-    failures with the lowest reward."""
+    """Drop a trajectory if its program fails after the policy has taken a turn. By default, it
+    counts as a failure with the lowest reward."""
     judges: bool = True
-    """Use the program's own verdict. If the policy can run commands as the program's user, it can
-    write one, too."""
+    """Use the verdict that the program gives. If the policy can run commands as the program's user,
+    it can write a verdict as well."""
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -80,9 +83,14 @@ class AgentProgram:
 
 
 def command_of(program: str, *, python: str, folder: Path) -> list[str]:
-    """Return the command line of a recipe's `program`: a command line, whose first word is looked
-    up in `folder`, next to the interpreter `python` and on the PATH; or `module:function`, which
-    that interpreter calls. Raises ValueError if it is not found."""
+    """Return the command line for the `program` field of a recipe.
+
+    The field is a command line or the name of a function, `module:function`. The first word of a
+    command line is looked up in `folder`, next to the interpreter `python` and on the PATH. A
+    function is called with the interpreter `python`.
+
+    Raises ValueError if the program is not found.
+    """
     if _FUNCTION.fullmatch(program):
         return [python, str(START), "call", program]
     first, *rest = shlex.split(program)
@@ -99,18 +107,18 @@ def command_of(program: str, *, python: str, folder: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
-    """Outcome of a program, with its verdict on its trajectory."""
+    """How a program ended, and the verdict that it gave on its trajectory."""
 
     failed: str = ""
-    """Why it failed; "" if it exited with status 0."""
+    """Why the program failed, or "" if it exited with status 0."""
     output: str = ""
-    """Tail of its output."""
+    """The last part of the program's output."""
     timed_out: bool = False
-    """True if the program was killed after its time limit."""
+    """True if the program was killed because it exceeded its time limit."""
     verdict: Verdict | Unscored | None = None
-    """None if the program gave no verdict or its verdict is ignored."""
+    """The program's verdict. It is None if there was none or it is ignored."""
     answer: str | None = None
-    """Its answer to the task, if it gave one."""
+    """The program's answer to the task, or None if it gave none."""
 
     def describe(self, program: AgentProgram) -> str:
         tail = f"; its last words: {self.output}" if self.output else ""
@@ -125,12 +133,12 @@ async def run_program(
     seed: int,
     until: Coroutine[Any, Any, str],
 ) -> ProgramResult:
-    """Run a program to its end, or until `until` returns why its time is up. All its processes are
-    gone afterwards.
+    """Run a program until it exits or `until` returns a reason to stop it, and kill all its
+    processes.
 
-    Its result is the content of the file `KEEL_VERDICT`, or else the last line that a command
-    prints if that is such an object: `{"parts": {"correct": 1.0}, "facts": {…}}`, its own verdict;
-    `{"answer": "…"}`, for another grader; or both.
+    The program can write its result as JSON to the file `KEEL_VERDICT`. A command may also print it
+    as its last line. The result is a verdict, `{"parts": {"correct": 1.0}, "facts": {…}}`, an
+    answer for another grader, `{"answer": "…"}`, or both in one object.
     """
     is_wrapped = program.wrap is not not_wrapped
     folder = program.folder or Path.cwd()
@@ -222,7 +230,6 @@ def _failure(reply: dict[str, Any] | str) -> str:
 def _parse_result(
     reply: dict[str, Any] | str | None, *, judges: bool
 ) -> tuple[Verdict | Unscored | None, str | None]:
-    """Return the verdict and the answer that a program gave."""
     if not isinstance(reply, dict):
         return None, None
     written = reply.get("verdict")

@@ -1,10 +1,10 @@
-"""Records an agent program's requests as turns that extend recorded ids, and as segments.
+"""Records the requests of an agent program as segments for training.
 
-A request is looked up by its messages up to the policy's last turn. If they match a recorded turn,
-`Chat.extend` extends its ids, so nothing that was sampled is tokenized again. If another request
-has extended that turn already, a new segment begins with the same ids. Otherwise a new segment
-begins with a render of the messages. Either way, each sampled token is trained in the segment that
-it was sampled in, and in no other.
+The recorder compares the messages of each request with the turns that it has recorded. If the
+request continues a recorded turn, the turn's token ids are extended with `Chat.extend`, so sampled
+text is never tokenized again. If another request has already extended that turn, a new segment
+begins with the same ids. If no recorded turn matches, a new segment begins with the rendered
+messages. In all cases, each sampled token is trained only in the segment in which it was sampled.
 """
 
 from __future__ import annotations
@@ -33,31 +33,32 @@ from keel.rl.turns import Chat, Malformed, Message, Parsed, TurnRequest, TurnRes
 from keel.rl.types import Dialogue, FinishReason, Segment, Usage
 
 _TURN_S = 600.0
-"""Seconds for a turn, the default timeout of OpenAI's clients."""
+"""Time limit for a turn in seconds, which is the default timeout of OpenAI's clients."""
 _CANCEL_S = 10.0
-"""Seconds to wait at the end for cancelled turns."""
+"""Seconds to wait for cancelled turns when the trajectory is closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCounts:
-    """Number of requests by outcome."""
+    """How many requests had each outcome."""
 
     requests: int = 0
     """Well-formed requests for a turn."""
     extended: int = 0
-    """Turns that extended the ids of a segment."""
+    """Turns that continued a segment."""
     branched: int = 0
-    """Turns in a new segment, from recorded ids that another turn had extended before."""
+    """Turns that began a new segment with recorded ids, because another turn had already extended
+    them."""
     rendered: int = 0
-    """Turns in a new segment, from a render of the messages; includes the first turn."""
+    """Turns that began a new segment with rendered messages, including the first turn."""
     repeated: int = 0
-    """Answers sent again to a client that never received them."""
+    """Answers that were sent again because the client had not received them."""
     refused: int = 0
-    """Requests that got an error for a limit or an invalid field."""
+    """Requests that were refused because of a limit or an invalid field."""
     failed: int = 0
-    """Requests that got an error because the engine or the endpoint failed or was too busy."""
+    """Requests that failed because the engine or the endpoint failed or was too busy."""
     cancelled: int = 0
-    """Turns whose client disconnected while they were sampled."""
+    """Turns that were cancelled because their client disconnected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,77 +67,79 @@ class Finished:
 
     segments: tuple[Segment, ...]
     opening: tuple[Message, ...]
-    """Messages of the first turn's request."""
+    """The messages of the request for the first turn."""
     messages: tuple[Message, ...]
-    """All later messages of all conversations, in the order of the turns."""
+    """All later messages from all conversations, in the order of the turns."""
     dialogues: tuple[Dialogue, ...]
-    """The same messages by conversation, with the tools they were sampled under."""
+    """The same messages, grouped by conversation, with the tools that each conversation had."""
     usage: Usage
     finish_reason: FinishReason
     """`stop`, or the limit that cut or refused the last turn."""
     counts: RequestCounts
     failure: str = ""
-    """Why an engine or the endpoint itself could not answer a request; "" if none failed."""
+    """Why an engine or the endpoint failed to answer a request, or "" if none failed."""
     refusal: str = ""
     """Why the last refused request was refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Slot:
-    """Place where a turn will be recorded."""
+    """Where a turn will be recorded, and how it is sampled."""
 
     record: SegmentRecord
     extends: bool
-    """False if the turn begins the record."""
+    """True if the turn extends an existing record, False if it begins a new one."""
     context_T: NDArray[np.int32]
     repeated: int
-    """Number of leading ids that some record has already."""
+    """How many of the context's first ids are already in some record."""
     draws: set[int]
-    """Numbers of the draws from this context that are in flight or answered."""
+    """Numbers of the samples from this context that are in flight or complete."""
     draw: int
-    """First free number."""
+    """The number of this sample, which is the first free one."""
     seed: int
 
 
 @dataclass(slots=True, eq=False)
 class _Branch:
-    """Requests with the same messages before the policy's first turn. Times are event numbers: each
-    start and each end of a request takes the next one."""
+    """All requests that have the same messages before the policy's first turn.
+
+    Times are event numbers. Every start and every end of a request takes the next number.
+    """
 
     first: int
-    """Time of its first request, or of the request that restarted it: a sub-agent may get the same
-    task again."""
+    """When the branch began. It begins again with a new request without turns, such as when a
+    sub-agent gets the same task twice."""
     concurrent: bool
-    """Other requests were in flight when it was new."""
+    """True if other requests were in flight when the branch began."""
     latest: int = -1
-    """Time when a request of it last started or ended."""
+    """When one of the branch's requests last started or ended."""
     ended: FinishReason = "stop"
-    """Limit that cut its last turn or refused its last request, or `stop`."""
+    """The limit that cut its last turn or refused its last request, or `stop`."""
     ended_at: int = -1
     by_client: bool = False
-    """The client's own `max_tokens` cut it."""
+    """True if the last turn was cut by the client's own `max_tokens`."""
 
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """A request in flight. Its handler sets how it ended."""
+    """A request in flight. The code that handles it records how it ended."""
 
     ended: FinishReason | None = None
-    """None: the request got no turn, and changes nothing."""
+    """How the request ended. None means that it got no turn and is ignored."""
     by_client: bool = False
 
 
 class FinishReasons:
-    """Decides how a trajectory ended, given that a program may hold several conversations.
+    """Decides how a trajectory ended, given that a program may run several conversations.
 
-    An ending holds until a later turn supersedes it: a turn of the same conversation; or one that
-    started while no other was in flight, of a conversation without a request since the ended one
-    started (it waited for it, as for a sub-agent, or is new). Concurrent conversations never
-    supersede each other.
+    The way a conversation ended holds until a later turn supersedes it. A turn of the same
+    conversation does so. A turn of another conversation does so only if no other request was in
+    flight when it started, and if its conversation is new or has been waiting for the one that
+    ended, as for a sub-agent. Concurrent conversations never supersede each other.
 
-    A turn that a client itself cut short, for a title say, counts less: in a conversation that
-    started concurrently it is no ending, and elsewhere it holds until the first of all
-    conversations continues.
+    A turn that the client itself cut short, for example to get a title, counts less. It is ignored
+    in a conversation that started concurrently with others. Otherwise it holds until the first
+    conversation continues.
     """
 
     def __init__(self) -> None:
@@ -146,14 +149,17 @@ class FinishReasons:
 
     @property
     def last(self) -> FinishReason:
-        """The last ending that holds; `stop` without any."""
+        """The most recent finish reason that still holds, or `stop` if there is none."""
         cut = [one for one in self._branches.values() if one.ended != "stop"]
         return max(cut, key=lambda one: one.ended_at).ended if cut else "stop"
 
     @contextmanager
     def request(self, opening: str, *, restarts: bool) -> Generator[_InFlight]:
-        """Track a request from its start to its end. opening: key of its conversation. restarts: it
-        has no turn of the policy yet."""
+        """Track a request from its start to its end.
+
+        `opening` is the key of its conversation. `restarts` is True if the request contains no turn
+        of the policy yet.
+        """
         started, branches = self._tick(), self._branches
         branch = branches.setdefault(
             opening, _Branch(first=started, concurrent=self._in_flight > 0)
@@ -186,11 +192,12 @@ class FinishReasons:
 
 
 class TrajectoryRecorder:
-    """Records one trajectory, on one event loop, with any number of requests at once.
+    """Records one trajectory, which may have many requests in flight at once.
 
-    name: unique in the run. sample: samples one turn of the policy. seed: the trajectory's, from
-    which each turn's is derived. turn_s: seconds for a turn and its wait for an engine; after that
-    the client gets 503.
+    It belongs to one event loop. `name` must be unique within the run, and `sample` samples one
+    turn. `seed` is the trajectory's seed, from which the seed of each turn is derived. `turn_s`
+    limits how long a turn may take, including the wait for an engine. When it is exceeded, the
+    client gets a 503 error.
     """
 
     def __init__(
@@ -216,12 +223,12 @@ class TrajectoryRecorder:
         self._turns = TurnIndex(chat, thinking=thinking)
         self._checked_tools = {key_of_tools(())}
         self._draws: dict[str, set[int]] = {}
-        """Numbers of the draws from each context: all differ, and so do their seeds."""
+        """Numbers of the samples from each context. All differ, so each sample has its own seed."""
         self._unanswered: Counter[str] = Counter()
-        """Tries that failed or were cancelled, by the key of the request."""
+        """How many tries failed or were cancelled, by request key."""
         self._growing: set[SegmentRecord] = set()
         self._sampling: dict[asyncio.Future[TurnResult], int] = {}
-        """Turns being sampled, and the tokens reserved for each."""
+        """The turns that are being sampled, and the tokens reserved for each."""
         self._changed = asyncio.Event()
         self._log = MessageLog()
         self._usage = Usage(turns=0)
@@ -230,17 +237,21 @@ class TrajectoryRecorder:
         self.refusal = ""
         """Why the last refused request was refused."""
         self.over = False
-        """The environment has ended the task, so there are no more turns."""
+        """True if the environment has ended the task, after which there are no more turns."""
         self.failure = ""
-        """Why the endpoint or an engine could not answer the last request that failed so."""
+        """Why the endpoint or an engine last failed to answer a request."""
         self._closed = False
         self._idle_since: float | None = None
-        """When the program's own time began. None while turns are sampled and before the first."""
+        """When the last turn ended. None before the first turn and while a turn is sampled."""
         self.begun = asyncio.Event()
         """Set when the first turn is sampled."""
 
     async def turn(self, request: ChatRequest) -> Reply:
-        """Answer a request. Raises ApiError. Cancellation leaves no trace."""
+        """Sample and record the turn that a request asks for, and return the reply.
+
+        If the call is cancelled, nothing is recorded. Raises ApiError if the request is refused or
+        the turn cannot be sampled.
+        """
         self._count("requests")
         tools_key = key_of_tools(request.tools)
         keys = prefix_keys(request.messages)
@@ -266,7 +277,7 @@ class TrajectoryRecorder:
                 raise
 
     def record_error(self, error: ApiError) -> None:
-        """Count a request that got an error, and keep the reason for the trajectory's report."""
+        """Count a request that was answered with an error, and keep the reason for the report."""
         if error.is_internal:
             self.failure = error.message
             self._count("failed")
@@ -275,12 +286,16 @@ class TrajectoryRecorder:
             self._count("refused")
 
     def mark_lost(self, reply: Reply) -> None:
-        """Keep a reply whose client disconnected, for its next request."""
+        """Keep a reply whose client disconnected, so that it can be sent when the client asks
+        again."""
         self._turns.mark_lost(reply)
 
     async def overdue(self, open_s: float) -> str:
-        """Wait until the program's time is up, and return what took too long: its first request
-        (`open_s`), or all its turns and its own time between them (`Budget.timeout_s`)."""
+        """Wait until the program's time is up, and return a description of what took too long.
+
+        `open_s` is the time limit for the first request. After it, `Budget.timeout_s` limits the
+        turns plus the program's own time between them.
+        """
         if self._budget.timeout_s == inf:
             raise ValueError("endpoint: timeout_s must be finite: every wait has a deadline")
         began = monotonic()
@@ -302,7 +317,10 @@ class TrajectoryRecorder:
                     await self._changed.wait()
 
     async def finish(self) -> Finished:
-        """Cancel the turns being sampled, and close. Safe to call more than once."""
+        """Cancel the turns that are being sampled, close the recorder and return the trajectory.
+
+        It is safe to call this more than once.
+        """
         self._usage, self._idle_since = self._with_idle(), None
         self._closed = True
         self._changed.set()
@@ -393,7 +411,11 @@ class TrajectoryRecorder:
         return reply
 
     def _slot(self, before: Turn | None, ids: list[int]) -> _Slot:
-        """Choose the end of a record, or a new record if another turn has taken it."""
+        """Choose where to record the turn.
+
+        The turn extends the record of the turn before it, unless another turn has done so already.
+        In that case it begins a new record.
+        """
         record, extends = SegmentRecord(self._prompt_id, ids), False
         if (
             before is not None
@@ -418,7 +440,7 @@ class TrajectoryRecorder:
         )
 
     async def _grow(self, slot: _Slot, limit: int) -> TurnResult:
-        """Sample the turn, and append it to the record."""
+        """Sample the turn and append it to its record."""
         record = slot.record
         request = replace(
             record.request(
@@ -448,7 +470,7 @@ class TrajectoryRecorder:
         return result
 
     async def _admit(self, context: int, max_tokens: int | None) -> int:
-        """Wait until a turn after `context` tokens fits the budget, and return its token limit."""
+        """Wait until the budget allows a turn after `context` tokens. Returns its token limit."""
         try:
             async with asyncio.timeout(self._turn_s):
                 while True:
@@ -471,7 +493,6 @@ class TrajectoryRecorder:
             raise _engine_failed(message) from error
 
     async def _sampled(self, request: TurnRequest, slot: _Slot, limit: int) -> TurnResult:
-        """Sample one turn within its time."""
         task = asyncio.ensure_future(self._sample(request))
         self._sampling[task] = limit
         slot.draws.add(slot.draw)
@@ -501,7 +522,7 @@ class TrajectoryRecorder:
                 self._idle_since = monotonic()
 
     def _with_idle(self) -> Usage:
-        """Return the usage with the program's own time until now."""
+        """Return the usage, including the time that the program has spent since the last turn."""
         if self._idle_since is None:
             return self._usage
         spent_s = monotonic() - self._idle_since

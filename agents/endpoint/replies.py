@@ -1,4 +1,4 @@
-"""Formats a turn as OpenAI's answer to a request, whole or as a stream."""
+"""Formats a turn as an OpenAI response, either complete or as a stream."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from keel.rl.turns import Message, Parsed
 from keel.rl.types import FinishReason
 
 _CHUNK = 24
-"""Characters in one chunk of a stream."""
+"""Number of characters in each chunk of a stream."""
 MODEL = "policy"
-"""The only model listed. Requests may name any other."""
+"""The only model in the list of models. Requests may use any other name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A recorded turn, for the client."""
+    """A recorded turn in the form in which the client gets it."""
 
     reply_id: str
     message: Message
-    """Message for the client; arguments are objects."""
+    """The message for the client. Call arguments are still objects, not JSON strings."""
     ended: FinishReason
     """`stop`, or the limit that cut the turn."""
     prompt_tokens: int
@@ -40,8 +40,11 @@ class Reply:
 
 
 def client_message(parsed: Parsed, *, cut: bool, may_call: bool) -> dict[str, Any]:
-    """Return a turn as the client gets it, without the calls of a turn that was cut: clients run
-    calls without looking at the finish reason."""
+    """Return a parsed turn as the message that the client gets.
+
+    Calls are removed if `may_call` is False or the turn was cut, because clients run calls without
+    looking at the finish reason.
+    """
     message = replace_surrogates(message_of(parsed))
     if cut or not may_call:
         message.pop("tool_calls", None)
@@ -49,7 +52,7 @@ def client_message(parsed: Parsed, *, cut: bool, may_call: bool) -> dict[str, An
 
 
 def completion(reply: Reply, model: str) -> dict[str, Any]:
-    """Return the answer to a request without `stream`."""
+    """Return the response to a non-streaming request."""
     calls = _calls(reply.message)
     message: dict[str, Any] = {
         "role": "assistant",
@@ -71,7 +74,7 @@ def completion(reply: Reply, model: str) -> dict[str, Any]:
 
 
 def events(reply: Reply, model: str, *, include_usage: bool) -> Iterator[bytes]:
-    """Yield the server-sent events of a request with `stream`, the last one `[DONE]`."""
+    """Yield the server-sent events for a streaming request, ending with `[DONE]`."""
     head = _head(reply, model, "chat.completion.chunk")
     if include_usage:
         head["usage"] = None

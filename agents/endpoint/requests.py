@@ -1,5 +1,4 @@
-"""Reads chat completion requests into the messages and tools of a chat format, and defines errors
-in OpenAI's format."""
+"""Parses and validates chat completion requests, and defines the endpoint's API errors."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention"),
 )
-"""Fields that are ignored silently, since they would not change the sampling."""
+"""Fields that are ignored without a warning, since they do not affect sampling."""
 _UNSUPPORTED = {
     "functions": "use tools",
     "function_call": "use tool_choice",
@@ -30,12 +29,13 @@ _UNSUPPORTED = {
     "web_search_options": "the endpoint has no search; give the policy a tool",
 }
 MAX_TOOL_CHARACTERS = 256 << 10
-"""Characters of a request's tools as JSON. Checking schemas takes a second per 30,000."""
+"""Limit on the JSON length of a request's tools. Checking schemas takes about a second per 30,000
+characters."""
 _MAX_DEPTH = 120
-"""Levels of nesting in a request."""
+"""Limit on the nesting depth of a request."""
 MAX_VALUES = 1 << 20
-"""Commas and brackets in a request. More would not fit a window of a million tokens, and parsing
-them would block all other trajectories for seconds."""
+"""Limit on the number of commas and opening brackets in a request. More values would not fit into a
+window of a million tokens, and parsing them would block all other trajectories for seconds."""
 _MAX_WARNINGS = 50
 _DISTRIBUTION = "it would change the sampling distribution, and the samples are trained on"
 _STRUCTURED = (
@@ -46,7 +46,7 @@ _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_
 
 
 class ApiError(Exception):
-    """An error that answers a request in place of a turn."""
+    """An error that is sent to the client instead of a turn."""
 
     def __init__(
         self,
@@ -57,14 +57,18 @@ class ApiError(Exception):
         code: str | None = None,
         limit: FinishReason | None = None,
     ) -> None:
-        """status: HTTP status. param: the wrong field. limit: the budget's limit that was met."""
+        """Create an error with an HTTP status.
+
+        `param` is the invalid field, and `limit` the budget limit that was reached.
+        """
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.limit: FinishReason | None = limit
 
     @property
     def is_internal(self) -> bool:
-        """True if the endpoint or an engine failed or was too busy; False if the program erred."""
+        """True if the endpoint or an engine failed or was too busy, False if the request was at
+        fault."""
         return self.status >= 500 or self.status in (408, 429)
 
     def body(self) -> dict[str, Any]:
@@ -84,8 +88,11 @@ def invalid_field(param: str, message: str) -> ApiError:
 
 
 def budget_spent(budget: Budget, limit: FinishReason, context: int = 0) -> ApiError:
-    """Return the error for a spent budget, with a status that clients do not retry, unlike 429 and
-    5xx. context: tokens of the request's messages."""
+    """Return the error for a spent budget.
+
+    Its status is one that clients do not retry, unlike 429 and 5xx. `context` is the number of
+    tokens in the request's messages.
+    """
     if limit == "window":  # OpenAI's wording, which programs recognize and then shorten the context
         return ApiError(
             400,
@@ -119,7 +126,11 @@ def _as_arguments(arguments: Any) -> Any:
 
 
 class _Model(BaseModel):
-    """Lists are `FailFast`: errors of a million entries would block the event loop for seconds."""
+    """Base class for the parts of a request.
+
+    Its lists are `FailFast`, because collecting errors for a million entries would block the event
+    loop for seconds.
+    """
 
     model_config = ConfigDict(strict=True)
 
@@ -166,7 +177,7 @@ class _StreamOptions(_Model):
 
 
 class _Request(_Model):
-    """Fields of a request. Null counts as missing; unknown fields are in `model_extra`."""
+    """The fields of a request. A null counts as missing. Unknown fields are in `model_extra`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -191,23 +202,26 @@ class ChatRequest:
     """A request for one turn."""
 
     messages: tuple[Message, ...]
-    """Contents are text, arguments are objects; tool results are in the order of the calls and
-    have the tool's name."""
+    """The messages in a normalized form. Contents are strings and call arguments are objects. Tool
+    results follow the order of their calls and include the tool's name."""
     tools: tuple[ToolSpec, ...]
     may_call: bool = True
-    """False: calls are not returned to the client (`tool_choice: none`)."""
+    """False if calls must not be returned to the client (`tool_choice: none`)."""
     max_tokens: int | None = None
     stream: bool = False
     include_usage: bool = False
-    """End a stream with a chunk that has the usage."""
+    """Whether a stream ends with a chunk that contains the usage."""
     model: str = ""
     is_retry: bool = False
-    """The client reports that it never received the answer to this request."""
+    """True if the client says that it never received the answer to this request."""
 
     @property
     def characters(self) -> int:
-        """Number of characters that a chat template shows: contents, calls, tools, and the thinking
-        since the last user message. Each message's role and marks count as one token."""
+        """Number of characters that the chat template would render.
+
+        This includes the message contents, the calls, the tools and the thinking since the last
+        user message. The markup of each message counts as one token.
+        """
         users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         since = users[-1] if users else 0
         thoughts = (message.get("reasoning_content", "") for message in self.messages[since:])
@@ -220,8 +234,11 @@ class ChatRequest:
         )
 
     async def check_tools(self) -> None:
-        """Raise ApiError for tools that could not be called. Runs on a thread, since large schemas
-        take seconds."""
+        """Check that the tools can be called.
+
+        The check runs on a thread because it takes seconds for large schemas. Raises ApiError if a
+        tool is invalid or the tools are too large.
+        """
         if sum(len(json.dumps(tool.as_json())) for tool in self.tools) > MAX_TOOL_CHARACTERS:
             limit = f"must have at most {MAX_TOOL_CHARACTERS:,} characters as JSON"
             raise invalid_field("tools", limit)
@@ -232,7 +249,7 @@ class ChatRequest:
 
 
 class IgnoredFields:
-    """Logs each ignored field once."""
+    """Logs a warning for each ignored field, once per field."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
@@ -246,7 +263,10 @@ class IgnoredFields:
 
 
 def read_request(body: bytes, ignored: IgnoredFields, *, is_retry: bool = False) -> ChatRequest:
-    """Parse a request. Raises ApiError that names the wrong field."""
+    """Parse a chat completion request.
+
+    Raises ApiError with the name of the field if one is invalid.
+    """
     fields = {name: value for name, value in load_object(body).items() if value is not None}
     try:
         request = _Request.model_validate(fields)
@@ -302,10 +322,10 @@ def _refuse_unsupported(request: _Request) -> None:
 
 
 def _convert_messages(messages: Sequence[_Message]) -> list[dict[str, Any]]:
-    """Convert messages, and check that each call has its result before the next turn."""
+    """Convert messages, and check that each call has a result before the next turn."""
     converted: list[dict[str, Any]] = []
     calls: dict[str, str] = {}
-    """Tool names of the last assistant message's calls, by id and in their order."""
+    """Tool names of the calls in the last assistant message, by call id and in order."""
     results: dict[str, dict[str, Any]] = {}
     for i, message in enumerate(messages):
         at = f"messages[{i}]"
@@ -352,7 +372,7 @@ def _convert_messages(messages: Sequence[_Message]) -> list[dict[str, Any]]:
 def _in_call_order(
     at: str, calls: dict[str, str], results: dict[str, dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield results in the order of their calls: templates that show no ids rely on it."""
+    """Yield tool results in the order of their calls, since some templates show no call ids."""
     for call_id in calls:
         if call_id not in results:
             raise invalid_field(at, f"the call {call_id!r} has no message of the role tool")
@@ -360,11 +380,14 @@ def _in_call_order(
 
 
 class _TooManyValues(ValueError):
-    """A text has too many values to be parsed."""
+    """A JSON text contains too many values to be parsed."""
 
 
 def load_json(text: bytes | str) -> Any:
-    """Parse JSON that a program sent. Raises ValueError."""
+    """Parse JSON that a program sent.
+
+    Raises ValueError if it is invalid, nested too deeply or too large.
+    """
     raw = text.encode(errors="replace") if isinstance(text, str) else text
     if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise _TooManyValues(f"more than {MAX_VALUES:,} values do not fit the model's context")
@@ -372,7 +395,10 @@ def load_json(text: bytes | str) -> Any:
 
 
 def load_object(body: bytes) -> dict[str, Any]:
-    """Parse a request's body. Raises ApiError."""
+    """Parse the body of a request as a JSON object.
+
+    Raises ApiError if it is not one.
+    """
     try:
         value = load_json(body)
     except _TooManyValues as error:
@@ -386,7 +412,7 @@ def load_object(body: bytes) -> dict[str, Any]:
 
 
 def replace_surrogates(value: Any) -> Any:
-    """Replace unpaired surrogates, which JSON may contain and no tokenizer accepts."""
+    """Replace unpaired surrogates, which JSON allows but tokenizers do not accept."""
     if isinstance(value, str):
         try:
             value.encode()

@@ -1,4 +1,4 @@
-"""HTTP server for all trajectories of a process: one port, and a base URL and key for each."""
+"""The HTTP server for all trajectories in a process. Each trajectory has its own URL and key."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ from keel.agents.endpoint.requests import ApiError, ChatRequest, IgnoredFields, 
 from keel.agents.env_runtime.socket_folder import socket_folder
 
 MAX_REQUEST_BYTES = 16 << 20
-"""Size limit of a request: twelve MiB suffice for 131,072 tokens, however they are escaped."""
+"""Size limit for a request. A context of 131,072 tokens needs at most 12 MiB, even if every
+character is escaped."""
 _MAX_TRAJECTORY_BYTES, _MAX_TOTAL_BYTES = 2 * MAX_REQUEST_BYTES, 16 * MAX_REQUEST_BYTES
-"""Size limits of all requests being received at once."""
+"""Size limits for all requests that are being received at once, per trajectory and in total."""
 _READ_S = 60.0
-"""Seconds to wait for the rest of a request, and for a client to read an answer."""
+"""Seconds to wait for the rest of a request, or for a client to read an answer."""
 _SHUTDOWN_S = 5.0
 _DISCONNECT_ROUNDS = 4
-"""Iterations of the event loop after which a closed connection has cancelled its request."""
+"""How many iterations of the event loop it takes until a closed connection cancels its request."""
 _SOCKET = "keel.sock"
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Address and key of one trajectory's endpoint."""
+    """The address and key of a trajectory's endpoint."""
 
     base_url: str
     api_key: str
     socket: Path
-    """Unix socket of the same server, for a sandbox without a network."""
+    """A unix socket for the same server, which a sandbox without a network can use."""
     tools_url: str = ""
-    """URL of the environment's tools for an MCP client. "" if it has none."""
+    """URL at which an MCP client finds the environment's tools, or "" if there are none."""
 
     @property
     def env(self) -> dict[str, str]:
@@ -60,16 +61,20 @@ class Address:
 
 
 class _Connections:
-    """Bounds a server's connections by the descriptors of this process: a new one beyond `most`
-    closes another. `accept` is the listening sockets' factory. on_abort: called with the trajectory
-    of each request whose connection was closed."""
+    """Limits how many connections are open at once, so that the process does not run out of file
+    descriptors.
+
+    A new connection beyond `most` closes another one. `accept` is the protocol factory for the
+    listening sockets. `on_abort` is called with the trajectory when a connection with a request in
+    flight is closed.
+    """
 
     def __init__(self, server: web.Server, most: int, on_abort: Callable[[str], None]) -> None:
         self._server, self._most, self._on_abort = server, most, on_abort
         self._accepting = 0
-        """Accepted connections that the server does not list yet."""
+        """How many accepted connections the server does not list yet."""
         self._busy: dict[web.RequestHandler, str] = {}
-        """Connections with a request in flight, oldest first, and their trajectories."""
+        """The connections with a request in flight and their trajectories, oldest first."""
 
     def accept(self) -> web.RequestHandler:
         connections = [one for one in self._server.connections if one.transport is not None]
@@ -89,7 +94,7 @@ class _Connections:
 
     @contextmanager
     def request(self, connection: web.RequestHandler, trajectory: str) -> Generator[None]:
-        """Mark a connection as having a request in flight."""
+        """Mark a connection as busy while its request is handled."""
         self._busy[connection] = trajectory
         try:
             yield
@@ -97,8 +102,11 @@ class _Connections:
             self._busy.pop(connection, None)
 
     def _victim(self, connections: list[web.RequestHandler]) -> web.RequestHandler:
-        """Return the oldest idle connection, which its client will reopen; else the newest of the
-        trajectory with the most, whose turn is then cancelled."""
+        """Choose the connection to close.
+
+        This is the oldest idle connection, which its client will simply reopen. If all are busy, it
+        is the newest connection of the trajectory that has the most, and its turn is cancelled.
+        """
         for connection in connections:
             if connection not in self._busy:
                 return connection
@@ -108,19 +116,24 @@ class _Connections:
 
 
 class Endpoint:
-    """Serves all trajectories of a process, on the loopback and on a unix socket.
+    """Serves all trajectories in a process, on the loopback interface and on a unix socket.
 
-    `async with Endpoint() as endpoint`, then `add` for each trajectory and `finish` at its end.
+    Use it as an async context manager. Call `add` for each trajectory, and `finish` when the
+    trajectory ends.
     """
 
     def __init__(self, *, port: int = 0, most: int = 1024) -> None:
-        """port: 0 lets the system choose. most: connections at once, over all trajectories."""
+        """Prepare an endpoint, which starts when its context is entered.
+
+        If `port` is 0, the system chooses one. `most` limits the number of connections over all
+        trajectories.
+        """
         self._port, self._most = port, most
         self._open: dict[str, tuple[str, TrajectoryRecorder, McpTools | None]] = {}
-        """Key, recorder and tools of each trajectory, by its place in the URL."""
+        """The key, recorder and tools of each open trajectory, by its name in the URL."""
         self._ignored = IgnoredFields()
         self._receiving: Counter[str] = Counter()
-        """Bytes of requests being received, by trajectory."""
+        """How many bytes of unfinished requests each trajectory has sent."""
         self._runner: web.AppRunner | None = None
         self._connections: _Connections | None = None
         self._listeners: list[asyncio.Server] = []
@@ -177,11 +190,17 @@ class Endpoint:
         self.remove_folder()
 
     def remove_folder(self) -> None:
-        """Remove the socket's folder. Safe from any thread, even while `__aexit__` hangs."""
+        """Remove the folder that contains the unix socket.
+
+        It is safe to call this from any thread, even if `__aexit__` hangs.
+        """
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self, recorder: TrajectoryRecorder, tools: McpTools | None = None) -> Address:
-        """Open a trajectory's endpoint and its tools. Raises ValueError if its name is open."""
+        """Open an endpoint for a trajectory and its tools, and return its address.
+
+        Raises ValueError if a trajectory with the same name is open.
+        """
         if any(other.name == recorder.name for _, other, _ in self._open.values()):
             raise ValueError(f"endpoint: {recorder.name} is open already")
         place, key = secrets.token_urlsafe(12), f"keel-{secrets.token_urlsafe(24)}"
@@ -195,7 +214,10 @@ class Endpoint:
         )
 
     async def finish(self, name: str) -> Finished:
-        """Close the endpoint of the trajectory `name`. Raises KeyError if it is not open."""
+        """Close the endpoint for the trajectory `name` and return what was recorded.
+
+        Raises KeyError if it is not open.
+        """
         for place, (_, recorder, _) in self._open.items():
             if name in (place, recorder.name):
                 del self._open[place]
@@ -217,7 +239,7 @@ class Endpoint:
 
     @web.middleware
     async def _format_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Return errors in OpenAI's or Anthropic's format."""
+        """Convert exceptions to error responses in OpenAI's or Anthropic's format."""
         try:
             return await handler(request)
         except ApiError as error:
@@ -237,8 +259,12 @@ class Endpoint:
 
     @asynccontextmanager
     async def _body_of(self, request: web.Request) -> AsyncGenerator[bytes]:
-        """Receive a request, whose bytes count towards the limits until the context is left. Raises
-        ApiError for one that is too large, too slow, compressed, or one of too many."""
+        """Receive the body of a request. Its bytes count towards the size limits until the context
+        exits.
+
+        Raises ApiError if the body is compressed, malformed, too large or too slow, or if too many
+        large requests arrive at once.
+        """
         if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
             message = f"Content-Encoding {encoding[:50]} is not supported: send the body unencoded"
             raise ApiError(400, message, code="unsupported_encoding")
@@ -293,7 +319,7 @@ class Endpoint:
         return recorder, tools
 
     async def _tools(self, request: web.Request) -> web.StreamResponse:
-        """Answer a JSON-RPC message. The key is in the URL, since MCP clients send no other."""
+        """Handle a JSON-RPC message. The key is in the URL, because MCP clients send no API key."""
         recorder, tools = self._authenticate(request, request.match_info["key"])
         if tools is None:
             raise ApiError(404, "there are no tools", code="unknown_url")
@@ -355,7 +381,7 @@ class Endpoint:
 async def _send(
     request: web.Request, chat_request: ChatRequest, reply: replies.Reply
 ) -> web.StreamResponse:
-    """Send an answer. Returns once the connection has taken all of it."""
+    """Send a response, and return once the connection has taken all of it."""
     model = chat_request.model
     if chat_request.stream:
         response = web.StreamResponse(
@@ -382,7 +408,7 @@ def _is_anthropic(request: web.Request) -> bool:
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:
-    """Return False for aiohttp's log messages about a client's malformed HTTP."""
+    """Filter out aiohttp's log messages about malformed requests from clients."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError)
 

@@ -1,9 +1,9 @@
-"""Recorded turns and messages, and the turn that a request continues.
+"""Stores the recorded turns and messages, and finds the turn that a request continues.
 
-Messages are compared by keys that survive whatever a client does to a message it sends back.
-Clients drop the thinking, reorder object keys, reformat the arguments' JSON, send None for an empty
-content or a list of parts for a text, add names, and add or strip white space around the
-assistant's text. (`keel.agents.endpoint.requests` normalizes contents and arguments.)
+Clients may change messages before they send them back. Some drop the thinking, reorder object keys,
+reformat the arguments, add names, add or strip white space around the assistant's text, or send an
+empty content as None and a text as a list of parts. Messages are therefore compared by keys that do
+not depend on such changes. (`keel.agents.endpoint.requests` normalizes contents and arguments.)
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class Turn:
 
     record: SegmentRecord
     end: int
-    """Number of ids of `record` up to this turn's last sampled one."""
+    """Number of ids in `record` up to the last one that this turn sampled."""
     tools: tuple[ToolSpec, ...]
     tools_key: str
     request_key: str
     reply: Reply
     in_thinking: bool = False
-    """It ended inside its thinking, which the next turn continues."""
+    """True if the turn ended inside its thinking, which the next turn continues."""
     lost: bool = False
-    """The client disconnected before it received the answer, as far as can be known."""
+    """True if the client seems to have disconnected before it received the answer."""
     resent: bool = False
     extended: bool = False
-    """Another turn continues it, so the client has received it."""
+    """True if another turn continues this one, so the client must have received it."""
 
     @property
     def ids(self) -> list[int]:
@@ -46,12 +46,12 @@ class Turn:
 
 
 class TurnIndex:
-    """All recorded turns of a trajectory."""
+    """All recorded turns in a trajectory."""
 
     def __init__(self, chat: Chat, *, thinking: bool) -> None:
         self._chat, self._thinking = chat, thinking
         self._by_messages: dict[str, list[Turn]] = {}
-        """Turns by the key of the messages up to and including the turn."""
+        """Turns by the key of all messages up to and including the turn."""
         self._by_request: dict[str, list[Turn]] = {}
         self._by_reply_id: dict[str, Turn] = {}
 
@@ -66,9 +66,11 @@ class TurnIndex:
         turn.lost, turn.resent = True, False
 
     def find_lost(self, request_key: str, request: ChatRequest) -> Turn | None:
-        """Return an answer to the same request that its client never received. If the client
-        reports a retry, any answer that no turn continues qualifies. Otherwise a repeated request
-        whose answer was received asks for another sample, and the result is None."""
+        """Return a turn that answered the same request but never reached its client, or None.
+
+        If the client reports a retry, any turn that no later turn continues can be returned.
+        Otherwise, a repeated request whose answer was received is taken to ask for another sample.
+        """
         free = [
             turn
             for turn in self._by_request.get(request_key, ())
@@ -84,11 +86,12 @@ class TurnIndex:
         tools_key: str,
         growing: Collection[SegmentRecord],
     ) -> tuple[Turn | None, list[int]]:
-        """Return the recorded turn that the request continues, or None, and the ids of its whole
-        context, which begin with the turn's own.
+        """Return the recorded turn that a request continues, or None, and the ids of the full
+        context.
 
-        keys: of the prefixes of its messages. growing: segments in which a turn is being sampled.
-        Raises ApiError for messages that the template refuses.
+        The ids begin with those of the turn. `keys` are the prefix keys of the request's messages,
+        and `growing` are the records in which a turn is being sampled. Raises ApiError if the chat
+        template rejects the messages.
         """
         messages = request.messages
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -126,8 +129,11 @@ class TurnIndex:
         return self._longest_prefix(ids), ids
 
     def _longest_prefix(self, ids: list[int]) -> Turn | None:
-        """Return the last turn of the longest record that a rendered context begins with. Turns
-        that ended in their thinking do not count: the render's position in it is unknown."""
+        """Return the last turn of the longest record that is a prefix of `ids`.
+
+        Turns that ended inside their thinking are skipped, because the rendered text does not show
+        how far the thinking had come.
+        """
         ends = [
             turn
             for turn in self._by_reply_id.values()
@@ -140,8 +146,11 @@ class TurnIndex:
         )
 
     def as_recorded(self, messages: Sequence[Message], keys: Sequence[str]) -> list[Message]:
-        """Return the messages with the policy's turns as recorded: a client may have dropped their
-        thinking, which the format shows until the next user message."""
+        """Return the messages with each assistant message replaced with the recorded one.
+
+        This restores thinking that the client dropped but the chat format shows until the next user
+        message.
+        """
         recorded: list[Message] = []
         for i, message in enumerate(messages):
             is_turn = message["role"] == "assistant"
@@ -152,9 +161,13 @@ class TurnIndex:
     def _check_system_messages(
         self, messages: list[Message], tools: Sequence[ToolSpec], ids: list[int]
     ) -> None:
-        """Raise ApiError for a system message that the chat template drops, as some do with any but
-        the first. Each check renders the whole conversation, so of the places between messages of
-        the same two roles only the first and the last are checked."""
+        """Check that the chat template shows every system message, since some templates drop all
+        but the first.
+
+        Each check renders the whole conversation. System messages between the same two roles are
+        treated alike, so only the first and the last of them are checked. Raises ApiError if one is
+        dropped.
+        """
         roles = [message["role"] for message in messages]
         first: dict[tuple[str, ...], int] = {}
         last: dict[tuple[str, ...], int] = {}
@@ -176,26 +189,28 @@ class TurnIndex:
 
 @dataclass(slots=True)
 class _OpenDialogue:
-    """A conversation whose next turn is yet to come."""
+    """A conversation that further turns may still extend."""
 
     messages: list[Message]
     sampled: list[int]
     tools: tuple[ToolSpec, ...]
     tools_key: str
     last_turn: str = ""
-    """Key of the messages up to the policy's last turn."""
+    """Key of all messages up to the policy's last turn."""
 
 
 class MessageLog:
-    """Messages of a trajectory: all in the order of the turns, and each conversation's, forks and
-    sub-agents included."""
+    """All messages of a trajectory, both in the order of the turns and grouped by conversation.
+
+    Forks and sub-agents have conversations of their own.
+    """
 
     def __init__(self) -> None:
         self.opening: tuple[Message, ...] = ()
-        """Messages of the first turn's request."""
+        """The messages of the request for the first turn."""
         self._all: list[Message] = []
         self._keys: set[str] = set()
-        """Keys of the messages in `_all`."""
+        """Prefix keys of the messages in `_all`."""
         self._dialogues: list[_OpenDialogue] = []
 
     @property
@@ -223,10 +238,11 @@ class MessageLog:
         tools_key: str,
         verbatim: bool,
     ) -> None:
-        """Add a request's new messages and the turn that answers it.
+        """Add the new messages of a request and the turn that answers it.
 
-        messages: with the policy's turns as recorded. keys: of the messages' prefixes. verbatim:
-        `reply` holds all that was sampled, so it can be learned from.
+        `messages` contain the policy's turns as recorded, and `keys` are the prefix keys of the
+        messages. `verbatim` says that `reply` contains everything that was sampled, so the policy
+        can learn from it.
         """
         if not self.opening:
             self.opening = tuple(messages)
@@ -258,7 +274,7 @@ class MessageLog:
 
 
 def prefix_keys(messages: Sequence[Message]) -> list[str]:
-    """Return the keys of all prefixes: entry i is the key of the first i messages."""
+    """Return a key for each prefix of the messages. Entry i is the key for the first i messages."""
     keys = [""]
     for message in messages:
         keys.append(extend_key(keys[-1], message))
@@ -266,7 +282,7 @@ def prefix_keys(messages: Sequence[Message]) -> list[str]:
 
 
 def extend_key(key: str, message: Message) -> str:
-    """Return the key of the messages of `key` followed by `message`."""
+    """Return the key for a message list that has `message` appended, given the key for the list."""
     is_turn = message["role"] == "assistant"
     calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
     identity = [
@@ -286,7 +302,7 @@ def key_of_tools(tools: Sequence[ToolSpec]) -> str:
 
 
 def _whole_floats(value: Any) -> Any:
-    """Replace whole floats by integers: many clients turn 1.0 into 1."""
+    """Replace whole floats with integers, because many clients turn 1.0 into 1."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):
