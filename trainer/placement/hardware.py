@@ -1,8 +1,9 @@
-"""GPUs and nodes of a run, and the assignment of actors to GPUs, on plain data.
+"""Describes the GPUs and nodes of a run, and assigns actors to GPUs.
 
-All GPUs of one actor are on one node. Actors of a kind share as few nodes as possible, since
-neighbouring ranks exchange the most. Kinds with larger actors are placed first, since only they can
-fail to find a node; among equals the trainer's ranks are.
+All GPUs of one actor are on one node. Actors of the same kind share as few nodes as possible,
+because neighbouring ranks exchange the most data. The kinds with the largest actors are placed
+first, since only they may find no node with enough room; if sizes are equal, trainer ranks come
+first.
 """
 
 from __future__ import annotations
@@ -19,36 +20,38 @@ from keel.trainer.placement.memory import GIB, gib
 
 RANK, ENGINE, JUDGE = "trainer rank", "engine", "judge"
 RANK_CPUS = 0.5
-"""CPU cores that Ray books for a rank without a GPU: ranks and engines alternate there."""
+"""CPU cores that Ray books for a rank without a GPU, where ranks and engines take turns."""
 SHARED_GPU = 0.5
-"""Share of a GPU that Ray books for each of two actors; knobs divide its memory."""
+"""Share of a GPU that Ray books for each of two actors. Knobs divide the memory between them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
-    """Peak rates of a GPU and its links, per second and direction, from data sheets."""
+    """Peak rates of a GPU and its links according to data sheets, per second and direction."""
 
     name: str = "NVIDIA H200"
     flops: float = 989e12
-    """Dense bfloat16."""
+    """Peak rate for dense bfloat16, in FLOP/s."""
     memory_bytes: float = 4.8e12
     link_bytes: float = 450e9
-    """Between GPUs of a node."""
+    """Bandwidth between the GPUs of a node."""
     network_bytes: float = 50e9
-    """One GPU's share of the network: 400 Gb/s."""
+    """Network bandwidth per GPU: 400 Gb/s."""
     host_bytes: float = 44e9
-    """To and from pinned host memory, measured on PCIe 5; half of it is assumed for PCIe 4."""
+    """Bandwidth to and from pinned host memory, measured on PCIe 5. PCIe 4 is assumed to have half
+    of it."""
     node_gpus: int = 8
     flash4: bool = True
-    """Whether FlashAttention-4 supports the GPU: Hopper and Blackwell."""
+    """Whether FlashAttention-4 supports the GPU, which is true for Hopper and Blackwell."""
 
     def between(self, gpus: int) -> float:
-        """Bandwidth among that many GPUs: by links, or by network cards across nodes."""
+        """Return the bandwidth between this many GPUs: over links within a node, or over network
+        cards across nodes."""
         return self.link_bytes if gpus <= self.node_gpus else self.network_bytes
 
 
 _FLASH4 = re.compile(r"\bG?[BH]\d(?!0\b)|\b[H]20\b")
-"""Names of data-centre GPUs of these generations; Blackwell's for desks have other kernels."""
+"""Names of the data-centre GPUs in these generations. Desktop Blackwell GPUs need other kernels."""
 _PCIE4, _PCIE5 = 32.0, 64.0
 _SPECS: tuple[tuple[str, float, float, float], ...] = (
     ("GB300", 2500, 8.0, 900),
@@ -78,11 +81,13 @@ _SPECS: tuple[tuple[str, float, float, float], ...] = (
     ("RTX 5090", 210, 1.79, _PCIE5),
     ("RTX 4090", 165, 1.01, _PCIE4),
 )
-"""Part of the driver's name; bfloat16 TFLOP/s; memory TB/s; link GB/s. The first match counts."""
+"""Part of the name that the driver reports, bfloat16 TFLOP/s, memory TB/s and link GB/s. The first
+match counts."""
 
 
 def spec_of(name: str) -> GpuSpec:
-    """Spec of a GPU by its driver's name. An unlisted one gets an H200's rates, and a note."""
+    """Return the spec of a GPU whose name the driver reports. An unlisted GPU gets the rates of an
+    H200 and a note."""
     default = GpuSpec()
     if not name:
         return default
@@ -103,16 +108,16 @@ def spec_of(name: str) -> GpuSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of actors. Each has a CPU core and `gpus` GPUs, which it may share."""
+    """A kind of actor. Each actor needs a CPU core and `gpus` GPUs, which it may share."""
 
     name: str
     count: int
     gpus: int
     count_knob: str
     size_knob: str = ""
-    """Knob behind `gpus`, if any."""
+    """Knob that sets `gpus`, if there is one."""
     guest: str = ""
-    """Kind of actor that shares the GPUs of each."""
+    """Kind of actor that shares the GPUs of an actor of this kind."""
 
     @property
     def cpus(self) -> int:
@@ -126,7 +131,7 @@ class Kind:
 
 
 def kinds(config: Config) -> tuple[Kind, ...]:
-    """Kinds of actors that need GPUs."""
+    """Return the kinds of actors that need GPUs."""
     r, t, judge = config.rollout, config.trainer, config.rewards.judge
     return (
         Kind(name=RANK, count=t.ranks, gpus=1, count_knob="trainer.ranks"),
@@ -153,26 +158,26 @@ class Node:
 
     name: str
     id: str = ""
-    """Ray's id; empty before there is a cluster."""
+    """Ray's id for the node; empty if there is no cluster yet."""
     gpus: int
     cpus: int
     free_gpus: int
     free_cpus: float
     in_use: bool = False
-    """True if others use some of its GPUs; only Ray knows which."""
+    """True if other programs use some of its GPUs. Only Ray knows which ones."""
     memory_gib: float = 0.0
-    """Host memory; 0 if unknown."""
+    """Host memory in GiB; 0 if unknown."""
 
     def room(self, kind: Kind) -> int:
-        """Number of actors of this kind that fit now."""
+        """Return how many actors of this kind fit on the node now."""
         return int(min(self.free_gpus // kind.gpus, self.free_cpus // kind.cpus))
 
     def empty(self) -> Node:
-        """The node without other users."""
+        """Return the node as it would be without other users."""
         return replace(self, free_gpus=self.gpus, free_cpus=self.cpus, in_use=False)
 
     def less(self, kind: Kind, actors: int) -> Node:
-        """The node after placing actors on it."""
+        """Return the node as it is after these actors are placed on it."""
         return replace(
             self,
             free_gpus=self.free_gpus - kind.gpus * actors,
@@ -187,29 +192,30 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """Hardware that a run is planned on: detected, or described by the recipe."""
+    """The hardware that a run is planned for, detected or described by the recipe."""
 
     gpu: bool
     nodes: tuple[Node, ...] = ()
     """Nodes with GPUs, in their current state."""
     gpu_gib: float = 0.0
-    """Memory of a GPU; 0 if unknown."""
+    """Memory of a GPU in GiB; 0 if unknown."""
     gpu_name: str = ""
-    """The driver's name of the GPU; empty if unknown."""
+    """Name of the GPU that the driver reports; empty if unknown."""
     taken_gib: float = 0.0
-    """Memory that other processes hold on the most used GPU."""
+    """Memory that other processes hold on the most used GPU, in GiB."""
     found: bool = True
-    """True if detected here or on the cluster."""
+    """True if the hardware was detected on this machine or on the cluster."""
     assumed: bool = False
-    """True if the number of GPUs is unknown, and `nodes` are just enough for the recipe."""
+    """True if the number of GPUs is unknown, so that `nodes` has just enough of them for the
+    recipe."""
     note: str = ""
-    """Source of the information."""
+    """Where the information comes from."""
     missing: str = ""
-    """Why the recipe does not fit yet: some of `nodes` are absent."""
+    """Why the recipe does not fit yet, if some of the `nodes` are absent."""
 
     @property
     def signature(self) -> dict[str, Any]:
-        """JSON of all that a cached choice depends on."""
+        """Return everything that a cached choice depends on, as JSON."""
         return {
             "GPUs of each node": [node.gpus for node in self.nodes],
             "GiB of a GPU": round(self.gpu_gib),
@@ -225,7 +231,7 @@ class Hardware:
 
     @property
     def taken_warning(self) -> str:
-        """Warning about other processes' GPU memory, or ""."""
+        """Return a warning if other processes hold GPU memory, else an empty string."""
         if not self.taken_gib:
             return ""
         return (
@@ -236,7 +242,7 @@ class Hardware:
 
     @property
     def idle(self) -> list[Node]:
-        """The nodes without other users."""
+        """Return the nodes as they would be without other users."""
         return [node.empty() for node in self.nodes]
 
     def __str__(self) -> str:
@@ -251,16 +257,16 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """One actor's GPUs."""
+    """The GPUs that are assigned to one actor."""
 
     kind: str
     index: int
     node: Node
     gpus: int
     first: int | None
-    """Id of its first GPU, the others follow; None if others use the node, too."""
+    """Id of the first GPU; the others follow it. None if other programs also use the node."""
     shared: bool = False
-    """True if an actor of another kind with the same index has the same GPUs."""
+    """True if an actor of another kind with the same index uses the same GPUs."""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -269,7 +275,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The seats of all actors, in the order in which each node's GPUs are assigned."""
+    """The seats of all actors, in the order in which the GPUs of each node are assigned."""
 
     seats: tuple[Seat, ...]
 
@@ -280,20 +286,21 @@ class Placement:
 
     @property
     def ranks_by_node(self) -> list[tuple[Node, int]]:
-        """Nodes with trainer ranks, and how many."""
+        """Maps each node with trainer ranks to the number of its ranks."""
         nodes = {id(seat.node): seat.node for seat in self.seats if seat.kind == RANK}
         count = Counter(id(seat.node) for seat in self.seats if seat.kind == RANK)
         return [(node, count[key]) for key, node in nodes.items()]
 
     def owner(self, kind: str, index: int) -> Seat:
-        """The seat that holds an actor's GPUs, possibly of the rank that it shares them with."""
+        """Return the seat that holds the GPUs of an actor. This is the rank's seat if the actor
+        shares them with a rank."""
         seat = next(s for s in self.seats if (s.kind, s.index) == (kind, index))
         if not seat.shared:
             return seat
         return next(s for s in self.seats if s.kind == RANK and s.index == index)
 
     def lines(self) -> Iterator[str]:
-        """One line per node."""
+        """Describe each node in one line."""
         for (_, name), group in groupby(self.seats, key=lambda s: (s.node.id, s.node.name)):
             seats = sorted(group, key=lambda seat: (seat.kind, seat.index))
             parts = [_span(list(alike)) for _, alike in groupby(seats, key=lambda s: s.kind)]
@@ -301,10 +308,10 @@ class Placement:
 
 
 def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement:
-    """Assign GPUs to all actors, or to actors of the kind `only`.
+    """Assign GPUs to all actors, or only to those of the kind `only`.
 
-    Engines share GPUs with ranks under `rollout.colocated`, and if there is a single GPU. Raises
-    ConfigError if there are too few free GPUs, or no node has enough for one actor.
+    Engines share GPUs with ranks if `rollout.colocated` is set or there is only one GPU. Raises
+    ConfigError if there are too few free GPUs, or no node has enough of them for one actor.
     """
     nodes = list(nodes)
     placed = [kind for kind in kinds(config) if kind.count and only in ("", kind.name)]
@@ -363,7 +370,8 @@ def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement
 
 
 def assumed_nodes(config: Config, *, node_gpus: int) -> list[Node]:
-    """The fewest nodes of `node_gpus` GPUs (or of the largest actor's) that hold the recipe."""
+    """Return the fewest nodes that hold all actors of the recipe. Each has `node_gpus` GPUs, or as
+    many as the largest actor needs."""
     placed = [kind for kind in kinds(config) if kind.count]
     size = max(node_gpus, *(kind.gpus for kind in placed))
     most = sum(-(-kind.count // (size // kind.gpus)) for kind in placed)
@@ -377,7 +385,7 @@ def assumed_nodes(config: Config, *, node_gpus: int) -> list[Node]:
 
 
 def idle_nodes(count: int, gpus: int) -> list[Node]:
-    """Hypothetical idle nodes with enough CPU cores."""
+    """Return hypothetical idle nodes that have enough CPU cores."""
     return [
         Node(name=f"node {i}", gpus=gpus, cpus=2 * gpus, free_gpus=gpus, free_cpus=2 * gpus)
         for i in range(count)
@@ -385,7 +393,7 @@ def idle_nodes(count: int, gpus: int) -> list[Node]:
 
 
 def allowed(nodes: Iterable[Node], run: RunConfig) -> list[Node]:
-    """The part of `nodes` that the run may use (`run.gpus_per_node`, `run.nodes`)."""
+    """Return the part of `nodes` that the run may use (`run.gpus_per_node`, `run.nodes`)."""
     limit = run.gpus_per_node
     if not limit:
         return list(nodes)

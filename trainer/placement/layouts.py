@@ -1,8 +1,10 @@
-"""Search for the fastest layout that fits, over the knobs that a recipe leaves open.
+"""Search for the fastest layout that fits the hardware, by varying the knobs that a recipe leaves
+open.
 
-Layouts within `TIE` of the fastest are equally good: the one of the lowest ZeRO stage and in the
-least memory is taken. A layout that fits by less than the memory model's error is chosen only if no
-other fits, and an optimizer in host memory only if nothing else does.
+Layouts within `TIE` of the fastest count as equally good. Among them, the search takes the one with
+the lowest ZeRO stage, and then the one that needs the least memory. It chooses a layout whose
+margin is smaller than the error of the memory model only if no other layout fits, and keeps the
+optimizer in host memory only as a last resort.
 """
 
 from __future__ import annotations
@@ -45,42 +47,50 @@ from keel.trainer.placement.step_time import COMPILE_S, sft_seconds
 from keel.trainer.placement.suggestions import no_suggestion, suggest
 
 Values = Mapping[str, Any]
-"""Knob → value."""
+"""Maps knobs to values."""
 _Section = TypeVar("_Section", RolloutConfig, TrainerConfig)
 TIE = 1.02
 SUGGESTIONS_TRIED = 400
-"""Changes to try for a recipe that fits nowhere; each is a search over its open knobs."""
+"""Number of changes to try for a recipe that fits nowhere. Each of them takes a search over the
+open knobs."""
 _MAX_GPU_GIB = 1025
-"""Largest GPU to suggest."""
+"""Memory of the largest GPU to suggest, in GiB."""
 _KV_SPARE = 1.25
-"""Maximum size of an engine's cache in units of its completions (rollout/engine/kv_cache.py)."""
+"""Maximum size of an engine's KV cache, relative to what its completions need
+(rollout/engine/kv_cache.py)."""
 _SHARE, _MAX_SHARE = 0.92, 0.95
-"""Largest share of a GPU for an engine: vLLM wants it free at start, and some is always taken."""
+"""Largest share of a GPU to give to an engine, with and without a safety margin. vLLM needs its
+whole share free at startup, and some memory is always in use."""
 _HOST_POWER = 3
-"""Norm that adds a rank's host and GPU time, fitted to micro-batches of 4,608 to 18,432 tokens."""
+"""Exponent of the norm that combines a rank's host time and GPU time, fitted to micro-batches of
+4,608 to 18,432 tokens."""
 _STAGE_COSTS = (1.0, 1.0, 1.04, 1.15)
-"""Slowdown by ZeRO stage in addition to traffic: measured 2 to 6 % for 2, and 3 to 12 % for 3."""
+"""Slowdown for each ZeRO stage beyond its communication: measured 2 to 6 % for stage 2, and 3 to 12
+% for stage 3."""
 _MAX_TOKENS, _MIN_TOKENS = 65_536, 4_096
-"""Micro-batches to choose: larger ones are no faster, and smaller ones idle the GPU."""
+"""Largest and smallest micro-batch to choose. Larger ones are no faster, and smaller ones leave the
+GPU idle."""
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
-"""Micro-batches of a rank per optimizer step."""
+"""Numbers of micro-batches per rank and optimizer step to try."""
 _SMALL = (2, 3, 4, 5, 6, 7, 8, 10, 12)
-"""Trajectories per micro-batch to try besides, where few fit."""
+"""Small micro-batch sizes, in trajectories, that are also tried in case few trajectories fit."""
 _SAVES = 0.98
-"""A larger micro-batch of the same count is only tried if it computes fewer tokens than this."""
+"""If two micro-batch sizes give the same number of micro-batches, the larger one is tried only if
+it computes less than this fraction of the tokens."""
 _EVAL_SEQUENCES, _MAX_SEQUENCES = 128, 1024
-"""Concurrent sequences: as many as evaluations use if their cache is small; as many as vLLM's
-graphs are captured for."""
+"""Numbers of concurrent sequences: the number that evaluations use if its cache is small, and the
+largest number for which vLLM captures CUDA graphs."""
 _WAVES = (1, 2, 3, 4)
-"""Waves in which a step's completions may be sampled."""
+"""Numbers of waves in which the completions for a step may be sampled."""
 _SMALL_CACHE = 0.1
-"""Share of a GPU for the KV cache of `_EVAL_SEQUENCES`."""
+"""The KV cache for `_EVAL_SEQUENCES` counts as small below this share of a GPU."""
 _SEATS = ("trainer.ranks", "rollout.engines", "rollout.colocated", "rollout.time_share")
 """Open knobs that determine the placement."""
 
 
 def with_values(config: Config, values: Values) -> Config:
-    """Set knobs of `rollout` and `trainer`. Raises ConfigError if that breaks a rule."""
+    """Return the config with these knobs of `rollout` and `trainer` set. Raises ConfigError if that
+    breaks a rule."""
     rollout, trainer = list[Any](), list[Any]()
     for item in values.items():
         (rollout if item[0].startswith("rollout.") else trainer).append(item)
@@ -99,7 +109,7 @@ def _changed(section: _Section, values: tuple[tuple[str, Any], ...]) -> _Section
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Values to try for each open knob."""
+    """Lists the values to try for each open knob."""
 
     config: Config
     open_knobs: frozenset[str]
@@ -108,11 +118,11 @@ class Options:
 
     @property
     def gpus(self) -> int:
-        """GPUs for engines and ranks."""
+        """Number of GPUs for engines and ranks together."""
         return sum(node.gpus for node in self.hardware.idle) - self.config.rewards.judge.gpus
 
     def open(self, values: Values) -> dict[str, Any]:
-        """The values of open knobs."""
+        """Keep only the values for open knobs."""
         return {knob: value for knob, value in values.items() if knob in self.open_knobs}
 
     def _either(self, knob: str, *, allowed: bool = True) -> list[Values]:
@@ -122,7 +132,7 @@ class Options:
 
     @cached_property
     def placements(self) -> list[Values]:
-        """Numbers of ranks and engines, sharing GPUs or not."""
+        """Numbers of ranks and engines to try, with and without sharing GPUs."""
         config = self.config
         if not config.data.sources:
             return [self.open({"trainer.ranks": n}) for n in self.rank_counts]
@@ -150,7 +160,8 @@ class Options:
 
     @property
     def rank_counts(self) -> list[int]:
-        """Numbers of ranks, largest first: all GPUs, sixteenths, and all but the engines'."""
+        """Numbers of ranks to try, largest first: all GPUs, multiples of a sixteenth of them, and
+        all GPUs that the engines leave."""
         config, gpus = self.config, self.gpus
         trainer, wide = config.trainer, config.rollout.tensor_parallel
         if "trainer.ranks" not in self.open_knobs:
@@ -167,12 +178,12 @@ class Options:
 
     @property
     def max_ranks(self) -> int:
-        """Ranks beyond which some would idle."""
+        """Largest useful number of ranks. With more, some of them would be idle."""
         return self.step_sequences * self.config.trainer.sequence_parallel
 
     @property
     def step_sequences(self) -> int:
-        """Sequences of an optimizer step on all ranks."""
+        """Number of sequences that all ranks together process in an optimizer step."""
         algorithm = self.config.algorithm
         if not self.config.data.sources:
             return self.config.sft.step_contexts
@@ -180,9 +191,10 @@ class Options:
         return math.ceil(whole / algorithm.updates_per_batch)
 
     def sampling(self, seats: Values, *, fewer: bool) -> list[Values]:
-        """Concurrent sequences of an engine, most first: a step in one wave, two, and so on.
+        """Numbers of sequences that an engine samples at once, largest first: enough to sample the
+        step in one wave, in two, and so on.
 
-        fewer: also so few that they take next to no memory.
+        With `fewer`, the list also has numbers so small that they need almost no memory.
         """
         knob, config = "rollout.max_num_seqs", self.config
         if knob not in self.open_knobs or not config.data.sources:
@@ -202,7 +214,8 @@ class Options:
 
     @cached_property
     def turns(self) -> list[Values]:
-        """An engine and a rank on one GPU: side by side, time-sharing, and with offloading."""
+        """Ways for an engine and a rank to use one GPU: side by side, time-sharing, and
+        time-sharing with offloading."""
         knobs = ("rollout.time_share", "trainer.offload_while_sampling")
         if not self.config.data.sources:
             return [{}]
@@ -217,7 +230,8 @@ class Options:
         ]
 
     def learning(self, ranks: int) -> Iterator[list[Values]]:
-        """Trainer knobs, in lists that differ only in micro-batches, largest first."""
+        """Yield lists of trainer knobs to try. The entries of a list differ only in the micro-batch
+        size, and the largest comes first."""
         sizes = self.micro_batches(ranks)
         for stage in self.stages(ranks):
             gathers = stage.get("trainer.zero_stage", self.config.trainer.zero_stage) == 3
@@ -227,7 +241,7 @@ class Options:
                     yield [{**way, **size} for size in sizes]
 
     def least(self, seats: Values) -> Iterator[Values]:
-        """Trainer knobs that need the least memory, for each ZeRO stage."""
+        """Yield the trainer knobs that need the least memory at each ZeRO stage."""
         ranks = seats.get("trainer.ranks", self.config.trainer.ranks)
         knobs = {
             "trainer.compile": False,
@@ -239,12 +253,14 @@ class Options:
 
     @property
     def sharing(self) -> Values:
-        """Prompts are shared wherever possible, since packing shares only what saves time."""
+        """Whether trajectories share their prompts in training. They do wherever that is possible,
+        because packing shares a prompt only if this saves time."""
         shared = not no_sharing(self.config, head_size=self.facts.head_size)
         return self.open({"trainer.share_prompts": shared})
 
     def _recomputed(self, *, gathers: bool) -> list[Values]:
-        """Recompute nothing, all but attention where contexts are long, or everything."""
+        """List what the backward pass may recompute: nothing, everything but attention (if contexts
+        are long), or everything."""
         knob, keep = "trainer.activation_checkpointing", "trainer.keep_attention"
         ways: list[Values] = []
         for checkpointed in self._either(knob):
@@ -256,14 +272,14 @@ class Options:
 
     @property
     def own_attention(self) -> bool:
-        """Whether attention is an operator whose output cannot be kept: sparse, batch-invariant or
-        in float32."""
+        """Whether attention uses an operator whose output cannot be kept for the backward pass.
+        This is the case for sparse, batch-invariant and float32 attention."""
         model = self.config.model
         return model.batch_invariant or model.dtype == "float32" or self.facts.index_top_k > 0
 
     @property
     def compiles(self) -> bool:
-        """Return whether compiled layers of such a model are known to be faster."""
+        """Whether compiled layers are known to be faster for this kind of model."""
         model = self.config.model
         dense = not self.facts.moe_layers
         measured = model.dtype == "bfloat16" or (model.dtype == "float16" and dense)
@@ -271,7 +287,8 @@ class Options:
         return measured and self.config.trainer.sequence_parallel == 1 and not model.batch_invariant
 
     def stages(self, ranks: int) -> list[Values]:
-        """ZeRO stages, with the optimizer on the GPU, and in host memory if that is open."""
+        """ZeRO stages to try, first with the optimizer on the GPU, then in host memory if that knob
+        is open."""
         zero, offload = "trainer.zero_stage", "trainer.offload_optimizer"
         trainer = self.config.trainer
         offloading = (False, True) if offload in self.open_knobs else (trainer.offload_optimizer,)
@@ -287,11 +304,11 @@ class Options:
         return [dict(pairs) for pairs in {tuple(self.open(each).items()): None for each in values}]
 
     def _lone_stages(self, *, offload: bool) -> list[int]:
-        """ZeRO stages of a single rank, which shards nothing.
+        """ZeRO stages to try for a single rank, which has nothing to shard.
 
-        Without DeepSpeed's bfloat16 optimizer, stage 1 holds gradients twice in an update, and
-        stage 2 has larger buckets; with an offloaded optimizer, stage 3 keeps gradients in host
-        memory.
+        Without DeepSpeed's bfloat16 optimizer, stage 1 holds the gradients twice during an update,
+        and stage 2 uses larger buckets. With an offloaded optimizer, stage 3 keeps gradients in
+        host memory.
         """
         model = self.config.model
         if not offload:
@@ -300,9 +317,10 @@ class Options:
         return [least] if model.batch_invariant else [least, 3]
 
     def micro_batches(self, ranks: int) -> list[Values]:
-        """Micro-batch sizes, largest first: a rank's share of a step in one, two, … parts.
+        """Micro-batch sizes to try, largest first. They split a rank's share of a step into one
+        part, two parts, and so on.
 
-        Each takes less memory and more time than the one before.
+        Each size needs less memory and more time than the one before it.
         """
         knob, config = "trainer.micro_batch_tokens", self.config
         if knob not in self.open_knobs:
@@ -329,8 +347,8 @@ class Options:
 
     @cached_property
     def _units(self) -> dict[int, int]:
-        """Tokens of a trajectory at its limit, and of groups that share a prompt, with their
-        numbers of trajectories."""
+        """Maps a number of tokens to the number of trajectories that it holds. The tokens are those
+        of one trajectory at its length limit, or of a group that shares a prompt."""
         longest, count = self.config.max_context, self.config.algorithm.group_size
         shares = with_values(self.config, self.sharing).trainer.share_prompts
         units = {longest: 1}
@@ -342,7 +360,8 @@ class Options:
         return units
 
     def frugal(self) -> Iterator[Values]:
-        """Values that need the least memory; then none, if they break the recipe's rules."""
+        """Yield the values that need the least memory. An empty set follows, in case those values
+        break the rules of the recipe."""
         config = self.config
 
         def legal(seats: Values) -> bool:
@@ -377,22 +396,22 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A recipe with every knob decided, with its plan and cost."""
+    """A recipe in which every knob is decided, with its plan and its cost."""
 
     config: Config
     plan: Plan
     shared: bool
     cost: float
-    """Seconds per step, with a share of the compile time."""
+    """Seconds per step, including a share of the compile time."""
 
     @property
     def rank(self) -> tuple[int, float, float]:
-        """Order among equally fast layouts, best first."""
+        """Sort key for layouts that are equally fast; the best one sorts first."""
         return self.config.trainer.zero_stage, self.gib, self.cost
 
     @property
     def gib(self) -> float:
-        """Memory of the fullest GPU."""
+        """Memory in use on the fullest GPU, in GiB."""
         engine, rank = self.plan.engine.total / GIB, self.plan.peak / GIB
         if not self.config.data.sources:
             return rank
@@ -406,15 +425,15 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Strictness:
-    """Safety margins of a layout."""
+    """Safety margins that a layout has to keep."""
 
     spare: float = 1.0
-    """Safety factor for a rank's memory."""
+    """Safety factor for the memory of a rank."""
     max_share: float = _MAX_SHARE
     offload: bool = False
-    """Allow an optimizer in host memory."""
+    """Whether the optimizer may be in host memory."""
     fewer: bool = True
-    """Allow engines to sample fewer sequences at once than a quarter of a step."""
+    """Whether an engine may sample less than a quarter of a step's sequences at once."""
 
 
 STRICTNESSES = (
@@ -425,7 +444,7 @@ STRICTNESSES = (
 
 
 class LayoutSearch:
-    """Searches the layouts of a recipe on its hardware."""
+    """Searches for the best layout of a recipe on given hardware."""
 
     def __init__(
         self, config: Config, open_knobs: frozenset[str], facts: ModelFacts, hardware: Hardware
@@ -445,7 +464,7 @@ class LayoutSearch:
         self._configs: dict[frozenset[tuple[str, Any]], Config] = {}
 
     def best(self) -> Layout | None:
-        """The best layout, or None if nothing fits."""
+        """Return the best layout, or None if nothing fits."""
         for self.strictness in STRICTNESSES:
             self.candidates = [*self.fitting()]
             if self.candidates:
@@ -456,11 +475,11 @@ class LayoutSearch:
 
     @property
     def tight(self) -> bool:
-        """Return whether the candidates fit by less than the memory model's error."""
+        """Whether the candidates fit by a smaller margin than the error of the memory model."""
         return self.strictness.spare == 1.0
 
     def fitting(self) -> Iterator[Layout]:
-        """All layouts that fit and may be the best."""
+        """Yield the layouts that fit and could be the best one."""
         fastest = math.inf
         for seats in self.options.placements:
             ranks = seats.get("trainer.ranks", self.config.trainer.ranks)
@@ -479,8 +498,8 @@ class LayoutSearch:
                         break
 
     def _with_engine(self, values: Values) -> Iterator[Layout]:
-        """Ways to run an engine with such a trainer, until the cache holds all sequences at once
-        and no time-sharing is needed."""
+        """Yield layouts that combine these trainer knobs with an engine. Stop when the engine's
+        cache holds all sequences at once and time-sharing is not needed."""
         for turns in self.options.turns:
             if self._placed({**values, **turns}) is None:
                 continue
@@ -493,19 +512,21 @@ class LayoutSearch:
                         break
 
     def _unrestricted(self, layout: Layout) -> bool:
-        """Return whether an engine samples all its sequences at once, and its cache holds them."""
+        """Return whether the engine samples all its sequences at once and its cache can hold
+        them."""
         config = layout.config
         most = self.options.sampling({"rollout.engines": config.rollout.engines}, fewer=False)[0]
         sequences = engine_sequences(with_values(config, most))
         return engine_sequences(config) == sequences <= (layout.plan.cached or 0)
 
     def _squeezed(self, layout: Layout) -> bool:
-        """Return whether the engine would gain if the rank needed less memory."""
+        """Return whether the engine would be faster if the rank needed less memory."""
         turns = layout.config.rollout.time_share and "rollout.time_share" in self.open_knobs
         return layout.shared and (turns or not self._unrestricted(layout))
 
     def _rank_fits(self, seats: Values, learning: Values) -> bool:
-        """Return whether a rank fits a GPU alone, or by time-sharing if that is possible."""
+        """Return whether a rank fits on a GPU alone, or time-shares it with an engine if that is
+        possible."""
         values = {**seats, **learning}
         try:
             rank, config = self._rank(values), self._config(values)
@@ -537,7 +558,7 @@ class LayoutSearch:
         return self._ranks[local]
 
     def _placed(self, values: Values) -> Placement | None:
-        """The placement, or None if the knobs break a rule or there are too few GPUs."""
+        """Place the actors. Returns None if the knobs break a rule or there are too few GPUs."""
         seats = tuple(values.get(knob) for knob in _SEATS)
         if seats not in self._placements:
             try:
@@ -551,8 +572,8 @@ class LayoutSearch:
         return self._placements[seats]
 
     def layout(self, values: Values) -> Layout | None:
-        """The layout with these values of all open knobs but the engine's share; None if it does
-        not fit."""
+        """Build the layout for these values of the open knobs, and choose the engine's share of the
+        GPU. Returns None if the layout does not fit."""
         try:
             placement = self._placed(values)
             if placement is None:
@@ -600,7 +621,8 @@ class LayoutSearch:
         return self.hardware.gpu_gib - self.hardware.taken_gib
 
     def _share(self, config: Config, rank: Memory, *, shared: bool) -> Values | None:
-        """The engine's share, limited by free memory; None if there is no room."""
+        """Choose the engine's share of a GPU within the free memory. Returns None if there is no
+        room for an engine."""
         knob, size = "rollout.gpu_memory_utilization", self.hardware.gpu_gib
         needs, free = self.strictness.spare * rank.total / GIB, self.free_gib
         most = min(free, self.strictness.max_share * size)
@@ -619,7 +641,8 @@ class LayoutSearch:
         return {knob: hundredths / 100} if hundredths >= 1 else None
 
     def refusal(self) -> ConfigError:
-        """The error if nothing fits: of a layout that needs little, with changes that help."""
+        """Return the error to raise if nothing fits. It describes a layout that needs little memory
+        and suggests changes that help."""
         for values in self.options.frugal():
             try:
                 config = with_values(self.config, values)
@@ -635,7 +658,7 @@ class LayoutSearch:
         return ConfigError(f"no layout of this recipe fits its GPUs: {self.hardware}")
 
     def _suggest(self, config: Config, facts: ModelFacts, _: object) -> str:
-        """Suggest changes after which some layout of the open knobs fits."""
+        """Suggest changes to the recipe that make some layout fit."""
 
         def planned(changed: Config) -> None:
             if not LayoutSearch(changed, self.open_knobs, facts, self.hardware).fits():
@@ -649,7 +672,8 @@ class LayoutSearch:
         return text
 
     def _fitting_gpu_gib(self) -> int:
-        """Smallest GPU memory in GiB with which it fits; 0 if none helps."""
+        """Return the smallest GPU memory, in GiB, with which the recipe fits, or 0 if no GPU is
+        large enough."""
 
         def fits(gib: int) -> bool:
             larger = replace(self.hardware, gpu_gib=float(gib))
@@ -660,7 +684,7 @@ class LayoutSearch:
         return sizes[least] if least < len(sizes) else 0
 
     def fits(self) -> bool:
-        """Return whether the smallest layout of any placement fits."""
+        """Return whether the smallest layout fits in any of the placements."""
         self.strictness = STRICTNESSES[-1]
         return any(
             self.layout({**seats, **learning, **turns, **sampling}) is not None

@@ -1,7 +1,7 @@
-"""Memory model: bytes that an engine and a trainer rank hold on a GPU, by purpose.
+"""Memory model: estimates how many bytes an engine and a trainer rank hold on a GPU, and for what.
 
-Estimates from the model's configuration; docs/scaling.md compares them with measurements. On a CPU
-they include the measured size of a process that has loaded its libraries.
+The estimates use the configuration of the model; docs/scaling.md compares them with measurements.
+On a CPU they include the measured size of a process that has loaded its libraries.
 """
 
 from __future__ import annotations
@@ -19,48 +19,56 @@ if TYPE_CHECKING:  # the driver imports this module without torch
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ENGINE_PROCESS_GIB, _TRAINER_PROCESS_GIB = 1.3, 1.2
-"""CPU: resident size of an actor that has loaded vLLM or DeepSpeed."""
+"""Resident size of an actor on a CPU after it has loaded vLLM or DeepSpeed."""
 ENGINE_CUDA_GIB, TRAINER_CUDA_GIB = 1.5, 1.3
-"""GPU: context, kernels, NCCL and CUDA graphs. Assumed for an engine, measured for a rank."""
+"""GPU memory for the CUDA context, kernels, NCCL and CUDA graphs. The value for an engine is
+assumed, the one for a rank is measured."""
 STEP_PARTS = ("activations", "experts' tokens", "support head", "new gradients")
 """Parts of a rank's memory that exist only during forward and backward passes."""
 _JOINED = "gradients joined"
-"""Part that an update needs beyond the memory that activations have freed."""
+"""Memory that an update needs in addition to what the activations have freed."""
 _SUB_GROUP_BYTES = 4e9
 """ZeRO-3 updates this many bytes of master weights at a time (DeepSpeed's default)."""
 RANK_SPARE = 1.06
-"""Safety factor for a rank: the model is up to 2 % too low, and no trajectory is like another."""
+"""Safety factor for the memory of a rank. The model is up to 2 % too low, and trajectories
+differ."""
 ENGINE_SPARE, ENGINE_SPARE_GIB = 1.1, 1.0
 """Assumed safety factor and reserve for an engine's memory without the KV cache."""
 ENGINE_BEYOND_GIB = 1.0
 """CUDA graphs and buffers beyond an engine's share: 0.6 to 1.0 in four of five drawn workloads."""
 TRAINER_UNUSED_GIB = 1.5
-"""PyTorch's allocator in addition to a step's tensors: 0.2 to 2.4 in measured steps."""
+"""Memory that PyTorch's allocator holds beyond the tensors of a step: 0.2 to 2.4 GiB in measured
+steps."""
 _SAMPLER_BYTES = 20
-"""Per vocabulary id and sequence: logits, probabilities, and both sorted with their ids."""
+"""Bytes that the sampler needs per vocabulary id and sequence, for logits, probabilities, and both
+of them sorted with their ids."""
 _BUCKET_ELEMENTS, _LONE_BUCKET_ELEMENTS = 500_000_000, 50_000_000
-"""Gradient bucket of DeepSpeed by default, and on one rank, where nothing is reduced."""
+"""Size of DeepSpeed's gradient bucket: the default, and the size for a single rank, which reduces
+nothing."""
 _ZERO_2_BUCKETS = 4
-"""Buckets and copies under ZeRO-2, fitted to three measured steps."""
+"""Number of buckets and copies under ZeRO-2, fitted to three measured steps."""
 _LIVE_ELEMENTS = 1_000_000_000
 """Parameters that ZeRO-3 keeps gathered (DeepSpeed's default)."""
 _KEPT_ID_BYTES, _MEAN_KEPT = 60, 8
-"""Support head: measured 45 to 60 bytes per kept id (docs/performance.md), and ids per token."""
+"""Bytes per kept id in the support head (45 to 60 measured, see docs/performance.md), and kept ids
+per token."""
 _HEAD_CHUNK_BYTES = 2048 * 4 * 1.2
-"""Support head: a chunk of untruncated tokens, per vocabulary id."""
+"""Bytes per vocabulary id for a chunk of untruncated tokens in the support head."""
 _FRAGMENTED = 0.08
-"""Share of a GPU lost to partly used memory while an engine samples: 11 of 140 GiB in one run."""
+"""Share of a GPU that is lost to fragmentation while an engine samples: 11 of 140 GiB in one
+run."""
 _RESIDUE_GIB = 0.5
-"""PyTorch's allocator after a rank has offloaded all it can: 0.3 to 0.8 in four workloads."""
+"""Memory that PyTorch's allocator still holds after a rank has offloaded everything it can: 0.3 to
+0.8 GiB in four workloads."""
 
 
 class DoesNotFit(ConfigError):
-    """Raised if a GPU's or machine's memory is too small for the recipe."""
+    """Raised if a GPU or a machine has too little memory for the recipe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Memory of one GPU, or of one actor on a CPU, in bytes by purpose."""
+    """Bytes that one GPU (or one actor on a CPU) holds, listed by purpose."""
 
     parts: Mapping[str, float]
 
@@ -86,19 +94,19 @@ def _largest_first(memory: Memory, but: str = "") -> str:
 
 
 def engine_sequences(config: Config) -> int:
-    """Completions that an engine samples at once, by the recipe."""
+    """Return how many completions an engine samples at once under this recipe."""
     sequences = config.algorithm.prompts_per_step * config.algorithm.group_size
     return min(config.rollout.max_num_seqs, -(-sequences // config.rollout.engines))
 
 
 def kv_token_bytes(config: Config, facts: ModelFacts) -> float:
-    """KV cache of one token on each GPU of an engine."""
+    """Return the bytes that one token takes in the KV cache on each GPU of an engine."""
     shares = min(config.rollout.tensor_parallel, facts.kv_heads)
     return facts.layers * facts.kv_width * BYTES[config.engine_dtype] / shares
 
 
 def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
-    """A GPU's share of an engine whose KV cache holds all its completions."""
+    """Estimate the memory of an engine on one GPU if its KV cache holds all its completions."""
     rollout, width = config.rollout, BYTES[config.engine_dtype]
     weights = facts.parameters * width / rollout.tensor_parallel
     if not gpu:
@@ -119,7 +127,8 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
 
 
 def _cached_tokens(config: Config, facts: ModelFacts) -> int:
-    """Tokens of an engine's completions at their limits; a group shares its prompt."""
+    """Return the tokens that an engine caches if its completions reach their limits. A group shares
+    its prompt."""
     sequences, longest = engine_sequences(config), config.max_context
     prompt = config.data.max_prompt_tokens
     shares = config.rollout.enable_prefix_caching and facts.full_attention
@@ -132,7 +141,8 @@ def _cached_tokens(config: Config, facts: ModelFacts) -> int:
 
 
 def read_together(config: Config, facts: ModelFacts) -> int:
-    """Completions of a group for which attention reads their prompt once (cascade attention)."""
+    """Return how many completions in a group read their shared prompt in a single pass (cascade
+    attention)."""
     plain = not config.model.batch_invariant and config.engine_dtype != "float32"
     if not (
         plain and facts.head_size and config.rollout.cascades(full_attention=facts.full_attention)
@@ -145,10 +155,10 @@ def read_together(config: Config, facts: ModelFacts) -> int:
 def cached_sequences(
     config: Config, memory: Memory, gpu_gib: float, *, taken_gib: float = 0.0
 ) -> int:
-    """Completions of full length that an engine's KV cache holds.
+    """Return how many full-length completions fit in the KV cache of an engine.
 
-    taken_gib: memory of each GPU that other processes hold. Raises DoesNotFit if the cache holds
-    none, or the engine's share is not free.
+    `taken_gib` is the memory that other processes hold on each GPU. Raises DoesNotFit if the cache
+    cannot hold a single completion, or if the engine's share of the GPU is not free.
     """
     share = config.rollout.gpu_memory_utilization
     rest = memory.total - memory.parts["KV cache"]
@@ -170,15 +180,15 @@ def cached_sequences(
 
 
 def with_cache_within(memory: Memory, budget: float) -> Memory:
-    """An engine's memory with its KV cache limited to what `budget` bytes leave."""
+    """Limit the KV cache so that the engine needs at most `budget` bytes, and return its memory."""
     cache = budget - (memory.total - memory.parts["KV cache"])
     return Memory(parts={**memory.parts, "KV cache": min(cache, memory.parts["KV cache"])})
 
 
 def guaranteed_cache_bytes(config: Config, facts: ModelFacts, gpu_gib: float) -> int:
-    """Bytes that an engine's share surely leaves for its KV cache.
+    """Return how many bytes an engine's share of the GPU certainly leaves for its KV cache.
 
-    0 if they do not hold all completions, so that vLLM has to measure its memory.
+    Returns 0 if they cannot hold all completions; vLLM then has to measure its memory.
     """
     memory = engine_memory(config, facts, gpu=True)
     cache = memory.parts["KV cache"]
@@ -191,10 +201,11 @@ def guaranteed_cache_bytes(config: Config, facts: ModelFacts, gpu_gib: float) ->
 
 
 def packed(config: Config, ranks: int = 0, capacity: int = 0) -> tuple[int, int]:
-    """Micro-batches of a rank per optimizer step, and computed tokens per step, at the limits.
+    """Return the micro-batches of a rank per optimizer step and the computed tokens per step, for
+    trajectories at their length limits.
 
-    The tokens count as if all ranks were as busy as the busiest; a shared prompt counts once per
-    micro-batch. ranks, capacity: instead of the recipe's.
+    The token count assumes that all ranks are as busy as the busiest one; a shared prompt counts
+    once per micro-batch. `ranks` and `capacity` replace the values in the recipe.
     """
     a, context = config.algorithm, config.max_context
     groups = -(-a.prompts_per_step // a.updates_per_batch)
@@ -212,15 +223,16 @@ def packed(config: Config, ranks: int = 0, capacity: int = 0) -> tuple[int, int]
 
 
 def rank_tokens(config: Config) -> float:
-    """Tokens of a micro-batch on one rank; a longer trajectory is a micro-batch on its own."""
+    """Return how many tokens of a micro-batch one rank computes. A trajectory that exceeds the
+    limit is a micro-batch on its own."""
     longest = max(config.trainer.micro_batch_tokens, config.max_context)
     return longest / config.trainer.sequence_parallel
 
 
 def learned_parameters(config: Config, facts: ModelFacts) -> tuple[int, int]:
-    """Trainable parameters, and how many of them are routed experts.
+    """Return the number of trainable parameters, and how many of them belong to routed experts.
 
-    Only the indexer is trained in its warm-up (`trainer.attention`).
+    During the warm-up of an indexer (`trainer.attention`), only the indexer is trained.
     """
     if config.trainer.attention == "warm-up":
         return facts.indexer_parameters, 0
@@ -228,16 +240,18 @@ def learned_parameters(config: Config, facts: ModelFacts) -> tuple[int, int]:
 
 
 def stage_in_use(config: Config, *, gpu: bool) -> int:
-    """ZeRO stage in use: `keel.trainer.engine.zero.zero_stage` without its imports."""
+    """Return the ZeRO stage in use. This is `keel.trainer.engine.zero.zero_stage` without its
+    imports."""
     mixed = gpu and config.model.dtype != "float32"
     return max(1, config.trainer.zero_stage) if mixed else config.trainer.zero_stage
 
 
 def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
-    """Memory of one rank.
+    """Estimate the memory of one rank.
 
-    ZeRO shards optimizer state from stage 1, gradients from 2 and parameters from 3; expert
-    parallelism shards experts at every stage, sequence parallelism a micro-batch's tokens.
+    ZeRO shards optimizer state from stage 1, gradients from stage 2 and parameters at stage 3.
+    Expert parallelism shards experts at every stage, and sequence parallelism shards the tokens of
+    a micro-batch.
     """
     trainer, count = config.trainer, facts.parameters
     ranks, tokens = trainer.ranks, rank_tokens(config)
@@ -293,10 +307,11 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
 
 
 def update_copy_bytes(config: Config, parts: Mapping[str, float], *, gpu: bool) -> float:
-    """Second copy of a rank's gradients in an update, joined to one tensor.
+    """Return the size of the second gradient copy that a rank makes for an update, when it joins
+    its gradients into one tensor.
 
-    ZeRO-3 joins a few layers at a time. There is no copy where gradients are summed in float32, nor
-    in 16 bits under ZeRO-2. (DeepSpeed 0.19.8: `_build_compact_grad_partition_buffer` and
+    ZeRO-3 joins only a few layers at a time. There is no copy if gradients are summed in float32,
+    or in 16 bits under ZeRO-2. (DeepSpeed 0.19.8: `_build_compact_grad_partition_buffer` and
     `flatten_dense_tensors_aligned`.)
     """
     trainer, stage = config.trainer, stage_in_use(config, gpu=gpu)
@@ -309,25 +324,30 @@ def update_copy_bytes(config: Config, parts: Mapping[str, float], *, gpu: bool) 
 
 
 def reading_ranks(trainer: TrainerConfig) -> int:
-    """Number of ranks that read the model: DeepSpeed broadcasts rank 0's weights, but below ZeRO-3
-    each expert's weights come from the first rank that holds it."""
+    """Return how many ranks read the model from disk.
+
+    DeepSpeed broadcasts the weights that rank 0 has read, but below ZeRO-3 the weights of each
+    expert come from the first rank that holds it.
+    """
     return 1 if trainer.zero_stage == 3 else trainer.expert_parallel
 
 
 def bucket_elements(trainer: TrainerConfig) -> int:
-    """Maximum size of a gradient bucket. ZeRO-2 on one rank was measured with the larger one."""
+    """Return the maximum size of a gradient bucket. The larger size applies to ZeRO-2 on a single
+    rank, where it was measured."""
     lone = trainer.ranks == 1 and (trainer.zero_stage != 2 or trainer.offload_optimizer)
     return _LONE_BUCKET_ELEMENTS if lone else _BUCKET_ELEMENTS
 
 
 def sums_in_float32(dtype: str, trainer: TrainerConfig) -> bool:
-    """Whether DeepSpeed's bfloat16 optimizer sums gradients in float32
+    """Return whether DeepSpeed's bfloat16 optimizer sums gradients in float32
     (trainer/engine/deepspeed_internals.py)."""
     return dtype == "bfloat16" and trainer.zero_stage <= 1 and not trainer.offload_optimizer
 
 
 def support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
-    """Gradients of the head's weight and hidden states, and buffers for kept ids."""
+    """Return the bytes that the support head needs for the gradients of its weight and hidden
+    states, and for buffers of kept ids."""
     tokens = rank_tokens(config)
     gradients = width * facts.hidden_size * (facts.vocab_size + tokens)
     whole = _HEAD_CHUNK_BYTES * facts.vocab_size
@@ -383,37 +403,40 @@ def layer_elements(facts: ModelFacts, config: Config, *, compiled: bool = False)
 
 
 def normed_elements(facts: ModelFacts) -> float:
-    """Inputs of a mean layer's norms: the residual stream twice, queries and keys."""
+    """Count the elements that enter the norms of an average layer: the residual stream twice,
+    queries and keys."""
     return 2 * facts.hidden_size + facts.attention_width + key_width(facts)
 
 
 def elementwise_elements(facts: ModelFacts) -> float:
-    """Elements that a mean layer's kernels between GEMMs move in a forward pass, without experts.
+    """Count the elements that kernels between the GEMMs of an average layer move in a forward pass,
+    without experts.
 
-    Two norms and two residual sums (10 hidden sizes); norms and rotary embedding of queries and
-    keys (12 widths of each); activation and product of the MLP (5 widths).
+    Two norms and two residual sums move 10 hidden sizes, norms and rotary embedding 12 widths each
+    of queries and keys, and the MLP's activation and product 5 widths.
     """
     heads = facts.attention_width + key_width(facts)
     return 10 * facts.hidden_size + 12 * heads + 5 * _mlp_width(facts)
 
 
 def expert_elements(facts: ModelFacts) -> float:
-    """Elements per token that a MoE layer keeps for its experts' backward pass.
+    """Count the elements per token that a MoE layer keeps for the backward pass of its experts.
 
-    Copies of the token to and from each expert (2 hidden sizes); gate, up and product, and with
-    experts that are not fused the activation.
+    These are copies of the token to and from each expert (2 hidden sizes), the gate, up projection
+    and product, and also the activation if experts are not fused.
     """
     copies = 2 * facts.experts_per_token * facts.hidden_size
     return copies + (3 if facts.fused_experts else 4) * _expert_width(facts)
 
 
 def key_width(facts: ModelFacts) -> float:
-    """Elements of a token's keys in a layer; a latent cache is expanded to all heads."""
+    """Return how many elements the keys of a token have in a layer. A latent cache is expanded to
+    all heads."""
     return facts.kv_width / 2 if facts.head_size else facts.attention_width
 
 
 def _expert_width(facts: ModelFacts) -> float:
-    """Intermediate elements of a token's routed experts in a MoE layer."""
+    """Return the intermediate size of all routed experts that process a token in a MoE layer."""
     if not facts.moe_layers:
         return 0.0
     each = facts.expert_parameters / facts.moe_layers / facts.experts / (3 * facts.hidden_size)
@@ -421,7 +444,8 @@ def _expert_width(facts: ModelFacts) -> float:
 
 
 def _mlp_width(facts: ModelFacts) -> float:
-    """Intermediate elements of a mean layer's MLP, with shared but without routed experts."""
+    """Return the intermediate size of the MLP in an average layer, counting shared experts but not
+    routed ones."""
     embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
     rest = facts.active_parameters - embeddings - facts.attention_parameters
     dense = rest / (3 * facts.hidden_size) - facts.moe_layers * _expert_width(facts)
@@ -433,16 +457,16 @@ def _mlp_width(facts: ModelFacts) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlan:
-    """Bytes of a rank in host memory while it time-shares its GPU with an engine."""
+    """Bytes that a rank moves to host memory while it time-shares its GPU with an engine."""
 
     sampling: float = 0.0
-    """While the engine samples."""
+    """Bytes in host memory while the engine samples."""
     training: float = 0.0
-    """Optimizer state that makes room for activations."""
+    """Optimizer state that is moved to host memory to make room for activations."""
     host: float = 0.0
-    """Maximum at any time."""
+    """Maximum number of bytes in host memory at any time."""
     moved: float = 0.0
-    """Transferred per step, both ways together."""
+    """Bytes transferred per step, in both directions together."""
 
 
 def offloads(config: Config, *, shared: bool) -> bool:
@@ -450,37 +474,38 @@ def offloads(config: Config, *, shared: bool) -> bool:
 
 
 def needed_bytes(config: Config, memory: Memory, *, shared: bool) -> float:
-    """Bytes that a rank needs on its GPU at a time."""
+    """Return the bytes that a rank needs on its GPU at the same time."""
     return least_bytes(config, memory) if offloads(config, shared=shared) else memory.total
 
 
 def least_bytes(config: Config, memory: Memory) -> float:
-    """Bytes on the GPU of a rank that offloads all it can: optimizer state during passes, and the
-    reference during an update."""
+    """Return the bytes that a rank needs on the GPU if it offloads all it can. It offloads the
+    optimizer state during forward and backward passes, and the reference model during an update."""
     return max(memory.total - memory.parts["optimizer"], _update_bytes(config, memory))
 
 
 def peak_bytes(config: Config, memory: Memory, plan: OffloadPlan) -> float:
-    """Maximum of a rank's bytes on its GPU."""
+    """Return the maximum number of bytes that a rank holds on its GPU."""
     return max(memory.total - plan.training, min(memory.total, _update_bytes(config, memory)))
 
 
 def _update_bytes(config: Config, memory: Memory) -> float:
-    """Bytes during an update, without the reference."""
+    """Return the bytes that a rank needs during an update, without the reference model."""
     names = ("weights", "gradients", "optimizer", "unused", "CUDA")
     held = sum(memory.parts[name] for name in names)
     return held + update_copy_bytes(config, memory.parts, gpu=True)
 
 
 def held_bytes(memory: Memory) -> float:
-    """Bytes that a rank holds between steps."""
+    """Return the bytes that a rank holds between steps."""
     return sum(memory.parts[name] for name in ("weights", "optimizer", "reference"))
 
 
 def offload_plan(
     config: Config, memory: Memory, gpu_gib: float, *, shared: bool, taken_gib: float = 0.0
 ) -> OffloadPlan:
-    """Plan the offloading of a rank; everything if the GPU's memory is unknown (0)."""
+    """Decide what a rank offloads. It offloads everything if the memory of the GPU is unknown
+    (0)."""
     if not offloads(config, shared=shared):
         return OffloadPlan()
     parts, state = memory.parts, memory.parts["optimizer"]
@@ -512,7 +537,8 @@ def offload_plan(
 
 
 def staying_gib(config: Config, memory: Memory, plan: OffloadPlan | None = None) -> float:
-    """A rank's GiB on the GPU while an engine samples: by `plan`, else the minimum."""
+    """Return how many GiB a rank keeps on the GPU while an engine samples, according to `plan`.
+    Without a plan, a rank that offloads keeps the minimum."""
     if config.trainer.offload_while_sampling and plan is None:
         return least_staying_gib(config)
     # PyTorch's cached memory stays, too: 23.4 GiB where weights, optimizer and reference are 19.1.
@@ -521,18 +547,21 @@ def staying_gib(config: Config, memory: Memory, plan: OffloadPlan | None = None)
 
 
 def least_staying_gib(config: Config) -> float:
-    """`staying_gib` of a rank that offloads everything."""
+    """Return `staying_gib` for a rank that offloads everything."""
     return _fixed_gib(config) + _RESIDUE_GIB
 
 
 def _fixed_gib(config: Config) -> float:
-    """CUDA context, and weights being sent."""
+    """Return the GiB for the CUDA context and for weights that are being sent."""
     return TRAINER_CUDA_GIB + config.trainer.publish_bucket_mib / 1024
 
 
 def host_bytes(config: Config, facts: ModelFacts, plan: OffloadPlan) -> float:
-    """Minimum host memory of a rank: an offloaded optimizer's master weights, moments, gradients
-    and outgoing weights, and data offloaded for time-sharing."""
+    """Return the least host memory that a rank needs.
+
+    It holds the master weights, moments, gradients and outgoing weights of an offloaded optimizer,
+    and the data that is offloaded for time-sharing.
+    """
     trainer = config.trainer
     learned, _ = learned_parameters(config, facts)
     each = 20 if trainer.zero_stage == 3 else 18
@@ -545,8 +574,9 @@ def can_start_together(
 ) -> bool:
     """Return whether an engine and a rank that share a GPU fit while both start.
 
-    An engine wants all of its share free, and one that measures its KV cache may not be disturbed
-    (`guaranteed_cache_bytes`). stepping: also while the rank computes a whole micro-batch.
+    An engine needs its whole share to be free, and must not be disturbed while it measures its KV
+    cache (`guaranteed_cache_bytes`). With `stepping`, they also have to fit while the rank computes
+    a whole micro-batch.
     """
     if config.rollout.time_share or not guaranteed_cache_bytes(config, facts, gpu_gib):
         return False
@@ -560,7 +590,8 @@ def can_start_together(
 def check_trainer_fits(
     config: Config, memory: Memory, gpu_gib: float, *, shared: bool, taken_gib: float = 0.0
 ) -> None:
-    """Raise DoesNotFit if a rank needs more than its GPU has, or its engine leaves it."""
+    """Check that a rank fits on its GPU. Raises DoesNotFit if it needs more memory than the GPU
+    has, or than its engine leaves."""
     share, needs = (
         config.rollout.gpu_memory_utilization,
         needed_bytes(config, memory, shared=shared),

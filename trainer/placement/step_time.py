@@ -1,6 +1,7 @@
-"""Cost model: estimated seconds of a step, from rates measured on H200s.
+"""Cost model: estimates the seconds of a step from rates measured on H200s.
 
-Only an engine's host and device work overlap. docs/scaling.md has the measurements and errors.
+The model assumes that host and device work overlap in an engine, and that nothing else does.
+docs/scaling.md has the measurements and the errors.
 """
 
 from __future__ import annotations
@@ -27,22 +28,25 @@ from keel.trainer.placement.memory import (
 
 _MIB = 2**20
 COMPILE_S = 20.0
-"""Extra time of the first step with `trainer.compile`: 13 to 20 s in six runs, 30 on slow hosts."""
+"""Additional seconds of the first step with `trainer.compile`: 13 to 20 s in six runs, and 30 s on
+slow hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Achieved fractions of peak rates, and fixed costs. Fitted to the steps in docs/scaling.md."""
+    """Fractions of the peak rates that are achieved, and fixed costs, fitted to the steps in
+    docs/scaling.md."""
 
     gemm_share: float = 0.75
-    """Trainer GEMMs, of the peak: 0.78 for dense layers, 0.66 for grouped experts in profiles."""
+    """Fraction of the peak that the trainer's GEMMs reach: 0.78 for dense layers and 0.66 for
+    grouped experts in profiles."""
     attention_share: float = 0.27
-    """Trainer attention GEMMs, of the peak."""
+    """Fraction of the peak that the trainer's attention GEMMs reach."""
     flash4_share: float = 0.62
     flash4_tokens: float = 2000.0
     """FlashAttention-4 reaches `flash4_share` · n / (n + `flash4_tokens`) on n tokens (H100)."""
     layer_moves: float = 2.9
-    """Times that a pass moves `elementwise_elements` through memory."""
+    """How many times a pass moves `elementwise_elements` through memory."""
     norm_moves: float = 26.8
     """The same for `normed_elements` of norms that are neither fused nor compiled."""
     compiled_moves: float = 4.3
@@ -52,61 +56,65 @@ class Rates:
     stock_expert_moves: float = 12.0
     """The same for other experts, and for experts spread over ranks, which is not measured."""
     optimizer_bytes: float = 65.0
-    """Bytes per owned parameter and optimizer step: AdamW, norm and clipping."""
+    """Bytes that an optimizer step (AdamW, norm and clipping) moves per owned parameter."""
     gradient_bytes: float = 30.0
-    """Bytes per parameter and micro-batch to sum gradients."""
+    """Bytes moved per parameter to add the gradients of a micro-batch."""
     summed_bytes: float = 14.0
     """The same in a single pass (trainer/engine/deepspeed_internals.py)."""
     host_adam_s: float = 3.5e-10
-    """AdamW in host memory per owned parameter: 28 bytes at an assumed 80 GB/s."""
+    """Seconds per owned parameter for AdamW in host memory: 28 bytes at an assumed 80 GB/s."""
     driver_s: float = 0.1
     group_s: float = 2e-3
     completion_s: float = 2e-4
-    """Driver per step, group and completion with rule-based rewards (135 M parameter model)."""
+    """Driver seconds per step, per group and per completion with rule-based rewards (135 M
+    parameter model)."""
     update_s: float = 9e-3
-    """Fixed cost of a weight update (benchmarks/transfer.py)."""
+    """Fixed seconds for a weight update (benchmarks/transfer.py)."""
     turn_s: float = 0.05
-    """Fixed cost of an engine's sleep and wake-up."""
+    """Fixed seconds for putting an engine to sleep and waking it up."""
     allocated_bytes: float = 107e9
-    """Rate at which a GPU allocates memory (docs/rollouts.md)."""
+    """Bytes per second that a GPU allocates (docs/rollouts.md)."""
     block_s: float = 1.3e-3
-    """Fixed cost per bucket of weights; 0.7 ms on one GPU."""
+    """Fixed seconds per bucket of weights; 0.7 ms on one GPU."""
     head_mfu: float = 0.40
-    """Trainer head over the whole vocabulary (benchmarks/training/support_head.py)."""
+    """Model FLOP utilization of the trainer's head over the whole vocabulary
+    (benchmarks/training/support_head.py)."""
     prefill_mfu: float = 0.40
-    """Assumed."""
+    """Model FLOP utilization of prefill; an assumption."""
     memory_share: float = 0.80
-    """Fraction of the memory's rate for weights in decoding; assumed."""
+    """Fraction of the memory bandwidth at which decoding reads weights; an assumption."""
     cache_share: float = 0.68
-    """The same for the KV cache, from a profile."""
+    """Fraction of the memory bandwidth at which decoding reads the KV cache, from a profile."""
     layer_step_s: float = 30e-6
-    """A layer's small kernels in a decoding step."""
+    """Seconds for the small kernels of a layer in a decoding step."""
     sampler_s: float = 3.6e-9
-    """Sampler per vocabulary id and decoding step: 0.56 to 0.67 ms for 151,936 ids."""
+    """Sampler seconds per vocabulary id and decoding step: 0.56 to 0.67 ms for 151,936 ids."""
     step_s: float = 2.0e-3
     sequence_s: float = 37e-6
-    """Engine host per decoding step and sequence, with the native recorder."""
+    """Host seconds of an engine per decoding step and per sequence, with the native recorder."""
     packed_step_s: float = 1.2e-3
     prepared_step_s: float = 2.2e-3
     packed_sequence_s: float = 3.2e-6
-    """The same with the packed recorder: a step that reuses rows, a new step, a sequence."""
+    """The same with the packed recorder: for a step that reuses rows, for a new step, and per
+    sequence."""
     invariant_step: float = 1.15
     invariant_pass: float = 1.09
     """Slowdown of a decoding step and of a compiled pass with `model.batch_invariant`."""
     pass_s: float = 1.8e-3
     compiled_pass_s: float = 1.15e-3
-    """Trainer host per layer and pass of a micro-batch."""
+    """Host seconds of the trainer per layer and pass over a micro-batch."""
     expert_pass_s: float = 0.65e-3
-    """The same on top for a layer with experts, compiled or not."""
+    """Additional host seconds for a layer with experts, compiled or not."""
 
     def launch_seconds(self, config: Config, facts: ModelFacts, micro_batches: int) -> float:
-        """Host time to launch a trainer step's kernels, concurrent with the GPU."""
+        """Return the host seconds that launching the kernels of a trainer step takes. The GPU works
+        at the same time."""
         each = self.compiled_pass_s if config.trainer.compile else self.pass_s
         layers = facts.layers * each + facts.moe_layers * self.expert_pass_s
         return layers * passes(config) * micro_batches
 
     def attention_of(self, config: Config, spec: GpuSpec) -> float:
-        """Attention's share of the peak in contexts at their limit."""
+        """Return the fraction of the peak that attention reaches in contexts at their limit."""
         longest, model = config.max_context, config.model
         other = model.batch_invariant or model.dtype == "float32" or not spec.flash4
         if other or not config.trainer.flash4(longest):
@@ -114,7 +122,7 @@ class Rates:
         return self.flash4_share * longest / (longest + self.flash4_tokens)
 
     def host_seconds(self, config: Config, facts: ModelFacts, sequences: int) -> float:
-        """Engine host time of one decoding step."""
+        """Return the seconds that an engine's host needs for one decoding step."""
         if config.rollout.packs(full_attention=facts.full_attention):
             prepared = config.rollout.tensor_parallel > 1 or config.rollout.enforce_eager
             step_s = self.prepared_step_s if prepared else self.packed_step_s
@@ -124,29 +132,29 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Estimated seconds of one step with every completion at its limit."""
+    """Estimated seconds of one step in which every completion reaches its limit."""
 
     decode: float
     prefill: float
     compute: float
     traffic: float
-    """Between trainer ranks."""
+    """Communication between trainer ranks."""
     weights: float
-    """Weight update, for which engines pause."""
+    """The weight update, during which engines pause."""
     driver: float = 0.0
-    """Dispatch, rule-based scoring, packing and metrics."""
+    """Work of the driver: dispatch, rule-based scoring, packing and metrics."""
     turns: float = 0.0
-    """Sleep, wake-up and offloading of time-shared GPUs."""
+    """Putting engines to sleep, waking them up, and offloading on time-shared GPUs."""
     machine: str
     sequences: int
-    """Concurrent completions of an engine."""
+    """Number of completions that an engine samples at once."""
     decode_step: float
     host_bound: bool
-    """Whether decoding is bound by the engine's host."""
+    """Whether the engine's host limits the speed of decoding."""
     launch: float = 0.0
-    """Trainer host time to launch the kernels of `compute`."""
+    """Host time in which the trainer launches the kernels of `compute`."""
     idle_trainer: bool = False
-    """Whether micro-batches are so small that the trainer's GPU waits for its host."""
+    """Whether micro-batches are so small that the trainer's GPU waits for the host."""
 
     @property
     def rollout(self) -> float:
@@ -158,11 +166,11 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """All parts in sequence."""
+        """Sum of all parts, which follow one another."""
         return self.rollout + self.training + self.weights + self.driver + self.turns
 
     def lines(self) -> list[str]:
-        """Lines for `keel check`."""
+        """Format the estimate for `keel check`."""
         bound = "its host" if self.host_bound else "its GPU"
         waits = "; bound by its host: raise trainer.micro_batch_tokens" * self.idle_trainer
         turns = f"; time-sharing {seconds(self.turns)}" * (self.turns > 0)
@@ -190,11 +198,12 @@ def step_time(
     spec: GpuSpec | None = None,
     rates: Rates | None = None,
 ) -> StepTime:
-    """Estimate a step.
+    """Estimate the seconds of a step.
 
-    micro_batches: of a rank, in all optimizer steps of a batch; shared: whether engines and ranks
-    share GPUs; sequences: capacity of an engine's KV cache; woken: bytes of an engine that sleeps
-    each step; moved: bytes that a rank then offloads and loads.
+    `micro_batches` is the number that a rank computes in all optimizer steps of a batch, and
+    `shared` says whether engines and ranks share GPUs. `sequences` is the capacity of an engine's
+    KV cache. `woken` is the size of an engine that sleeps in each step, and `moved` is what a rank
+    then offloads and loads, both in bytes.
     """
     spec, rates = spec or GpuSpec(), rates or Rates()
     rollout, algorithm = config.rollout, config.algorithm
@@ -241,7 +250,8 @@ def step_time(
 
 
 def sft_seconds(config: Config, facts: ModelFacts, spec: GpuSpec) -> float:
-    """Estimate a step of supervised training with every context at its limit."""
+    """Estimate the seconds of a supervised training step in which every context reaches its
+    limit."""
     sft, trainer, rates = config.sft, config.trainer, Rates()
     each = (sft.tokens_per_step or sft.max_context_tokens * sft.step_contexts) / sft.step_contexts
     most = each * math.ceil(sft.step_contexts / trainer.groups)  # of a rank
@@ -255,8 +265,11 @@ def sft_seconds(config: Config, facts: ModelFacts, spec: GpuSpec) -> float:
 def decode_device_seconds(
     config: Config, facts: ModelFacts, sequences: int, spec: GpuSpec, rates: Rates
 ) -> float:
-    """GPU time of one decoding step: memory traffic or GEMMs, whichever takes longer, then small
-    kernels and the sampler. Only experts that some sequence is routed to are read."""
+    """Estimate the GPU seconds of one decoding step.
+
+    Memory traffic or GEMMs count, whichever takes longer, and then small kernels and the sampler
+    are added. Only those experts are read that some sequence is routed to.
+    """
     width, parallel = BYTES[config.engine_dtype], config.rollout.tensor_parallel
     missed = (1 - facts.experts_per_token / facts.experts) ** sequences if facts.experts else 0.0
     rows = 0 if facts.tied else facts.vocab_size * facts.hidden_size  # a lookup, not a GEMM
@@ -271,7 +284,7 @@ def decode_device_seconds(
 
 
 def body_parameters(facts: ModelFacts) -> int:
-    """Parameters that a token is multiplied with, without the head."""
+    """Count the parameters that each token is multiplied with, without the head."""
     embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
     return facts.active_parameters - embeddings
 
@@ -284,8 +297,11 @@ def compute_seconds(
     spec: GpuSpec,
     rates: Rates,
 ) -> float:
-    """A rank's share of computing a step of `tokens`: forward and backward passes, recomputation,
-    the reference's forward pass, the head, and the optimizer."""
+    """Estimate how long a rank computes for its share of a step with `tokens` tokens.
+
+    This includes forward and backward passes, recomputation, the reference model's forward pass,
+    the head and the optimizer.
+    """
     trainer, width = config.trainer, BYTES[config.model.dtype]
     share = tokens / trainer.ranks
     # Causal attention sees half of the context on average: scores and their sum over values.
@@ -324,12 +340,12 @@ def compute_seconds(
 
 
 def _updates(config: Config) -> int:
-    """Optimizer steps per batch."""
     return config.algorithm.updates_per_batch if config.data.sources else 1
 
 
 def _probed_share(config: Config, tokens: int) -> float:
-    """Share of a step's tokens whose kept mass is computed, for trajectories of one turn."""
+    """Return the share of a step's tokens for which the kept mass is computed, assuming single-turn
+    trajectories."""
     algorithm = config.algorithm
     if not algorithm.kept_mass_coef:
         return 0.0
@@ -337,14 +353,18 @@ def _probed_share(config: Config, tokens: int) -> float:
 
 
 def passes(config: Config) -> int:
-    """Passes over a micro-batch in units of a forward pass; a backward pass counts twice."""
+    """Return the cost of training on a micro-batch in units of a forward pass. A backward pass
+    counts as two."""
     with_reference = any(source.kl_coef > 0 for source in config.data.sources)
     return 3 + config.trainer.activation_checkpointing + with_reference
 
 
 def traffic_seconds(config: Config, facts: ModelFacts, micro_batches: int, spec: GpuSpec) -> float:
-    """Communication of a rank in a step, not overlapped: gradients, gathered weights, tokens of
-    experts, and slices of contexts for sequence parallelism."""
+    """Estimate how long a rank communicates in a step without computing at the same time.
+
+    It exchanges gradients, gathered weights, tokens that are routed to experts, and context slices
+    for sequence parallelism.
+    """
     trainer = config.trainer
     updates = _updates(config)
     ranks, spread, stage = trainer.ranks, trainer.expert_parallel, trainer.zero_stage
