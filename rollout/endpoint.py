@@ -1,7 +1,8 @@
-"""Models behind an OpenAI-compatible endpoint, for measurement only.
+"""Samples from models behind an OpenAI-compatible endpoint, for evaluation only.
 
-An endpoint returns texts and token counts, which cannot be trained on. `EndpointCompletions`
-samples groups, and `EndpointTurns` samples conversations turn by turn like an engine.
+An endpoint returns texts and token counts, but no token ids or log-probabilities, so its
+completions cannot be used for training. `EndpointCompletions` samples groups, and `EndpointTurns`
+samples conversations turn by turn as an engine does.
 """
 
 from __future__ import annotations
@@ -41,48 +42,51 @@ T = TypeVar("T")
 _CONNECT_S = 10.0
 _CLOSE_S = 30.0
 _MAX_SHOWN = 300
-"""Characters of an error or a malformed call that are shown."""
+"""Maximum number of characters shown from an error or a malformed call."""
 LATER = "later: "
-"""Prefix of a drop reason if the endpoint may answer at another time."""
+"""Prefix of a drop reason if the same request may succeed later."""
 _FORBIDDEN = 403
 _SHARED_STATUS = frozenset({401, 402, 404})
-"""HTTP status about key, balance or address, which concerns all requests."""
+"""HTTP status codes about the API key, the balance or the address. They affect all requests."""
 _BUSY_STATUS = frozenset({408, 409, 429, *range(500, 600)})
-"""HTTP status that another attempt may not meet."""
+"""HTTP status codes of temporary failures, for which a retry may succeed."""
 MAX_FAILURES = 64
-"""Consecutive forbidden or disconnected requests that may be about the prompts."""
+"""How many consecutive requests may be forbidden or disconnected before the endpoint is considered
+unusable."""
 _UNKNOWN_ID = -1
 _CHARACTERS_PER_TOKEN = 4
-"""Estimate for openings and tool results, which are not counted by the endpoint."""
+"""Estimated characters per token, for openings and tool results, whose tokens the endpoint does not
+count."""
 _MAX_TURN_S = 86_400.0
 _REASONING_FIELDS = ("reasoning_content", "reasoning")
 _THINKING = _REASONING_FIELDS[0]
-"""Keel's message key of the reasoning."""
+"""The message key under which Keel stores the reasoning."""
 _status: ContextVar[int] = ContextVar("_status", default=0)
-"""HTTP status of a request's last attempt; 0: none yet."""
+"""HTTP status of the last attempt of a request, or 0 before the first response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointReply:
-    """A chat completion."""
+    """A chat completion returned by the endpoint."""
 
     content: str
     reasoning: str
     reasoning_field: str
-    """The endpoint's message key of the reasoning."""
+    """The message key under which the endpoint returned the reasoning."""
     calls: tuple[tuple[str, str], ...]
-    """Name and arguments of each call, verbatim."""
+    """Name and arguments of each tool call, exactly as returned."""
     tokens: int
     cut: bool
-    """The reply reached its token limit."""
+    """True if the reply reached its token limit."""
     seconds: float
 
 
 class EndpointCompletions:
-    """Samples from an endpoint on its own thread. A context manager."""
+    """Samples completions from an endpoint. As a context manager, it runs its requests on a thread
+    of its own."""
 
     def __init__(self, config: EndpointConfig) -> None:
-        """Raises ValueError if the API key's environment variable is missing."""
+        """Read the API key from the environment. Raises ValueError if the variable is not set."""
         key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
         if config.api_key_env and not key:
             raise ValueError(
@@ -90,7 +94,8 @@ class EndpointCompletions:
             )
         self._config, self._key = config, key
         self._failures = MAX_FAILURES
-        """Consecutive failures; a failure before the first reply concerns all requests."""
+        """Number of consecutive failures. It starts at the maximum, so a failure before the first
+        reply means that the endpoint is unusable."""
 
     def __enter__(self) -> Self:
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout  # noqa: PLC0415  slow, for few commands
@@ -129,14 +134,15 @@ class EndpointCompletions:
         await self._client.close()
 
     def submit(self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig) -> Future[Group]:
-        """Sample a group. Failed completions are dropped with their reason.
+        """Sample a group of completions.
 
-        The future fails with RuntimeError if the endpoint refuses all requests.
+        Failed completions are listed in the group with the reason why they were dropped. The future
+        fails with RuntimeError if the endpoint is unusable for all requests.
         """
         return self.schedule(self._group(prompt, group_size, sampling))
 
     def schedule(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on this thread's event loop."""
+        """Run a coroutine on this object's event loop and return a future for its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _group(self, prompt: Prompt, size: int, sampling: SamplingConfig) -> Group:
@@ -171,10 +177,11 @@ class EndpointCompletions:
         thinking: bool,
         within_s: float = inf,
     ) -> EndpointReply | str:
-        """Return a reply, or the reason for its absence.
+        """Request a chat completion. Returns the reply, or the reason why there is none.
 
-        Time counts from a free slot (`endpoint.max_concurrent`). Raises RuntimeError like the
-        future of `submit`, and TimeoutError after `within_s`.
+        The time limit starts when the request gets one of the `endpoint.max_concurrent` slots.
+        Raises RuntimeError if the endpoint is unusable for all requests, and TimeoutError after
+        `within_s` seconds.
         """
         import openai  # noqa: PLC0415  as above
 
@@ -230,7 +237,8 @@ class EndpointCompletions:
         return f"no reply within endpoint.timeout_s = {self._config.timeout_s:g}"
 
     def _fails_again(self) -> bool:
-        """Count a failure; True if so many in a row cannot be about the prompts."""
+        """Count a failure. Returns True if there were too many in a row for the prompts to be the
+        cause."""
         self._failures += 1
         return self._failures > MAX_FAILURES
 
@@ -238,7 +246,7 @@ class EndpointCompletions:
         return RuntimeError(f"endpoint.base_url = {self._config.base_url}: {self._printable(why)}")
 
     def _printable(self, text: str) -> str:
-        """Shorten a text and hide the API key in it."""
+        """Shorten a text and hide the API key."""
         text = (text.replace(self._key, "***") if self._key else text)[:_MAX_SHOWN]
         return "".join(c if c.isprintable() else " " for c in text)
 
@@ -252,7 +260,8 @@ async def _on_response(response: Any) -> None:
 
 
 def read_reply(body: Any, *, seconds: float) -> EndpointReply | str:
-    """Read a reply of any shape, or return its error."""
+    """Parse the body of a response. Returns an error message if it is not a valid chat
+    completion."""
     try:
         choice, usage = body["choices"][0], body.get("usage")
         message = choice["message"]
@@ -300,25 +309,26 @@ def _trajectory(prompt: Prompt, sibling: int, reply: EndpointReply) -> Trajector
 
 
 class EndpointTurnLost(OSError):
-    """The endpoint gave no turn, so the episode is dropped."""
+    """Raised when the endpoint returns no turn. The episode is then dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """An opening, a reply, or the messages that answer a reply."""
+    """One part of a conversation: its opening, a reply, or the messages that follow a reply."""
 
     messages: tuple[Message, ...]
-    """Messages in the endpoint's form, with their thinking."""
+    """The messages in the endpoint's format, including their thinking."""
     tools: tuple[ToolSpec, ...] = ()
     thinking: bool = False
     reply: Parsed | None = None
 
 
 class EndpointTurns:
-    """Implements `keel.rl.turns.Chat` for an endpoint, and samples turns.
+    """Samples turns from an endpoint and implements `keel.rl.turns.Chat` for it.
 
-    The endpoint's token ids are unknown, so the first id of each part of a conversation is its
-    number, and the others only count tokens.
+    The endpoint's token ids are unknown. Each part of a conversation is therefore represented by
+    placeholder ids: the first id is the part's number, and the other ids only reflect the number of
+    tokens.
     """
 
     stop_ids: tuple[int, ...] = ()
@@ -329,7 +339,7 @@ class EndpointTurns:
         self._completions, self._sampling = completions, sampling
         self._parts: dict[int, _Part] = {}
         self._by_prompt: dict[str, set[int]] = {}
-        """Parts of each prompt's conversations; used on the completions' loop only."""
+        """The parts of the conversations for each prompt. Only code on the event loop uses this."""
         self._numbers = itertools.count()
         self._reasoning_field = _THINKING
 
@@ -360,11 +370,12 @@ class EndpointTurns:
         return reply
 
     def turn(self, request: TurnRequest, purpose: Purpose) -> Future[TurnResult]:
-        """Sample a turn. Fails with EndpointTurnLost, or like `EndpointCompletions.submit`."""
+        """Sample a turn. The future fails with EndpointTurnLost if there is none, and with
+        RuntimeError if the endpoint is unusable."""
         return self._completions.schedule(self._turn(request, self._sampling[purpose]))
 
     def forget(self, prompt: Prompt) -> Future[None]:
-        """Drop the finished conversations of a prompt."""
+        """Delete the stored conversations of a prompt once they are finished."""
         return self._completions.schedule(self._forget(prompt.prompt_id))
 
     async def _forget(self, prompt_id: str) -> None:
@@ -400,9 +411,10 @@ class EndpointTurns:
         return _turn_result(ids, "length" if reply.cut else "stop", reply.seconds)
 
     def _with_thinking(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages with thinking after the last user message only, as templates do.
+        """Return the messages with thinking kept only after the last user message, as chat
+        templates do.
 
-        Some endpoints refuse tool results without it.
+        Some endpoints refuse tool results if this thinking is missing.
         """
         users = [n for n, message in enumerate(messages) if message["role"] == "user"]
         last = users[-1] if users else -1
@@ -431,7 +443,8 @@ def _turn_result(ids: Sequence[int], finish: Any, seconds: float) -> TurnResult:
 
 
 def _parsed(reply: EndpointReply, name: str) -> Parsed:
-    """`name`: prefix of call ids, unique in the conversation."""
+    """Convert a reply to a parsed turn. `name` is a prefix that makes call ids unique in the
+    conversation."""
     calls: list[ToolCall | Malformed] = []
     for n, (tool, text) in enumerate(reply.calls):
         try:
@@ -453,7 +466,7 @@ def _parsed(reply: EndpointReply, name: str) -> Parsed:
 
 
 def _as_message(reply: Parsed) -> Message:
-    """Return a reply as a message of the next request."""
+    """Convert a reply to a message that can be sent in the next request."""
     calls = [
         (call.call_id, call.name, call.arguments)
         if isinstance(call, ToolCall)
@@ -466,7 +479,7 @@ def _as_message(reply: Parsed) -> Message:
 
 
 def _as_sent(message: Message) -> Message:
-    """Convert Keel's message to an endpoint's, whose call arguments are text."""
+    """Convert one of Keel's messages to the endpoint's format, in which call arguments are text."""
     keys = ("role", "content", _THINKING, "tool_call_id")
     sent = {key: message[key] for key in keys if key in message}
     if calls := message.get("tool_calls"):

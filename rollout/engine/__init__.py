@@ -1,1 +1,2 @@
-"""One vLLM engine: its thread and Ray actor, its requests, and the patches that it needs."""
+"""A single vLLM engine with its thread, its Ray actor, its requests and the patches that it
+needs."""

@@ -1,4 +1,4 @@
-"""Conversion between Keel's types and the engine's: prompts to ids, completions to trajectories."""
+"""Converts prompts to token ids for the engine, and the engine's completions to trajectories."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _THINK_BLOCK = re.compile(f"{THINK.open}(.*?){THINK.close}", re.DOTALL)
 
 
 class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that is used here."""
+    """The methods of a transformers tokenizer that this module uses."""
 
     chat_template: Any
     eos_token_id: Any
@@ -33,19 +33,21 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedPrompt:
-    """A prompt in token ids."""
+    """A prompt as token ids."""
 
     token_ids: list[int]
     thinking: bool
-    """The prompt ends inside a think block, which the policy closes."""
+    """True if the prompt ends inside a think block, which the policy has to close."""
 
 
 def render_prompt(
     tokenizer: Tokenizer, prompt: Prompt, marks: ThinkingMarks = THINK
 ) -> RenderedPrompt:
-    """Render a prompt by the chat template, or encode a raw prompt with the tokenizer's start.
+    """Convert a prompt to token ids. Messages are rendered with the chat template, and a raw prompt
+    is encoded with the tokenizer's start token.
 
-    `marks`: thinking marks of the model's family. Raises ValueError for an empty prompt.
+    `marks` are the strings that open and close thinking in this model family. Raises ValueError for
+    an empty prompt.
     """
     if prompt.raw:
         (message,) = prompt.messages
@@ -68,7 +70,8 @@ def render_prompt(
 def decode_all(
     tokenizer: Tokenizer, completions: Sequence[Sequence[int]], marks: ThinkingMarks = THINK
 ) -> list[str]:
-    """Decode completions without special tokens, with thinking marks translated to `THINK`."""
+    """Decode completions without special tokens, and replace the model's thinking marks with
+    `THINK`."""
     completions = [list(ids) for ids in completions]
     hidden = _hidden_ids(tokenizer, marks)
     if hidden:
@@ -84,7 +87,8 @@ def decode_all(
 
 
 def _hidden_ids(tokenizer: Tokenizer, marks: ThinkingMarks) -> set[int] | None:
-    """Return the special tokens that are not part of a thinking mark. None: all of them."""
+    """Return the special tokens to remove, which are those outside thinking marks. None means all
+    of them."""
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     special = {i: str(token) for i, token in added.items() if token.special}
     shown = HARMONY_CONTROLS if marks == HARMONY else f"{marks.open} {marks.close}"
@@ -93,9 +97,10 @@ def _hidden_ids(tokenizer: Tokenizer, marks: ThinkingMarks) -> set[int] | None:
 
 
 def _translate_marks(text: str, marks: ThinkingMarks) -> str:
-    """Translate a completion's thinking marks to `THINK`, which rewards look for.
+    """Replace a completion's thinking marks with `THINK`, the marks that rewards look for.
 
-    Text spelled like `THINK` is not a mark in another family; a space breaks it.
+    If another model family's text happens to contain `THINK`, a space is inserted so that it is not
+    taken for a mark.
     """
     if marks == THINK:
         return text
@@ -112,7 +117,8 @@ def _translate_marks(text: str, marks: ThinkingMarks) -> str:
 
 
 def check_fits(prompt: Prompt, prompt_tokens: int, max_tokens: int, context: int) -> None:
-    """Raise ValueError for a prompt whose longest completion exceeds the engine's context."""
+    """Check that a prompt and its longest possible completion fit into the engine's context window.
+    Raises ValueError if they do not."""
     if prompt_tokens + max_tokens > context:
         raise ValueError(
             f"prompt {prompt.prompt_id}: its {prompt_tokens} tokens and rollout.sampling.max_tokens"
@@ -122,10 +128,11 @@ def check_fits(prompt: Prompt, prompt_tokens: int, max_tokens: int, context: int
 
 
 def split_message(raw: str, *, thinking: bool) -> dict[str, str]:
-    """Return an assistant message with `content`, `raw` and, if there is any, `reasoning_content`.
+    """Convert a completion to an assistant message with `content`, `raw` and, if there is any
+    reasoning, `reasoning_content`.
 
-    `thinking`: the prompt has opened the think block. If a block is never closed, everything is
-    reasoning, so an answer inside it does not count.
+    `thinking` means that the prompt has already opened the think block. If a block is never closed,
+    the whole text is reasoning, so an answer inside it does not count.
     """
     opens = raw.lstrip().startswith(THINK.open)
     text = THINK.open + raw if thinking and not opens else raw
@@ -152,10 +159,10 @@ def build_segment(
     sampling_mask: SamplingMasks | None = None,
     routes: NDArray[np.int16] | None = None,
 ) -> Segment:
-    """Build the segment of one turn of P prompt tokens and G sampled ones.
+    """Build the segment of one turn with P prompt tokens and G sampled tokens.
 
-    Shapes: `logp` and `versions` [G], `sampling_mask` G spans, `routes` [P+G−1, L, K]
-    (input-aligned: the last token has no route). Raises ValueError if lengths differ.
+    Shapes: `logp` and `versions` [G], `sampling_mask` G spans, `routes` [P+G−1, L, K]. Routes are
+    aligned with the input, so the last token has none. Raises ValueError if lengths differ.
     """
     prompt, sampled = len(prompt_ids), len(sampled_ids)
     tokens = prompt + sampled
@@ -191,7 +198,8 @@ def build_segment(
 def build_trajectory(
     sibling: int, segment: Segment, raw: str, *, thinking: bool, finish_reason: FinishReason
 ) -> Trajectory:
-    """Build the trajectory of a one-turn completion from its text without special tokens."""
+    """Build the trajectory of a completion with a single turn. Its text must not contain special
+    tokens."""
     return Trajectory(
         prompt_id=segment.prompt_id,
         sibling=sibling,
@@ -202,8 +210,9 @@ def build_trajectory(
 
 
 def sibling_seed(seed: int, prompt_id: str, version: int, draw: int, sibling: int) -> int:
-    """Return the seed of one completion, in [0, 2⁶³), equal on every engine and in every run.
+    """Return the random seed of one completion, in [0, 2⁶³). It is the same on every engine and in
+    every run.
 
-    `draw`: number of earlier groups of this prompt from the same weights.
+    `draw` is the number of groups that were already sampled for this prompt with the same weights.
     """
     return seed_of(seed, version, draw, sibling, prompt_id)

@@ -1,4 +1,5 @@
-"""Jobs of an engine: a group of completions, or one turn of a conversation."""
+"""Jobs that an engine works on. A job samples a group of completions or one turn of a
+conversation."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from keel.rollout.recording.base import Recording, RecordingOptions
 from keel.rollout.spec import LostTurn
 
 Result = Group | TurnResult | LostTurn
-"""A turn's error is data, because raising it in a step would end the engine."""
+"""Result of a job. An error in a turn is returned as a value, because raising it during a step
+would stop the engine."""
 NOT_FINITE = (
     "not finite: a token's log-probability is not a number. The model's logits may overflow in "
     "rollout.dtype"
@@ -27,24 +29,25 @@ NOT_FINITE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """N sampled tokens of one request."""
+    """The N tokens sampled for one request."""
 
     ids: Sequence[int]
     text: str
-    """Text without special tokens; empty for a turn, which its chat format reads."""
+    """Text without special tokens. It is empty for a turn, because the chat format decodes the turn
+    itself."""
     recording: Recording
     versions: NDArray[np.int32]
-    """[N] version of the weights that sampled each token."""
+    """[N] weight version that sampled each token."""
     finish_reason: Literal["stop", "length", "deadline"]
     cached_tokens: int
 
 
 @dataclass(slots=True, kw_only=True)
 class Job(ABC):
-    """One or several requests with a common result."""
+    """One or more requests that produce one result together."""
 
     label: str
-    """Name in messages."""
+    """Name of the job in log messages."""
     context: Sequence[int] | NDArray[np.int32]
     sampling: SamplingConfig
     recording: RecordingOptions
@@ -53,10 +56,11 @@ class Job(ABC):
     decode: bool = True
     """Decode completions to text."""
     requests: dict[str, int] = field(default_factory=dict[str, int])
-    """Sibling of each unfinished request, by request name."""
+    """Sibling number of each unfinished request, by request name."""
     dropped: list[str] = field(default_factory=list[str])
     cut: bool = False
-    """The job reached its deadline, so unfinished requests end with their next token."""
+    """True if the job has reached its deadline. Its unfinished requests then end with their next
+    token."""
 
     @abstractmethod
     def add(self, sibling: int, completion: Completion) -> None: ...
@@ -150,7 +154,7 @@ class TurnJob(Job):
         )
 
     def result(self) -> TurnResult | LostTurn:
-        """Return the turn, without tokens if its deadline passed before the first one."""
+        """Return the turn. It has no tokens if its deadline passed before the first token."""
         return self.done or TurnResult(
             token_ids_N=np.zeros(0, np.int32),
             logp_old_N=np.zeros(0, np.float32),

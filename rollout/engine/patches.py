@@ -1,6 +1,6 @@
-"""Patches of vLLM that engines need, apart from the repairs of its CPU build (`shims`).
+"""Patches of vLLM that engines need. Repairs for vLLM's CPU build are in `shims`.
 
-Each is installed before an engine is built and undone or checked afterwards.
+Each patch is installed before an engine is built, and is undone or checked afterwards.
 """
 
 from __future__ import annotations
@@ -33,28 +33,31 @@ _kernels: Any = kernel_warmup
 # Size of the KV cache.
 
 SPARE = 1.25
-"""Factor for prompts of finished completions, which later ones may share."""
+"""Extra room in the cache for the prompts of finished completions, as a factor. Later completions
+may share these prompts."""
 SPARE_PAGES = 16
-"""Extra pages per completion, because Keel's scheduler allocates several at once."""
+"""Extra pages per completion, because Keel's scheduler allocates several pages at once."""
 _RESERVE = 2**30
-"""Bytes for CUDA graphs, which are captured later."""
+"""Bytes reserved for CUDA graphs, which are captured after the cache is allocated."""
 
 
 @dataclass(slots=True)
 class CacheBound:
     called: bool = False
-    """vLLM has called the patched function."""
+    """True once vLLM has called the patched function."""
     added_gib: float = 0.0
-    """Memory beyond the engine's share, which did not hold one completion."""
+    """GiB of memory used beyond the engine's share, because the share could not hold one
+    completion."""
 
 
 @contextmanager
 def bounded_kv_cache(conversations: int = 0) -> Iterator[CacheBound]:
-    """Build engines whose KV cache is no larger than their completions can fill.
+    """Limit the KV cache of engines built inside this context to what their completions can fill.
 
-    vLLM takes all memory that it may use, which wastes time with `rollout.time_share`: a GPU maps
-    some 100 GiB a second at each update. vLLM's options cannot express this bound, since the size
-    of a completion is known only after the model is loaded. `conversations`: see `EngineSpec`.
+    By default vLLM takes all the memory that it may use. This wastes time with
+    `rollout.time_share`, because a GPU maps only some 100 GiB per second and does so at each
+    update. vLLM's options cannot express this limit, since the size of a completion is known only
+    after the model is loaded. `conversations` is described in `EngineSpec`.
     """
     original, bound = _core.get_kv_cache_configs, CacheBound()
     check_parameters(original, "vllm_config kv_cache_specs available_memory")
@@ -78,10 +81,11 @@ def bounded_kv_cache(conversations: int = 0) -> Iterator[CacheBound]:
 
 
 def enough(memory: int, one: float | int, free: Callable[[], int]) -> int:
-    """Return the bytes for a worker's cache: `memory`, or `one` completion if only that fits.
+    """Return the number of bytes for a worker's cache: `memory`, or the size of `one` completion if
+    only that fits.
 
-    vLLM refuses to start without room for `one`; its estimate of other memory may be too high.
-    `free` is called only then, because it creates a CUDA context in this process.
+    vLLM refuses to start if there is no room for `one`, but it may overestimate its other memory
+    use. `free` is called only in that case, because it creates a CUDA context in this process.
     """
     return int(one) if memory < one and one <= max(0, memory) + free() else memory
 
@@ -93,14 +97,15 @@ def _free_memory() -> int:
 
 
 def _one_completion(vllm_config: Any, layers: Mapping[str, Any]) -> int:
-    """Bytes of one completion of full length; 0 if layers differ."""
+    """Return the bytes of one completion of maximum length, or 0 if layers differ in size."""
     if len({type(layer) for layer in layers.values()}) != 1:
         return 0
     return sum(layer.max_memory_usage_bytes(vllm_config) for layer in layers.values())
 
 
 def _all_completions(vllm_config: Any, layers: Mapping[str, Any], conversations: int) -> float:
-    """Bytes of all completions and conversations of a worker; infinite if layers differ."""
+    """Return the bytes of all completions and conversations of a worker, or infinity if layers
+    differ in size."""
     if len({(type(layer), layer.page_size_bytes) for layer in layers.values()}) != 1:
         return float("inf")
     completion = sum(
@@ -116,10 +121,12 @@ def _all_completions(vllm_config: Any, layers: Mapping[str, Any], conversations:
 
 @contextmanager
 def short_warm_up(architectures: Sequence[str], *, gpu: bool) -> Iterator[None]:
-    """Build engines without the parts of vLLM's warm-up that Keel does not need.
+    """Skip the parts of vLLM's warm-up that Keel does not need, for engines built inside this
+    context.
 
-    They take about 40 of 112 seconds on an H100's host. `architectures`: model classes to inspect
-    in this process, where they are loaded anyway, instead of in a new one that imports vLLM.
+    These parts take about 40 of 112 seconds on an H100 host. `architectures` are model classes to
+    inspect in this process, which loads them anyway. vLLM would otherwise inspect them in a new
+    process that imports vLLM again.
     """
     for name in architectures:
         known = ModelRegistry.models.get(name)
@@ -153,10 +160,12 @@ def short_warm_up(architectures: Sequence[str], *, gpu: bool) -> Iterator[None]:
 
 
 def install_invariant_kernels() -> None:
-    """Replace vLLM's batch-invariant kernels by faster ones that return the same bits.
+    """Replace vLLM's batch-invariant kernels with faster ones that return bitwise identical
+    results.
 
-    vLLM's GEMM has tiles for large batches in all but five shapes, and its norm of heads copies its
-    input. The calls are patched, because vLLM's registry only replaces whole layers.
+    For all but five shapes, vLLM's GEMM uses tile sizes that suit large batches, and its
+    normalisation of attention heads copies its input. The calls are patched because vLLM's registry
+    can only replace whole layers.
     """
     from keel.model.batch_invariant import kernel_variants  # noqa: PLC0415  (needs Triton)
 
@@ -186,17 +195,17 @@ def install_invariant_kernels() -> None:
 # Residual stream in float32.
 
 _wide_outputs: list[_SummedLinearMethod] = []
-"""Linear methods of engines built since `install_residual`."""
+"""Linear methods of the engines built since `install_residual` was called."""
 
 
 @contextmanager
 def residual_layers(layers: int, *, wide: bool) -> Iterator[None]:
-    """Build engines with a float32 residual stream if `wide`, as the trainer's
+    """Build engines with a float32 residual stream if `wide` is set, as in the trainer
     (`keel.model.layers.residual`).
 
-    vLLM's norms add a block's output to the stream and pass it on. With norms that return the sum
-    unrounded, it is float32 from the first sum on. Raises RuntimeError unless the attention of all
-    `layers` was set up.
+    In vLLM, a norm adds a block's output to the residual stream and passes the sum on. This patch
+    keeps the sum unrounded, so the stream is float32 from the first sum on. Raises RuntimeError
+    unless the attention of all `layers` was set up.
     """
     install_residual(wide=wide)
     yield
@@ -205,7 +214,8 @@ def residual_layers(layers: int, *, wide: bool) -> Iterator[None]:
 
 
 def install_residual(*, wide: bool) -> None:
-    """Register or remove layer classes for engines built from now on, through vLLM's registry."""
+    """Register or remove layer classes in vLLM's registry. This affects engines that are built
+    afterwards."""
     _wide_outputs.clear()
     for kind in (_Float32Norm, _Float32Output):
         name = kind.__bases__[0].__name__
@@ -215,7 +225,8 @@ def install_residual(*, wide: bool) -> None:
 
 
 def check_residual(layers: int) -> None:
-    """Raise RuntimeError unless at least `layers` products were set up."""
+    """Check that the patch was applied to at least `layers` output projections. Raises RuntimeError
+    if it was not."""
     if len(_wide_outputs) < layers:
         raise RuntimeError(
             f"model.residual_dtype = float32: of {layers} layers only {len(_wide_outputs)} "
@@ -224,7 +235,7 @@ def check_residual(layers: int) -> None:
 
 
 class _Float32Norm(RMSNorm):
-    """Adds a block's output to the stream in float32 and rounds the norm only."""
+    """A norm that adds a block's output to the stream in float32 and rounds only its own result."""
 
     def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Any:
         if residual is None:
@@ -239,7 +250,7 @@ class _Float32Norm(RMSNorm):
 
 
 class _Float32Output(RowParallelLinear):
-    """Last product of a block, without rounding."""
+    """The last matrix product of a block, without rounding its result."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

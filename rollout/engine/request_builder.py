@@ -1,9 +1,9 @@
-"""A faster way to add requests to vLLM, for turns of conversations.
+"""Adds requests to vLLM faster than `LLMEngine.add_request`, for turns of conversations.
 
-`LLMEngine.add_request` validates a request, deep-copies its parameters and hashes every block of
-its prompt, which is most of the host time of a turn. Here the first request of a kind takes vLLM's
-way and serves as the template of the others, and block hashes of a conversation's last turn are
-reused for the ids that are unchanged.
+vLLM validates each request, deep-copies its parameters and hashes every block of its prompt, which
+takes most of the CPU time of a turn. This module adds the first request of each kind with vLLM's
+own method and then copies it for the others. It also reuses the block hashes of a conversation's
+last turn where the token ids are unchanged.
 """
 
 from __future__ import annotations
@@ -23,42 +23,44 @@ if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams
 
 MAX_HASHED_TOKENS = 2**24
-"""Tokens of all conversations whose hashes are kept, at some 9 bytes each."""
+"""Maximum number of tokens, over all conversations, whose hashes are kept. Each token takes about 9
+bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One request."""
+    """A request to sample one completion."""
 
     name: str
-    """Unique in the engine."""
+    """Name of the request, unique in the engine."""
     ids: Sequence[int] | NDArray[np.int32]
     conversation: str
-    """Conversation whose last turn this continues; may be empty."""
+    """The conversation that this request continues, or an empty string."""
     kind: Hashable
-    """Equal for requests whose parameters differ in `varying` only."""
+    """Requests have the same kind if their parameters differ only in `varying`."""
     varying: dict[str, int]
     params: Callable[[], SamplingParams]
 
 
 class TemplatedRequests:
-    """Adds requests to one engine, copying the first request of each kind."""
+    """Adds requests to one engine by copying the first request of each kind."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._core: Any = engine.engine_core.engine_core  # pyright: ignore[reportAttributeAccessIssue]
         self._templates: dict[Hashable, Any] = {}
-        """vLLM's `EngineCoreRequest` of the first request of each kind."""
+        """vLLM's `EngineCoreRequest` for the first request of each kind."""
         self._open: dict[str, tuple[str, NDArray[np.int32], Any]] = {}
-        """Conversation, prompt and vLLM's `Request` of unfinished requests."""
+        """Conversation, prompt and vLLM's `Request` for each unfinished request."""
         self._hashes = PrefixHashes(self._core.scheduler.hash_block_size)
         self._known: list[bytes] = []
-        """Hashes of the first blocks of the request that is being added."""
+        """Known hashes for the first blocks of the request that is being added."""
         if (hasher := self._core.request_block_hasher) is not None:
             self._core.request_block_hasher = partial(self._hash, hasher)
 
     def add(self, request: EngineRequest) -> str:
-        """Add a request and return vLLM's id for it. Raises ValueError for a bad request."""
+        """Add a request and return the id that vLLM gave it. Raises ValueError if the request is
+        invalid."""
         ids = np.asarray(request.ids, np.int32)
         prompt = request.ids.tolist() if isinstance(request.ids, np.ndarray) else list(request.ids)
         if (template := self._templates.get(request.kind)) is None:
@@ -91,30 +93,30 @@ class TemplatedRequests:
         return request.name
 
     def ended(self, name: str) -> None:
-        """Keep the hashes of a finished or aborted request."""
+        """Keep the block hashes of a request that has finished or was aborted."""
         if (entry := self._open.pop(name, None)) is not None:
             conversation, prompt, request = entry
             sampled = np.array(list(request.output_token_ids), np.int32)
             self._hashes.keep(conversation, np.concatenate([prompt, sampled]), request.block_hashes)
 
     def _hash(self, hasher: Callable[[Any], list[bytes]], request: Any) -> list[bytes]:
-        """Replacement of vLLM's hasher: returns hashes of the blocks that have none yet."""
+        """Replaces vLLM's block hasher. Returns the hashes of the blocks that have none yet."""
         if self._known:
             request.block_hashes += self._known
         return hasher(request)
 
 
 class PrefixHashes:
-    """Block hashes of the most recent conversations."""
+    """Stores the block hashes of the most recent conversations."""
 
     def __init__(self, block: int) -> None:
-        """`block`: tokens per block."""
+        """Create an empty store. `block` is the number of tokens per block."""
         self._block = block
         self._entries: OrderedDict[str, tuple[NDArray[np.int32], list[bytes]]] = OrderedDict()
         self._tokens = 0
 
     def prefix(self, conversation: str, ids: NDArray[np.int32]) -> list[bytes]:
-        """Return the hashes of the leading blocks whose ids are unchanged."""
+        """Return the hashes of the leading blocks whose token ids have not changed."""
         if (entry := self._entries.get(conversation)) is None:
             return []
         before, hashes = entry
@@ -123,7 +125,8 @@ class PrefixHashes:
         return hashes[: agree // self._block]
 
     def keep(self, conversation: str, ids: NDArray[np.int32], hashes: list[bytes]) -> None:
-        """Replace a conversation's hashes and drop the oldest conversations if necessary."""
+        """Store the hashes of a conversation, and drop the oldest conversations if there are too
+        many."""
         if (before := self._entries.pop(conversation, None)) is not None:
             self._tokens -= len(before[0])
         self._entries[conversation] = ids, hashes

@@ -1,8 +1,8 @@
-"""Repairs of defects in vLLM 0.32's CPU build.
+"""Repairs bugs in the CPU build of vLLM 0.32.
 
-Each shim checks that its defect exists and that the repair works, so a vLLM that moves the code
-fails at start-up instead of computing wrong numbers. Expert weights can only be checked on a loaded
-model, which `VllmEngine` does by reloading the checkpoint.
+Each shim checks that the bug exists and that the repair works. If a vLLM release moves the code,
+the engine then fails at start-up instead of computing wrong numbers. Expert weights can only be
+checked on a loaded model, so `VllmEngine` checks them by reloading the checkpoint.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def install() -> tuple[str, ...]:
 
 
 def prepack_experts() -> bool:
-    """Pack expert weights for the CPU kernel on every load.
+    """Pack expert weights for the CPU kernel each time weights are loaded.
 
-    `UnquantizedFusedMoEMethod._setup_kernel` skips the packing on an update, so that the kernel
-    reads plain weights as packed ones and every expert is silently wrong.
+    `UnquantizedFusedMoEMethod._setup_kernel` skips this step when weights are updated. The kernel
+    then interprets plain weights as packed ones, and every expert silently computes wrong results.
     """
     original = UnquantizedFusedMoEMethod._setup_kernel
     check_parameters(original, "self layer w13 w2")
@@ -57,9 +57,10 @@ def prepack_experts() -> bool:
 
 
 def rotate_3d_queries() -> bool:
-    """Rotate queries of shape [T, heads, D] (multi-head latent attention) correctly.
+    """Apply rotary embeddings correctly to queries of shape [T, heads, D] (multi-head latent
+    attention).
 
-    The CPU kernel mixes up the heads of a 3-D query when the rotation is interleaved; the torch
+    vLLM's CPU kernel mixes up the heads of a 3-D query if the rotation is interleaved; the torch
     implementation does not. Raises RuntimeError if the patch does not help.
     """
     if hasattr(RotaryEmbedding.forward_cpu, "keel_shim"):
@@ -101,11 +102,11 @@ def _rotates_3d_correctly() -> bool:
 
 
 def keep_seeded_streams() -> bool:
-    """Let a seeded request draw random numbers only for the tokens it keeps.
+    """Make a seeded request draw random numbers only for the tokens that it keeps.
 
-    During a chunked prefill vLLM samples from every chunk, discards the tokens and rewinds the
-    request's generator, which CPU generators do not support. Here the generators are set aside, so
-    a completion does not depend on how its prompt was chunked.
+    During a chunked prefill, vLLM samples a token after every chunk, discards it and rewinds the
+    request's generator. CPU generators cannot be rewound, so completions would depend on how their
+    prompts were chunked. This patch sets the generators aside during such steps.
     """
     original = CPUModelRunner.sample_tokens
     check_parameters(original, "self grammar_output")

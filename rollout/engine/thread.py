@@ -1,7 +1,7 @@
-"""An engine on its own thread: commands from any thread in, futures out.
+"""Runs an engine on its own thread. Other threads send commands to it and receive futures.
 
-The thread steps the engine while it has work and runs commands between steps, so groups join and
-leave a running batch.
+The thread steps the engine while there is work and runs commands between steps, so groups can join
+or leave the running batch.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
     from keel.rollout.engine.vllm_engine import VllmEngine
 
 _STOP_S = 60.0
-"""Timeout for the thread to stop, which takes one step of the engine at most."""
+"""Time limit for the thread to stop, in seconds. Stopping takes at most one engine step."""
 
 _When = Literal["now", "idle", "complete weights"]
-"""At once, once no completion is being sampled, or once no update is under way."""
+"""When a command may run: immediately, once no completion is being sampled, or once no update is in
+progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """A call on the engine's thread, whose result or error goes to the future."""
+    """A function to call on the engine's thread. Its result or error is set on the future."""
 
     run: Callable[[VllmEngine], Any]
     future: Future[Any]
@@ -46,34 +47,36 @@ class _Command:
 
 @dataclass(slots=True)
 class _JobInFlight:
-    """A job being sampled. Times are busy seconds of the engine: updates and sleep do not count."""
+    """A job that is being sampled. Its times count only while the engine is busy, without updates
+    and sleep."""
 
     future: Future[Any]
     begin: float
     deadline: float
     cut: bool = False
-    """The job was cut at its deadline and is dropped at the next one."""
+    """True if the job was cut at its deadline. If it reaches the next deadline, it is dropped."""
 
 
 class EngineThread:
-    """Samples groups and turns, and loads weights."""
+    """Runs an engine on a thread, where it samples groups and turns and loads weights."""
 
     def __init__(self, build: Callable[[], Any], config: RolloutConfig) -> None:
-        """Build the engine (a `VllmEngine`) on its thread and wait for it; raises its errors."""
+        """Build a `VllmEngine` on a new thread and wait until it is ready. Errors from building it
+        are raised here."""
         self._build = build
         self._config = config
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._in_flight: dict[int, _JobInFlight] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        """Held to queue a command and to close the queue, so that no command is lost."""
+        """Held while a command is queued or the queue is closed, so that no command is lost."""
         self._inbox: Inbox | None = None
         self._ended: Exception | None = None
         self._busy_s = 0.0
         self._step_begin: float | None = None
         self._steps, self._longest_s = 0, 0.0
         self._failure = ""
-        """Error of the last update, which leaves the weights incomplete."""
+        """Error of the last update, which left the weights incomplete."""
         ready: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(ready,), name="keel-engine", daemon=True
@@ -90,11 +93,12 @@ class EngineThread:
         record: bool = True,
         draw: int = 0,
     ) -> Future[Group]:
-        """Sample a group. Cancelling the future aborts it; `rollout.timeout_s` cuts it.
+        """Sample a group of completions.
 
-        Without `record`, as for evaluation, routes and sampling masks are not recorded. The future
-        fails with ValueError for a prompt that does not fit, RecordingError for a gap in the
-        recording, and EngineError if the engine breaks or its last update failed.
+        Cancelling the future aborts the group, and `rollout.timeout_s` limits its duration. Routes
+        and sampling masks are recorded only if `record` is set; evaluation does not need them. The
+        future fails with ValueError if the prompt does not fit, RecordingError if a token was not
+        recorded, and EngineError if the engine breaks or its last update failed.
         """
         options: dict[str, Any] = {
             "group_size": group_size,
@@ -109,8 +113,11 @@ class EngineThread:
     def turn(
         self, request: TurnRequest, *, sampling: SamplingConfig | None = None, record: bool = True
     ) -> Future[TurnResult]:
-        """Sample one turn, as `submit` does a group. The turn has no tokens if its deadline passed
-        before the first; the future fails with LostTurn if a log-probability is not finite."""
+        """Sample one turn of a conversation, in the same way as `submit` samples a group.
+
+        The turn has no tokens if its deadline passed before the first one. The future fails with
+        LostTurn if a log-probability is not finite.
+        """
         options = sampling or self._config.sampling
         return self._begin(
             lambda engine, job: engine.add_turn(job, request, sampling=options, record=record),
@@ -148,12 +155,15 @@ class EngineThread:
         return future
 
     def gpus(self) -> list[str]:
-        """Return the engine's GPUs; see `keel.weights.channel.gpu_id`."""
+        """Return the ids of the engine's GPUs, as defined by `keel.weights.channel.gpu_id`."""
         return self._await(self._enqueue(lambda engine: engine.gpus()), "the engine's GPUs")
 
     def join(self, rendezvous: Rendezvous, name: str, *, shares: bool) -> None:
-        """Meet the trainer rank that sends weights. `shares`: it is on the engine's own GPU, so
-        bytes need no channel."""
+        """Connect to the trainer rank that sends weights.
+
+        `shares` means that the rank runs on the engine's own GPU, in which case no channel is
+        needed to transfer the bytes.
+        """
         # Each of the other engines may use its whole timeout first.
         timeout_s = (1 + self._config.engines) * self._config.update_timeout_s
         self._inbox = Inbox(rendezvous, name, timeout_s=timeout_s)
@@ -162,10 +172,10 @@ class EngineThread:
             self._await(joined, "the channel to open")
 
     def receive(self) -> None:
-        """Carry out an update that the rank sends.
+        """Receive the weights that the trainer rank sends, and load them.
 
-        Raises TimeoutError after `rollout.update_timeout_s` and ValueError naming a tensor that is
-        unknown or missing; the engine is then unusable.
+        Raises TimeoutError after `rollout.update_timeout_s`, and ValueError naming a tensor that is
+        unknown or missing. The engine cannot be used after an error.
         """
         inbox = self._inbox
         assert inbox is not None
@@ -181,13 +191,14 @@ class EngineThread:
             inbox.taken()
 
     def sleep(self) -> None:
-        """Release GPU memory until the next update. Running completions behave as for an update."""
+        """Release GPU memory until the next update. Running completions are treated as in
+        `begin_update`."""
         self._interrupt(lambda engine: engine.sleep())
 
     def begin_update(self) -> None:
-        """Begin a weight update: nothing is sampled until `finish_update`.
+        """Begin a weight update. Nothing is sampled until `finish_update` is called.
 
-        Running completions pause or finish first (`rollout.weight_updates`).
+        Depending on `rollout.weight_updates`, running completions either pause or finish first.
         """
         self._interrupt(lambda engine: engine.begin_update())
 
@@ -204,7 +215,7 @@ class EngineThread:
         self._update_step(lambda engine: engine.load_bucket(bucket), "a bucket of weights")
 
     def finish_update(self, version: int, checksum: int | None = None) -> None:
-        """Check that the weights are complete and sample from them."""
+        """Check that the new weights are complete, and sample from them from now on."""
         self._update_step(lambda engine: engine.finish_update(version, checksum), "the new weights")
 
     def _update_step(self, act: Callable[[VllmEngine], None], what: str) -> None:
@@ -219,7 +230,8 @@ class EngineThread:
         self._await(self._enqueue(run), what)
 
     def stats(self) -> dict[str, float]:
-        """Return totals since the start, and the groups, turns and recordings held now."""
+        """Return totals since the start, and the number of groups, turns and recordings that the
+        engine holds now."""
 
         def collect(engine: VllmEngine) -> dict[str, float]:
             return {
@@ -235,11 +247,11 @@ class EngineThread:
         return self._await(self._enqueue(collect), "the engine's statistics")
 
     def progress(self) -> EngineProgress:
-        """Return counters at once, even while a step hangs."""
+        """Return the engine's counters immediately, even while a step hangs."""
         return EngineProgress(self._steps, self._longest_s, len(self._in_flight))
 
     def close(self) -> None:
-        """Stop; unfinished groups fail."""
+        """Stop the thread. Unfinished groups fail."""
         self._commands.put(None)
         self._thread.join(timeout=_STOP_S)
         if self._thread.is_alive():
@@ -297,7 +309,8 @@ class EngineThread:
         self._fail_all(deferred, ended)
 
     def _run_commands(self, engine: VllmEngine, deferred: list[_Command]) -> bool:
-        """Run queued commands, and wait for one if the engine is idle. Returns False to stop."""
+        """Run queued commands, and wait for one if the engine is idle. Returns False if the thread
+        should stop."""
         while True:
             for command in list(deferred):
                 if self._is_due(command, engine):
@@ -320,7 +333,8 @@ class EngineThread:
         return command.when == "now" or not engine.busy
 
     def _cut_overdue(self, engine: VllmEngine) -> Iterator[tuple[int, Result]]:
-        """Cut jobs at their deadline, and drop jobs still unfinished `CUT_S` later."""
+        """Cut jobs that have reached their deadline, and drop jobs that are still unfinished
+        `CUT_S` seconds later."""
         overdue = [
             (job, entry) for job, entry in self._in_flight.items() if entry.deadline <= self._busy_s
         ]

@@ -1,4 +1,4 @@
-"""vLLM with a recorder: groups in, recorded trajectories out, weights replaced in between.
+"""A vLLM engine that records what it samples and whose weights can be replaced while it runs.
 
 Only one thread may use a `VllmEngine` (`keel.rollout.engine.thread`). Importing this module imports
 vLLM.
@@ -50,9 +50,9 @@ from keel.weights.manifest import Manifest
 
 _LOG = logging.getLogger(__name__)
 _DISCARD = 2
-"""vLLM's sleep level that keeps nothing: the next weights come from the trainer."""
+"""vLLM's sleep level that discards the weights. New weights come from the trainer."""
 _CPU_BLOCK = 32
-"""Tokens per KV block on CPUs; vLLM's default of 128 rarely shares a prefix."""
+"""Tokens per KV block on CPUs. With vLLM's default of 128, completions rarely share a prefix."""
 _GIB = 2**30
 _ROUTES_START = "routed_experts_prompt_start"
 _NO_TOKEN = "late: had no token when the time of its group was up (rollout.timeout_s)"
@@ -60,10 +60,11 @@ _NOT_CUT = "late: had no further token after the time of its group was up (rollo
 
 
 class VllmEngine:
-    """One vLLM engine. Sampled tokens carry the version of their weights, 0 for the checkpoint."""
+    """A vLLM engine. Each sampled token is labelled with the version of the weights; the checkpoint
+    has version 0."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Load the model. Raises ValueError for a model that cannot be recorded."""
+        """Load the model. Raises ValueError if the model cannot be recorded."""
         self.spec = spec
         cpu = current_platform.is_cpu()
         require_version()
@@ -74,14 +75,14 @@ class VllmEngine:
         self.version = 0
         self.sampled_tokens = self.steps = 0
         self.updating = False
-        """The weights are incomplete or asleep, so nothing can be sampled."""
+        """True while the weights are incomplete or asleep, so that nothing can be sampled."""
         self._tokenizer: Any = tokenizer_with(spec.chat_template, spec.tokenizer)
         self._marks = marks_of(self._tokenizer, spec.thinking_marks) or THINK
         self._jobs: dict[int, Job] = {}
         self._owners: dict[str, int] = {}
-        """Job of each unfinished request, by request name."""
+        """The job that each unfinished request belongs to, by request name."""
         self._internal: dict[str, str] = {}
-        """vLLM's id of each unfinished request."""
+        """vLLM's id for each unfinished request."""
         self._asleep = False
 
         config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=False)
@@ -118,22 +119,24 @@ class VllmEngine:
 
     @property
     def compile_seconds(self) -> float:
-        """Seconds that torch.compile took at the start; small when its cache was warm."""
+        """Seconds that torch.compile took at start-up. The value is small if the compile cache was
+        warm."""
         return float(self._llm.vllm_config.compilation_config.compilation_time)
 
     @property
     def busy(self) -> bool:
-        """True if a step would sample anything."""
+        """True if the next step would sample anything."""
         return bool(self._jobs) and not self.updating
 
     @property
     def recordings(self) -> int:
-        """Requests that the recorder holds data of."""
+        """Number of requests for which the recorder holds data."""
         return self._recorder.pending()
 
     @property
     def fast_steps(self) -> int:
-        """Steps that `keel.rollout.vllm_fast.scheduler` scheduled alone; 0 without it."""
+        """Number of steps scheduled by the fast path of `keel.rollout.vllm_fast.scheduler`, or 0 if
+        it is not used."""
         return getattr(scheduler_of(self._llm), "fast_steps", 0)
 
     def add(
@@ -146,10 +149,11 @@ class VllmEngine:
         record: bool,
         draw: int = 0,
     ) -> None:
-        """Start `group_size` completions, which `step` returns under the number `job`.
+        """Start sampling a group of `group_size` completions. `step` returns the group under the
+        number `job`.
 
-        Records routes and sampling masks only with `record`. draw: see `sibling_seed`. Raises
-        ValueError for a prompt that does not fit.
+        Routes and sampling masks are recorded only if `record` is set. `draw` is described in
+        `sibling_seed`. Raises ValueError if the prompt does not fit.
         """
         self._check_weights(f"prompt {prompt.prompt_id}")
         rendered = render_prompt(self._tokenizer, prompt, self._marks)
@@ -165,10 +169,10 @@ class VllmEngine:
     def add_turn(
         self, job: int, request: TurnRequest, *, sampling: SamplingConfig, record: bool
     ) -> None:
-        """Start a turn, which `step` returns under the number `job`.
+        """Start sampling a turn. `step` returns it under the number `job`.
 
-        The request's `max_tokens` overrides `sampling`'s. Raises ValueError if the turn does not
-        fit.
+        The `max_tokens` of the request takes precedence over the one in `sampling`. Raises
+        ValueError if the turn does not fit.
         """
         self._check_weights(f"conversation {request.conversation}")
         context, limit = len(request.token_ids_T), self.spec.max_model_len
@@ -226,10 +230,11 @@ class VllmEngine:
                 yield number, self._jobs.pop(number).result()
 
     def cut(self, number: int) -> list[tuple[int, Result]]:
-        """End a job's unfinished completions with their next token, as at `max_tokens`.
+        """Make a job's unfinished completions end with their next token, as if they had reached
+        `max_tokens`.
 
-        Completions without a token are dropped, which prefers no length. Returns the job if it is
-        complete.
+        Completions without any token are dropped, which does not bias the lengths. Returns the job
+        if it is now complete.
         """
         job = self._jobs[number]
         job.cut = True
@@ -238,7 +243,7 @@ class VllmEngine:
         return self._drop(number, [name for name in begun if not begun[name]], _NO_TOKEN)
 
     def drop_unfinished(self, number: int) -> list[tuple[int, Result]]:
-        """Drop a job's unfinished completions and return the job."""
+        """Drop the unfinished completions of a job and return the job."""
         return self._drop(number, list(self._jobs[number].requests), _NOT_CUT)
 
     def _drop(self, number: int, names: list[str], reason: str) -> list[tuple[int, Result]]:
@@ -249,7 +254,7 @@ class VllmEngine:
         return [] if job.requests else [(number, self._jobs.pop(number).result())]
 
     def abort(self, number: int) -> None:
-        """Discard a job; unknown and finished jobs are ignored."""
+        """Discard a job. Jobs that are unknown or already finished are ignored."""
         if (job := self._jobs.pop(number, None)) is not None:
             self._abort_requests(job, list(job.requests))
 
@@ -263,9 +268,9 @@ class VllmEngine:
             self._requests.ended(request)
 
     def sleep(self) -> list[tuple[int, Result]]:
-        """Release GPU memory until the next update; running completions pause until then.
+        """Release GPU memory until the next update. Running completions pause until then.
 
-        Returns jobs completed by tokens in flight. A CPU engine keeps its memory.
+        Returns the jobs that were completed by tokens in flight. A CPU engine keeps its memory.
         """
         completed = self._pause()
         self.updating = self._asleep = True
@@ -273,11 +278,11 @@ class VllmEngine:
         return completed
 
     def begin_update(self) -> list[tuple[int, Result]]:
-        """Begin a weight update; nothing is sampled until `finish_update`.
+        """Begin a weight update. Nothing is sampled until `finish_update` is called.
 
-        Running completions pause and resume with the new weights. vLLM recomputes the keys and
-        values of their tokens, while each token keeps the route it was sampled with. Returns jobs
-        completed by tokens in flight.
+        Running completions pause and resume with the new weights. vLLM then recomputes the keys and
+        values of their tokens, but each token keeps the route with which it was sampled. Returns
+        the jobs that were completed by tokens in flight.
         """
         completed: list[tuple[int, Result]] = []
         if self._asleep:
@@ -290,7 +295,7 @@ class VllmEngine:
         return completed
 
     def gpus(self) -> list[str]:
-        """Return `keel.weights.channel.gpu_id` of each worker."""
+        """Return the GPU id of each worker, as defined by `keel.weights.channel.gpu_id`."""
         return self._llm.collective_rpc("keel_gpu")
 
     def join(self, rendezvous: Rendezvous, name: str) -> None:
@@ -299,8 +304,11 @@ class VllmEngine:
         self._over_channel("keel_join", rendezvous, name, timeout_s)
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Load one bucket. Raises ValueError naming a tensor that the checkpoint does not have, and
-        the errors of `Channel.receive`."""
+        """Load one bucket of weights.
+
+        Raises ValueError naming a tensor that is not in the checkpoint, and the errors of
+        `Channel.receive`.
+        """
         self._manifest.arrived(bucket)
         self._over_channel("keel_load_bucket", bucket)
 
@@ -308,10 +316,10 @@ class VllmEngine:
         call_workers(self._llm, method, *args, several=self.spec.config.tensor_parallel > 1)
 
     def finish_update(self, version: int, checksum: int | None = None) -> None:
-        """Sample from the new weights from now on.
+        """Finish a weight update and sample from the new weights from now on.
 
-        Raises ValueError for missing tensors or a wrong `checksum` of bytes that came directly from
-        the trainer; the weights then stay incomplete.
+        Raises ValueError if tensors are missing, or if the `checksum` of bytes that came directly
+        from the trainer is wrong. The weights then remain incomplete.
         """
         self._manifest.finish()
         self._llm.collective_rpc("keel_finish_update", args=(checksum,))
@@ -349,7 +357,7 @@ class VllmEngine:
         )
 
     def _check_reload(self) -> None:
-        """Check that loading the checkpoint again gives the same weights."""
+        """Check that loading the checkpoint a second time gives the same weights."""
         before = self._llm.collective_rpc("keel_fingerprint")[0]
         self._llm.collective_rpc("reload_weights")
         after = self._llm.collective_rpc("keel_fingerprint")[0]
@@ -363,7 +371,7 @@ class VllmEngine:
 
 
 def _build_recorder(name: RecorderName, *, routes: bool, sampling_mask: bool) -> Recorder:
-    """Build a recorder, importing only the parts of vLLM that it needs."""
+    """Build the recorder. Only the parts of vLLM that it needs are imported."""
     if name == "native":
         from keel.rollout.recording.native import NativeRecorder as Kind  # noqa: PLC0415
     elif name == "packed":
@@ -374,7 +382,8 @@ def _build_recorder(name: RecorderName, *, routes: bool, sampling_mask: bool) ->
 
 
 def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) -> EngineArgs:
-    """Return vLLM's arguments. `text`: configuration of the model's language part."""
+    """Return the arguments for vLLM's engine. `text` is the configuration of the model's language
+    part."""
     config = spec.config
     args: dict[str, Any] = {
         "model": spec.model_path,
@@ -479,7 +488,7 @@ def _engine_request(job: Job, recorder: Recorder, name: str, seed: int) -> Engin
 
 
 def _versions(request_id: str, output: CompletionOutput) -> NDArray[np.int32]:
-    """[G] version of the weights that sampled each token."""
+    """Return the weight version that sampled each token, with shape [G]."""
     versions = np.full(len(output.token_ids), -1, np.int32)
     for span in output.weight_versions or ():
         versions[span.start : span.end] = int(span.version)

@@ -1,7 +1,7 @@
-"""The Ray actor around an `EngineThread`.
+"""The Ray actor that runs an `EngineThread`.
 
-Importing this module, as Ray does before the actor's environment matters, imports neither vLLM nor
-torch.
+Ray imports this module before the actor's environment takes effect, so the module imports neither
+vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _Warnings(logging.Handler):
-    """Collects warnings, because an actor's log does not reach the terminal."""
+    """Log handler that collects warnings, because an actor's log does not reach the terminal."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -36,7 +36,8 @@ class _Warnings(logging.Handler):
 
 
 class RolloutWorker:
-    """One process, one engine. `keel.rollout.pool.ray_engines` makes it an asyncio actor."""
+    """A process that runs one engine. `keel.rollout.pool.ray_engines` turns this class into an
+    asyncio actor."""
 
     def __init__(self, spec: EngineSpec) -> None:
         # Triton's default. Otherwise torch moves its cache to a folder that vLLM deletes at exit,
@@ -79,7 +80,7 @@ class RolloutWorker:
     async def generate(
         self, prompt: Prompt, group_size: int, sampling: SamplingConfig, record: bool, draw: int
     ) -> Group:
-        """Sample a group. Cancelling the call aborts it."""
+        """Sample a group. Cancelling the call aborts the group."""
         return await asyncio.wrap_future(
             self._engine.submit(
                 prompt, group_size=group_size, sampling=sampling, record=record, draw=draw
@@ -89,13 +90,14 @@ class RolloutWorker:
     async def turn(
         self, request: TurnRequest, sampling: SamplingConfig, record: bool
     ) -> TurnResult:
-        """Sample a turn. Cancelling the call aborts it."""
+        """Sample a turn. Cancelling the call aborts the turn."""
         return await asyncio.wrap_future(
             self._engine.turn(request, sampling=sampling, record=record)
         )
 
     async def update(self, version: int, buckets: Sequence[Any]) -> int:
-        """Load weights. `buckets` are references, so that one bucket is in memory at a time."""
+        """Load weights. `buckets` are object references, so that only one bucket is in memory at a
+        time."""
         await asyncio.to_thread(self._engine.begin_update)
         for bucket in buckets:
             await asyncio.to_thread(self._engine.load_bucket, await bucket)
@@ -109,11 +111,11 @@ class RolloutWorker:
         return await asyncio.to_thread(self._engine.gpus)
 
     async def join(self, rendezvous: Rendezvous, name: str, shares: bool) -> None:
-        """Meet a trainer rank that sends weights; see `EngineThread.join`."""
+        """Connect to a trainer rank that sends weights, as in `EngineThread.join`."""
         await asyncio.to_thread(self._engine.join, rendezvous, name, shares=shares)
 
     async def receive(self) -> None:
-        """Load the weights that the rank sends."""
+        """Load the weights that the trainer rank sends."""
         await asyncio.to_thread(self._engine.receive)
 
     async def progress(self) -> EngineProgress:

@@ -1,1 +1,1 @@
-"""Engine pool: dispatching, engine supervision and the Ray actors behind it."""
+"""The engine pool, which dispatches requests to engines and restarts engines that fail."""

@@ -1,7 +1,8 @@
-"""Queued and in-flight requests of the engines. Used on the pool's thread only; never blocks.
+"""Assigns requests to engines and keeps track of them until they complete.
 
-A group goes to the least loaded engine and is never split. A conversation returns to the engine
-that has its prefix in the KV cache.
+A group goes to the least loaded engine and is never split across engines. A conversation returns to
+the engine that has its prefix in the KV cache. This module runs on the pool's thread and never
+blocks.
 """
 
 from __future__ import annotations
@@ -23,30 +24,32 @@ from keel.rollout.pool.engine_supervisor import EngineSlot, RolloutEngine
 from keel.rollout.spec import EngineError
 
 _MAX_HOMES = 100_000
-"""Number of conversations whose engine is remembered."""
+"""Maximum number of conversations for which the dispatcher remembers the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A group or a turn to sample."""
+    """A request to sample a group or a turn."""
 
     number: int
     label: str
-    """Name of the prompt or conversation in messages."""
+    """Name of the prompt or conversation, for log messages."""
     purpose: Purpose
     sequences: int
     tokens: int
-    """Upper bound on sampled tokens over all sequences."""
+    """Upper bound on the tokens sampled by all sequences together."""
     call: Callable[[RolloutEngine], Future[Any]]
     prompt_id: str = ""
-    """Prompt of a group."""
+    """Prompt id, if this request samples a group."""
     conversation: str = ""
-    """Conversation of a turn. The engine holding its prefix is preferred."""
+    """Conversation id, if this request samples a turn. The dispatcher prefers the engine that holds
+    the conversation's prefix."""
     result: Future[Any] = field(default_factory=Future[Any])
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Sort key that puts evaluations first, because the training loop waits for them."""
+        """Sort key for the queue. Evaluation requests come first because the training loop waits
+        for them."""
         return self.purpose != "eval", self.number
 
     def fail(self, error: BaseException) -> None:
@@ -60,28 +63,32 @@ class Request:
 
 @dataclass(slots=True)
 class InFlight:
-    """A request that was sent to an engine."""
+    """A request that has been sent to an engine."""
 
     request: Request
     slot: EngineSlot
     future: Future[Any]
     deadline: float
-    """Time at which the engine counts as silent. Ignored while the slot is not ready."""
+    """Time after which the engine is considered unresponsive. It is ignored while the slot is not
+    ready."""
 
 
 class Dispatcher:
     """Assigns requests to engines and tracks them until they complete."""
 
     def __init__(self, config: RolloutConfig, *, on_done: Callable[[int], Any]) -> None:
-        """`on_done(number)` runs on any thread when an engine has finished a request; `complete`
-        must follow."""
+        """Create a dispatcher without any requests.
+
+        `on_done(number)` is called when an engine finishes a request, possibly on another thread.
+        The pool must then call `complete`.
+        """
         self._config, self._on_done = config, on_done
         self._queue: list[Request] = []
-        """Sorted by rank."""
+        """Waiting requests, sorted by rank."""
         self._in_flight: dict[int, InFlight] = {}
-        """Requests by number, in the order of their deadlines."""
+        """Requests by number, ordered by deadline."""
         self._homes: OrderedDict[str, int] = OrderedDict()
-        """Slot of each conversation's last turn, in order of use."""
+        """The slot that sampled each conversation's last turn, least recently used first."""
 
     def add(self, request: Request) -> None:
         insort(self._queue, request, key=lambda request: request.rank)
@@ -94,7 +101,7 @@ class Dispatcher:
         self._queue = [other for other in self._queue if other is not request]
 
     def send(self, slots: Sequence[EngineSlot]) -> None:
-        """Send queued requests until all engines are full."""
+        """Send queued requests to engines until all engines are full."""
         index, available = 0, self._available(slots)
         while available and index < len(self._queue):
             request = self._queue[index]  # stays queued, and so fails with the pool, if this raises
@@ -117,9 +124,11 @@ class Dispatcher:
     def _choose_slot(
         self, request: Request, slots: Sequence[EngineSlot], available: Sequence[EngineSlot]
     ) -> EngineSlot | None:
-        """Return the least loaded slot, or for a conversation the one that has its prefix.
+        """Choose the engine for a request.
 
-        None: the conversation waits for its engine, as no other has less than half of its load.
+        A conversation prefers the engine that has its prefix; everything else goes to the least
+        loaded engine. Returns None if the conversation should wait for its engine because no other
+        engine has less than half of that engine's load.
         """
         chosen = min(available, key=lambda slot: (slot.load, slot.index))
         if not request.conversation:
@@ -139,10 +148,10 @@ class Dispatcher:
         self._on_done(number)
 
     def complete(self, number: int) -> tuple[EngineSlot, EngineError] | None:
-        """Resolve a finished request.
+        """Pass the result of a finished request to its caller.
 
-        If its engine died, return the slot and the error; the request stays in flight for
-        `requeue`.
+        If the engine died, return its slot and the error instead. The request then stays in flight
+        until `requeue` is called.
         """
         entry = self._in_flight.get(number)
         if entry is None or not entry.future.done():  # requeued with its engine
@@ -157,7 +166,7 @@ class Dispatcher:
         return None
 
     def requeue(self, slot: EngineSlot) -> None:
-        """Queue the requests of a dead engine again."""
+        """Put the requests of a dead engine back into the queue."""
         for entry in self._in_slot(slot):
             request, future = self._remove(entry.request.number), entry.future
             # A result that arrived before the engine died is valid.
@@ -167,7 +176,7 @@ class Dispatcher:
                 self.add(request)
 
     def restart_deadlines(self, slot: EngineSlot) -> None:
-        """Restart the deadlines of a slot that can sample again."""
+        """Restart the deadlines of all requests in a slot, once its engine can sample again."""
         for entry in self._in_slot(slot):
             entry.deadline = self._deadline()
             self._in_flight[entry.request.number] = self._in_flight.pop(entry.request.number)
@@ -176,7 +185,7 @@ class Dispatcher:
         return next((entry.deadline for entry in self._sampling()), None)
 
     def overdue(self) -> list[InFlight]:
-        """Return the requests that engines have been silent about for too long."""
+        """Return the requests whose deadlines have passed."""
         now = time.monotonic()
         return list(takewhile(lambda entry: entry.deadline <= now, self._sampling()))
 
@@ -184,13 +193,13 @@ class Dispatcher:
         return self._in_flight.get(entry.request.number) is entry
 
     def close(self) -> list[Request]:
-        """Cancel everything and return the open requests."""
+        """Cancel the requests in flight and return all unfinished requests."""
         for entry in self._in_flight.values():
             entry.future.cancel()
         return [*(entry.request for entry in self._in_flight.values()), *self._queue]
 
     def _sampling(self) -> Iterator[InFlight]:
-        """Yield in-flight requests of ready engines by deadline; other stages have their own."""
+        """Yield the requests that ready engines are sampling, ordered by deadline."""
         return (entry for entry in self._in_flight.values() if entry.slot.stage == "ready")
 
     def _in_slot(self, slot: EngineSlot) -> list[InFlight]:

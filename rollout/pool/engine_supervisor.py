@@ -1,7 +1,8 @@
-"""Lifecycle of the pool's engines: start, weight updates, sleep and replacement.
+"""Starts the pool's engines, updates their weights, puts them to sleep and replaces dead ones.
 
-Used on the pool's thread and never blocks, except for the first start. Each slot has the future it
-waits for and its deadline; the pool calls `advance` when either is reached.
+This module runs on the pool's thread and never blocks, except while the engines start for the first
+time. Each slot has a future that it waits for and a deadline. The pool calls `advance` when either
+is reached.
 """
 
 from __future__ import annotations
@@ -21,32 +22,38 @@ from keel.rollout.spec import EngineError, EngineProgress, EngineStarted
 from keel.weights.sync import Transfer
 
 MAX_RESTARTS = 3
-"""Restarts of one engine within `restart_window_s` before the run fails."""
+"""How often one engine may restart within `restart_window_s` before the run fails."""
 _WINDOW_S = 3 * 3600.0
 _MEMORY_RACE, _START_TRIES = "Error in memory profiling", 3
-"""vLLM's error when another process frees GPU memory while it measures, and how often a start is
-tried in that case."""
+"""The error that vLLM raises when another process frees GPU memory during its memory profiling, and
+how many times a start is attempted when this happens."""
 _POLL_S = 0.2
 _TASKS = {"starting": "start", "loading": "take new weights", "going to sleep": "fall asleep"}
 _NUMBER = re.compile(r"\b(?:[0-9a-f]{8,}|\d+)\b")
-"""Process and actor ids, which differ from one start to the next."""
+"""Matches numbers such as process and actor ids, which differ between starts."""
 
 
 class RolloutEngine(Protocol):
-    """An engine as the pool sees it. Calls return at once; cancelling a future aborts the work.
+    """An engine as the pool sees it.
 
-    Futures fail with `EngineError` if the engine died, which the pool repairs. Other errors cannot
-    be repaired.
+    All methods return immediately, and cancelling a future aborts the work. A future fails with
+    `EngineError` if the engine died, in which case the pool replaces the engine. The pool cannot
+    recover from other errors.
     """
 
     def ready(self) -> Future[EngineStarted]:
-        """Resolves when the engine can sample, or is asleep (`rollout.time_share`)."""
+        """Return a future that resolves when the engine can sample or, with `rollout.time_share`,
+        is asleep."""
         ...
 
     def generate(
         self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig, record: bool, draw: int
     ) -> Future[Group]:
-        """Sample a group. `draw`: number of earlier groups of this prompt from these weights."""
+        """Sample a group.
+
+        `draw` is the number of groups that were already sampled for this prompt with the current
+        weights.
+        """
         ...
 
     def turn(
@@ -54,7 +61,7 @@ class RolloutEngine(Protocol):
     ) -> Future[TurnResult]: ...
 
     def update(self, version: int, buckets: Sequence[Any]) -> Future[int]:
-        """Load weights and return the version that is sampled from now on."""
+        """Load new weights and return the version that the engine samples from afterwards."""
         ...
 
     def sleep(self) -> Future[None]:
@@ -62,7 +69,7 @@ class RolloutEngine(Protocol):
         ...
 
     def progress(self) -> Future[EngineProgress]:
-        """Answers at once, even during a step."""
+        """Return the engine's counters, even while a step is running."""
         ...
 
     def kill(self) -> None: ...
@@ -70,29 +77,31 @@ class RolloutEngine(Protocol):
 
 Stage = Literal["starting", "loading", "ready", "going to sleep", "asleep"]
 Translate = Callable[[Future[int]], Future[int]]
-"""Replaces a delivery's errors about a dead or late engine by `EngineError`."""
+"""Replaces errors that a dead or late engine caused in a weight transfer with `EngineError`."""
 
 
 @dataclass(slots=True, eq=False)
 class EngineSlot:
-    """Position of an engine, which may be replaced."""
+    """A place in the pool for one engine. The engine may be replaced by a new one."""
 
     index: int
     engine: RolloutEngine
     stage: Stage
     pending: Future[Any] | None
-    """Result that the slot waits for until `deadline`; None when ready or asleep."""
+    """The future that the slot waits for until `deadline`, or None if the engine is ready or
+    asleep."""
     deadline: float
     version: int = 0
-    """Version that the engine samples from or is loading."""
+    """The weight version that the engine samples from or is loading."""
     restarts: list[float] = field(default_factory=list[float])
-    """Monotonic times of restarts."""
+    """Times of the restarts, from the monotonic clock."""
     start_failure: str = ""
-    """Error of the last failed start, without numbers."""
+    """Error message of the last failed start, with numbers removed so that messages can be
+    compared."""
     sequences: int = 0
-    """Completions in flight."""
+    """Number of completions in flight."""
     load: int = 0
-    """Upper bound on the tokens left to sample."""
+    """Upper bound on the number of tokens that remain to be sampled."""
 
 
 @dataclass(slots=True)
@@ -105,19 +114,20 @@ class WeightUpdate:
 
 
 def restart_window_s(config: RolloutConfig, startup_s: float) -> float:
-    """Return the window in which restarts are counted.
+    """Return the time window in which restarts are counted, in seconds.
 
-    It exceeds the time that `MAX_RESTARTS` engines need to start and to be found silent.
+    The window is long enough for an engine to start and become unresponsive `MAX_RESTARTS` times.
     """
     return max(_WINDOW_S, (MAX_RESTARTS + 2) * (config.silent_s + startup_s))
 
 
 class StartCancelled(RuntimeError):
-    """The pool was shut down while its engines started."""
+    """Raised when the pool is shut down while its engines are starting."""
 
 
 class EngineSupervisor:
-    """Brings all engines to the weights of `target`, or to sleep once `resting` is set."""
+    """Brings all engines to the weights in `target`, or puts them to sleep once `resting` is
+    set."""
 
     def __init__(
         self,
@@ -128,18 +138,21 @@ class EngineSupervisor:
         startup_s: float,
         update_s: float,
     ) -> None:
-        """`build(i)` begins to start engine i. `update_s`: timeout of an update or of falling
-        asleep."""
+        """Create a supervisor without starting any engine.
+
+        `build(i)` begins to start engine i. `update_s` is the time limit, in seconds, for a weight
+        update or for falling asleep.
+        """
         self.slots: list[EngineSlot] = []
         self.update_s = update_s
         self.target: WeightUpdate | None = None
         self.resting: Future[None] | None = None
         self.start_seconds: dict[str, float] = {}
-        """Seconds of each start phase, from the slowest engine."""
+        """Duration of each start phase in seconds, measured on the slowest engine."""
         self._config, self._build, self._translate = config, build, translate
         self._startup_s = startup_s
         self._closed = False
-        """Set by `kill`, possibly on another thread than `start`."""
+        """Set by `kill`, which may run on a different thread from `start`."""
 
     @property
     def restarts(self) -> int:
@@ -151,14 +164,15 @@ class EngineSupervisor:
 
     @property
     def _started_stage(self) -> Stage:
-        """With `rollout.time_share` an engine comes up asleep and waits for weights."""
+        """Return the stage of an engine that has just started. With `rollout.time_share` an engine
+        starts asleep and waits for weights."""
         return "asleep" if self._config.time_share else "ready"
 
     def start(self) -> tuple[str, ...]:
-        """Start all engines, wait for them and return their distinct warnings.
+        """Start all engines, wait until they are ready and return their distinct warnings.
 
-        Raises EngineError or TimeoutError if an engine does not start, and StartCancelled after
-        `kill`.
+        Raises EngineError or TimeoutError if an engine does not start, and StartCancelled if `kill`
+        is called meanwhile.
         """
         for index in range(self._config.engines):
             engine = self._build(index)
@@ -199,7 +213,8 @@ class EngineSupervisor:
         return [warning, *self._await_start(slot, tries - 1)]
 
     def follow(self, target: WeightUpdate | None, resting: Future[None] | None) -> None:
-        """Make all engines load new weights or fall asleep, those between stages afterwards."""
+        """Make all engines load the new weights or fall asleep. Engines that are busy with another
+        stage do so when it ends."""
         self.resting = resting
         if target is not None and target is not self.target:
             self.target = target
@@ -208,7 +223,7 @@ class EngineSupervisor:
             self._put_to_sleep([slot for slot in self.slots if slot.stage == "ready"])
 
     def kill(self) -> None:
-        """Kill all engines and cancel a start on another thread."""
+        """Kill all engines and cancel a start that is running on another thread."""
         self._closed = True
         for slot in self.slots:
             slot.engine.kill()
@@ -220,9 +235,10 @@ class EngineSupervisor:
             raise StartCancelled("the engines were killed while they started")
 
     def advance(self, slot: EngineSlot) -> EngineError | None:
-        """Move a slot to its next stage once its pending result or its deadline is reached.
+        """Move a slot to its next stage if its pending result has arrived or its deadline has
+        passed.
 
-        Returns the error for which the engine must be replaced.
+        Returns an error if the engine must be replaced.
         """
         assert slot.pending is not None
         if not slot.pending.done():
@@ -255,10 +271,10 @@ class EngineSupervisor:
         return None
 
     def replace(self, slot: EngineSlot, error: EngineError) -> None:
-        """Start another engine in this slot.
+        """Start a new engine in this slot.
 
-        Raises EngineError if the slot was restarted too often, or if its start failed twice in the
-        same way.
+        Raises EngineError if the slot was restarted too often, or if two starts failed with the
+        same error.
         """
         slot.engine.kill()
         if slot.stage == "starting":
@@ -282,10 +298,10 @@ class EngineSupervisor:
         self._check_updated()
 
     def _check_updated(self) -> None:
-        """Resolve the update once the running engines have its weights.
+        """Resolve the update once the running engines have the new weights.
 
-        Restarting engines load them later, but with `rollout.time_share` they are waited for: the
-        trainer needs the memory they start in.
+        Engines that are restarting load the weights later. With `rollout.time_share` the update
+        waits for them as well, because the trainer needs the GPU memory that they use to start.
         """
         waited_for = self._config.time_share
         rest = [slot for slot in self.slots if slot.stage != "starting" or waited_for]

@@ -1,8 +1,9 @@
-"""Driver side of the rollout engines.
+"""The driver's side of the rollout engines.
 
-`RolloutPool` sees engines as a Protocol of futures; `keel.rollout.pool.ray_engines` puts Ray actors
-behind it. Its own thread dispatches requests, so engines never wait for a busy driver.
-`Dispatcher` decides which engine samples what, `EngineSupervisor` what stage each engine is in.
+`RolloutPool` accesses engines through a Protocol based on futures; `keel.rollout.pool.ray_engines`
+implements it with Ray actors. The pool dispatches requests on its own thread, so engines never wait
+for a busy driver. `Dispatcher` chooses the engine for each request, and `EngineSupervisor` manages
+the state of each engine.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from keel.rollout.spec import EngineError
 from keel.weights.sync import Transfer
 
 _STOP_S = 10.0
-"""Timeout for the pool's thread to end; it never blocks on an engine."""
+"""Time limit for the pool's thread to stop, in seconds. The thread never blocks on an engine."""
 FREED_S = 3.0
-"""Seconds until the memory of killed engines is free."""
+"""Time in seconds until the GPU memory of killed engines is free."""
 
 
 class RolloutPool:
-    """Samples groups and turns on several engines and keeps all of them on the same weights."""
+    """Samples groups and turns on several engines and keeps their weights in sync."""
 
     def __init__(
         self,
@@ -52,10 +53,13 @@ class RolloutPool:
         update_timeout_s: float | None = None,
         translate: Translate = lambda future: future,
     ) -> None:
-        """`build(i)` begins to start engine i; `start` waits for all. `update_timeout_s`: timeout
-        of a weight update, by default `rollout.update_timeout_s`."""
+        """Create a pool whose engines are started later by `start`.
+
+        `build(i)` begins to start engine i. `update_timeout_s` is the time limit for a weight
+        update and defaults to `rollout.update_timeout_s`.
+        """
         self.say: Callable[[str], Any] = lambda _: None
-        """Receives warnings and restarts of engines, on the pool's thread."""
+        """Called on the pool's thread with messages about warnings and restarts."""
         self._config = config
         self._numbers = itertools.count()
         self._thread = threading.Thread(target=self._run, name="keel-pool", daemon=True)
@@ -64,17 +68,19 @@ class RolloutPool:
         self._submitted: list[Request] = []
         self._cancelled: list[Request] = []
         self._open: dict[int, Request] = {}
-        """Requests without a result, by number."""
+        """Requests that have no result yet, by number."""
         self._draws: Counter[str] = Counter()
-        """Groups per prompt from the current weights, including open requests."""
+        """Number of groups requested for each prompt with the current weights."""
         self._update: WeightUpdate | None = None
         self._asleep: Future[None] | None = None
-        """Future of the last `sleep`, until the next update."""
+        """The future returned by the last `sleep`. It is cleared by the next update."""
         self._ended: Exception | None = None
         self._memory_freed = False
-        """The engines failed for good and were killed, so their GPU memory is free."""
+        """True if the engines failed permanently and were killed, so that their GPU memory is
+        free."""
         self._events: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        """Wakes the thread: the number of a finished request, or None for anything else."""
+        """Events that wake the thread: the number of a finished request, or None for any other
+        event."""
         # Owned by the thread:
         self._supervisor = EngineSupervisor(
             config,
@@ -89,17 +95,17 @@ class RolloutPool:
 
     @property
     def restarts(self) -> int:
-        """Engine restarts so far."""
+        """Number of engine restarts so far."""
         return self._supervisor.restarts
 
     @property
     def start_seconds(self) -> Mapping[str, float]:
-        """Seconds of each start phase, from the slowest engine."""
+        """Duration of each start phase in seconds, measured on the slowest engine."""
         return self._supervisor.start_seconds
 
     @property
     def steps(self) -> int:
-        """Decoding steps of all engines, a few seconds old."""
+        """Number of decoding steps of all engines. The value may be a few seconds old."""
         return self._stalls.steps
 
     def start(self) -> tuple[str, ...]:
@@ -121,12 +127,15 @@ class RolloutPool:
         sampling: SamplingConfig | None = None,
         purpose: Purpose = "train",
     ) -> Future[Group]:
-        """Sample `group_size` completions of `prompt`. Cancelling the future aborts them.
+        """Sample `group_size` completions of `prompt`.
 
-        The engine cuts them at `rollout.timeout_s`, counted from when it begins. A silent engine
-        is replaced and its groups are sampled again. Evaluation records no routes or masks. The
-        future fails with the engine's error about the prompt, or with EngineError if engines keep
-        dying.
+        Cancelling the future aborts the completions. The engine stops them after
+        `rollout.timeout_s`, counted from when sampling begins. If an engine stops responding, the
+        pool replaces it and samples its groups again. Evaluation groups are sampled without
+        recording routes and sampling masks.
+
+        The future fails with the engine's error if the prompt is invalid, or with EngineError if
+        engines keep dying.
         """
         options = sampling or self._config.sampling
         record = purpose == "train"
@@ -154,8 +163,10 @@ class RolloutPool:
         sampling: SamplingConfig | None = None,
         purpose: Purpose = "train",
     ) -> Future[TurnResult]:
-        """Sample one turn, preferably on the engine of the conversation's last turn. A turn lost
-        with its engine is sampled on another one."""
+        """Sample one turn, if possible on the engine that sampled the conversation's previous turn.
+
+        If the engine dies, the turn is sampled again on another engine.
+        """
         options = sampling or self._config.sampling
         record = purpose == "train"
         return self._enqueue(
@@ -182,12 +193,13 @@ class RolloutPool:
         return request.result
 
     def update(self, version: int, transfer: Transfer) -> Future[None]:
-        """Deliver weights to every engine; done once all sample from `version` or a later one.
+        """Deliver new weights to every engine. The future resolves once all engines sample from
+        `version` or a later one.
 
-        `transfer` is kept to deliver to engines that restart. The same version may be delivered
-        again to wake engines. An engine that exceeds `rollout.update_timeout_s` is replaced;
-        errors about the weights themselves fail the future. Raises RuntimeError while another
-        update is in flight.
+        The pool keeps `transfer` so that it can deliver the weights to engines that restart. The
+        same version may be delivered again to wake sleeping engines. An engine that takes longer
+        than `rollout.update_timeout_s` is replaced, and the future fails if the weights themselves
+        are invalid. Raises RuntimeError if another update is in flight.
         """
         update = WeightUpdate(version, transfer)
         with self._lock:
@@ -211,8 +223,9 @@ class RolloutPool:
     def sleep(self) -> Future[None]:
         """Release the GPU memory of every engine until the next `update`.
 
-        Engines that are loading weights finish first; a late one is replaced. Resolves as well
-        after engines failed for good, so that a last checkpoint can use their memory.
+        Engines that are loading weights finish loading first, and engines that take too long are
+        replaced. The future also resolves if the engines failed permanently, so that the last
+        checkpoint can use their memory.
         """
         with self._lock:
             update = self._update
@@ -226,7 +239,7 @@ class RolloutPool:
         return then(update.done, lambda _: self.sleep())
 
     def shutdown(self) -> None:
-        """End all engines; open requests fail."""
+        """Stop all engines. Requests without a result fail."""
         self._end(EngineError("the rollout pool has been shut down"))
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
@@ -283,7 +296,7 @@ class RolloutPool:
             asleep.set_exception(self._ended)
 
     def _take_calls(self) -> bool:
-        """Take over the callers' requests. Returns False to stop."""
+        """Accept the requests that callers have queued. Returns False if the thread should stop."""
         with self._lock:
             if self._ended is not None:
                 return False
@@ -298,7 +311,6 @@ class RolloutPool:
         return True
 
     def _handle_events(self) -> None:
-        """Wait for a call, a finished request, a finished stage or a deadline, and handle it."""
         pending = self._supervisor.pending
         for future in pending.keys() - self._watched:
             future.add_done_callback(lambda _: self._wake())
@@ -324,7 +336,6 @@ class RolloutPool:
             self._replace(slot, error)
 
     def _wait_events(self, until: float | None) -> list[int | None]:
-        """Wait for an event and return all that are queued."""
         timeout = None if until is None else max(0.0, until - time.monotonic())
         events: list[int | None] = []
         try:

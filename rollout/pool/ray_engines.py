@@ -1,4 +1,4 @@
-"""Ray actors as the pool's engines. Importing this module does not import vLLM."""
+"""Runs the pool's engines as Ray actors. Importing this module does not import vLLM."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from keel.rollout.spec import EngineError, EngineProgress, EngineSpec, EngineSta
 _RAISED = re.compile(r"^\s*(?:\w+\.)*\w*(?:Error|Exception|Interrupt): ", re.MULTILINE)
 _DIED = re.compile(r"\bpid: (\d+)\b.*its worker process has died", re.DOTALL)
 _CONCURRENT_CALLS = 10_000
-"""More than the groups an engine is ever given, so that the actor never queues a call."""
+"""Concurrency limit of the actor. It exceeds the number of groups that an engine receives, so the
+actor never queues a call."""
 _RESULT_LOST = (*GONE, ObjectLostError)
-"""Errors of a call whose result lived on the actor's node."""
+"""Ray errors raised when a call's result was lost together with the actor's node."""
 
 
 class RayEngine:
-    """A `RolloutWorker` actor."""
+    """An engine that runs in a `RolloutWorker` actor."""
 
     def __init__(
         self, spec: EngineSpec, index: int = 0, *, gpu: bool, options: Mapping[str, Any]
@@ -70,7 +71,7 @@ class RayEngine:
         return as_future(ray_timeouts.call(self.actor.progress))
 
     def stats(self) -> Future[dict[str, float]]:
-        """See `EngineThread.stats`."""
+        """Return the statistics described in `EngineThread.stats`."""
         return as_future(ray_timeouts.call(self.actor.stats))
 
     def sleep(self) -> Future[None]:
@@ -88,8 +89,10 @@ def ray_pool(
     update_timeout_s: float | None = None,
     options: Callable[[int], Mapping[str, Any]] | None = None,
 ) -> RolloutPool:
-    """Return the engines of a run, not started yet. `options(i)` adds actor options for engine i at
-    each of its starts."""
+    """Return a pool for the engines of a run. The engines are not started yet.
+
+    `options(i)` returns extra actor options for engine i; it is called each time the engine starts.
+    """
     return RolloutPool(
         spec.config,
         lambda index: RayEngine(spec, index, gpu=gpu, options=options(index) if options else {}),
@@ -100,9 +103,9 @@ def ray_pool(
 
 
 def as_future(ref: ObjectRef, gone: tuple[type[RayError], ...] = GONE) -> Future[Any]:
-    """Return the result of an actor's call. Cancelling the future cancels the call.
+    """Return a future for the result of an actor call. Cancelling the future cancels the call.
 
-    Errors in `gone` and timeouts inside the actor become `EngineError`; other errors of the call
+    The errors in `gone` and timeouts inside the actor are replaced with `EngineError`; other errors
     are raised unchanged.
     """
     future = with_engine_errors(ref.future(), gone)
@@ -116,7 +119,7 @@ def as_future(ref: ObjectRef, gone: tuple[type[RayError], ...] = GONE) -> Future
 
 
 def with_engine_errors(inner: Future[Any], gone: tuple[type[RayError], ...] = GONE) -> Future[Any]:
-    """Replace errors about a dead or late engine by `EngineError`."""
+    """Replace errors caused by a dead or late engine with `EngineError`."""
     outer: Future[Any] = Future()
 
     def done(inner: Future[Any]) -> None:
@@ -135,7 +138,8 @@ def with_engine_errors(inner: Future[Any], gone: tuple[type[RayError], ...] = GO
 
 
 def as_engine_error(error: BaseException, gone: tuple[type[RayError], ...] = GONE) -> BaseException:
-    """Convert the error of a dead or late engine to `EngineError`; return others unchanged."""
+    """Convert an error caused by a dead or late engine to `EngineError`. Other errors are returned
+    unchanged."""
     if isinstance(error, gone):
         reason = _death_reason(error)
     elif isinstance(error, TimeoutError):
@@ -148,7 +152,7 @@ def as_engine_error(error: BaseException, gone: tuple[type[RayError], ...] = GON
 
 
 def _death_reason(error: RayError) -> str:
-    """Return why an actor died, without the traceback of its constructor."""
+    """Return the reason why an actor died, without the traceback from its constructor."""
     text = (isinstance(error, RayActorError) and ray_timeouts.death_reason(error)) or str(error)
     if died := _DIED.search(text):  # Ray then adds a page of guesses
         return f"its process {died[1]} crashed or was killed. Check dmesg for out of memory"

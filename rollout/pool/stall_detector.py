@@ -1,8 +1,8 @@
-"""Detects engines that have completions to sample but finish no steps.
+"""Detects engines that have work to do but no longer finish steps.
 
-A process whose GPU hangs still answers, so the pool polls the number of finished steps. Time counts
-only while an engine can sample: weight updates, sleep and idle time do not, nor does the first
-step, which may compile.
+A process still answers when its GPU hangs, so the pool polls the number of finished steps. Time
+only counts while an engine can sample, so weight updates, sleep and idle time are excluded. The
+first step is excluded as well because it may compile kernels.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from keel.rollout.spec import EngineError, EngineProgress
 
 POLL_S = 2.0
 WARN_S, STUCK_S = 20.0, 60.0
-"""Seconds without a finished step until a warning, and until the engine is replaced."""
+"""Seconds without a finished step after which the pool logs a warning, and after which it replaces
+the engine."""
 _WARN_STEPS, _STUCK_STEPS = 4.0, 10.0
-"""Lower bounds on these times, in multiples of the longest step so far."""
+"""Minimum values for these two times, as multiples of the longest step so far."""
 
 
 @dataclass(slots=True)
@@ -50,7 +51,7 @@ class _Watch:
 
 
 class StallDetector:
-    """Watches all engines of a pool."""
+    """Watches the engines of a pool and reports those that hang."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -59,7 +60,7 @@ class StallDetector:
 
     @property
     def steps(self) -> int:
-        """Decoding steps that the current engines had finished at the last poll."""
+        """Number of decoding steps that the current engines had finished at the last poll."""
         return sum(watch.last.steps for watch in tuple(self._watches.values()))
 
     @property
@@ -69,7 +70,7 @@ class StallDetector:
     def poll(
         self, slots: Sequence[EngineSlot], warn: Callable[[str], object]
     ) -> list[tuple[EngineSlot, EngineError]]:
-        """Return the slots whose engine hangs, and call `warn` for engines that may."""
+        """Return the slots whose engines hang, and call `warn` for engines that may be hanging."""
         now = self._clock()
         if now < self._last + POLL_S:
             return []
