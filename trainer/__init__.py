@@ -1,1 +1,1 @@
-"""Optimisation: the loop, the DeepSpeed engine, weight publishing and the command line."""
+"""Training: the loop, the DeepSpeed engine and the code that starts and places their processes."""

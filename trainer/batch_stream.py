@@ -1,8 +1,9 @@
-"""Keeps the engines busy and hands the loop its batches.
+"""Keeps the engines busy and gives the training loop its batches.
 
-A prompt is submitted as soon as `keel.rl.buffer.GroupBuffer` has room, its group is scored as soon
-as it is sampled, and a batch is ready once the buffer has one. With `algorithm.max_lag: 0` the
-engines then wait for the step and its weights; otherwise they sample on while the trainer works.
+A prompt is submitted as soon as `keel.rl.buffer.GroupBuffer` has room for it, and its group is
+scored as soon as it has been sampled. A batch is ready once the buffer has enough groups. With
+`algorithm.max_lag: 0` the engines then wait for the step and its new weights. Otherwise they keep
+sampling while the trainer works.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from keel.rl.futures import then
 from keel.rl.types import Group, Prompt, ScoredGroup
 
 GRACE_S = 60.0
-"""Allowance beyond `Config.group_timeout_s`, since each part of a group has its own timeout."""
+"""Extra time on top of `Config.group_timeout_s`, since each part of a group has its own timeout."""
 POLL_S = 0.2
-"""Interval for checking whether a wait must be aborted."""
+"""How often a waiting call checks whether it must be aborted."""
 T = TypeVar("T")
 
 
 class Cancelled(Exception):
-    """A wait was aborted."""
+    """Raised when a wait is aborted."""
 
 
 class EmptyBatch(RuntimeError):
-    """A batch has no completion to learn from."""
+    """Raised when a batch has no completion to learn from."""
 
     def __init__(self, groups: Sequence[ScoredGroup]) -> None:
         reasons = {reason for group in groups for reason in group.group.dropped}
@@ -46,7 +47,8 @@ def never() -> bool:
 
 
 def wait_for(future: Future[T], should_abort: Callable[[], bool]) -> T:
-    """Return the result of a future that has its own timeout. Raises `Cancelled` on abort."""
+    """Wait for a future that has its own timeout and return its result. Raises `Cancelled` on
+    abort."""
     while not future.done():
         if should_abort():
             raise Cancelled
@@ -55,14 +57,16 @@ def wait_for(future: Future[T], should_abort: Callable[[], bool]) -> T:
 
 
 def decoding_steps(config: Config, completions: int) -> int:
-    """Decoding steps of all engines if each of `completions` reaches its token limit."""
+    """Return how many decoding steps the engines take in total if each of `completions` reaches its
+    token limit."""
     rollout = config.rollout
     waves = -(-completions // (rollout.max_num_seqs * rollout.engines))
     return min(rollout.engines, completions) * waves * rollout.sampling.max_tokens
 
 
 class BatchStream:
-    """A run's stream of batches. Callbacks run on the threads of engines and rewards."""
+    """Samples, scores and collects the batches of a run. Its callbacks run on threads of the
+    engines and the rewards."""
 
     def __init__(
         self,
@@ -74,11 +78,11 @@ class BatchStream:
         score: Callable[[Group], Future[ScoredGroup]],
         start: int,
     ) -> None:
-        """Samples nothing before `open`.
+        """Create the stream. It samples nothing before `open` is called.
 
-        next_prompts(n): the next n prompts; position(prompts): the position in the data from which
-        these prompts are repeated first; sample, score: return at once and have their own timeouts;
-        start: the last step done.
+        `next_prompts(n)` returns the next n prompts. `position(prompts)` returns the position in
+        the data such that these prompts come first after a resume. `sample` and `score` return at
+        once and have their own timeouts. `start` is the last step done.
         """
         algorithm = config.algorithm
         self._next_prompts, self._position = next_prompts, position
@@ -109,7 +113,7 @@ class BatchStream:
         self._fill()
 
     def close(self) -> None:
-        """Cancel everything in flight."""
+        """Cancel all groups in flight."""
         with self._changed:
             self._open = False
             flights = list(self._in_flight.values())
@@ -119,12 +123,12 @@ class BatchStream:
     def take(
         self, waiting: Callable[[str], Any], should_abort: Callable[[], bool] = never
     ) -> Batch:
-        """Wait for the next batch.
+        """Wait for the next batch and return it.
 
-        Waits in the context `waiting("rollout")` while a group of the batch is being sampled, and
-        `waiting("reward")` while all are being scored. Raises errors of sampling and scoring,
-        TimeoutError if nothing arrives for longer than all their timeouts together, `EmptyBatch`,
-        and `Cancelled` on abort.
+        The wait is spent inside the context `waiting("rollout")` while a group of the batch is
+        being sampled, and inside `waiting("reward")` once all of them are being scored. Raises
+        errors from sampling and scoring, `EmptyBatch`, `Cancelled` on abort, and TimeoutError if
+        nothing arrives for longer than all timeouts together.
         """
         with self._changed:
             while should_abort() or not self._buffer.ready():
@@ -148,7 +152,7 @@ class BatchStream:
         return batch
 
     def _changes(self, should_abort: Callable[[], bool]) -> bool:
-        """Wait until something arrives or the wait is aborted; False on timeout."""
+        """Wait until something arrives or the wait is aborted. Returns False on timeout."""
         end = time.monotonic() + self._timeout_s
         while not (changed := self._changed.wait(min(POLL_S, self._timeout_s))):
             if should_abort() or time.monotonic() >= end:
@@ -156,8 +160,8 @@ class BatchStream:
         return changed or should_abort()
 
     def adopting(self, step: int, update: Future[None]) -> None:
-        """Make room for new groups once `update` has brought the weights of `step` to the
-        engines."""
+        """Make room for new groups once `update` is done and the engines have the weights from
+        `step`."""
 
         def adopted(done: Future[None]) -> None:
             with self._changed:
@@ -172,19 +176,20 @@ class BatchStream:
         update.add_done_callback(adopted)
 
     def wait_for_adoption(self, should_abort: Callable[[], bool] = never) -> None:
-        """Wait until the engines have the last weights. Raises errors of loading them, and
-        `Cancelled` on abort."""
+        """Wait until the engines have loaded the latest weights. Raises the error if loading
+        failed, and `Cancelled` on abort."""
         if self._update is not None:
             wait_for(self._update, should_abort)
 
     def position(self, untrained: Sequence[Prompt] = ()) -> Mapping[str, Any]:
-        """The position in the data from which nothing trained is repeated. `untrained`: prompts of
-        a batch that was taken and not trained on."""
+        """Return a position in the data from which a resumed run repeats nothing that was trained
+        on. `untrained` holds the prompts of a batch that was taken but not trained on."""
         with self._changed:  # no prompt may move from the stream to the buffer meanwhile
             return self._position([*untrained, *self._buffer.unfinished()])
 
     def snapshot(self) -> tuple[Mapping[str, Any], Sequence[Prompt]]:
-        """`position`, and the prompts whose groups will be discarded, at one moment."""
+        """Return `position()` together with the prompts whose groups will be discarded, both from
+        the same moment."""
         with self._changed:
             return self._position(self._buffer.unfinished()), self._buffer.discarding()
 

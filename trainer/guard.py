@@ -1,4 +1,5 @@
-"""Checkpoints of a run, also when it is aborted or fails. The loop calls it and stays readable."""
+"""Saves checkpoints during a run and when it is aborted or fails. This keeps error handling out of
+the training loop."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from keel.rl.types import ScoredGroup, StepResult
 from keel.trainer.batch_stream import BatchStream, Cancelled, EmptyBatch
 
 Save = Callable[[int, Mapping[str, Any]], bool | None]
-"""Write a checkpoint of a step and of this position in the data. Returns True if it could not be
-written and the run continues without it."""
+"""Writes a checkpoint for a step and a position in the data. Returns True if the checkpoint could
+not be written and the run continues without it."""
 
 
 class RunJournal(Protocol):
@@ -25,7 +26,7 @@ class RunJournal(Protocol):
     def begin(self, activity: str) -> None: ...
 
     def reach(self, done: int, total: int, unit: str) -> None:
-        """Report progress of the current activity."""
+        """Report how far the current activity has come."""
         ...
 
     def record(
@@ -35,22 +36,23 @@ class RunJournal(Protocol):
         sample: Sequence[ScoredGroup],
         discarded: Sequence[ScoredGroup] = (),
     ) -> None:
-        """Record a step with the groups it trained on and those sampled for it in vain."""
+        """Record a step, the groups it trained on and the groups that were sampled for it but
+        discarded."""
         ...
 
     def evaluated(self, step: int) -> bool:
-        """Whether evaluation results of this step are recorded."""
+        """Return True if evaluation results for this step have been recorded."""
         ...
 
 
 @dataclass(slots=True)
 class Saver:
-    """Writes checkpoints when they are due and counts those that could not be written."""
+    """Writes checkpoints when they are due and counts the ones that could not be written."""
 
     write: Save
     run: RunConfig
     saved: int
-    """The last step with a checkpoint, or the step that the run started from."""
+    """The last step that has a checkpoint, or the step that the run started from."""
     tried_at: float = field(default_factory=lambda: time.monotonic())
     unwritten: int = 0
 
@@ -60,7 +62,7 @@ class Saver:
         return step == run.steps or by_steps or 0 < run.checkpoint_minutes * 60 <= since_s
 
     def save(self, step: int, position: Mapping[str, Any]) -> bool:
-        """Return True if the checkpoint is written."""
+        """Write a checkpoint. Returns True if that succeeded."""
         failed = bool(self.write(step, position))
         self.saved, self.tried_at = self.saved if failed else step, time.monotonic()
         self.unwritten += failed
@@ -71,10 +73,12 @@ class Saver:
 
 
 class RunGuard:
-    """Ends a run with a checkpoint when it is aborted, or when engines or rewards fail.
+    """Makes sure that a run ends with a checkpoint when it is aborted, or when an engine or a
+    reward fails.
 
-    An abort (`Cancelled`) drops in-flight rollouts. Errors after an optimizer step are deferred
-    until the step is recorded. Errors of the learner itself pass through: its state is lost.
+    An abort (`Cancelled`) drops the rollouts in flight. Errors after an optimizer step are held
+    back until the step has been recorded. Errors from the learner itself are raised without a
+    checkpoint, since its state is lost.
     """
 
     def __init__(
@@ -96,7 +100,7 @@ class RunGuard:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """The whole run: an abort ends it, with a checkpoint of the last step."""
+        """Wrap the whole run. If it is aborted, save a checkpoint of the last step."""
         try:
             yield
         except Cancelled:
@@ -108,7 +112,8 @@ class RunGuard:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Sampling of a batch: an error ends the run with a checkpoint of the step before."""
+        """Wrap the sampling of a batch. If that fails, save a checkpoint of the previous step and
+        raise the error."""
         self._journal.begin("sampling")
         try:
             yield
@@ -121,7 +126,8 @@ class RunGuard:
 
     @contextmanager
     def deferred_errors(self, activity: str) -> Iterator[None]:
-        """An activity after an optimizer step: `finish` raises its error."""
+        """Wrap an activity that follows an optimizer step. If it fails, `finish` raises the error
+        later."""
         self._journal.begin(activity)
         try:
             yield
@@ -133,13 +139,13 @@ class RunGuard:
             self._deferred = error
 
     def continues(self, result: StepResult) -> bool:
-        """Return True if the step proceeds to publish and evaluate its weights."""
+        """Return True if the weights of this step should be published and evaluated."""
         return not (result.gave_up or self._deferred or self._should_abort())
 
     def finish(
         self, step: int, metrics: Mapping[str, Metric], batch: Batch, result: StepResult
     ) -> None:
-        """Record a step; then raise if it ended the run."""
+        """Record a step, then raise the error if one was held back during it."""
         self._journal.record(step, metrics, batch.groups, batch.discarded)
         if result.gave_up:  # without a checkpoint: the policy may be broken
             raise RuntimeError(f"step {step}: {result.gave_up}")
@@ -149,15 +155,15 @@ class RunGuard:
             raise self._deferred
 
     def save(self, step: int) -> bool:
-        """Write a checkpoint and return True if it is written."""
+        """Write a checkpoint. Returns True if that succeeded."""
         self._journal.begin("saving a checkpoint")
         if self._should_abort():
             self._stream.close()
         return self.saver.save(step, self._stream.position())
 
     def final_checkpoint(self, error: Exception) -> None:
-        """Save the last step, unless it is saved, before `error` ends the run, and note in it how
-        to resume."""
+        """Save the last step, unless that is done already, before `error` ends the run. Adds a note
+        to `error` that says how to resume."""
         self._stream.close()
         untrained = error.prompts if isinstance(error, EmptyBatch) else ()
         try:

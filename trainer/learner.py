@@ -1,4 +1,5 @@
-"""The driver's handle on the trainer: its ranks as Ray actors, and what to raise when one fails."""
+"""The driver's interface to the trainer. It runs the trainer's ranks as Ray actors and decides
+which error to raise when a rank fails."""
 
 from __future__ import annotations
 
@@ -41,14 +42,15 @@ from keel.trainer.worker import (
 from keel.weights.sync import Outcome, Receiver, sends_directly
 
 GRACE_S = 5.0
-"""After a rank fails, wait this long for the reports of the others."""
+"""How long to wait for the reports of the other ranks after one rank has failed."""
 LOST_S = 90.0
-"""The same if a lost peer may be the cause: Ray declares a silent node dead after 65 s."""
+"""How long to wait instead if the failure may be caused by a lost rank. Ray takes 65 s to declare a
+silent node dead."""
 STEP = "an optimizer step"
 
 
 class SendableEngine(Protocol):
-    """A rollout engine that weights can be sent to."""
+    """A rollout engine that can receive weights."""
 
     @property
     def index(self) -> int: ...
@@ -57,7 +59,8 @@ class SendableEngine(Protocol):
 
 
 class Learner:
-    """All ranks of the trainer."""
+    """The trainer as the driver sees it: a set of ranks that train, score, save and send weights
+    together."""
 
     def __init__(
         self,
@@ -68,15 +71,16 @@ class Learner:
         actor_options: Callable[[int], Mapping[str, Any]] | None = None,
         make_room: Callable[[], Future[None]] = done,
     ) -> None:
-        """Create the actors.
+        """Create one Ray actor per rank.
 
-        actor_options(i): Ray options of rank i, over the defaults (one GPU if `gpu`, else half a
-        core, since CPU ranks and engines alternate). make_room: puts engines to sleep before
-        anything that needs the weights on the GPUs (`rollout.time_share`).
+        `actor_options(i)` returns Ray options for rank i, which override the defaults: one GPU if
+        `gpu` is set, otherwise half a core, since ranks and engines take turns on a CPU.
+        `make_room` puts the engines to sleep (`rollout.time_share`). It is called before anything
+        that needs the weights on the GPUs.
         """
         self._model_path, self._config, self._make_room = model_path, config, make_room
         self.direct = sends_directly(config.rollout, gpu=gpu)
-        """Whether ranks send weights to the engines themselves."""
+        """Whether the ranks send weights to the engines themselves."""
         seat = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": hardware.RANK_CPUS}
         options = seat | {"runtime_env": {"env_vars": variables(config.model.batch_invariant)}}
         trainer = config.trainer
@@ -95,31 +99,34 @@ class Learner:
             ray_timeouts.call(rank.read, model_path, config)
         self._warming: list[list[Any]] = []
         self._order = threading.Lock()
-        """Held while calling all ranks, so that calls of two threads arrive in the same order."""
+        """Held while calling all ranks, so that every rank receives calls from two threads in the
+        same order."""
         self._senders: list[threading.Thread] = []
         self._locations: list[RankLocation] = []
         self._version = 0
         sending_s = config.sending_timeout_s if self.direct else 0.0
         self._deadlines = StepDeadlines(trainer.timeout_s, sending_s)
         self.tokens: Mapping[int, TokenNumbers] = {}
-        """Per-token numbers of the last step for the trajectories that are saved, by segment."""
+        """Per-token numbers from the last step for the trajectories that will be saved, keyed by
+        segment."""
 
     @property
     def version(self) -> int:
-        """Version of the current weights; 0 for the initial ones."""
+        """The version of the current weights. The initial weights are version 0."""
         return self._version
 
     def prepared(self) -> None:
-        """Wait until every rank has imported its libraries and checked them. This takes seconds and
-        no GPU, so that a run can fail before an engine starts."""
+        """Wait until every rank has imported and checked its libraries. This takes only seconds and
+        needs no GPU, so a run with unsuitable libraries fails before any engine starts."""
         seconds = self._config.run.startup_timeout_s
         deadline = StepDeadline("loading the trainer's libraries", seconds, "run.startup_timeout_s")
         self._wait(self._prepared, deadline)
 
     def start(self, timeout_s: float | None = None) -> list[str]:
-        """Load the model on every rank, within `run.startup_timeout_s` by default.
+        """Load the model on every rank.
 
-        Returns rank 0's notes on features that the installed libraries lack.
+        The time limit is `timeout_s`, or `run.startup_timeout_s` by default. Returns rank 0's notes
+        about features that the installed libraries lack.
         """
         seconds = timeout_s or self._config.run.startup_timeout_s
         shared = ray_timeouts.Deadline(seconds)
@@ -131,7 +138,8 @@ class Learner:
         return self._call_all("start", *arguments, deadline=deadline)[0]
 
     def _check_folder(self, deadline: StepDeadline) -> None:
-        """Raise ConfigError unless all ranks see the run folder, before a checkpoint needs it."""
+        """Raise ConfigError if a rank cannot see the run folder, which would otherwise only fail at
+        the first checkpoint."""
         mark = Path(self._config.run.dir).expanduser().absolute() / MARK
         if not mark.exists():
             return
@@ -144,13 +152,14 @@ class Learner:
                 )
 
     def warm_up(self, *, whole: bool = False) -> None:
-        """Compile the kernels of steps while engines start; the first step waits for it."""
+        """Start compiling the training kernels while the engines start. The first step waits until
+        this is done."""
         with self._order:
             self._warming.append([ray_timeouts.call(rank.warm_up, whole) for rank in self._ranks])
 
     def step(self, groups: Sequence[ScoredGroup], *, examine: bool = False) -> StepResult:
-        """Train on one batch of rollouts: `algorithm.updates_per_batch` optimizer steps. `examine`:
-        see `TrainerEngine.step`."""
+        """Train on one batch of rollouts, with `algorithm.updates_per_batch` optimizer steps. See
+        `TrainerEngine.step` for `examine`."""
         room = self._make_room()
         shares = pack_shares(groups, self._config)
         ray_timeouts.awaited(room)
@@ -163,8 +172,9 @@ class Learner:
         *,
         examine: bool = False,
     ) -> StepResult:
-        """Take an optimizer step on each batch. shares: the batches of each group of ranks; groups:
-        the groups or examples in them, to name findings."""
+        """Take one optimizer step for each batch. `shares` holds the batches for each group of
+        ranks. `groups` holds the groups or examples in these batches, so that messages about
+        non-finite numbers can name them."""
         updates = max(map(len, shares), default=1)
         reports: list[StepReport] = self._call_with_shares(
             "step", shares, STEP, updates, examine=examine
@@ -182,7 +192,8 @@ class Learner:
         )
 
     def lowered(self, config: Config) -> None:
-        """Continue with the smaller micro-batches or activation checkpointing of `config`."""
+        """Switch to `config`, which has smaller micro-batches or more activation checkpointing than
+        before."""
         trainers = (self._config.trainer, config.trainer)
         before, now = ((t.activation_checkpointing, t.keeps_attention) for t in trainers)
         if now != before:
@@ -193,10 +204,11 @@ class Learner:
     def score(
         self, shares: Sequence[Mapping[str, TrainBatch]], should_abort: Callable[[], bool] = never
     ) -> dict[str, Metric]:
-        """Return `<name>/nll` of named batches of conversations; nothing once `should_abort`.
+        """Score named batches of conversations and return `<name>/nll` for each.
 
-        Scores one micro-batch per rank at a time, since sets may be of any size and each call
-        has the timeout of a step.
+        Each rank scores one micro-batch per call, since a set may be of any size but each call has
+        to finish within the timeout for a step. Returns an empty dict when `should_abort()` returns
+        True.
         """
         scored: list[dict[str, Metric]] = []
         for name in shares[0] if shares else ():
@@ -214,7 +226,8 @@ class Learner:
         return merge(scored)
 
     def make_room(self) -> None:
-        """Wait until sleeping engines are out of the way of the weights (`rollout.time_share`)."""
+        """Put the engines to sleep and wait until the weights fit on the GPUs
+        (`rollout.time_share`)."""
         ray_timeouts.awaited(self._make_room())
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
@@ -223,10 +236,10 @@ class Learner:
 
     def send(self, engines: Sequence[SendableEngine]) -> list[Future[int]]:
         """Send the current weights to `engines` once the ranks are idle. Rank i sends to engines i,
-        i + ranks, …
+        i + ranks, and so on.
 
-        Each future holds the version that its engine then samples from, or its error. The failure
-        of a rank fails all of them.
+        Each future resolves to the version that its engine then samples from, or raises the
+        engine's error. If a rank fails, all futures raise that failure.
         """
         sent = {engine.index: Future[int]() for engine in engines}
         count = len(self._ranks)
@@ -246,7 +259,7 @@ class Learner:
     def _await_sending(
         self, refs: Sequence[ray.ObjectRef[Any]], sent: Mapping[int, Future[int]]
     ) -> None:
-        """Settle each engine's future as soon as its rank reports the outcome."""
+        """Resolve each engine's future as soon as its rank reports the outcome."""
 
         def settle(outcomes: Mapping[int, Outcome]) -> None:
             for index, outcome in outcomes.items():
@@ -262,13 +275,14 @@ class Learner:
             settle(dict.fromkeys(sent, error))
 
     def save(self, folder: Path) -> dict[str, Entry]:
-        """Write what `load` needs into `folder`, which all ranks must see. Returns the files."""
+        """Write everything that `load` needs into `folder`, which all ranks must be able to see.
+        Returns the files."""
         self.make_room()
         deadline = self._deadlines.of(f"saving {folder}")
         return _merge_files(self._call_all("save", str(folder.absolute()), deadline=deadline))
 
     def load(self, folder: Path) -> None:
-        """Resume from `save`, exactly. Must follow `start`."""
+        """Restore the exact state that `save` wrote to `folder`. Call `start` first."""
         self.make_room()
         deadline = self._deadlines.of(f"loading {folder}")
         path = str(folder.absolute())
@@ -276,21 +290,21 @@ class Learner:
         self._version = reports[0].version
 
     def export(self, folder: Path) -> dict[str, Entry]:
-        """Write weights and tokenizer as a model folder for transformers or vLLM. Returns the
+        """Export weights and tokenizer as a model folder for transformers or vLLM. Returns the
         files."""
         self.make_room()
         deadline = self._deadlines.of(f"exporting to {folder}")
         return _merge_files(self._call_all("export", str(folder.absolute()), deadline=deadline))
 
     def shutdown(self) -> None:
-        """End every rank. Safe to call twice and after a failure."""
+        """Kill every rank. It is safe to call this twice or after a failure."""
         for rank in self._ranks:
             ray_timeouts.kill(rank)
         for sender in self._senders:  # these threads wait on Ray, which ends next
             sender.join(GRACE_S)
 
     def _call_all(self, method: str, *arguments: object, deadline: StepDeadline) -> list[Any]:
-        """Call a method of every rank and return the results by rank."""
+        """Call a method on every rank and return the results in rank order."""
         with self._order:
             refs = [ray_timeouts.call(getattr(rank, method), *arguments) for rank in self._ranks]
         return self._wait(refs, deadline)
@@ -298,7 +312,8 @@ class Learner:
     def _call_with_shares(
         self, method: str, shares: Sequence[Any], what: str, times: int = 1, **options: bool
     ) -> list[Any]:
-        """Call a method of every rank with its group's share, within `times` step timeouts."""
+        """Call a method on every rank with the share for its group. The time limit is `times` step
+        timeouts."""
         for refs in self._warming:
             self._wait(refs, self._deadlines.of("compiling kernels"))
         self._warming = []
@@ -325,10 +340,11 @@ class Learner:
         deadline: StepDeadline,
         note: Callable[[Any], object] = lambda _: None,
     ) -> list[Any]:
-        """Return the results in the order of `refs`, by rank; `note` is called with each as it
-        arrives.
+        """Wait for one call per rank and return the results in rank order. `note` is called with
+        each result as it arrives.
 
-        Raises soon after one rank fails: the others then wait for it in a collective.
+        If one rank fails, the error is raised soon afterwards, since the other ranks then hang in a
+        collective.
         """
         remaining = deadline.left or ray_timeouts.Deadline(deadline.seconds)
         waiting = {ref: rank for rank, ref in enumerate(refs)}
@@ -358,7 +374,6 @@ class Learner:
         return [results[rank] for rank in range(len(refs))]
 
     def _late(self, deadline: StepDeadline, ranks: Sequence[int]) -> WorkerLost:
-        """The error for ranks that did not answer in time."""
         places = [self._locations[rank] for rank in ranks if rank < len(self._locations)]
         where = ", ".join(f"process {place.pid} on {place.host}" for place in places)
         return WorkerLost(
@@ -367,8 +382,9 @@ class Learner:
         )
 
     def _failure(self, failures: Mapping[int, RayError], what: str, *, stuck: bool) -> RuntimeError:
-        """One error for all failures: a rank that died explains the others, which lost their peer.
-        `stuck`: some ranks have not answered."""
+        """Combine the failures of several ranks into one error. If a rank died, its death is
+        reported as the cause, since the other ranks failed because of it. `stuck` says whether some
+        ranks have not answered."""
         lost = [rank for rank, error in failures.items() if ray_timeouts.is_loss(error)]
         rank = lost[0] if lost else next(iter(failures))
         error = failures[rank]
@@ -394,8 +410,8 @@ class Learner:
 
 
 def _may_follow_a_loss(error: RayError) -> bool:
-    """Return True if the loss of another rank may have caused this failure: collectives then raise
-    RuntimeError, sockets OSError."""
+    """Return True if this failure may be caused by the loss of another rank. Collectives then raise
+    RuntimeError and sockets raise OSError."""
     cause = ray_timeouts.cause(error)
     local = type(cause).__name__ in ("SaveError", "UpdateOutOfMemory", "OutOfMemoryError")
     return isinstance(cause, RuntimeError | OSError) and not local

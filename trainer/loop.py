@@ -1,7 +1,7 @@
-"""The algorithm: sample, score, step, push weights, evaluate, save.
+"""The training loop: sample, score, step, push weights, evaluate and save.
 
-Everything it drives is a Protocol, so it runs on Ray, vLLM and DeepSpeed (`commands/train.py`) or
-on fakes in a test. `BatchStream` samples and scores, up to `algorithm.max_lag` batches ahead;
+The loop only calls protocols, so it runs on Ray, vLLM and DeepSpeed (`commands/train.py`) as well
+as on fakes in tests. `BatchStream` samples and scores up to `algorithm.max_lag` batches ahead.
 `RunGuard` handles aborts, errors and checkpoints.
 """
 
@@ -26,7 +26,7 @@ from keel.trainer.batch_stream import BatchStream, decoding_steps, never, wait_f
 from keel.trainer.guard import RunGuard, RunJournal, Save
 
 IDLE = ("rollout", "reward")
-"""Timings during which the trainer idles."""
+"""Names of the timings during which the trainer is idle."""
 
 
 class Prompts(Protocol):
@@ -35,13 +35,14 @@ class Prompts(Protocol):
     def take(self, n: int) -> Sequence[Prompt]: ...
 
     def state(self, unfinished: Sequence[Prompt]) -> Mapping[str, Any]:
-        """The position in the data, from which `unfinished` prompts are repeated first."""
+        """Return the position in the data. After a resume, the `unfinished` prompts come first."""
         ...
 
 
 class Rollouts(Protocol):
     def submit(self, prompt: Prompt, purpose: Purpose) -> Future[Group]:
-        """Sample a group. Returns at once; late or failed completions are listed in the group."""
+        """Start sampling a group and return at once. The group lists its late or failed
+        completions."""
         ...
 
 
@@ -49,7 +50,8 @@ class Rewards(Protocol):
     def submit(self, group: Group, purpose: Purpose) -> Future[ScoredGroup]: ...
 
     def metrics(self) -> Mapping[str, Metric]:
-        """Scoring metrics since the last call, including evaluations."""
+        """Return the metrics of all scoring since the last call, including scoring for
+        evaluations."""
         ...
 
 
@@ -66,40 +68,43 @@ def _no_audit(*_: object) -> dict[str, Metric]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Everything that the loop drives."""
+    """The components that the training loop uses."""
 
     prompts: Prompts
     rollouts: Rollouts
     rewards: Rewards
     learner: PolicyLearner
     push: Callable[[int], Future[None]]
-    """Bring every engine to the learner's weights, which are this version."""
+    """Send the learner's current weights, whose version is the argument, to every engine."""
     journal: RunJournal
     heldout: Mapping[str, Sequence[Prompt]]
     save: Save
     should_stop: Callable[[], bool]
     """Return True to stop after the current step."""
     dump_bad_batch: Callable[[int, Sequence[ScoredGroup], Sequence[str]], None]
-    """Save the batch of a step without a finite gradient, with its findings."""
+    """Save the batch and the findings of a step whose gradient was not finite."""
     audit: Callable[[Batch, Mapping[str, Any], Sequence[Prompt]], Mapping[str, Metric]] = _no_audit
-    """Called after each step with the batch, the data position and the prompts to be discarded."""
+    """Called after each step with the batch, the position in the data and the prompts whose groups
+    will be discarded. Returns extra metrics."""
     should_abort: Callable[[], bool] = never
-    """Return True to abort now and drop in-flight rollouts. Raises if a process is lost."""
+    """Return True to stop immediately and drop the rollouts in flight. Raises an error if a process
+    was lost."""
     should_skip_evaluation: Callable[[], bool] = never
-    """Return True to cut evaluations short, except after the last step. They are made up for when
-    the run resumes."""
+    """Return True to cut an evaluation short. The evaluation after the last step is never cut
+    short. A resumed run evaluates again where it was cut short."""
     decoding_steps: Callable[[], int] | None = None
-    """Decoding steps of all engines so far; None if unknown."""
+    """Return how many decoding steps all engines have taken so far. None if this is not known."""
     can_checkpoint: Callable[[Exception], bool] = lambda _: True
-    """Return True if the learner survived this error, so that a final checkpoint can be saved."""
+    """Return True if the learner is still intact after this error, so that a final checkpoint can
+    be saved."""
 
 
 def train(parts: Parts, config: Config, *, start: int = 0) -> int:
-    """Run steps `start + 1 … config.run.steps` and return the last step done.
+    """Run steps `start + 1` to `config.run.steps` and return the last step done.
 
-    Stops early, with a checkpoint, once `parts.should_stop()` or `parts.should_abort()`. Raises
-    errors of engines, rewards and batches without completions after a checkpoint, and errors of
-    the learner without one.
+    The run stops early, with a checkpoint, when `parts.should_stop()` or `parts.should_abort()`
+    returns True. If an engine or a reward fails, or a batch has no completions, it saves a
+    checkpoint and raises the error. An error in the learner is raised without a checkpoint.
     """
     run, algorithm, learner = config.run, config.algorithm, parts.learner
     stream = BatchStream(
@@ -160,17 +165,18 @@ def evaluation_due(run: RunConfig, step: int) -> bool:
 
 
 def _evaluation_missing(parts: Parts, run: RunConfig, start: int) -> bool:
-    """Return True if a run must evaluate before its first step: it is new, or was cut off."""
+    """Return True if the run must evaluate before its first step, because it is new or because its
+    last evaluation was cut short."""
     due = bool(parts.heldout) and evaluation_due(run, start)
     return start == 0 or (due and not parts.journal.evaluated(start))
 
 
 def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
-    """Return `eval/<set>/pass@1`, `score` and `unscored` of every held-out set
-    (`keel.rl.evaluation`).
+    """Evaluate every held-out set and return its `eval/<set>/pass@1`, `score` and `unscored` (see
+    `keel.rl.evaluation`).
 
-    Raises `Cancelled` once `parts.should_abort()` or, before the last step,
-    `parts.should_skip_evaluation()`.
+    Raises `Cancelled` when `parts.should_abort()` returns True or, before the last step, when
+    `parts.should_skip_evaluation()` does.
     """
     should_skip = parts.should_skip_evaluation if step < config.run.steps else never
     score = partial(parts.rewards.submit, purpose="eval")
@@ -185,7 +191,6 @@ def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
     most = decoding_steps(config, len(every) * config.eval.samples)
 
     def tick() -> bool:
-        """Show whichever count is further; all prompts may be in flight before any is done."""
         done = sum(future.done() for future in every)
         steps = min(count() - before, most) if count else 0
         if every and done * most >= steps * len(every):
@@ -209,7 +214,8 @@ def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds of a step by activity. Nested timings are not counted twice."""
+    """Measures how many seconds a step spends on each activity. Time spent in a nested activity
+    counts only for that activity."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(IDLE, 0.0))
 

@@ -1,7 +1,5 @@
-"""The loop of supervised fine-tuning: take conversations, step, measure held-out sets.
-
-Everything it drives is a Protocol, as in `keel.trainer.loop`.
-"""
+"""The loop for supervised fine-tuning: take conversations, train on them and measure held-out sets.
+Like `keel.trainer.loop`, it only calls protocols."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from keel.trainer.loop import Clock, evaluation_due
 from keel.trainer.nonfinite import SHOWN_FINDINGS
 
 MEASURED = {"nll": "loss", "indexer/held": "indexer/held"}
-"""Metrics that ranks return for a held-out set, with their names under `eval/`."""
+"""Maps the metrics that ranks return for a held-out set to their names under `eval/`."""
 
 
 class SftStream(Protocol):
@@ -31,7 +29,7 @@ class SftStream(Protocol):
     def take(self, n: int) -> list[SftExample]: ...
 
     def state(self, unfinished: Sequence[SftExample] = ()) -> dict[str, Any]:
-        """The position in the data, from which `unfinished` examples are repeated first."""
+        """Return the position in the data. After a resume, the `unfinished` examples come first."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
@@ -44,14 +42,15 @@ class SftLearner(Protocol):
     def train(
         self, shares: Sequence[Sequence[TrainBatch]], examples: Sequence[SftExample], /
     ) -> StepResult:
-        """Take an optimizer step; `examples` serve to name findings."""
+        """Take an optimizer step. `examples` are used to name the conversation in messages about
+        non-finite numbers."""
         ...
 
     def score(
         self, shares: Sequence[Mapping[str, TrainBatch]], should_abort: Callable[[], bool], /
     ) -> dict[str, Metric]:
-        """Return `<name>/nll` of named batches, and `<name>/indexer/held` during indexer warm-up;
-        nothing once `should_abort`."""
+        """Score named batches and return `<name>/nll`, plus `<name>/indexer/held` during indexer
+        warm-up. Returns an empty dict when `should_abort()` returns True."""
         ...
 
 
@@ -66,24 +65,24 @@ class SftParts:
     """Return True to stop after the current step."""
     say: Callable[[str], None]
     should_abort: Callable[[], bool] = never
-    """Return True to skip everything but a checkpoint."""
+    """Return True to skip everything except a checkpoint."""
     attempt: Callable[[Callable[[Config], StepResult]], StepResult] | None = None
-    """Run a step, and again with a smaller config if memory runs out
-    (`keel.trainer.placement.oom_recovery.RetryOnOom`)."""
+    """Run a step and, if it runs out of memory, run it again with a smaller config (see
+    `keel.trainer.placement.oom_recovery.RetryOnOom`)."""
 
 
 class Batches:
-    """The conversations of each step."""
+    """Draws the conversations for each step."""
 
     def __init__(self, stream: SftStream, config: SftConfig, *, epoch: float) -> None:
-        """`epoch`: conversations per epoch."""
+        """`epoch` is the number of conversations per epoch."""
         self._stream, self._config, self._epoch = stream, config, epoch
         self._next: SftExample | None = None
-        """Drawn, but too long for the previous step."""
+        """A conversation that was drawn but did not fit into the previous batch."""
         self._drawn = 0
 
     def take(self) -> list[SftExample]:
-        """Return the next batch; the last one of `sft.epochs` may be smaller."""
+        """Return the next batch. The last batch of `sft.epochs` may be smaller."""
         batch: list[SftExample] = []
         room, remaining = self._config.tokens_per_step, self._remaining
         if not room:
@@ -102,7 +101,8 @@ class Batches:
         self._next, self._drawn = None, int(state["taken"])
 
     def steps_of(self, epochs: float) -> int:
-        """Count the steps from here to the end of `epochs`, without moving."""
+        """Return how many steps are left until the end of `epochs`. This does not change the
+        position."""
         before, end, steps = self.position(), self._conversations(epochs), 0
         while self._drawn < end:
             self.take()
@@ -111,14 +111,15 @@ class Batches:
         return steps
 
     def passes(self, steps: int) -> float:
-        """Mean number of passes in `steps`; 0 if unknown because batches are sized by tokens."""
+        """Return the mean number of passes over the data in `steps` steps. Returns 0 if this is not
+        known because batches are sized by tokens."""
         if self._config.epochs or self._config.tokens_per_step:
             return self._config.epochs
         return steps * self._config.conversations_per_step / self._epoch
 
     @property
     def epochs(self) -> float:
-        """Mean number of times that conversations have been seen."""
+        """The number of times that each conversation has been seen, on average."""
         return self._drawn / self._epoch
 
     def _conversations(self, epochs: float) -> int:
@@ -126,7 +127,8 @@ class Batches:
 
     @property
     def _remaining(self) -> int:
-        """Conversations until the end of `sft.epochs`; unlimited without or after it."""
+        """Return how many conversations are left in `sft.epochs`. There is no limit if `sft.epochs`
+        is not set or has been exceeded."""
         remaining = self._conversations(self._config.epochs) - self._drawn
         return remaining if remaining > 0 else sys.maxsize
 
@@ -137,9 +139,9 @@ class Batches:
 
 
 def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
-    """Run steps `start + 1 … config.run.steps` and return the last step done.
+    """Run steps `start + 1` to `config.run.steps` and return the last step done.
 
-    Stops early, with a checkpoint, once `parts.should_stop()`.
+    The run stops early, with a checkpoint, when `parts.should_stop()` returns True.
     """
     run, learner = config.run, parts.learner
     heldout = _pack_heldout(parts.heldout, config)
@@ -196,7 +198,8 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
 def _pack_heldout(
     heldout: Mapping[str, Sequence[SftExample]], config: Config
 ) -> list[dict[str, TrainBatch]]:
-    """Each rank group's share of the held-out sets, by name; empty without any."""
+    """Pack the held-out sets into one share for each group of ranks. Returns an empty list if there
+    are no held-out sets."""
     trainer = config.trainer
     packed = {
         name: pack_sft(
@@ -211,8 +214,8 @@ def _pack_heldout(
 
 
 def evaluation_metrics(scored: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Return `eval/<set>/loss`, in nats per token, and `eval/loss` over all sets; likewise
-    `indexer/held` during indexer warm-up."""
+    """Return `eval/<set>/loss` for each held-out set and `eval/loss` over all of them, in nats per
+    token. During indexer warm-up the same is returned for `indexer/held`."""
     metrics: dict[str, Metric] = {}
     for metric, name in MEASURED.items():
         by_set = {
@@ -227,7 +230,7 @@ def evaluation_metrics(scored: Mapping[str, Metric]) -> dict[str, Metric]:
 def _batch_metrics(
     examples: Sequence[SftExample], shares: Sequence[TrainBatch], capacity: int
 ) -> dict[str, Metric]:
-    """Sizes of a batch; `sft/packed` is the fill of its micro-batches."""
+    """Return metrics about the size of a batch. `sft/packed` is how full its micro-batches are."""
     rows = [len(row.token_ids_N) for share in shares for row in share.micro_batches]
     return {
         "sft/conversations": Sum(len(examples)),

@@ -1,4 +1,5 @@
-"""The Ray actor around one rank of the trainer. A shell: everything happens in `TrainerEngine`."""
+"""The Ray actor that runs one trainer rank. It is a thin wrapper around `TrainerEngine`, which does
+the work."""
 
 from __future__ import annotations
 
@@ -36,24 +37,25 @@ if TYPE_CHECKING:
 
 LOG_LINES = 15
 PINNED = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-"""Allocator settings for pinned host memory: 8.4 instead of 2.1 GiB/s on an H200's host, where the
-first step of an offloading rank allocates tens of GiB."""
+"""Allocator settings that make pinning host memory faster: 8.4 instead of 2.1 GiB/s on an H200
+machine. The first step of a rank with offloading pins tens of GiB."""
 DRIVER = Path("/proc/driver/nvidia/gpus")
-"""Lists every GPU of the machine, whether visible to the process or not."""
+"""The NVIDIA driver lists every GPU of the machine here, even those hidden from this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLocation:
-    """The process of a rank, for messages about its death."""
+    """Where a rank's process runs. Error messages include this when the process dies."""
 
     host: str
     pid: int
     log: str
-    """File of its standard error; empty if unknown."""
+    """Path of the file that receives the process's standard error. Empty if unknown."""
 
 
 def last_lines(log: str, count: int = LOG_LINES) -> str:
-    """The end of a log file; empty if it is not on this machine."""
+    """Return the last lines of a log file, or an empty string if the file is not on this
+    machine."""
     if not log or not Path(log).is_file():
         return ""
     with open(log, "rb") as file:
@@ -65,21 +67,21 @@ def last_lines(log: str, count: int = LOG_LINES) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One rank's report of a step."""
+    """What one rank reports after a step."""
 
     version: int
     metrics: dict[str, Metric]
     tokens: dict[int, TokenNumbers] = field(default_factory=dict[int, TokenNumbers])
-    """Per-token numbers of watched segments, by segment."""
+    """Per-token numbers for the watched segments, keyed by segment."""
     findings: tuple[Finding, ...] = ()
-    """`TrainerEngine.findings`"""
+    """A copy of `TrainerEngine.findings`."""
     gave_up: str = ""
     out_of_memory: str = ""
-    """Set if the step ran out of memory and was undone."""
+    """The error message if the step ran out of memory and was undone, otherwise empty."""
 
 
 def merge_tokens(parts: Sequence[Mapping[int, TokenNumbers]]) -> dict[int, TokenNumbers]:
-    """Merge the numbers of ranks that each hold a part of a micro-batch."""
+    """Merge the per-token numbers from ranks that each processed a part of the same micro-batch."""
     numbers = sorted({number for part in parts for number in part})
     return {
         number: TokenNumbers.merged([part[number] for part in parts if number in part])
@@ -88,7 +90,8 @@ def merge_tokens(parts: Sequence[Mapping[int, TokenNumbers]]) -> dict[int, Token
 
 
 def pack_shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[TrainBatch]]:
-    """Pack each rank group's share: one batch per optimizer step."""
+    """Split the groups into one share for each group of ranks. A share has one packed batch per
+    optimizer step."""
     algorithm, trainer = config.algorithm, config.trainer
     shares: list[list[TrainBatch]] = [[] for _ in range(trainer.groups)]
     watched = select_trajectories(groups, config.run).segments
@@ -108,10 +111,12 @@ def pack_shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[Trai
 
 
 def host_threads(ranks: int, gpus: int | None = None, cores: int | None = None) -> int:
-    """CPU threads for a rank with an offloaded optimizer: an equal part of the machine's `cores`.
-    Ray's default of one makes a step of billions of parameters take seconds.
+    """Return how many CPU threads a rank with an offloaded optimizer should use, which is an equal
+    part of the machine's `cores`. With Ray's default of one thread, a step on billions of
+    parameters takes seconds.
 
-    ranks: of the whole run; gpus: of this machine, by default from the driver.
+    `ranks` is the number of ranks in the whole run. `gpus` is the number of GPUs on this machine;
+    by default it is read from the driver.
     """
     if gpus is None:
         gpus = sum(1 for _ in DRIVER.iterdir()) if DRIVER.is_dir() else 0
@@ -120,7 +125,7 @@ def host_threads(ranks: int, gpus: int | None = None, cores: int | None = None) 
 
 
 def _configure_pinned_memory() -> None:
-    """Add `PINNED` to the allocator settings of the environment."""
+    """Add `PINNED` to the allocator settings in the environment."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     name = next((name for name in names if os.environ.get(name)), names[0])
     settings = os.environ.get(name, "")
@@ -129,7 +134,7 @@ def _configure_pinned_memory() -> None:
 
 
 class TrainerWorker:
-    """One rank, alone in its process. Imports no GPU library until `prepare`."""
+    """Runs one rank in its own process. It imports no GPU library before `prepare` is called."""
 
     def __init__(self, rank: int, world_size: int, *, gpu: bool) -> None:
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each rank its own GPU only
@@ -149,8 +154,9 @@ class TrainerWorker:
         self._sender: Sender | None = None
 
     def prepare(self) -> None:
-        """Import and check libraries, which takes seconds and no GPU memory, so an engine on the
-        same GPU may start meanwhile. Raises RuntimeError if a library lacks a needed feature."""
+        """Import and check the libraries. This takes a few seconds and no GPU memory, so an engine
+        can start on the same GPU meanwhile. Raises RuntimeError if a library lacks a feature that
+        training needs."""
         with heavy_imports():
             pass
         from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
@@ -161,7 +167,8 @@ class TrainerWorker:
         check_libraries()
 
     def read(self, model_path: str, config: Config) -> None:
-        """Read the model into host memory on the ranks that read it (`read_once`)."""
+        """Read the model into host memory, if this is one of the ranks that read it (see
+        `read_once`)."""
         import torch  # noqa: PLC0415  (the driver imports this module)
 
         from keel.model.load import load_policy  # noqa: PLC0415
@@ -179,14 +186,15 @@ class TrainerWorker:
         return RankLocation(host=socket.gethostname(), pid=os.getpid(), log=log)
 
     def read_text(self, path: str) -> str:
-        """Text of a file; empty if this rank does not see it."""
+        """Return the text of a file, or an empty string if this rank cannot read it."""
         try:
             return Path(path).read_text()
         except OSError:
             return ""
 
     def listen(self) -> tuple[str, int]:
-        """Open the rendezvous store on rank 0; return its host and port."""
+        """Open the store on rank 0 through which all ranks find each other, and return its host and
+        port."""
         import torch.distributed as dist  # noqa: PLC0415  (the driver imports this module)
 
         host = ray.util.get_node_ip_address()
@@ -204,7 +212,8 @@ class TrainerWorker:
         return host, port
 
     def start(self, model_path: str, config: Config, rendezvous: tuple[str, int]) -> list[str]:
-        """Join the other ranks and load the model. Returns `TrainerEngine.notes`."""
+        """Join the other ranks and load the model. Returns the notes of the engine
+        (`TrainerEngine.notes`)."""
         import torch  # noqa: PLC0415  (as above)
         import torch.distributed as dist  # noqa: PLC0415
 
@@ -235,7 +244,7 @@ class TrainerWorker:
         return self._engine.notes
 
     def warm_up(self, whole: bool) -> None:
-        """`TrainerEngine.warm_up`"""
+        """Call `TrainerEngine.warm_up`."""
         self.engine.warm_up(whole=whole)
 
     def step(self, batches: Sequence[TrainBatch], *, examine: bool = False) -> StepReport:
@@ -259,11 +268,11 @@ class TrainerWorker:
         return StepReport(version=self.engine.version, metrics={}, out_of_memory=short)
 
     def recompute(self, keep_attention: bool) -> None:
-        """`TrainerEngine.recompute`"""
+        """Call `TrainerEngine.recompute`."""
         self.engine.recompute(keep_attention=keep_attention)
 
     def score(self, batches: Mapping[str, TrainBatch]) -> dict[str, Metric]:
-        """Metrics of named batches of conversations, such as `<name>/nll`."""
+        """Score named batches of conversations and return metrics such as `<name>/nll`."""
         return {
             f"{name}/{metric}": value
             for name, batch in batches.items()
@@ -271,11 +280,13 @@ class TrainerWorker:
         }
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
-        """Put the buckets into the object store one by one; return their references."""
+        """Put the weights into Ray's object store, one bucket at a time, and return the
+        references."""
         return [ray_timeouts.put(bucket) for bucket in self.engine.publish()]
 
     def send(self, receivers: Sequence[Receiver]) -> dict[int, Outcome]:
-        """Send the current weights to this rank's engines. Collective, even without engines."""
+        """Send the current weights to the engines that this rank serves. All ranks must call this
+        together, even those that serve no engine."""
         assert self._sender is not None
         buckets = self.engine.buckets(requested=bool(receivers))
         return self._sender.send(buckets, receivers, self.engine.version)

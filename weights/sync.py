@@ -1,6 +1,6 @@
-"""The driver's end of a weight update.
+"""The driver's side of a weight update.
 
-The calls of one update:
+An update makes these calls:
 
     trainer.loop.train                WeightSync.push(version)
       RolloutPool.update              Transfer.to(engines), again for engines that restart
@@ -23,27 +23,29 @@ from typing import Any, Protocol
 from keel.configs.schema import RolloutConfig
 
 Outcome = int | Exception
-"""The version that an engine samples from after an update, or the error that prevented it."""
+"""The version that an engine samples from after an update, or the error that stopped the update."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receiver:
-    """An engine to send weights to, with the actor of its `RolloutWorker`."""
+    """An engine that receives weights. `actor` is the Ray actor that runs its `RolloutWorker`."""
 
     index: int
     actor: Any
 
 
 class Transfer(Protocol):
-    """One version of the weights, ready for delivery."""
+    """One version of the weights that is ready to be delivered to engines."""
 
     def to(self, engines: Sequence[Any], /) -> Sequence[Future[int]]:
-        """Start delivery; each future holds the version that its engine then samples from."""
+        """Start the delivery. Each future resolves to the version that its engine then samples
+        from."""
         ...
 
 
 class WeightSource(Protocol):
-    """The trainer, as an update sees it (`keel.trainer.learner.Learner`)."""
+    """What a weight update needs from the trainer. Implemented by
+    `keel.trainer.learner.Learner`."""
 
     def make_room(self) -> None: ...
     def put_weights(self) -> Sequence[Any]: ...
@@ -51,15 +53,16 @@ class WeightSource(Protocol):
 
 
 class WeightTarget(Protocol):
-    """The engines, as an update sees them (`keel.rollout.pool.pool.RolloutPool`)."""
+    """What a weight update needs from the engines. Implemented by
+    `keel.rollout.pool.pool.RolloutPool`."""
 
     def update(self, version: int, transfer: Transfer) -> Future[None]: ...
 
 
 @dataclass(frozen=True)
 class DirectTransfer:
-    """Delivers the trainer's current weights from its ranks: over NCCL, or in place on a shared
-    GPU (`keel.weights.sender`)."""
+    """Sends the trainer's current weights straight from its ranks to the engines, over NCCL or
+    through memory on a shared GPU (see `keel.weights.sender`)."""
 
     source: WeightSource
 
@@ -69,23 +72,24 @@ class DirectTransfer:
 
 @dataclass(frozen=True)
 class StoreTransfer:
-    """Delivers buckets through Ray's object store, which copies them once per node."""
+    """Sends the weights through Ray's object store, which copies them once to each node."""
 
     version: int
     buckets: Sequence[Any]
-    """Object references to `keel.weights.buckets.Bucket`s."""
+    """Ray references to the `keel.weights.buckets.Bucket` objects."""
 
     def to(self, engines: Sequence[Any], /) -> Sequence[Future[int]]:
         return [engine.update(self.version, self.buckets) for engine in engines]
 
 
 def sends_directly(config: RolloutConfig, *, gpu: bool) -> bool:
-    """Resolve `rollout.weight_transfer: auto`, which is `direct` on GPUs."""
+    """Return True if trainer ranks send weights to the engines directly. `rollout.weight_transfer:
+    auto` means `direct` on GPUs."""
     return config.weight_transfer == "direct" or (config.weight_transfer == "auto" and gpu)
 
 
 class WeightSync:
-    """Moves the trainer's weights into every engine."""
+    """Copies the trainer's weights to every engine."""
 
     def __init__(
         self,
@@ -95,12 +99,13 @@ class WeightSync:
         direct: bool,
         before: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Call `before(version)` as each update starts."""
+        """`before(version)` is called at the start of each update."""
         self._source, self._engines = source, engines
         self._direct, self._before = direct, before
 
     def push(self, version: int) -> Future[None]:
-        """Bring every engine to the trainer's current weights, which are `version`."""
+        """Start sending the trainer's current weights to every engine. `version` is their
+        version."""
         self._source.make_room()
         transfer: Transfer = (
             DirectTransfer(self._source)
