@@ -1,4 +1,4 @@
-"""Combines the named parts of a reward into its value."""
+"""Combines the separate parts of a reward into one number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LANGUAGE_PARTS = {
     "language_answer": "answer",
     "language_thinking": "thinking",
 }
-"""Language part → the text it measures. Computed only if a recipe weights it."""
+"""Maps each language part to the text it measures. It is computed only if a recipe weights it."""
 JUDGED_PARTS = {
     "rubric": ("rubric", "disagreement"),
     "proof": (
@@ -33,9 +33,12 @@ JUDGED_PARTS = {
         "disagreement",
     ),
 }
-"""Kind of judged reward spec → its parts besides `correct`, the total score."""
+"""Maps each kind of judged spec to the parts it gives in addition to `correct`, the total score."""
 REFUSAL = "refusal"
-"""Part: 1 if the completion declines the task, by the judge. Computed if weighted, even by 0."""
+"""The part that is 1 if the judge finds that the completion declines the task.
+
+It is computed whenever a recipe gives it a weight, even 0.
+"""
 PARTS = (
     "correct",
     "format",
@@ -43,29 +46,34 @@ PARTS = (
     *LANGUAGE_PARTS,
     *dict.fromkeys(part for parts in JUDGED_PARTS.values() for part in parts),
 )
-"""Built-in parts that `data.sources[].rewards` may weight, besides dotted names of functions."""
+"""Built-in reward parts that `data.sources[].rewards` may weight. Functions have dotted names."""
 ERROR = "error"
-"""Part: 1 if a verifier crashed or timed out. Always present, never weighted."""
+"""The part that is 1 if a verifier crashed or timed out.
+
+It is always present and never weighted.
+"""
 _ROUNDING = 1e-12
-"""Sums below this share of their largest term are rounding errors of terms that cancel."""
+"""Sums smaller than this share of their largest term are treated as rounding errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Reward of one completion."""
+    """The reward for one completion."""
 
     value: float
-    """Weighted sum of the parts."""
+    """The weighted sum of the parts."""
     parts: Mapping[str, float]
-    """Unweighted parts, 0 … 1 each."""
+    """The parts before weighting, each from 0 to 1."""
 
 
 def check_weights(
     weights: Mapping[str, Mapping[str, float]], environments: Collection[str] = ()
 ) -> None:
-    """Raise ValueError for an unknown part or a function that cannot be loaded.
+    """Check that every weighted part exists and that every user function can be loaded.
 
-    weights: domain → part → weight. environments: domains whose environments define parts.
+    `weights` maps each domain to its parts and their weights. `environments` names the domains
+    whose environments define parts. Raises ValueError for an unknown part or a function that cannot
+    be loaded.
     """
     for domain, parts in weights.items():
         for name in parts:
@@ -81,7 +89,7 @@ def check_weights(
 
 
 def unknown_parts(weights: Mapping[str, float], known: Collection[str]) -> str:
-    """Describe the first weighted part missing from an environment's verdict; "" if none is."""
+    """Describe the first weighted part that an environment did not return, or return ""."""
     for name in weights:
         if not is_function(name) and name not in PARTS and name not in known:
             hint = _did_you_mean(name, known) or "a verdict without it stops the run"
@@ -98,7 +106,8 @@ def _did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 def check_parts(kind: str, weights: Mapping[str, float]) -> None:
-    """Raise ValueError if prompts judged by `kind` cannot have a weighted part."""
+    """Check that prompts judged by `kind` can have all weighted parts; raise ValueError
+    otherwise."""
     if kind == FUNCTIONS and not _function_weights(weights):
         raise ValueError(
             "has none of `answer`, `criteria`, `tests`, `refuse` and `reward`, and no function in "
@@ -114,7 +123,7 @@ def check_parts(kind: str, weights: Mapping[str, float]) -> None:
 
 
 def check_complete(parts: Mapping[str, float], weights: Mapping[str, float]) -> None:
-    """Raise ValueError if a weighted part is missing."""
+    """Check that a completion has all weighted parts; raise ValueError otherwise."""
     if missing := [name for name in weights if name not in parts]:
         raise ValueError(
             f"no part {missing[0]!r}, which data.sources[].rewards weights; it has "
@@ -127,27 +136,28 @@ def _function_weights(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def mean_of_functions(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """`correct` of a prompt judged by functions alone: their mean by positive weights."""
+    """Average the functions that have a positive weight, for prompts graded only by functions."""
     positive = _function_weights(weights)
     return sum(weight * parts[name] for name, weight in positive.items()) / sum(positive.values())
 
 
 def worst_parts(weights: Mapping[str, float]) -> dict[str, float]:
-    """Parts with the lowest possible reward, for an episode that crashed."""
+    """Return the parts that give a crashed episode the lowest possible reward."""
     parts = {name: float(weight < 0) for name, weight in weights.items()}
     return {**parts, "correct": 0.0, ERROR: 0.0}
 
 
 def compose_cut_off(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
-    """Score a completion that was cut off as wrong, and never above 0."""
+    """Score a truncated completion as if it were wrong, with a reward of at most 0."""
     score = compose({**parts, "correct": 0.0}, weights)
     return replace(score, value=min(0.0, score.value))
 
 
 def compose(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
-    """Weighted sum of the parts. Parts without a weight are kept for the metrics.
+    """Compute the weighted sum of the parts.
 
-    Terms that cancel give exactly 0: a rounding error would otherwise become an advantage.
+    Parts without a weight are kept for the metrics. Terms that cancel give exactly 0, because a
+    rounding error would otherwise turn into an advantage.
     """
     terms = [weight * parts[name] for name, weight in weights.items()]
     value = sum(terms)

@@ -34,16 +34,16 @@ from keel.rewards.text import every_turn, final_text, raw_text, thinking_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextTrajectory:
-    """The text of a trajectory, without tokens, so that workers need no arrays."""
+    """A trajectory as text, without token arrays, so that workers need not import numpy."""
 
     messages: Sequence[Mapping[str, Any]]
-    """As `keel.rl.types.Trajectory.messages`."""
+    """The conversation, in the same form as `keel.rl.types.Trajectory.messages`."""
     finish_reason: str
-    """`stop`, or `length` if the completion was cut off at any limit."""
+    """`stop`, or `length` if the completion reached a limit and was cut off."""
     sampled_tokens: int
-    """Sampled tokens of all turns."""
+    """How many tokens the policy sampled in all turns."""
     opening: int = 0
-    """Number of `messages` before the policy's first turn."""
+    """How many of the `messages` come before the policy's first turn."""
 
     @property
     def answer(self) -> str:
@@ -57,12 +57,12 @@ class TextTrajectory:
 
     @property
     def all_said(self) -> str:
-        """The policy's text in all turns, without thinking and tool calls."""
+        """The policy's text from all turns, without its thinking and tool calls."""
         return every_turn(final_text, self.messages[self.opening :])
 
     @property
     def all_thinking(self) -> str:
-        """The thinking of all turns."""
+        """The policy's thinking from all turns."""
         return every_turn(thinking_text, self.messages[self.opening :])
 
     @property
@@ -71,7 +71,7 @@ class TextTrajectory:
         return raw_text(self.messages)
 
     def dumps(self) -> str:
-        """Serialise to JSON for a worker process."""
+        """Serialize the trajectory to JSON so that it can be sent to a worker process."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         return json.dumps({**fields, "messages": list(map(dict, self.messages))})
 
@@ -89,21 +89,21 @@ _FOREIGN = frozenset(
         *("data_source", "data_sources", "ground_truth", "ground_truths"),
     )
 )
-"""Parameter names of reward functions in TRL, verl and OpenRLHF, which take texts."""
+"""Parameter names that reward functions for TRL, verl and OpenRLHF use for their texts."""
 _ROUNDING = 1e-6
-"""Tolerated excess below 0 or above 1, as of 0.1 * 3 / 0.3 or a cosine similarity."""
+"""How far a reward may be below 0 or above 1 because of rounding, as in 0.1 * 3 / 0.3."""
 
 
 def is_function(part: str) -> bool:
-    """Return whether a reward part is a user's function, i.e. a dotted name."""
+    """Return whether the name of a reward part refers to a user's function, i.e. contains a dot."""
     return "." in part
 
 
 def load_function(name: str) -> _Function:
-    """Import the function with a dotted name; modules may lie in the working directory.
+    """Import a user's function by its dotted name, also from the working directory.
 
-    Raises ValueError, with the nearest existing name, if it cannot be imported or called as
-    `name(prompt, trajectory)`.
+    Raises ValueError if it cannot be imported or called as `name(prompt, trajectory)`; the message
+    suggests the nearest existing name.
     """
     function = passed(name) if name.startswith(PREFIX) else _imported(name)
     _check_callable(name, function)
@@ -155,7 +155,6 @@ def _did_you_mean(name: str, known: Sequence[str]) -> str:
 
 
 def _check_callable(name: str, function: Callable[..., Any]) -> None:
-    """Raise ValueError unless `function` can be called with one prompt and one trajectory."""
     where = _location(function)
     label = f"reward {name!r}{where and f' ({where})'}"
     if inspect.isclass(function):
@@ -191,7 +190,7 @@ def _check_callable(name: str, function: Callable[..., Any]) -> None:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Signature of the outermost function; a decorator may supply arguments of the inner one."""
+    """Return the signature of the outermost function, since a decorator may supply arguments."""
     try:
         return inspect.signature(function, follow_wrapped=False)
     except ValueError:  # some built-in functions have none
@@ -205,7 +204,7 @@ def _location(function: Callable[..., Any]) -> str:
 
 
 def prompt_fields(prompt: Any) -> dict[str, Any]:
-    """A prompt as JSON data, in the form that `function` reads."""
+    """Convert a prompt to JSON data that can be sent to the verifier `function`."""
     return {
         "prompt_id": prompt.prompt_id,
         "domain": prompt.domain,
@@ -218,16 +217,17 @@ def prompt_fields(prompt: Any) -> dict[str, Any]:
 
 
 def sees_group(name: str) -> bool:
-    """Return whether a function takes all trajectories of a group. Raises as `load_function`."""
+    """Return whether a function takes a whole group. Raises ValueError if it cannot be loaded."""
     signature = _signature(load_function(name))
     return signature is not None and list(signature.parameters)[1:2] == [_GROUP]
 
 
 def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float]]:
-    """Verifier that calls a user's function on `TextTrajectory.dumps()`.
+    """Build a verifier that calls a user's function on the output of `TextTrajectory.dumps()`.
 
-    spec: `name`, and `prompt` from `prompt_fields`. With `group` it takes a JSON list of
-    trajectories and returns `{"correct": mean, "0": …, "1": …}`.
+    `spec` contains the function's `name` and a `prompt` made by `prompt_fields`. If `spec` sets
+    `group`, the verifier takes a JSON list of trajectories and returns `{"correct": mean, "0": …,
+    "1": …}`.
     """
     # Imports numpy, which workers of runs without user functions do not need.
     from keel.rl.types import Prompt  # noqa: PLC0415
@@ -279,7 +279,7 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
 
 
 class BadReward(ValueError):
-    """Raised for a return value that is not a reward; `at` is the function's location."""
+    """Raised if a function returns something that is not a reward; `at` locates the function."""
 
     def __init__(self, message: str, at: str) -> None:
         super().__init__(message)
@@ -287,7 +287,7 @@ class BadReward(ValueError):
 
 
 def _number(value: Any) -> float | str:
-    """Return a number from 0 to 1, or a description of the error."""
+    """Return a number from 0 to 1, or a description of what is wrong with the value."""
     if value is None:
         return "None; check for a path without `return`"
     try:
@@ -305,7 +305,7 @@ def _number(value: Any) -> float | str:
 
 
 def _add_names(error: AttributeError | KeyError, prompt: Any, argument: Any) -> None:
-    """Note the existing keys or attributes on an error about a prompt or trajectory."""
+    """Add the keys or attributes that do exist to an error about a prompt or trajectory."""
     trajectory = cast(Any, argument)[0] if isinstance(argument, tuple) else argument
     if isinstance(error, KeyError):
         names: list[str] = [*prompt.reward, *(f"columns.{k}" for k in prompt.reward["columns"])]
@@ -317,12 +317,12 @@ def _add_names(error: AttributeError | KeyError, prompt: Any, argument: Any) -> 
 
 @functools.cache
 def _runner() -> asyncio.Runner:
-    """One event loop per process, so that clients kept in globals stay on their loop."""
+    """Return this process's event loop, which is kept so that clients in globals stay usable."""
     return asyncio.Runner(loop_factory=asyncio.new_event_loop)
 
 
 _LOOP_LOCK = threading.Lock()
-"""Serialises use of the loop: without worker processes, several scorers share it."""
+"""Allows one use of the event loop at a time. Without workers, several scorers share the loop."""
 
 
 def _awaited(value: Awaitable[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Turns groups of trajectories into scored groups."""
+"""Scores groups of trajectories and computes their advantages."""
 
 from __future__ import annotations
 
@@ -54,33 +54,36 @@ _Judgement = Judged | Failed
 
 @dataclass(slots=True)
 class _Draft:
-    """The parts of one trajectory while they are collected."""
+    """Collects the reward parts for one trajectory while its group is being scored."""
 
     trajectory: Trajectory
     parts: dict[str, float] = field(default_factory=lambda: {ERROR: 0.0})
     notes: dict[str, str] = field(default_factory=dict[str, str])
-    """Criterion → score and reason; part → the verifier's error."""
+    """Maps each judged criterion to its score and reason, and each failed part to its error."""
     dropped: str = ""
-    """Reason to leave the trajectory out of its group."""
+    """Why the trajectory is left out of its group; empty if it is kept."""
 
 
 class RewardPart(Protocol):
-    """One source of reward parts for a group: a verifier, a judge, functions, an environment."""
+    """A scorer for a whole group, such as a verifier, a judge, a function or an environment."""
 
     @property
     def futures(self) -> Sequence[Future[Any]]: ...
 
     def add_to(self, drafts: Sequence[_Draft]) -> None:
-        """Add this source's parts, once `futures` are done. Raises ValueError for bad input."""
+        """Add this scorer's results to the drafts. All `futures` must be done.
+
+        Raises ValueError for bad input.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _EnvironmentPart:
-    """The parts of the environment's verdicts. A grader that follows overrides them."""
+    """Adds the parts that the environment returned. A grader that runs later may overwrite them."""
 
     graded: bool
-    """Whether something else gives `correct`."""
+    """Whether a grader other than the environment sets `correct`."""
     futures: Sequence[Future[Any]] = ()
 
     def add_to(self, drafts: Sequence[_Draft]) -> None:
@@ -96,7 +99,7 @@ class _EnvironmentPart:
 
 @dataclass(frozen=True, slots=True)
 class _JudgePart:
-    """The parts of a rubric, a proof or, with `refusal`, of whether the answer declines."""
+    """Adds the judge's scores for a rubric or a proof, or for a refusal if `refusal` is set."""
 
     futures: Sequence[Future[_Judgement]]
     refusal: bool = False
@@ -121,7 +124,8 @@ class _JudgePart:
 
 @dataclass(frozen=True, slots=True)
 class _VerifierPart:
-    """The score of a rule, a program, a function or the language, as the part `name`."""
+    """Adds the score from a rule, a program, a function or the language check as the part
+    `name`."""
 
     name: str
     futures: Sequence[Future[list[VerifierScore]]]
@@ -139,7 +143,10 @@ class _VerifierPart:
 
 @dataclass(frozen=True, slots=True)
 class _FunctionMeanPart:
-    """`correct` of a prompt that only functions judge. Follows their parts."""
+    """Sets `correct` to the mean of the user's functions if nothing else grades the prompt.
+
+    It has to run after those functions have added their parts.
+    """
 
     weights: Mapping[str, float]
     futures: Sequence[Future[Any]] = ()
@@ -151,7 +158,7 @@ class _FunctionMeanPart:
 
 @dataclass(frozen=True, slots=True)
 class _FormatPart:
-    """The part `format`, for trajectories without an environment's verdict."""
+    """Adds the part `format` to every trajectory that no environment has scored."""
 
     thinking: bool
     futures: Sequence[Future[Any]] = ()
@@ -165,7 +172,7 @@ class _FormatPart:
 
 
 class Scorer:
-    """Scores groups as they arrive, in worker processes. A context manager."""
+    """Scores groups in worker processes as they arrive. Use it as a context manager."""
 
     def __init__(
         self,
@@ -182,19 +189,19 @@ class Scorer:
         log: Path | None = None,
         say: Callable[[str], None] = to_standard_error,
     ) -> None:
-        """Start the workers.
+        """Check the weights and start the worker processes.
 
-        weights: domain → reward part → weight.
-        scale: scaling of the advantages.
-        workers: number of processes; 0 scores in this process, without deadlines.
-        timeout_s: time limit for one completion.
-        code: sandbox settings, the fields of `keel.configs.schema.CodeConfig`.
-        lengths: domain → length rule.
-        judge: judges rubrics and proofs; closed by the caller.
-        max_failure_fraction: tolerated failures of a user's function, as in `RewardsConfig`.
-        environments: domains whose environments define parts.
-        log: folder for the workers' output; standard error without one.
-        say: prints one line about an error.
+        `weights` maps each domain to its reward parts and their weights, and `scale` says how to
+        scale the advantages. `workers` is the number of processes; with 0, completions are scored
+        in this process and have no deadline. `timeout_s` is the time limit for one completion.
+        `code` holds the sandbox settings, named like the fields of
+        `keel.configs.schema.CodeConfig`.
+
+        `lengths` maps domains to length rules. `judge` scores rubrics and proofs, and the caller
+        must close it. `max_failure_fraction` is the share of failed calls that a user's function
+        may have, as in `RewardsConfig`. `environments` names the domains whose environments define
+        reward parts. Workers write their output to files in the folder `log`, or to standard error
+        if it is None. `say` is called with each line about an error.
 
         Raises ValueError for an unknown reward part.
         """
@@ -214,17 +221,18 @@ class Scorer:
         self._pool = WorkerPool(workers, timeout_s=timeout_s, code=code, log=log)
 
     def tell(self, say: Callable[[str], None]) -> None:
-        """Print further lines about errors with `say`."""
+        """Report errors through `say` from now on."""
         self._failures.report = say
 
     def submit(self, group: Group, purpose: Purpose = "train") -> Future[ScoredGroup]:
-        """Score all trajectories of a group.
+        """Start scoring all trajectories in a group.
 
-        A completion whose verifier fails scores 0 for that part and 1 for `error`. A completion
-        that the judge could not judge is dropped from its group. In training, so is one that was
-        cut off if the domain's length rule drops them. The future fails with ValueError for a
-        domain without weights or a bad reward spec, and with JudgeStopped or RewardStopped if too
-        many completions could not be scored.
+        If a verifier fails on a completion, that part scores 0 and the part `error` is 1.
+        Completions that the judge could not score are dropped from the group. During training,
+        truncated completions are dropped too if the domain's length rule says so.
+
+        The future raises ValueError for a domain without weights or a bad reward spec. It raises
+        JudgeStopped or RewardStopped if too many completions could not be scored.
         """
         try:
             sources = self._sources(group)
@@ -234,12 +242,15 @@ class Scorer:
         return when_all(futures, lambda: self._scored(group, sources, purpose))
 
     def score(self, groups: Iterable[Group], purpose: Purpose = "train") -> list[ScoredGroup]:
-        """Score all groups, in order. Every completion has its own deadline."""
+        """Score all groups and return them in the same order.
+
+        Each completion has its own deadline.
+        """
         futures = [self.submit(group, purpose) for group in groups]
         return [future.result() for future in futures]
 
     def metrics(self) -> dict[str, Metric]:
-        """The judge's metrics since the last call; empty without a judge."""
+        """Return the judge's metrics since the last call, or an empty dict if there is no judge."""
         if self._judge is None:
             return {}
         previous, self._reported_counts = self._reported_counts, self._judge.counts()
@@ -256,7 +267,10 @@ class Scorer:
         self.close()
 
     def _sources(self, group: Group) -> list[RewardPart]:
-        """Submit a group's trajectories to everything that scores them, in order of application."""
+        """Submit a group to everything that scores it.
+
+        The result is in the order of application.
+        """
         prompt, trajectories = group.prompt, group.trajectories
         kind, weights = prompt.reward.get("kind"), self._weights.get(prompt.domain)
         if weights is None:
@@ -294,7 +308,6 @@ class Scorer:
     def _part(
         self, part: str, group: Group, futures: Sequence[Future[list[VerifierScore]]], name: str
     ) -> _VerifierPart:
-        """name: of the verifier or function in messages."""
 
         def record(scores: Sequence[VerifierScore]) -> None:
             errors = [(score.error, score.at) for score in scores]
@@ -304,7 +317,8 @@ class Scorer:
         return _VerifierPart(part, futures, record)
 
     def _call(self, name: str, group: Group) -> Future[list[VerifierScore]]:
-        """Call a user's function on a group, whole if it takes `trajectories`."""
+        """Call a user's function on each trajectory, or once on the whole group if it accepts
+        one."""
         spec = {"kind": "function", "name": name, "prompt": prompt_fields(group.prompt)}
         texts = [_text(trajectory).dumps() for trajectory in group.trajectories]
         if name not in self._group_functions:
@@ -381,7 +395,7 @@ class Scorer:
 
 
 def _finish(draft: _Draft, weights: Mapping[str, float]) -> None:
-    """Check that all weighted parts are there. A crashed episode gets the worst ones."""
+    """Check that every weighted part is present. A crashed episode gets the worst parts instead."""
     if draft.trajectory.finish_reason == "crash":
         draft.parts, draft.dropped = worst_parts(weights), ""
     elif not draft.dropped:
@@ -395,13 +409,12 @@ def _finish(draft: _Draft, weights: Mapping[str, float]) -> None:
 
 
 def _task(group: Group) -> str:
-    """The last message before the policy's first turn."""
     openings = [_opening(group.prompt, trajectory) for trajectory in group.trajectories[:1]]
     return str([*openings, group.prompt.messages][0][-1].get("content") or "")
 
 
 def _opening(prompt: Prompt, trajectory: Trajectory) -> tuple[Mapping[str, Any], ...]:
-    """The messages before the policy's first turn, which an environment may choose."""
+    """Return the messages before the policy's first turn, which an environment may have written."""
     messages = trajectory.messages if prompt.environment else ()
     roles = [message.get("role") for message in messages]
     first = trajectory.opening or (roles.index("assistant") if "assistant" in roles else 0)
@@ -418,7 +431,7 @@ def _text(trajectory: Trajectory) -> TextTrajectory:
 
 
 def _sampled_text(trajectory: Trajectory) -> TextTrajectory:
-    """As `_text`, without messages that an agent program wrote in the policy's name."""
+    """Convert a trajectory like `_text`, but skip messages that an agent program wrote itself."""
     messages = tuple(
         message
         for message in trajectory.messages

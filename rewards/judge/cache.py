@@ -1,4 +1,4 @@
-"""Caches of the judge's replies, and a log of its chats for training."""
+"""Caches for the judge's replies, and a log of its chats that can be used for training."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 
 _FILE = "judge.sqlite"
 _BUSY_TIMEOUT_S = 5.0
-"""Timeout for another process's write."""
+"""How long to wait while another process writes to the database."""
 _MAX_BYTES = 256 << 20
-"""Size of the memory cache: a quarter of a million replies of the usual length."""
+"""Size limit for the memory cache, enough for about 250,000 typical replies."""
 
 log = logging.getLogger(__name__)
 
 
 class MemoryCache:
-    """Replies by key, in memory; the least recently used are dropped beyond `_MAX_BYTES`."""
+    """Keeps replies in memory and drops the least recently used ones beyond `_MAX_BYTES`."""
 
     def __init__(self) -> None:
         self._replies = OrderedDict[str, str]()
@@ -47,14 +47,17 @@ class MemoryCache:
 
 
 class SqliteCache:
-    """Replies by key, in a SQLite file that several runs may share. It grows without bound.
+    """Keeps replies in a SQLite file that several runs may share. The file grows without limit.
 
-    Each entry is one transaction, so a killed run leaves no partial one. An error in use is logged
-    once and counts as a miss.
+    Each entry is written in one transaction, so a killed run leaves no partial entry. The first
+    error while reading or writing is logged, and every error counts as a cache miss.
     """
 
     def __init__(self, folder: str) -> None:
-        """folder: on a local disk. Raises ValueError if it cannot be used."""
+        """Open or create the cache in `folder`, which must be on a local disk.
+
+        Raises ValueError if the folder cannot be used.
+        """
         self._warned = False
         try:
             path = Path(folder).expanduser()
@@ -99,13 +102,17 @@ class SqliteCache:
 
 
 class ChatLog:
-    """Appends requests and replies to a JSONL file of chats for `keel sft` (docs/sft.md).
+    """Appends the judge's requests and replies to a JSONL file of chats for `keel sft`.
 
-    Each line is one write, so several runs may share a file. A write error is logged once.
+    See docs/sft.md. Each line is written at once, so several runs may share the file. Only the
+    first write error is logged.
     """
 
     def __init__(self, path: str) -> None:
-        """path: "" for no log. Raises ValueError if the file cannot be opened."""
+        """Open the file at `path`, or log nothing if it is "".
+
+        Raises ValueError if the file cannot be opened.
+        """
         self._file = None
         self._warned = False
         if not path:

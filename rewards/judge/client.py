@@ -1,4 +1,4 @@
-"""Calls to the judge's endpoint, limited in number, time, size and cost."""
+"""Sends requests to the judge's endpoint and limits their number, duration, size and cost."""
 
 from __future__ import annotations
 
@@ -34,36 +34,37 @@ from keel.rl.metrics import Mean
 
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_PAUSE_S = 30.0
-"""Maximum pause between attempts, whatever the endpoint asks for."""
+"""The longest pause between attempts, even if the endpoint asks for more."""
 _MAX_DOUBLINGS = 10
-"""Bounds the exponent of the pause before it is clipped."""
+"""How often the pause may double, so that computing it cannot overflow."""
 _RETRIED = frozenset({408, 409, 425})
-"""HTTP statuses retried besides 429 and 5xx."""
+"""HTTP statuses that are retried in addition to 429 and 5xx."""
 _TOO_LONG_STATUSES = frozenset({400, 413, 422})
 _TOO_LONG = re.compile(
     r"context|too (?:long|large|many tokens)|maximum.{0,40}(?:length|tokens)|reduce the length",
     re.IGNORECASE,
 )
 _MAX_TOKENS = 1 << 32
-"""Maximum credible token count of one call."""
+"""Token counts above this are not believed."""
 _MAX_REPLY_BYTES = 16 << 20
 
 T = TypeVar("T")
 
 
 class JudgeEndpoint:
-    """An OpenAI-compatible endpoint behind a cache. Belongs to one event loop."""
+    """An OpenAI-compatible endpoint with a cache in front. Use it from one event loop only."""
 
     def __init__(
         self, settings: JudgeConfig, *, server: ServedJudge | None = None, backoff_s: float = 0.5
     ) -> None:
-        """Open the cache and, without a server, the client.
+        """Open the cache and, unless there is a `server`, the HTTP client.
 
-        server: replaces `settings.base_url`; asked for its URL before the first call and after a
-            call that got no answer.
-        backoff_s: pause before the first retry, doubled for each further one.
+        `server` replaces `settings.base_url`. It is asked for its URL before the first call and
+        again after any call that got no answer. `backoff_s` is the pause before the first retry,
+        and it doubles with every further retry.
 
-        Raises ValueError for a missing endpoint or key and for an unusable cache or file.
+        Raises ValueError if the endpoint or key is missing or if the cache or log file cannot be
+        used.
         """
         if not (settings.base_url or server) or not settings.model:
             raise ValueError(
@@ -99,14 +100,15 @@ class JudgeEndpoint:
         )
 
     def stop(self, reason: str) -> JudgeStopped:
-        """Make every further call raise the returned error."""
+        """Refuse all further calls and return the error that they will raise."""
         self._stopped = self._stopped or reason
         return JudgeStopped(self._stopped)
 
     async def ask(self, question: Question[T], *, sample: int = 0, fresh: bool = False) -> T:
-        """Return the judge's reply. Equal questions of a sample are asked once, unless `fresh`.
+        """Return the judge's reply to a question.
 
-        Raises Unjudged if all attempts failed, and JudgeStopped if no more calls are allowed.
+        The same question in the same sample is asked only once, unless `fresh` is set. Raises
+        Unjudged if all attempts failed, and JudgeStopped if no more calls are allowed.
         """
         settings = self._settings
         key = question.key(
@@ -156,7 +158,10 @@ class JudgeEndpoint:
         )
 
     async def _locate(self) -> AsyncOpenAI:
-        """Return a client for the server's current URL. Raises JudgeStopped if it is gone."""
+        """Return a client for the server's current URL.
+
+        Raises JudgeStopped if the server is gone.
+        """
         assert self._server is not None
         async with self._locating:
             try:
@@ -169,7 +174,7 @@ class JudgeEndpoint:
             return self._client
 
     async def _attempts(self, question: Question[Any], key: str) -> str:
-        """Return the content of a valid reply and store it in the cache."""
+        """Call the judge until a reply is valid, store it in the cache and return its content."""
         attempt, started = 0, time.monotonic()
         # The slot is held during pauses, which slows all calls down if the endpoint is busy.
         async with self._slots:
@@ -259,7 +264,7 @@ class JudgeEndpoint:
         return Unjudged("refused", reason, retry=code in _RETRIED)
 
     def _content(self, body: str) -> str:
-        """Text of a chat completion's first choice. Raises BadReply."""
+        """Extract the text from a chat completion's first choice. Raises BadReply."""
         try:
             completion = json.loads(body)
             choice = completion["choices"][0]
@@ -283,13 +288,13 @@ class JudgeEndpoint:
         return content
 
     def _public(self, text: str) -> str:
-        """Shorten text for a message and remove the key and control characters from it."""
+        """Make a text safe to show: shorten it and remove the API key and control characters."""
         text = (text.replace(self._key, "***") if self._key else text)[:300]
         return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _tokens(value: Any) -> int:
-    """A reported token count; 0 if it is not credible."""
+    """Return the reported token count, or 0 if it is implausible."""
     return value if type(value) is int and 0 <= value <= _MAX_TOKENS else 0
 
 
@@ -321,7 +326,7 @@ _ByteStream: Any = _HTTPX.AsyncByteStream
 
 
 class ReplyTooLarge(APIConnectionError):
-    """Raised for a reply over the size limit, or a compressed one."""
+    """Raised if a reply exceeds the size limit or is compressed."""
 
 
 class _BoundedStream(_ByteStream):
@@ -354,10 +359,11 @@ def _certificates(*, trust_env: bool) -> Any:
 
 
 def bounded_http(*, trust_env: bool = True) -> DefaultAsyncHttpxClient:
-    """HTTP client for `AsyncOpenAI(http_client=…)` that limits the size of replies.
+    """Return an HTTP client for `AsyncOpenAI(http_client=…)` that limits the size of replies.
 
-    It follows no redirects: those calls would not be counted, and go to addresses that the recipe
-    does not name. trust_env: use the environment's proxies.
+    It does not follow redirects, because those requests would not be counted and could go to
+    addresses that the recipe does not name. With `trust_env` it uses the proxies from the
+    environment.
     """
     return DefaultAsyncHttpxClient(
         trust_env=trust_env,

@@ -32,12 +32,12 @@ from keel.rl.types import Prompt
 
 _KEYS = ("prompt", "messages", "answer", "thinking", "criteria", "reference", "reward", "id")
 _MAX_ROWS = 50
-"""Rows of the printed table; the file of results has all."""
+"""How many rows the printed table may have. The results file contains all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerToJudge:
-    """One line of the file."""
+    """One answer from the input file."""
 
     label: str
     prompt: Prompt
@@ -46,15 +46,15 @@ class AnswerToJudge:
 
     @property
     def calls(self) -> int:
-        """Maximum calls per sample, without retries."""
+        """The most calls that one sample can need, not counting retries."""
         spec = judged_spec(self.prompt.reward)
         return len({c.thinking for c in spec.criteria}) if isinstance(spec, Rubric) else 3
 
 
 def read_answers(path: Path, rubric: Path | None = None) -> list[AnswerToJudge]:
-    """Read a JSONL file; `rubric` applies to lines without criteria.
+    """Read the answers from a JSONL file. Lines without criteria are judged by `rubric`.
 
-    Raises ValueError naming file and line for a line that cannot be judged.
+    Raises ValueError with the file and line number if a line cannot be judged.
     """
     common = None if rubric is None else _read_rubric(rubric)
     answers: list[AnswerToJudge] = []
@@ -70,7 +70,7 @@ def read_answers(path: Path, rubric: Path | None = None) -> list[AnswerToJudge]:
 
 
 def _read_rubric(path: Path) -> Mapping[str, Any]:
-    """Read a spec from YAML or JSON: an object, or a bare list of criteria."""
+    """Read a spec from YAML or JSON. The file may contain an object or just a list of criteria."""
     try:
         content: Any = yaml.safe_load(_read_text(path))
         if isinstance(content, list):
@@ -89,7 +89,7 @@ class _Progress(Protocol):
 
 
 class _ShowProgress(Protocol):
-    """Opens a progress display; total: number of answers, or 0 if unknown."""
+    """Opens a progress display for `total` answers, where 0 means that the number is unknown."""
 
     def __call__(self, what: str, *, total: int = 0) -> AbstractContextManager[_Progress]: ...
 
@@ -112,10 +112,11 @@ def judge_answers(
     server: ServedJudge | None = None,
     show: _ShowProgress = _show_nothing,
 ) -> int:
-    """Judge answers, write one JSON line each to `out`, in order, and print a table.
+    """Judge all answers, write the results to `out` as JSON lines, and print a table.
 
-    Returns the number of failures. Raises ValueError if the judge cannot be used, and JudgeStopped
-    if it stops; earlier results are then in `out`.
+    The results are in the order of the answers. Returns the number of failures. Raises ValueError
+    if the judge cannot be used. Raises JudgeStopped if it stops early; `out` then contains the
+    results so far.
     """
 
     def print_line(text: str) -> None:
@@ -261,5 +262,5 @@ def _table(answers: Sequence[AnswerToJudge], results: Sequence[Judged | Failed])
 
 
 def _printable(text: str) -> Text:
-    """Remove control characters: judges quote answers, which may hold escape sequences."""
+    """Remove control characters, because a judge may quote an answer with escape sequences."""
     return Text("".join(c if c.isprintable() else " " for c in text)[:300])

@@ -17,24 +17,24 @@ from typing import Any, Generic, TypeVar, cast
 from keel.rewards.judge.untrusted import as_json, fenced
 
 _TEMPLATE_VERSION = 1
-"""Part of the cache key: increase it with every change of a template."""
+"""Part of the cache key. Increase it whenever a template changes."""
 
 T = TypeVar("T")
 
 
 class BadReply(ValueError):
-    """Raised for a reply that does not match its schema."""
+    """Raised if a reply does not match its schema."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """One of some words, each with a score."""
+    """A reply that must be one of several words, each of which has a score."""
 
     scores: Mapping[str, float]
 
 
 _Shape = type[str] | _Choice | list["_Shape"] | dict[str, "_Shape"]
-"""Shape of a reply: text, a choice, a list of one item shape, or an object."""
+"""The expected form of a reply: text, a choice, a list with one kind of item, or an object."""
 
 
 def _schema(shape: _Shape) -> dict[str, Any]:
@@ -53,7 +53,10 @@ def _schema(shape: _Shape) -> dict[str, Any]:
 
 
 def _read(shape: _Shape, content: str) -> Any:
-    """Parse a reply of exactly this shape; choices become scores. Raises BadReply."""
+    """Parse a reply that must have exactly this shape, and replace choices with their scores.
+
+    Raises BadReply if it does not.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) < len(pairs):
@@ -92,26 +95,26 @@ def _value(shape: _Shape, value: Any, name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[T]):
-    """One call to the judge."""
+    """One question to the judge, which takes one call."""
 
     instructions: str
-    """Trusted text: instructions, task and criteria."""
+    """The trusted text, which contains the instructions, the task and the criteria."""
     material: Mapping[str, str]
-    """Untrusted text by name: what is judged."""
+    """The untrusted texts to judge, by name."""
     schema: Mapping[str, Any]
-    """JSON schema of the reply."""
+    """The JSON schema for the reply."""
     read: Callable[[str], T]
-    """Parses the reply's content. Raises BadReply."""
+    """Parses the content of the reply. Raises BadReply."""
 
     def messages(self, fence: str) -> list[dict[str, str]]:
-        """A system and a user message, the two roles of every chat template."""
+        """Return a system and a user message, the two roles that every chat template supports."""
         return [
             {"role": "system", "content": f"{self.instructions}\n\n{_GUARD.format(fence=fence)}"},
             {"role": "user", "content": fenced(as_json(dict(self.material)), fence)},
         ]
 
     def key(self, *settings: Any) -> str:
-        """Hash of everything that the reply depends on, except the random fence."""
+        """Hash everything that the reply depends on, except for the random fence."""
         content = [_TEMPLATE_VERSION, self.messages("fence"), self.schema, settings]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -195,21 +198,21 @@ by the author of the first."""
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """A verifier's evaluation of a proof."""
+    """A verifier's evaluation of a proof, with its score."""
 
     evaluation: str
     flaws: tuple[str, ...]
     score: float
-    """0, 0.5 or 1."""
+    """The verifier's score for the proof: 0, 0.5 or 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetaCheck:
-    """A check of whether the flaws that an evaluation claims are real."""
+    """The result of checking whether the flaws that an evaluation claims are real."""
 
     analysis: str
     score: float
-    """0, 0.5 or 1."""
+    """How well the claimed flaws hold up: 0, 0.5 or 1."""
 
 
 def rubric_question(
@@ -220,9 +223,10 @@ def rubric_question(
     *,
     thinking: str | None = None,
 ) -> Question[Mapping[str, tuple[float, str]]]:
-    """Ask which criteria (id → text, in this order) are met; reads id → (score, reason).
+    """Ask the judge which criteria an answer meets.
 
-    thinking: if not None, the criteria are about it instead of the answer.
+    `criteria` maps IDs to texts and keeps its order. The reply is read as a score and a reason for
+    each ID. If `thinking` is not None, the criteria apply to it instead of the answer.
     """
     instructions = _RUBRIC.format(
         task=_task(task),
@@ -245,7 +249,7 @@ def rubric_question(
 def verify_question(
     task: Sequence[Mapping[str, Any]], reference: str, solution: str
 ) -> Question[Verification]:
-    """Ask for a proof's flaws and score. DeepSeekMath-V2 (2025), section 2.1."""
+    """Ask the judge to find flaws in a proof and score it (DeepSeekMath-V2, 2025, section 2.1)."""
     shape: _Shape = {"evaluation": str, "flaws": [str], "score": _Choice(SCORES)}
 
     def read(content: str) -> Verification:
@@ -261,7 +265,10 @@ def verify_question(
 def meta_question(
     task: Sequence[Mapping[str, Any]], solution: str, evaluation: str
 ) -> Question[MetaCheck]:
-    """Ask whether an evaluation's flaws are real. DeepSeekMath-V2 (2025), section 2.1."""
+    """Ask the judge whether the flaws that an evaluation claims are real.
+
+    See DeepSeekMath-V2 (2025), section 2.1.
+    """
     shape: _Shape = {"analysis": str, "score": _Choice(SCORES)}
     material = {"solution": solution, "evaluation": evaluation}
     instructions = _META.format(scale=_SCALE, task=_task(task))

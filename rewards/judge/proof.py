@@ -41,7 +41,7 @@ Your own evaluation of that solution. Go through its key steps, point out every 
 you know of, and end with its score: \boxed{1} if it is complete and correct, \boxed{0.5} if it \
 has minor errors or leaves out details, \boxed{0} if it has a fatal error or a severe gap. An \
 honest low score is worth more than a false high one."""
-"""Instructions for the policy, as the `system` of a data source of proofs."""
+"""Instructions to the policy. Use them as the `system` message for a data source with proofs."""
 
 _SOLUTION = re.compile(r"^##[ \t]*Solution[ \t]*$", re.MULTILINE)
 _EVALUATION = re.compile(r"^##[ \t]*Self Evaluation[ \t]*$", re.MULTILINE)
@@ -49,42 +49,42 @@ _EVALUATION = re.compile(r"^##[ \t]*Self Evaluation[ \t]*$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The parts of an answer to a proof problem."""
+    """An answer to a proof problem, split into its parts."""
 
     solution: str
     evaluation: str
     score: float
-    """s', the answer's score for itself: 0, 0.5 or 1."""
+    """s', the score that the answer gives itself: 0, 0.5 or 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProofSample:
-    """One judgement of a proof."""
+    """The results of judging a proof once."""
 
     verification: Verification
     verifier_check: MetaCheck | None
-    """Meta-check of the verifier; None if it found no flaw."""
+    """The meta-check on the verifier's evaluation, or None if the verifier found no flaw."""
     self_check: MetaCheck
-    """Meta-check of the answer's self-evaluation."""
+    """The meta-check on the answer's evaluation of itself."""
 
     @property
     def proof(self) -> float:
-        """R_Y."""
+        """The proof's reward R_Y."""
         confirmed = self.verifier_check.score if self.verifier_check else 1.0
         return 1 - confirmed * (1 - self.verification.score)
 
 
 @dataclass(frozen=True, slots=True)
 class ProofSpec:
-    """Settings of a proof's reward."""
+    """How to compute the reward for a proof."""
 
     reference: str = ""
-    """Optional solution or notes for marking."""
+    """An optional solution or marking notes for the verifier."""
     alpha: float = _ALPHA
-    """Weight of the proof; the rest is for an honest self-evaluation."""
+    """The weight on the proof itself. The rest rewards an honest self-evaluation."""
 
     def judged(self, proof: Proof, samples: Sequence[ProofSample]) -> Judged:
-        """The composed reward; each part is a mean over the samples."""
+        """Combine the samples into the reward, with every part averaged over the samples."""
         proofs = [sample.proof for sample in samples]
         right = sum(proofs) / len(proofs)
         honest = 1 - abs(proof.score - right)
@@ -110,14 +110,14 @@ class ProofSpec:
         return Judged(value, parts, tuple(verdicts))
 
     def missed(self, reason: str) -> Judged:
-        """R_format = 0, without asking the judge."""
+        """Return the result for a malformed answer (R_format = 0), without asking the judge."""
         names = ("proof", "self_score", "self_meta", "verifier_meta", "proof_format")
         parts: dict[str, float] = dict.fromkeys((*names, "disagreement"), 0.0)
         return Judged(0.0, parts, (CriterionVerdict("proof_format", 0.0, reason),))
 
 
 def proof_from(spec: Mapping[str, Any]) -> ProofSpec:
-    """Read `{"kind": "proof", "reference": "…", "alpha": 0.76}`; both keys are optional."""
+    """Read `{"kind": "proof", "reference": "…", "alpha": 0.76}`. Both settings are optional."""
     check_keys(spec, ("kind", "reference", "alpha", "environment", "columns"), "proof")
     alpha = _fraction(spec.get("alpha", _ALPHA), "proof: alpha")
     return ProofSpec(optional_text(spec, "reference", "proof"), alpha)
@@ -130,10 +130,10 @@ def _fraction(value: Any, label: str) -> float:
 
 
 def read_proof(answer: str) -> Proof | str:
-    """Parse the two sections and the score of an answer, or describe its malformation (R_format).
+    """Split an answer into its two sections and its score, or describe why it is malformed.
 
-    Each title must appear once, with the solution first and nothing before it, and the evaluation
-    must have a boxed score.
+    A malformed answer has R_format = 0. Each title must appear exactly once, with the solution
+    first and nothing before it, and the evaluation must contain a boxed score.
     """
     solutions = list(_SOLUTION.finditer(answer))
     evaluations = list(_EVALUATION.finditer(answer))
@@ -166,24 +166,24 @@ _VERIFICATION_PARTS = (
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A policy's evaluation of a proof."""
+    """A policy's evaluation of the proof in its prompt."""
 
     text: str
     score: float
-    """s': 0, 0.5 or 1."""
+    """s', the score that the policy gives the proof: 0, 0.5 or 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerificationSpec:
-    """A proof to evaluate."""
+    """A proof that the policy has to evaluate."""
 
     problem: str
     proof: str
     score: float
-    """s, the proof's known score, 0 … 1."""
+    """The known score s for the proof, from 0 to 1."""
 
     def judged(self, evaluation: Evaluation, samples: Sequence[MetaCheck]) -> Judged:
-        """R, with the mean meta-check of the samples."""
+        """Compute the reward R from the mean meta-check over the samples."""
         checks = [sample.score for sample in samples]
         near, meta = 1 - abs(evaluation.score - self.score), sum(checks) / len(checks)
         spread = max(checks) - min(checks)
@@ -196,7 +196,7 @@ class VerificationSpec:
         return Judged(near * meta, parts, verdicts)
 
     def missed(self, reason: str) -> Judged:
-        """R_format = 0, without asking the judge."""
+        """Return the result for a malformed answer (R_format = 0), without asking the judge."""
         verdict = CriterionVerdict("verification_format", 0.0, reason)
         parts: dict[str, float] = dict.fromkeys(_VERIFICATION_PARTS, 0.0)
         return Judged(0.0, parts, (verdict,))
@@ -215,7 +215,7 @@ def verification_from(spec: Mapping[str, Any]) -> VerificationSpec:
 
 
 def read_evaluation(answer: str) -> Evaluation | str:
-    """Parse an evaluation and its score, or describe its malformation (R_format)."""
+    """Parse an evaluation and its score, or describe why it is malformed (R_format = 0)."""
     score = _boxed_score(answer)
     if score is None:
         return "has no boxed score of 0, 0.5 or 1"

@@ -1,4 +1,4 @@
-"""Results of judgements, their counts, and the interface of a judge's server."""
+"""Data types for the judge's results and counters, and the interface to a judge server."""
 
 from __future__ import annotations
 
@@ -9,43 +9,48 @@ from typing import Literal, Protocol
 from keel.rl.metrics import Mean, Metric, Sum
 
 FailureKind = Literal["timeout", "unreachable", "busy", "server", "too_long", "refused", "invalid"]
-"""No reply in time; no connection; 429; 5xx; longer than the judge's context; another HTTP error;
-a reply that does not match its schema."""
+"""Why a call failed.
+
+In order: no reply in time, no connection, status 429, status 5xx, a request longer than the judge's
+context, another HTTP error, and a reply that does not match its schema.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class CriterionVerdict:
-    """Judgement of one criterion over all samples."""
+    """How well an answer meets one criterion, over all samples."""
 
     name: str
     score: float
-    """0 … 1."""
+    """The mean score, from 0 to 1."""
     reason: str
-    """The judge's reason in the first sample."""
+    """The reason that the judge gave in the first sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Judgement of a completion."""
+    """The judge's result for one completion."""
 
     value: float
-    """0 … 1."""
+    """The total score, from 0 to 1."""
     parts: Mapping[str, float]
-    """0 … 1 each, with the same names for every prompt of a kind. `disagreement` is the spread
-    between the samples."""
+    """Reward parts from 0 to 1. All prompts of one kind have the same parts.
+
+    `disagreement` says how much the samples differ.
+    """
     verdicts: tuple[CriterionVerdict, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The completion could not be judged. It has no score and leaves its group."""
+    """Says why a completion could not be judged. It gets no score and is dropped from its group."""
 
     kind: FailureKind
     reason: str
 
 
 class Unjudged(Exception):
-    """Raised for a call to the judge that gave no verdict. Becomes `Failed`."""
+    """Raised if a call to the judge gave no usable result. The judge turns it into `Failed`."""
 
     def __init__(
         self,
@@ -56,7 +61,11 @@ class Unjudged(Exception):
         after_s: float = 0.0,
         thinking: int = 0,
     ) -> None:
-        """after_s: the endpoint's minimum pause; thinking: characters of thinking in the call."""
+        """Create the error.
+
+        `after_s` is how long the endpoint asks to wait before a retry. `thinking` is how many
+        characters of thinking the call contained.
+        """
         super().__init__(reason)
         self.kind: FailureKind = kind
         self.retry = retry
@@ -65,7 +74,7 @@ class Unjudged(Exception):
 
 
 class JudgeStopped(RuntimeError):
-    """Raised if the judge's calls are spent, it fails too often, or its server is gone."""
+    """Raised if the call limit is reached, too many calls fail, or the judge's server is gone."""
 
 
 NO_MEAN = Mean(0.0, 0)
@@ -73,29 +82,29 @@ NO_MEAN = Mean(0.0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Totals of a judge since its start."""
+    """What a judge has done since it started."""
 
     judged: int = 0
-    """Answers judged, including cached and unasked ones."""
+    """Answers that were judged, including cached ones and those that needed no call."""
     failed: Mapping[FailureKind, int] = field(default_factory=dict[FailureKind, int])
-    """Answers that could not be judged, by reason."""
+    """How many answers could not be judged, for each reason."""
     unasked: int = 0
-    """Answers that scored 0 without a call: blank, too long, or malformed."""
+    """Answers that scored 0 without a call because they were blank, too long or malformed."""
     calls: int = 0
-    """Requests sent, including retries."""
+    """Requests that were sent, including retries."""
     cached: int = 0
-    """Requests answered from the cache or by an equal request in flight."""
+    """Requests answered from the cache or by an identical request that was already running."""
     prompt_tokens: int = 0
     reply_tokens: int = 0
     retried: Mapping[FailureKind, int] = field(default_factory=dict[FailureKind, int])
-    """Retries by the reason of the previous attempt."""
+    """How many retries followed each kind of failure."""
     call_s: Mean = NO_MEAN
-    """Duration of a request, failed or not."""
+    """The total duration of all requests, including failed ones."""
     queue_s: Mean = NO_MEAN
-    """Time that a question waited for one of `max_concurrent` slots."""
+    """The total time that questions waited for one of the `max_concurrent` slots."""
 
     def since(self, previous: Counts) -> dict[str, Metric]:
-        """Metrics of what happened after `previous`."""
+        """Compute metrics for the period since the counts in `previous`."""
         metrics: dict[str, Metric] = {
             f"judge/{name}": Sum(getattr(self, count) - getattr(previous, count))
             for name, count in JUDGE_COUNTS.items()
@@ -122,20 +131,21 @@ JUDGE_COUNTS = {
     "prompt_tokens": "prompt_tokens",
     "reply_tokens": "reply_tokens",
 }
-"""Metric (`judge/…`) → field of `Counts`."""
+"""Maps each metric (`judge/…`) to the field of `Counts` that it reports."""
 
 
 class ServedJudge(Protocol):
-    """A judge's server that belongs to this run."""
+    """A judge server that this run starts and owns."""
 
     @property
     def key(self) -> str:
-        """API key."""
+        """The API key that the server expects."""
         ...
 
     def url(self) -> str:
-        """Return the URL of the running server, starting or restarting it if needed.
+        """Return the server's URL, and start or restart the server first if needed.
 
-        Blocks meanwhile; callable from any thread. Raises RuntimeError if it does not start.
+        The call blocks until the server is ready and is safe from any thread. Raises RuntimeError
+        if the server does not start.
         """
         ...

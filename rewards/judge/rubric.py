@@ -1,4 +1,4 @@
-"""Rubrics: weighted criteria of a prompt, and the built-in ones for refusals."""
+"""Rubrics with weighted criteria for a prompt, and built-in rubrics for refusals."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from keel.rewards.judge.results import CriterionVerdict, Judged
 
 _MAX_CRITERIA = 32
 _SUM_TOLERANCE = 1e-3
-"""Tolerated rounding of the weights' sum: three times 0.333 passes for 1."""
+"""How far the weights may be from a sum of 1, so that three times 0.333 is accepted."""
 
 Sample = Mapping[str, tuple[float, str]]
-"""One judgement: name of the criterion → (score, reason)."""
+"""One reply from the judge, which maps criterion names to scores and reasons."""
 
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """One thing to look for in an answer."""
+    """One thing that the judge checks in an answer."""
 
     name: str
     text: str
     weight: float
-    """Share of the reward; > 0. The weights of a rubric sum to 1."""
+    """The criterion's positive share of the reward. The weights in a rubric sum to 1."""
     thinking: bool = False
-    """Judges the thinking; other criteria see only the answer."""
+    """Whether the judge applies this criterion to the thinking instead of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rubric:
-    """Criteria that an answer meets (1), partly meets (0.5) or misses (0)."""
+    """Criteria that an answer can meet (1), partly meet (0.5) or miss (0)."""
 
     criteria: tuple[Criterion, ...]
     reference: str = ""
-    """Optional answer that the judge may compare with."""
+    """An optional reference answer for the judge."""
 
     def questions(
         self, task: Sequence[Mapping[str, Any]], answer: str, thinking: str, *, sample: int
     ) -> list[tuple[Sequence[Criterion], Question[Sample]]]:
-        """The calls of one sample: one about the answer and one about the thinking, as needed.
+        """Return the questions for one sample: one each for the answer and the thinking, if needed.
 
-        Each sample rotates the criteria, since judges depend on their order.
+        The order of the criteria is rotated from sample to sample, because it influences judges.
         """
         calls: list[tuple[Sequence[Criterion], Question[Sample]]] = []
         for about_thinking in (False, True):
@@ -61,14 +61,14 @@ class Rubric:
         return calls
 
     def named(self, criteria: Sequence[Criterion], reply: Sample) -> Sample:
-        """Replace the IDs of a reply by the names of its criteria."""
+        """Replace the criterion IDs in a reply with the criterion names."""
         return {criterion.name: reply[self._id(criterion)] for criterion in criteria}
 
     def _id(self, criterion: Criterion) -> str:
         return f"c{self.criteria.index(criterion) + 1}"
 
     def judged(self, samples: Sequence[Sample]) -> Judged:
-        """The weighted mean of the criteria's means over the samples.
+        """Average each criterion over the samples and combine the criteria by their weights.
 
         `disagreement` is the weighted mean of max − min over the samples.
         """
@@ -84,7 +84,7 @@ class Rubric:
         return Judged(value, {"rubric": value, "disagreement": spread}, tuple(verdicts))
 
     def missed(self, reason: str) -> Judged:
-        """Score 0 on every criterion without asking the judge."""
+        """Return a result with score 0 on every criterion, without asking the judge."""
         verdicts = tuple(CriterionVerdict(c.name, 0.0, reason) for c in self.criteria)
         return Judged(0.0, {"rubric": 0.0, "disagreement": 0.0}, verdicts)
 
@@ -92,7 +92,7 @@ class Rubric:
 def rubric_from(spec: Mapping[str, Any]) -> Rubric:
     """Read `{"kind": "rubric", "criteria": [{"name", "text", "weight"}, …], "reference": "…"}`.
 
-    A criterion may have `"thinking": true`. Raises ValueError naming the criterion.
+    A criterion may set `"thinking": true`. Raises ValueError with the name of a bad criterion.
     """
     check_keys(spec, ("kind", "criteria", "reference", "environment", "columns"), "rubric")
     entries = spec.get("criteria")
@@ -126,11 +126,11 @@ _HELPS = Criterion(
     1.0,
 )
 REFUSAL = {"kind": "refusal", "refuse": True}
-"""Reward spec of the part `refusal` of any prompt."""
+"""The reward spec behind the part `refusal`, which works for any prompt."""
 
 
 def refusal_from(spec: Mapping[str, Any]) -> Rubric:
-    """Read `{"kind": "refusal", "refuse": true}`; with false the answer must not decline."""
+    """Read `{"kind": "refusal", "refuse": true}`. If `refuse` is false, declining is wrong."""
     check_keys(spec, ("kind", "refuse", "environment", "columns"), "refusal")
     refuse = spec.get("refuse")
     if not isinstance(refuse, bool):
@@ -158,7 +158,7 @@ def _criterion(entry: Any, number: int) -> Criterion:
 
 
 def check_keys(spec: Mapping[str, Any], known: Sequence[str], label: str) -> None:
-    """Raise ValueError for an unknown key."""
+    """Check that a spec has only known keys; raise ValueError otherwise."""
     for key in spec:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
@@ -167,7 +167,7 @@ def check_keys(spec: Mapping[str, Any], known: Sequence[str], label: str) -> Non
 
 
 def optional_text(spec: Mapping[str, Any], key: str, label: str) -> str:
-    """Return `spec[key]`, "" if it is missing. Raises ValueError unless it is text."""
+    """Return `spec[key]`, or "" if the key is missing. Raises ValueError if it is not text."""
     value = spec.get(key)
     if value is not None and not isinstance(value, str):
         raise ValueError(f"{label}: `{key}` must be text, is {value!r}"[:200])

@@ -1,4 +1,4 @@
-"""Judges completions by their prompt's rubric or proof spec, in a background thread."""
+"""Judges completions in a background thread, by the rubric or proof spec in their prompts."""
 
 from __future__ import annotations
 
@@ -46,8 +46,11 @@ T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 10.0
 _LONG = 0.1
-"""Share of `max_characters` beyond which the answer and thinking, not the task, are taken to have
-exceeded the judge's context."""
+"""Decides what is at fault if a request exceeds the judge's context.
+
+If the answer and thinking use more than this share of `max_characters`, they are too long;
+otherwise the task is.
+"""
 
 
 class Judge:
@@ -56,10 +59,11 @@ class Judge:
     def __init__(
         self, settings: JudgeConfig, *, server: ServedJudge | None = None, backoff_s: float = 0.5
     ) -> None:
-        """server: this run's server, which replaces
-        `base_url`. backoff_s: pause before the first retry.
+        """Open the judge's endpoint.
 
-        Raises ValueError naming the knob for a missing endpoint or key and an unusable cache.
+        `server` is a server that this run owns and that replaces `base_url`. `backoff_s` is the
+        pause before the first retry. Raises ValueError with the name of the setting if the endpoint
+        or key is missing or the cache cannot be used.
         """
         # Imported late: few runs have a judge, and openai takes more than a second to load.
         from keel.rewards.judge.client import JudgeEndpoint  # noqa: PLC0415
@@ -81,9 +85,9 @@ class Judge:
     async def judge(self, prompt: Prompt, answer: str, *, thinking: str = "") -> Judged | Failed:
         """Judge an answer by `prompt.reward`.
 
-        thinking: shown only to criteria that ask for it. Thinking within `answer` is removed.
-        Raises ValueError for a bad spec, and JudgeStopped if the calls are spent or too many
-        completions could not be judged.
+        Only criteria that ask for `thinking` see it, and any thinking inside `answer` is removed.
+        Raises ValueError for a bad spec. Raises JudgeStopped if the call limit is reached or too
+        many completions could not be judged.
         """
         try:
             spec = judged_spec(prompt.reward)
@@ -121,7 +125,7 @@ class Judge:
         return self._count(result)
 
     async def check_reachable(self) -> None:
-        """Ask for one small judgement. Raises ValueError if that fails."""
+        """Test the judge with one small request. Raises ValueError if that fails."""
         question = rubric_question(
             [{"role": "user", "content": "Name a colour."}],
             {"c1": "The answer names a colour."},
@@ -199,7 +203,7 @@ class Judge:
         return spec.judged(evaluation, await self._samples(judge_sample))
 
     async def _samples(self, judge_sample: Callable[[int], Awaitable[T]]) -> list[T]:
-        """Judge `samples` times concurrently; more than half must succeed."""
+        """Judge `samples` times in parallel. More than half of the attempts must succeed."""
         count = self._settings.samples
         results = await asyncio.gather(
             *(judge_sample(i) for i in range(count)), return_exceptions=True
@@ -213,7 +217,7 @@ class Judge:
         return [result for result in results if not isinstance(result, BaseException)]
 
     def _count(self, result: Judged | Failed) -> Judged | Failed:
-        """Count a result. Raises JudgeStopped if too many recent ones failed."""
+        """Count a result. Raises JudgeStopped if too many recent results were failures."""
         excess = self._rate.add(isinstance(result, Failed))
         if not isinstance(result, Failed):
             self._judged += 1
@@ -230,19 +234,19 @@ class Judge:
 
 
 def _parse(spec: JudgedSpec, final: str) -> Proof | Evaluation | str | None:
-    """Parse an answer as its spec requires, or describe its malformation; None for rubrics."""
+    """Parse an answer as its spec requires, or describe why it is malformed; None for rubrics."""
     if isinstance(spec, Rubric):
         return None
     return read_proof(final) if isinstance(spec, ProofSpec) else read_evaluation(final)
 
 
 class JudgeService:
-    """A `Judge` with its own thread and event loop. A context manager."""
+    """Runs a `Judge` on an event loop in its own thread. Use it as a context manager."""
 
     def __init__(
         self, settings: JudgeConfig, *, server: ServedJudge | None = None, backoff_s: float = 0.5
     ) -> None:
-        """As `Judge`."""
+        """Start the thread and open the judge. The arguments are those of `Judge`."""
         self._judge = Judge(settings, server=server, backoff_s=backoff_s)
         self._loop = asyncio.new_event_loop()
         self._closed = False
@@ -250,14 +254,17 @@ class JudgeService:
         self._thread.start()
 
     def submit(self, prompt: Prompt, trajectory: Trajectory) -> Future[Judged | Failed]:
-        """Judge a trajectory's final answer. The future raises as `Judge.judge`."""
+        """Start judging a trajectory's final answer.
+
+        The future raises what `Judge.judge` raises.
+        """
         messages = trajectory.messages
         return self.submit_text(prompt, final_text(messages), thinking=thinking_text(messages))
 
     def submit_text(
         self, prompt: Prompt, answer: str, *, thinking: str = ""
     ) -> Future[Judged | Failed]:
-        """Judge an answer. Every call inside has a deadline."""
+        """Start judging an answer. Every request that this takes has a deadline."""
         if self._closed:
             raise RuntimeError("the judge is closed")
         return asyncio.run_coroutine_threadsafe(
@@ -265,9 +272,9 @@ class JudgeService:
         )
 
     def check_reachable(self) -> None:
-        """Ask for one small judgement.
+        """Test the judge with one small request.
 
-        Raises ValueError if that fails, and JudgeStopped if this run's server does not start.
+        Raises ValueError if that fails, and JudgeStopped if this run's own server does not start.
         """
         asyncio.run_coroutine_threadsafe(self._judge.check_reachable(), self._loop).result()
 
@@ -275,7 +282,7 @@ class JudgeService:
         return self._judge.counts()
 
     def close(self) -> None:
-        """Stop the thread and cancel judgements in flight."""
+        """Cancel the judgements in progress and stop the thread."""
         if self._closed:
             return
         self._closed = True

@@ -1,4 +1,4 @@
-"""Reward specs that a model judges."""
+"""Reads the reward specs that need a judge model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_judged(spec: Mapping[str, Any]) -> bool:
 
 
 def judged_spec(spec: Mapping[str, Any]) -> JudgedSpec:
-    """Read a reward spec. Raises ValueError if it is malformed."""
+    """Parse a reward spec for the judge. Raises ValueError if it is malformed."""
     kind = spec.get("kind")
     if kind not in KINDS:
         raise ValueError(f"reward spec has kind {kind!r}; a judge reads {', '.join(KINDS)}")

@@ -1,4 +1,7 @@
-"""Encodes a policy's text as inert data for a judge: one line without control tokens, lossless."""
+"""Encodes a policy's text for a judge so that it cannot be mistaken for instructions.
+
+The encoding is lossless and gives a single line without control tokens.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +28,22 @@ _ESCAPED = re.compile(
 
 
 def as_json(value: Any) -> str:
-    """Encode as JSON on one line of visible characters, without chat-template tokens."""
+    """Encode a text as JSON on one line of visible characters, without chat-template tokens."""
     return _ESCAPED.sub(_escape, json.dumps(value, ensure_ascii=False))
 
 
 def inert(text: str) -> str:
-    """Apply the escapes of `as_json` to plain text, keeping its lines, as for a tool's result."""
+    """Escape plain text like `as_json`, but keep its lines, for example in a tool's result."""
     return _ESCAPED.sub(_escape, text)
 
 
 def size(text: str) -> int:
-    """Length of a text as JSON, without the quotes."""
+    """Return how long a text is as JSON, without the quotes."""
     return len(as_json(text)) - 2
 
 
 def tail(text: str, max_size: int) -> str:
-    """The end of a text, at most `max_size` characters as JSON."""
+    """Return the end of a text, with at most `max_size` characters when encoded as JSON."""
     text = text[-max_size:]
     while size(text) > max_size:
         text = text[len(text) // 4 + 1 :]
@@ -54,10 +57,10 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def new_fence() -> str:
-    """A random word that the author of the material cannot know."""
+    """Return a random word that whoever wrote the material could not have known."""
     return secrets.token_hex(16)
 
 
 def fenced(text: str, fence: str) -> str:
-    """A single line of text between two lines with the fence."""
+    """Put a single line of text between two lines that contain the fence."""
     return f"<<<DATA {fence}\n{text}\nDATA {fence}>>>"

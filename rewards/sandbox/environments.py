@@ -41,7 +41,8 @@ from keel.rewards.sandbox.seccomp import FORKING, LOCAL, NETWORK, seccomp_filter
 
 _Isolation = Literal["bubblewrap", "none-i-trust-the-environments"]
 Network = Literal["none", "loopback", "host"]
-"""loopback: IP sockets on a private network that leads nowhere."""
+"""Whether a sandbox has no network, a private loopback that leads nowhere, or the host's
+network."""
 
 _OPEN_FILES = 1024
 _PROBE_TIMEOUT_S = 30.0
@@ -56,7 +57,10 @@ _CURE = (
 
 @dataclass(frozen=True, slots=True)
 class SandboxLaunch:
-    """A command line in its sandbox. Implements `keel.agents.env_process.process.Launch`."""
+    """A command line that runs in its sandbox.
+
+    Implements `keel.agents.env_process.process.Launch`.
+    """
 
     command: Sequence[str]
     pass_fds: Sequence[int]
@@ -77,7 +81,10 @@ class Wrap(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSandbox:
-    """Made by `environment_wrap`; holds nothing open."""
+    """Starts environments in sandboxes. Create it with `environment_wrap`.
+
+    It holds no open resources.
+    """
 
     network: Network
     memory_mib: int | None
@@ -86,24 +93,30 @@ class EnvironmentSandbox:
     writable: Sequence[Path]
     hidden: Sequence[Path]
     mounts: bool
-    """Mount a private /proc and pseudo-terminals, which some containers forbid."""
+    """Whether to mount a private /proc and pseudo-terminals, which some containers forbid."""
 
     def __call__(
         self, command: Sequence[str], *, readable: Sequence[Path]
     ) -> AbstractContextManager[SandboxLaunch]:
-        """Raises FileNotFoundError for a missing program, and PermissionError for folders that the
-        user inside cannot read or write."""
+        """Prepare a sandbox for a command line.
+
+        Raises FileNotFoundError for a missing program, and PermissionError for folders that the
+        user inside the sandbox cannot read or write.
+        """
         return self._launch(command, readable, forking=False)
 
     def parent(
         self, command: Sequence[str], *, readable: Sequence[Path]
     ) -> AbstractContextManager[SandboxLaunch]:
-        """Sandbox of a process that may create namespaces, for children that apply `inner`."""
+        """Prepare a sandbox for a process that forks children and isolates each with `inner`."""
         return self._launch(command, readable, forking=True)
 
     @property
     def inner(self) -> Mapping[str, Any] | None:
-        """Settings that isolate a forked process like a started one; None without `mounts`."""
+        """Return settings that isolate a forked process as if it had been started separately.
+
+        The result is None if the machine does not allow the mounts that this needs.
+        """
         if not self.mounts:
             return None
         return {
@@ -116,12 +129,14 @@ class EnvironmentSandbox:
 
     @property
     def probe(self) -> str:
-        """Python source that looks for ways out and prints `isolated` if it finds none."""
+        """Return Python code that tries to escape, and prints `isolated` if it finds no way out."""
         return f"import os\nos.environ.update({self._probe_settings!r})\n{_PROBE}"
 
     def hold(self, pid: int, *, inside: bool) -> Callable[[], str]:
-        """Limit a sandbox's memory; see `MemoryLimiter.hold`. The result lifts the limit and
-        returns why the sandbox was killed, or ""."""
+        """Limit a sandbox's memory, as in `MemoryLimiter.hold`.
+
+        Call the result to remove the limit; it returns why the sandbox was killed, or "".
+        """
         return _limit_memory(pid, self.memory_mib, inside=inside)
 
     @property
@@ -175,7 +190,10 @@ class EnvironmentSandbox:
             yield SandboxLaunch(words, (fd,), env, None if forking else self.memory_mib)
 
     def _mount_folders(self, readable: Sequence[Path], root: bool) -> list[str]:
-        """Mount readable, writable and hidden folders; the deepest setting of a path applies."""
+        """Mount readable, writable and hidden folders.
+
+        For each path the deepest setting applies.
+        """
         binds: dict[Path, str] = {}
         for path in _with_targets(readable):
             if path in _RESERVED:
@@ -235,18 +253,18 @@ def environment_wrap(
     hidden: Sequence[Path] = (),
     knob: str = "agents.isolation",
 ) -> Wrap | None:
-    """Return a sandbox for environments that has been probed for ways out; None for no isolation.
+    """Return a tested sandbox for environments, or None if isolation is turned off.
 
-    memory_mib: resident memory of an episode's processes together, and address space of each; None
-        for no limit.
-    network: `host` includes the machine's local services; `loopback` is a private network.
-    processes: number of processes and threads.
-    files_mib: size of the private /tmp and of /dev/shm, which take memory too.
-    writable: folders of this machine that all episodes may change.
-    hidden: folders and files to hide inside readable folders.
-    knob: name of the setting for messages; empty if isolation cannot be turned off.
+    `memory_mib` limits the resident memory of an episode's processes together and the address space
+    of each one; None means no limit. `network` may be `host`, which includes the machine's local
+    services, or `loopback`, a private network. `processes` limits processes and threads.
+    `files_mib` is the size of the private /tmp and of /dev/shm, which use memory too.
 
-    Raises IsolationError if this machine does not support it, and ValueError for wrong limits.
+    `writable` lists folders on this machine that all episodes may change, and `hidden` lists files
+    and folders to hide inside readable ones. `knob` is the name of the setting for error messages;
+    it is empty if isolation cannot be turned off.
+
+    Raises IsolationError if this machine does not support isolation, and ValueError for bad limits.
     """
     if isolation not in get_args(_Isolation):
         known = ", ".join(get_args(_Isolation))
@@ -300,7 +318,6 @@ def _limit_memory(pid: int, memory_mib: int | None, *, inside: bool = False) -> 
 
 
 def _through_link(path: Path, mounted: Set[Path]) -> bool:
-    """Return whether a path leads through a symbolic link within a mounted folder."""
     for folder in (path, *path.parents):
         if folder in mounted:
             return False
@@ -310,7 +327,7 @@ def _through_link(path: Path, mounted: Set[Path]) -> bool:
 
 
 def _with_targets(paths: Sequence[Path]) -> list[Path]:
-    """Each absolute path together with the path it resolves to."""
+    """Return each absolute path together with the path that it resolves to."""
     absolute = [Path(os.path.abspath(path)) for path in paths]
     return list(dict.fromkeys(name for path in absolute for name in (path, path.resolve())))
 
@@ -320,7 +337,7 @@ def _others_may(path: Path, mode: int) -> bool:
 
 
 def _probe_problem(sandbox: EnvironmentSandbox) -> str:
-    """Run the probe; "" if it found no way out."""
+    """Run the probe and return a way out that it found, or ""."""
     try:
         with sandbox((sys.executable, "-I", "-S", "-c", sandbox.probe), readable=()) as launch:
             done = subprocess.run(

@@ -22,27 +22,30 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _POLL_S = 0.1
 _CPU_SHARE = 0.1
-"""Maximum share of a core for polling; with many sandboxes the interval grows."""
+"""The largest share of a core that polling may use. With many sandboxes it polls less often."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessUsage:
-    """Resources of a process tree at one moment."""
+    """The resources that a process tree uses at one moment."""
 
     resident: int
-    """Bytes. Shared pages count once per process, so this is an upper bound."""
+    """Resident bytes.
+
+    Pages shared by several processes count repeatedly, so it is an upper bound.
+    """
     cpu_s: float
-    """User and system time, including reaped children."""
+    """User and system time, including children that have exited and been reaped."""
     processes: int
 
 
 def usage(root: int, *, include_root: bool = True) -> ProcessUsage:
-    """Usage of the tree below `root`; zeros once it has exited.
+    """Measure the process tree below `root`. All values are zero once it has exited.
 
-    Orphans stay in a sandbox's tree: the first process of its PID namespace adopts them. Raises
-    OSError if this process may open no more files or the kernel is out of memory.
+    Orphans stay in a sandbox's tree because the first process in its PID namespace adopts them.
+    Raises OSError if this process cannot open more files or the kernel is out of memory.
     """
     resident = ticks = processes = 0
     pending = [root]
@@ -69,15 +72,16 @@ def usage(root: int, *, include_root: bool = True) -> ProcessUsage:
 
 
 def _stat(folder: Path) -> list[bytes]:
-    """The fields of proc(5) `stat` from the third on: the name before them may hold anything."""
+    """Return the fields in proc(5) `stat` from the third on, since the name may contain
+    anything."""
     return (folder / "stat").read_bytes().rpartition(b") ")[2].split()
 
 
 def kill_descendants(root: int, within_s: float) -> None:
-    """Kill everything below the process `root`, which must be stopped.
+    """Kill all processes below `root`, which must be stopped.
 
-    A killed sandbox's half-started child is adopted by `root`, and exited children stay visible
-    until a running `root` would reap them.
+    If a sandbox is killed while starting, `root` adopts its child. Exited children stay visible,
+    because a stopped `root` does not reap them.
     """
     end, previous = time.monotonic() + within_s, dict[int, bool]()
     while time.monotonic() < end:
@@ -93,7 +97,7 @@ def kill_descendants(root: int, within_s: float) -> None:
 
 
 def _descendants(root: int) -> dict[int, bool]:
-    """Processes below `root`, and whether each is alive rather than a zombie."""
+    """Return the processes below `root`, and whether each is alive rather than a zombie."""
     alive: dict[int, bool] = {}
     pending = [root]
     while pending:
@@ -116,9 +120,9 @@ _subreaper_lock = threading.Lock()
 
 @contextmanager
 def subreaper() -> Generator[None]:
-    """Adopt orphaned descendants meanwhile (PR_SET_CHILD_SUBREAPER).
+    """Make this process adopt orphaned descendants inside the block (PR_SET_CHILD_SUBREAPER).
 
-    Otherwise the machine's first process adopts them, which in many containers never reaps.
+    Otherwise the machine's first process adopts them, and in many containers that one never reaps.
     """
     global _subreapers
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -136,9 +140,9 @@ def subreaper() -> Generator[None]:
 
 
 def reap(pid: int, within_s: float) -> bool:
-    """Wait for a process to exit and reap it if it is our child. Returns False on timeout.
+    """Wait for a process to exit, and reap it if it is our child. Returns False on timeout.
 
-    The first process of a PID namespace exits after all others in it.
+    The first process in a PID namespace exits after all others in it.
     """
     try:
         fd = os.pidfd_open(pid)
@@ -160,13 +164,13 @@ def reap(pid: int, within_s: float) -> bool:
 class _Limit:
     memory_mib: int
     inside: bool
-    """The process is the first inside a sandbox, and is not counted itself."""
+    """Whether the process is the first one inside a sandbox, which is not counted itself."""
     start_time: bytes | None = None
-    """Tells the process from another that reuses its PID; None until it could be read."""
+    """Distinguishes the process from a later one with the same PID. It is None until known."""
 
 
 class MemoryLimiter:
-    """Kills sandboxes that exceed their memory limit, from one thread for all of them."""
+    """Kills sandboxes that exceed their memory limit. One thread watches all of them."""
 
     def __init__(self) -> None:
         self._limits: dict[int, _Limit] = {}
@@ -177,10 +181,10 @@ class MemoryLimiter:
         self._thread: threading.Thread | None = None
 
     def hold(self, pid: int, memory_mib: int, *, inside: bool = False) -> None:
-        """Limit the tree below `pid`, a sandbox's outer process.
+        """Limit the memory for all processes below `pid`, the outer process of a sandbox.
 
-        inside: `pid` is instead the first process in a forked sandbox, a copy of its parent whose
-        own memory does not count.
+        If `inside` is set, `pid` is the first process in a forked sandbox. That process is a copy
+        of its parent, so its own memory does not count.
         """
         with self._lock:
             limit = self._limits[pid] = _Limit(memory_mib, inside)
@@ -193,7 +197,7 @@ class MemoryLimiter:
                 self._thread.start()
 
     def release(self, pid: int) -> str:
-        """Remove a limit. Returns why the sandbox was killed, or ""."""
+        """Remove a limit. Returns why the sandbox was killed, or "" if it was not."""
         with self._lock:
             self._drop(pid)
             return self._reasons.pop(pid, "")
@@ -245,9 +249,10 @@ class MemoryLimiter:
 
 
 def _kill_first_inside(pid: int) -> None:
-    """Kill the first process inside, and with it all others; the outer one then reaps and exits.
+    """Kill the first process inside the sandbox, which ends all the others.
 
-    Raises OSError if the children of `pid` cannot be read.
+    The outer process then reaps it and exits. Raises OSError if the children of `pid` cannot be
+    read.
     """
     with suppress(FileNotFoundError, ProcessLookupError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -256,7 +261,7 @@ def _kill_first_inside(pid: int) -> None:
 
 
 def _start_time(pid: int) -> bytes:
-    """Start time of a process; b"" once it has exited. Raises OSError if it cannot be read."""
+    """Return when a process started, or b"" if it has exited. Raises OSError if unreadable."""
     try:
         fields = _stat(Path(f"/proc/{pid}"))
     except (FileNotFoundError, ProcessLookupError):

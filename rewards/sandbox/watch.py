@@ -1,4 +1,4 @@
-"""Limits of one program run, and the watch that enforces them and reports the outcome."""
+"""Enforces the limits on a program's run and reports how the run ended."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ Status = Literal["exited", "time", "memory", "output"]
 _POLL_S = 0.05
 _MAX_TIME_S = 86_400.0
 _MAX_FILES = 16_384
-"""Files in the private folder: each takes a KiB of kernel memory, even if empty."""
+"""How many files the private folder may hold. Even an empty one takes a KiB of kernel memory."""
 _MAX_OUTPUT = 64 << 20
-"""Bytes of output, all lines together."""
+"""How many bytes a run may print in total."""
 _MAX_LIMIT = 1 << 24
-"""Upper bound of the other limits (16 TiB of memory): the kernel's numbers would overflow."""
+"""Upper bound for the other limits (16 TiB for memory), so that kernel integers do not overflow."""
 GRACE_S = 60.0
-"""Timeout for a killed run to exit."""
+"""How long a killed run may take to exit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Resource limits of one run."""
+    """Resource limits for one run."""
 
     time_s: float = 2.0
-    """CPU seconds of all processes together. Wall time: twice that plus a second."""
+    """CPU seconds for all processes together. The wall-time limit is twice that plus a second."""
     memory_mib: int = 512
-    """Address space of each process, and resident memory of all together."""
+    """Limits the address space of each process, and the resident memory of all together."""
     processes: int = 8
-    """Concurrent processes and threads."""
+    """How many processes and threads may exist at the same time."""
     files_mib: int = 64
-    """Size of the private folder."""
+    """How large the private folder may get."""
     output_kib: int = 1024
-    """Standard output and error together; if lines are counted, from line to line."""
+    """Limits standard output and error together. If lines are counted, it applies per line."""
 
     def __post_init__(self) -> None:
         if not 0 < self.time_s <= _MAX_TIME_S:
@@ -65,12 +65,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxOutcome:
-    """Result of a run."""
+    """How a run ended."""
 
     status: Status
-    """`exited`, or the limit that the run was killed for."""
+    """`exited`, or the limit that the run exceeded."""
     exit_code: int
-    """Exit status, or 128 + n after signal n. Undefined unless the status is `exited`."""
+    """The exit status, or 128 + n after signal n. Only defined if the status is `exited`."""
     stdout: bytes
     stderr: bytes
     wall_s: float
@@ -80,7 +80,7 @@ class SandboxOutcome:
         return self.status == "exited" and self.exit_code == 0
 
     def why(self) -> str:
-        """Short failure message, which may quote the program; "" after success."""
+        """A short failure message, which may quote the program; empty if the run succeeded."""
         if self.status != "exited":
             return f"over its limit of {self.status}"
         if self.exit_code == 0:
@@ -93,7 +93,7 @@ class SandboxOutcome:
 
 
 class Watch:
-    """Reads a run's output and kills it at its limits."""
+    """Reads the output from a run and kills the run when it exceeds a limit."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Watch:
         limits: Limits,
         lines: int,
     ) -> None:
-        """lines: end the run after this many lines of output; 0 waits for its exit."""
+        """Watch a run until it has printed this many `lines`, or until it exits if that is 0."""
         assert process.stdout is not None and process.stderr is not None
         self._process = process
         self._limits = limits
@@ -120,7 +120,7 @@ class Watch:
         self._ignore_output = False
 
     def outcome(self, started: float, within_s: float) -> SandboxOutcome:
-        """Wait for the end of a run. Raises RuntimeError if it survives being killed."""
+        """Wait until the run ends. Raises RuntimeError if it cannot be killed."""
         self._last_deadline = started + within_s
         self._deadline = min(started + self._limits.wall_s, self._last_deadline)
         try:
@@ -194,7 +194,6 @@ class Watch:
             self._end("time")
 
     def _file_count(self) -> int:
-        """Files in the private folder; 0 if it cannot be read."""
         first = FIRST_PROCESS.search(self.received[self._status_fd])
         if first is None:
             return 0

@@ -1,4 +1,4 @@
-"""A pool of verifier processes: a hang or crash costs only the completion that caused it."""
+"""A pool of verifier processes, in which a hang or crash affects only one completion."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ from keel.rewards.sandbox.processes import kill_descendants
 from keel.rewards.workers.worker import PREEMPTION, reply_to
 
 START_TIMEOUT_S = 120.0
-"""Timeout for starting a worker and importing its libraries."""
+"""How long a worker may take to start and import its libraries."""
 CODE_GRACE_S = 30.0
-"""Time beyond `rewards.code.completion_s` to start and stop sandboxes."""
+"""Time allowed beyond `rewards.code.completion_s` for starting and stopping sandboxes."""
 GRACE_S = 30.0
-"""Time beyond a deadline for the worker's own timer to fire, and for a killed worker to exit."""
+"""How long to wait after a deadline for the worker's own timer, and for a killed worker to exit."""
 FIRST_CALL_S = 30.0
-"""Minimum deadline of a function's first call in a worker, which may load a model."""
+"""Minimum time allowed for the first call to a function in a worker, as it may load a model."""
 POLL_S = 1.0
-"""Interval between checks of a worker that does not answer."""
+"""Seconds between checks on a worker that has not answered."""
 STOPPED_POLLS = 5
-"""A worker found stopped (SIGSTOP) in this many consecutive polls is replaced."""
+"""A worker is replaced if this many polls in a row find it stopped (SIGSTOP)."""
 MAX_REASSIGNMENTS = 3
-"""Times that a batch is reassigned after a worker was lost through no fault of the batch."""
+"""How often a batch may be given to another worker if it did not cause the first one to fail."""
 _ROOT = Path(keel.__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, slots=True)
 class VerifierScore:
-    """How correct a completion is, 0 … 1, or with `error` why it could not be verified (0)."""
+    """The result for one completion: a score from 0 to 1, or an `error` and a score of 0."""
 
     score: float
     error: str = ""
     at: str = field(default="", compare=False)
-    """Location of the error, such as `my_rewards.py:12 in brief`; "" if unknown."""
+    """Where the error was raised, such as `my_rewards.py:12 in brief`; empty if unknown."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Further parts from the verifier."""
+    """Other reward parts that the verifier returned."""
 
 
 class WorkerPool:
-    """Verifies batches of completions in `workers` processes, or in this one if that is 0.
+    """Verifies batches of completions in `workers` processes, or in this process if that is 0.
 
-    A batch holds completions of one prompt, so a worker builds the prompt's verifier once.
+    All completions in a batch answer the same prompt, so a worker builds the verifier only once.
     """
 
     def __init__(
@@ -72,9 +72,10 @@ class WorkerPool:
     ) -> None:
         """Start the workers, which import their libraries in the background.
 
-        timeout_s: time limit for one completion; none without workers.
-        code: the fields of `keel.configs.schema.CodeConfig`; `completion_s` limits programs.
-        log: folder for the workers' output, one file each; standard error without one.
+        `timeout_s` is the time limit for one completion; it is not enforced without worker
+        processes. `code` holds the fields of `keel.configs.schema.CodeConfig`, where `completion_s`
+        is the time limit for programs. Each worker writes its output to a file in the folder `log`,
+        or to standard error if `log` is None.
         """
         if workers < 0 or not timeout_s > 0:
             raise ValueError(
@@ -98,15 +99,15 @@ class WorkerPool:
     def submit(
         self, spec: Mapping[str, Any], completions: Sequence[str]
     ) -> Future[list[VerifierScore]]:
-        """Score each completion. The future raises ValueError for a spec that cannot be read."""
+        """Start scoring completions. The future raises ValueError if the spec cannot be read."""
         return self._threads.submit(self._verify, spec, completions)
 
     def printed(self) -> bool:
-        """Return whether a worker has written to its log."""
+        """Return whether any worker has written to its log file."""
         return any(worker.printed() for worker in self._workers)
 
     def close(self) -> None:
-        """Stop the workers and drop queued batches."""
+        """Stop the workers and discard the batches still in the queue."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()
@@ -129,30 +130,29 @@ class WorkerPool:
 
 
 class _WorkerLost(Exception):
-    """The worker exited or stopped answering."""
+    """Raised if a worker exited or stopped answering."""
 
     def __init__(self, message: str, *, blameless: bool = False) -> None:
-        """blameless: the loss was not caused by the worker's input."""
         super().__init__(message)
         self.blameless = blameless
 
 
 class _Worker:
-    """One worker process, replaced when it is lost. Used by one thread at a time."""
+    """A worker process that is restarted if it fails. Only one thread may use it at a time."""
 
     def __init__(self, code: Mapping[str, Any], log: Path | None) -> None:
         self._code = code
         self._log = log
         self._log_start = self._log_size()
         self._dump = tempfile.TemporaryFile()  # noqa: SIM115
-        """Receives the stack of a process that crashes or runs past its deadline."""
+        """A file for the stack trace of a process that crashes or exceeds its deadline."""
         self._timeout_s = 0.0
         self._called: set[str] = set()
-        """Functions that the current process has called."""
+        """The functions that the current process has called so far."""
         self._returned: set[str] = set()
-        """Functions that have returned in any process of this worker."""
+        """The functions that have returned at least once, in this process or an earlier one."""
         self._slow: set[str] = set()
-        """Functions whose first call timed out: they do not get `FIRST_CALL_S` again."""
+        """The functions that timed out in their first call and do not get `FIRST_CALL_S` again."""
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._buffer = b""
@@ -186,7 +186,7 @@ class _Worker:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def close(self) -> None:
-        """Stop for good, even while another thread waits in `verify`."""
+        """Stop the worker permanently, even while another thread is waiting in `verify`."""
         self._closed = True
         self._stop()
 
@@ -230,7 +230,7 @@ class _Worker:
     def _begin(
         self, spec: Mapping[str, Any], completions: Sequence[str], name: str, timeout_s: float
     ) -> float:
-        """Send a batch and wait for its verifier. Returns the first completion's deadline."""
+        """Send a batch, wait until the verifier is built, and return the first deadline."""
         if self._process is None or self._process.poll() is not None:
             self._stop()
             self.start()
@@ -301,7 +301,7 @@ class _Worker:
         return f"ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}"
 
     def _stop(self) -> str:
-        """Kill the process and its descendants. Return the location from its stack dump, or ""."""
+        """Kill the process and its descendants. Return where its stack dump says it was, or ""."""
         process, self._process = self._process, None
         if process is None:
             return ""

@@ -38,17 +38,21 @@ from keel.rewards.failure_budget import error_location
 from keel.rewards.rules.verifiers import Verifier, verifier_for
 
 PREEMPTION = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that schedulers send to every process of a job. The parent handles them; a worker that
-died of one would be taken for a completion's crash."""
+"""Signals that a scheduler sends to every process in a job.
+
+Workers ignore them and leave them to the parent. A worker killed by one would look as if a
+completion had crashed it.
+"""
 _MAX_ERROR_CHARACTERS = 500
 _MEMORY_BYTES = 8 << 30
-"""Address space for verifiers, beyond what functions have allocated in this process."""
+"""How much address space verifiers may use beyond what functions have already allocated."""
 
 
 def _limit_memory(extra: int | None) -> None:
-    """Allow this many further bytes of address space; None removes the limit.
+    """Allow this much additional address space, or remove the limit if None.
 
-    User functions have no limit: they may load a model, and GPU drivers reserve far more.
+    There is no limit for user functions, because they may load a model and GPU drivers reserve far
+    more than they use.
     """
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = hard
@@ -61,7 +65,7 @@ def _limit_memory(extra: int | None) -> None:
 
 
 def reply_to(verifier: Verifier, completion: str) -> dict[str, Any]:
-    """Verify one completion and build the reply."""
+    """Verify one completion and return the reply to the parent process."""
     try:
         score = verifier(completion)
         if not isinstance(score, Mapping):
