@@ -1,4 +1,4 @@
-"""A model's chat format in token ids: open a conversation, extend it and parse a turn."""
+"""Converts conversations to token ids and back, using a model's chat format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keel.rollout.chat.render import USER_ROLES, Renderer, call_message, check_d
 from keel.rollout.chat.thinking import marks_of
 
 _MAX_SHOWN = 300
-"""Characters of a malformed call that are shown."""
+"""Maximum number of characters shown from a malformed call."""
 _KNOWN = "Qwen3, Hermes, DeepSeek-V3.1, DeepSeek-V3.2, GLM-4.5, Llama 3 or gpt-oss"
 _PROBE = ToolSpec(
     name="probe",
@@ -24,10 +24,10 @@ _PROBE = ToolSpec(
 
 
 class TemplateChat:
-    """Implements `keel.rl.turns.Chat` for a transformers tokenizer.
+    """Implements `keel.rl.turns.Chat` with the chat template of a transformers tokenizer.
 
-    The text between a sampled turn and the next one comes from the template: a short conversation
-    is rendered, and the text after its assistant message is the extension.
+    The template also determines the text between a sampled turn and the next one. To find it, a
+    short conversation is rendered, and everything after its assistant message is used.
     """
 
     def __init__(
@@ -38,43 +38,48 @@ class TemplateChat:
         ends: Collection[int] = (),
         marks: Sequence[str] = (),
     ) -> None:
-        """`tools_in_thinking`: the policy calls tools while it thinks, and nowhere else. The next
-        turn continues thinking that is still open (DeepSeek-V3.2, 2025, Appendix B, Table 8).
-        `ends`: further tokens that end a turn in the engine (`keel.rollout.chat.eos_ids`). `marks`:
-        `model.thinking_marks`.
+        """Prepare the chat format of a tokenizer.
 
-        Raises ValueError for a tokenizer without a chat template or a tokenizer.json.
+        `tools_in_thinking` means that the policy calls tools only while it thinks. If its thinking
+        is still open at the end of a turn, the next turn continues it (DeepSeek-V3.2, 2025,
+        Appendix B, Table 8). `ends` are additional tokens that end a turn in the engine
+        (`keel.rollout.chat.eos_ids`). `marks` is the setting `model.thinking_marks`.
+
+        Raises ValueError if the tokenizer has no chat template or no tokenizer.json.
         """
         self.encoder = Encoder(tokenizer)
         self.renderer = Renderer(tokenizer, self.encoder)
         self.format = format_of(tokenizer, self.encoder)
         self.tools_in_thinking = tools_in_thinking
         self.marks = marks_of(tokenizer, marks) or THINK
-        """Marks of the policy's thinking."""
+        """The strings that open and close the policy's thinking."""
         controls = self.encoder.controls
         others = (self.encoder.text_of.get(index) for index in ends)
         known = {*self.format.ends, tokenizer.eos_token, *others}
         self.ends: dict[str, int] = {text: controls[text] for text in known if text in controls}
-        """Control tokens that end a turn."""
+        """Ids of the control tokens that end a turn, by text."""
         self._end_ids = frozenset(self.ends.values())
         self.tool_modes: set[bool] = set()
-        """Thinking modes in which a conversation with tools was opened."""
+        """Thinking modes (on or off) in which a conversation with tools has been opened."""
         self._prefixes: dict[bool, str] = {}
 
     @property
     def label(self) -> str:
-        """Name of the renderer and format in messages."""
+        """Name of the renderer and of the format, for messages."""
         return f"{self.renderer.name} (format {self.format.name})"
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """See `Chat.stop_ids`."""
+        """Ids of the tokens that end a turn."""
         return tuple(sorted(self._end_ids))
 
     def opening(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> list[int]:
-        """See `Chat.opening`. Omits thinking before the last user message."""
+        """Return the ids of a new conversation, up to where the policy's first turn starts.
+
+        Thinking before the last user message is left out. See `Chat.opening`.
+        """
         if tools:
             self.tool_modes.add(thinking)
         text, marks = self.text(messages, tools, thinking=thinking)
@@ -87,7 +92,10 @@ class TemplateChat:
     def extend(
         self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool
     ) -> list[int] | None:
-        """See `Chat.extend`."""
+        """Return `ids` followed by new messages, or None if the conversation cannot be extended.
+
+        See `Chat.extend`.
+        """
         roles = [message["role"] for message in messages]
         if not messages or "assistant" in roles:
             raise ValueError(f"a conversation continues with new messages, not with roles {roles}")
@@ -122,7 +130,7 @@ class TemplateChat:
         turn: int,
         inside: bool = False,
     ) -> Parsed:
-        """See `Chat.parse`."""
+        """Parse the ids that the policy sampled in one turn. See `Chat.parse`."""
         sampled = list(sampled)
         closed = bool(sampled) and sampled[-1] in self._end_ids
         text, marks = self._decode(sampled[:-1] if closed else sampled)
@@ -155,7 +163,7 @@ class TemplateChat:
         thinking: bool,
         speak: bool = True,
     ) -> tuple[str, Marks]:
-        """Render a conversation and return the marked text and its marks."""
+        """Render a conversation. Returns the text and the marks inserted in it."""
         if tools and not self.format.calls:
             raise ValueError(
                 f"{self.renderer.name} writes calls in an unknown format, so tools such as "
@@ -170,9 +178,10 @@ class TemplateChat:
         return text, marks
 
     def turn_of(self, before: str, whole: str) -> str | None:
-        """Return the rest of `whole` after `before`, a rendered prompt, or None if they differ.
+        """Return the part of `whole` that follows the rendered prompt `before`, or None if `whole`
+        does not start with it.
 
-        The think block at the end of `before` may be missing in `whole`, because some templates
+        A think block at the end of `before` may be missing from `whole`, because some templates
         omit it from the history.
         """
         opened, closed = map(re.escape, (self.marks.open, self.marks.close))
@@ -181,11 +190,11 @@ class TemplateChat:
         return None if start is None else whole[len(start) :]
 
     def end_before(self, messages: Sequence[Message], *, thinking: bool) -> str:
-        """Return the control text that ends a turn followed by `messages`."""
+        """Return the control text that ends a turn when `messages` follow."""
         return self._continuation(messages, thinking=thinking)[1]
 
     def _prefix(self, thinking: bool) -> str:
-        """Return the template's text between a user message and the policy's turn."""
+        """Return the text that the template puts between a user message and the policy's turn."""
         if thinking not in self._prefixes:
             word = "Keelprobe"
             question = [{"role": "user", "content": word}]
@@ -194,22 +203,22 @@ class TemplateChat:
         return self._prefixes[thinking]
 
     def opened(self, *, thinking: bool) -> bool:
-        """Return True if the prompt opens the thinking, so the policy only closes it."""
+        """Return True if the prompt opens the thinking, so that the policy only has to close it."""
         return self.marks.ends_open(self._prefix(thinking))
 
     def has_modes(self) -> bool:
-        """Return True if the template's prompt depends on the thinking mode."""
+        """Return True if the template's prompt depends on whether thinking is on or off."""
         return self._prefix(True) != self._prefix(False)
 
     def _has_thought(self, ids: Sequence[int]) -> bool:
-        """Return True if any of the policy's turns in `ids` has non-blank thinking."""
+        """Return True if any of the policy's turns in `ids` contains thinking that is not blank."""
         text, _ = self._decode(ids)
         turns = text.split(self.header)[1:] if self.header else [text]
         return any(self._parse(turn, (), opened=False).reasoning.strip() for turn in turns)
 
     @cached_property
     def header(self) -> str:
-        """Text at the start of each turn of the policy, without thinking marks."""
+        """The text with which each of the policy's turns starts, without thinking marks."""
         prefix = self._prefix(True)
         for mark in (self.marks.open, self.marks.close):
             prefix = prefix.replace(mark, "")
@@ -225,7 +234,7 @@ class TemplateChat:
         return self.format.read(text, tools, opened=opened, inside=inside, marks=self.marks)
 
     def _last_turn(self, ids: Sequence[int]) -> str:
-        """Return the text of the policy's last turn, perhaps with some text before it."""
+        """Return the text of the policy's last turn. It may include some text before the turn."""
         header = self.header
         first = next(
             (i for text, i in self.encoder.controls.items() if header.startswith(text)), -1
@@ -238,7 +247,8 @@ class TemplateChat:
     def _continuation(
         self, messages: Sequence[Message], *, thinking: bool
     ) -> tuple[str, str, Marks]:
-        """Return (text after the policy's turn, control text that ends the turn, marks)."""
+        """Return the text that follows the policy's turn, the control text that ends the turn, and
+        the marks."""
         word = _unused_word(messages)
         answers = [message for message in messages if message["role"] == "tool"]
         calls = [
@@ -276,14 +286,15 @@ class TemplateChat:
         return rest[at + len(end) :], end, marks
 
     def _between_messages(self, turn: str) -> bool:
-        """Return True if a turn of several messages is cut where no end may follow."""
+        """Return True if the turn was cut between two of its messages, where no end of turn may
+        follow."""
         if not self.format.message:
             return False
         _, begun, body = turn.rpartition(self.format.message)
         return not begun or self.format.message_end in body
 
     def _thinking_end(self) -> str:
-        """Return the template's text between thinking and answer."""
+        """Return the text that the template puts between thinking and answer."""
         thought, answer = "Keelthought", "Keelsaid"
         messages = [
             {"role": "user", "content": "?"},
@@ -295,7 +306,8 @@ class TemplateChat:
         return between[0] if between[1] and close in between[0] else f"\n{close}\n\n"
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids; a private character breaks text that only looks like a control token."""
+        """Decode ids. Text that only looks like a control token is broken up by a private
+        character."""
         return self._decode(ids)[0]
 
     def _decode(self, ids: Sequence[int]) -> tuple[str, Marks]:
@@ -312,7 +324,6 @@ def _unused_word(messages: Sequence[Message]) -> str:
 
 
 def _without(value: Any, marks: Marks) -> Any:
-    """Remove the marks from a JSON-like value."""
     if isinstance(value, str):
         return marks.remove(value)
     if isinstance(value, dict):

@@ -1,9 +1,10 @@
-"""Encoding and decoding with control tokens only where a template put them.
+"""Encodes and decodes conversations so that only the template can produce control tokens.
 
-A rendered conversation mixes the template's text with text from users, tools and the policy. An
-ordinary `encode` turns `<|im_end|>` in a tool's result into the control token. Here foreign text is
-marked before rendering, and text between the template's control tokens is encoded by a copy of the
-tokenizer without added tokens. Text without control texts is encoded as usual.
+A rendered conversation mixes the template's text with text from users, tools and the policy. If a
+tool's result contains `<|im_end|>`, an ordinary `encode` turns it into the control token. This
+module therefore marks such foreign text before rendering. The text between the template's control
+tokens is encoded with a copy of the tokenizer that has no added tokens. Text that contains no
+control texts is encoded as usual.
 """
 
 from __future__ import annotations
@@ -17,32 +18,34 @@ from typing import Any
 from tokenizers import Tokenizer
 
 _PRIVATE = range(0x100000, 0x10FFFE)
-"""Private-use code points of plane 16."""
+"""Private-use code points in Unicode plane 16."""
 _PRIVATE_TEXT = re.compile(f"[{chr(_PRIVATE[0])}-{chr(_PRIVATE[-1])}]")
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Two characters that occur in no text of a conversation."""
+    """Two characters that do not occur anywhere in a conversation and therefore can mark foreign
+    text."""
 
     inside: str
-    """Breaks a control text in foreign text."""
+    """Character inserted into foreign text to break up a control text."""
     edge: str
-    """Delimits foreign text, so no control text forms across its ends."""
+    """Character placed around foreign text, so that it cannot form a control text with its
+    surroundings."""
 
     def remove(self, text: str) -> str:
         return text.replace(self.inside, "").replace(self.edge, "")
 
 
 def free_marks(values: Any) -> Marks:
-    """Choose marks that occur in no string of `values`."""
+    """Choose two mark characters that do not occur in any string of `values`."""
     used = {character for text in strings(values) for character in _PRIVATE_TEXT.findall(text)}
     free = (chr(code) for code in _PRIVATE if chr(code) not in used)
     return Marks(next(free), next(free))
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Yield every string in a JSON-like value, keys included."""
+    """Yield every string in a JSON-like value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -55,7 +58,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 class Encoder:
-    """A tokenizer that distinguishes control tokens from text that looks like them."""
+    """A tokenizer that can tell control tokens from text that only looks like them."""
 
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -74,7 +77,7 @@ class Encoder:
             if len(token.content.strip()) > 1
         }
         self.controls: dict[str, int] = {text: index for text, (index, _) in added.items()}
-        """Ids of the added tokens by text, without blanks and single characters."""
+        """Ids of the added tokens by text. Blanks and single characters are left out."""
         self.text_of: dict[int, str] = {index: text for text, index in self.controls.items()}
         special = [re.escape(text) for text, (_, token) in added.items() if token.special]
         self._special = re.compile("|".join(special) or r"(?!)")
@@ -88,7 +91,7 @@ class Encoder:
         self._longest = max(map(len, self.controls), default=0)
 
     def shield(self, text: str, marks: Marks) -> str:
-        """Break every control text in `text`, and replace lone surrogates by U+FFFD."""
+        """Break up every control text in `text`, and replace lone surrogates with U+FFFD."""
         if not text.isascii():
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         while (broken := self._pattern.sub(lambda m: m[0][0] + marks.inside + m[0][1:], text)) != (
@@ -98,9 +101,10 @@ class Encoder:
         return text
 
     def shield_whole(self, text: str, marks: Marks) -> str:
-        """Shield text that a template places next to its own, so its ends form no control text.
+        """Shield text so that it cannot form a control text together with the template's text next
+        to it.
 
-        Blanks at the ends stay outside the marks, because templates strip them.
+        Blanks at the ends stay outside the marks, so that templates can still strip them.
         """
         core = text.strip()
         sizes = range(1, min(len(core), self._longest) + 1)
@@ -113,7 +117,7 @@ class Encoder:
         return text[:start] + edge + shielded + edge + text[start + len(core) :]
 
     def encode(self, text: str, marks: Marks) -> list[int]:
-        """Encode a rendered text; only unmarked control texts become control tokens."""
+        """Encode a rendered text. Only control texts without marks become control tokens."""
         expected = [self.controls[m[0]] for m in self._pattern.finditer(text)]
         if marks.inside not in text:
             ids = self._whole.encode(marks.remove(text), add_special_tokens=False).ids
@@ -122,7 +126,7 @@ class Encoder:
         return self.encode_in_pieces(text, marks)
 
     def encode_in_pieces(self, text: str, marks: Marks) -> list[int]:
-        """Encode a rendered text piece by piece between the control tokens."""
+        """Encode a rendered text by encoding each piece between control tokens separately."""
         ids: list[int] = []
         end, strip = 0, False
         for match in self._pattern.finditer(text):
@@ -135,7 +139,7 @@ class Encoder:
         return ids + self._encode_plain(text[end:], marks, left=strip, right=False)
 
     def decode(self, ids: Sequence[int], marks: Marks) -> str:
-        """Decode ids, breaking text that only looks like a control token."""
+        """Decode ids. Text that only looks like a control token is broken up with a mark."""
         parts: list[str] = []
         run: list[int] = []
         for index in [*ids, None]:
@@ -151,7 +155,8 @@ class Encoder:
         return "".join(parts)
 
     def without_special(self, text: str) -> str:
-        """Remove special tokens from a decoded text, such as Command A's around its answers."""
+        """Remove special tokens from a decoded text, for example those that Command A puts around
+        answers."""
         return self._special.sub("", text)
 
     def _encode_plain(self, text: str, marks: Marks, *, left: bool, right: bool) -> list[int]:
@@ -162,7 +167,8 @@ class Encoder:
 
 
 def _without_added_tokens(written: str, controls: dict[str, int]) -> Tokenizer:
-    """Return the tokenizer of `written` (tokenizer.json) without control tokens."""
+    """Return a copy of the tokenizer without its control tokens. `written` is its
+    tokenizer.json."""
     spec = json.loads(written)
     spec |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
     model = spec["model"]

@@ -1,4 +1,4 @@
-"""Tokens that end any completion in the engine, whatever the chat format."""
+"""Finds the tokens that end every completion in the engine, regardless of the chat format."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from keel.model.load import load_model_config
 
 
 def ends_of(path: str) -> tuple[int, ...]:
-    """Return a model's `eos_token_id`s as vLLM reads them.
+    """Return the `eos_token_id`s of a model, as vLLM reads them.
 
-    They come from generation_config.json, else config.json, of the folder or hub name `path`.
-    Raises ConfigError without either file.
+    They are read from generation_config.json or, if that does not exist, from config.json. `path`
+    is a folder or a hub name. Raises ConfigError if there is neither file.
     """
     try:
         config = GenerationConfig.from_pretrained(path, **hub_options(path))

@@ -1,7 +1,7 @@
-"""Chat formats: parsing of a turn's thinking and calls, and the tokens that end turns.
+"""Parses the thinking and tool calls in a turn, for each supported chat format.
 
-The text comes from `Encoder.decode`, which has a control text only where the policy sampled the
-control token. Nothing here raises for a policy's text; a malformed call is `Broken`.
+The text comes from `Encoder.decode`, so it contains a control text only where the policy sampled
+the control token. No text from the policy raises an error; a malformed call becomes `Broken`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _KINDS: dict[type, set[str]] = {
     list: {"array"},
     dict: {"object"},
 }
-"""JSON types by Python type."""
+"""JSON schema types for each Python type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A call without an id."""
+    """A valid tool call that has not been given an id yet."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -41,7 +41,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A malformed call."""
+    """A malformed tool call, with the reason."""
 
     text: str
     why: str
@@ -49,40 +49,41 @@ class Broken:
 
 _Item = Written | Broken
 _Calls = tuple[str, Sequence[_Item]]
-"""Text around the calls, and the calls in order."""
+"""The text around the calls, and the calls in order."""
 _FindCalls = Callable[[str, Sequence[ToolSpec]], _Calls]
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """The parts of a turn."""
+    """Content, reasoning and calls of a turn."""
 
     content: str
     reasoning: str
     items: Sequence[_Item] = ()
     is_open: bool = False
-    """The turn ends inside its thinking."""
+    """True if the turn ends before its thinking is closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A model family's format of turns and calls."""
+    """The format in which a model family writes turns and tool calls."""
 
     name: str
     read: Callable[..., ParsedTurn]
     ends: tuple[str, ...] = ()
-    """Control texts that end a turn, besides the tokenizer's eos_token."""
+    """Control texts that end a turn, in addition to the tokenizer's eos_token."""
     equal_ends: bool = False
-    """Ends are interchangeable: a template may write another end than was sampled."""
+    """True if the ends are interchangeable, so that a template may write a different end from the
+    sampled one."""
     message: str = ""
-    """Start of each message's body, for turns of several messages."""
+    """Text that starts the body of each message, in formats whose turns have several messages."""
     message_end: str = ""
-    """End of such a message, and in a template's history also of the turn."""
+    """Text that ends such a message. In the history a template may also end the turn with it."""
     calls: bool = True
 
 
 def format_of(tokenizer: Any, encoder: Encoder) -> Format:
-    """Detect the format of a tokenizer's family from its template and control tokens."""
+    """Detect the chat format from the tokenizer's template and control tokens."""
     template, controls = str(tokenizer.chat_template or ""), encoder.controls
     signs = {
         "tiny": template == CHAT_TEMPLATE,
@@ -108,10 +109,10 @@ def _read_tagged(
     inside: bool,
     marks: ThinkingMarks = THINK,
 ) -> ParsedTurn:
-    """Parse a turn with thinking between `marks`.
+    """Parse a turn whose thinking is enclosed in `marks`.
 
-    `opened`: the prompt or an earlier turn has opened the thinking. `inside`: only calls in the
-    thinking count.
+    `opened` means that the prompt or an earlier turn has opened the thinking. `inside` means that
+    only calls made while thinking are valid.
     """
     reasoning, content, is_open = split_thinking(
         text, bounds, opened=opened, inside=inside, marks=marks
@@ -131,7 +132,8 @@ def _outside(call: Written, marks: ThinkingMarks) -> Broken:
 
 
 def _json_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    """Hermes and Qwen3: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
+    """Parse the calls of Hermes and Qwen3: `<tool_call>{"name": …, "arguments":
+    {…}}</tool_call>`."""
 
     def read(body: str) -> _Item:
         try:
@@ -143,7 +145,8 @@ def _json_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
 
 
 def _deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    """DeepSeek-V3.1: name, separator and arguments between control tokens."""
+    """Parse the calls of DeepSeek-V3.1, which have a name, a separator and arguments between
+    control tokens."""
 
     def read(body: str) -> _Item:
         name, separator, arguments = body.partition("<｜tool▁sep｜>")
@@ -159,7 +162,8 @@ def _deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
 
 
 def _deepseek_v32_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    """DeepSeek-V3.2: `<｜DSML｜function_calls>` with invocations and parameters."""
+    """Parse the calls of DeepSeek-V3.2: `<｜DSML｜function_calls>` with invocations and
+    parameters."""
     mark = "｜DSML｜"
     parameter = re.compile(
         rf'\s*<{mark}parameter name="([^"]*)" string="(true|false)">(.*?)</{mark}parameter>\s*',
@@ -193,7 +197,8 @@ def _deepseek_v32_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
 
 
 def _glm_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    """GLM-4.5: `<tool_call>name`, then pairs of `<arg_key>` and `<arg_value>`."""
+    """Parse the calls of GLM-4.5: `<tool_call>name`, then pairs of `<arg_key>` and
+    `<arg_value>`."""
 
     def read(body: str) -> _Item:
         name, mark, _ = body.partition("<arg_key>")
@@ -201,7 +206,8 @@ def _glm_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
         position = len(name) if mark else len(body)
 
         def next_tag(tag: str) -> str | None:
-            """Return the content of the next element, which must be `tag`, and move behind it."""
+            """Return the content of the next element, which must be a `tag`, and advance past
+            it."""
             nonlocal position
             begin = body.find(f"<{tag}>", position)
             end = body.find(f"</{tag}>", begin)
@@ -227,8 +233,11 @@ _LLAMA3_JSON = re.compile(r'\s*\{\s*"(type"\s*:\s*"function"\s*,\s*")?name"\s*:'
 
 
 def _llama3_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    """Llama 3: a turn of JSON with `name` and `parameters`, several separated by `;`, or code after
-    `<|python_tag|>` for a tool that takes `code`."""
+    """Parse the calls of Llama 3.
+
+    The turn is JSON with `name` and `parameters`, where `;` separates several calls. For a tool
+    that takes `code`, it may instead be code after `<|python_tag|>`.
+    """
     content, tag, code = text.partition("<|python_tag|>")
     body = (code if tag else text).strip()
     is_json = _LLAMA3_JSON.match(body)
@@ -254,7 +263,8 @@ def _llama3_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
 
 
 def _tiny_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    """Tiny model: a line `@name 1, "two"`, JSON arguments in the order of the tool's schema."""
+    """Parse the calls of the tiny test model: a line such as `@name 1, "two"`, whose JSON arguments
+    follow the order in the tool's schema."""
     if not tools:
         return text, []
     lines = text.split("\n")
@@ -274,9 +284,10 @@ def read_harmony(
     inside: bool,
     marks: ThinkingMarks = HARMONY,
 ) -> ParsedTurn:
-    """Parse a turn of gpt-oss: messages with a channel and, for a call, a recipient.
+    """Parse a turn of gpt-oss. It consists of messages that have a channel and, for a call, a
+    recipient.
 
-    Calls from the `analysis` channel count only with `inside`.
+    Calls in the `analysis` channel are valid only if `inside` is set.
     """
     reasoning: list[str] = []
     content: list[str] = []
@@ -299,7 +310,8 @@ def read_harmony(
 
 
 def _blocks(text: str, start: str, end: str, read: Callable[[str], _Item]) -> _Calls:
-    """Read each block between `start` and `end`; an unclosed one ends at the next start."""
+    """Read each block between `start` and `end`. A block that is not closed ends where the next one
+    starts."""
     before, *blocks = text.split(start)
     around = [before]
     items: list[_Item] = []
@@ -314,7 +326,7 @@ def _blocks(text: str, start: str, end: str, read: Callable[[str], _Item]) -> _C
 
 
 def _around(text: str, begin: str, end: str) -> str:
-    """Remove all text between the two marks, and unpaired marks."""
+    """Return the text outside the two marks, without unpaired marks."""
     before, *blocks = text.split(begin)
     return (before + "".join(block.partition(end)[2] for block in blocks)).replace(end, "")
 
@@ -322,8 +334,8 @@ def _around(text: str, begin: str, end: str) -> str:
 def _from_value(value: Any, key: str, body: str) -> _Item:
     """Read a call from a JSON object.
 
-    `arguments` and `parameters` are synonyms; `key` is the format's. Without either, the object may
-    hold nothing but the name.
+    The format's own key for the arguments is `key`, but `arguments` and `parameters` are both
+    accepted. If neither is present, the object may contain only the name.
     """
     form = f'a call is a JSON object with "name" and "{key}"'
     if not isinstance(value, dict):
@@ -361,7 +373,8 @@ def _property(tools: Sequence[ToolSpec], name: str, key: str) -> Mapping[str, An
 
 
 def _by_schema(value: str, schema: Mapping[str, Any]) -> Any:
-    """Parse a value as JSON unless the schema admits a string and not the parsed type."""
+    """Parse a value as JSON, unless the schema allows a string and does not allow the parsed
+    type."""
     kinds = _kinds(schema)
     try:
         parsed = strict_json.load(value)
@@ -372,7 +385,7 @@ def _by_schema(value: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _kinds(schema: Any) -> set[str]:
-    """Return the JSON types that a schema names; empty: any."""
+    """Return the JSON types that a schema allows. An empty set means any type."""
     if not isinstance(schema, Mapping):
         return set()
     keys = cast(Mapping[str, Any], schema)

@@ -1,4 +1,4 @@
-"""Rendering of messages, by a tokenizer's Jinja template or by DeepSeek-V3.2's own code."""
+"""Renders messages with a tokenizer's Jinja template or with DeepSeek-V3.2's own code."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from keel.rl.turns import Message
 from keel.rollout.chat.encoding import Encoder, Marks, free_marks
 
 USER_ROLES = ("user", "developer")
-"""Roles whose messages end the policy's thinking."""
+"""Roles that end the policy's thinking when they send a message."""
 
 
 def retained(messages: Sequence[Message]) -> list[Message]:
-    """Return `messages` without the thinking before the last user message.
+    """Return `messages` without the thinking that precedes the last user message.
 
-    Reasoning stays while only tools answer and is dropped at a new user message; calls and results
-    always stay. DeepSeek-V3.2 (2025), section 3.2.1.
+    Reasoning is kept while only tools answer and dropped when a new user message arrives. Tool
+    calls and results are always kept (DeepSeek-V3.2, 2025, section 3.2.1).
     """
     users = [i for i, message in enumerate(messages) if message["role"] in USER_ROLES]
     last = users[-1] if users else -1
@@ -36,19 +36,20 @@ def retained(messages: Sequence[Message]) -> list[Message]:
 
 
 def call_message(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call in the form of `tool_calls` in assistant messages."""
+    """Return a call in the format of an assistant message's `tool_calls`."""
     function = {"name": name, "arguments": dict(arguments)}
     return {"id": call_id, "type": "function", "function": function}
 
 
 def name_of(tokenizer: Any) -> str:
-    """Return the name of a tokenizer's chat renderer for messages."""
+    """Return the name of a tokenizer's chat renderer, for messages."""
     coded = written_by_code(tokenizer)
     return "DeepSeek-V3.2's encoding" if coded else "the tokenizer's chat template"
 
 
 class Renderer:
-    """A model's template with the forms of arguments and tools that it takes."""
+    """A model's chat template, together with how it expects call arguments and tools to be
+    passed."""
 
     def __init__(self, tokenizer: Any, encoder: Encoder) -> None:
         self._tokenizer = tokenizer
@@ -74,7 +75,8 @@ class Renderer:
         thinking: bool,
         speak: bool = True,
     ) -> str:
-        """Render a conversation as marked text, with the start of the policy's turn if `speak`.
+        """Render a conversation as text with marks. If `speak` is set, the text ends with the start
+        of the policy's turn.
 
         Raises ValueError if the template refuses the messages.
         """
@@ -116,7 +118,7 @@ class Renderer:
         return {**call, "function": {**function, "arguments": arguments}}
 
     def _shield_all(self, value: Any, marks: Marks) -> Any:
-        """Shield every string in a JSON-like value, keys included."""
+        """Shield every string in a JSON-like value, including keys."""
         if isinstance(value, str):
             return self._encoder.shield(value, marks)
         if isinstance(value, Mapping):
@@ -128,7 +130,7 @@ class Renderer:
         return value
 
     def _detect_form_of_arguments(self) -> None:
-        """Find out if the template needs a call's arguments as text instead of JSON."""
+        """Find out whether the template needs call arguments as text instead of JSON."""
         messages = [
             {"role": "user", "content": "a"},
             {"role": "assistant", "tool_calls": [call_message("call_0", "b", {"c": "d"})]},
@@ -140,7 +142,7 @@ class Renderer:
             self._arguments_as_text = True
 
     def _detect_listing_of_tools(self) -> None:
-        """Find out if tools must be listed by hand, as for DeepSeek-V3.1's template."""
+        """Find out whether the template omits tools, as that of DeepSeek-V3.1 does."""
         if "<｜tool▁calls▁begin｜>" in str(self._tokenizer.chat_template or ""):
             name = "Keeltool"
             tool = {"type": "function", "function": {"name": name, "parameters": {}}}
@@ -157,9 +159,10 @@ def render(
     thinking: bool,
     speak: bool = True,
 ) -> str:
-    """Render a conversation by the chat template or DeepSeek-V3.2's code.
+    """Render a conversation with the chat template or with DeepSeek-V3.2's code.
 
-    `speak`: add the start of the policy's turn. Raises the template's errors.
+    If `speak` is set, the text ends with the start of the policy's turn. The template's errors are
+    raised unchanged.
     """
     if written_by_code(tokenizer):
         return _deepseek_v32(messages, tools, thinking=thinking)
@@ -175,7 +178,8 @@ def render(
 
 
 def check_developers(messages: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Raise ValueError if the rendered `text` lacks a message of the role developer."""
+    """Check that the rendered `text` contains every message with the role developer. Raises
+    ValueError if it does not."""
     for message in messages:
         if message["role"] == "developer" and str(message["content"]).strip() not in text:
             raise ValueError(
@@ -186,7 +190,7 @@ def check_developers(messages: Sequence[Mapping[str, Any]], text: str) -> None:
 def _with_tools(
     messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Add the tools and the form of a call to the system message, for DeepSeek-V3.1."""
+    """Add the tools and the call format to the system message, for DeepSeek-V3.1."""
     functions = [tool["function"] for tool in tools]
     listed = [
         f"### {function['name']}\nDescription: {function.get('description', '')}\n\n"
@@ -207,7 +211,7 @@ def _with_tools(
 def _deepseek_v32(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, thinking: bool
 ) -> str:
-    """Render by DeepSeek's published code, because the model has no Jinja template.
+    """Render with DeepSeek's published code, because the model has no Jinja template.
 
     Raises ValueError if the code refuses the messages or is not installed.
     """
@@ -229,7 +233,7 @@ def _deepseek_v32(
 
 @cache
 def _deepseek_code() -> Any:
-    """Load vLLM's copy of the code without importing vLLM, which takes seconds."""
+    """Load vLLM's copy of DeepSeek's code without importing vLLM, which takes seconds."""
     vllm = importlib.util.find_spec("vllm")
     place = Path((vllm and vllm.origin) or "").parent / "tokenizers" / "deepseek_v32_encoding.py"
     spec = importlib.util.spec_from_file_location("deepseek_v32_encoding", place)

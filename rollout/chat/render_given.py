@@ -1,9 +1,9 @@
-"""Tokenisation of given conversations, in the ids that the policy would have sampled.
+"""Tokenizes existing conversations into the ids that the policy would have sampled.
 
-Each turn has the context of a rollout: an opening, the turns so far, and the text that
-`Chat.extend` puts between them. A token is thus trained after the ids that it would be sampled
-after, and a conversation is split into several contexts where a rollout's would be (at a user
-message that ends thinking, `keel.agents.conversation`).
+Each turn gets the same context as in a rollout: an opening, the previous turns, and the text that
+`Chat.extend` inserts between them. Each token is therefore trained after exactly the ids that
+precede it during sampling. A conversation is split into several contexts where a rollout would be
+split, namely at a user message that ends thinking (`keel.agents.conversation`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _THINKING_LOST = (
 )
 _END = {"role": "user", "content": "?"}
 _CHECKED: WeakKeyDictionary[TemplateChat, set[tuple[Any, ...]]] = WeakKeyDictionary()
-"""Sequences of roles, by way of rendering, that a template shows completely."""
+"""Sequences of roles that a template is known to show completely, for each way of rendering."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The ids of one context."""
+    """Token ids of one context, with a mask of the tokens to train on."""
 
     ids: list[int] = field(default_factory=list[int])
     trained: list[bool] = field(default_factory=list[bool])
-    """True for the policy's ids."""
+    """True for the ids of the policy."""
 
     def add(self, ids: Sequence[int], *, trained: bool) -> None:
         self.ids.extend(ids)
@@ -49,17 +49,17 @@ def render_given(
     thinking: bool,
     trained: Collection[int] | None = None,
 ) -> list[Context]:
-    """Return the contexts in which the policy says the assistant's messages.
+    """Return the contexts of a conversation in which the policy writes the assistant's messages.
 
-    Each context ends with a turn of the policy. `trained`: indices of the messages to learn; None:
-    all of the assistant's. Without `thinking`, reasoning in the messages is omitted. Raises
-    ValueError naming a message that the template does not show completely.
+    Each context ends with a turn of the policy. `trained` lists the indices of the messages to
+    learn; None means all assistant messages. Without `thinking`, reasoning in the messages is left
+    out. Raises ValueError naming a message that the template does not show completely.
     """
     if not thinking:
         messages = [_without_reasoning(message) for message in messages]
     contexts: list[Context] = []
     done = 0
-    """Number of messages in the last context."""
+    """Number of messages already covered by the last context."""
     for index, message in enumerate(messages):
         if message["role"] != _ASSISTANT or (trained is not None and index not in trained):
             continue
@@ -99,10 +99,10 @@ def _turn_ids(
     *,
     thinking: bool,
 ) -> list[int]:
-    """Return the ids that the policy samples for `reply`, including the end of the turn.
+    """Return the ids that the policy would sample for `reply`, including the end of the turn.
 
-    `after`: next messages, for formats whose turns end with the mark of the next message. Raises
-    ValueError if the template changes `messages` once `reply` follows.
+    `after` are the messages that follow, which matter for formats whose turns end with the start of
+    the next message. Raises ValueError if the template changes `messages` once `reply` follows.
     """
     before, _ = chat.text(messages, tools, thinking=thinking)
     whole, marks = chat.text([*messages, reply], tools, thinking=thinking, speak=False)
@@ -126,11 +126,11 @@ def _check_shown(
     first: int,
     way: tuple[bool, bool | None],
 ) -> None:
-    """Check that `write` shows every message that is not the assistant's.
+    """Check that `write` shows every message of the system, the user and the tools.
 
-    A template may skip unknown roles, or a system message that is not the first. Contents are
-    replaced by probe words, and each sequence of roles is checked once per way of rendering.
-    `first`: index of the first message.
+    A template may skip unknown roles, or a system message that is not the first one. The check
+    replaces contents with probe words, and runs once for each sequence of roles and way of
+    rendering. `first` is the index of the first message.
     """
     roles = tuple(
         str(one["role"]) if _plain(one.get("content")) else "" for one in messages
@@ -161,7 +161,7 @@ def _check_read_back(
     *,
     thinking: bool,
 ) -> None:
-    """Check that a rollout would parse the turn to the given message."""
+    """Check that parsing the turn, as a rollout does, gives back the original message."""
     parsed = chat.parse(turn, tools, thinking=thinking, turn=0)
     calls = [
         (call.name, dict(call.arguments)) if isinstance(call, ToolCall) else None

@@ -1,4 +1,4 @@
-"""Checks, made before a run, that conversations can be extended under a model's template."""
+"""Checks, before a run starts, that conversations can be extended with a model's chat template."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ def check_prefix_law(
     tools: Sequence[ToolSpec] = _TOOLS,
     modes: Sequence[bool] = (True, False),
 ) -> None:
-    """Check on short conversations that `extend` equals one render of the whole conversation.
+    """Check on short conversations that extending one turn by turn gives the same ids as rendering
+    it at once.
 
-    Also checks that no text becomes a control token and that tools are shown. `modes`: with
-    thinking, without, or both. The empty think block that a template puts before a turn and omits
-    from its history may stay, because the policy was sampled after it. Raises ValueError naming the
-    template, the case and a fix.
+    This also checks that no ordinary text becomes a control token and that tools are shown. `modes`
+    selects thinking, no thinking, or both. An empty think block that a template puts before a turn
+    but omits from the history may remain, because the policy was sampled after it. Raises
+    ValueError naming the template, the case and a fix.
     """
     for thinking in modes:
         for calls in ((), (1,), (1, 1), (2, 1), (3, 1, 2)) if tools else ((),):
@@ -46,11 +47,11 @@ def check_prefix_law(
 
 
 def check_calls_in_thinking(chat: TemplateChat, *, tools: Sequence[ToolSpec] = _TOOLS) -> None:
-    """Check that calls work inside the thinking and only there.
+    """Check that tool calls work while thinking, and only then.
 
-    A call is parsed, its result follows as after any other call, the thinking continues, and a call
-    after the thinking is malformed. `chat` must have `tools_in_thinking` and pass
-    `check_prefix_law`. Raises ValueError naming the template, the case and a fix.
+    The check parses a call, adds its result as for any other call, and continues the thinking. It
+    also expects a call after the thinking to be malformed. `chat` must have `tools_in_thinking` set
+    and pass `check_prefix_law`. Raises ValueError naming the template, the case and a fix.
     """
 
     def check(condition: bool, problem: str) -> None:
@@ -98,10 +99,10 @@ def turn_ids(
     *,
     thinking: bool,
 ) -> list[int]:
-    """Return the ids that the policy samples for `reply`, including the end of the turn.
+    """Return the ids that the policy would sample for `reply`, including the end of the turn.
 
-    `reply` must end in text that appears nowhere else. Raises ValueError if the template changes
-    `messages` once `reply` and `after` follow, or does not show `reply`.
+    `reply` must end in text that appears nowhere else. Raises ValueError if the template does not
+    show `reply`, or changes `messages` once `reply` and `after` follow.
     """
     before, _ = chat.text(messages, tools, thinking=thinking)
     # A user's next message would end the thinking.
@@ -125,9 +126,11 @@ def turn_ids(
 def _check_conversation(
     chat: TemplateChat, tools: Sequence[ToolSpec], calls: Sequence[int], *, thinking: bool
 ) -> None:
-    """Check turns of `calls[i]` calls each, then an answer and a user's next question.
+    """Check a conversation in which turn i makes `calls[i]` calls, followed by an answer and
+    another user question.
 
-    Every turn is extended once as ended by the policy and once as cut at its length.
+    Every turn is extended twice: once as if the policy had ended it, and once as if it had been cut
+    at its length limit.
     """
     messages: list[Message] = [
         {"role": "system", "content": "Help."},
@@ -162,7 +165,8 @@ def _check_conversation(
 
 
 def _check_controls(chat: TemplateChat, tools: Sequence[ToolSpec], *, thinking: bool) -> None:
-    """Check control tokens in messages, encoding in pieces, and that tools are shown."""
+    """Check that control texts in messages stay text, that encoding in pieces works, and that tools
+    are shown."""
     counts: list[int] = []
     for content in ("Which?", "x".join(chat.encoder.controls)):
         ids = chat.opening([{"role": "user", "content": content}], tools, thinking=thinking)

@@ -1,4 +1,4 @@
-"""Thinking marks of model families, and the split of a turn into thinking and answer."""
+"""Finds the thinking marks of a model family, and splits turns into thinking and answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from keel.rl.turns import THINK, ThinkingMarks
 
 HARMONY = ThinkingMarks("<|channel|>analysis<|message|>", "<|channel|>final<|message|>")
-"""gpt-oss, whose turns have several messages (`keel.rollout.chat.parsing.read_harmony`)."""
+"""Thinking marks of gpt-oss, whose turns have several messages
+(`keel.rollout.chat.parsing.read_harmony`)."""
 HARMONY_CONTROLS = "<|start|> <|channel|> <|constrain|> <|message|> <|end|> <|call|> <|return|>"
 _FAMILIES = (
     HARMONY,
@@ -23,10 +24,10 @@ _FAMILIES = (
 
 
 def marks_of(tokenizer: Any, named: Sequence[str] = ()) -> ThinkingMarks | None:
-    """Return the thinking marks of a tokenizer's family, or None if it is unknown.
+    """Return the strings that open and close thinking for a tokenizer, or None if they are unknown.
 
-    `named` (`model.thinking_marks`: open, close) comes first, then the marks that the chat template
-    writes, then those among the added tokens.
+    `named` is the setting `model.thinking_marks` and takes precedence. Otherwise the marks are
+    looked up in the chat template, and then among the added tokens.
     """
     if named:
         return ThinkingMarks(*named)
@@ -41,14 +42,16 @@ def marks_of(tokenizer: Any, named: Sequence[str] = ()) -> ThinkingMarks | None:
 
 @dataclass(frozen=True, slots=True)
 class CallBounds:
-    """Start and end of a family's calls. Thinking marks inside a call are ordinary text."""
+    """Patterns for the start and end of a model family's tool calls. Thinking marks inside a call
+    are ordinary text."""
 
     start: str = ""
-    """A pattern; empty if the family has no calls."""
+    """Pattern for the start of a call, or empty if the family has no calls."""
     end: str = ""
-    """Empty if a call extends to the end of the turn."""
+    """Pattern for the end of a call, or empty if a call extends to the end of the turn."""
     whole: re.Pattern[str] | None = None
-    """Start of a turn, or of the text after its thinking, that consists of calls only."""
+    """Pattern for the start of a text that consists only of calls. The text is a whole turn, or
+    what follows the thinking."""
 
 
 NO_CALLS = CallBounds()
@@ -62,11 +65,11 @@ def split_thinking(
     inside: bool = False,
     marks: ThinkingMarks = THINK,
 ) -> tuple[str, str, bool]:
-    """Split a turn into (reasoning, content, True if it ends inside its thinking).
+    """Split a turn into (reasoning, content, whether the turn ends while thinking).
 
-    A turn whose thinking is never closed has no content. Text before an unopened closing mark is
-    reasoning. `opened`: the prompt or an earlier turn has opened the thinking. `inside`: the
-    thinking may contain calls.
+    If the thinking is never closed, there is no content. If a closing mark comes first, the text
+    before it is reasoning. `opened` means that the prompt or an earlier turn has opened the
+    thinking. `inside` means that the thinking may contain calls.
     """
     scanner = _Scanner(text, bounds, marks, inside=inside)
     thinks = opened and not text.lstrip().startswith(marks.open)
@@ -85,7 +88,7 @@ def split_thinking(
 
 
 class _Scanner:
-    """Finds a turn's thinking marks in one pass, skipping those inside calls."""
+    """Finds the thinking marks of a turn in one pass and skips those inside calls."""
 
     def __init__(
         self, text: str, bounds: CallBounds, marks: ThinkingMarks, *, inside: bool
@@ -100,7 +103,7 @@ class _Scanner:
         self._call_edge = re.compile(either, re.MULTILINE) if either else None
 
     def starts_in_thinking(self) -> bool:
-        """Return True if a closing mark comes before any opening one."""
+        """Return True if a closing mark comes before the first opening mark."""
         position = 0
         if self._all_calls(0):
             return False
@@ -113,7 +116,7 @@ class _Scanner:
         return False
 
     def next_open(self, position: int, answer: Sequence[str]) -> re.Match[str] | None:
-        """Find the next opening mark outside calls. `answer`: content before `position`."""
+        """Find the next opening mark outside calls. `answer` is the content before `position`."""
         if not any(map(str.strip, answer[-1:])) and self._all_calls(position):
             return None
         while mark := self._open.search(self._text, position):
@@ -125,7 +128,7 @@ class _Scanner:
         return None
 
     def next_close(self, position: int) -> re.Match[str] | None:
-        """Find the next closing mark outside closed calls."""
+        """Find the next closing mark outside complete calls."""
         while mark := self._close.search(self._text, position):
             if mark[0] == self._marks.close:
                 return mark
@@ -133,7 +136,8 @@ class _Scanner:
         return None
 
     def _after_closed(self, call: re.Match[str]) -> int:
-        """Return the end of a call; one that is not closed before the next is a mere mention."""
+        """Return the end of a call. A call that is not closed before the next one starts counts as
+        a mere mention."""
         following = self._call_edge.search(self._text, call.end()) if self._call_edge else None
         if following is not None and following[0] == self._bounds.end:
             return following.end()
