@@ -16,18 +16,18 @@ reward in the group."""
 
 
 def group_advantages(rewards: Tensor, *, scale: Scale = "none") -> Tensor:
-    r"""Â_i = R_i − mean(R) within each group. DeepSeek-V3.2 (2025), text under Eq. 6.
+    r"""Compute advantages Â_i = R_i − mean(R) within each group (DeepSeek-V3.2, 2025, under Eq. 6).
 
-    Shapes: `rewards` [..., G], one group in the last axis; returns the same shape and dtype. The
-    advantages of a group are exactly 0 if its rewards differ by no more than the rounding of sums
-    (0.1 + 0.2 and 0.3).
+    `rewards` is [..., G], with one group along the last axis, and the result has the same shape and
+    dtype. If the rewards in a group differ only by rounding errors (like 0.1 + 0.2 and 0.3), its
+    advantages are exactly 0.
 
-    `scale="std"` divides by the group's standard deviation (with Bessel's correction), as the
-    original GRPO (DeepSeekMath, 2024). A group without spread keeps its zeros; division would turn
-    rounding errors into full-size advantages.
+    With `scale="std"`, advantages are divided by the group's standard deviation (with Bessel's
+    correction), as in the original GRPO (DeepSeekMath, 2024). Advantages that are 0 stay 0, since
+    dividing would turn rounding errors into large advantages.
 
-    Raises `ValueError` for rewards without a group axis, of an integer dtype, or not finite (CPU
-    only), and for an unknown `scale`.
+    Raises `ValueError` if rewards have no group axis, have an integer dtype or are not finite
+    (checked on the CPU only), and if `scale` is unknown.
     """
     require(
         rewards.ndim >= 1 and rewards.shape[-1] >= 1,

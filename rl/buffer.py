@@ -64,25 +64,26 @@ class _Place:
 class GroupBuffer:
     """Tracks submitted and finished groups, and forms batches from them.
 
-    A group occupies a slot from the submission of its prompt until the engines have adopted weights
-    trained on it. There are `Lag.batches` + 1 batches of slots, so with a lag of 0 every group is
-    sampled from the weights that it trains. A filtered group frees its slot for a new prompt, which
-    is sampled from newer weights and goes to the end of the queue.
+    A group occupies a slot from the time its prompt is submitted until the engines use weights that
+    were trained on it. There are slots for `Lag.batches` + 1 batches, so with a lag of 0 every
+    group is sampled from the very weights that it trains. If a group is filtered out, its slot goes
+    to a new prompt, which is added at the end of the queue and sampled from newer weights.
 
-    Groups train in the order of their prompts, and a step waits for all of its groups. Taking
-    finished groups first would train on short completions and let the long ones age. The order also
-    enforces `Lag.versions` without comparing versions: while the engines are at step a, there is
-    room only for the groups of steps up to a + `publish_every` + `batches`, so none trains later
-    than that. No other order waits less: with new weights at every step, the submitted groups fill
-    all steps up to the bound, so a group that overtakes pushes another one beyond it.
+    Groups are trained on in the order of their prompts, and a step waits for all its groups. Taking
+    finished groups first would favour short completions while the long ones become older. The order
+    also enforces `Lag.versions` without comparing versions. While the engines are at step a, only
+    groups for steps up to a + `publish_every` + `batches` can be submitted, so none is trained on
+    later than that. No other order would wait less: with new weights at every step, the submitted
+    groups fill all steps up to the bound, so moving one group forward would push another beyond it.
 
-    The same rule covers trajectories of many turns, and nothing is dropped for its age. The first
-    token of a trajectory is its oldest, and its weights are no older than those at the submission
-    of its prompt. So a trajectory spans at most `Lag.versions` new versions, however many turns it
-    has; then the trainer waits for it. Dropping by the oldest token would drop exactly the long
-    trajectories. The sequence mask deals with the effect of age on a bad completion.
+    The same rule covers trajectories with many turns, and no trajectory is dropped because of its
+    age. Its oldest token is the first one, and that was sampled from weights no older than those in
+    use when the prompt was submitted. A trajectory therefore spans at most `Lag.versions` new
+    versions, however many turns it has, and after that the trainer waits for it. Dropping
+    trajectories by their oldest token would drop exactly the long ones. The sequence mask handles
+    bad completions that have become too off-policy.
 
-    Filtering is decided in the same order, so it does not depend on arrival times.
+    Groups are filtered in the same order, so the result does not depend on when they arrive.
     """
 
     def __init__(
@@ -192,6 +193,10 @@ class GroupBuffer:
             self._members, self._discarded, self._counts = [], [], Counter()
 
     def _free_early(self) -> None:
+        """Free the slots of groups that will be discarded whatever happens to the earlier ones.
+
+        The budget must suffice even if all undecided groups before them are discarded too.
+        """
         discarded = len(self._discarded)
         for place in self._queue.values():
             discarded += place.group is None or place.reason is not None

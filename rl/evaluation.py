@@ -37,7 +37,7 @@ def pass_at_k(samples: int, passes: int, k: int) -> float:
 
 
 def evaluation(groups: Sequence[ScoredGroup]) -> dict[str, Metric]:
-    """Compute the metrics of a held-out set, with one or more completions per prompt.
+    """Compute evaluation metrics from scored groups with one or more completions per prompt.
 
     pass@1    fraction of the requested completions that are completely right (`passed`), where
               missing and unscored ones count as wrong (Chen et al., 2021, k = 1)

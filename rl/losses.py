@@ -198,6 +198,13 @@ def grpo_loss(
 def _surrogate(
     log_ratio: Tensor, advantage: Tensor, keep: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
+    """Return min(r Â, clip(r) Â) · M, and where the clip is active, both as [N].
+
+    The minimum picks the clipped side where r is above the range and Â > 0, or below it and Â < 0.
+    Tokens are selected before the exponential, and not by multiplying with 0 afterwards, so that an
+    infinite log-ratio at one token cannot reach the gradients of the others. NaN counts as not
+    clipped, so it reaches the loss.
+    """
     with torch.no_grad():
         ratio = log_ratio.clamp(-BOUND, BOUND).exp()
         above = (advantage > 0) & (ratio > 1 + clip_high)

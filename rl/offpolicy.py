@@ -1,4 +1,5 @@
-"""Off-policy corrections: the sequence mask and the mass of sampling masks."""
+"""Corrections for off-policy training: the sequence mask, and a penalty on probability mass that
+leaves the sampling masks."""
 
 from __future__ import annotations
 
@@ -20,24 +21,28 @@ def off_policy_sequence_mask(
     delta: float,
     sequence_gap: Tensor | None = None,
 ) -> Tensor:
-    r"""Compute the sequence mask M. DeepSeek-V3.2 (2025), Eq. 9.
+    r"""Compute the sequence mask M (DeepSeek-V3.2, 2025, Eq. 9).
 
         M_i = 0  iff  Â_i < 0  and  mean_t(log π_old − log π_θ) > δ
 
-    Drops a bad completion that the policy has moved away from, or on which trainer and engine
-    disagree; never drops a good one. The comparison is strict and carries no gradient.
+    The mask drops a bad completion if the policy has moved away from it, or if trainer and engine
+    disagree on it. It never drops a good completion, and it carries no gradient.
 
-    Shapes: `logp`, `logp_old`, `advantage` [N] over sampled tokens; `sequence` [N] int64, the index
-    of each token's sequence, in any order. Returns bool [N], True = keep, which is constant over a
-    sequence with one advantage. If the advantage varies within it (Â_{i,t}, as in the paper), only
-    tokens with a negative one are dropped. The mean runs over all tokens of the call, so a
-    trajectory of several segments must be complete or have its mean in `sequence_gap` [S] float64
-    (`GapTotals`; NaN: complete here). It is summed in float64 and compared in the dtype of the gap.
+    Shapes: `logp`, `logp_old` and `advantage` are [N] over sampled tokens, and `sequence` is [N]
+    int64 with the index of each token's sequence, in any order. Returns [N] bool, where True means
+    that the token is kept. If all tokens in a sequence have the same advantage, they are all kept
+    or all dropped. If the advantage varies (Â_{i,t}, as in the paper), only tokens with a negative
+    advantage are dropped.
 
-    An infinite gap (π_θ = 0 at a sampled token) drops a bad completion like any gap above δ. A NaN
-    gap never does, so that it reaches the loss.
+    The mean is taken over the tokens in this call. A sequence with tokens in other calls needs its
+    mean in `sequence_gap` [S] float64 (from `GapTotals`), which is NaN for sequences that are
+    complete here. The mean is summed in float64 and compared in the dtype of the log-probabilities.
 
-    Raises `ValueError` naming the argument, and on the CPU the row (see `keel.rl.checks`).
+    An infinite gap (π_θ = 0 at a sampled token) drops a bad completion like any other gap above δ.
+    A NaN gap never drops one, so that the NaN reaches the loss.
+
+    Raises `ValueError` if an argument is invalid. The error names the argument and, on the CPU, the
+    row (see `keel.rl.checks`).
     """
     require_log_probs(logp, logp_old=logp_old, advantage=advantage)
     require_sequences(sequence, advantage, num_sequences)
@@ -57,20 +62,21 @@ def off_policy_sequence_mask(
 
 
 def kept_mass_shortfall(log_mass: Tensor, *, top_p: float) -> Tensor:
-    r"""Shortfall of probability mass in sampling masks: max(0, log p² − log m), in nats (by Keel).
+    r"""Compute how much probability mass sampling masks lack: max(0, log p² − log m), in nats.
 
-    m = Σ_{v∈S} π_θ(v) over the whole vocabulary, for the sampling mask S. Keep Sampling Mask
-    compares policies within S only, so neither ratios, nor the clip, nor the sequence mask see how
-    much probability later policies move out of S. As a penalty, weighted like the tokens of Eq. 5,
-    the shortfall holds the policy in S without constraining it there.
+    m = Σ_{v∈S} π_θ(v) is the probability of the sampling mask S within the whole vocabulary. Keep
+    Sampling Mask compares policies only within S, so ratios, the clip and the sequence mask do not
+    show how much probability later policies move out of S. Added to the loss as a penalty, with the
+    weights of Eq. 5, the shortfall keeps the policy within S and does not constrain it there. This
+    penalty is not part of DeepSeek-V3.2.
 
-    Top-p sampling gives m ≥ p (after top-k, if set: pass only masks that top-k did not cut). The
-    threshold p² lets the policy move as much mass out of S as sampling cut, 1 − p² ≈ 2 (1 − p),
-    at no cost. A threshold of p would penalise fresh samples wherever engine and trainer round
-    differently.
+    Top-p sampling ensures m ≥ p. If top-k is set too, pass only masks that top-k did not shorten.
+    With the threshold p², the policy may move as much mass out of S as sampling removed without a
+    penalty, since 1 − p² ≈ 2 (1 − p). With a threshold of p, even fresh samples would be penalised
+    wherever the engine and the trainer round differently.
 
-    `log_mass` is [m], float32 or float64, and carries the gradient; NaN propagates. Raises
-    `ValueError` naming the argument.
+    `log_mass` is log m for each token, float32 or float64, and carries the gradient. NaN
+    propagates. Raises `ValueError` if an argument is invalid.
     """
     require(log_mass.ndim == 1, f"log_mass has shape {list(log_mass.shape)}: must be 1-D, [m]")
     require(log_mass.is_floating_point(), f"log_mass is {log_mass.dtype}: must be a float")
@@ -79,17 +85,19 @@ def kept_mass_shortfall(log_mass: Tensor, *, top_p: float) -> Tensor:
 
 
 class GapTotals:
-    """Accumulates log π_old − log π_θ of P trajectories that span micro-batches and ranks.
+    """Accumulates log π_old − log π_θ for the P trajectories that span several micro-batches or
+    ranks.
 
-    The sequence mask compares its means with δ. `sums_2P` [2, P] float64 has the sums and
-    token counts, which add up over ranks.
+    The sequence mask compares the means with δ. `sums_2P` [2, P] float64 holds the sums and the
+    token counts, which can be added up over ranks.
     """
 
     def __init__(self, count: int, device: torch.device | str = "cpu") -> None:
         self.sums_2P = torch.zeros(2, count, dtype=torch.float64, device=device)
 
     def add(self, logp: Tensor, logp_old: Tensor, owner: Tensor) -> GapTotals:
-        """Add [N] tokens of the trajectories `owner`, 0 … P−1, or −1 for none of them."""
+        """Add N tokens. `owner` [N] gives the trajectory of each token, 0 … P−1, or −1 if the token
+        belongs to none of them."""
         gap, ones = logp_old.detach() - logp.detach(), torch.ones_like(logp, dtype=torch.float64)
         more_2P = self.sums_2P.new_zeros(2, self.sums_2P.shape[1] + 1)
         more_2P[0].index_add_(0, owner + 1, gap.double())
@@ -98,5 +106,6 @@ class GapTotals:
         return self
 
     def means(self) -> Tensor:
-        """Return [P] float64, nats per token; NaN for a trajectory without tokens."""
+        """Return the mean gap of each trajectory in nats per token, [P] float64. It is NaN for a
+        trajectory without tokens."""
         return self.sums_2P[0] / self.sums_2P[1]

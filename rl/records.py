@@ -19,10 +19,10 @@ from keel.rl.types import PROGRAM, Dialogue, Prompt, ScoredGroup, Segment, Traje
 
 
 def trajectory_record(prompt: Prompt, trajectory: Trajectory, *, tokenizer: str) -> dict[str, Any]:
-    """Return a trajectory's line without its rewards.
+    """Return the JSON record for a trajectory, without its rewards.
 
-    tokenizer: digest of the policy's tokenizer (`keel.model.load.digest_of_tokenizer`); "" leaves
-    the segments out.
+    `tokenizer` is the digest of the policy's tokenizer (`keel.model.load.digest_of_tokenizer`). If
+    it is empty, the segments are left out.
     """
     first, *others = _conversations(prompt, trajectory)
     return {
@@ -39,7 +39,7 @@ def trajectory_record(prompt: Prompt, trajectory: Trajectory, *, tokenizer: str)
 
 
 def scored_record(scored: ScoredGroup, index: int, *, tokenizer: str) -> dict[str, Any]:
-    """Return the line of one trajectory of a group, with its rewards."""
+    """Return the JSON record for one trajectory in a scored group, with its rewards."""
     group = scored.group
     return {
         **trajectory_record(group.prompt, group.trajectories[index], tokenizer=tokenizer),
@@ -49,7 +49,10 @@ def scored_record(scored: ScoredGroup, index: int, *, tokenizer: str) -> dict[st
 
 
 def recorded_segments(record: Mapping[str, Any], prompt_id: str) -> tuple[Segment, ...]:
-    """Read the segments of a line by `trajectory_record`. Raises `ValueError` if malformed."""
+    """Read the segments from a record written by `trajectory_record`.
+
+    Raises `ValueError` if they are malformed.
+    """
     segments: list[Segment] = []
     for entry in cast(list[Any], record["segments"]):
         try:
@@ -66,7 +69,8 @@ def recorded_segments(record: Mapping[str, Any], prompt_id: str) -> tuple[Segmen
 
 
 def _conversations(prompt: Prompt, trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return `messages` and `tools` of each conversation, those with sampled messages first."""
+    """Return the `messages` and `tools` of each conversation, starting with those that have sampled
+    messages."""
     dialogues = sorted(trajectory.dialogues, key=lambda dialogue: not dialogue.sampled)
     if not dialogues:
         # The transcript of an environment already contains the prompt.
@@ -94,9 +98,9 @@ def _spans(segment: Segment) -> dict[str, Any]:
 
 
 def _message(message: Message, *, learned: bool) -> dict[str, Any]:
-    """Drop `raw`, and give `weight` 0 to assistant messages that must not be learned.
+    """Remove `raw`, and set `weight` to 0 for assistant messages that must not be learned.
 
-    Those are messages that the policy did not sample, and ones with a malformed tool call.
+    These are messages that the policy did not sample, and messages with a malformed tool call.
     """
     entry = {key: value for key, value in message.items() if key != "raw"}
     if message["role"] == "assistant":

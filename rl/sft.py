@@ -1,4 +1,5 @@
-"""Supervised fine-tuning: examples and their packing. The loss is `keel.rl.losses.nll_loss`."""
+"""Supervised fine-tuning: the examples and how they are packed. The loss is
+`keel.rl.losses.nll_loss`."""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ from keel.rl.packing.prefix_sharing import unshared
 from keel.rl.types import Segment
 
 Average = Literal["tokens", "conversations"]
-"""Unit that the loss averages over."""
+"""Whether the loss is averaged over tokens or over conversations."""
 _FORMAT = BatchFormat(routes=None, sampling_mask=False, loss="nll")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftExample:
-    """A conversation to learn from, as one or more contexts, like a `Trajectory`."""
+    """A conversation to learn from. Like a `Trajectory`, it consists of one or more segments."""
 
     prompt_id: str
-    """Unique within a run and stable across restarts."""
+    """An id that is unique within a run and stays the same after a restart."""
     segments: tuple[Segment, ...]
 
     def __post_init__(self) -> None:
@@ -34,7 +35,7 @@ class SftExample:
 
     @property
     def learned_tokens(self) -> int:
-        """|o_i|, over all segments."""
+        """The number of tokens to learn over all segments, |o_i|."""
         return sum(int(segment.trainable_T.sum()) for segment in self.segments)
 
     @property
@@ -52,7 +53,8 @@ def supervised_segment(
     ids: Sequence[int] | NDArray[np.int32],
     learned: Sequence[bool] | NDArray[np.bool_],
 ) -> Segment:
-    """Build a segment that no policy sampled; `learned` marks the tokens with a loss."""
+    """Build a segment from text that was not sampled by the policy. `learned` marks the tokens to
+    learn."""
     count = len(ids)
     return Segment(
         prompt_id=prompt_id,
@@ -71,13 +73,11 @@ def pack_sft(
     micro_batch_tokens: int,
     mean: Average = "tokens",
 ) -> list[TrainBatch]:
-    """Pack one optimizer step on `examples` into one `TrainBatch` per rank.
+    """Pack the examples for one optimizer step into one `TrainBatch` per rank.
 
-    An example has the weight |o_i| B / Σ |o_j| for a mean over tokens, and 1 for a mean over
-    conversations (see `nll_loss`). The segments of an example that exceeds a micro-batch are
-    packed separately.
-
-    Raises `ValueError` for an empty `examples`.
+    For a mean over tokens, an example has the weight |o_i| B / Σ |o_j|, and for a mean over
+    conversations it has the weight 1 (see `nll_loss`). If an example does not fit into a
+    micro-batch, its segments are packed separately. Raises `ValueError` if `examples` is empty.
     """
     if not examples:
         raise ValueError("examples is empty: an optimizer step needs at least one")

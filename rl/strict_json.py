@@ -1,4 +1,5 @@
-"""Strict JSON for untrusted text: bounded nesting and only values that can be serialised again."""
+"""A strict JSON parser for untrusted text, which limits nesting and accepts only values that can be
+serialised again."""
 
 from __future__ import annotations
 
@@ -11,22 +12,22 @@ from typing import Any, NoReturn, cast
 _MAX_DEPTH = 100
 """Maximum nesting depth."""
 _MAX_DIGITS = 4300
-"""Maximum digits of an integer; CPython's default."""
+"""Maximum digits of an integer, which is also the default in CPython."""
 _LONG_DIGITS = 50_000
-"""Maximum digits of an integer in data and in results of programs. Parsing takes about 50 ms and
-grows with the square of the digits."""
+"""Maximum digits of an integer in data sets and in the results that programs return. Parsing such
+an integer takes about 50 ms, and the time grows with the square of the digits."""
 
 
 def allow_long_integers() -> None:
-    """Raise this process's limit on integer digits from 4,300 to `_LONG_DIGITS`."""
+    """Raise the limit on integer digits in this process from 4,300 to `_LONG_DIGITS`."""
     sys.set_int_max_str_digits(_LONG_DIGITS)
 
 
 def load(text: str | bytes, *, max_depth: int = _MAX_DEPTH) -> Any:
-    """Parse JSON.
+    """Parse JSON from untrusted text.
 
-    Raises ValueError if it is malformed, and for NaN, floating-point overflow, more than
-    `_MAX_DIGITS` digits or deep nesting.
+    Raises ValueError if the text is malformed or nested too deeply, or if it contains NaN, a number
+    that overflows a float, or an integer with more than `_MAX_DIGITS` digits.
     """
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, parse_int=_short)

@@ -1,4 +1,4 @@
-"""Metrics of a batch of rollouts, and of the optimizer steps on it."""
+"""Metrics for a batch of rollouts, and for the optimizer steps on it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from keel.rl.metrics import Max, Mean, Metric, Sum, mean_of, merge
 from keel.rl.types import LOST, FinishReason, ScoredGroup, Segment, Trajectory
 
 CUTS: Mapping[str, FinishReason] = {"turn": "turns", "window": "window", "length": "length"}
-"""Finish reason counted in each `agents/<name>_cuts`; `rollout/deadline_cuts` counts the other."""
+"""The finish reason that each metric `agents/<name>_cuts` counts. The reason `deadline` is counted
+in `rollout/deadline_cuts`."""
 
 
 def summarize(
     trained: Sequence[ScoredGroup], *, version: int, discarded: Sequence[ScoredGroup] = ()
 ) -> dict[str, Metric]:
-    """Compute rewards, lengths, staleness and drops of a batch, for a policy at `version`.
+    """Compute the metrics of a batch of rollouts, for a policy at `version`.
 
-    Groups and trajectories that the metrics cover:
+    The metrics cover different groups and trajectories:
         reward/…, rollout/dropped_completions, rollout/uniform_groups
             all sampled groups, including `discarded` ones (`algorithm.filter_groups`); without
             them, a policy that is nearly always right would look like one that is right half the
@@ -27,20 +28,20 @@ def summarize(
         length/mean, staleness/…, sampling/kept_mean, rollout/uniform_group_fraction
             groups to train on
         length/sampled_mean, rollout/truncated_fraction, rollout/deadline_cuts
-            all sampled trajectories, including dropped ones; a difference to length/mean shows
-            that length affects the selection
+            all sampled trajectories, including dropped ones; a difference from length/mean
+            shows that length affects the selection
         agents/…
             sampled trajectories with a `Usage`; see `_agent_metrics`. agents/crashes counts lost
             environments and failed agent programs, dropped or not
         domain/<name>/…
-            only with several domains; shares are of the groups with a gradient
+            only with several domains; shares are fractions of the groups with a gradient
 
-    Lengths count sampled tokens; staleness is in optimizer steps, averaged over sampled tokens.
-    Other means are over completions, so a group that lost some weighs less than in the loss. A
-    reward part is averaged over the completions that have it, `sampling/kept_mean` over the tokens
-    whose sampling was truncated.
+    Lengths count sampled tokens. Staleness is measured in optimizer steps and averaged over sampled
+    tokens. Most other means are over completions, so a group that lost completions has less weight
+    than in the loss. A reward part is averaged over the completions that have it, and
+    `sampling/kept_mean` over the tokens whose sampling was truncated.
 
-    Raises `ValueError` for a reward part named `mean`, which would collide with `reward/mean`.
+    Raises `ValueError` if a reward part is named `mean`, which would collide with `reward/mean`.
     """
     groups = [*trained, *discarded]
     all_scored = _trajectories(groups)
@@ -90,11 +91,11 @@ def summarize(
 
 
 def of_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Combine the metrics of the optimizer steps on one batch, in order.
+    """Combine the metrics from the optimizer steps on one batch, in order.
 
-    `mismatch/*` comes from the first step, because it compares the engine with the weights that
-    sampled. `loss` is a share of each step's loss (`keel.rl.losses`) and becomes a share of their
-    mean.
+    `mismatch/*` is taken from the first step, because only this step compares the engine with the
+    weights that were used for sampling. `loss` is a share of each step's loss (`keel.rl.losses`),
+    and becomes a share of the mean loss.
     """
     parts: list[dict[str, Metric]] = []
     for index, metrics in enumerate(updates):
@@ -161,12 +162,13 @@ def _staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, Me
 
 
 def _agent_metrics(sampled: Sequence[Trajectory]) -> dict[str, Metric]:
-    """Compute `agents/…` over trajectories with a `Usage`.
+    """Compute the `agents/…` metrics for trajectories with a `Usage`.
 
-    A trajectory starts a segment at its beginning, after a rewrite of its context, and after its
-    thinking was removed. `failed_call_fraction` and `malformed_fraction` are
-    of tool calls, `prefix_hit_fraction` of the context tokens that an earlier turn had computed;
-    fractions of nothing are omitted. `contexts_…` are sums over turns of agent programs.
+    A trajectory starts a new segment at its beginning, after its context was rewritten, and after
+    its thinking was removed. `failed_call_fraction` and `malformed_fraction` are fractions of all
+    tool calls, and `prefix_hit_fraction` is a fraction of the context tokens that an earlier turn
+    had computed. A fraction is omitted if there is nothing to count. The `contexts_…` metrics are
+    sums over the turns of agent programs.
     """
     used = [(t, t.usage) for t in sampled if t.usage is not None]
     if not used:

@@ -21,37 +21,38 @@ if TYPE_CHECKING:  # reward workers start without numpy
 Message = Mapping[str, Any]
 """A chat message: `role`, `content`, and `reasoning_content`, `tool_calls`, `tool_call_id`."""
 MALFORMED = "malformed_call"
-"""Name of the pseudo-tool that answers a tool call that could not be parsed."""
+"""The tool name used to answer a tool call that could not be parsed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingMarks:
-    """Texts that open and close a block of thinking in a model's format."""
+    """The texts that open and close a thinking block in a model's format."""
 
     open: str
     close: str
 
     def ends_open(self, text: str) -> bool:
-        """Return whether `text` ends inside an unclosed block."""
+        """Return whether `text` ends inside a thinking block that is still open."""
         return text.rfind(self.open) > text.rfind(self.close)
 
 
 THINK = ThinkingMarks("<think>", "</think>")
-"""Marks of most model families. Trajectories always use this pair: rollouts translate a model's
-marks (`keel.rollout.chat.thinking`), so rewards and saved files need to know no other."""
+"""The marks that most model families use. Trajectories always use them: rollouts translate a
+model's own marks (`keel.rollout.chat.thinking`), so that rewards and saved files only need to know
+this pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSpec:
-    """Description of a tool for the policy."""
+    """A tool as it is described to the policy."""
 
     name: str
     description: str
     parameters: Mapping[str, Any]
-    """JSON schema of an object with the arguments."""
+    """JSON schema for an object with the arguments."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the tool in the format of chat templates and OpenAI-compatible endpoints."""
+        """Return the tool as chat templates and OpenAI-compatible endpoints expect it."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -62,43 +63,44 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A parsed call by the policy, not yet validated against the tool's schema."""
+    """A parsed tool call by the policy, not yet checked against the tool's schema."""
 
     call_id: str
-    """Unique in the conversation; the result refers to it."""
+    """An id that is unique in the conversation. The result of the call refers to it."""
     name: str
     arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Malformed:
-    """A call that could not be parsed. It is answered with a tool error and never executed."""
+    """A tool call that could not be parsed. It is never executed, and the policy gets an error as
+    the answer."""
 
     call_id: str
     text: str
-    """The sampled text, truncated to a few hundred characters."""
+    """The text that the policy sampled, truncated to a few hundred characters."""
     why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """Parsed content of one sampled turn."""
+    """The content of a sampled turn after parsing."""
 
     content: str
     reasoning: str
-    """Text of the thinking block. Calls in it are ignored, except with `tools_in_thinking`, where
-    they are the only ones that count."""
+    """The text in the thinking block. Tool calls in it are ignored, except with
+    `tools_in_thinking`, where only those calls count."""
     closed: bool
     """True if the turn ended with a stop token. Calls of a truncated turn are never executed."""
     calls: tuple[ToolCall | Malformed, ...] = ()
-    """Calls in the order of the text."""
+    """The tool calls, in the order in which they appear in the text."""
     inside: bool = False
-    """The turn ended inside its thinking block and the next one continues it
+    """True if the turn ended inside its thinking block, which the next turn continues
     (`tools_in_thinking`)."""
 
 
 class Chat(Protocol):
-    """A model's chat format in token ids."""
+    """A model's chat format, which converts between messages and token ids."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -108,18 +110,19 @@ class Chat(Protocol):
     def opening(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> list[int]:
-        """Render a conversation up to the policy's next turn."""
+        """Return the token ids of a conversation, up to where the policy's next turn starts."""
         ...
 
     def extend(
         self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool
     ) -> list[int] | None:
-        """Append `messages` to `ids` and open the policy's next turn.
+        """Append `messages` to `ids` and start the policy's next turn.
 
-        The result starts with `ids`, unchanged. Returns None if the format cannot extend them, for
-        example because a new user message removes earlier thinking; the caller then starts a new
-        segment. Tool messages must be in the order of the calls, with `tool_call_id` and `name`.
-        The end mark of a truncated last turn is added.
+        The result begins with `ids`, unchanged. If the last turn was truncated, its end mark is
+        added. Tool messages must be in the order of the calls, with `tool_call_id` and `name`.
+
+        Returns None if the format cannot extend the ids, for example because a new user message
+        removes earlier thinking. The caller then starts a new segment.
         """
         ...
 
@@ -132,61 +135,66 @@ class Chat(Protocol):
         turn: int,
         inside: bool = False,
     ) -> Parsed:
-        """Parse one turn's sampled ids.
+        """Parse the token ids of one sampled turn.
 
-        tools: the tools of the opening, for formats that write arguments without types.
-        turn: index in the conversation, for the ids of calls.
-        inside: `Parsed.inside` of the previous turn, if this one extends it.
+        `tools` are the tools passed to `opening`, which some formats need because they write
+        arguments without types. `turn` is the index of the turn in the conversation, from which
+        call ids are made. `inside` is `Parsed.inside` of the previous turn, if this turn extends
+        it.
         """
         ...
 
 
 def conversation_of(prompt_id: str, purpose: str, version: int, draw: int, sibling: int) -> str:
-    """Return the name of an episode's conversation, unique in the run."""
+    """Return a name for the conversation of an episode, unique in the run."""
     return f"{prompt_id}/{purpose}/{version}/{draw}/{sibling}"
 
 
 def prompt_of(conversation: str) -> str:
-    """Return the prompt id, which may contain slashes, of a conversation's name."""
+    """Return the prompt id contained in a conversation's name. Prompt ids may contain slashes."""
     return conversation.rsplit("/", 4)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """One turn of a conversation to sample, on any engine."""
+    """A request to sample one turn of a conversation, on any engine."""
 
     conversation: str
-    """Name by `conversation_of`; the engine that caches its prefix is preferred."""
+    """The name from `conversation_of`. The engine that has this conversation's prefix in its cache
+    is preferred."""
     token_ids_T: NDArray[np.int32]
-    """[T] whole context."""
+    """[T] the whole context."""
     max_tokens: int
     """Maximum number of tokens to sample."""
     seed: int
-    """Sampling seed of this turn, derived from run, prompt, sibling, segment and turn."""
+    """The sampling seed for this turn, derived from the run, prompt, sibling, segment and turn."""
     timeout_s: float = inf
-    """Engine seconds after which the turn is cut; at most `rollout.timeout_s`."""
+    """How many seconds the engine may work on the turn before it is cut off, at most
+    `rollout.timeout_s`."""
     routes_from: int = 0
-    """First position whose routes to return; earlier turns returned the ones before."""
+    """The first position for which to return routes. Earlier turns have already returned those
+    before it."""
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end the turn and stay part of it, in addition to the model's EOS."""
+    """Tokens that end the turn, in addition to the model's EOS. They remain part of the turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnResult:
-    """N sampled tokens after a context of T, with the data that the trainer replays."""
+    """The N tokens sampled after a context of T tokens, with the data that the trainer needs to
+    replay them."""
 
     token_ids_N: NDArray[np.int32]
     logp_old_N: NDArray[np.float32]
-    """log π_old from the engine, with temperature and truncation applied."""
+    """log π_old as reported by the engine, after temperature and truncation."""
     version_N: NDArray[np.int32]
     """Version of the weights that sampled each token."""
     finish_reason: Literal["stop", "length", "deadline"]
     routes_RLK: NDArray[np.int16] | NDArray[np.uint8] | None = None
-    """[R, L, K] experts of positions `routes_from` … T + N − 2, input-aligned: the last sampled
-    token was never an input. None: the model has no router."""
+    """[R, L, K] the experts at positions `routes_from` … T + N − 2, input-aligned. The last sampled
+    token has no row, because it was never an input. This is None if the model has no router."""
     sampling_mask: SamplingMasks | None = None
-    """N spans. None: sampling was not truncated."""
+    """The sampling masks of the N tokens, or None if sampling was not truncated."""
     cached_tokens: int = 0
-    """Number of context tokens that came from the prefix cache."""
+    """The number of context tokens that were read from the prefix cache."""
     sampling_s: float = 0.0
-    """Engine seconds of the turn, without time for weight updates or sleep."""
+    """How many seconds the engine worked on the turn, not counting weight updates and sleep."""

@@ -1,4 +1,4 @@
-"""Packed micro-batches: the input of a training rank."""
+"""Packed micro-batches, which are the input for a training rank."""
 
 from __future__ import annotations
 
@@ -11,45 +11,50 @@ from numpy.typing import NDArray
 from keel.rl.types import SamplingMasks
 
 Loss = Literal["grpo", "nll"]
-"""Loss of a micro-batch: `keel.rl.losses` or `keel.rl.sft`."""
+"""The loss that a micro-batch is trained with, from `keel.rl.losses`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Concatenated segments: N tokens of S trajectories, aligned as in `keel.rl.types`.
+    """The concatenated segments of S trajectories, with N tokens aligned as in `keel.rl.types`.
 
-    Validates on the host what `keel.rl.losses.grpo_loss` does not validate on a GPU.
+    It checks on the host what `keel.rl.losses.grpo_loss` cannot check cheaply on a GPU.
     """
 
     token_ids_N: NDArray[np.int32]
     position_N: NDArray[np.int32]
-    """Position in the context: starts at 0 in each segment, or at the end of the segment that it
-    follows."""
+    """Position of each token in its context. Positions start at 0, or where the preceding segment
+    ends if the segment follows another one."""
     segment_N: NDArray[np.int32]
-    """Segment of the token. Attention stays in it and in the segment that it follows."""
+    """Index of the segment that contains the token. A token attends only to this segment and to the
+    one that it follows."""
     sequence_N: NDArray[np.int64]
-    """Trajectory of the token, 0 … S−1; 0 in padding, where S = 0."""
+    """Index of the trajectory that contains the token, 0 … S−1. It is 0 in padding, where S = 0."""
     trainable_N: NDArray[np.bool_]
     logp_old_N: NDArray[np.float32]
     advantage_N: NDArray[np.float32]
     kl_coef_N: NDArray[np.float32]
     sequence_tokens_S: NDArray[np.int64]
-    """|o_i| of each trajectory, over all of its segments, in any micro-batch."""
+    """The number of sampled tokens |o_i| in each trajectory, including segments in other
+    micro-batches."""
     sequence_weight_S: NDArray[np.float32]
     """Weight of each trajectory in the loss, 1 on average over the step; see `pack`."""
     routes_NLK: NDArray[np.int16] | None = None
-    """Input-aligned; rows of −1 use the live router."""
+    """The recorded experts, input-aligned. The trainer uses its own router for rows of −1."""
     sampling_mask: SamplingMasks | None = None
     selected_NLk: NDArray[np.int32] | None = None
-    """Input-aligned; rows of −1 use the live selection of sparse attention."""
+    """The recorded selections of sparse attention, input-aligned. The trainer selects keys itself
+    for rows of −1."""
     split_S: NDArray[np.int64] | None = None
-    """Number 0 … P−1 of a trajectory that spans several micro-batches, counted over the step; −1
-    for a trajectory that is complete here. None: all are complete."""
+    """For each trajectory that spans several micro-batches, its number 0 … P−1 among all of them in
+    the step, and −1 for trajectories that are complete here. None means that all are complete."""
     follows: NDArray[np.int64] | None = None
-    """[segments] index of the untrainable shared prefix that the segment continues
-    (`keel.rl.packing.prefix_sharing`); −1: none. None: no prefix is shared."""
+    """[segments] for each segment, the index of the shared prefix that it continues
+    (`keel.rl.packing.prefix_sharing`), or −1. A shared prefix is not trainable itself. None means
+    that no prefix is shared."""
     watched: NDArray[np.int64] | None = None
-    """[segments] index in `pack`'s `watched`; −1: not watched. None: no segment is watched."""
+    """[segments] for each segment, its index in the `watched` argument of `pack`, or −1. None means
+    that no segment is watched."""
     loss: Loss = "grpo"
 
     def __post_init__(self) -> None:
@@ -110,7 +115,7 @@ class MicroBatch:
 
     @property
     def shared_tokens(self) -> int:
-        """Number of tokens that sharing prefixes saves."""
+        """The number of tokens saved by sharing prefixes."""
         if self.follows is None:
             return 0
         lengths = np.bincount(self.segment_N)
@@ -118,9 +123,9 @@ class MicroBatch:
         return int(lengths[followed].sum() - lengths[np.unique(followed)].sum())
 
     def context_rows(self, segment: int) -> NDArray[np.int64]:
-        """Rows of the whole context of a segment: the prefix that it follows, then the segment.
+        """Return the rows in the whole context of a segment, including the prefix that it follows.
 
-        A shared prefix gets the context of the first segment that follows it.
+        For a shared prefix, this is the context of the first segment that follows it.
         """
         if self.follows is not None:
             followers = np.flatnonzero(self.follows == segment)
@@ -151,23 +156,27 @@ _PER_TOKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """One rank's share of an optimizer step. All ranks have the same number of micro-batches."""
+    """The work for one rank in an optimizer step.
+
+    All ranks have the same number of micro-batches.
+    """
 
     micro_batches: tuple[MicroBatch, ...]
     total_sequences: int
-    """Trajectories in the whole optimizer step, over all ranks: the denominator of Eq. 8."""
+    """The number of trajectories in the whole optimizer step, over all ranks, by which Eq. 8
+    divides."""
     total_tokens: int = 0
-    """Tokens of the whole optimizer step without padding: the denominator of an indexer's loss
-    (`keel.model.sparse`). 0: unknown."""
+    """The number of tokens in the whole optimizer step without padding, by which the indexer's loss
+    is divided (`keel.model.sparse`). It is 0 if unknown."""
     split_sequences: int = 0
-    """P, the trajectories that span several micro-batches, over all ranks."""
+    """P, the number of trajectories over all ranks that span several micro-batches."""
     scored_first: tuple[MicroBatch, ...] = ()
-    """Segments of split trajectories that the sequence mask may drop. They are scored without
-    gradient before `micro_batches`, because the mask depends on the whole trajectory
-    (`keel.rl.offpolicy.GapTotals`). All ranks have the same number."""
+    """Micro-batches with the segments of split trajectories that the sequence mask may drop. They
+    are scored without gradient before `micro_batches` are trained on, because the mask depends on
+    the whole trajectory (`keel.rl.offpolicy.GapTotals`). All ranks have the same number."""
     signal: bool = True
-    """True if the loss of the whole optimizer step has a gradient: some group on some rank has a
-    nonzero advantage or a KL term."""
+    """True if the loss of the whole optimizer step has a gradient, because at least one group on
+    any rank has a nonzero advantage or a KL term."""
 
     def __post_init__(self) -> None:
         numbers = [

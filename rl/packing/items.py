@@ -1,4 +1,5 @@
-"""Trajectories, or parts of them, balanced over ranks by tokens."""
+"""The units that are packed, which are trajectories or parts of them, and their distribution over
+ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from keel.rl.types import Segment
 
 @dataclass(frozen=True, slots=True)
 class PackItem:
-    """A trajectory, or a part of one, with its terms in the loss."""
+    """A trajectory or a part of one, with the values that the loss needs."""
 
     segments: tuple[Segment, ...]
     sampled_tokens: int
-    """|o_i|, of the whole trajectory."""
+    """The number of sampled tokens |o_i| in the whole trajectory."""
     advantage: float
     kl_coef: float
     weight: float
@@ -30,7 +31,7 @@ class PackItem:
 def split_long(
     groups: Sequence[Sequence[PackItem]], capacity: int
 ) -> tuple[list[list[PackItem]], int]:
-    """Cut trajectories that exceed `capacity` into their segments.
+    """Cut trajectories that are longer than `capacity` into their segments.
 
     Returns the groups and the number of trajectories that were cut.
     """
@@ -54,13 +55,15 @@ def split_long(
 def balance(
     tokens: Sequence[int], *, ranks: int, capacity: int, sizes: Sequence[int] | None = None
 ) -> list[list[list[int]]]:
-    """Assign items to micro-batches: indices of `tokens` as [rank][micro-batch][item].
+    """Assign items to micro-batches, so that all ranks take about the same time.
 
-    Places the longest items first, each into the emptiest bin, with the fewest bins (a multiple of
-    `ranks`) that keep every bin within `capacity`; a larger item gets a bin alone. Bins of similar
-    size run at the same time on all ranks, in alternating rank order so that the totals match too.
+    The result lists indices into `tokens` as [rank][micro-batch][item]. The longest items are
+    placed first, each into the emptiest micro-batch. The number of micro-batches is the smallest
+    multiple of `ranks` for which none exceeds `capacity`; an item larger than that gets its own.
+    Micro-batches of similar size run at the same time on all ranks, and the order of the ranks
+    alternates so that their totals are similar too.
 
-    sizes: what `capacity` limits, if not `tokens`.
+    `sizes` are the values that `capacity` limits, by default `tokens`.
     """
     sizes = tokens if sizes is None else sizes
     order = sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))
@@ -85,7 +88,6 @@ def _fill(
     count: int,
     capacity: int,
 ) -> list[list[int]] | None:
-    """Fill `count` bins, or return None if the emptiest cannot take the next item."""
     bins: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
     loads = [(0, index) for index in range(count)]

@@ -1,4 +1,5 @@
-"""Packs scored trajectories into micro-batches, balanced over ranks by tokens."""
+"""Packs scored trajectories into micro-batches, so that all ranks get about the same number of
+tokens."""
 
 from __future__ import annotations
 
@@ -29,33 +30,35 @@ def pack(
 ) -> list[TrainBatch]:
     """Pack one optimizer step on `groups` into one `TrainBatch` per rank.
 
-    A micro-batch holds at most `micro_batch_tokens`; a longer segment gets one alone. All ranks
-    have the same number of micro-batches, so that their collectives match: missing ones are a
-    single untrainable token of no sequence. The result is a deterministic function of `groups`.
+    A micro-batch holds at most `micro_batch_tokens`, but a longer segment gets a micro-batch of its
+    own. All ranks have the same number of micro-batches, so that their collectives match. Where one
+    is missing, it is filled with a single token that is not trained on. The same `groups` always
+    give the same result.
 
-    A trajectory that fits a micro-batch stays in one, because the sequence mask needs all of it.
-    The segments of a longer one may land on any rank; with `sequence_mask` (`algorithm.mask_delta`
-    is set), those with a negative advantage are also in `scored_first`. Of a longer trajectory,
-    segments without sampled tokens are omitted.
+    A trajectory that fits into a micro-batch is never split, because the sequence mask needs all of
+    it. The segments of a longer trajectory may go to any rank, and those without sampled tokens are
+    omitted. With `sequence_mask` (used if `algorithm.mask_delta` is set), segments of longer
+    trajectories with a negative advantage are also in `scored_first`.
 
-    All groups have the same weight, however many trajectories they lost (Eq. 5): with B
-    trajectories in n non-empty groups, one in a group of G_i has the weight B / (n G_i) in a loss
-    that divides by B. That is exactly 1 for equal groups. An advantage is measured from a mean that
-    includes the trajectory, so a smaller group teaches less, by 1 − 1/G_i on average; a group of
-    one has only its KL term.
+    All groups have the same weight, however many trajectories they lost (Eq. 5). With B
+    trajectories in n non-empty groups, a trajectory in a group of G_i has the weight B / (n G_i) in
+    a loss that divides by B. This is exactly 1 if all groups have the same size. The mean that is
+    subtracted from a reward includes the reward itself, so a smaller group teaches less, by a
+    factor of 1 − 1/G_i on average. A group with one trajectory only has its KL term.
 
     `skip_uniform_groups` omits groups whose advantages and KL coefficient are all 0. They still
-    count in `total_sequences` and n, so the gradient of the loss is the same; auxiliary objectives
-    (indexers of sparse attention, `kept_mass_coef`) do not see them.
+    count in `total_sequences` and n, so the gradient of the loss stays the same. Auxiliary
+    objectives (sparse attention indexers and `kept_mass_coef`) do not see these groups.
 
     `share_prompts` packs the common prefix of a group once (`keel.rl.packing.prefix_sharing`)
-    wherever that makes the step shorter.
+    wherever that makes the step faster.
 
-    `watched` segments are numbered in `MicroBatch.watched`; ones that are not packed are ignored.
+    `watched` lists segments that `MicroBatch.watched` should identify. Segments that are not packed
+    are ignored.
 
+    If only some segments have sampling masks, sampling counts as not truncated in the others.
     Raises `ValueError` if there is no trajectory, if `ranks` or `micro_batch_tokens` is below 1, or
-    (naming the prompt) if recorded routes are missing or differ in shape. A segment without
-    sampling masks among segments with them counts as not truncated.
+    if recorded routes are missing or differ in shape.
     """
     for name, value in (("ranks", ranks), ("micro_batch_tokens", micro_batch_tokens)):
         if value < 1:
@@ -110,16 +113,17 @@ def pack(
 
 @dataclass(frozen=True, slots=True)
 class BatchFormat:
-    """Optional fields that every micro-batch of a step has, so that all ranks run the same code."""
+    """Which optional fields the micro-batches of a step have. It is the same for all of them, so
+    that all ranks run the same code."""
 
     routes: tuple[int, int] | None
-    """(L, K) of recorded routes."""
+    """(L, K) of the recorded routes, or None if none were recorded."""
     sampling_mask: bool
     selected: tuple[int, int] | None = None
-    """(L, k) of recorded sparse attention selections."""
+    """(L, k) of the recorded sparse attention selections, or None if none were recorded."""
     loss: Loss = "grpo"
     watched: Mapping[int, int] = field(default_factory=dict[int, int])
-    """Number of each watched segment, by `id`."""
+    """The number of each watched segment, keyed by the segment's `id()`."""
 
     @staticmethod
     def of(groups: Sequence[ScoredGroup], watched: Sequence[Segment]) -> BatchFormat:
@@ -149,7 +153,7 @@ class BatchFormat:
 def assemble(
     groups: Sequence[PrefixGroup], batch_format: BatchFormat, *, ranks: int, capacity: int
 ) -> list[tuple[MicroBatch, ...]]:
-    """Build each rank's micro-batches."""
+    """Build the micro-batches of each rank."""
     plan = assign(groups, ranks=ranks, capacity=capacity)
     return [
         tuple(_join([groups[i] for i in members], batch_format) for members in bins)
@@ -158,7 +162,7 @@ def assemble(
 
 
 class _Span(NamedTuple):
-    """Tokens `start` … `stop` − 1 of a segment."""
+    """The tokens `start` … `stop` − 1 of a segment."""
 
     segment: Segment
     start: int
@@ -170,7 +174,7 @@ class _Span(NamedTuple):
 
 
 def _spans(groups: Sequence[PrefixGroup]) -> tuple[list[_Span], list[PackItem]]:
-    """Packed spans in order, and one item per trajectory."""
+    """Return the spans to pack, in order, and one item for each trajectory."""
     spans: list[_Span] = []
     items: list[PackItem] = []
     for group in groups:
@@ -189,7 +193,7 @@ def _spans(groups: Sequence[PrefixGroup]) -> tuple[list[_Span], list[PackItem]]:
 
 
 def _join(groups: Sequence[PrefixGroup], batch_format: BatchFormat) -> MicroBatch:
-    """Concatenate all segments of `groups`; the one place that packs per-token data."""
+    """Concatenate all segments of `groups`. All per-token data is packed here."""
     spans, items = _spans(groups)
     lengths = [span.stop - span.start for span in spans]
     owners = [(items or [_PADDING_ITEM])[span.sequence] for span in spans]
@@ -260,5 +264,5 @@ _PADDING = Segment(
     logp_old_T=np.zeros(1, np.float32),
     version_T=np.full(1, -1, np.int32),
 )
-"""Input of a rank without work: one untrainable token."""
+"""The input for a rank without work, which is a single token that is not trained on."""
 _PADDING_ITEM = PackItem((_PADDING,), 1, advantage=0.0, kl_coef=0.0, weight=1.0)

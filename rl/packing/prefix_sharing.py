@@ -22,55 +22,59 @@ from keel.rl.packing.items import PackItem, balance
 from keel.rl.types import Segment
 
 MIN_PREFIX = 16
-"""Shortest prefix, in tokens, that gets a separate segment."""
+"""The shortest prefix, in tokens, that is worth packing separately."""
 _SIZES = (1.0, 0.5, 0.25, 0.125)
-"""Candidate limits for a group with a shared prefix, as fractions of a micro-batch or of a rank's
-tokens. Smaller groups balance better over ranks but repeat the prefix more often."""
+"""Size limits to try for a group with a shared prefix, as fractions of a micro-batch or of a rank's
+tokens. Smaller groups are easier to balance over ranks but repeat the prefix more often."""
 _LAUNCH_COST = 1 / 16
-"""Fixed cost of a micro-batch, as a fraction of its token capacity."""
+"""The fixed cost of running a micro-batch, as a fraction of its token capacity."""
 _MIN_OVERLAP = 0.75
-"""Least fraction of its shareable prefix that each side keeps when a trajectory joins a cluster."""
+"""When a trajectory joins a cluster, both must keep at least this fraction of the prefix that they
+could share otherwise."""
 KV_COPIES_PER_TOKEN = 4
-"""Number of key/value copies, with gradients, that need the activation memory of one token: 6 to 20
-without gradients (docs/scaling.md), 4 to 5 for a narrow model with recomputed activations."""
+"""How many copies of a token's keys and values, with gradients, take as much memory as the
+activations of one token. Measured values are 6 to 20 without gradients (docs/scaling.md), and 4 to
+5 for a narrow model with recomputed activations."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
-    """Items that stay together in a micro-batch."""
+    """Items that are packed into the same micro-batch."""
 
     items: tuple[PackItem, ...]
     shared: int = 0
     """Length of the prefix that all items share and that is packed once. If it is not 0, each item
-    has one segment."""
+    has exactly one segment."""
 
     @property
     def tokens(self) -> int:
-        """Number of packed tokens."""
+        """The number of tokens after packing."""
         return self.shared + sum(item.tokens - self.shared for item in self.items)
 
     @property
     def size(self) -> int:
-        """Memory in tokens, including each context's copy of the prefix's keys and values."""
+        """The memory that the group needs, in tokens. It includes a copy of the prefix's keys and
+        values for each context."""
         return self.tokens + len(self.items) * self.shared // KV_COPIES_PER_TOKEN
 
 
 def prefix_group_size(count: int, shared: int, whole: int) -> int:
-    """Upper bound of `PrefixGroup.size` for `count` items of `whole` tokens."""
+    """Return an upper bound for `PrefixGroup.size`, for `count` items of `whole` tokens each."""
     return shared + count * (whole - shared + shared // KV_COPIES_PER_TOKEN + 1)
 
 
 def unshared(items: Sequence[PackItem]) -> list[PrefixGroup]:
-    """Put each item into its own group."""
+    """Put each item into a group of its own, so that no prefix is shared."""
     return [PrefixGroup((item,)) for item in items]
 
 
 def share_prefixes(
     groups: Sequence[Sequence[PackItem]], *, ranks: int, capacity: int
 ) -> list[PrefixGroup]:
-    """Choose the prefix groups that minimise the time of the slowest rank.
+    """Choose the prefix groups with which the slowest rank finishes soonest.
 
-    No group of several items exceeds `capacity`. Deterministic in its arguments.
+    No group with more than one item exceeds `capacity`. The same arguments always give the same
+    result.
     """
     apart = unshared([item for group in groups for item in group])
     clusters = [cluster for group in groups for cluster in _clusters(group)]
@@ -85,7 +89,8 @@ def share_prefixes(
 
 
 def assign(groups: Sequence[PrefixGroup], *, ranks: int, capacity: int) -> list[list[list[int]]]:
-    """Assign groups to micro-batches with `balance`: tokens measure time, sizes measure memory."""
+    """Assign groups to micro-batches with `balance`, which balances tokens (time) and limits sizes
+    (memory)."""
     sizes = [group.size for group in groups]
     tokens = [group.tokens for group in groups]
     return balance(tokens, ranks=ranks, capacity=capacity, sizes=sizes)
@@ -95,11 +100,12 @@ def assign(groups: Sequence[PrefixGroup], *, ranks: int, capacity: int) -> list[
 def estimate_packing(
     groups: int, size: int, *, shared: int, own: int, ranks: int, capacity: int
 ) -> tuple[int, int]:
-    """Predict the micro-batches per rank and the tokens of the busiest rank.
+    """Estimate the number of micro-batches per rank and the number of tokens on the busiest rank.
 
-    Follows `share_prefixes` and `assign` arithmetically for `groups` groups of `size` trajectories,
-    each with `shared` prefix tokens (0: no sharing) and `own` more. Exact for equal prefix groups,
-    or for many more of them than ranks.
+    The estimate is for `groups` groups of `size` trajectories, each with `shared` prefix tokens (0
+    disables sharing) and `own` further tokens. It repeats the calculations of `share_prefixes` and
+    `assign` without building any groups. It is exact if all prefix groups are equal, or if there
+    are many more of them than ranks.
     """
     per_rank = groups * size * (shared + own) // ranks
     limits = {min(capacity, int(part * whole)) for whole in (capacity, per_rank) for part in _SIZES}
@@ -107,8 +113,12 @@ def estimate_packing(
     counts = {max(1, min(size, (limit - shared) // room)) for limit in limits if shared} | {1}
 
     def filled(count: int) -> tuple[float, int, int]:
-        """Step time (`_step_time`), rows and slowest rank for prefix groups of `count` items, with
-        the remainder of each trajectory group in a smaller one."""
+        """Return the step time (`_step_time`), the micro-batches per rank and the busiest rank's
+        tokens.
+
+        Prefix groups have `count` items each, and the remaining items of each trajectory group form
+        a smaller one.
+        """
         rows = free = idle = slowest = 0
         for items, parts in ((count, groups * (size // count)), (size % count, groups)):
             if items:
@@ -127,7 +137,8 @@ def estimate_packing(
 
 
 def _step_time(groups: Sequence[PrefixGroup], ranks: int, capacity: int) -> float:
-    """Time of a step, in tokens: in each round all ranks wait for the one with the most."""
+    """Return the time for a step, in tokens. In each round, all ranks wait for the one with the
+    most tokens."""
     tokens = [group.tokens for group in groups]
     plan = assign(groups, ranks=ranks, capacity=capacity)
     filled = [[sum(tokens[i] for i in members) for members in bins] for bins in plan]
@@ -136,7 +147,8 @@ def _step_time(groups: Sequence[PrefixGroup], ranks: int, capacity: int) -> floa
 
 
 def _cut(cluster: PrefixGroup, limit: int) -> Iterator[PrefixGroup]:
-    """Cut a cluster into groups of at most `limit`, or of one item if that alone is larger."""
+    """Cut a cluster into groups of at most `limit` tokens. An item that is larger gets its own
+    group."""
     shared, members, size = cluster.shared, list[PackItem](), cluster.shared
     for item in cluster.items:
         own = item.tokens - shared + shared // KV_COPIES_PER_TOKEN + 1
@@ -153,7 +165,7 @@ def _group(items: Sequence[PackItem], shared: int) -> PrefixGroup:
 
 
 def _clusters(group: Sequence[PackItem]) -> list[PrefixGroup]:
-    """Cluster the trajectories of a group by common prefix, without a size limit."""
+    """Cluster the trajectories of a group by common prefix, with no limit on the size."""
     clusters: list[PrefixGroup] = []
     for item in group:
         place, shared = _find_cluster(clusters, item)
@@ -165,10 +177,11 @@ def _clusters(group: Sequence[PackItem]) -> list[PrefixGroup]:
 
 
 def _find_cluster(clusters: Sequence[PrefixGroup], item: PackItem) -> tuple[int | None, int]:
-    """Find a cluster that `item` can join, and the prefix length of the joint cluster.
+    """Find a cluster that `item` can join, and the prefix length of the enlarged cluster.
 
-    Both sides must keep `_MIN_OVERLAP` of their prefix, so that one diverging trajectory does not
-    separate all the others. Without a match, returns None and the prefix that `item` can share.
+    Both must keep the fraction `_MIN_OVERLAP` of their prefix, so that a single diverging
+    trajectory does not shorten the prefix for all the others. If no cluster fits, this returns None
+    and the length of the prefix that `item` can share.
     """
     segment, *others = item.segments
     if others or item.split >= 0:  # the trajectory has other segments
@@ -184,7 +197,8 @@ def _find_cluster(clusters: Sequence[PrefixGroup], item: PackItem) -> tuple[int 
 
 
 def _common(one: Segment, other: Segment, limit: int) -> int:
-    """Length of the common prefix, up to `limit`, with the same tokens and experts."""
+    """Return the length of the common prefix, in which tokens and experts are the same, up to
+    `limit`."""
     if one.selected_TLk is not None or other.selected_TLk is not None:
         return 0
     limit = _equal_rows(one.token_ids_T[:limit], other.token_ids_T[:limit])
@@ -194,6 +208,5 @@ def _common(one: Segment, other: Segment, limit: int) -> int:
 
 
 def _equal_rows(one: NDArray[Any], other: NDArray[Any]) -> int:
-    """Number of leading rows that are equal."""
     differ = (one != other).any(axis=tuple(range(1, one.ndim)))
     return int(differ.argmax()) if differ.any() else len(differ)
