@@ -1,1 +1,2 @@
-"""Sampling: vLLM engines that record probability, experts and sampling mask of every token."""
+"""Samples with vLLM engines, which record the probability, experts and sampling mask of every
+token."""

@@ -1,4 +1,5 @@
-"""Engine specification, environment and errors. Imports nothing heavy."""
+"""Specification of an engine, the environment of its process, and its errors. This module imports
+nothing slow."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from keel.model.batch_invariant import variables
 from keel.model.hub import from_anywhere
 
 _MAX_CAPTURED = 512
-"""Largest step, in tokens, that vLLM captures as a CUDA graph by default."""
+"""The largest step, in tokens, that vLLM captures as a CUDA graph by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,35 +20,38 @@ class EngineSpec:
     """Everything that an engine process needs to start."""
 
     model_path: str
-    """Local folder or hub name of a safetensors checkpoint."""
+    """Folder or hub name of a safetensors checkpoint."""
     tokenizer: str
     config: RolloutConfig
     dtype: Dtype
     max_model_len: int
-    """Tokens of prompt and completion together."""
+    """Maximum number of tokens in prompt and completion together."""
     seed: int
     keep_routing: bool
-    """Record routes. Ignored for a model without experts."""
+    """Whether to record routes. Ignored for a model without experts."""
     keep_sampling_mask: bool
-    """Record sampling masks of truncated requests."""
+    """Whether to record the sampling masks of truncated requests."""
     conversations: int = 0
-    """Open conversations per engine; the KV cache holds those that wait for a tool, too."""
+    """Number of open conversations per engine. The KV cache also has room for those that wait for a
+    tool."""
     chat_template: str = ""
-    """Replaces the tokenizer's template unless empty."""
+    """Chat template that replaces the tokenizer's own, unless it is empty."""
     thinking_marks: tuple[str, ...] = ()
-    """`model.thinking_marks`"""
+    """The setting `model.thinking_marks`."""
     gpu_gib: float = 0.0
-    """`run.gpu_gib`: GPU memory that the run may use; 0: all."""
+    """The setting `run.gpu_gib`: GiB of GPU memory that the run may use, or 0 for all of it."""
     batch_invariant: bool = False
-    """`model.batch_invariant`"""
+    """The setting `model.batch_invariant`."""
     residual_dtype: Literal["model", "float32"] = "model"
-    """`model.residual_dtype`"""
+    """The setting `model.residual_dtype`."""
     cache_bytes: int = 0
-    """Size of the KV cache; 0: vLLM measures free memory, which must not change meanwhile."""
+    """Size of the KV cache in bytes. With 0, vLLM measures the free memory, which must not change
+    meanwhile."""
 
     @classmethod
     def of(cls, config: Config, model: str, *, cache_bytes: int = 0) -> Self:
-        """Build the spec of a run's engines with weights from the folder or hub name `model`."""
+        """Build the spec for the engines of a run. `model` is the folder or hub name of the
+        weights."""
         return cls(
             model_path=model,
             tokenizer=from_anywhere(config.model.tokenizer or model),
@@ -70,24 +74,25 @@ class EngineSpec:
 
     @property
     def wide_residual(self) -> bool:
-        """True if the residual stream is wider than the compute dtype."""
+        """True if the residual stream has a wider dtype than the computation."""
         return self.residual_dtype == "float32" != self.dtype
 
     def gpu_share(self, gpu_gib: float) -> float:
-        """Return the engine's fraction of a GPU with `gpu_gib` GiB of memory."""
+        """Return the fraction of a GPU that the engine may use, if the GPU has `gpu_gib` GiB of
+        memory."""
         allowed = min(1.0, self.gpu_gib / gpu_gib) if self.gpu_gib else 1.0
         return self.config.gpu_memory_utilization * allowed
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStarted:
-    """Result of an engine's start."""
+    """Information about the start of an engine."""
 
     pid: int
     warnings: tuple[str, ...] = ()
-    """Warnings that Keel logged in the engine's process, such as a missing fast path."""
+    """Warnings that Keel logged in the engine's process, for example about a missing fast path."""
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Seconds by phase of the start."""
+    """Duration of each start phase in seconds."""
 
 
 class EngineProgress(NamedTuple):
@@ -95,30 +100,30 @@ class EngineProgress(NamedTuple):
 
     steps: int = 0
     longest_s: float = 0.0
-    """Longest step in seconds."""
+    """Duration of the longest step in seconds."""
     requests: int = 0
-    """Groups and turns in flight."""
+    """Number of groups and turns in flight."""
 
 
 class EngineError(RuntimeError):
-    """The engine cannot continue; another one may."""
+    """Raised when an engine cannot continue. The work can be done by another engine."""
 
 
 class LostTurn(OSError):
-    """A turn whose recording is unusable, which drops its conversation.
+    """Raised when the recording of a turn is unusable. The conversation is then dropped.
 
-    An OSError, like the other errors that drop an episode (`keel.agents.episode`).
+    It is an OSError, like the other errors that drop an episode (`keel.agents.episode`).
     """
 
 
 class RecordingError(RuntimeError):
-    """The engine did not record what the trainer must replay."""
+    """Raised when the engine did not record something that the trainer needs to replay."""
 
 
 def parallel_args(config: RolloutConfig) -> dict[str, Any]:
     """Return vLLM's arguments for the GPUs of one engine's actor.
 
-    Inside a placement group vLLM would otherwise choose Ray and look for further GPUs.
+    Without them, vLLM would use Ray inside a placement group and look for more GPUs.
     """
     if config.tensor_parallel == 1:
         return {"tensor_parallel_size": 1}
@@ -131,7 +136,7 @@ def parallel_args(config: RolloutConfig) -> dict[str, Any]:
 def environment(
     config: RolloutConfig, *, gpu: bool, batch_invariant: bool = False
 ) -> dict[str, str]:
-    """Return environment variables that an engine's process needs before it imports torch."""
+    """Return the environment variables that an engine's process needs before it imports torch."""
     common = {
         # vLLM in the worker's process: the recorder and weight updates need its objects.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -159,9 +164,10 @@ def environment(
 def captured_sizes(seqs: int, most: int) -> list[int]:
     """Return the step sizes, in tokens, to capture as CUDA graphs for a batch of `seqs` rows.
 
-    These are vLLM's sizes up to twice the batch, and eight more up to four times the batch and at
-    most `most`. Conversations start turns of some 30 tokens next to a full decoding batch; without
-    a graph such a step kept the host busy for 23 ms (1.2 B parameters, H200).
+    These are vLLM's sizes up to twice the batch, and eight more up to four times the batch, but at
+    most `most`. The larger sizes are for conversations, which start turns of some 30 tokens next to
+    a full decoding batch. Without a graph such a step kept the host busy for 23 ms (1.2 B
+    parameters, H200).
     """
     largest = min(2 * seqs, _MAX_CAPTURED)
     fine = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_CAPTURED + 1, 16)]

@@ -1,4 +1,5 @@
-"""vLLM internals used by the engine and its recorders. Importing this does not import vLLM."""
+"""Helpers for vLLM internals that the engine and its recorders use. This module does not import
+vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from vllm import LLMEngine
 
 _MAX_DRAIN_STEPS = 64
-"""Bound on the steps that drain a paused vLLM, which schedules one or two ahead."""
+"""Maximum number of steps for draining a paused vLLM, which schedules one or two steps ahead."""
 _PAUSE = 0
 """vLLM's sleep level that only stops scheduling."""
 
@@ -28,7 +29,7 @@ def runs_v2(engine: LLMEngine) -> bool:
 def pause(engine: LLMEngine, step: Callable[[], object]) -> None:
     """Stop scheduling and call `step` until nothing is in flight, so that caches can be reset.
 
-    `resume` or waking from sleep undoes it.
+    Call `resume` or wake the engine from sleep to continue.
     """
     engine.sleep(level=_PAUSE, mode="keep")
     core = _core(engine)
@@ -45,9 +46,9 @@ def resume(engine: LLMEngine) -> None:
 
 
 def end_at_next_token(scheduler: Any, request_id: str) -> bool:
-    """Lower a request's `max_tokens` so that it ends with its next token or those in flight.
+    """Lower a request's `max_tokens` so that it ends with its next token, or with those in flight.
 
-    Returns False and changes nothing if no token of it has been sampled.
+    Returns False and changes nothing if the request has no sampled token yet.
     """
     if (flush := getattr(scheduler, "keel_flush", None)) is not None:
         flush()
@@ -63,10 +64,11 @@ def end_at_next_token(scheduler: Any, request_id: str) -> bool:
 def before_preemption(
     scheduler: Any, callback: Callable[[str, Callable[[], Sequence[int]], int], None]
 ) -> None:
-    """Call `callback(request_id, blocks, tokens)` before a sampling request is preempted.
+    """Register a `callback(request_id, blocks, tokens)` that runs before a sampling request is
+    preempted.
 
-    Its first `tokens` tokens have a next one, sampled or in flight; `blocks()` returns its KV
-    blocks.
+    `tokens` is the number of leading tokens whose next token has been sampled or is in flight.
+    `blocks()` returns the request's KV blocks.
     """
     preempt = scheduler._preempt_request
     check_parameters(preempt, "request timestamp drop_stale_output")

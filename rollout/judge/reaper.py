@@ -1,13 +1,15 @@
-"""Runs a command and ends it together with all its descendants.
+"""Runs a command, and stops it together with all its descendants when its owner dies.
 
     python reaper.py COMMAND …
 
-Ends the command when its own standard input closes, which also happens when the owner dies, or
-when the command is stopped (SIGSTOP). After the command and all its descendants have ended, prints
-the command's exit status and exits. The command's output goes to the reaper's standard error.
+The reaper stops the command when its own standard input closes, which also happens when the owner
+dies, or when the command is suspended (SIGSTOP). Once the command and all its descendants have
+ended, it prints the command's exit status and exits. The command's output goes to the reaper's
+standard error.
 
-Without it, the engine of a killed vLLM API server keeps running and keeps the GPU. A script of the
-standard library alone, so that it starts in milliseconds. Linux only.
+Without the reaper, the engine of a killed vLLM API server would keep running and keep its GPU
+memory. The script uses only the standard library, so that it starts within milliseconds. It works
+on Linux only.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ import sys
 from pathlib import Path
 
 _GRACE_S = 5.0
-"""Time between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 _POLL_S = 1.0
 _MAX_STOPPED_POLLS = 5
-"""Consecutive polls that find the command stopped before it is killed."""
+"""Number of consecutive polls that must find the command suspended before it is killed."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -66,7 +68,7 @@ def main(command: list[str]) -> None:
 
 
 def _stopped(pid: int) -> bool:
-    """Return True if a process or one of its descendants is stopped."""
+    """Return True if the process or one of its descendants is suspended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         tasks = [t / "children" for t in Path(f"/proc/{pid}/task").iterdir()]

@@ -1,6 +1,7 @@
-"""Judge model served by the run: one vLLM server on a node of the cluster.
+"""Runs the judge model on a vLLM server on one of the cluster's nodes.
 
-The driver holds a `JudgeServer`, which restarts a server that died. Does not import vLLM.
+The driver holds a `JudgeServer`, which restarts the server if it dies. This module does not import
+vLLM.
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ from keel.model import ray_timeouts
 from keel.rollout.judge.process import STOP_TIMEOUT_S, JudgeProcess
 
 MAX_RESTARTS, RECENT_S = 3, 3 * 3600.0
-"""Restarts allowed within `RECENT_S` seconds; the next death ends the run."""
+"""Maximum number of restarts within `RECENT_S` seconds. If the server dies once more, the run
+fails."""
 REPLY_S = 30.0
-"""Timeout of a call to the actor, and the margin over the server's startup timeout."""
+"""Time limit for a call to the actor in seconds. It is also added to the server's startup
+timeout."""
 _PLACED_S = 1.0
-"""An actor that does not answer within this time is not placed yet and has no server."""
+"""If an actor does not answer within this many seconds, Ray has not placed it yet, so it has no
+server."""
 
 log = logging.getLogger(__name__)
 
 
 class JudgeActor:
-    """Ray actor that owns the server process, which ends with the actor."""
+    """Ray actor that owns the server process. The server ends with the actor."""
 
     def __init__(self, config: JudgeConfig, gpu: bool, key: str) -> None:
         stderr = Path("/proc/self/fd/2")
@@ -56,7 +60,7 @@ class JudgeActor:
         return self._process.url
 
     def ended(self) -> str:
-        """Why the server ended; "" while it runs."""
+        """The reason why the server ended, or an empty string while it runs."""
         return self._process.ended()
 
     def stop(self) -> None:
@@ -64,13 +68,15 @@ class JudgeActor:
 
 
 class JudgeServer:
-    """Judge server of this run, as `keel.rewards.judge.results.ServedJudge`."""
+    """The judge server of a run. It implements `keel.rewards.judge.results.ServedJudge`."""
 
     def __init__(
         self, config: JudgeConfig, *, gpu: bool, options: Mapping[str, Any] | None = None
     ) -> None:
-        """Start the server without waiting. Needs Ray. options: Ray options of its actor, over the
-        defaults."""
+        """Begin to start the server, without waiting for it. Ray must be running.
+
+        `options` are Ray options for the actor and override the defaults.
+        """
         self._config, self._gpu, self._options = config, gpu, options or {}
         self.key = secrets.token_hex(16)
         self._lock = threading.Lock()
@@ -81,11 +87,11 @@ class JudgeServer:
 
     @property
     def restarts(self) -> int:
-        """Number of restarts in this run."""
+        """Number of times the server was restarted in this run."""
         return len(self._times)
 
     def url(self) -> str:
-        """URL of the running server; restarts one that died.
+        """URL of the running server. If the server has died, it is restarted first.
 
         Raises RuntimeError with the end of the server's log if it cannot be started.
         """
@@ -110,7 +116,8 @@ class JudgeServer:
             return self._url
 
     def stop(self) -> None:
-        """End the server, even while another thread waits for it. Safe to call twice."""
+        """Stop the server, even while another thread waits for it. It is safe to call this
+        twice."""
         if self._stopped:
             return
         self._stopped = True

@@ -1,8 +1,8 @@
-"""Recordings of sampled tokens, and the choice of the recorder.
+"""Defines what is recorded for sampled tokens, and chooses the recorder.
 
-`NativeRecorder` reads the outputs of vLLM's Model Runner V2 (GPUs), `PackedRecorder` takes the same
-data before vLLM makes objects of it (GPUs), and `V1Recorder` hooks into the V1 runner (CPUs). All
-three fulfil one contract (`tests/rollout/recording/contract.py`).
+On GPUs, `NativeRecorder` reads the outputs of vLLM's Model Runner V2, and `PackedRecorder` takes
+the same data before vLLM converts it to Python objects. On CPUs, `V1Recorder` hooks into the V1
+runner. All three fulfil the contract tested in `tests/rollout/recording/contract.py`.
 """
 
 from __future__ import annotations
@@ -29,71 +29,82 @@ RecorderName = Literal["native", "packed", "v1"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """Recording of a completion of G tokens after a prompt of P tokens."""
+    """The data recorded for a completion of G tokens after a prompt of P tokens."""
 
     logp: NDArray[np.float32]
-    """[G] log-probability of each sampled token under temperature and truncation. If one is not
-    finite, the completion is dropped and the other fields may be None."""
+    """[G] log-probability of each sampled token after temperature and truncation.
+
+    If one of them is not finite, the completion is dropped and the other fields may be None.
+    """
     sampling_mask: SamplingMasks | None
-    """G spans. None: sampling was not truncated, or not recorded."""
+    """G spans with the ids that truncation kept. None if sampling was not truncated or masks are
+    not recorded."""
     routes: NDArray[np.int16] | None
-    """[P+G−1−F, L, K] experts of the MoE layers from position F = `routes_from` on, each row under
-    the weights that sampled the next token (in a prompt, the completion's first). None: the model
-    has no experts, or routes are not recorded."""
+    """[P+G−1−F, L, K] experts chosen in the MoE layers, from position F = `routes_from` on.
+
+    Each row was computed with the weights that sampled the next token; for prompt positions, with
+    those that sampled the completion's first token. None if the model has no experts or routes are
+    not recorded.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingOptions:
-    """Parts of a request to record."""
+    """What to record for a request."""
 
     routes: bool
     sampling_mask: bool
     routes_from: int = 0
-    """First position whose routes are recorded; earlier turns have recorded those before."""
+    """First position whose routes are recorded. Earlier turns have already recorded the positions
+    before it."""
 
 
 class Recorder(ABC):
-    """Records the requests of one engine, by vLLM's internal ids."""
+    """Records the requests of one engine. Requests are identified by vLLM's internal ids."""
 
     def __init__(self, *, routes: bool, sampling_mask: bool) -> None:
         self._routes, self._masks = routes, sampling_mask
         self._options: dict[str, RecordingOptions] = {}
-        """Options of each unfinished request."""
+        """Recording options for each unfinished request."""
 
     def engine_args(self) -> dict[str, Any]:
-        """Return the engine's additional arguments."""
+        """Return additional arguments for the engine."""
         return {}
 
     @abstractmethod
     def attach(self, engine: LLMEngine) -> None:
-        """Bind to the engine. Raises ValueError for a model that cannot be recorded."""
+        """Connect the recorder to the engine. Raises ValueError if the model cannot be recorded."""
 
     def sampling_args(self, sampling: SamplingConfig, options: RecordingOptions) -> dict[str, Any]:
-        """Return additional `SamplingParams` of a request."""
+        """Return additional `SamplingParams` for a request."""
         return {}
 
     def expect(self, request_id: str, options: RecordingOptions) -> None:
-        """Record this request from now on."""
+        """Start recording a request."""
         self._options[request_id] = options
 
     @abstractmethod
     def take(self, request_id: str, prompt_tokens: int, output: CompletionOutput) -> Recording:
-        """Remove and return the recording of a finished request, before the engine's next step.
+        """Remove and return the recording of a finished request. This must be called before the
+        engine's next step.
 
         Raises RecordingError if a token is missing.
         """
 
     def forget(self, request_id: str) -> None:
-        """Drop the recording of an aborted request."""
+        """Delete the recording of an aborted request."""
         self._options.pop(request_id, None)
 
     def pending(self) -> int:
-        """Return the number of requests with data."""
+        """Return the number of requests for which the recorder holds data."""
         return len(self._options)
 
 
 def recorder_name(config: RolloutConfig, *, gpu: bool, full_attention: bool = True) -> RecorderName:
-    """Resolve `rollout.recorder`. `full_attention`: see `keel.model.load.full_attention`."""
+    """Return the recorder to use for the setting `rollout.recorder`.
+
+    `full_attention` is defined in `keel.model.load.full_attention`.
+    """
     name = config.recorder
     if name == "auto" and gpu:
         return "packed" if config.packs(full_attention=full_attention) else "native"
@@ -112,7 +123,7 @@ def recorder_name(config: RolloutConfig, *, gpu: bool, full_attention: bool = Tr
 
 
 def require_v2(engine: LLMEngine, recorder: str) -> None:
-    """Raise ValueError unless vLLM chose Model Runner V2."""
+    """Check that vLLM chose Model Runner V2. Raises ValueError if it did not."""
     if not runs_v2(engine):
         raise ValueError(
             f"rollout.recorder = '{recorder}' needs Model Runner V2, and vLLM chose the V1 runner "
@@ -121,10 +132,11 @@ def require_v2(engine: LLMEngine, recorder: str) -> None:
 
 
 class RoutesBeforePreemption:
-    """Saves the routes of requests before they are preempted.
+    """Saves the routes of requests just before vLLM preempts them.
 
-    A preempted request loses its keys. They are computed again later, under new weights if an
-    update preempted it, so recorders that read routes where the keys are must read them first.
+    A preempted request loses its keys and values, which are computed again later, possibly with new
+    weights. Recorders that read routes from the same cache slots must therefore read them before
+    the preemption.
     """
 
     def __init__(
@@ -133,8 +145,11 @@ class RoutesBeforePreemption:
         options: Mapping[str, RecordingOptions],
         read: Callable[[Sequence[int], int, int], NDArray[np.int16]],
     ) -> None:
-        """`read(blocks, first, tokens)` returns rows [tokens − first, L, K] of a request with these
-        cache blocks, from position `first` on."""
+        """Create an empty store.
+
+        `read(blocks, first, tokens)` returns the rows [tokens − first, L, K] of a request with
+        these cache blocks, starting at position `first`.
+        """
         self._rows: dict[str, NDArray[np.int16]] = {}
         self._options, self._read = options, read
         before_preemption(scheduler, self._on_preemption)
@@ -156,10 +171,11 @@ class RoutesBeforePreemption:
         tokens: int,
         read: Callable[[Sequence[int], int, int], NDArray[np.int16]] | None = None,
     ) -> NDArray[np.int16]:
-        """[tokens − first, L, K] of a request; removes the rows saved before a preemption.
+        """Return the rows [tokens − first, L, K] of a request, and delete those saved before a
+        preemption.
 
-        `read` replaces the reader of the other rows. A completion whose last token was in flight at
-        the preemption has no blocks any more, but all of its rows are saved.
+        Rows that were not saved are read with `read`. A completion whose last token was in flight
+        when it was preempted has no blocks left, but all its rows have been saved.
         """
         read = read or self._read
         saved = self._rows.pop(request_id, None)
@@ -176,7 +192,7 @@ class RoutesBeforePreemption:
 
 
 def check_count(request_id: str, what: str, recorded: int, expected: int) -> None:
-    """Raise RecordingError unless exactly `expected` entries were recorded."""
+    """Check that exactly `expected` entries were recorded. Raises RecordingError if not."""
     if recorded != expected:
         raise RecordingError(
             f"request {request_id}: the engine recorded {recorded} {what} instead of {expected}, "
@@ -185,9 +201,10 @@ def check_count(request_id: str, what: str, recorded: int, expected: int) -> Non
 
 
 def check_routed(request_id: str, routes: NDArray[np.int16]) -> None:
-    """Raise RecordingError for a token without a route, or a layer that is all zeros.
+    """Check that every token and every layer has routes.
 
-    No router sends every token to expert 0 K times.
+    Raises RecordingError for a token without a route, or for a layer that is all zeros, because no
+    router sends every token to expert 0 K times.
     """
     unrouted = routes == NO_ROUTE
     if unrouted.any():

@@ -1,4 +1,4 @@
-"""Recording from the outputs of vLLM's Model Runner V2, on GPUs."""
+"""Records from the outputs of vLLM's Model Runner V2 on GPUs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 WIDEST_MASK = 1024
-"""top_k of evaluation requests without one, since an engine that returns masks needs a bound; equal
-to `keel.rollout.vllm_fast.truncate_kernels.WIDEST_TOP_K`."""
+"""The top_k for evaluation requests that do not set one. An engine that returns masks needs such a
+bound. Equal to `keel.rollout.vllm_fast.truncate_kernels.WIDEST_TOP_K`."""
 
 
 class NativeRecorder(Recorder):
-    """Checks and reshapes `routed_experts`, `sampling_mask` and `logprobs` of each output."""
+    """Checks and reshapes the `routed_experts`, `sampling_mask` and `logprobs` in vLLM's
+    outputs."""
 
     def engine_args(self) -> dict[str, Any]:
         return {
@@ -64,7 +65,8 @@ class NativeRecorder(Recorder):
 
 
 def bounded_top_k(sampling: SamplingConfig, options: RecordingOptions) -> dict[str, int]:
-    """Return the bound that a request without top_k needs on an engine that returns masks."""
+    """Return the top_k to use for a request that does not set one, on an engine that returns
+    masks."""
     if sampling.top_k > 0:
         return {}
     if options.routes or options.sampling_mask:
@@ -76,7 +78,8 @@ def bounded_top_k(sampling: SamplingConfig, options: RecordingOptions) -> dict[s
 
 
 def _sampled_logprobs(request_id: str, output: CompletionOutput) -> NDArray[np.float32]:
-    """[G] from `logprobs`, whose first entry at every position is the sampled token."""
+    """Extract the log-probabilities of the sampled tokens, [G], which come first at every position
+    of `logprobs`."""
     if output.logprobs is None:
         raise RecordingError(f"request {request_id}: the engine returned no logprobs")
     flat = cast("FlatLogprobs", output.logprobs)  # requested in `sampling_args`
@@ -90,7 +93,8 @@ def _sampled_logprobs(request_id: str, output: CompletionOutput) -> NDArray[np.f
 
 
 def _sampling_masks(request_id: str, output: CompletionOutput) -> SamplingMasks:
-    """G spans from `sampling_mask`. A missing mask never means "not truncated"."""
+    """Convert `sampling_mask` to G spans. A missing mask is an error and never means "not
+    truncated"."""
     if output.sampling_mask is None:
         raise RecordingError(f"request {request_id}: the engine returned no sampling mask")
     spans = output.sampling_mask.token_ids
@@ -101,9 +105,9 @@ def _sampling_masks(request_id: str, output: CompletionOutput) -> SamplingMasks:
 
 
 def checked_masks(request_id: str, masks: SamplingMasks, output: CompletionOutput) -> SamplingMasks:
-    """Sort each mask, so that the trainer can check it in one pass.
+    """Sort the ids in each mask, so that the trainer can check the masks in one pass.
 
-    Raises RecordingError unless each mask holds the token sampled from it.
+    Raises RecordingError unless each mask contains the token that was sampled.
     """
     check_count(request_id, "sampling masks", len(masks), len(output.token_ids))
     rows = np.repeat(np.arange(len(masks)), masks.sizes())
@@ -122,7 +126,8 @@ def checked_masks(request_id: str, masks: SamplingMasks, output: CompletionOutpu
 def _moe_routes(
     request_id: str, output: CompletionOutput, rows: int, moe_layers: NDArray[np.int64]
 ) -> NDArray[np.int16]:
-    """[rows, L, K] from `routed_experts`, which has a row of zeros for every dense layer too."""
+    """Extract the rows [rows, L, K] of the MoE layers from `routed_experts`, which also has zeros
+    for every dense layer."""
     if output.routed_experts is None:
         raise RecordingError(f"request {request_id}: the engine returned no routes")
     check_count(request_id, "rows of routes", len(output.routed_experts), rows)

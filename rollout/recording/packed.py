@@ -1,6 +1,6 @@
-"""Recording on Model Runner V2 without an object per token.
+"""Records on Model Runner V2 without creating a Python object for each token.
 
-The scheduler keeps log-probabilities and sampling masks as arrays of whole steps
+The scheduler keeps log-probabilities and sampling masks in arrays that cover whole steps
 (`keel.rollout.vllm_fast.step_arrays`). Routes stay on the GPU until their request is finished
 (`keel.rollout.vllm_fast.routed_experts`).
 """
@@ -34,11 +34,12 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 _READ_AHEAD = 16
-"""Requests that end together and whose routes are read together."""
+"""Maximum number of requests whose routes are read together when they finish in the same step."""
 
 
 class PackedRecorder(Recorder):
-    """Needs vLLM's scheduler in this process, as in rollout workers."""
+    """Recorder based on arrays. It needs vLLM's scheduler in this process, as in rollout
+    workers."""
 
     _saved: RoutesBeforePreemption | None = None
 
@@ -55,7 +56,7 @@ class PackedRecorder(Recorder):
         require_v2(engine, "packed")
         self._engine, self._scheduler = engine, scheduler_of(engine)
         self._ahead: dict[str, NDArray[np.int16]] = {}
-        """Rows of requests read together with another's."""
+        """Routes of requests that were read together with those of another request."""
         engine.collective_rpc("keel_install_fast", args=(self._routes,))
         if self._routes:
             self._scheduler.leave_routes()
@@ -98,9 +99,10 @@ class PackedRecorder(Recorder):
         return Recording(logp=np.asarray(logp, np.float32), sampling_mask=masks, routes=routes)
 
     def _finished_rows(self, request_id: str, first: int) -> NDArray[np.int16]:
-        """Rows from `first` on of a request that the last step has finished.
+        """Return the rows, from `first` on, of a request that finished in the last step.
 
-        Those of other requests that ended with it are read in the same call and kept.
+        The rows of other requests that finished in the same step are read in the same call and kept
+        for later.
         """
         if request_id not in self._ahead:
             blocks: dict[str, list[int]] = self._scheduler.finished_blocks

@@ -1,7 +1,7 @@
-"""Recording on the V1 model runner (CPUs), which returns neither routes nor sampling masks.
+"""Records on the V1 model runner (CPUs), which returns neither routes nor sampling masks.
 
-It uses three hooks and no patch: each router's capture function, a forward hook on the model, and
-a forward hook on the sampler's last stage.
+The recorder uses three hooks and no patch: the capture function of each router, a forward hook on
+the model, and a forward hook on the last stage of the sampler.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from keel.weights.loader import moe_runners
 
 
 class _RouteTable:
-    """The experts of every token whose keys and values are in the cache, by cache slot.
+    """Stores, by cache slot, the experts of every token whose keys and values are in the cache.
 
-    A token keeps its slot while anything attends to it, so chunked prefills, shared prefixes and
-    tokens recomputed after a preemption are found by the request's blocks.
+    A token keeps its slot as long as another token attends to it. Routes can therefore be found
+    through a request's blocks, even after chunked prefills, with shared prefixes, or when tokens
+    are recomputed after a preemption.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -90,14 +91,14 @@ class _RouteTable:
         return self._batch.block_table[0].get_numpy_array()[row].tolist()
 
     def rows(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.int16]:
-        """[tokens − first, L, K] of a request with these cache blocks."""
+        """Return the routes [tokens − first, L, K] of a request with these cache blocks."""
         positions = np.arange(first, tokens)
         begins = np.asarray(blocks, np.int64)[positions // self._block] * self._block
         return self._slots[torch.from_numpy(begins + positions % self._block)].numpy()
 
 
 class _Draws(NamedTuple):
-    """Draws of one sampling step, by row of its batch."""
+    """The tokens drawn in one sampling step, by row of the batch."""
 
     tokens: list[int]
     logp: list[float]
@@ -105,7 +106,7 @@ class _Draws(NamedTuple):
 
 
 class _DrawLog:
-    """The draws of each live request, in order."""
+    """Keeps the draws of each unfinished request, in order."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -137,7 +138,7 @@ class _DrawLog:
                 draws.append((step, row))
 
     def _supports(self, logprobs: Tensor, names: list[str]) -> list[NDArray[np.int32]] | None:
-        """Return the ids with finite log-probability in each row."""
+        """Return the ids that have a finite log-probability in each row."""
         flags = [self._truncated.get(name, False) for name in names[: len(logprobs)]]
         truncated = torch.tensor(flags)
         if not truncated.any():
@@ -148,7 +149,7 @@ class _DrawLog:
 
 
 class V1Recorder(Recorder):
-    """A route table and a draw log on the runner in this process."""
+    """Recorder for the V1 runner, with a route table and a draw log in this process."""
 
     _table: _RouteTable | None = None
     _saved: RoutesBeforePreemption | None = None
