@@ -60,7 +60,7 @@ Callback = Callable[[int, Mapping[str, float]], object]
 """Called after each step with its number, from 1, and its metrics as written to `metrics.jsonl`. A
 true return value or an exception ends the run with a checkpoint."""
 PASSED = "passed"
-"""Subfolder of the run for recipes and prompts passed from Python."""
+"""Subfolder of the run folder that stores recipes and prompts passed from Python."""
 PROMPTS, SOURCES = "keel.train(prompts=…)", "data.sources"
 SOURCE = {"name": "prompts", "source": "jsonl"}
 HOLDOUT = re.compile(r"\bdata\.sources\[prompts\]\.holdout = (\d+)")
@@ -70,14 +70,15 @@ _RESUME = "progress is saved; the same call resumes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Result of a run."""
+    """What `keel.train` returns: the metrics and the trained model of a run."""
 
     folder: Path
     metrics: Sequence[Mapping[str, float]]
-    """One mapping per step, including `step` and `time` (seconds since 1970); step 0 has the
-    evaluation before training."""
+    """One mapping of metrics per step, including `step` and `time` (seconds since 1970). Step 0
+    holds the evaluation before training."""
     model: Path | None
-    """Folder of the trained model; None if the run was stopped early and can be resumed."""
+    """Folder of the trained model. None if the run was stopped early, in which case it can be
+    resumed."""
 
 
 def train(
@@ -168,7 +169,6 @@ def train(
 
 
 def _written(recipe: Mapping[str, Any], overrides: Sequence[str]) -> Path:
-    """Write a recipe from Python into its run folder, named by its content."""
     tree = dict(recipe)
     if isinstance(base := tree.get("defaults"), (str, PurePath)):
         tree["defaults"] = _base(Path(os.path.expanduser(base)))
@@ -186,7 +186,6 @@ def _written(recipe: Mapping[str, Any], overrides: Sequence[str]) -> Path:
 
 
 def _base(path: Path) -> Path:
-    """Resolve `defaults` of a recipe from Python."""
     shipped = Path(configs.__file__).parent / f"{path.name.removesuffix('.yaml')}.yaml"
     bare = path.name == str(path) and not path.exists() and shipped.is_file()
     return shipped if bare else path.absolute()
@@ -194,7 +193,8 @@ def _base(path: Path) -> Path:
 
 @contextmanager
 def _by_row(file: Path) -> Iterator[None]:
-    """Rewrite errors about lines of `file` to name the passed rows and arguments."""
+    """Rewrite errors that name lines of `file` so that they name the rows and arguments the caller
+    passed."""
     try:
         yield
     except ConfigError as error:
@@ -206,7 +206,6 @@ def _by_row(file: Path) -> Iterator[None]:
 
 
 def _passed(prompts: Any, folder: Path) -> Path:
-    """Write the rows of `prompts` to a file."""
     lines: list[str] = []
     for number, row in enumerate(rows_of(prompts), start=1):
         try:
@@ -225,7 +224,8 @@ def _passed(prompts: Any, folder: Path) -> Path:
 
 
 def _kept(folder: Path, text: str, name: str) -> Path:
-    """Write a file named by its content, so that an equal call resumes the same run."""
+    """Write `text` to a file named after its content, so that repeating the same call resumes the
+    same run."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     path = folder / f"{digest}-{name}"
     try:
@@ -240,7 +240,7 @@ def _kept(folder: Path, text: str, name: str) -> Path:
 
 
 class _Telling:
-    """Callbacks, and whether one has ended the run."""
+    """Holds the callbacks and remembers whether one of them has ended the run."""
 
     def __init__(self, callbacks: Callback | Sequence[Callback]) -> None:
         functions: object = [callbacks] if callable(callbacks) else callbacks
@@ -255,7 +255,7 @@ class _Telling:
                 )
         self.enough = False
         self.error: Exception | SystemExit | None = None
-        """First exception of a callback, raised after the run has been saved."""
+        """The first exception raised by a callback. It is raised once the run has been saved."""
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         for callback in self._callbacks:
@@ -268,7 +268,7 @@ class _Telling:
 
 
 def _no_callback(one: Any) -> str:
-    """Return why it cannot be a callback, or ""."""
+    """Return the reason why a value cannot be used as a callback, or "" if it can."""
     if not callable(one):
         return "is not a function"
     if inspect.isclass(one):
@@ -288,7 +288,8 @@ def _no_callback(one: Any) -> str:
 
 
 class _Heard:
-    """A view that also calls the callbacks after each step, but not for separate evaluations."""
+    """A view that also calls the callbacks after each training step, but not for separate
+    evaluations."""
 
     def __init__(self, view: View, told: _Telling) -> None:
         self._view, self._told = view, told

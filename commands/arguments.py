@@ -1,4 +1,4 @@
-"""Arguments of `keel.train`, checked and converted to a recipe's notation."""
+"""Check the arguments of `keel.train` and convert them to recipe notation."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ REWARDS = (
     '{"correct": 1.0, my_function: 0.2}'
 )
 SHOWN = 60
-"""Maximum length of a value in a message."""
+"""Maximum number of characters of a value quoted in a message."""
 
 
 def overrides_of(knobs: Mapping[str, Any] | Sequence[str]) -> list[str]:
-    """Convert to command-line overrides, one per knob. Raises ConfigError."""
+    """Convert the `knobs` argument to command-line overrides, one per knob. Raises ConfigError if
+    it is malformed."""
     if isinstance(knobs, Mapping):
         overrides = [f"{knob}={as_value(value, f'knobs={knob}')}" for knob, value in knobs.items()]
         return split_overrides(overrides)
@@ -37,12 +38,13 @@ def overrides_of(knobs: Mapping[str, Any] | Sequence[str]) -> list[str]:
 
 
 def as_value(value: Any, of: str) -> str:
-    """Write a value for an override. of: the argument, for messages."""
+    """Write a Python value as the right-hand side of an override. `of` names the argument in error
+    messages."""
     return quoted(plain_data(value, of))
 
 
 def plain_data(value: Any, of: str) -> Any:
-    """Convert a knob or a recipe to plain data."""
+    """Convert a knob value or a recipe to plain lists, mappings and scalars."""
 
     def plain(one: Any) -> Any:
         if hasattr(one, "tolist"):
@@ -60,7 +62,7 @@ def plain_data(value: Any, of: str) -> Any:
 
 
 def held_out(holdout: Any) -> int:
-    """Number of held-out prompts. Raises ConfigError."""
+    """Return the number of prompts to hold out. Raises ConfigError if the argument is invalid."""
     number = holdout.item() if hasattr(holdout, "item") else holdout
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise ConfigError(
@@ -71,13 +73,13 @@ def held_out(holdout: Any) -> int:
 
 
 def short(value: Any) -> str:
-    """Truncated `repr`."""
+    """Return the `repr` of a value, shortened for messages."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
 
 
 def rows_of(prompts: Any) -> Iterator[dict[str, Any]]:
-    """Yield rows in the form of a JSONL source."""
+    """Yield the prompts as rows in the format of a JSONL source."""
     if hasattr(prompts, "to_dict") and hasattr(prompts, "columns"):  # pandas
         prompts = prompts.to_dict(orient="records")
     if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
@@ -107,26 +109,26 @@ def rows_of(prompts: Any) -> Iterator[dict[str, Any]]:
 
 
 def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove nulls, with which tables fill missing columns."""
+    """Remove the nulls with which tables fill missing columns."""
     columns = {key: one.tolist() if hasattr(one, "tolist") else one for key, one in row.items()}
     return {key: one for key, one in columns.items() if not _null(one)}
 
 
 def _null(value: Any) -> bool:
-    """None, NaN, and pandas' NaT and NA."""
+    """Return whether a value is None, NaN, or pandas' NaT or NA."""
     if isinstance(value, float):
         return isnan(value)
     return value is None or type(value).__name__ in ("NaTType", "NAType")
 
 
 def as_json(value: Any) -> Any:
-    """Convert numpy values and times for JSON."""
+    """Convert numpy values and times to types that JSON can represent."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def weights_of(rewards: Any) -> list[tuple[Any, float]]:
-    """Functions or names of parts with their weights, as a list because functions may be
-    unhashable. Raises ConfigError."""
+    """Return the reward functions or part names with their weights. The result is a list because
+    functions may be unhashable. Raises ConfigError if the argument is invalid."""
     if isinstance(rewards, Mapping):
         pairs = list(cast(Mapping[Any, Any], rewards).items())
     elif callable(rewards):

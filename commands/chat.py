@@ -1,4 +1,4 @@
-"""`keel chat`: a conversation with a trained model in the terminal."""
+"""`keel chat`: talk to a trained model in the terminal."""
 
 from __future__ import annotations
 
@@ -17,25 +17,23 @@ from keel.commands.serve import find_model, serving
 from keel.configs.schema import ConfigError
 
 REPLY_S = 300.0
-"""Longest wait for the next token of an answer."""
+"""Maximum number of seconds to wait for the next token of an answer."""
 CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
-"""Control characters that are not printed: a terminal obeys them."""
+"""Control characters that are removed before printing, because a terminal would obey them."""
 HELP = "/reset begins a new conversation, Ctrl-C cuts an answer short, Ctrl-D ends"
 
 
 class ChatSession:
-    """Messages to and from one model behind an OpenAI-compatible endpoint."""
+    """A conversation with one model behind an OpenAI-compatible endpoint."""
 
     def __init__(self, client: OpenAI, model: str) -> None:
         self._client, self._model = client, model
         self.messages: list[Any] = []
 
     def ask(self, text: str) -> None:
-        """Print the answer as it arrives, and keep both turns.
-
-        Ctrl-C cuts the answer short, and its beginning is kept. Raises openai.OpenAIError and
-        forgets the question if the endpoint fails.
-        """
+        """Print the answer as it arrives and add the question and the answer to the conversation.
+        Ctrl-C stops the answer and keeps the part that has arrived. Raises openai.OpenAIError if
+        the endpoint fails, and drops the question."""
         messages = [*self.messages, {"role": "user", "content": text}]
         answer = ""
         try:
@@ -55,7 +53,8 @@ class ChatSession:
 
 @contextmanager
 def connected(folder: Path | None, url: str, *, gpu: bool) -> Iterator[ChatSession]:
-    """A conversation with the model behind `url`, or of `folder`, which is served meanwhile."""
+    """Open a conversation with the model at `url`. Without a URL, serve the model in `folder` until
+    the context ends."""
     if url:
         key = os.environ.get("VLLM_API_KEY", "none")
         with OpenAI(base_url=url, api_key=key, timeout=REPLY_S, max_retries=0) as client:
@@ -94,10 +93,11 @@ def chat(
     gpu: bool,
     read: Callable[[str], str] = input,
 ) -> None:
-    """Answer `prompt`, or each line of the user until Ctrl-D.
+    """Answer `prompt` if it is given, otherwise each line that the user types until Ctrl-D.
 
-    folder: served meanwhile if there is no `url`. read: returns a line, or raises EOFError.
-    Raises ConfigError, and RuntimeError if the server, or the answer to `prompt`, fails.
+    `folder` is served for the duration of the chat if there is no `url`. `read` returns the next
+    line or raises EOFError. Raises ConfigError, or RuntimeError if the server or the answer to
+    `prompt` fails.
     """
     with connected(folder, url, gpu=gpu) as conversation:
         if prompt is not None:

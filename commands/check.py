@@ -1,4 +1,4 @@
-"""`keel check`."""
+"""`keel check`: validate a recipe without starting a run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from keel.trainer.run.session import restore_data
 
 
 def check(recipe: str, overrides: Sequence[str]) -> int:
-    """`keel check`: validate a recipe and print its plan, for RL and for supervised training.
-
-    Starts nothing. Returns exit status 1 if a reward function fails on a sample completion.
-    """
+    """Validate a recipe for RL or supervised training and print its plan, without starting
+    anything. Returns exit status 1 if a reward function fails on a sample completion."""
     config = load_config(recipe, overrides)
     tasks: list[Task | SftTask] = []
     with waiting("checking the recipe and its prompts", f"prompts of {recipe}"):
@@ -46,8 +44,8 @@ def check(recipe: str, overrides: Sequence[str]) -> int:
 
 
 def _check_writable(task: Task | SftTask) -> list[str]:
-    """Raise ConfigError if the run folder cannot be written; warn if the run is planned for
-    another machine."""
+    """Raise ConfigError if the run folder cannot be written. If the run is planned for another
+    machine, only warn."""
     path = Path(task.config.run.dir).expanduser()
     if not (why := unwritable(path)):
         return []
@@ -57,8 +55,8 @@ def _check_writable(task: Task | SftTask) -> list[str]:
 
 
 def _run_folder(tasks: Sequence[Task | SftTask]) -> RunFolder:
-    """The run folder, checked for the first task that can resume it. Raises the first
-    ConfigError if none can."""
+    """Return the run folder, checked against the first kind of task that can resume it. Raises the
+    first ConfigError if no kind can."""
     errors: list[ConfigError] = []
     for task in tasks:
         folder = RunFolder(task.config, task.tokenizer_digest)

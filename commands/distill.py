@@ -1,7 +1,8 @@
-"""`keel distill`: specialists, selection, supervised distillation, mixed RL and evaluation.
+"""`keel distill`: train specialists, select their completions, distill them into one model, run
+mixed RL, and evaluate.
 
-Each stage is a Keel command in a separate process and folder that resumes alone. This module runs
-them in order, records finished ones and reports the results.
+Each stage is a Keel command that runs in its own process and folder and can be resumed on its own.
+This module runs the stages in order, records which are finished, and reports the results.
 """
 
 from __future__ import annotations
@@ -33,28 +34,28 @@ from keel.trainer.run.signals import PREEMPTED, PREEMPTION
 
 STAGES = ("specialist", "distilled", "mixed")
 LINKS = "links.jsonl"
-"""Record of finished stages."""
+"""File that records the finished stages."""
 INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One stage of the chain."""
+    """One stage of the distillation."""
 
     name: str
     command: tuple[str, ...] = ()
-    """Arguments of `keel`. Empty: the selection, which runs in this process."""
+    """Arguments for the `keel` command. Empty for the selection, which runs in this process."""
     result: Path
-    """Exists once the stage is finished."""
+    """File or folder that exists once the stage is finished."""
     depends: str = ""
-    """Further settings that it depends on."""
+    """Settings outside the command that the result of the stage depends on."""
 
     def __str__(self) -> str:
         return " ".join([shlex.join(["keel", *self.command]) if self.command else "", self.depends])
 
 
 def chain(config: DistillConfig) -> list[Link]:
-    """All stages in order."""
+    """Return all stages in order."""
     root = Path(config.dir).expanduser()
     # Every stage has all sources, so that no stage trains on held-out prompts of another, and the
     # tiny model's cold start is the same for all specialists.
@@ -105,10 +106,11 @@ def chain(config: DistillConfig) -> list[Link]:
 
 
 def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = None) -> int:
-    """Run the remaining stages. Returns the exit status of a failed stage, or of `keel train` after
-    a signal. run: runs a `keel` command.
+    """Run the stages that are not finished yet and return an exit status.
 
-    Raises ConfigError before anything runs if the recipe of any remaining stage is invalid.
+    `run` executes a `keel` command. The status is that of the stage that failed, or of `keel train`
+    after a signal. Raises ConfigError before anything runs if the recipe for any remaining stage is
+    invalid.
     """
     lessons, auto = _checked(config)
     links, root = chain(config), Path(config.dir).expanduser()
@@ -148,7 +150,8 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
 
 
 def report(config: DistillConfig, root: Path) -> list[str]:
-    """Table of pass@1 with intervals per source for specialist, distilled and mixed model."""
+    """Return a table of pass@1 with confidence intervals for the specialists, the distilled model
+    and the mixed model, with one row per source."""
     rows = [["", *STAGES]]
     results = {stage: _results(root, stage) for stage in ("distilled", "mixed")}
     for each in config.specialists:
@@ -162,7 +165,8 @@ def report(config: DistillConfig, root: Path) -> list[str]:
 
 
 def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
-    """Config of the `keel sft` stage and its `auto` knobs. Raises ConfigError for any stage."""
+    """Return the config for the `keel sft` stage and its `auto` knobs. Raises ConfigError if the
+    recipe for any stage is invalid."""
     recipe = load_config(config.recipe, config.overrides)
     sources = {source.name: source for source in recipe.data.sources}
     for each in config.specialists:
@@ -218,7 +222,7 @@ def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
 
 
 def _check_waiting(links: Sequence[Link], lessons: Config) -> None:
-    """Raise ConfigError for inputs of remaining stages that no earlier stage creates."""
+    """Raise ConfigError if a remaining stage needs an input that no earlier stage creates."""
     made = {link.result.absolute() for link in links}
     for link in links:
         if not link.command or link.result.exists():
@@ -240,7 +244,7 @@ class Commands:
 
     def __init__(self) -> None:
         self.status = 0
-        """Exit status after a signal; 0 if none arrived."""
+        """Exit status after a signal. 0 if none has arrived."""
         self.start = [sys.executable, "-m", "keel.commands.cli"]
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -256,7 +260,8 @@ class Commands:
             signal.signal(number, handler)
 
     def run(self, words: Sequence[str]) -> int:
-        """Return the exit status. Has no timeout, because the command's waits have them."""
+        """Run a command and return its exit status. There is no timeout here, because the command
+        limits its own waits."""
         with subprocess.Popen([*self.start, *words]) as self._process:
             status = self._process.wait()
         self._process = None
@@ -270,7 +275,7 @@ class Commands:
 
 
 def _base(config: DistillConfig) -> list[str]:
-    """Overrides of every stage."""
+    """Return the overrides that apply to every stage."""
     taught = [name for each in config.specialists for name in each.sources]
     return [*config.overrides, f"data.only={json.dumps(taught)}"]
 
@@ -280,7 +285,7 @@ def _own(each: SpecialistConfig) -> list[str]:
 
 
 def _of(model: Path, root: Path, name: str) -> list[str]:
-    """Overrides to evaluate a model in a run folder without training."""
+    """Return the overrides for evaluating the model in a run folder without training it."""
     return [f"model.path={_path(model)}", f"run.dir={_path(root / 'eval' / 'runs' / name)}"]
 
 

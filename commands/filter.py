@@ -1,4 +1,4 @@
-"""`keel filter`."""
+"""`keel filter`: select training prompts by their pass rates."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from keel.trainer.run.signals import Interrupt
 
 
 def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
-    """`keel filter`: measure the pass rates of the training prompts by a checkpoint, the base model
-    or an endpoint, and keep those worth training on."""
+    """Measure how often a checkpoint, the base model or an endpoint solves each training prompt,
+    and keep the prompts worth training on."""
     config = load_config(recipe, overrides)
     policy = choose_policy(recipe, overrides, "filter.checkpoint", config.filter.checkpoint)
     with FilterFolder(config, policy.dataset.train.sources, policy.identity) as out:

@@ -1,4 +1,4 @@
-"""`keel judge`."""
+"""`keel judge`: try a rubric before a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from keel.trainer.run.progress import waiting
 
 
 def judge(options: argparse.Namespace) -> None:
-    """`keel judge`: score a file of answers, to try a rubric before a run."""
+    """Score the answers in a file with the judge and print the results."""
     recipe = load_config(options.recipe) if options.recipe else None
     settings = recipe.rewards.judge if recipe else JudgeConfig()
     hang_timeout_s = (recipe.run if recipe else RunConfig()).hang_timeout_s

@@ -1,6 +1,8 @@
-"""`keel new`: write a commented recipe from flags or a few questions, and check it.
+"""`keel new`: write a commented recipe from flags or from the answers to a few questions, and check
+it.
 
-The layout on the hardware stays `auto`. Nothing here loads torch, so that questions come at once.
+Knobs for the hardware layout stay `auto`. Nothing here loads torch, so the first question appears
+at once.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ rollout:
 algorithm: {algorithm}  # {completions} completions per step
 trainer: {trainer}
 """
-"""The recipe. Lines without a value and empty comments are omitted."""
+"""Template of the recipe. Lines without a value and empty comments are omitted."""
 SOURCE_KNOBS = (
     "name source task params path subset columns answer_after template environment size holdout "
     "rewards thinking"
@@ -59,11 +61,12 @@ COMMENT_COLUMN = 33
 SMALL_MODEL = "Qwen/Qwen3-0.6B"
 TINY_TASK, TINY_TASK_PARAMS = "spell_backward", {"min_word_len": 4, "max_word_len": 7}
 ASSUMED_GIB = 80.0
-"""Memory of a GPU that is not here."""
+"""GPU memory in GiB to assume if this machine has no GPU."""
 EPISODE_PROMPT_TOKENS = 3072
-"""Tokens of an episode before its last turn, tools included."""
+"""Assumed number of tokens in an episode before its last turn, including tool descriptions and
+results."""
 EXTRA_REWARD = 0.2
-"""Weight of a reward function in addition to a verdict."""
+"""Weight for a reward function that is used next to a correctness check."""
 STOPPED = 130
 
 
@@ -108,7 +111,7 @@ _OF_TINY = _Defaults(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """One of `data.sources`: its knobs, comments on them, and text for the recipe."""
+    """One entry in `data.sources`: its knobs, their comments, and its YAML text."""
 
     knobs: Mapping[str, Any]
     comments: Mapping[str, str]
@@ -119,10 +122,9 @@ class _Source:
 
 
 def new(arguments: argparse.Namespace, check: Callable[[str], int]) -> int:
-    """Write the recipe and run `check` on its file, whose exit status is returned.
-
-    Raises ConfigError if the file exists, or if something required is missing and cannot be asked.
-    """
+    """Write a recipe, run `keel check` on it, and return the exit status of the check. Raises
+    ConfigError if the file exists already, or if a required value is missing and there is no
+    terminal to ask on."""
     ask = Questions(terminal=not arguments.yes and sys.stdin.isatty() and sys.stdout.isatty())
     if arguments.file:
         _free(arguments.file)
@@ -151,13 +153,15 @@ def new(arguments: argparse.Namespace, check: Callable[[str], int]) -> int:
 
 
 class Questions:
-    """Asks on a terminal until the reply is valid; elsewhere uses the default."""
+    """Asks questions on a terminal until each reply is valid. Without a terminal it uses the
+    defaults."""
 
     def __init__(self, *, terminal: bool) -> None:
         self.terminal = terminal
 
     def __call__(self, question: str, default: object, read: Callable[[str], T]) -> T:
-        """read: converts a reply, or raises ValueError with the reason to ask again."""
+        """Ask one question and return the converted reply. `read` converts a reply, or raises
+        ValueError with the reason to ask again."""
         while self.terminal:
             try:
                 return read(input(f"{question} [{default}] ").strip() or str(default))
@@ -167,7 +171,7 @@ class Questions:
 
 
 def _filled(flags: argparse.Namespace, ask: Questions) -> tuple[Path, str]:
-    """Return the file to write and the recipe."""
+    """Fill in the template and return the recipe with the file to write it to."""
     gpus_found, gib_found = gpus_here()
     gpus = ask("GPUs (0: none)", gpus_found, _at_least(0)) if flags.gpus is None else flags.gpus
     if gpus < 0 or flags.nodes < 1:
@@ -251,7 +255,7 @@ def _lengths(
     defaults: _Defaults,
     think: bool,
 ) -> tuple[int, int]:
-    """Token limits of prompts and completions within the model's context."""
+    """Choose token limits for prompts and completions that fit into the model's context."""
     context, tokens = context_of(model), flags.max_tokens
     usual = defaults.thinking_tokens if think else defaults.tokens
     if model == TINY_MODEL:
@@ -326,7 +330,7 @@ def _task(task: str, flags: argparse.Namespace, defaults: _Defaults) -> _Source:
 
 
 def _episodes(environment: str, reward: str) -> _Source:
-    """A source whose environment creates its tasks."""
+    """Describe a source whose environment creates its own tasks."""
     words = re.findall(r"[^\W\d]\w*", environment.removesuffix(".py"))
     return _Source(
         knobs={
@@ -349,7 +353,8 @@ def _episodes(environment: str, reward: str) -> _Source:
 
 
 def _rows(data: str, flags: argparse.Namespace, ask: Questions, defaults: _Defaults) -> _Source:
-    """A source of rows, by the look of the first ones. Raises ConfigError."""
+    """Describe a source of rows, judging from its first rows. Raises ConfigError if they cannot be
+    used."""
     from keel.data.rows.proposal import JUDGED, propose  # noqa: PLC0415  takes half a second
 
     rows = propose(
@@ -417,7 +422,8 @@ def _evaluation(
     *,
     cpu: bool,
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """A source of a file that is held out as a whole and scored like the first."""
+    """Describe an evaluation source that holds out a whole file and is scored like the training
+    source."""
     from keel.data.rows.proposal import propose  # noqa: PLC0415  as above
 
     rows, name = propose(data, hub_answers=hub_answers), _name_of(data)
@@ -443,14 +449,16 @@ def _name_of(data: str) -> str:
 
 
 def _weights(reward: str, *, judged: bool) -> dict[str, float]:
-    """judged: something else decides correctness, and the function is an addition."""
+    """Return the reward weights. If `judged` is true, something else decides correctness and the
+    function only adds to it."""
     if reward in ("", "correct"):
         return {"correct": 1.0}
     return {"correct": 1.0, reward: EXTRA_REWARD} if judged else {reward: 1.0}
 
 
 def context_of(model: str) -> int:
-    """Context in tokens, by the config.json here or in the hub's cache; 0 if unknown."""
+    """Return the model's context length in tokens, read from its local or cached config.json. 0 if
+    it is unknown."""
     if model == TINY_MODEL:
         return TinyModelConfig().max_context
     path: object = Path(model, "config.json")
@@ -464,7 +472,7 @@ def context_of(model: str) -> int:
 
 
 def gpus_here() -> tuple[int, float]:
-    """Number of GPUs that nvidia-smi lists, and the memory of the smallest in GiB."""
+    """Return the number of GPUs that nvidia-smi lists, and the memory of the smallest in GiB."""
     tool = shutil.which("nvidia-smi")
     if tool is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return 0, 0.0
@@ -505,7 +513,7 @@ def _checked_model(name: str) -> str:
 
 
 def _free(path: str) -> str:
-    """Raise ConfigError if the file exists or its folder does not."""
+    """Raise ConfigError if the file already exists or its folder does not."""
     if Path(path).exists():
         raise ConfigError(f"{path}: exists already. Name another file, or remove it")
     if not Path(path).parent.is_dir():
@@ -514,7 +522,7 @@ def _free(path: str) -> str:
 
 
 def _flow(value: object) -> str:
-    """Write a value on one line, as YAML and OmegaConf read it back."""
+    """Write a value as one line of YAML that OmegaConf reads back unchanged."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{scalar(str(k))}: {_flow(v)}' for k, v in value.items())}}}"
     if isinstance(value, float) and 0 < value < 1e-3:
@@ -523,7 +531,7 @@ def _flow(value: object) -> str:
 
 
 def scalar(text: str) -> str:
-    """Write a text, quoted if YAML would read another value."""
+    """Write a text as YAML, in quotes if YAML would otherwise read it as a different value."""
     reserved = ("null", "true", "false", "yes", "no", "on", "off", "inf", "nan", "~")
     if re.fullmatch(r"[A-Za-z_~./][\w~./:-]*(?<!:)", text) and text.lower() not in reserved:
         return text

@@ -1,4 +1,5 @@
-"""Fast checks of files, models and rewards that a recipe names, made before torch loads."""
+"""Quick checks on the files, models and rewards that a recipe names, which run before torch is
+loaded."""
 
 from __future__ import annotations
 
@@ -23,14 +24,15 @@ from keel.trainer.run.trackers.tracker import check_trackers
 
 FILES = ("jsonl", "file")
 SOON = 2**22
-"""Maximum bytes of a file or folder to read here, which takes a tenth of a second."""
+"""Largest file or folder in bytes to read here. Reading it takes a tenth of a second."""
 
 
 def check_named(config: Config, command: str, later: Collection[Path] = ()) -> None:
-    """Check what takes a fraction of a second. Raises ConfigError like the later checks.
+    """Check everything in a recipe that can be checked in a fraction of a second. Raises the same
+    ConfigError as the later checks.
 
-    Models of the hub, large files and your reward functions are checked later. later: absolute
-    paths that an earlier command of a chain will write.
+    Hub models, large files and the user's reward functions are left to those later checks. `later`
+    holds the absolute paths that an earlier command of a chain will write.
     """
     supervised = command in ("sft", "pretrain")
     if supervised and not config.sft.sources:
@@ -77,8 +79,8 @@ def check_named(config: Config, command: str, later: Collection[Path] = ()) -> N
 
 
 def check_continued(config: Config, auto: Collection[str]) -> None:
-    """Raise ConfigError if `keel train` would resume the run in `run.dir` with knobs that must not
-    change. auto: knobs that are chosen for the hardware."""
+    """Raise ConfigError if `keel train` would resume the run in `run.dir` with changes to knobs
+    that must stay the same. `auto` lists the knobs whose values are chosen for the hardware."""
     folder = Path(config.run.dir).expanduser()
     saved = folder / "config.yaml"
     begun = saved.is_file() and any(folder.glob("checkpoints/step_*"))
@@ -91,7 +93,7 @@ def check_continued(config: Config, auto: Collection[str]) -> None:
 
 
 def _exported_by(path: str) -> str:
-    """Hint at the shipped recipe whose run exports this folder."""
+    """Return a hint that names the shipped recipe whose run exports this folder."""
     folder = Path(path)
     if folder.name != "model" or folder.exists():
         return ""
@@ -105,8 +107,8 @@ def _exported_by(path: str) -> str:
 
 
 def _soon_known(part: str) -> bool:
-    """Return True if a reward part is Keel's or its module does not exist. Other modules are
-    imported later, with their dependencies."""
+    """Return whether a reward part can be checked now, because it is Keel's own or its module does
+    not exist. Other modules are imported later, together with their dependencies."""
     module, dot, _ = part.partition(".")
     if not dot or not module.isidentifier():
         return True
@@ -115,7 +117,7 @@ def _soon_known(part: str) -> bool:
 
 
 def _soon_read(path: Path) -> bool:
-    """Return True if the path is small enough to read now, or missing."""
+    """Return whether a path is missing or small enough to read now."""
     files = path.rglob("*") if path.is_dir() else (path,)
     size = 0
     for file in files:

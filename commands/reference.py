@@ -1,6 +1,6 @@
-"""`keel knobs NAME`, and the pages of docs/ that are generated from the schema.
+"""`keel knobs NAME`, and the reference pages in docs/ that are generated from the schema.
 
-python -m keel.commands.reference docs      # writes docs/knobs.md, metrics.md, coming-from.md
+python -m keel.commands.reference docs   # writes docs/knobs.md, metrics.md, coming-from.md
 """
 
 from __future__ import annotations
@@ -94,29 +94,30 @@ PAGES = {
     "distill": "distillation",
     "synthesize": "synthesis",
 }
-"""Prefix of a knob → page of docs/. The longest prefix counts, unless the knob names a page."""
+"""Maps the prefix of a knob to the page in docs/ that explains it. The longest matching prefix
+wins, unless the knob itself names a page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """One line of a recipe."""
+    """One knob as the reference describes it."""
 
     name: str
-    """Path, prefixed with the kind of recipe for `distill` and `synthesize`."""
+    """Dotted path of the knob. For `distill` and `synthesize` it starts with the kind of recipe."""
     kind: str
     allowed: str
-    """Choices or bounds."""
+    """The allowed choices or bounds."""
     default: str
-    """As YAML; empty: required."""
+    """Default value in YAML. Empty if the knob is required."""
     text: str
     resume: str
-    """yes, no, or another answer: whether a folder can be continued with another value."""
+    """Whether a run may resume with a different value: yes, no, or a conditional answer."""
     page: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A group of knobs."""
+    """A group of knobs with its description."""
 
     name: str
     path: str
@@ -128,7 +129,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """A metric, or a family of metrics with `<…>` in the name."""
+    """A metric, or a family of metrics whose name contains `<…>`."""
 
     name: str
     text: str
@@ -140,7 +141,7 @@ class Metric:
 
 @cache
 def metric_groups() -> Mapping[str, tuple[Metric, ...]]:
-    """Title → metrics."""
+    """Return the metrics in each group, keyed by the group's title."""
     tables = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8"))
     return {
         title: tuple(Metric(name=name, **entry) for name, entry in table.items())
@@ -153,7 +154,7 @@ def metrics() -> tuple[Metric, ...]:
 
 
 def find_metric(name: str) -> Metric | None:
-    """Return the most specific description of a metric."""
+    """Return the most specific description that matches the name of a metric."""
     matches = [
         metric
         for metric in metrics()
@@ -164,7 +165,7 @@ def find_metric(name: str) -> Metric | None:
 
 @cache
 def sections() -> tuple[Section, ...]:
-    """All sections in the schema's order; nested sections follow their parent."""
+    """Return all sections in the schema's order. Nested sections follow their parent."""
     return tuple(each for recipe, root in RECIPES.items() for each in _sections(recipe, root, ""))
 
 
@@ -221,7 +222,7 @@ def _qualified(recipe: Recipe, path: str) -> str:
 
 @cache
 def _docstrings(module: str) -> dict[str, tuple[str, dict[str, str]]]:
-    """Class → its docstring and those below its fields, each as one paragraph."""
+    """Return the docstrings of each class and of its fields, each as one paragraph."""
     texts: dict[str, tuple[str, dict[str, str]]] = {}
     for cls in ast.parse(inspect.getsource(sys.modules[module])).body:
         if isinstance(cls, ast.ClassDef):
@@ -294,7 +295,8 @@ def _page_of(knob: str, text: str) -> str:
 
 
 def normal(name: str) -> str:
-    """`data.sources[sums].size` or `data.sources.0.size` → `data.sources[].size`."""
+    """Replace list entries in a knob's name: `data.sources[sums].size` or `data.sources.0.size`
+    becomes `data.sources[].size`."""
     name = re.sub(r"\[[^]]*\]", "[]", name)
     return re.sub(r"\.\d+(?=\.|$)", "[]", name).strip(".")
 
@@ -356,7 +358,7 @@ def _unknown(name: str, query: str) -> str:
 
 
 WHOLE = 3
-"""Number of entries up to which each is described in full."""
+"""Maximum number of matching entries to describe in full."""
 
 
 def _entries(entries: Sequence[Knob | Metric]) -> str:
@@ -380,7 +382,6 @@ def _overview() -> str:
 
 
 def _first(text: str) -> str:
-    """First sentence."""
     return re.split(r"(?<=[a-z)`]\.)(?<!Eq\.) (?=[A-Zβ`0-9])", text)[0]
 
 
@@ -497,7 +498,7 @@ Three differences matter more than names:
 
 
 def pages() -> Mapping[str, str]:
-    """File in docs/ → its text."""
+    """Return the text of each generated file in docs/, keyed by file name."""
     return {
         "knobs.md": _knobs_page(),
         "metrics.md": _metrics_page(),

@@ -1,7 +1,8 @@
-"""`keel replay`: repeat a step without a finite gradient, from the nearest checkpoint.
+"""`keel replay`: repeat a training step whose gradient was not finite, starting from the nearest
+checkpoint.
 
-The run folder may be untrusted, so the reward functions and environments that its config.yaml names
-are neither imported nor started.
+The run folder may come from someone else, so the reward functions and environments named in its
+config.yaml are neither imported nor started.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from keel.trainer.run.manifest import join_problems
 
 
 def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
-    """Train on a saved batch again and print the findings. Writes nothing."""
+    """Train on a saved batch again and print the findings. Nothing is written."""
     folder = Path(run).expanduser()
     path = chosen(folder, step)
     groups, findings = read_batch(path)
@@ -80,8 +81,8 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
 
 
 def base_model(model: PlannedModel, config: Config, recipe: Path) -> str:
-    """Folder of the run's initial model. Raises ConfigError if building the tiny model would run
-    code that the recipe names."""
+    """Return the folder of the model that the run started from. Raises ConfigError if building the
+    tiny model would run code that the recipe names."""
     if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)
     for source in config.data.sources:
@@ -96,7 +97,8 @@ def base_model(model: PlannedModel, config: Config, recipe: Path) -> str:
 
 
 def chosen(folder: Path, step: int | None) -> Path:
-    """Batch saved at `step`, or the newest. Raises ConfigError if it does not exist."""
+    """Return the batch saved at `step`, or the newest one if no step is given. Raises ConfigError
+    if there is none."""
     batches = {step_of(path): path for path in list_batches(folder)}
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder}: is not a run folder (no config.yaml)")
@@ -113,7 +115,8 @@ def chosen(folder: Path, step: int | None) -> Path:
 
 
 def nearest(checkpoints: Path, step: int) -> tuple[Path | None, str]:
-    """Newest intact checkpoint before `step`, or None for the base model, with a description."""
+    """Return the newest intact checkpoint before `step` with a description of it. The checkpoint is
+    None if only the base model precedes the step."""
     newest, after = None, 0
     for path in reversed(checkpoint.finished(checkpoints)):
         if checkpoint.step_of(path) >= step:

@@ -1,7 +1,7 @@
-"""What `keel eval` and `keel filter` share: a policy to sample from, and the loop that samples.
+"""What `keel eval` and `keel filter` share: the policy to sample from and the sampling loop.
 
-A prompt's completions are sampled in groups as large as in training, so that all engines share in
-them and a group's timeout holds as it does there.
+Completions are sampled in groups of the same size as in training, so that all engines take part and
+the timeout for a group has the same meaning.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from keel.trainer.run.manifest import fingerprint
 from keel.trainer.run.progress import amount, waiting
 
 POLICY_KNOBS = ("model.", "trainer.")
-"""Knobs that must be a run's own to load its checkpoint."""
+"""Knobs that must have the run's own values to load its checkpoint."""
 REWARDS_FOLDER = "rewards"
-"""Holds the output of reward functions, in the folder of results."""
+"""Subfolder of the results for the output of reward functions."""
 POLL_S = 1.0
 STOPPING = "Stopping; finished prompts are saved. Press Ctrl-C again to stop at once."
 PREEMPTED_FIRST = "{signal}: stopping; finished prompts are saved"
 MAX_ANSWER = 200
-"""Characters beyond which an unmarked answer is not compared with others."""
+"""Maximum number of characters of an unmarked answer that is still compared with other answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledPolicy:
-    """The model to sample from, with the prompts to ask it."""
+    """The policy to sample from, together with its prompts."""
 
     config: Config
     dataset: Dataset
@@ -72,17 +72,18 @@ class SampledPolicy:
     name: str
     """Names the folder of results."""
     text: str
-    """The plan."""
+    """The plan as text."""
     sampling: Callable[[Path], AbstractContextManager[Runtime | RemoteRuntime]]
-    """Start sampling and scoring; rewards print into a subfolder of the given folder."""
+    """Start the processes that sample and score. Reward functions print into a subfolder of the
+    given folder."""
     tokenizer_digest: str = ""
-    """Empty for an endpoint."""
+    """Digest of the tokenizer. Empty for an endpoint."""
     count_tokens: Callable[[Prompt], int] | None = None
-    """None for an endpoint."""
+    """Counts the tokens of a prompt. None for an endpoint."""
 
     @property
     def sets(self) -> Mapping[str, Sequence[Prompt]]:
-        """The prompts of `keel eval` by source."""
+        """The prompts for `keel eval`, by source."""
         settings, dataset = self.config.eval, self.dataset
         heldout = settings.prompts == "heldout"
         sets = dataset.heldout if heldout else dataset.train.sources
@@ -92,7 +93,8 @@ class SampledPolicy:
 def choose_policy(
     recipe: str, overrides: Sequence[str], knob: str, checkpoint: str
 ) -> SampledPolicy:
-    """The endpoint, or the model at `checkpoint`, the value of `knob`. Raises ConfigError."""
+    """Return the endpoint if the recipe names one, otherwise the model at `checkpoint`, which is
+    the value of the knob named `knob`. Raises ConfigError if it cannot be used."""
     config = load_config(recipe, overrides)
     if config.endpoint.base_url:
         return _endpoint_policy(config)
@@ -133,7 +135,8 @@ def choose_policy(
 
 
 def _endpoint_policy(config: Config) -> SampledPolicy:
-    """A model behind an endpoint, whose tokens cannot be counted. Raises ConfigError."""
+    """Return the model behind an endpoint, whose tokens cannot be counted. Raises ConfigError if it
+    cannot be used."""
     endpoint = config.endpoint
     require_prompts(config)
     hint = "leave such sources out (data.only), or serve the model by model.path"
@@ -195,7 +198,8 @@ def _endpoint_policy(config: Config) -> SampledPolicy:
 
 
 def max_prompts_in_flight(config: Config, samples: int) -> int:
-    """Prompts to keep in flight: twice the capacity of all engines or the endpoint, at least 2."""
+    """Return how many prompts to sample at the same time: twice the capacity of all engines or of
+    the endpoint, and at least 2."""
     capacity = config.rollout.engines * config.rollout.max_num_seqs
     if config.endpoint.base_url:
         capacity = config.endpoint.max_concurrent
@@ -205,7 +209,8 @@ def max_prompts_in_flight(config: Config, samples: int) -> int:
 
 
 def group_timeout(config: Config) -> tuple[float, str]:
-    """Longest time without a group in seconds, and the knobs that it comes from."""
+    """Return the maximum time in seconds between two finished groups, and the knobs that determine
+    it."""
     endpoint = config.endpoint
     if endpoint.base_url:
         waves = math.ceil(config.algorithm.group_size / endpoint.max_concurrent)
@@ -234,13 +239,14 @@ def sample_prompts(
     say: Callable[[str], None],
     count_steps: Callable[[], int] | None = None,
 ) -> None:
-    """Sample `samples` completions of each prompt; return when all are done, or soon after
-    `should_stop`.
+    """Sample `samples` completions for each prompt. Returns when all are done, or soon after
+    `should_stop` returns true.
 
-    sample(prompt, n), score: return at once and have their own timeouts. record: called on this
-    thread once per prompt. note: text to add to the progress line. count_steps: decoding steps of
-    all engines so far, to show progress before a prompt is done. Raises errors of sampling and
-    scoring, and TimeoutError if no group arrives for longer than all their timeouts together.
+    `sample(prompt, n)` and `score` return at once and have their own timeouts. `record` is called
+    once per prompt, on this thread. `note` returns text to add to the progress line. `count_steps`
+    returns the number of decoding steps of all engines so far, which shows progress before the
+    first prompt is done. Raises any error from sampling or scoring, and TimeoutError if no group
+    arrives for longer than all timeouts together.
     """
     size = config.algorithm.group_size
     sizes = [min(size, samples - begun) for begun in range(0, samples, size)]
@@ -290,22 +296,23 @@ def _gather(groups: Sequence[Future[ScoredGroup]]) -> Future[list[ScoredGroup]]:
 
 
 def step_counter(runtime: Runtime | RemoteRuntime) -> Callable[[], int] | None:
-    """Counts decoding steps; None for an endpoint, and for episodes, whose number of turns is
-    unknown."""
+    """Return a function that counts decoding steps. None for an endpoint, and for episodes, because
+    their number of turns is unknown."""
     if isinstance(runtime, RemoteRuntime) or runtime.agents is not None:
         return None
     return lambda: runtime.pool.steps
 
 
 def to_be_retried(groups: Sequence[ScoredGroup]) -> bool:
-    """Whether completions are missing because an endpoint was overloaded. The prompt is then asked
-    again by the next start, and not counted as failed."""
+    """Return whether completions are missing because an endpoint was overloaded. Such a prompt does
+    not count as failed and is sampled again when the command is repeated."""
     dropped = [reason for group in groups for reason in group.group.dropped]
     return any(reason.removeprefix(BROKE).startswith(LATER) for reason in dropped)
 
 
 def answer_of(trajectory: Trajectory) -> str:
-    """The marked answer; without one, the final text if it is short."""
+    """Return the marked answer in a completion. If none is marked, return the final text if it is
+    short."""
     text = final_text(trajectory.messages).strip()
     answer = marked_answer(text)
     if answer is None:
@@ -314,5 +321,5 @@ def answer_of(trajectory: Trajectory) -> str:
 
 
 def thinking_of(trajectory: Trajectory) -> str:
-    """The thinking of all turns."""
+    """Return the thinking from all turns."""
     return every_turn(thinking_text, trajectory.messages)

@@ -1,4 +1,5 @@
-"""`keel serve`: a trained model behind vLLM's OpenAI-compatible server. Imports nothing heavy."""
+"""`keel serve`: serve a trained model with vLLM's OpenAI-compatible server. No heavy library is
+imported here."""
 
 from __future__ import annotations
 
@@ -23,33 +24,32 @@ from keel.trainer.run.progress import waiting
 
 HOST, PORT = "127.0.0.1", 8000
 START_S = 1800.0
-"""Longest wait for vLLM to load the model and answer."""
+"""Maximum number of seconds to wait until vLLM has loaded the model and answers."""
 POLL_S = 0.5
 SAMPLING = ("temperature", "top_p", "top_k")
 THINKING_KEYS = ("enable_thinking", "thinking")
-"""Names under which chat templates ask whether to think."""
+"""Names of the chat template variables that turn thinking on or off."""
 FIXED = ("model", "host", "port", "served_model_name")
-"""vLLM options that the command line sets in another way."""
+"""vLLM options that have their own `keel serve` argument."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model folder with the sampling defaults of its requests."""
+    """A model folder with the default sampling parameters for its requests."""
 
     path: Path
     name: str
-    """The model's name in requests."""
+    """Name of the model in requests."""
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Values of `SAMPLING`; generation_config.json has those that are missing."""
+    """Values for the parameters in `SAMPLING`. Missing ones come from generation_config.json."""
     thinking: bool | None = None
-    """None: up to the chat template."""
+    """Whether the model thinks. None leaves this to the chat template."""
 
 
 def find_model(folder: Path) -> ServedModel:
-    """Return the model of a run folder or a model folder; a run's keeps its recipe's sampling.
-
-    Raises ConfigError if the folder is neither, or the run has exported no model yet.
-    """
+    """Return the model in a run folder or model folder. A run's model keeps the sampling parameters
+    of its recipe. Raises ConfigError if the folder is neither, or if the run has not exported a
+    model yet."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is not a folder; name a run folder or a model folder")
     if (folder / "config.json").exists():
@@ -73,7 +73,8 @@ def find_model(folder: Path) -> ServedModel:
 
 
 def _of_run(run: Path, model: Path) -> ServedModel:
-    """A run's export. Reads the recipe's knobs one by one, so that any release's recipe will do."""
+    """Return the model that a run has exported. The recipe's knobs are read one by one, so recipes
+    from any release work."""
     notes: list[str] = []
     knobs = {
         name: json.loads(value) for name, value in knobs_of(run / "config.yaml", notes).items()
@@ -92,7 +93,7 @@ def _of_run(run: Path, model: Path) -> ServedModel:
 
 
 def parse_options(words: Sequence[str]) -> dict[str, Any]:
-    """Values of `key=value` words, read as YAML. Raises ConfigError for any other word."""
+    """Parse `key=value` words, with values in YAML. Raises ConfigError for any other word."""
     options: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -116,7 +117,8 @@ def parse_options(words: Sequence[str]) -> dict[str, Any]:
 
 
 def server_options(model: ServedModel, chosen: Mapping[str, Any], *, gpu: bool) -> dict[str, Any]:
-    """vLLM options, without the address. chosen: the user's, as from `parse_options`."""
+    """Return the vLLM options except the address. `chosen` holds the user's options from
+    `parse_options`."""
     chosen = dict(chosen)
     sampling = {**model.sampling, **{n: chosen.pop(n) for n in SAMPLING if n in chosen}}
     thinking = chosen.pop("thinking", model.thinking)
@@ -143,11 +145,9 @@ def serving(
     port: int = 0,
     key: str = "",
 ) -> Iterator[VllmServer]:
-    """Run vLLM's server of `model` and end it afterwards. port 0: a free one.
-
-    Raises ConfigError if the address cannot be had, RuntimeError with the log's last lines if the
-    server does not start.
-    """
+    """Run a vLLM server for `model` until the context ends. Port 0 selects a free port. Raises
+    ConfigError if the address is not available, or RuntimeError with the last lines of the log if
+    the server does not start."""
     handle, name = tempfile.mkstemp(prefix="keel-serve-", suffix=".log")
     os.close(handle)
     log = Path(name)
@@ -178,7 +178,7 @@ def serving(
 
 
 def serve(folder: Path, words: Sequence[str], *, host: str, port: int, gpu: bool) -> None:
-    """Serve until Ctrl-C. Raises ConfigError, and RuntimeError if the server fails."""
+    """Serve a model until Ctrl-C. Raises ConfigError, or RuntimeError if the server fails."""
     model, chosen = find_model(folder), parse_options(words)
     try:
         with serving(model, chosen, gpu=gpu, host=host, port=port) as server:

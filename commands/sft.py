@@ -1,4 +1,4 @@
-"""`keel sft` and `keel pretrain`."""
+"""`keel sft` and `keel pretrain`: supervised training on conversations or text."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PREEMPTED_FIRST = "{signal}: stopping after this step, with a checkpoint"
 
 
 def sft(recipe: str, overrides: Sequence[str]) -> None:
-    """`keel sft`: learn from the recipe's conversations, or resume."""
+    """Train on the recipe's conversations, or resume such a run."""
     with waiting("checking the recipe and its data", f"sft: conversations of {recipe}"):
         task = prepare_sft(recipe, overrides)
     _run(["sft", recipe, *overrides], task)
 
 
 def pretrain(recipe: str, overrides: Sequence[str]) -> None:
-    """`keel pretrain`: learn from the recipe's text, or resume."""
+    """Train on the recipe's text, or resume such a run."""
     with waiting("checking the recipe and its data", f"pretrain: text of {recipe}"):
         task = prepare_pretraining(recipe, overrides)
     _run(["pretrain", recipe, *overrides], task)
@@ -41,7 +41,8 @@ def _run(command: Sequence[str], task: SftTask) -> None:
 
 
 def run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int) -> int:
-    """Run `keel.trainer.sft.fit` on the started ranks and return the last step done."""
+    """Run `keel.trainer.sft.fit` on the started ranks and return the number of the last finished
+    step."""
     task, learner = runtime.task, runtime.learner
     with ExitStack() as stack:
         journal = open_journal(

@@ -1,4 +1,4 @@
-"""`keel synthesize`: make tasks concurrently within the budget, and continue where an earlier start
+"""`keel synthesize`: create tasks concurrently within a budget, continuing where an earlier start
 stopped."""
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from keel.synthesis.author import Author, AuthorLost, BudgetSpent, EndpointAutho
 from keel.synthesis.ledger import Ledger, Rejected, TaskOutcome
 
 Make = Callable[[str], Awaitable[Sequence[Rejected] | None]]
-"""Make the task of a key and write it to the folder, completely or not at all.
-
-Returns the rejected drafts. Raises Rejected if a gate rejects the task, AuthorLost, BudgetSpent.
+"""A function that makes the task for a key and writes it to the folder, completely or not at all.
+Returns the rejected drafts. Raises Rejected if a gate rejects the task, AuthorLost, or BudgetSpent.
 """
 Say = Callable[[str], object]
 MOST_LOST = 5
-"""Stop after this many consecutive tasks without an answer of their author."""
+"""Stop after this many consecutive tasks whose author did not answer."""
 
 
 class Shown(Protocol):
@@ -37,7 +36,7 @@ class Shown(Protocol):
 
 
 class Show(Protocol):
-    """Show a wait; `total` is the number of tasks, 0 if unknown."""
+    """A function that displays a wait. `total` is the number of tasks, or 0 if it is unknown."""
 
     def __call__(self, what: str, *, total: int = 0) -> AbstractContextManager[Shown]: ...
 
@@ -63,7 +62,8 @@ async def make_all(
     stop: asyncio.Event,
     show: Show = _unseen,
 ) -> str:
-    """Make all tasks that the ledger lacks. Returns the reason of an early end, or ""."""
+    """Make all tasks that the ledger does not list yet. Returns the reason for stopping early, or
+    ""."""
     made = sum(key in ledger.outcomes for key in keys)
     if made:
         say(f"{made:,} of {len(keys):,} tasks already made")
@@ -148,17 +148,17 @@ async def _make_left(
 
 
 class Pipeline(Protocol):
-    """Makes the tasks of one family. Use as an async context."""
+    """Makes the tasks of one family. Use it as an async context manager."""
 
     keys: Sequence[str]
-    """Keys of all tasks in order; the same for the same settings."""
+    """Return the keys of all tasks in order. The same settings always give the same keys."""
 
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *_: object) -> None: ...
 
     async def make(self, key: str) -> Sequence[Rejected] | None:
-        """See `Make`."""
+        """Make one task. See `Make`."""
         ...
 
 
@@ -168,7 +168,8 @@ def open_pipeline(
     folder: Path,
     more: Callable[[AuthorConfig], Author],
 ) -> Pipeline:
-    """Return the pipeline of the family; `more` creates further authors. Raises ConfigError."""
+    """Return the pipeline for the family in the recipe. `more` creates further authors. Raises
+    ConfigError if the settings are invalid."""
     if config.family == "general":
         from keel.synthesis.general.pipeline import GeneralPipeline  # noqa: PLC0415
 
@@ -191,8 +192,8 @@ def open_pipeline(
 
 
 def synthesize(config: SynthesisConfig, say: Say = print, show: Show = _unseen) -> int:
-    """Run the command and return its exit status: 0 if all tasks are made, 1 if it stopped early.
-    Raises ConfigError."""
+    """Make the tasks and return the exit status: 0 if all tasks are made, 1 if it stopped early.
+    Raises ConfigError if the recipe or folder cannot be used."""
     return asyncio.run(_synthesize(config, say, show))
 
 
@@ -248,7 +249,8 @@ def _leave(number: int, _: object) -> None:
 
 
 def depends_on(config: SynthesisConfig) -> dict[str, Any]:
-    """Settings that tasks depend on; the authors and the budget may change between starts."""
+    """Return the settings that the tasks depend on. Authors and budget are left out because they
+    may change between starts."""
     section = getattr(config, config.family, None)
     return {
         "family": config.family,
@@ -258,7 +260,7 @@ def depends_on(config: SynthesisConfig) -> dict[str, Any]:
 
 
 def told(report: Mapping[str, Any], say: Say) -> None:
-    """Print the report."""
+    """Print the totals from a report."""
     say(f"made {report['made']:,} tasks, kept {report['kept']:,}")
     for gate, refused in report["refused"].items():
         say(f"  rejected by {gate}: {refused['tasks']:,}")

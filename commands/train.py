@@ -1,4 +1,4 @@
-"""`keel train`."""
+"""`keel train`: run a recipe with reinforcement learning."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from keel.trainer.run.trajectory_files import TokenFile, TokenTexts
 from keel.trainer.run.view import View
 
 LOST = (WorkerLost, CollectiveTimeout, RayLost, RayError, Unanswered)
-"""Errors after which the learner cannot save a checkpoint."""
+"""Errors after which the learner can no longer save a checkpoint."""
 
 Drive = Callable[[Runtime, RunFolder, View, int], int]
 
@@ -40,10 +40,8 @@ Drive = Callable[[Runtime, RunFolder, View, int], int]
 def train(
     recipe: str, overrides: Sequence[str], *, drive: Drive | None = None, again: str = ""
 ) -> None:
-    """`keel train`: run the recipe, or resume it.
-
-    drive: replaces `run_loop`; again: how to resume, if not by this command.
-    """
+    """Run the recipe, or resume its run. `drive` replaces `run_loop`, and `again` tells the user
+    how to resume if not with the same command."""
     with waiting("checking the recipe and its prompts", f"prompts of {recipe}"):
         task = prepare(recipe, overrides)
     run_task(
@@ -63,8 +61,8 @@ def run_task(
     *,
     again: str = "",
 ) -> None:
-    """Run a prepared task in its folder: `start` its actors, then `drive` its loop. Restarts it
-    after failures, with the layout that the cluster still has room for."""
+    """Run a prepared task in its folder: `start` its actors, then `drive` its loop. After a failure
+    the task is restarted with a layout that fits the remaining resources of the cluster."""
     layouts = elastic_layouts(
         task.config,
         Path(task.config.run.dir).expanduser(),
@@ -95,9 +93,8 @@ def run_loop(
     *,
     should_end: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Run `keel.trainer.loop.train` on the started parts and return the last step done.
-
-    should_end: return True to end the run after a step, with a checkpoint.
+    """Run `keel.trainer.loop.train` on the started actors and return the number of the last
+    finished step. If `should_end` returns true after a step, the run saves a checkpoint and ends.
     """
     config, dataset, learner = runtime.task.config, runtime.task.dataset, runtime.learner
     failures: list[Exception] = []
@@ -140,7 +137,6 @@ def run_loop(
         heldout = dataset.heldout if config.run.eval_every >= 0 else {}
 
         def first_message() -> str:
-            """Message at Ctrl-C. Before the first step only an evaluation can be cut short."""
             return FIRST if start > 0 or journal.evaluated(0) or not heldout else NOTHING_YET
 
         interrupt = stack.enter_context(
@@ -185,8 +181,8 @@ def dump_bad_batch(
     groups: Sequence[ScoredGroup],
     findings: Sequence[str],
 ) -> None:
-    """Save the batch of a step without a finite gradient for `keel replay`. A full disk does not
-    end the run."""
+    """Save the batch for a step whose gradient was not finite, so that `keel replay` can repeat it.
+    A full disk does not end the run."""
     for line in findings[:SHOWN_FINDINGS]:
         say(f"step {step}: no finite gradient: {line}")
     try:

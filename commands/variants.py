@@ -1,4 +1,4 @@
-"""Variants of an evaluation (`eval.variants`): their checks, budgets and prompts."""
+"""Check the variants of an evaluation (`eval.variants`) and apply them to prompts and limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keel.rl.types import Prompt
 
 
 def check_variant(config: Config, variant: EvalVariant) -> None:
-    """Raise ConfigError for a variant that exceeds the engines' limits or has no effect."""
+    """Raise ConfigError if a variant exceeds the engines' limits or has no effect."""
     knob, most = f"eval.variants[{variant.name}]", config.rollout.sampling.max_tokens
     if variant.max_tokens > most:
         raise ConfigError(
@@ -34,8 +34,8 @@ def check_room(
     sets: Mapping[str, Sequence[Prompt]],
     count_tokens: Callable[[Prompt], int],
 ) -> None:
-    """Raise ConfigError for the first prompt that with the variant's line and budget exceeds the
-    context. The recipe's prompts have been checked already."""
+    """Raise ConfigError for the first prompt that no longer fits into the context with the
+    variant's extra line and token limit. The prompts themselves have been checked before."""
     if not variant.line and variant.thinking == "as-asked":
         return
     knob = f"eval.variants[{variant.name}]"
@@ -54,7 +54,8 @@ def check_room(
 
 
 def as_in(variant: EvalVariant, config: Config) -> Config:
-    """Apply the variant's budgets. Raises ConfigError if they conflict."""
+    """Return the config with the limits of the variant. Raises ConfigError if they conflict with
+    the recipe."""
     if variant.max_tokens:
         config = config.with_max_tokens(variant.max_tokens)
     if variant.context != "as-in-training":

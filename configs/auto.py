@@ -1,7 +1,8 @@
-"""Knobs that default to `auto`: chosen for the hardware and the model unless a recipe sets them.
+"""Knobs that default to `auto`, which means that Keel chooses them for the hardware and the model.
 
-`Config` never holds `auto`. It has the schema's defaults until `keel.trainer.placement.choose` (the
-layout on GPUs) and `keel.trainer.placement.cpus.with_dtype` (the precision on a CPU) replace them.
+`Config` itself never holds `auto`. These knobs have the schema's defaults until
+`keel.trainer.placement.choose` (the layout on GPUs) and `keel.trainer.placement.cpus.with_dtype`
+(the precision on a CPU) replace them.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ KNOBS = frozenset(
         "trainer.zero_stage",
     }
 )
-"""Knobs of the layout on GPUs."""
+"""Knobs that define the layout on GPUs."""
 OPEN = KNOBS | {DTYPE}
 """All knobs that may be `auto`."""
 
 
 def with_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Set every open knob that a recipe omits to `auto`."""
+    """Set every knob in `OPEN` that a recipe leaves out to `auto`."""
     complete = dict(tree)
     for knob in OPEN:
         section, _, name = knob.partition(".")
@@ -47,11 +48,9 @@ def with_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_auto(tree: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Remove the knobs that are `auto` from a recipe and return them separately.
-
-    Where another knob of the recipe rules out the schema's default, the smallest valid value is
-    filled in, so that the rules between knobs hold until the choice is made.
-    """
+    """Remove the knobs that are `auto` from a recipe and return them separately. If another knob in
+    the recipe rules out the schema's default, the smallest valid value takes its place, so that the
+    rules between knobs hold until the choice is made."""
     rest, auto = dict(tree), set[str]()
     for knob in OPEN:
         section, _, name = knob.partition(".")
@@ -66,7 +65,7 @@ def without_auto(tree: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str
 
 
 def _implied(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Knob → smallest value that the other knobs of the recipe allow."""
+    """Return the smallest value of each knob that the other knobs in the recipe allow."""
     rollout, trainer = (_section(tree, name) for name in ("rollout", "trainer"))
     widths = [trainer.get(name) for name in ("expert_parallel", "sequence_parallel")]
     ranks = math.lcm(*(n for n in widths if type(n) is int and n > 0))

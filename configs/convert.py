@@ -1,4 +1,4 @@
-"""Conversion of plain data into the dataclasses of a recipe, with strict types.
+"""Convert plain data into the dataclasses of a recipe, with strict types.
 
 All unknown keys and wrong types are reported together, each with its file and line.
 """
@@ -48,7 +48,7 @@ RENAMED = {
     "trainer.deadline_s": "timeout_s",
     "trainer.park": "offload_while_sampling",
 }
-"""Former path of a knob or section → its name in the same section now."""
+"""Maps the former path of a knob or section to its present name in the same section."""
 
 _SFT_BATCH = "did you mean sft.conversations_per_step or sft.tokens_per_step?"
 _SFT_LOSS = "only assistant messages are trained on; `weight: 0` excludes a message"
@@ -79,7 +79,7 @@ HINTS = {
     "sft.train_batch_size": _SFT_BATCH,
     "specialists": "this is a recipe of `keel distill`",
 }
-"""Path or bare name of a key that spelling does not lead to → the advice."""
+"""Advice for keys that a spelling suggestion would not lead to, by path or bare name."""
 
 UNSUPPORTED = {
     r"q?lora(_.*)?|peft(_.*)?|use_peft": "LoRA is not supported; all weights train, with less "
@@ -89,7 +89,7 @@ UNSUPPORTED = {
     r"push_to_hub|hub_.*": "pushing to the hub is not supported; upload the exported folder: hf "
     "upload OWNER/NAME RUN_DIR/model",
 }
-"""Pattern of a key → the alternative to an unsupported feature."""
+"""Maps patterns of keys to the alternative for a feature that Keel does not support."""
 
 _UNRECORDED = (
     "allowed_token_ids bad_words beam_width best_of epsilon_cutoff eta_cutoff forced_decoder_ids "
@@ -99,34 +99,34 @@ _UNRECORDED = (
     "structured_outputs suppress_tokens tfs thinking_token_budget top_a typical_p use_beam_search"
 )
 UNRECORDED_SAMPLING = frozenset(_UNRECORDED.split())
-"""Sampling options that change the distribution in ways the trainer cannot replay."""
+"""Sampling options that change the distribution in a way the trainer cannot replay."""
 
 STEPS = ("eval.checkpoint", "filter.checkpoint")
-"""Text knobs that may hold a step, which YAML reads as a number."""
+"""Knobs with text values that may hold a step number, which YAML reads as an integer."""
 MOST_INT = 2**63 - 1
 MANY = 10
-"""Number of knobs up to which an error message lists a section."""
+"""Maximum number of knobs in a section for an error message to list them all."""
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
 _INVALID: Any = object()
-"""Placeholder for a value whose problem has been recorded."""
+"""Placeholder for a value whose error has already been recorded."""
 
 
 @cache
 def knob_types(section: type) -> Mapping[str, Any]:
-    """Field → type. Cached, because evaluating annotations is slow."""
+    """Return the type of each field. The result is cached because evaluating annotations is slow."""
     return get_type_hints(section)
 
 
 def section_type(hint: Any) -> type | None:
-    """Return the dataclass of `X` or `tuple[X, ...]`, or None for a plain value."""
+    """Return the dataclass in `X` or `tuple[X, ...]`, or None for the type of a plain value."""
     if get_origin(hint) is tuple:
         hint = get_args(hint)[0]
     return hint if isinstance(hint, type) and is_dataclass(hint) else None
 
 
 def knobs(section: type, prefix: str = "") -> Iterator[str]:
-    """Yield the full path of every knob; entries of a list are written `sources[]`."""
+    """Yield the full path of every knob. List entries are written `sources[]`."""
     for name, hint in knob_types(section).items():
         nested = section_type(hint)
         if nested is None:
@@ -136,7 +136,7 @@ def knobs(section: type, prefix: str = "") -> Iterator[str]:
 
 
 def knobs_in(root: type, steps: list[str], value: Any) -> Iterator[tuple[list[str], Any]]:
-    """Split a value for a section into its knobs. Yields any other value unchanged."""
+    """Split the value for a section into its knobs. Any other value is yielded unchanged."""
     hint: Any = root
     for step in steps:
         if get_origin(hint) is tuple:
@@ -164,10 +164,11 @@ def _without_none(hint: Any) -> Any:
 
 
 def suggest(key: str, section: type, prefix: str, root: type) -> str:
-    """Advice on the unknown `key` of `section`. prefix: path of the section with a final dot.
+    """Return advice on the unknown `key` in `section`. `prefix` is the path of the section with a
+    trailing dot.
 
-    A known name in another section precedes a similar name in this one, because a misplaced line
-    is the more common mistake.
+    A known name from another section is suggested before a similar name from this one, because a
+    misplaced line is the more common mistake.
     """
     path = re.sub(r"\[[^]]*\]", "[]", prefix) + key
     everywhere = sorted(knobs(root), key=lambda knob: knob.count("."))
@@ -204,7 +205,7 @@ def suggest(key: str, section: type, prefix: str, root: type) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _At:
-    """A place in the recipe, for messages (`knob`) and as the key of its origin (`key`)."""
+    """A place in the recipe: `knob` is its name in messages and `key` finds its origin."""
 
     knob: str = ""
     key: str = ""
@@ -220,10 +221,11 @@ class _At:
 
 
 def build(root: type[T], tree: Mapping[str, Any], where: Mapping[str, str], recipe: str) -> T:
-    """Build a `root` from `tree`.
+    """Build a `root` object from `tree`.
 
-    where: dotted key → "file:line" or the override that set it; `recipe` stands for the rest.
-    Raises ConfigError with one line per wrong key or type, or else with the first broken rule.
+    `where` maps each dotted key to the "file:line" or the override that set it, and `recipe` stands
+    for all other keys. Raises ConfigError with one line per wrong key or type, or, if there are
+    none, with the first broken rule.
     """
     builder = _Builder(root, where, recipe)
     built = builder.section(root, tree, _At())
@@ -287,7 +289,7 @@ class _Builder:
             self.problem(here, f": no such knob; {suggest(key, cls, prefix, self.root)}")
 
     def foreign(self, tree: Mapping[Any, Any], at: _At) -> None:
-        """Report each knob of another framework's section."""
+        """Report each knob in a section of another framework."""
         for key, value in tree.items():
             here = at.child(str(key))
             if isinstance(value, Mapping) and is_foreign_section(here.knob):
@@ -334,7 +336,8 @@ class _Builder:
         return value if hint is Any else self.scalar(hint, value, at)
 
     def scalar(self, hint: type, value: Any, at: _At, words: Sequence[str] = ()) -> Any:
-        """Convert to the type `hint`. words: other allowed values, for the message."""
+        """Convert a value to the type `hint`. `words` are other allowed values to name in the
+        message."""
         kind = ", or ".join([_TYPE_NAMES[hint], *words, *self.or_auto(at)])
         if hint is float:
             number = _as_float(value)
@@ -361,7 +364,7 @@ class _Builder:
 
 
 def _as_float(value: Any) -> float | None:
-    """Accept numbers, and numbers that YAML reads as text (`1e-6` has no dot)."""
+    """Convert a number, or a number that YAML reads as text (such as `1e-6`, which has no dot)."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

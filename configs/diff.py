@@ -1,4 +1,4 @@
-"""Compare two configs, and decide which differences a resumed run may have."""
+"""Compare two configs and decide which differences are allowed when a run resumes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 from keel.configs.schema import Config, ConfigError, ConversationsConfig, SourceConfig
 
 STEPPING = ("trainer.lr", "trainer.min_lr", "trainer.schedule", "trainer.warmup_steps")
-"""Knobs of the learning rate, which is a function of the step."""
+"""Knobs of the learning rate, which depends on the step."""
 _RESUMABLE = {
     "run": "dir steps resume eval_every checkpoint_every checkpoint_minutes grace_s hang_timeout_s "
     "max_restarts elastic_wait_s max_skipped_steps keep_checkpoints save_trajectories "
@@ -37,23 +37,21 @@ _RESUMABLE = {
 RESUMABLE_KNOBS = frozenset(
     f"{section}.{name}" for section, names in _RESUMABLE.items() for name in names.split()
 )
-"""Knobs that may change when a run resumes, because they do not change what it optimises.
-
-The learning rate and its schedule apply from the resumed step on, and `run.steps` stretches a
-`linear` or `cosine` schedule.
-"""
+"""Knobs that may change when a run resumes, because they do not change what it optimises. A new
+learning rate or schedule applies from the resumed step on, and `run.steps` stretches a `linear` or
+`cosine` schedule."""
 _IGNORED_SECTIONS = ("alarms.", "endpoint.")
 _NAMED = (SourceConfig, ConversationsConfig)
 _ABSENT = "(absent)"
 
 
 def resumable(knob: str) -> bool:
-    """Return True if a run may resume with another value of this knob."""
+    """Return whether a run may resume with a different value for this knob."""
     return knob in RESUMABLE_KNOBS or knob.startswith(_IGNORED_SECTIONS)
 
 
 def flatten_config(config: Config) -> dict[str, Any]:
-    """Knob path → value. Sources are keyed by name: `data.sources[chain_sum].size`."""
+    """Return the value of each knob by path. Sources are named: `data.sources[chain_sum].size`."""
     flat: dict[str, Any] = {}
     _flatten(config, "", flat)
     return flat
@@ -74,13 +72,13 @@ def _flatten(value: Any, path: str, flat: dict[str, Any]) -> None:
 
 
 def diff_configs(a: Config, b: Config) -> list[str]:
-    """Paths of the knobs that differ, in the schema's order."""
+    """Return the paths of the knobs that differ, in the schema's order."""
     remaining, right = flatten_config(a), flatten_config(b)
     return [k for k in remaining | right if remaining.get(k, _ABSENT) != right.get(k, _ABSENT)]
 
 
 def stepping(saved: Config, new: Config) -> list[str]:
-    """Changes of the learning rate, such as `trainer.lr 1e-06 → 5e-07`."""
+    """Describe changes to the learning rate, such as `trainer.lr 1e-06 → 5e-07`."""
     old, now = flatten_config(saved), flatten_config(new)
     return [f"{knob} {old[knob]} → {now[knob]}" for knob in STEPPING if old[knob] != now[knob]]
 
@@ -88,10 +86,9 @@ def stepping(saved: Config, new: Config) -> list[str]:
 def check_resumable(
     saved: Config, new: Config, folder: str, *, of: tuple[str, ...] = ("",)
 ) -> None:
-    """Refuse to resume the run in `folder` with a config that optimises something else.
-
-    of: prefixes of the knobs to compare. Raises ConfigError with both values of each knob.
-    """
+    """Refuse to resume the run in `folder` with a config that optimises something else. `of` holds
+    the prefixes of the knobs to compare. Raises ConfigError with the old and new value of each such
+    knob."""
     old, now = flatten_config(saved), flatten_config(new)
     unused = _only_evaluated(saved, new)
     changed = [
@@ -111,7 +108,8 @@ def check_resumable(
 
 
 def _only_evaluated(saved: Config, new: Config) -> tuple[str, ...]:
-    """Prefixes of the knobs of sources that neither config trains on, such as `eval.file`'s."""
+    """Return the prefixes for sources that neither config trains on, such as the one from
+    `eval.file`."""
     trained = {
         source.name
         for config in (saved, new)
@@ -123,7 +121,7 @@ def _only_evaluated(saved: Config, new: Config) -> tuple[str, ...]:
 
 
 def _change(knob: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Describe a change. All knobs of an added or removed source give the same line."""
+    """Describe a change in one line. All knobs of an added or removed source give the same line."""
     if source := re.match(r".*?\[[^]]+\](?=\.)", knob):
         for has, lacks, verb in ((new, old, "was added"), (old, new, "was removed")):
             if knob in has and not any(other.startswith(f"{source[0]}.") for other in lacks):

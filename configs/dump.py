@@ -1,4 +1,4 @@
-"""Write a `Config` and single values as YAML."""
+"""Write a `Config` or single values as YAML."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from keel.configs.schema import Config
 
 
 def dump_config(config: Config, auto: Iterable[str] = ()) -> str:
-    """Every knob of `config` as YAML that `load_config` reads back to an equal `Config`.
-
-    auto: knobs to write as `auto` (`keel.configs.auto`).
-    """
+    """Write every knob in `config` as YAML from which `load_config` restores an equal `Config`.
+    `auto` names the knobs to write as `auto` (`keel.configs.auto`)."""
     tree = escaped(asdict(config))
     for section, _, name in (knob.partition(".") for knob in auto):
         tree[section][name] = AUTO
@@ -26,7 +24,7 @@ def dump_config(config: Config, auto: Iterable[str] = ()) -> str:
 
 
 def as_override(text: str) -> str:
-    """Quote a text for an override if YAML would read it as another value."""
+    """Write a text as the value of an override, in quotes if YAML would read it as something else."""
     text = str(escaped(text))
     try:
         plain = yaml.safe_load(text) == text
@@ -36,7 +34,7 @@ def as_override(text: str) -> str:
 
 
 def quoted(value: Any) -> str:
-    """Plain data as YAML on one line."""
+    """Write plain data as YAML on one line."""
     # YAML knows JSON's escapes, but reads a surrogate pair as two characters.
     text = json.dumps(value, ensure_ascii=False)
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
@@ -47,7 +45,7 @@ _SafeDumper = cast(type[yaml.SafeDumper], getattr(yaml, "CSafeDumper", yaml.Safe
 
 
 class _Dumper(_SafeDumper):
-    """Quotes texts that OmegaConf, but not PyYAML, reads as numbers, such as 1e-6."""
+    """A YAML dumper that also quotes texts which only OmegaConf reads as numbers, such as 1e-6."""
 
     def text(self, data: str) -> yaml.Node:
         style = "'" if data and data[0] in "+-.0123456789" else None
@@ -58,7 +56,7 @@ _Dumper.add_representer(str, _Dumper.text)
 
 
 def escaped(value: Any) -> Any:
-    """Escape literal `${`, which would be read back as a reference."""
+    """Escape a literal `${`, which would otherwise be read back as a reference."""
     if isinstance(value, dict):
         return {k: escaped(v) for k, v in cast(dict[str, Any], value).items()}
     if isinstance(value, (list, tuple)):

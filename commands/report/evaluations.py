@@ -1,4 +1,4 @@
-"""Folders of evaluations as data for the page."""
+"""Read the folders that `keel eval` writes and convert them to data for the page."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from keel.data.results import results
 
 SAMPLES = "samples.jsonl"
 ONLY = "recipe"
-"""The variant of an evaluation that has no others."""
+"""Name of the variant in an evaluation that has no variants."""
 PACKED = 4
-"""About how many times smaller a chunk is than its lines."""
+"""Approximate compression ratio of a chunk."""
 PER_CHUNK = 20
-"""Prompts of an evaluation that a page loads together."""
+"""Number of evaluation prompts that the page loads at a time."""
 
 
 def read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
-    """Read what `keel eval` has written so far. Raises ConfigError naming file and line."""
+    """Read what `keel eval` has written so far. Raises ConfigError with the file and line of a
+    problem."""
     run = RunData(name=folder.resolve().name, kind="evaluation", path=str(folder))
     run.knobs = settings_of(folder / "settings.json", run.notes)
     run.changed = changed(run.knobs)
@@ -65,7 +66,8 @@ def chunk_name(at: int) -> str:
 
 
 def read_chunk(path: Path, begin: int, end: int) -> bytes:
-    """Pack the lines between two places of the file. Raises one of `UNREADABLE`."""
+    """Read the lines between two offsets in the file and compress them for the page. Raises one of
+    `UNREADABLE`."""
     with path.open("rb") as file:
         file.seek(begin)
         lines = file.read(end - begin).split(b"\n")[:-1]
@@ -77,7 +79,8 @@ def asked_in(line: bytes) -> Asked:
 
 
 def counted(request: Asked) -> Asked:
-    """Keep the numbers that results are made of, and no text. Raises one of `UNREADABLE`."""
+    """Keep only the numbers that the results are computed from, without any text. Raises one of
+    `UNREADABLE`."""
     samples = [
         {
             "correct": float(sample["correct"] or 0),
@@ -99,7 +102,7 @@ def counted(request: Asked) -> Asked:
 
 
 def group_of(request: Asked) -> dict[str, Any]:
-    """A group in the form that `keel.trainer.run.trajectory_files` writes."""
+    """Convert a line to the group format that `keel.trainer.run.trajectory_files` writes."""
     return {
         "prompt": request.id,
         "domain": f"{request.domain} · {request.variant}",

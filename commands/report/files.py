@@ -1,4 +1,5 @@
-"""Readers of files that may be incomplete, damaged or untrusted; they skip unreadable parts."""
+"""Readers for files that may be incomplete, damaged or untrusted. They skip whatever they cannot
+read."""
 
 from __future__ import annotations
 
@@ -13,18 +14,19 @@ UNREADABLE = (
     *(OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError),
     *(OverflowError, RecursionError),
 )
-"""Errors of reading a file that is damaged, has other content, or is gone."""
+"""Errors raised when a file is damaged, has unexpected contents, or no longer exists."""
 UNKNOWN = ("NaN", "Infinity")
-"""Python's notation for numbers that JSON does not know."""
+"""Python's spellings of the numbers that JSON cannot represent."""
 
 
 def loads(text: str | bytes) -> Any:
-    """Parse Python's JSON, with None for `UNKNOWN`. Raises one of `UNREADABLE`."""
+    """Parse JSON as Python writes it, with None in place of the numbers in `UNKNOWN`. Raises one of
+    `UNREADABLE`."""
     return json.loads(text, parse_constant=lambda _: None)
 
 
 def number(value: object) -> float | None:
-    """Return `value` as a finite float, or None if it is not a number."""
+    """Return `value` as a finite float, or None if it is not a finite number."""
     try:
         result = float(value) if isinstance(value, int | float) else None
     except OverflowError:  # of hundreds of digits
@@ -33,8 +35,8 @@ def number(value: object) -> float | None:
 
 
 def json_lines(path: Path, notes: list[str]) -> Iterator[Mapping[str, Any]]:
-    """Yield the objects of a JSON lines file, without an incomplete last line. Unreadable lines are
-    skipped and listed in `notes`."""
+    """Yield the objects in a JSON lines file, leaving out an incomplete last line. Unreadable lines
+    are skipped and listed in `notes`."""
     for at, text in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), 1):
         try:
             value = loads(text)
@@ -47,7 +49,8 @@ def json_lines(path: Path, notes: list[str]) -> Iterator[Mapping[str, Any]]:
 
 
 def brief(error: BaseException) -> str:
-    """The first line of an error, its type if it has no text, or the missing key."""
+    """Describe an error in one line: its first line, the missing key, or its type if it has no
+    text."""
     if isinstance(error, KeyError):
         return f"missing {error}"
     return next(iter(str(error).splitlines()), "") or type(error).__name__

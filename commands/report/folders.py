@@ -1,4 +1,4 @@
-"""Folders of runs and evaluations as data for the page."""
+"""Read run and evaluation folders and convert them to data for the page."""
 
 from __future__ import annotations
 
@@ -31,33 +31,34 @@ from keel.rl.metrics import MEASURES
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 SUFFIX = ".jsonl.gz"
-"""Of trajectories with their tokens: `step_000001.tokens.jsonl.gz`, `step_000001.jsonl.gz` of an
-older release."""
+"""File name suffixes for trajectories: `step_000001.tokens.jsonl.gz` includes the tokens, and older
+releases wrote `step_000001.jsonl.gz`."""
 SHOWN = 4
-"""Folders that an error names as alternatives."""
+"""Maximum number of folders that an error message suggests."""
 PROGRESS_S = 2.0
-"""Between two lines about a long read."""
+"""Seconds between two progress lines during a long read."""
 MEANT = 10
-"""Steps at most, and a tenth of the run at most, whose mean stands for its beginning or end."""
+"""The values at the beginning and end of a run are averaged over a tenth of its steps, and over at
+most this many."""
 APART = ("step", "time")
-"""Keys of a line of `METRICS` that are no metric."""
+"""Keys in a line of `METRICS` that are not metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFile:
-    """A file of trajectories, once read."""
+    """A trajectory file that has been read."""
 
     stamp: tuple[int, int] = (0, 0)
-    """Its nanoseconds and bytes when it was read."""
+    """Modification time in nanoseconds and size in bytes at the time of reading."""
     groups: Sequence[ReportGroup] = ()
     as_is: bool = True
-    """A browser can read the file's own bytes."""
+    """Whether a browser can read the file unchanged."""
     wrong: str = ""
-    """Why it cannot be read."""
+    """The reason why the file cannot be read. Empty if it can."""
 
 
 Known = MutableMapping[Path, StepFile]
-"""Files that have been read; those that have not changed are not read again."""
+"""Files that have already been read. They are read again only if they have changed."""
 
 
 def read_folder(folder: Path, known: Known | None = None) -> tuple[RunData, Chunks]:
@@ -76,7 +77,8 @@ def read_folder(folder: Path, known: Known | None = None) -> tuple[RunData, Chun
 
 
 def no_run(path: Path) -> str:
-    """Say why `path` is no run folder, and name those that may be meant."""
+    """Return an error that explains why `path` is not a run folder and suggests folders that may be
+    meant."""
     if path.is_dir():
         why = f"holds no run ({METRICS} and {CONFIG}) and no evaluation ({SAMPLES})"
         places = (path, *path.resolve().parents[:2])
@@ -104,7 +106,8 @@ def read_run(folder: Path, known: Known) -> tuple[RunData, Chunks]:
 
 
 def read_metrics(path: Path, run: RunData) -> None:
-    """Fill steps, times and metrics. Lines of the same step, as of a late evaluation, are one."""
+    """Fill in the steps, times and metrics of a run. Several lines for one step, for example from a
+    late evaluation, are merged."""
     by_step: dict[int, dict[str, float | None]] = {}
     for line in json_lines(path, run.notes):
         step = line.get("step")
@@ -129,7 +132,7 @@ def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_trajectories(folder: Path, run: RunData, known: Known) -> Chunks:
-    """Read the step files, and list their groups in `run`."""
+    """Read the trajectory files and list their groups in `run`."""
     chunks: Chunks = {}
     last_line = time.monotonic()
     paths = sorted(folder.glob(f"step_*{SUFFIX}"), key=attrgetter("name"))
@@ -157,12 +160,12 @@ def read_trajectories(folder: Path, run: RunData, known: Known) -> Chunks:
 
 
 def samples(run: RunData) -> bool:
-    """Return True if the run samples trajectories, as `keel sft` and `keel pretrain` do not."""
+    """Return whether the run samples trajectories. `keel sft` and `keel pretrain` do not."""
     return run.knobs.get("data.sources") != "[]" and "sft/tokens" not in run.metrics
 
 
 def step_file(path: Path, known: StepFile | None) -> StepFile:
-    """Read a file of trajectories; `known` if it has not changed since."""
+    """Read a trajectory file, or return `known` if the file has not changed since."""
     stamp = (0, 0)
     try:
         of = path.stat()
@@ -179,13 +182,13 @@ def step_file(path: Path, known: StepFile | None) -> StepFile:
 
 
 def readable(path: Path) -> bytes:
-    """A file of trajectories without numbers that browsers cannot read."""
+    """Rewrite a trajectory file without the numbers that browsers cannot parse."""
     lines = gzip.decompress(path.read_bytes()).decode().splitlines()
     return packed([as_json(loads(line)) for line in lines])
 
 
 def summary_of(run: RunData, folder: Path) -> dict[str, str]:
-    """Rows of the table at the top: label → text."""
+    """Return the rows of the table at the top of the page as labels and texts."""
     model = run.knobs.get("model.path", "").strip('"')
     named = map(re.compile(r"(?:data|sft)\.sources\[(.*)\]\.name").fullmatch, run.knobs)
     sources = [match[1] for match in named if match]

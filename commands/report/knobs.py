@@ -1,4 +1,4 @@
-"""Knobs of runs and evaluations as text in one notation, so that they can be compared."""
+"""Read the knobs of runs and evaluations as text in one notation, so that they can be compared."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from keel.configs.load import parse_yaml
 from keel.configs.schema import Config, ConversationsConfig, DataConfig, SftConfig, SourceConfig
 
 ENTRY = re.compile(r"\[[^\]]*\]")
-"""The name of a list's entry in a knob: `[spiral]` of `data.sources[spiral].size`."""
+"""Matches the name of a list entry within a knob, such as `[spiral]` in
+`data.sources[spiral].size`."""
 NO_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
-"""Errors of `ast.literal_eval` for a text that is no literal."""
+"""Errors that `ast.literal_eval` raises for a text that is not a literal."""
 
 
 def knobs_of(path: Path, notes: list[str]) -> dict[str, str]:
-    """Read a config.yaml of any release: knob → value in JSON. A failure is noted."""
+    """Read a config.yaml from any release and return the JSON value of each knob. If it cannot be
+    read, a note says so."""
     try:
         return dict(knobs_in(path.read_text(encoding="utf-8")))
     except (*UNREADABLE, yaml.YAMLError) as error:
@@ -41,7 +43,7 @@ def knobs_in(text: str) -> dict[str, str]:
 
 
 def chosen_in(folder: Path) -> Mapping[str, Any]:
-    """Knobs whose value Keel has chosen for the hardware, from the run's chosen.json."""
+    """Return the knobs whose values Keel chose for the hardware, from the run's chosen.json."""
     try:
         return dict(loads((folder / "chosen.json").read_bytes())["values"])
     except UNREADABLE:
@@ -49,7 +51,8 @@ def chosen_in(folder: Path) -> Mapping[str, Any]:
 
 
 def changed(knobs: Mapping[str, str], chosen: Collection[str] = ()) -> list[str]:
-    """Names of the knobs that differ from their defaults, without `chosen` and names of sources."""
+    """Return the names of the knobs that differ from their defaults, except those in `chosen` and
+    the names of sources."""
     return [
         name
         for name, value in knobs.items()
@@ -61,7 +64,7 @@ def changed(knobs: Mapping[str, str], chosen: Collection[str] = ()) -> list[str]
 
 @cache
 def defaults() -> Mapping[str, str]:
-    """Knob → default as text; entries of a list are written `data.sources[]`."""
+    """Return the default of each knob as text. List entries are written `data.sources[]`."""
     source = SourceConfig(name="a", source="jsonl", path="a")
     lesson = ConversationsConfig(name="a", source="jsonl", path="a")
     config = Config(data=DataConfig(sources=(source,)), sft=SftConfig(sources=(lesson,)))
@@ -74,7 +77,8 @@ def defaults() -> Mapping[str, str]:
 
 
 def flatten(value: Any, path: str, flat: dict[str, str]) -> None:
-    """Fill `flat` with `a.b` → value; entries of lists by name, as in `keel.configs.diff`."""
+    """Fill `flat` with the value for each dotted path. List entries are named as in
+    `keel.configs.diff`."""
     if isinstance(value, dict) and value:
         for key, item in cast(dict[Any, Any], value).items():
             flatten(item, f"{path}.{key}".lstrip("."), flat)
@@ -94,7 +98,7 @@ def written(value: Any) -> str:
 
 
 def settings_of(path: Path, notes: list[str]) -> dict[str, str]:
-    """Read an evaluation's settings.json, which holds the `repr` of each knob."""
+    """Read the settings.json of an evaluation, which holds the `repr` of each knob."""
     try:
         settings: Mapping[str, Any] = loads(path.read_bytes())
         return {str(name): as_knob(str(value)) for name, value in settings.items()}
@@ -104,7 +108,7 @@ def settings_of(path: Path, notes: list[str]) -> dict[str, str]:
 
 
 def as_knob(text: str) -> str:
-    """Turn a value's `repr` into JSON; leave other text unchanged."""
+    """Convert the `repr` of a value to JSON. Any other text is returned unchanged."""
     try:
         return written(ast.literal_eval(text))
     except NO_LITERAL:

@@ -1,8 +1,10 @@
-"""`keel report`: one HTML file that opens without a network and runs nothing that a policy wrote.
+"""`keel report`: write one HTML file that opens without a network and executes nothing written by a
+policy.
 
-The run's files stand in the page as JSON and base64 in elements that no browser executes, with
-every `<` escaped; the scripts show it by `textContent` alone; and a Content-Security-Policy
-names the digests of our own scripts, so that no other would run even if it got into the page.
+The page holds the run's files as JSON and base64 in elements that browsers do not execute, with
+every `<` escaped, and its scripts display them through `textContent` only. A
+Content-Security-Policy lists the digests of Keel's own scripts, so no other script would run even
+if it got into the page.
 """
 
 from __future__ import annotations
@@ -22,20 +24,22 @@ from keel.commands.report.shape import Chunks, RunData, as_json
 from keel.configs.schema import ConfigError
 
 SCRIPTS = ("show.js", "curves.js", "runs.js", "tokens.js", "read.js", "main.js")
-"""In `commands/report/page`, in the order in which they run."""
+"""Script files in `commands/report/page`, in the order in which they run."""
 MOST_BYTES = 64 * 2**20
-"""Compressed trajectories in one page."""
+"""Maximum bytes of compressed trajectories in one page."""
 PARTS = 500
-"""Parts of a curve that keep their extremes: about as many as it has pixels."""
+"""Number of parts into which a curve is divided to find its extremes, about the number of pixels it
+is wide."""
 STACKED = ("time/rollout", "time/reward", "time/train", "time/sync")
-"""Drawn one above the other, so where one of them has a value the others need theirs."""
+"""Metrics that are drawn on top of each other, so all of them need a value at the same steps."""
 SELF, NOBODY = "'self'", "'none'"
 CURE = "pip install plotly"
 
 
 @cache
 def library() -> str:
-    """plotly.js (MIT), as the package `plotly` brings it. Raises ConfigError without it."""
+    """Return the source of plotly.js (MIT) from the package `plotly`. Raises ConfigError if the
+    package is not installed."""
     try:
         # Without it, say how to get it.
         from plotly.offline import get_plotlyjs  # pyright: ignore  # noqa: PLC0415
@@ -45,7 +49,8 @@ def library() -> str:
 
 
 def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
-    """The whole page. live: trajectories and news are fetched from where the page came from."""
+    """Return the whole page. A `live` page fetches its trajectories and updates from the server it
+    came from."""
     parts = files("keel.commands.report") / "page"
     scripts = [library(), *((parts / name).read_text(encoding="utf-8") for name in SCRIPTS)]
     if not live:
@@ -76,14 +81,15 @@ def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
 
 
 def state(runs: Sequence[tuple[RunData, Chunks]], *, live: bool) -> str:
-    """JSON of everything on the page but the trajectories."""
+    """Return everything on the page except the trajectories, as JSON."""
     plain = [fewer_points(run).plain() for run, _ in runs]
     return as_json({"live": live, "written": time.time(), "runs": plain})
 
 
 def policy(scripts: Sequence[str], *, live: bool) -> str:
-    """The Content-Security-Policy: only the page's own scripts run, and only a live page connects,
-    to where it came from. plotly.js writes inline styles."""
+    """Return the Content-Security-Policy. It allows only the page's own scripts, and only a live
+    page may connect, to the server it came from. Inline styles are allowed because plotly.js writes
+    them."""
     digests = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
     ours = " ".join(f"'sha256-{digest}'" for digest in digests)
     return (
@@ -93,7 +99,8 @@ def policy(scripts: Sequence[str], *, live: bool) -> str:
 
 
 def fewer_points(run: RunData) -> RunData:
-    """Leave the lowest and highest value of each of `PARTS` parts of each curve, at their steps."""
+    """Thin out each curve to the lowest and highest value in each of `PARTS` parts, at their
+    original steps."""
     kept = {name: extremes(values) for name, values in run.metrics.items()}
     stacked = set[int]().union(*(kept.get(name, ()) for name in STACKED))
     kept |= {name: stacked for name in STACKED if name in kept}
@@ -108,7 +115,8 @@ def fewer_points(run: RunData) -> RunData:
 
 
 def extremes(values: Sequence[float | None]) -> set[int]:
-    """Places of the extremes of each part, and of the first and the last value."""
+    """Return the positions of the lowest and highest value in each part, and of the first and last
+    value."""
     known = {at: value for at, value in enumerate(values) if value is not None}
     places = [*known]
     if len(places) <= 2 * PARTS:
@@ -123,7 +131,7 @@ def extremes(values: Sequence[float | None]) -> set[int]:
 def fewer_trajectories(
     runs: Sequence[tuple[RunData, Chunks]],
 ) -> Sequence[tuple[RunData, Chunks]]:
-    """Leave every n-th chunk where all of them would be more than `MOST_BYTES`."""
+    """Keep only every n-th chunk if all chunks together would exceed `MOST_BYTES`."""
     total = sum(chunk.size for _, chunks in runs for chunk in chunks.values())
     every = -(-total // MOST_BYTES)
     for run, chunks in runs if every > 1 else ():
@@ -144,7 +152,8 @@ def fewer_trajectories(
 
 
 def report(folders: Sequence[str], out: str | None) -> str:
-    """`keel report`: write the page, and return what to print. Raises ConfigError."""
+    """Write the page and return the message to print. Raises ConfigError if a folder cannot be
+    read."""
     runs = [read_folder(Path(folder)) for folder in folders]
     name_apart([run for run, _ in runs])
     path = Path(out) if out else (Path(folders[0]) if len(runs) == 1 else Path()) / "report.html"
@@ -168,7 +177,7 @@ def report(folders: Sequence[str], out: str | None) -> str:
 
 
 def name_apart(runs: Sequence[RunData]) -> None:
-    """Name runs of the same name by their paths."""
+    """Name runs by their paths if their names are the same."""
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:

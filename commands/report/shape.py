@@ -1,4 +1,4 @@
-"""Data of the page, and its JSON."""
+"""The data that the page shows, and its conversion to JSON."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from typing import Any, Literal, cast
 from keel.commands.report.files import UNREADABLE, brief, number
 
 HEAD, TAIL = 70, 50
-"""Characters of a question's beginning and end in the list of groups."""
+"""Numbers of characters to show from the beginning and the end of a question in the list of groups."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ReportGroup:
-    """A line in the list of trajectories."""
+    """A line in the page's list of trajectories."""
 
     step: int
     chunk: str
-    """Name of the chunk that holds its trajectories."""
+    """Name of the chunk that contains the trajectories."""
     line: int
-    """Line of the chunk, from 0."""
+    """Line number within the chunk, from 0."""
     prompt: str
     """The prompt's id."""
     question: str
-    """Beginning and end of the prompt's last message, on one line."""
+    """Beginning and end of the last message in the prompt, on one line."""
     domain: str
     rewards: list[float]
     tokens: list[int]
-    """Sampled tokens of each trajectory."""
+    """Number of sampled tokens in each trajectory."""
 
 
 def listed(group: Mapping[str, Any], step: int, chunk: str, line: int) -> ReportGroup:
-    """List a line of a chunk. Raises one of `UNREADABLE` for anything else."""
+    """Convert a line of a chunk to its entry in the list. Raises one of `UNREADABLE` if the line is
+    not a group."""
     return ReportGroup(
         step=step,
         chunk=chunk,
@@ -49,7 +50,8 @@ def listed(group: Mapping[str, Any], step: int, chunk: str, line: int) -> Report
 
 
 def question_of(group: Mapping[str, Any]) -> str:
-    """The last message before the policy speaks; of an episode, from its transcript."""
+    """Return the last message before the policy's first turn. For an episode it comes from the
+    transcript."""
     messages = list(group.get("messages") or ())
     for one in group["trajectories"]:
         messages = messages or list(one.get("messages") or ())[: one.get("opening") or 0]
@@ -63,14 +65,14 @@ def question_of(group: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReportChunk:
-    """Compressed lines of JSON, one group a line, that are read on demand."""
+    """Compressed JSON lines with one group each, which are read on demand."""
 
     read: Callable[[], bytes]
     size: int
-    """Approximate bytes, known without reading them."""
+    """Approximate size in bytes, known before the chunk is read."""
 
     def data(self) -> bytes:
-        """Read the chunk. Raises OSError if that fails in any way."""
+        """Read the chunk. Raises OSError if that fails for any reason."""
         try:
             return self.read()
         except UNREADABLE as error:
@@ -82,7 +84,7 @@ Chunks = dict[str, ReportChunk]
 
 @dataclass(slots=True, kw_only=True)
 class RunData:
-    """A run, or an evaluation."""
+    """The data of a run or an evaluation."""
 
     name: str
     kind: Literal["run", "evaluation"]
@@ -91,20 +93,20 @@ class RunData:
     times: list[float] = field(default_factory=list[float])
     """Seconds since 1970 at which each of `steps` ended."""
     metrics: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
-    """One value for each of `steps`; None if it is missing."""
+    """The values of each metric, one for each of `steps`. A missing value is None."""
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    """step, time, kind and text of each."""
+    """The step, time, kind and text of each event."""
     knobs: dict[str, str] = field(default_factory=dict[str, str])
     changed: list[str] = field(default_factory=list[str])
     """Knobs that differ from their defaults."""
     summary: dict[str, str] = field(default_factory=dict[str, str])
-    """Label → text, for the table at the top."""
+    """Labels and texts for the table at the top of the page."""
     groups: list[ReportGroup] = field(default_factory=list[ReportGroup])
     notes: list[str] = field(default_factory=list[str])
-    """Missing parts, and why."""
+    """What is missing, and why."""
 
     def plain(self) -> dict[str, Any]:
-        """Plain data; each metric as its values and their places in `steps`."""
+        """Convert to plain data. Each metric becomes its values and their positions in `steps`."""
         return {
             **{field.name: getattr(self, field.name) for field in fields(self)},
             "metrics": {name: sparse(values) for name, values in self.metrics.items()},
@@ -118,12 +120,12 @@ def sparse(values: Sequence[float | None]) -> dict[str, list[Any]]:
 
 
 def packed(lines: list[str]) -> bytes:
-    """A chunk of lines of JSON, compressed."""
+    """Compress lines of JSON into a chunk."""
     return gzip.compress("".join(f"{line}\n" for line in lines).encode(), 6, mtime=0)
 
 
 def as_json(value: Any) -> str:
-    """ASCII that a browser can read: null for numbers that JSON does not know."""
+    """Write ASCII JSON that browsers can parse, with null for numbers that JSON cannot represent."""
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
     except ValueError:  # rare, and slow: every value is visited

@@ -1,4 +1,4 @@
-"""`keel watch`: the page of running runs, served on this machine alone."""
+"""`keel watch`: serve the page for running runs, reachable from this machine only."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from keel.configs.schema import ConfigError
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")
-"""Accepted host names. Any other is a page elsewhere whose name was pointed at this machine."""
+"""Host names that requests may use. Any other name belongs to a foreign page whose DNS entry points
+at this machine."""
 TYPES = {"": "text/html; charset=utf-8", "data": "application/json"}
 
 
 class Follower:
-    """Reads folders again when something in them has changed."""
+    """Reads folders again whenever their contents have changed."""
 
     def __init__(self, folders: Sequence[str]) -> None:
-        """Raises ConfigError for a folder that holds no run."""
+        """Read the folders for the first time. Raises ConfigError if one of them holds no run."""
         self._folders = [Path(folder) for folder in folders]
         self._lock = Lock()
         self._mark = ""
@@ -39,7 +40,7 @@ class Follower:
         self.runs()
 
     def runs(self) -> tuple[list[tuple[RunData, Chunks]], str]:
-        """The current runs, and a mark that differs after a change."""
+        """Return the current runs and a mark that changes whenever they do."""
         with self._lock:
             if (mark := self._stamp()) != self._mark:
                 self._runs = [read_folder(folder, self._known) for folder in self._folders]
@@ -66,7 +67,8 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, follower: Follower, port: int) -> None:
-        """port: 0 for any. Raises ConfigError where it is taken."""
+        """Listen on `port`, or on any free port if it is 0. Raises ConfigError if the port is
+        taken."""
         self.follower = follower
         self.token = secrets.token_urlsafe(24)
         try:
@@ -77,7 +79,7 @@ class Server(ThreadingHTTPServer):
             raise ConfigError(f"--port {port}: must be from 1 to 65535, or 0 for any") from error
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore connections that the browser has closed."""
+        """Ignore errors from connections that the browser has closed."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -87,7 +89,8 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers GET: `/` the page, `/data` everything on it but trajectories, `/chunk` those."""
+    """Answers GET requests: `/` returns the page, `/data` everything on it except trajectories, and
+    `/chunk` one chunk of trajectories."""
 
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
     timeout = 30
@@ -151,7 +154,7 @@ def chunk(runs: Sequence[tuple[RunData, Chunks]], asked: dict[str, str]) -> byte
 
 
 def watch(folders: Sequence[str], port: int) -> None:
-    """Serve until Ctrl-C. Raises ConfigError."""
+    """Serve the page until Ctrl-C. Raises ConfigError if a folder or the port cannot be used."""
     with Server(Follower(folders), port) as server:
         print(
             f"{server.url}\nCtrl-C ends it. Seen from this machine alone; over SSH: ssh -L "
