@@ -30,7 +30,7 @@ SAMPLING = ("temperature", "top_p", "top_k")
 THINKING_KEYS = ("enable_thinking", "thinking")
 """Names of the chat template variables that turn thinking on or off."""
 FIXED = ("model", "host", "port", "served_model_name")
-"""vLLM options that have their own `keel serve` argument."""
+"""vLLM options that the folder and Keel's own arguments set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

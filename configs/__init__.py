@@ -1,1 +1,1 @@
-"""Every knob of a run (`schema`), and how a recipe becomes one (`load`)."""
+"""Defines every knob of a run (`schema`) and loads recipes into them (`load`)."""

@@ -114,7 +114,7 @@ _INVALID: Any = object()
 
 @cache
 def knob_types(section: type) -> Mapping[str, Any]:
-    """Return the type of each field. The result is cached because evaluating annotations is slow."""
+    """Return the type of each field, cached because evaluating annotations is slow."""
     return get_type_hints(section)
 
 

@@ -1,4 +1,5 @@
-"""Recipes of `keel distill`: specialists, selection of their completions, and the later stages."""
+"""The recipe for `keel distill`: specialists, the selection of their completions, and the later
+stages."""
 
 from __future__ import annotations
 
@@ -11,14 +12,15 @@ from keel.configs.sections.base import check_bounds, knob, require, require_uniq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecialistConfig:
-    """A model trained by `recipe` on some of its sources."""
+    """A model that is trained with `recipe` on some of the recipe's sources."""
 
     name: str
-    """Name of its folder: letters, digits and any of _ + -"""
+    """Name of the specialist's folder. It may contain letters, digits, `_`, `+` and `-`."""
     sources: tuple[str, ...]
-    """Names of the recipe's sources to train on, and so the domains and modes it teaches."""
+    """Names of the recipe's sources to train on. They determine the domains and modes that the
+    specialist teaches."""
     overrides: tuple[str, ...] = ()
-    """Overrides of the recipe for this specialist, such as `[run.steps=200]`."""
+    """Overrides for this specialist's recipe, such as `[run.steps=200]`."""
 
     def __post_init__(self) -> None:
         path = f"specialists[{self.name}]"
@@ -33,10 +35,11 @@ class SpecialistConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectConfig:
-    """Selection of the specialists' completions for supervised distillation."""
+    """How completions from the specialists are selected for supervised distillation."""
 
     least: float = knob(1.0, gt=0, le=1)
-    """Minimum value of `correct`, as given by rules, tests, environments and judges."""
+    """Minimum value of the reward part `correct`, as given by rules, tests, environments and
+    judges."""
     least_parts: Mapping[str, float] = field(default_factory=dict[str, float])
     """Minimum values of other reward parts, where present: `{format: 1, language: 0.8}`."""
     most_parts: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -44,7 +47,8 @@ class SelectConfig:
     most_per_prompt: int = knob(1, ge=0)
     """Maximum number of distinct completions per prompt, shortest first. 0: all."""
     balance: float = knob(4.0, ge=0)
-    """Maximum size of a domain and mode as a multiple of the smallest. 0: do not balance."""
+    """Maximum number of completions in a domain and mode, as a multiple of the smallest. 0: do not
+    balance."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "select")
@@ -53,30 +57,31 @@ class SelectConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillConfig:
-    """A recipe of `keel distill`: train specialists, select their completions, distill them into
-    one model, run mixed RL, and evaluate each by domain (DeepSeek-V3.2, section 3)."""
+    """The recipe for `keel distill`. It trains specialists, selects their completions, distills
+    them into one model, runs mixed RL, and evaluates each model by domain (DeepSeek-V3.2, section
+    3)."""
 
     dir: str
-    """Folder for everything, with a folder per stage. Run again to resume."""
+    """Output folder, with a subfolder for each stage. Run the command again to resume."""
     recipe: str
-    """Recipe of `keel train` for the mixed stage, with the sources of all domains."""
+    """Recipe of `keel train` for the mixed stage. It lists the sources of all domains."""
     overrides: tuple[str, ...] = ()
-    """Overrides of the recipe for specialists and all later stages."""
+    """Overrides of the recipe that apply to the specialists and all later stages."""
     specialists: tuple[SpecialistConfig, ...]
     samples: int = knob(4, ge=1)
-    """Number of completions of a specialist per training prompt."""
+    """Number of completions that a specialist samples per training prompt."""
     prompts: int = knob(0, ge=0)
     """Number of training prompts per source, from the first. 0: all."""
     select: SelectConfig = field(default_factory=SelectConfig)
     sft: str = "sft-distilled"
     """Recipe of `keel sft`. Its sources are replaced by the selected completions."""
     sft_overrides: tuple[str, ...] = ()
-    """Overrides of the recipe `sft`, such as `[trainer.lr=1e-5]`."""
+    """Overrides for the recipe named in `sft`, such as `[trainer.lr=1e-5]`."""
     mixed_overrides: tuple[str, ...] = ()
-    """Overrides of the recipe for the mixed stage only."""
+    """Overrides of the recipe that apply to the mixed stage only."""
     eval_samples: int = knob(4, ge=1)
-    """Number of completions per held-out prompt, for specialists, the distilled and the mixed
-    model."""
+    """Number of completions per held-out prompt when the specialists, the distilled model and the
+    mixed model are evaluated."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "")

@@ -24,7 +24,7 @@ def dump_config(config: Config, auto: Iterable[str] = ()) -> str:
 
 
 def as_override(text: str) -> str:
-    """Write a text as the value of an override, in quotes if YAML would read it as something else."""
+    """Write a text as the value of an override, quoted if YAML would read something else."""
     text = str(escaped(text))
     try:
         plain = yaml.safe_load(text) == text

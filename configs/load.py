@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 MOST_VALUES = 100_000
-"""Maximum number of values in a recipe with aliases expanded."""
+"""Maximum number of values in a recipe after its aliases are expanded."""
 MOST_DIGITS = 100
 
 
@@ -63,30 +63,28 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, frozenset[str]]:
-    """Like `load_config`, and also return the knobs that are `auto` (`keel.configs.auto`), for
-    which the config holds the CPU defaults."""
+    """Load a recipe like `load_config`, and also return its `auto` knobs (`keel.configs.auto`). The
+    config holds the CPU defaults for them."""
     tree, where, recipe = _tree(Config, Path(path), overrides)
     tree, auto = without_auto(tree)
     return build(Config, tree, where, recipe), auto
 
 
 def load_synthesis(path: str | Path, overrides: Sequence[str] = ()) -> SynthesisConfig:
-    """Load a recipe of `keel synthesize`; see `load_config`."""
+    """Load a recipe for `keel synthesize`. The arguments are those of `load_config`."""
     return build(SynthesisConfig, *_tree(SynthesisConfig, Path(path), overrides, "synthesize/"))
 
 
 def load_distillation(path: str | Path, overrides: Sequence[str] = ()) -> DistillConfig:
-    """Load a recipe of `keel distill`; see `load_config`."""
+    """Load a recipe for `keel distill`. The arguments are those of `load_config`."""
     return build(DistillConfig, *_tree(DistillConfig, Path(path), overrides, "distill/"))
 
 
 def _tree(
     root: type, path: Path, overrides: Sequence[str], folder: str = ""
 ) -> tuple[dict[str, Any], dict[str, str], str]:
-    """Return plain data, the origin (file and line, or override) of each key, and the path.
-
-    folder: subfolder with Keel's recipes of this kind.
-    """
+    """Return the recipe as plain data, the origin of each key (file and line, or override), and the
+    file's path. `folder` is the subfolder that contains Keel's recipes of this kind."""
     recipe = find(path, folder)
     layers, where = _read(recipe, (), folder)
     if root is not Config and (foreign := {"data", "model", "trainer"} & layers[-1].keys()):
@@ -125,11 +123,12 @@ ROW_KNOBS = frozenset(
     {"name", "source", "path", "split", "subset", "size", "holdout", "weight", "domain"}
     | {"pass_rates", "least_pass_rate", "most_pass_rate"}
 )
-"""Knobs of a source that select its rows; the others define how rows are read and scored."""
+"""Knobs that select the rows of a source. The other knobs define how rows are read and scored."""
 
 
 def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, Any]:
-    """Turn `eval.file` into a held-out source, read and scored like the first file source."""
+    """Add a held-out source for `eval.file` that is read and scored like the recipe's first file
+    source."""
     if not isinstance(tree.get("eval"), dict) or not isinstance(tree.get("data"), dict):
         return tree
     section, data = cast(dict[str, Any], tree["eval"]), cast(dict[str, Any], tree["data"])
@@ -155,8 +154,8 @@ def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, An
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merge sections and replace other values. OmegaConf's merge fails if a section replaces a
-    list, which the schema reports better."""
+    """Merge two sections, or replace any other value. OmegaConf's own merge fails where a section
+    replaces a list, an error that the schema reports better."""
     both = dict(below)
     for key, value in above.items():
         old = below.get(key)
@@ -184,13 +183,13 @@ def _has_references(tree: Any) -> bool:
 
 
 def _resolver_call(tree: Any) -> str | None:
-    """Return the key of a text with an OmegaConf resolver such as `${oc.env:HOME}`."""
+    """Return the key of a value that calls an OmegaConf resolver, such as `${oc.env:HOME}`."""
     pattern = re.compile(r"(?<!\\)\$\{\s*[\w.]+\s*:")
     return next((key for key, text in _strings(tree) if pattern.search(text)), None)
 
 
 def _with_defaults(section: type, tree: dict[str, Any]) -> dict[str, Any]:
-    """Add the schema's defaults to `tree`, so that references can find them."""
+    """Add the schema's defaults to `tree` so that references to them resolve."""
     hints, complete = knob_types(section), dict(tree)
     for field in fields(section):
         inner = section_type(hints[field.name])
@@ -205,7 +204,7 @@ def _with_defaults(section: type, tree: dict[str, Any]) -> dict[str, Any]:
 def _read(
     path: Path, trail: tuple[Path, ...], folder: str = ""
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return the recipe's layers, base recipes first, and the origin of each key."""
+    """Return the layers of the recipe, with base recipes first, and the origin of each key."""
     path, real = resolved(path)
     if real in trail:
         raise ConfigError(f"{path}: `defaults` is circular")
@@ -247,14 +246,13 @@ def _read(
 
 
 _Placed = tuple[str, yaml.Node, int]
-"""A dotted key, its value and its line."""
+"""A dotted key with its value and line."""
 
 
 def parse_yaml(text: str) -> yaml.Node | None:
-    """Compose `text` without building objects. Raises yaml.YAMLError, also for an alias bomb.
-
-    Uses PyYAML's parser, because libyaml crashes on deeply nested brackets.
-    """
+    """Parse YAML into nodes without building objects. Raises yaml.YAMLError for invalid YAML or if
+    aliases expand to too many values. Uses PyYAML's own parser because libyaml crashes on deeply
+    nested brackets."""
     root = cast(yaml.Node | None, yaml.compose(text, Loader=yaml.SafeLoader))  # pyright: ignore
     if _size(root, {}) >= MOST_VALUES:
         raise yaml.YAMLError(f"its aliases expand to {MOST_VALUES} values or more")
@@ -262,7 +260,7 @@ def parse_yaml(text: str) -> yaml.Node | None:
 
 
 def _size(node: yaml.Node | None, known: dict[int, int]) -> int:
-    """Number of values below `node` with aliases expanded."""
+    """Return the number of values below `node` after aliases are expanded."""
     if id(node) not in known:
         known[id(node)] = 1  # ends the recursion of an alias that contains itself
         below: list[yaml.Node] = []
@@ -277,7 +275,7 @@ def _size(node: yaml.Node | None, known: dict[int, int]) -> int:
 # Cached, because parsing dominates loading and tests load the same recipes many times.
 @lru_cache(maxsize=64)
 def _composed(text: str) -> Sequence[_Placed] | None:
-    """Return None unless the document is a mapping."""
+    """Compose a document into nodes. Returns None if it is not a mapping."""
     root = parse_yaml(text)
     return tuple(_nodes(root)) if root is None or isinstance(root, yaml.MappingNode) else None
 
@@ -289,7 +287,7 @@ def _values(text: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _override_value(text: str) -> tuple[str, Any]:
-    """Return a problem or "", and the parsed value of an override."""
+    """Parse the value of an override. Returns the problem, or "", and the value."""
     node = parse_yaml(text)
     if node is not None:
         rest = text[node.end_mark.index :].strip()
@@ -304,7 +302,7 @@ def _override_value(text: str) -> tuple[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """Copy a value of a cache."""
+    """Copy a value so that the cached original cannot be changed."""
     if isinstance(value, dict):
         return {key: _copied(one) for key, one in cast(dict[Any, Any], value).items()}
     return [_copied(one) for one in cast(list[Any], value)] if isinstance(value, list) else value
@@ -323,7 +321,7 @@ def _nodes(node: yaml.Node | None, key: str = "") -> Iterator[_Placed]:
 
 
 def _misread(node: yaml.Node) -> str:
-    """Return what is wrong with a number that YAML 1.1 reads unexpectedly, or ""."""
+    """Return what is wrong with a number that YAML 1.1 reads in an unexpected way, or ""."""
     kind, text = str(node.tag).rpartition(":")[2], node.value
     if kind not in ("int", "float") or not isinstance(text, str):
         return ""
@@ -349,17 +347,16 @@ def _reason(error: yaml.YAMLError) -> str:
 
 
 def _explain(error: OmegaConfBaseException, where: Mapping[str, str], recipe: str) -> str:
-    """Describe an unresolved reference or a value left as `???`."""
+    """Explain a reference that does not resolve, or a value that was left as `???`."""
     key = error.full_key or ""
     reason = str(error).strip().partition("\n")[0]
     return f"{where.get(key, recipe)}: {key or 'a value'}: {reason} (write a literal ${{ as \\${{)"
 
 
 def split_overrides(overrides: Sequence[str]) -> list[str]:
-    """Split overrides of sections: `run={steps: 3, seed: 1}` → `run.steps=3`, `run.seed=1`.
-
-    Overrides that name no knob stay unchanged. Raises ConfigError for a malformed override.
-    """
+    """Split overrides for whole sections, so that `run={steps: 3, seed: 1}` becomes `run.steps=3`
+    and `run.seed=1`. Overrides that do not name a section stay unchanged. Raises ConfigError for a
+    malformed override."""
     return [one for override in overrides for one in _split_override(override)]
 
 
@@ -379,7 +376,7 @@ def _split_override(override: str) -> list[str]:
 
 
 def _parsed(override: str) -> tuple[list[str], Any, str]:
-    """Return the steps of the key, the value, and the origin for messages."""
+    """Parse an override and return the steps of its key, its value, and its origin for messages."""
     origin = f"override {override!r}"
     key, equals, text = override.partition("=")
     key = key.strip()
@@ -401,7 +398,8 @@ def _parsed(override: str) -> tuple[list[str], Any, str]:
 
 
 def _steps_of(key: str) -> list[str]:
-    """Split `data.sources[sums].size` into its steps; a dotted reward function stays one step."""
+    """Split a key such as `data.sources[sums].size` into its steps. The dotted name of a reward
+    function stays one step."""
     pairs = re.findall(r"\[([^\]]+)\]|([^.\[\]]+)", key)
     steps = [bracketed or plain for bracketed, plain in pairs]
     function = steps[:2] == ["data", "sources"] and steps[3:4] == ["rewards"] and len(steps) > 5
@@ -409,7 +407,7 @@ def _steps_of(key: str) -> list[str]:
 
 
 def _check_entries(tree: dict[str, Any], steps: Sequence[str], origin: str) -> None:
-    """Raise ConfigError if a step names a missing entry of a list."""
+    """Raise ConfigError if the key names a list entry that does not exist."""
     node: Any = tree
     for position, step in enumerate(steps):
         if isinstance(node, list):
@@ -422,7 +420,7 @@ def _check_entries(tree: dict[str, Any], steps: Sequence[str], origin: str) -> N
 def _set_knob(
     tree: dict[str, Any], where: dict[str, str], steps: Sequence[str], value: Any, origin: str
 ) -> None:
-    """Set one knob in `tree`, and its origin in `where`."""
+    """Set one knob in `tree` and record its origin in `where`."""
     node: Any = tree
     done: list[str] = []
     for position, step in enumerate(steps):
@@ -451,7 +449,7 @@ def _set_knob(
 
 
 def _index(items: list[Any], step: str, path: str, origin: str) -> int:
-    """Position of the entry that `step` names by index or by `name`."""
+    """Return the position of the list entry that `step` names by index or by `name`."""
     names = [
         str(cast(dict[str, Any], item).get("name", i)) if isinstance(item, dict) else str(i)
         for i, item in enumerate(items)

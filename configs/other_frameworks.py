@@ -1,4 +1,5 @@
-"""Keel's names for the knobs and metrics of other frameworks, from `other_frameworks.toml`."""
+"""Look up Keel's names for the knobs and metrics of other frameworks, listed in
+`other_frameworks.toml`."""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ class ForeignName:
 
     framework: str
     name: str
-    """Dotted path, without the dashes of a command-line option."""
+    """Dotted path in the other framework, without the dashes of a command-line option."""
     here: tuple[str, ...]
-    """Keel's knobs or metrics; empty if there is no counterpart."""
+    """The corresponding knobs or metrics in Keel. Empty if there are none."""
     note: str
-    """Markdown."""
+    """A remark in Markdown."""
 
     @property
     def hint(self) -> str:
-        """Part of an error message about a recipe that uses the name."""
+        """Advice for the error message about a recipe that uses this name."""
         note = re.sub(r"\[[^]]*\]\(([\w-]+\.md)\)", r"docs/\1", self.note).replace("`", "")
         origin = f"{self.framework}'s {self.name}"
         if not self.here:
@@ -39,13 +40,13 @@ def _tables() -> dict[str, dict[str, Any]]:
 
 
 def framework_configs() -> dict[str, str]:
-    """Map each framework to the name of its config, in Markdown."""
+    """Return what each framework calls its config, in Markdown."""
     return {name: table["config"] for name, table in _tables().items()}
 
 
 @cache
 def foreign_names(kind: Literal["words", "metrics"]) -> tuple[ForeignName, ...]:
-    """Return all names of a kind; `words` are knobs."""
+    """Return all known names of one kind: knobs for `words`, or metrics."""
     return tuple(_read(kind))
 
 
@@ -58,10 +59,8 @@ def _read(kind: str) -> Iterator[ForeignName]:
 
 
 def foreign_hint(path: str, *, suffix: bool = True) -> str:
-    """Return Keel's name for the dotted `path` of another framework; "" if unknown.
-
-    suffix: also match names that end in `path`.
-    """
+    """Return advice for the dotted `path` of another framework's knob, or "" if it is unknown. With
+    `suffix`, names that end in `path` match as well."""
     names, key = foreign_names("words"), path.rpartition(".")[2]
     matches = [name for name in names if name.name == path]
     matches = matches or [name for name in names if name.name == key]

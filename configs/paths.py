@@ -1,4 +1,4 @@
-"""Files and folders that recipes name."""
+"""Find the files and folders that a recipe names."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _RESUMED_FILES = (".lock", "metrics.jsonl", "trajectories", "checkpoints")
 
 
 def data_path(text: str) -> Path:
-    """Path of a data file that a recipe names, whether it exists or not.
+    """Return the path of a data file that a recipe names, whether or not it exists.
 
-    Relative paths start in the current folder. `configs/…` also finds the files that come with
+    Relative paths start in the current folder, and `configs/…` also finds the files that come with
     Keel. Raises ConfigError for the home folder of an unknown user.
     """
     try:
@@ -28,7 +28,8 @@ def data_path(text: str) -> Path:
 
 
 def read_template(value: str, knob: str) -> str:
-    """Jinja template of a knob, given as text or as a file. Raises ConfigError."""
+    """Return the Jinja template in a knob, which holds either the text or the path of a file.
+    Raises ConfigError if the file cannot be read."""
     if not value or any(mark in value for mark in _JINJA):
         return value
     try:
@@ -44,7 +45,8 @@ def read_template(value: str, knob: str) -> str:
 
 
 def unwritable(folder: Path) -> str:
-    """Return why a run could not write into its folder, or "". Creates nothing."""
+    """Return the reason why a run could not write to its folder, or "" if it can. Nothing is
+    created."""
     path = folder.absolute()
     try:
         parent = next(one for one in (path, *path.parents) if one.is_symlink() or one.exists())

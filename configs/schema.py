@@ -1,7 +1,7 @@
-"""All knobs of a run. A recipe (YAML) lists only the differences from these defaults.
+"""All knobs of a run. A recipe (YAML) lists only what differs from these defaults.
 
-Each section (`configs/sections/`) checks its bounds on construction, and `Config` checks the rules
-between sections, so every existing `Config` is valid.
+Each section (`configs/sections/`) checks its own bounds when it is created, and `Config` checks the
+rules between sections, so every existing `Config` is valid.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Configuration of a run."""
+    """The complete configuration of a run."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -185,7 +185,7 @@ class Config:
             )
 
     def _check_invariant(self) -> None:
-        """Reject everything else that changes the order of float operations."""
+        """Reject other settings that change the order of floating-point operations."""
         kernels = self.trainer.attention_kernels
         for knob, value, expected in (
             ("rollout.dtype", self.engine_dtype, self.model.dtype),
@@ -203,7 +203,8 @@ class Config:
             )
 
     def _check_budget(self, source: SourceConfig) -> None:
-        """Check that engines and timeouts, sized by the run's limits, allow the source's budget."""
+        """Check that the engines and timeouts, which are sized by the limits of the whole run,
+        allow the limits of the source."""
         budget, agents = source.budget, self.agents
         turn = budget.max_tokens or self.rollout.sampling.max_tokens
 
@@ -270,12 +271,13 @@ class Config:
 
     @property
     def with_agents(self) -> bool:
-        """True if any source has an environment."""
+        """Whether any source has an environment."""
         return any(source.environment.enabled for source in self.data.sources)
 
     @property
     def window(self) -> int:
-        """Context window in an environment, in tokens, including the sampled ones."""
+        """Maximum number of tokens in the context window of an episode, including the sampled
+        tokens."""
         return self.agents.window or self._longest_completion
 
     @property
@@ -284,8 +286,8 @@ class Config:
 
     @property
     def max_context(self) -> int:
-        """Maximum sequence length in tokens: prompt and completion at their limits, or a full
-        window."""
+        """Maximum sequence length in tokens: a prompt and a completion of maximum length, or a full
+        context window."""
         if not self.data.sources:
             return self.sft.max_context_tokens
         plain = any(not source.environment.enabled for source in self.data.sources)
@@ -294,7 +296,7 @@ class Config:
 
     @property
     def max_context_source(self) -> str:
-        """`max_context` with the knobs that determine it."""
+        """The value of `max_context` together with the knobs that determine it, for messages."""
         if not self.data.sources:
             return f"sft.max_context_tokens = {self.max_context}"
         if self.with_agents and self.agents.window == self.max_context:
@@ -302,8 +304,8 @@ class Config:
         return f"data.max_prompt_tokens + rollout.sampling.max_tokens = {self.max_context}"
 
     def supervised(self, steps: int) -> Config:
-        """Reduce the config to what a supervised run of `steps` steps depends on: temperature 1 and
-        no sequence mask."""
+        """Return a copy with neutral RL settings (temperature 1, no sequence mask), for a
+        supervised run of `steps` steps."""
         return Config(
             run=replace(self.run, steps=steps),
             model=self.model,
@@ -315,11 +317,12 @@ class Config:
 
     @property
     def engine_dtype(self) -> Dtype:
-        """Precision of the engines and of the weights sent to them."""
+        """Precision of the engines and of the weights that they receive."""
         return self.rollout.dtype or self.model.dtype
 
     def budget(self, domain: str) -> BudgetConfig:
-        """Limits of a domain with defaults filled in; only max_sampled_tokens may be 0 (none)."""
+        """Return the limits for a domain with all defaults filled in. Only max_sampled_tokens may
+        still be 0 (no limit)."""
         limits, agents = self.data.budgets_by_domain[domain], self.agents
         return BudgetConfig(
             max_tokens=limits.max_tokens or self.rollout.sampling.max_tokens,
@@ -330,7 +333,7 @@ class Config:
         )
 
     def with_max_tokens(self, most: int) -> Config:
-        """Limit completions and turns to `most` tokens in every domain."""
+        """Return a copy in which no completion or turn exceeds `most` tokens in any domain."""
         sources = tuple(
             replace(each, budget=replace(each.budget, max_tokens=min(each.budget.max_tokens, most)))
             for each in self.data.sources
@@ -343,10 +346,8 @@ class Config:
         )
 
     def sampling(self, purpose: Literal["train", "eval"], domain: str = "") -> SamplingConfig:
-        """Sampling parameters for `purpose`.
-
-        domain: apply its budget of tokens per completion (turns use `budget`).
-        """
+        """Return the sampling parameters for `purpose`. With `domain`, the completion limit of that
+        domain applies (turns are limited by `budget`)."""
         most = self.budget(domain).max_tokens if domain else self.rollout.sampling.max_tokens
         sampling = replace(self.rollout.sampling, max_tokens=most)
         if purpose == "train":
@@ -363,7 +364,7 @@ class Config:
 
     @property
     def scoring_timeout_s(self) -> float:
-        """Maximum seconds to score a group."""
+        """Maximum number of seconds for scoring a group."""
         judge = self.rewards.judge
         judging = (1 + judge.retries) * judge.timeout_s if judge.model else 0.0
         each = max(self.rewards.timeout_s, self.rewards.code.completion_s)
@@ -371,16 +372,17 @@ class Config:
 
     @property
     def group_timeout_s(self) -> float:
-        """Maximum seconds between groups, including the replacement of a silent engine whose groups
-        are sampled again."""
+        """Maximum number of seconds between two groups. It allows for replacing a silent engine and
+        sampling its groups again."""
         silent = 2 * self.rollout.silent_s
         started = self.run.startup_timeout_s + self.sending_timeout_s
         return silent + started + self.scoring_timeout_s + self._environment_timeout_s
 
     @property
     def _environment_timeout_s(self) -> float:
-        """Maximum seconds that an environment adds to engine time: opening, replies and grading,
-        plus waiting for engines if more episodes are open than engines have slots."""
+        """Maximum number of seconds that an environment adds to the engine time: opening, replying
+        and grading, plus the wait for an engine when more episodes are open than engines have
+        slots."""
         times = [
             source.environment.open_s
             + source.environment.verdict_s
@@ -394,7 +396,7 @@ class Config:
 
     @property
     def sending_timeout_s(self) -> float:
-        """Maximum seconds for a trainer rank to send weights: its engines drain concurrently and
-        then receive them one after the other."""
+        """Maximum number of seconds for a trainer rank to send weights. Its engines drain at the
+        same time and then receive the weights one after the other."""
         engines_per_rank = math.ceil(self.rollout.engines / self.trainer.ranks)
         return (1 + engines_per_rank) * self.rollout.update_timeout_s

@@ -1,4 +1,4 @@
-"""Find and read recipe files, including those that come with Keel (`keel recipes`)."""
+"""Find and read recipe files, including the recipes that come with Keel (`keel recipes`)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FOLDERS: Mapping[str, str] = {
     HARDWARE: "Recipes for common models and machines, on GSM8K unless you set data.sources",
     "distill/": "Recipes for keel distill",
 }
-"""Subfolder → heading. A bare name finds the recipes of the command's folder, and for the first
-folder also the recipes of `hardware/`."""
+"""Maps each folder of recipes to its heading. A bare name finds the recipes in the command's
+folder, and for the first folder also those in `hardware/`."""
 _FOOTER = (
     "keel recipes NAME prints one. Base your own on it with `defaults: NAME`. Estimates are for "
     "H200s, by keel check."
@@ -32,15 +32,16 @@ _OTHER_FILES = {
 
 
 def shipped(folder: str = "") -> dict[str, Path]:
-    """Bare name → file of the recipes that a command finds."""
+    """Return the files of the recipes that a command can find by bare name."""
     folders = (folder,) if folder else (folder, HARDWARE)
     files = sorted(file for each in folders for file in HERE.glob(f"{each}*.yaml"))
     return {file.stem: file for file in files}
 
 
 def find(path: Path, folder: str = "", otherwise: Path | None = None) -> Path:
-    """Resolve a run folder to its config.yaml and a bare name to Keel's recipe, unless a file of
-    that name exists. Returns `otherwise` or `path` if neither applies."""
+    """Return the recipe file for a path: the config.yaml in a run folder, or Keel's recipe for a
+    bare name unless a file with that name exists. Returns `otherwise` or `path` if neither applies.
+    """
     if path.is_dir() and (path / "config.yaml").is_file():
         return path / "config.yaml"
     known = None if path.exists() else shipped(folder).get(str(path))
@@ -48,7 +49,7 @@ def find(path: Path, folder: str = "", otherwise: Path | None = None) -> Path:
 
 
 def resolved(path: Path) -> tuple[Path, Path]:
-    """Expand `~`, and return the path and its real path."""
+    """Expand `~` and return both the path and its real path."""
     try:
         path = path.expanduser()
         return path, path.resolve()
@@ -57,7 +58,7 @@ def resolved(path: Path) -> tuple[Path, Path]:
 
 
 def read_recipe(path: Path, folder: str) -> str:
-    """Read a recipe. Raises ConfigError with a suggestion if it does not exist."""
+    """Read a recipe file. Raises ConfigError with a suggestion if it does not exist."""
     if not path.is_file():
         problem = "is a folder; name a YAML file" if path.is_dir() else "no such file"
         if not path.parent.is_dir():
@@ -77,7 +78,8 @@ def read_recipe(path: Path, folder: str) -> str:
 
 
 def _hint(path: Path, folder: str) -> str:
-    """Similar files next to `path`, or for a bare name similar recipes that come with Keel."""
+    """Suggest similar files next to `path`, or similar recipes that come with Keel if it is a bare
+    name."""
     near: list[str] = []
     if path.parent.is_dir():
         recipes = sorted(file.name for file in path.parent.glob("*.y*ml"))
@@ -93,7 +95,7 @@ def _hint(path: Path, folder: str) -> str:
 
 
 def about(file: Path) -> str:
-    """First sentence of the comment at the top of a recipe."""
+    """Return the first sentence of the comment at the top of a recipe."""
     words: list[str] = []
     for line in file.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#") or line.startswith("#   "):  # a command
@@ -103,7 +105,8 @@ def about(file: Path) -> str:
 
 
 def list_recipes(name: str = "") -> str:
-    """List all recipes with one line each, or print one. Raises ConfigError if it is unknown."""
+    """List all recipes with one line each, or print a single recipe. Raises ConfigError if the
+    recipe is unknown."""
     if name:
         for folder in FOLDERS:
             if file := shipped(folder).get(name):

@@ -1,6 +1,6 @@
-"""Recipes of `keel synthesize`: the author, its costs, and one family of tasks.
+"""The recipe for `keel synthesize`: the author, its costs, and one family of tasks.
 
-Only the section that `family` names is used.
+Only the section for the selected `family` is used.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ MOST_ANSWERERS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeSourceConfig:
-    """A project: a git repository, or the archives of two releases."""
+    """A project from which to make tasks: a git repository, or the archives of two releases."""
 
     name: str
-    """Name of the project, as its packages are called; used to find copies of it."""
+    """Name of the project's package, which is used to find installed copies of it."""
     language: CodeLanguage = "python"
     """Language of the project, which selects how it is set up and tested."""
     git: str = ""
     """Folder of a repository or mirror. Its first-parent commits are the candidates."""
     archives: tuple[str, ...] = ()
-    """Archives (.tar.gz, .zip) of two releases, the older one first: one candidate, with the new
-    changelog entries as the issue."""
+    """Archives (.tar.gz, .zip) of two releases, the older one first. They give one candidate, with
+    the new changelog entries as its issue."""
     issues: str = ""
     """JSONL file of {"number", "title", "body"}. Empty: use commit messages as issues."""
     ref: str = "HEAD"
     """Last commit to consider."""
     most: int = knob(200, ge=1)
-    """Maximum number of candidates, newest first."""
+    """Maximum number of candidates. The newest are taken first."""
     refers: bool = True
-    """Only use commits whose message names an issue (`#12`)."""
+    """Use only commits whose message names an issue (`#12`)."""
     setup: str = ""
     """Bash script that replaces the language's set-up (docs/synthesis.md)."""
     test: str = ""
     """Bash command that replaces the language's test command."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Environment variables of the tests."""
+    """Environment variables for the tests."""
 
     def __post_init__(self) -> None:
         path = "code.sources[]"
@@ -77,20 +77,21 @@ class CodeSourceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeTasksConfig:
-    """Tasks from code changes with tests. Each limit rejects candidates."""
+    """Tasks made from code changes with tests. Candidates outside a limit are rejected."""
 
     sources: tuple[CodeSourceConfig, ...] = ()
     python: str = ""
-    """Python interpreter of the sandbox and the tests; the recipe that trains needs the same in
-    environment.python. Empty: the base interpreter of Keel's virtual environment."""
+    """Python interpreter for the sandbox and the tests. The recipe that trains on the tasks needs
+    the same one in environment.python. Empty: the base interpreter of Keel's virtual environment.
+    """
     setup_turns: int = knob(30, ge=0)
-    """Maximum number of turns of the set-up agent, which runs if the language's set-up fails. 0: no
-    agent."""
+    """Maximum number of turns for the set-up agent, which runs if the language's own set-up fails.
+    0: no agent."""
     setup_s: float = knob(900.0, gt=0)
     """Timeout in seconds for a set-up."""
     setup_env: tuple[str, ...] = ()
-    """Names of environment variables that a set-up may see, such as proxies and package indexes. It
-    runs code of the projects, so never name a secret."""
+    """Names of environment variables that a set-up may see, such as proxies and package indexes.
+    The set-up runs code from the projects, so never name a secret."""
     setup_readable: tuple[str, ...] = ()
     """Files and folders that a set-up may read, such as certificates and packages."""
     tests_s: float = knob(300.0, gt=0)
@@ -98,12 +99,12 @@ class CodeTasksConfig:
     memory_mib: int = knob(4096, ge=64)
     """Address space limit in MiB per process of a set-up or test."""
     runs: int = knob(2, ge=2)
-    """Number of test runs before and after the change. Tests that differ between runs are
+    """Number of test runs before and after the change. Tests whose result differs between runs are
     excluded."""
     judge: bool = True
     """Ask the author whether the issue is clear and specifies what the tests check."""
     least_judged: int = knob(3, ge=1)
-    """Minimum score of both judgements, out of 5."""
+    """Minimum score out of 5 that both judgements must reach."""
     least_issue: int = knob(60, ge=1)
     """Minimum length of the issue in characters."""
     most_issue: int = knob(20_000, ge=1)
@@ -124,8 +125,8 @@ class CodeTasksConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneralConfig:
-    """General agent tasks: a database, tools for it, and tasks of rising difficulty. DeepSeek-V3.2
-    (2025), section 3.2.3."""
+    """Tasks for general agents: a database, tools for it, and tasks of rising difficulty.
+    DeepSeek-V3.2 (2025), section 3.2.3."""
 
     categories: tuple[str, ...] = ()
     """Subjects of the environments, such as `planning a trip`."""
@@ -136,21 +137,21 @@ class GeneralConfig:
     least_tasks: int = knob(1, ge=1)
     """Minimum number of tasks; an environment with fewer is discarded."""
     attempts: int = knob(4, ge=0)
-    """Number of answers (k) of the reference policy per task. Fewer must pass than for the previous
-    task. 0: do not measure difficulty."""
+    """Number of answers (k) that the reference policy gives per task. Fewer of them must pass than
+    for the previous task. 0: do not measure difficulty."""
     revisions: int = knob(3, ge=0)
-    """Maximum number of revisions by the author after a rejection, per task."""
+    """Maximum number of times per task that the author revises a rejected draft."""
     max_turns: int = knob(24, ge=1)
-    """Maximum number of turns of the author while filling the database, and of an attempt."""
+    """Maximum number of turns for the author while it fills the database, and for an attempt."""
     documents: str = ""
-    """Folder of text (.txt, .md, .html, .jsonl) that the author may search."""
+    """Folder with text (.txt, .md, .html, .jsonl) that the author may search."""
     search: str = ""
     """Alternative to documents: `module:function` that takes a query and returns text or a list of
     results, for example from a web search API. It runs in Keel's process."""
     database_kib: int = knob(256, ge=1)
     """Maximum size of the database in KiB."""
     bash_s: float = knob(60.0, gt=0)
-    """Timeout in seconds per command of the author."""
+    """Timeout in seconds for each command of the author."""
     call_s: float = knob(20.0, gt=0)
     """Timeout in seconds per tool call."""
     solve_s: float = knob(60.0, gt=0)
@@ -179,50 +180,52 @@ class GeneralConfig:
 
 
 def slug(category: str) -> str:
-    """Folder name of a category."""
+    """Return the folder name for a category."""
     return re.sub(r"\W+", "_", category.lower()).strip("_")[:48]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswererConfig:
-    """An agent that attempts each question. Questions that one of them answers correctly are too
-    easy."""
+    """An agent that attempts each question. A question that one of these agents answers correctly
+    is too easy and is rejected."""
 
     system: str = ""
     """Additional system prompt."""
     tools: bool = True
-    """Offer the search tools. false: answer from memory, to reject questions that models know."""
+    """Offer the search tools. false: answer from memory, so that questions whose answers models
+    know are rejected."""
     author: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Changes to the recipe's `author`, such as `{model: …, temperature: 0.3}`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchTasksConfig:
-    """Questions about rare entities that every answering agent gets wrong and that a verification
-    agent confirms. DeepSeek-V3.2 (2025), section 3.2.3."""
+    """Questions about rare entities that every answering agent gets wrong and a verification agent
+    confirms. DeepSeek-V3.2 (2025), section 3.2.3."""
 
     corpus: str = ""
-    """Folder of text, HTML and JSONL files."""
+    """Folder with text, HTML and JSONL files."""
     index: str = ""
-    """Folder of the search index. Empty: in the user's cache folder."""
+    """Folder for the search index. Empty: in the user's cache folder."""
     count: int = knob(100, ge=1)
     """Number of entities to start from, with at most one question each."""
     languages: tuple[str, ...] = ("en",)
-    """ISO 639-1 codes of the questions' languages, used in turn."""
+    """ISO 639-1 codes of the languages for questions, which are used in turn."""
     entities: Literal["frequency", "author"] = "frequency"
-    """Source of rare named entities. frequency: a heuristic for scripts with capital letters,
-    katakana, and names in quotes or titles. author: the author, document by document."""
+    """How to find rare named entities. frequency: use a heuristic for scripts with capital letters,
+    katakana, and names in quotes or titles. author: ask the author, document by document."""
     most_documents: int = knob(3, ge=1)
     """Maximum number of documents that mention an entity."""
     depth: int = knob(2, ge=1)
-    """Minimum number of documents in the chain of evidence, each linked to another by a rare
+    """Minimum number of documents in the chain of evidence. Each is linked to another one by a rare
     term."""
     breadth: int = knob(2, ge=1)
     """Minimum number of facts that a question combines."""
     helpful: float = knob(0.0, ge=0, le=1)
-    """Fraction of open questions, which a rubric grades and which search helps to answer."""
+    """Fraction of open questions. A rubric grades their answers, and search must help to answer
+    them."""
     least_gain: float = knob(0.2, gt=0, le=1)
-    """helpful: minimum score difference between an answer with tools and one without."""
+    """helpful: minimum difference between the scores of an answer with tools and one without."""
     most_turns: int = knob(30, ge=1)
     """Maximum number of turns per agent."""
     tries: int = knob(3, ge=1)
@@ -240,7 +243,7 @@ class SearchTasksConfig:
     results: int = knob(8, ge=1)
     """Number of results per search."""
     page_characters: int = knob(3000, ge=1)
-    """Number of characters per page of a document."""
+    """Number of characters on a page of a document."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "search")
@@ -295,12 +298,12 @@ class AuthorConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostConfig:
-    """Limits over all calls, including those of earlier runs in the same folder."""
+    """Limits for all calls together, including those from earlier starts in the same folder."""
 
     tokens: int = knob(0, ge=0)
-    """Maximum number of tokens of prompts and completions. 0: no limit."""
+    """Maximum number of prompt and completion tokens. 0: no limit."""
     usd: float = knob(0.0, ge=0)
-    """Maximum cost in US dollars by the authors' prices. 0: no limit."""
+    """Maximum cost in US dollars, computed from the authors' prices. 0: no limit."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "budget")
@@ -308,19 +311,19 @@ class CostConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SynthesisConfig:
-    """A recipe of `keel synthesize`."""
+    """The recipe for `keel synthesize`."""
 
     family: Family
-    """Kind of tasks: for general agents, code agents or search agents."""
+    """Kind of tasks to make: for general agents, code agents or search agents."""
     dir: str
     """Folder for the tasks and the record of rejected ones. Run again to resume."""
     seed: int = 0
-    """Random seed of Keel's draws."""
+    """Seed for all random choices that Keel makes."""
     at_once: int = knob(4, ge=1)
     """Number of tasks to create concurrently."""
     author: AuthorConfig
     reference: AuthorConfig | None = None
-    """general: model that measures difficulty. null: the author."""
+    """general: the model that measures difficulty. null: use the author."""
     budget: CostConfig = field(default_factory=CostConfig)
     code: CodeTasksConfig = field(default_factory=CodeTasksConfig)
     search: SearchTasksConfig = field(default_factory=SearchTasksConfig)
@@ -343,7 +346,8 @@ class SynthesisConfig:
 
 
 def decides_tasks(knob: str) -> bool:
-    """Return True if the tasks depend on this knob, so that it is fixed for a folder."""
+    """Return whether the tasks depend on this knob, so that it must not change for an existing
+    folder."""
     return knob.partition(".")[0] in {"family", "seed", *get_args(Family)}
 
 

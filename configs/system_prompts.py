@@ -1,7 +1,7 @@
-"""System prompts that a recipe selects by name: `data.sources[].system_template`.
+"""System prompts that a recipe selects by name with `data.sources[].system_template`.
 
 They follow DeepSeek-V3.2's cold start (2025, section 3.2.2 and Appendix B, Tables 6 to 8) in
-original wording. The chat template appends the tools and the format of a call.
+original wording. The chat template adds the tools and explains the format of a call.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 SystemTemplate = Literal["none", "reasoning", "tools", "tools-in-thinking"]
 PYTHON = "python"
-"""Name of the tool of `keel.agents.environments.interpreter`."""
+"""Name of the tool that `keel.agents.environments.interpreter` offers."""
 
 _REASONING = (
     "Reason before you answer. Your reply begins with <think>. Between it and </think> you think: "
@@ -41,10 +41,10 @@ _PYTHON = (
 def system_prompt(
     template: SystemTemplate, *, tools: Sequence[str] = (), calls: int = 20, seconds: float = 120.0
 ) -> str:
-    """Return the prompt; empty for "none".
+    """Return the system prompt, which is empty for "none".
 
-    tools: names of the offered tools; `python` adds a paragraph. calls: maximum number of calls
-    inside the thinking. seconds: time limit of one cell.
+    `tools` are the names of the offered tools; `python` adds a paragraph. `calls` is the maximum
+    number of calls inside the thinking, and `seconds` the time limit for one cell.
     """
     prompt = {
         "none": "",
@@ -57,7 +57,7 @@ def system_prompt(
 
 
 def with_system(text: str, messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Prepend a system message of `text`, or prefix an existing one."""
+    """Put a system message with `text` first, or prepend the text to an existing system message."""
     if not text:
         return tuple(messages)
     if messages and messages[0].get("role") == "system":

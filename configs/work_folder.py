@@ -1,4 +1,5 @@
-"""Output folder of a resumable command: locked while it runs, and tied to its settings."""
+"""The output folder of a resumable command. It is locked while the command runs and bound to the
+command's settings."""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ _SETTINGS = "settings.json"
 
 
 class WorkFolder:
-    """Context manager that creates and locks the folder."""
+    """A context manager that creates the folder and locks it."""
 
     def __init__(self, path: Path, knob: str, work: str) -> None:
-        """knob, work: for messages, the knob that names the folder and the work done there."""
+        """`knob` and `work` appear in messages: the knob that names the folder, and what the
+        command does there."""
         self.path, self._label, self._work = path, f"{knob} = {path}", work
 
     def __enter__(self) -> Self:
-        """Raises ConfigError if the folder cannot be written or is in use."""
+        """Create and lock the folder. Raises ConfigError if it cannot be written or is in use."""
         self._stack = ExitStack()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -43,8 +45,8 @@ class WorkFolder:
         return ConfigError(f"{self._label}: {reason}")
 
     def changed(self, settings: Mapping[str, Any]) -> list[str]:
-        """Lines for the differences from the recorded settings, or [] if nothing is recorded yet.
-        Raises ConfigError if they cannot be read."""
+        """Return one line for each difference from the recorded settings, or [] if nothing is
+        recorded yet. Raises ConfigError if the recorded settings cannot be read."""
         path = self.path / _SETTINGS
         if not path.exists():
             return []
@@ -61,11 +63,11 @@ class WorkFolder:
         ]
 
     def claim(self, settings: Mapping[str, Any]) -> None:
-        """Record the settings that the contents depend on."""
+        """Record the settings on which the contents of the folder depend."""
         self.write(_SETTINGS, json.dumps(settings, indent=1) + "\n")
 
     def write(self, name: str, text: str) -> None:
-        """Write a file atomically. Raises ConfigError."""
+        """Write a file atomically. Raises ConfigError if that fails."""
         try:
             temporary = self.path / f".{name}.tmp"
             temporary.write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -74,8 +76,8 @@ class WorkFolder:
             raise self.error(f"{name} cannot be written ({error.strerror})") from error
 
     def lines(self, name: str) -> Lines:
-        """Open a file of JSON lines to append to, without an incomplete last line. Raises
-        ConfigError."""
+        """Open a JSON lines file for appending, after removing an incomplete last line. Raises
+        ConfigError if that fails."""
         try:
             file = self._stack.enter_context((self.path / name).open("a+b"))
             file.seek(0)
@@ -86,13 +88,13 @@ class WorkFolder:
 
 
 class Lines:
-    """JSON lines, flushed one by one."""
+    """A JSON lines file whose lines are flushed one by one."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
 
     def read(self) -> list[Any]:
-        """Raises ValueError with file and line."""
+        """Read all lines. Raises ValueError with the file and line of a problem."""
         self._file.seek(0)
         values: list[Any] = []
         for number, line in enumerate(self._file, start=1):

@@ -31,8 +31,8 @@ from keel.rl.metrics import MEASURES
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 SUFFIX = ".jsonl.gz"
-"""File name suffixes for trajectories: `step_000001.tokens.jsonl.gz` includes the tokens, and older
-releases wrote `step_000001.jsonl.gz`."""
+"""Suffix of trajectory files. `step_000001.tokens.jsonl.gz` includes the tokens; older releases
+wrote `step_000001.jsonl.gz`."""
 SHOWN = 4
 """Maximum number of folders that an error message suggests."""
 PROGRESS_S = 2.0

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 from keel.commands.report.files import UNREADABLE, brief, number
 
 HEAD, TAIL = 70, 50
-"""Numbers of characters to show from the beginning and the end of a question in the list of groups."""
+"""Numbers of characters to show from the beginning and end of a question in the list."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,7 +125,7 @@ def packed(lines: list[str]) -> bytes:
 
 
 def as_json(value: Any) -> str:
-    """Write ASCII JSON that browsers can parse, with null for numbers that JSON cannot represent."""
+    """Write ASCII JSON for browsers, with null for numbers that JSON cannot represent."""
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
     except ValueError:  # rare, and slow: every value is visited

@@ -1,1 +1,1 @@
-"""The sections of a recipe, one file each; `configs/schema.py` puts them together."""
+"""The sections of a recipe, one per file. `configs/schema.py` combines them."""

@@ -12,8 +12,8 @@ from keel.configs.sections.base import ConfigError, check_bounds, knob, require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentConfig:
-    """An environment for the policy: a Python class or module (`target`) or an MCP server
-    (`command` or `url`), driven by Keel or by an agent `program`."""
+    """An environment in which the policy acts: a Python class or module (`target`) or an MCP server
+    (`command` or `url`). Keel or an agent `program` drives it."""
 
     target: str = ""
     """Environment in Python: `my_env:Shop`, `my_tools` (a module of functions) or
@@ -23,7 +23,7 @@ class EnvironmentConfig:
     offers its public methods as tools, a module its functions; OpenEnv environments and server
     addresses are detected."""
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Keyword arguments of the class."""
+    """Keyword arguments for the class."""
     command: tuple[str, ...] = ()
     """Command line of an MCP server over stdio, one process per episode. `{seed}` is replaced by
     the task's seed."""
@@ -36,31 +36,31 @@ class EnvironmentConfig:
     opens and grades the task; otherwise the program grades it, or the prompt's answer, tests or
     criteria do. docs/agents-endpoint.md"""
     tells_reward: bool = False
-    """program: pass it the data that the reward is computed from (such as a reference answer). The
-    policy can read it wherever the program lets it run commands."""
+    """program: pass it the data from which the reward is computed, such as a reference answer. The
+    policy can read this data wherever the program lets it run commands."""
     demonstrations: str = ""
     """`module:function` that scripts conversations for the cold start of the tiny model: one of
     `keel.agents.environments.demonstrations` or yours (docs/environments.md)."""
     python: str = ""
-    """Python interpreter of the environment, 3.9 or later; it does not need Keel. Empty: Keel's.
-    The command of a program is also looked up next to it."""
+    """Python interpreter that runs the environment, 3.9 or later; Keel need not be installed in it.
+    Empty: Keel's own. The command of a program is also looked up next to it."""
     folder: str = ""
-    """Working directory, also first on the module path. Empty: the current directory."""
+    """Working directory, which is also first on the module path. Empty: the current directory."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Environment variables. Few others are passed on, and never keys or tokens."""
+    """Environment variables to set. Only a few others are passed on, and never keys or tokens."""
     memory_mib: int = knob(4096, ge=64)
-    """Address space limit per process, in MiB."""
+    """Address space limit for each process, in MiB."""
     preload: bool = True
     """Import the module once and fork a process per episode where that is safe. The module must not
     create state at import that episodes may not share. false: start a new interpreter per
     episode."""
     readable: tuple[str, ...] = ()
-    """Files and folders it may read in addition to its folder and interpreter."""
+    """Files and folders that the environment may read in addition to its folder and interpreter."""
     isolation: Literal["bubblewrap", "none-i-trust-the-environments"] = "bubblewrap"
-    """bubblewrap: run in namespaces without access to your files; an error where that is not
+    """bubblewrap: run in namespaces without access to your files, and fail where that is not
     possible. The alternative runs the policy's commands with your permissions."""
     network: Literal["none", "host"] = "none"
-    """Network access."""
+    """Whether the environment has network access."""
     on_crash: Literal["drop", "zero", "zero-in-grading-too"] = "drop"
     """Reward of an episode whose environment crashes, hangs (`agents.call_s`) or exits because of
     the policy. drop: leave it out of training. zero: give the minimum reward, so that a policy
@@ -71,8 +71,8 @@ class EnvironmentConfig:
     turn of the policy. zero: the minimum reward. drop: leave it out. Failures of an engine or the
     endpoint are always left out."""
     open_s: float = knob(60.0, gt=0)
-    """Timeout in seconds to start the environment and open a task; for a program, until its first
-    request."""
+    """Timeout in seconds for starting the environment and opening a task. For a program, the time
+    until its first request."""
     reply_s: float = knob(30.0, gt=0)
     """Timeout in seconds for the user's next message."""
     verdict_s: float = knob(60.0, gt=0)
@@ -80,7 +80,7 @@ class EnvironmentConfig:
 
     @property
     def program_only(self) -> bool:
-        """True if there is no environment, only a program or nothing."""
+        """Whether there is no environment, only a program or nothing."""
         return not (self.target or self.command or self.url)
 
     @property
@@ -89,7 +89,7 @@ class EnvironmentConfig:
 
     @property
     def grades(self) -> bool:
-        """True if it may grade episodes. MCP servers do not."""
+        """Whether the environment may grade episodes. MCP servers do not."""
         return bool(self.target or self.program)
 
     @property
@@ -128,9 +128,9 @@ class EnvironmentConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentsConfig:
-    """Limits of a trajectory in an environment. Each turn is also limited by
-    `rollout.sampling.max_tokens`, and the whole trajectory by `rollout.timeout_s` in engines and
-    tools."""
+    """Limits for a trajectory in an environment. Each turn is also limited by
+    `rollout.sampling.max_tokens`, and `rollout.timeout_s` limits the time that the whole trajectory
+    spends in engines and tools."""
 
     max_turns: int = knob(16, ge=1)
     """Maximum number of policy turns per trajectory."""
@@ -145,17 +145,17 @@ class AgentsConfig:
     """Call tools inside the reasoning, which continues after each result, and nowhere else.
     DeepSeek-V3.2, Appendix B, Table 8."""
     max_thinking_calls: int = knob(20, ge=1)
-    """Maximum number of such calls per trajectory. Further calls return an error."""
+    """Maximum number of calls inside the reasoning per trajectory. More calls return an error."""
     context: Literal["none", "summary", "discard-75", "discard-all"] = "none"
-    """Context management at 80 % of the window: summarize it, or discard 75 % or all of the tool
-    history. DeepSeek-V3.2, section 4.4."""
+    """What to do when the context reaches 80 % of the window: summarize it, or discard 75 % or all
+    of the tool history. DeepSeek-V3.2, section 4.4."""
     max_rewrites: int = knob(4, ge=0)
-    """Maximum number of such context rewrites per trajectory."""
+    """Maximum number of times that the context is summarized or discarded per trajectory."""
     summary_tokens: int = knob(1024, ge=1)
     """summary: number of tokens reserved for the summary and its request."""
     max_concurrent_episodes: int = knob(256, ge=1)
-    """Maximum number of open episodes, with one process each. An evaluation may open as many
-    again."""
+    """Maximum number of open episodes, each with its own process. An evaluation may open the same
+    number in addition."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "agents")

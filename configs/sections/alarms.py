@@ -1,4 +1,4 @@
-"""`alarms`: thresholds at which a run warns."""
+"""`alarms`: metric thresholds at which a run warns."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from keel.configs.sections.base import check_bounds, knob, require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmsConfig:
-    """Metric thresholds. A run that crosses one warns and continues; only `stop_below` stops it.
-    0 turns an alarm off. docs/alarms.md"""
+    """Thresholds for metrics. A run that crosses one prints a warning and continues; only
+    `stop_below` stops it. 0 turns an alarm off. docs/alarms.md"""
 
     missing: float = knob(0.001, ge=0)
     """Warn if `rollout/dropped_completions` exceeds this share of the batch."""
@@ -40,10 +40,11 @@ class AlarmsConfig:
     skipped: float = knob(0.5, ge=0)
     """Warn if `train/skipped_steps` (optimizer steps without a finite gradient) exceeds this."""
     every: int = knob(20, ge=1)
-    """Number of steps before a persisting or returning alarm is reported again."""
+    """Number of steps before an alarm that persists or returns is reported again."""
     stop_below: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Source → minimum `eval/<source>/pass@1`. Below it the run saves a checkpoint and stops. For
-    abilities that must not be lost, such as refusing harmful requests. docs/alarms.md"""
+    """Source → minimum `eval/<source>/pass@1`. If the value falls below it, the run saves a
+    checkpoint and stops. Use it for abilities that must not be lost, such as refusing harmful
+    requests. docs/alarms.md"""
 
     def __post_init__(self) -> None:
         check_bounds(self, "alarms")

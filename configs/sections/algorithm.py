@@ -9,7 +9,8 @@ from keel.configs.sections.base import ConfigError, check_bounds, knob, require
 from keel.configs.sections.rollout import SamplingConfig
 
 PROBES = 64
-"""Maximum number of tokens per completion or turn for which the masks' mass is computed."""
+"""Maximum number of tokens per completion or turn at which the probability mass of the sampling
+masks is computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,9 +18,9 @@ class AlgorithmConfig:
     """GRPO and the four stabilisers (DeepSeek-V3.2, section 3.1)."""
 
     prompts_per_step: int = knob(16, ge=1)
-    """Number of prompts, and so of groups, per batch of rollouts."""
+    """Number of prompts per batch of rollouts. Each prompt gives one group."""
     group_size: int = knob(8, ge=2)
-    """Number of completions per prompt (G). A completion is compared with the others of its
+    """Number of completions per prompt (G). Each completion is compared with the others in its
     group."""
     scale_advantages: Literal["none", "std"] = "none"
     """none: the advantage is the reward minus the group mean. std: also divide by the standard
@@ -59,17 +60,18 @@ class AlgorithmConfig:
     rewards. correct: groups whose `correct` parts are equal. Their KL term is dropped with them."""
     max_refills: float = knob(2.0, ge=0)
     """Maximum number of prompts sampled per batch to replace filtered groups, as a multiple of
-    `prompts_per_step`. After that, groups are no longer filtered."""
+    `prompts_per_step`. Once it is reached, groups are no longer filtered."""
     publish_every: int = knob(1, ge=1)
-    """Number of steps between weight updates of the engines, which also precede each evaluation.
-    Above 1, completions come from older weights: `staleness/mean` counts the optimizer steps."""
+    """Number of steps between weight updates of the engines. The engines are also updated before
+    each evaluation. Above 1, completions come from older weights, and `staleness/mean` counts by
+    how many optimizer steps."""
     skip_uniform_groups: bool = True
-    """Skip groups with zero advantages (and β = 0) in the trainer. They still count in every
-    denominator, so the gradient is unchanged, except for their share in `kept_mass_coef` and in the
-    indexer loss of sparse attention."""
+    """Leave groups whose advantages are all zero (and β = 0) out of the trainer. They still count
+    in every denominator, so the gradient is unchanged, except for their share in `kept_mass_coef`
+    and in the indexer loss for sparse attention."""
     allow_unsound: bool = False
-    """Allow a run without a replay that the recipe needs. Only for experiments that show why it is
-    needed."""
+    """Allow a run without a replay that the recipe needs. Use it only for experiments that show why
+    the replay is needed."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "algorithm")
@@ -82,8 +84,8 @@ class AlgorithmConfig:
 
     @property
     def probes(self) -> int:
-        """Maximum number of tokens per completion or turn for which the mask's mass is computed.
-        One serves the metric alone."""
+        """Maximum number of tokens per completion or turn at which the probability mass of the
+        sampling mask is computed. One token is enough for the metric."""
         return PROBES if self.kept_mass_coef > 0 else 1
 
     def check_sampling(self, sampling: SamplingConfig) -> None:

@@ -1,4 +1,4 @@
-"""`ConfigError`, declarative bounds of knobs, and checks that several sections share."""
+"""`ConfigError`, bounds for knobs, and checks that several sections share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class ConfigError(ValueError):
-    """Invalid configuration. The message names the knob or the file, and how to fix it."""
+    """An invalid configuration. The message names the knob or file and says how to fix it."""
 
     exit_status = 2
 
@@ -25,7 +25,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Range of a numeric knob, with the names that pydantic and typer use."""
+    """The range of a numeric knob. The names are those that pydantic and typer use."""
 
     ge: float | None = None
     gt: float | None = None
@@ -60,7 +60,8 @@ def knob(
     le: float | None = None,
     lt: float | None = None,
 ) -> T:
-    """Dataclass field with bounds, which `check_bounds` enforces and the knobs page lists."""
+    """Declare a dataclass field with bounds. `check_bounds` enforces them and the knobs page lists
+    them."""
     return field(default=default, metadata={"bounds": Bounds(ge, gt, le, lt)})
 
 
@@ -69,10 +70,8 @@ def bounds_of(declared: Field[Any]) -> Bounds | None:
 
 
 def check_bounds(section: Any, path: str) -> None:
-    """Raise a `ConfigError` for a number of `section` outside its declared bounds.
-
-    path: dotted path of the section in a recipe.
-    """
+    """Raise a `ConfigError` if a number in `section` is outside its declared bounds. `path` is the
+    dotted path of the section in a recipe."""
     for declared in fields(section):
         bounds, value = bounds_of(declared), getattr(section, declared.name)
         if bounds is not None and isinstance(value, int | float) and value not in bounds:
@@ -81,7 +80,7 @@ def check_bounds(section: Any, path: str) -> None:
 
 
 def require(ok: bool, name: str, value: object, rule: str) -> None:
-    """Raise a `ConfigError` about the knob `name` unless `ok`."""
+    """Raise a `ConfigError` about the knob `name` if `ok` is false."""
     if not ok:
         raise ConfigError(f"{name} = {value!r}: {rule}")
 
@@ -92,7 +91,7 @@ def require_unique(name: str, values: list[str]) -> None:
 
 
 def require_pass_rates(section: str, least: float, most: float) -> None:
-    """Check that `least_pass_rate` and `most_pass_rate` of a section form a valid interval."""
+    """Check that a section's `least_pass_rate` and `most_pass_rate` form a valid interval."""
     require(
         least <= most and most > 0,
         f"{section}.most_pass_rate",
@@ -102,7 +101,7 @@ def require_pass_rates(section: str, least: float, most: float) -> None:
 
 
 def require_gradient(section: str, rewards: Mapping[str, float], *others: float) -> None:
-    """Check that `rewards`, or another weight of the section, can produce a nonzero advantage."""
+    """Check that `rewards`, or another weight in the section, can produce a nonzero advantage."""
     require(
         any(rewards.values()) or any(others),
         f"{section}.rewards",
@@ -113,7 +112,8 @@ def require_gradient(section: str, rewards: Mapping[str, float], *others: float)
 
 
 def require_endpoint(section: str, base_url: str, api_key_env: str) -> None:
-    """Check the URL and the key variable of an endpoint without quoting a possible secret."""
+    """Check the URL and the API key variable of an endpoint. Messages do not quote a possible
+    secret."""
     try:
         url = urlsplit(base_url)
     except ValueError as error:
@@ -133,7 +133,7 @@ def require_endpoint(section: str, base_url: str, api_key_env: str) -> None:
 
 
 def require_variable(name: str, variable: str) -> None:
-    """Check that a knob holds the name of an environment variable and not a key."""
+    """Check that a knob holds the name of an environment variable rather than a key."""
     if not re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)?", variable):
         raise ConfigError(f"{name}: must be the name of an environment variable, never a key")
 

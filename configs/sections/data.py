@@ -1,4 +1,4 @@
-"""`data`: sources of prompts, their rewards and budgets."""
+"""`data`: the sources of prompts, their rewards and their limits."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ from keel.configs.system_prompts import SystemTemplate
 
 PLACEHOLDER = re.compile(r"(?<!\{)\{\w[\w .-]*\}")
 ROWS = ("jsonl", "file", "hub")
-"""Kinds of sources whose prompts are rows of files."""
+"""Kinds of sources whose prompts are rows in files."""
 MOST = 10_000_000
-"""Upper bound of a source's prompts, which are held in memory, and of its weight."""
+"""Upper bound for a source's weight and for its number of prompts, which are held in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthConfig:
-    """Cost of a completion's length relative to its group: `rewards/length.py`."""
+    """Penalty for a completion's length relative to its group (`rewards/length.py`)."""
 
     linear: float = knob(0.0, ge=0)
-    """Cost in units of reward at `limit`, growing linearly from `target`."""
+    """Penalty at `limit` in units of reward. It grows linearly from `target`."""
     overlong: float = knob(0.0, ge=0)
-    """Cost in units of reward at `limit`, growing over the last `margin` tokens before it."""
+    """Penalty at `limit` in units of reward. It grows over the last `margin` tokens before the
+    limit."""
     overlong_charges: Literal["all", "right"] = "all"
-    """Completions that `overlong` applies to. all: every one, as in DAPO. right: only correct ones,
-    so truncation costs a wrong completion nothing."""
+    """Completions that `overlong` applies to. all: every completion, as in DAPO. right: only
+    correct ones, so that a wrong completion loses nothing by being truncated."""
     target: int = knob(0, ge=0)
-    """Number of tokens that `linear` leaves free."""
+    """Number of tokens up to which `linear` gives no penalty."""
     limit: int = knob(0, ge=0)
-    """Length in tokens at which the full cost applies. 0: rollout.sampling.max_tokens; in an
+    """Length in tokens at which the full penalty applies. 0: rollout.sampling.max_tokens; in an
     environment agents.max_sampled_tokens or the window."""
     margin: int = knob(0, ge=0)
     """Number of tokens over which `overlong` grows. 0: a fifth of `limit`."""
@@ -53,8 +54,8 @@ class LengthConfig:
     may_outweigh: bool = False
     """Allow a short wrong completion to score higher than a long right one."""
     truncated: Literal["keep", "zero", "drop"] = "keep"
-    """Truncated completions. keep: score them like others. zero: reward 0. drop: leave them out of
-    training."""
+    """Handling of truncated completions. keep: score them like others. zero: reward 0. drop: leave
+    them out of training."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "data.sources[].length")
@@ -62,7 +63,7 @@ class LengthConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetConfig:
-    """Limits of a completion or trajectory in this domain. 0: the limit of the whole run."""
+    """Limits for completions and trajectories in this domain. 0: use the limit of the whole run."""
 
     max_tokens: int = knob(0, ge=0)
     """Maximum number of tokens per completion or turn; at most rollout.sampling.max_tokens."""
@@ -116,15 +117,17 @@ class SourceConfig:
     """Send the prompt without a chat template, for base models. `rollout.sampling.stop` ends
     completions."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    """Multi-turn environment (`agents`). With source: jsonl each line is a task for it; with
-    reasoning_gym it provides the tools and the task's verifier grades."""
+    """Multi-turn environment (`agents`). With source: jsonl, each line is a task for the
+    environment. With reasoning_gym, the environment provides the tools and the task's verifier
+    grades."""
     pass_rates: str = ""
-    """Table of `keel filter` (`pass_rates.jsonl`). Train only on prompts with a pass rate above 0
-    and from `least_pass_rate` to `most_pass_rate`. Held-out sets are unaffected."""
+    """Table written by `keel filter` (`pass_rates.jsonl`). Only prompts with a pass rate above 0
+    and between `least_pass_rate` and `most_pass_rate` are trained on. Held-out sets are unaffected.
+    """
     least_pass_rate: float = knob(0.0, ge=0, le=1)
-    """Minimum pass rate in `pass_rates` to train on a prompt."""
+    """Minimum pass rate in the table `pass_rates` for a prompt to be trained on."""
     most_pass_rate: float = knob(1.0, ge=0, le=1)
-    """Maximum pass rate in `pass_rates` to train on a prompt."""
+    """Maximum pass rate in the table `pass_rates` for a prompt to be trained on."""
     size: int = knob(0, ge=0, le=MOST)
     """reasoning_gym, environment: number of prompts. Other sources: maximum number of rows to read
     (0: all)."""
@@ -227,7 +230,7 @@ class SourceConfig:
             require(math.isfinite(weight), f"{path}.rewards.{name}", weight, "must be finite")
 
     def _check_kinds(self, check: Any) -> None:
-        """Check the knobs that belong to some kinds of sources only."""
+        """Check the knobs that apply only to some kinds of sources."""
         tables = ("file", "hub")
         rules: tuple[tuple[str, object, tuple[str, ...]], ...] = (
             ("task", "", ("reasoning_gym",)),
@@ -265,7 +268,7 @@ class SourceConfig:
 
     @property
     def has_rows(self) -> bool:
-        """True if the prompts are rows of files."""
+        """Whether the prompts are rows in files."""
         return self.source in ROWS
 
     @property
@@ -279,7 +282,7 @@ class SourceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Sources of training prompts and held-out sets."""
+    """The sources of training prompts and held-out sets."""
 
     sources: tuple[SourceConfig, ...] = ()
     only: tuple[str, ...] = ()
@@ -343,13 +346,14 @@ class DataConfig:
             require(name in names, knob, name, f"no such source{hint}")
 
     def weight_of(self, source: SourceConfig) -> float:
-        """Training weight: 0 if the source is not in `train_on` or entirely held out."""
+        """Return the training weight of a source. It is 0 if the source is not in `train_on` or is
+        entirely held out."""
         trained = not self.train_on or source.name in self.train_on
         return source.weight if trained and source.holdout != "all" else 0.0
 
     @property
     def rewards_by_domain(self) -> dict[str, Mapping[str, float]]:
-        """Domain → reward part → weight."""
+        """The weight of each reward part, for each domain."""
         return {source.domain_name: source.rewards for source in reversed(self.sources)}
 
     @property

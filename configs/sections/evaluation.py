@@ -1,4 +1,4 @@
-"""`eval`, `filter` and `endpoint`: measuring a policy without training it."""
+"""`eval`, `filter` and `endpoint`: measure a policy without training it."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class EndpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalVariant:
-    """`keel eval`: one way of asking the prompts, evaluated alongside the others."""
+    """`keel eval`: one way of asking the prompts, which is evaluated next to the other variants."""
 
     name: str
-    """Name in the results: letters, digits and any of . _ + -"""
+    """Name in the results. It may contain letters, digits, `.`, `_`, `+` and `-`."""
     thinking: Thinking = "as-asked"
-    """Thinking mode. as-asked: as set by each source."""
+    """Thinking mode. as-asked: the mode set by each source."""
     max_tokens: int = knob(0, ge=0)
     """Maximum number of tokens per completion or turn, thinking included. 0:
     `rollout.sampling.max_tokens`."""
@@ -71,7 +71,7 @@ class EvalVariant:
     """Line to append to the last user message. `boxed`: ask for step-by-step reasoning and the
     answer within `\\boxed{}`, for mathematics (DeepSeek-V3.2, section 4.1)."""
     context: Context = "as-in-training"
-    """Context management of episodes. as-in-training: `agents.context`."""
+    """How to manage the context of episodes. as-in-training: as set by `agents.context`."""
 
     def __post_init__(self) -> None:
         path = f"eval.variants[{self.name}]"
@@ -90,7 +90,7 @@ class EvalVariant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
-    """Evaluations during training and by `keel eval`."""
+    """Evaluations during training and with `keel eval`."""
 
     file: str = ""
     """File of evaluation prompts (`--eval FILE` on the command line). Adds a source with `holdout:
@@ -120,7 +120,8 @@ class EvalConfig:
     per subtask (DeepSeek-V3.2, appendix D). Only completions that pass the visible tests, are not
     truncated and do not decline are submitted, longest thinking first. 0: off."""
     variants: tuple[EvalVariant, ...] = ()
-    """`keel eval`: ways of asking to evaluate. Empty: only as the recipe asks."""
+    """`keel eval`: ways of asking the prompts that are evaluated. Empty: only the way set by the
+    recipe."""
     checkpoint: str = "last"
     """`keel eval`: checkpoint to evaluate: `last` (the base model if there is no checkpoint),
     `base`, or a step."""
@@ -171,7 +172,7 @@ class EvalConfig:
 
     @property
     def each_pass_at(self) -> tuple[int, ...]:
-        """Sorted values of k."""
+        """The values of k in ascending order."""
         powers = [2**n for n in range(self.samples.bit_length()) if 2**n <= self.samples]
         return tuple(sorted({*(self.pass_at or (*powers, self.samples))}))
 

@@ -8,12 +8,12 @@ from typing import Literal
 from keel.configs.sections.base import check_bounds, knob, require
 
 TINY_MODEL = "tiny"
-"""`model.path` of the model that is built on the spot."""
+"""Value of `model.path` for the small model that Keel builds itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColdStartConfig:
-    """Supervised warm-up of the tiny model on generated solutions."""
+    """Supervised warm-up for the tiny model on generated solutions."""
 
     max_seconds: float = knob(3600.0, gt=0)
     """Timeout in seconds. A slower cold start fails, because a model cut short would be a different
@@ -23,7 +23,7 @@ class ColdStartConfig:
     batch_size: int = knob(64, ge=1)
     """Number of solutions per step."""
     questions: int = knob(16384, ge=1)
-    """Number of questions generated over all sources. A longer cold start repeats them."""
+    """Number of questions to generate over all sources. A longer cold start repeats them."""
     lr: float = knob(5e-3, gt=0)
     """Peak learning rate."""
     worked_fraction: float = knob(0.45, ge=0, le=1)
@@ -36,7 +36,7 @@ class ColdStartConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyModelConfig:
-    """Shape of the tiny mixture-of-experts model, which is built from the run's seed."""
+    """Shape of the tiny mixture-of-experts model, whose random weights depend on the run's seed."""
 
     family: Literal["qwen3_moe", "deepseek_v32"] = "qwen3_moe"
     """Architecture. deepseek_v32 has latent and sparse attention; no engine serves it at this size,
@@ -113,7 +113,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Model, tokenizer and precision."""
+    """The model, its tokenizer and its precision."""
 
     path: str = TINY_MODEL
     """Local folder or hub name, or `tiny` for a small model that needs no download."""
@@ -174,5 +174,5 @@ class ModelConfig:
 
     @property
     def wide_residual(self) -> bool:
-        """True if the residual stream is wider than the inputs and outputs of the blocks."""
+        """Whether the residual stream is wider than the inputs and outputs of the blocks."""
         return self.residual_dtype == "float32" != self.dtype

@@ -34,7 +34,7 @@ _SERVER_OPTIONS = frozenset(
         "uds",
     }
 )
-"""Options of vLLM's server that have a knob or that the client relies on."""
+"""Options of vLLM's server that have their own knob or that the client relies on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class JudgeServerConfig:
     """The vLLM server that `rewards.judge.serve` starts."""
 
     tensor_parallel: int = knob(1, ge=1)
-    """Number of GPUs of the server, in addition to the GPUs of engines and trainer."""
+    """Number of GPUs for the server, in addition to those for engines and trainer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision. auto: as in the model's checkpoint."""
     max_model_len: int = knob(0, ge=0)
@@ -56,7 +56,7 @@ class JudgeServerConfig:
     startup_timeout_s: float = knob(1800.0, gt=0)
     """Timeout in seconds for the server to load the model and reply."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Additional options of vLLM's server, such as `quantization: fp8`."""
+    """Additional options for vLLM's server, such as `quantization: fp8`."""
 
     def __post_init__(self) -> None:
         path = "rewards.judge.server"
@@ -140,14 +140,15 @@ class JudgeConfig:
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs that the run's server needs on a machine with GPUs."""
+        """Number of GPUs that the server needs if the run uses GPUs."""
         return self.server.tensor_parallel if self.serve else 0
 
     def check_used(self, *, judged: bool, gpu: bool) -> None:
-        """Raise `ConfigError` if prompts need a missing judge, or a served judge has no prompts.
+        """Raise `ConfigError` if prompts need a judge that is missing, or if a served judge has no
+        prompts.
 
-        judged: some prompt has criteria or is a proof, or some rewards name `refusal`.
-        gpu: the run has GPUs.
+        `judged` says whether any prompt has criteria or is a proof, or any rewards name `refusal`.
+        `gpu` says whether the run has GPUs.
         """
         if judged and not self.model:
             raise ConfigError(
@@ -169,12 +170,12 @@ class JudgeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeConfig:
-    """Sandbox that runs programs from completions against hidden tests."""
+    """Sandbox that runs programs in completions against hidden tests."""
 
     isolation: Literal["bubblewrap", "none-i-trust-the-answers"] = "bubblewrap"
-    """bubblewrap: run in namespaces without network or files; an error where that is not possible.
-    The alternative runs the policy's code with your permissions: only for completions that you
-    wrote."""
+    """bubblewrap: run in namespaces without network or files, and fail where that is not possible.
+    The alternative runs the policy's code with your permissions, so use it only for completions
+    that you wrote."""
     completion_s: float = knob(10.0, gt=0, le=86_400)
     """Time limit in seconds per completion for all its tests. Tests that do not fit fail."""
     time_s: float = knob(2.0, gt=0, le=86_400)
@@ -195,12 +196,13 @@ class CodeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardsConfig:
-    """Processes that score completions. The reward parts are set in `data.sources[].rewards`."""
+    """Processes that score completions. `data.sources[].rewards` sets the reward parts."""
 
     workers: int = knob(2, ge=0, le=4096)
     """Number of verifier processes. 0: score in the driver, without timeouts."""
     timeout_s: float = knob(3.0, gt=0)
-    """Timeout in seconds per completion. A late one is wrong and counts in `reward/error`."""
+    """Timeout in seconds for scoring a completion. After a timeout the completion counts as wrong
+    and in `reward/error`."""
     max_failure_fraction: float = knob(0.2, ge=0, le=1)
     """Stop the run if one of your reward functions failed on more than this fraction of the last
     200 completions (20 at the start). 0: stop at the first failure. 1: never stop. Verifiers do not

@@ -10,7 +10,7 @@ from keel.configs.sections.base import check_bounds, knob, require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
-    """Sampling parameters. Only those that the engine records exactly are offered."""
+    """Sampling parameters. Keel offers only those that the engine can record exactly."""
 
     temperature: float = knob(1.0, ge=0.01, le=10)  # vLLM raises lower values to 0.01
     """Sampling temperature; engine and trainer both divide the logits by it. Greedy sampling is not
@@ -24,7 +24,7 @@ class SamplingConfig:
     max_tokens: int = knob(256, ge=1)
     """Maximum number of tokens per completion."""
     stop: tuple[str, ...] = ()
-    """Stop strings. Each ends a completion and stays part of it."""
+    """Stop strings. Each one ends a completion and remains part of it."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "rollout.sampling")
@@ -40,7 +40,7 @@ class SamplingConfig:
 
     @property
     def truncated(self) -> bool:
-        """True if tokens are drawn from less than the whole vocabulary."""
+        """Whether tokens are drawn from only a part of the vocabulary."""
         return self.top_p < 1 or self.top_k > 0
 
     @property
@@ -49,7 +49,7 @@ class SamplingConfig:
 
 
 CUT_S = 60.0
-"""Maximum number of seconds from the decision to cut a completion until its next token."""
+"""Maximum number of seconds between the decision to cut a completion and its next token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,15 +137,14 @@ class RolloutConfig:
         return 1.05 * self.timeout_s + CUT_S + max(CUT_S, self.update_timeout_s)
 
     def cascades(self, *, full_attention: bool) -> bool:
-        """Return True if attention on a GPU reads a prompt once for the completions of a group."""
+        """Return whether attention on a GPU reads a prompt only once for all completions in a
+        group."""
         alone = self.tensor_parallel == 1 and self.enable_prefix_caching
         return self.cascade_attention and alone and self.packs(full_attention=full_attention)
 
     def packs(self, *, full_attention: bool) -> bool:
-        """Return True if an engine on a GPU uses the packed recorder.
-
-        full_attention: see `keel.model.load.full_attention`.
-        """
+        """Return whether an engine on a GPU uses the packed recorder. `full_attention` is the
+        result of `keel.model.load.full_attention`."""
         if self.recorder == "auto":
             return full_attention and self.tensor_parallel == 1
         return self.recorder == "packed"

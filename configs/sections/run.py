@@ -1,4 +1,4 @@
-"""`run`: the run folder, its length and the machine."""
+"""`run`: the run folder, the number of steps and the machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class RunConfig:
     """Run folder, number of steps, checkpoints and hardware."""
 
     dir: str = "runs/default"
-    """Run folder for the resolved config, metrics, checkpoints and trajectories."""
+    """Run folder, which holds the resolved config, metrics, checkpoints and trajectories."""
     steps: int = knob(100, ge=1)
     """Number of training steps. Each trains on one batch of rollouts."""
     seed: int = knob(0, ge=0, lt=2**32)
@@ -63,8 +63,8 @@ class RunConfig:
     """Maximum number of automatic restarts from the newest checkpoint within three hours, after the
     loss of a trainer rank or a node. 0: stop instead. docs/reliability.md"""
     elastic_wait_s: float = knob(600.0, ge=0)
-    """Seconds to wait at a start or restart for the resources of all ranks and engines. Then the
-    run continues with fewer if `trainer.min_ranks` allows it."""
+    """Seconds to wait at a start or restart for the resources that all ranks and engines need.
+    After that the run continues with fewer if `trainer.min_ranks` allows it."""
     max_skipped_steps: int = knob(3, ge=1)
     """Stop after this many consecutive optimizer steps without a finite gradient (in float16 at
     least 16, because each one halves the loss scale). docs/alarms.md"""
@@ -92,5 +92,5 @@ class RunConfig:
 
     @property
     def describes_gpus(self) -> bool:
-        """True if the recipe states the memory or the number of GPUs."""
+        """Whether the recipe states the memory or the number of GPUs."""
         return self.gpu_gib > 0 or self.gpus_per_node > 0

@@ -1,4 +1,4 @@
-"""`sft`: conversations and text for `keel sft` and `keel pretrain`."""
+"""`sft`: the conversations and text for `keel sft` and `keel pretrain`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from keel.configs.sections.base import check_bounds, knob, require, require_unique
 
 TEXT = ("text", "retrieval")
-"""Kinds of sources of plain text, whose conversations are windows of tokens."""
+"""Kinds of sources that contain plain text, where each conversation is a window of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +59,11 @@ class ConversationsConfig:
     on_bad_line: Literal["error", "skip"] = "error"
     """Handling of malformed lines. Skipped lines are counted and reported."""
     least_reward: float = 1.0
-    """trajectories: minimum value of `reward`."""
+    """trajectories: minimum value of the reward part named in `reward`."""
     reward: str = "correct"
-    """trajectories: reward part that `least_reward` applies to. `reward`: the whole reward."""
+    """trajectories: reward part that `least_reward` applies to. `reward` is the whole reward."""
     cut: bool = False
-    """trajectories: include truncated ones."""
+    """trajectories: whether to include truncated ones."""
     most_per_prompt: int = knob(0, ge=0)
     """trajectories: maximum number per prompt, in sampling order. 0: all."""
 
@@ -114,12 +114,12 @@ class ConversationsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftConfig:
-    """Supervised fine-tuning, and pre-training on text. `run`, `model`, `trainer` and `alarms`
-    apply as in `keel train`."""
+    """Supervised fine-tuning and pre-training on text. The sections `run`, `model`, `trainer` and
+    `alarms` apply as in `keel train`."""
 
     sources: tuple[ConversationsConfig, ...] = ()
     max_context_tokens: int = knob(4096, ge=1)
-    """Maximum context length of a conversation in tokens, and the window size for text."""
+    """Maximum length of a conversation's context in tokens. For text, the size of a window."""
     long_conversations: Literal["error", "drop"] = "error"
     """Handling of longer conversations. drop: leave them out and count them."""
     conversations_per_step: int = knob(32, ge=1)
@@ -130,8 +130,8 @@ class SftConfig:
     epochs: float = knob(0.0, ge=0)
     """Number of passes over the conversations; replaces `run.steps`. 0: use `run.steps`."""
     mean: Literal["tokens", "conversations"] = "tokens"
-    """Average of the loss in a step: over all trained tokens, or over conversations, each of them
-    averaged over its tokens."""
+    """How the loss is averaged in a step: over all trained tokens, or over conversations, each of
+    which is averaged over its own tokens first."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "sft")
@@ -153,5 +153,5 @@ class SftConfig:
 
     @property
     def only_text(self) -> bool:
-        """True if every source is plain text, as `keel pretrain` needs."""
+        """Whether every source is plain text, which `keel pretrain` requires."""
         return bool(self.sources) and all(source.is_text for source in self.sources)

@@ -8,12 +8,13 @@ from typing import Literal
 from keel.configs.sections.base import check_bounds, knob, require
 
 LONG = 4096
-"""Context length in tokens from which attention dominates enough for other kernels to pay off."""
+"""Context length in tokens from which attention takes enough of the time for other kernels to pay
+off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
-    """Ranks, ZeRO, parallelism and AdamW."""
+    """Trainer ranks, ZeRO, parallelism and AdamW."""
 
     ranks: int = knob(1, ge=1)
     """Number of data-parallel trainer processes, one GPU each if there are GPUs. auto: the number
@@ -104,13 +105,13 @@ class TrainerConfig:
 
     @property
     def keeps_attention(self) -> bool:
-        """ZeRO 3 is excluded: it gathers weights a different number of times when recomputing,
-        which PyTorch's checkpointing rejects."""
+        """Whether attention outputs are kept. ZeRO 3 is excluded because it gathers weights a
+        different number of times when recomputing, which PyTorch's checkpointing rejects."""
         return self.activation_checkpointing and self.keep_attention and self.zero_stage != 3
 
     def flash4(self, longest: int) -> bool:
-        """Return True if contexts of up to `longest` tokens should use FlashAttention-4 where the
-        GPU and the packages support it."""
+        """Return whether contexts of up to `longest` tokens should use FlashAttention-4, provided
+        that the GPU and the installed packages support it."""
         if self.attention_kernels == "auto":
             return longest >= LONG
         return self.attention_kernels == "flash4"
@@ -157,5 +158,5 @@ class TrainerConfig:
 
     @property
     def groups(self) -> int:
-        """Number of rank groups, each of which shares a micro-batch's tokens."""
+        """Number of rank groups. The ranks in a group share the tokens of a micro-batch."""
         return self.ranks // self.sequence_parallel
