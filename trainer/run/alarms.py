@@ -10,7 +10,7 @@ from keel.configs.schema import AlarmsConfig
 from keel.rl.types import ScoredGroup
 
 _REASONS = 3
-"""Reasons for missing completions per line."""
+"""Number of reasons for missing completions in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Alarm:
     knob: str
     metric: str
     problem: str
-    """Format string of the metric's value."""
+    """Message in which the value of the metric is formatted."""
     remedy: str
     below: bool = False
 
@@ -100,16 +100,17 @@ class Alarms:
     def __init__(self, config: AlarmsConfig) -> None:
         self._config = config
         self.ends = ""
-        """Reason to end the run, or ""."""
+        """Why the run should end, or an empty string."""
         self._last_line: dict[str, int] = {}
-        """Step of the last line of each alarm."""
+        """Maps each alarm to the step at which it last printed a line."""
 
     def check(
         self, step: int, numbers: Mapping[str, float], groups: Sequence[ScoredGroup]
     ) -> tuple[int, list[str]]:
-        """Return the number of active alarms, and lines to print.
+        """Return the number of active alarms, and the lines to print.
 
-        Each alarm prints one line per `alarms.every` steps. groups: all that the step sampled.
+        Each alarm prints one line per `alarms.every` steps. `groups` are all groups that were
+        sampled in the step.
         """
         active = {
             alarm.knob: f"{alarm.problem.format(numbers[alarm.metric])}; {alarm.remedy} "
@@ -131,7 +132,8 @@ class Alarms:
         return len(active) + bool(self.ends), lines
 
     def _too_low(self, step: int, numbers: Mapping[str, float]) -> str:
-        """The held-out set that has fallen below `alarms.stop_below`, or ""."""
+        """Return the held-out set whose score has fallen below `alarms.stop_below`, or an empty
+        string."""
         for name, limit in self._config.stop_below.items():
             value = numbers.get(f"eval/{name}/pass@1", limit)
             if value < limit:

@@ -40,7 +40,8 @@ _TEXT = "text"
 def save_batch(
     run: Path, step: int, groups: Sequence[ScoredGroup], findings: Sequence[str]
 ) -> Path:
-    """Write the batch of `step` and delete the oldest of too many. Returns the file."""
+    """Write the batch of `step`, and delete the oldest batches if there are too many. Returns the
+    file."""
     path = run / FOLDER / f"step_{step:06d}.npz"
     path.parent.mkdir(exist_ok=True)
     arrays: dict[str, NDArray[Any]] = {}
@@ -60,14 +61,14 @@ def save_batch(
 
 
 def drop_after(run: Path, step: int) -> None:
-    """Delete batches of steps that a resumed run repeats."""
+    """Delete the batches of later steps, which a resumed run will repeat."""
     for path in list_batches(run):
         if step_of(path) > step:
             path.unlink()
 
 
 def list_batches(run: Path) -> list[Path]:
-    """Saved batches, oldest step first."""
+    """List the saved batches, oldest step first."""
     return sorted((run / FOLDER).glob("step_*.npz"), key=step_of)
 
 
@@ -76,7 +77,8 @@ def step_of(path: Path) -> int:
 
 
 def read_batch(path: Path) -> tuple[list[ScoredGroup], list[str]]:
-    """Groups and findings of a saved batch. Raises ValueError naming an invalid file."""
+    """Read the groups and findings in a saved batch. Raises ValueError naming the file if it is
+    invalid."""
     try:
         with np.load(path, allow_pickle=False) as file:
             content = json.loads(bytes(file[_TEXT]))
@@ -86,7 +88,7 @@ def read_batch(path: Path) -> tuple[list[ScoredGroup], list[str]]:
 
 
 def _encode(value: Any, arrays: dict[str, NDArray[Any]]) -> Any:
-    """Encode as JSON values, with arrays replaced by their names in `arrays`."""
+    """Encode an object as JSON values. Arrays go to `arrays` and are replaced with their names."""
     if isinstance(value, np.ndarray):
         name = f"array_{len(arrays)}"
         arrays[name] = value

@@ -55,12 +55,12 @@ class SaveError(RuntimeError):
     """A checkpoint could not be written; the run itself is intact and can continue."""
 
     final = False
-    """Set for the checkpoint of the last step."""
+    """True for the checkpoint of the last step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """Everything a resumed run needs besides the trainer's own files."""
+    """Everything that a resumed run needs besides the trainer's own files."""
 
     step: int
     version: int
@@ -68,11 +68,11 @@ class State:
     cursor: Mapping[str, Any] = field(default_factory=dict)
     """Position of the data stream, as JSON values."""
     config: str
-    """`config_digest` of the run."""
+    """Digest of the run's config (`config_digest`)."""
     model: str = ""
-    """`keel.trainer.run.manifest.base_of` of the run's initial model."""
+    """Fingerprint of the run's initial model (`keel.trainer.run.manifest.base_of`)."""
     tokenizer: str = ""
-    """`keel.model.load.digest_of_tokenizer`"""
+    """Digest of the tokenizer (`keel.model.load.digest_of_tokenizer`)."""
 
 
 def save(
@@ -124,7 +124,8 @@ def save(
 
 
 def read_state(folder: Path) -> State:
-    """Raises ValueError naming the file if it is not a checkpoint's state."""
+    """Read the state of a checkpoint. Raises ValueError naming the file if it is not a valid
+    state."""
     path = folder / STATE
     try:
         return State(**{name: v for name, v in _read_json(path).items() if name != "format"})
@@ -133,9 +134,10 @@ def read_state(folder: Path) -> State:
 
 
 def changed_model(folder: Path, base: str, tokenizer: str) -> str:
-    """Parts of the run's model that changed since this checkpoint was written; "" if none did.
+    """Name the parts of the run's model that have changed since this checkpoint was written. Empty
+    if none has.
 
-    base, tokenizer: current values of `State.model` and `State.tokenizer`.
+    `base` and `tokenizer` are the current values of `State.model` and `State.tokenizer`.
     """
     state = read_state(folder)
     changes = [model_difference(state.model, base)]
@@ -145,7 +147,7 @@ def changed_model(folder: Path, base: str, tokenizer: str) -> str:
 
 
 def finished(root: Path) -> list[Path]:
-    """Finished checkpoints under `root`, damaged ones included, oldest first."""
+    """List the finished checkpoints under `root`, oldest first. Damaged ones are included."""
     folders = [
         path
         for path in (root.iterdir() if root.is_dir() else ())
@@ -160,17 +162,19 @@ def step_of(folder: Path) -> int:
 
 
 def latest(root: Path) -> Path | None:
-    """The finished checkpoint of the highest step."""
+    """Return the finished checkpoint with the highest step."""
     return next(reversed(finished(root)), None)
 
 
 def latest_complete(root: Path) -> Path | None:
-    """The newest checkpoint whose files all have their size; reads no file to its end."""
+    """Return the newest checkpoint in which every file has the right size. The contents are not
+    read."""
     return next((p for p in reversed(finished(root)) if not problems(p, bits=False)), None)
 
 
 def problems(folder: Path, *, bits: bool = True) -> list[str]:
-    """List why a checkpoint cannot be resumed, one line per file. bits: read files completely."""
+    """List the reasons why a checkpoint cannot be resumed, one line per file. With `bits`, all
+    files are read completely."""
     if (folder / PICKLED).exists():
         return [
             f"{PICKLED}/: pickles of an early release, which are not read because they can run "
@@ -188,13 +192,14 @@ def problems(folder: Path, *, bits: bool = True) -> list[str]:
 
 
 def layout_of(config: Config) -> dict[str, Any]:
-    """Knobs that define how a run is spread over processes, with their values."""
+    """Return the knobs that determine how a run is spread over processes, with their values."""
     knobs = flatten_config(config)
     return {knob: knobs[knob] for knob in LAYOUT}
 
 
 def layout_changes(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Layout knobs that differ between a checkpoint and `config`: (saved, current)."""
+    """Return the layout knobs that differ between a checkpoint and `config`, with the saved and the
+    current value."""
     try:
         saved = _read_json(folder / PROGRESS)
     except (OSError, ValueError):
@@ -204,7 +209,8 @@ def layout_changes(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def _prune(root: Path, newest: Path, *, keep: int) -> None:
-    """Keep `keep` checkpoints up to `newest`, and delete older ones and leftovers of crashes."""
+    """Keep the last `keep` checkpoints up to `newest`, and delete older ones and what crashes have
+    left behind."""
     if keep < 1:
         raise ValueError(f"keep = {keep}, at least one checkpoint must stay")
     for path in [path for path in finished(root) if step_of(path) <= step_of(newest)][:-keep]:
@@ -217,7 +223,7 @@ def _prune(root: Path, newest: Path, *, keep: int) -> None:
 
 
 def config_digest(config: Config) -> str:
-    """Digest of all sections that shape the training: all but `run` and `eval`."""
+    """Return a digest of all sections that affect training, which excludes `run` and `eval`."""
     sections = dataclasses.asdict(config)
     shaping = {name: value for name, value in sections.items() if name not in ("run", "eval")}
     text = json.dumps(shaping, sort_keys=True, default=str)
@@ -225,7 +231,7 @@ def config_digest(config: Config) -> str:
 
 
 def _remaining(root: Path) -> str:
-    """The checkpoint and disk space that remain after a failed save."""
+    """Describe which checkpoint and how much disk space remain after a failed save."""
     if not root.is_dir():
         return ""
     last, free = latest(root), shutil.disk_usage(root).free

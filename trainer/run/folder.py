@@ -44,7 +44,8 @@ from keel.trainer.run.manifest import (
 )
 
 MARK = ".lock"
-"""Lock file with a random token, by which trainer ranks verify that they see the same folder."""
+"""Name of the lock file. It holds a random token, with which trainer ranks verify that they see the
+same folder."""
 _WRITTEN = (
     *("config.yaml", "chosen.json", "metrics.jsonl", "events.jsonl", "tensorboard"),
     *("trajectories", "rewards", "nonfinite", "model", "trackers"),
@@ -52,27 +53,29 @@ _WRITTEN = (
 
 
 class RunFolder:
-    """Context manager that creates, checks and locks the run folder."""
+    """Context manager that creates, checks and locks the folder of a run."""
 
     def __init__(self, config: Config, tokenizer: str = "") -> None:
-        """tokenizer: digest of the model's tokenizer (`digest_of_tokenizer`); "" if unknown."""
+        """`tokenizer` is the digest of the model's tokenizer (`digest_of_tokenizer`), or an empty
+        string if it is unknown."""
         self.path = Path(config.run.dir).expanduser()
         self._config = config
         self._checkpoints = self.path / "checkpoints"
         self._metrics = self.path / "metrics.jsonl"
         self.set_aside: Path | None = None
-        """Folder with the files of an earlier run that had no checkpoint."""
+        """Folder to which the files of an earlier run without a checkpoint were moved."""
         self.base, self.tokenizer = base_of(config), tokenizer
         self._warnings: list[str] = []
         self._changed: list[str] = []
-        """Learning-rate knobs that changed since the last start."""
+        """Learning-rate knobs that have changed since the last start."""
         self._last_step = 0
-        """Step of the newest checkpoint on entering, damaged ones included."""
+        """Step of the newest checkpoint, damaged or not, when the folder was entered."""
         self._problems: dict[Path, list[str]] = {}
-        """Problems of verified checkpoints; each is read once."""
+        """Problems of the checkpoints that were verified, so that each is read only once."""
 
     def __enter__(self) -> Self:
-        """Raises ConfigError if the folder belongs to another config or is in use."""
+        """Create or check the folder, and lock it. Raises ConfigError if the folder belongs to
+        another config or is in use."""
         self._check_location()
         with self._writable():
             self.path.mkdir(parents=True, exist_ok=True)
@@ -118,10 +121,11 @@ class RunFolder:
             os.fsync(self._lock.fileno())
 
     def check(self, of: tuple[str, ...] = ("",)) -> None:
-        """Verify that this config may continue the run in the folder.
+        """Verify that this config may continue the run in the folder. This reads the newest
+        checkpoint completely.
 
-        of: prefixes of the knobs to compare. Reads the newest checkpoint completely. Raises
-        ConfigError, also if all checkpoints are damaged.
+        `of` lists prefixes of the knobs to compare. Raises ConfigError if the config does not
+        match, or if all checkpoints are damaged.
         """
         self._check_location()
         newest = checkpoint.latest(self._checkpoints)
@@ -180,7 +184,7 @@ class RunFolder:
         return aside
 
     def _set_damaged_aside(self) -> None:
-        """Rename damaged checkpoints, so that the run does not overwrite them."""
+        """Rename damaged checkpoints so that the run does not overwrite them."""
         newest = checkpoint.latest(self._checkpoints)
         self._last_step = checkpoint.step_of(newest) if newest else 0
         for path, problems in self.damaged.items():
@@ -192,7 +196,7 @@ class RunFolder:
 
     @property
     def latest(self) -> Path | None:
-        """Folder of the newest intact checkpoint."""
+        """Return the folder of the newest intact checkpoint."""
         for path in reversed(checkpoint.finished(self._checkpoints)):
             if path not in self._problems:
                 problems = checkpoint.problems(path)
@@ -204,7 +208,8 @@ class RunFolder:
         return None
 
     def select_checkpoint(self, knob: str, value: str) -> Path | None:
-        """Resolve `last`, `base` (None) or a step number. Raises ConfigError naming `knob`."""
+        """Return the checkpoint that the user named: `last`, a step number, or `base` for none.
+        Raises ConfigError naming `knob`."""
         if value == "base":
             return None
         latest = self.latest
@@ -220,13 +225,14 @@ class RunFolder:
         return path
 
     def state(self) -> State | None:
-        """State of the newest intact checkpoint."""
+        """Return the state in the newest intact checkpoint."""
         latest = self.latest
         return checkpoint.read_state(latest) if latest else None
 
     @property
     def damaged(self) -> dict[Path, list[str]]:
-        """Damaged checkpoints newer than `latest` with their problems, newest first."""
+        """List the damaged checkpoints that are newer than `latest`, with their problems, newest
+        first."""
         latest = self.latest
         return {
             path: self._problems[path]
@@ -235,7 +241,8 @@ class RunFolder:
         }
 
     def warnings(self) -> list[str]:
-        """Warnings about checkpoints and metrics, available after `check` or entering."""
+        """List warnings about checkpoints and metrics. They are available after `check` or after
+        entering the folder."""
         latest = self.latest
         lines = list(self._warnings)
         lines += [f"{path} is damaged ({join_problems(p)})" for path, p in self.damaged.items()]
@@ -267,7 +274,7 @@ class RunFolder:
         return lines
 
     def status(self) -> str:
-        """Human-readable progress of the run in the folder; "" for an empty folder."""
+        """Describe how far the run in the folder has come. Empty for an empty folder."""
         if (state := self.state()) is None:
             return ""
         steps = self._config.run.steps
@@ -277,25 +284,26 @@ class RunFolder:
 
     @property
     def model(self) -> Path:
-        """Folder of the exported model."""
+        """Return the folder for the exported model."""
         return self.path / "model"
 
     @property
     def rewards(self) -> Path:
-        """Folder for the output of reward functions."""
+        """Return the folder for the output of reward functions."""
         return self.path / "rewards"
 
     def check_model(self) -> None:
-        """Raise ConfigError if the exported model is damaged."""
+        """Verify the exported model. Raises ConfigError if it is damaged."""
         check_exported(self.model, "move that folder away and start the run again to rewrite it")
 
     def begin(self, step: int) -> None:
-        """Rename an exported model that further training makes obsolete."""
+        """Rename the exported model if further training will make it obsolete."""
         if self.model.exists():
             self.model.rename(_unused(self.path / f"model_{max(step, self._last_step)}"))
 
     def export(self, write: Callable[[Path], Mapping[str, Entry]]) -> None:
-        """Export the model atomically. `write` returns the files it has sealed."""
+        """Export the model atomically. `write` fills a folder and returns the files that it has
+        sealed."""
         partial = self.path / ".model"
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -317,12 +325,13 @@ class RunFolder:
         return points
 
     def needs_evaluation(self, step: int) -> bool:
-        """True if the evaluation of `step` was interrupted."""
+        """Return True if the evaluation after `step` was interrupted."""
         steps = [at for points in self.evaluations().values() for at, _ in points]
         return bool(steps) and step not in steps
 
     def check_heldout(self, step: int) -> None:
-        """Raise ConfigError if `alarms.stop_below` has ended the run at or before `step`."""
+        """Check that the run was not ended by `alarms.stop_below` at or before `step`. Raises
+        ConfigError if it was."""
         limits = self._config.alarms.stop_below
         evaluations = self.evaluations() if limits else {}
         for name, limit in limits.items():
@@ -341,7 +350,7 @@ class RunFolder:
         write: Callable[[Path], Mapping[str, Entry]],
         say: Callable[[str], object] = print,
     ) -> Path:
-        """Sync the record of all steps so far to disk, then save a checkpoint."""
+        """Sync the record of all steps so far to disk, and then save a checkpoint."""
         keep, before = self._config.run.keep_checkpoints, checkpoint.latest(self._checkpoints)
 
         def synced(partial: Path) -> Mapping[str, Entry]:
@@ -354,9 +363,10 @@ class RunFolder:
 
 
 def check_recipe(recipe: str, overrides: Sequence[str], config: Config) -> None:
-    """Raise ConfigError if `recipe` is the config.yaml of a run that is not in its `run.dir`.
+    """Check that `recipe` is not the config.yaml of a run outside its `run.dir`. Raises ConfigError
+    if it is.
 
-    A moved run folder would otherwise start a new run at its old place.
+    Without this check, a run folder that was moved would start a new run at its old place.
     """
     path = find(Path(recipe))
     in_run = path.name == "config.yaml" and (path.parent / MARK).exists()
@@ -371,7 +381,8 @@ def check_recipe(recipe: str, overrides: Sequence[str], config: Config) -> None:
 
 
 def _unused(path: Path) -> Path:
-    """`path`, or the first of `path_2`, `path_3`, … that does not exist."""
+    """Return `path` if it does not exist, or else the first of `path_2`, `path_3`, … that does
+    not."""
     candidate, number = path, 2
     while candidate.exists():
         candidate, number = path.with_name(f"{path.name}_{number}"), number + 1

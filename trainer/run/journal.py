@@ -1,6 +1,7 @@
 """The record of a run: metrics, events, TensorBoard curves and readable trajectories.
 
-A resumed run drops everything written after its checkpoint, so each step is recorded once.
+A resumed run drops everything that was written after its checkpoint, so that each step is recorded
+once.
 """
 
 from __future__ import annotations
@@ -48,9 +49,12 @@ class Journal:
         resumed_at: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """trajectories: number of readable ones per step. save_all: save all of them as JSON.
-        tokenizer: digest of the policy's. tokens: writes per-token numbers. resumed_at: last step
-        to keep."""
+        """`trajectories` is the number of readable trajectories per step, and `save_all` saves all
+        of them as JSON.
+
+        `tokenizer` is the digest of the policy's tokenizer, `tokens` writes per-token numbers, and
+        `resumed_at` is the last step to keep.
+        """
         self._view, self._alarms, self._clock = view, alarms, clock
         self.on_write: Callable[[], None] = lambda: None
         """Called after each step and event."""
@@ -87,7 +91,7 @@ class Journal:
 
     @property
     def ends(self) -> str:
-        """Reason of an alarm to end the run, or ""."""
+        """Return why an alarm ends the run, or an empty string."""
         return self._alarms.ends if self._alarms is not None else ""
 
     def note(self, kind: str, text: str) -> None:
@@ -102,7 +106,7 @@ class Journal:
         sample: Sequence[ScoredGroup],
         discarded: Sequence[ScoredGroup] = (),
     ) -> None:
-        """Raises `OSError` naming the folder if it cannot be written."""
+        """Record a step. Raises `OSError` naming the folder if it cannot be written."""
         numbers = {name: value for name, value in values(metrics).items() if math.isfinite(value)}
         lines: list[str] = []
         if self._alarms is not None and step > 0:
@@ -121,7 +125,7 @@ class Journal:
         self._view.record(step, numbers)
 
     def evaluated(self, step: int) -> bool:
-        """Return True if the record of a step has evaluation metrics."""
+        """Return True if the record for a step contains evaluation metrics."""
         return any(name.startswith("eval/") for name in steps_of(self._metrics).get(step, {}))
 
     def _write(
@@ -160,7 +164,8 @@ class Journal:
 
 
 def _silence_tensorboard() -> None:
-    """Hide tracebacks of TensorBoard's writer thread on a full disk; `flush` raises them too."""
+    """Hide the tracebacks of TensorBoard's writer thread if the disk is full. `flush` raises the
+    errors as well."""
     previous = threading.excepthook
     if getattr(previous, "__module__", "") == __name__:
         return
@@ -174,7 +179,8 @@ def _silence_tensorboard() -> None:
 
 
 def note(folder: Path, step: int, kind: str, text: str, at: float | None = None) -> None:
-    """Append a line to `events.jsonl`. at: seconds since the epoch, now by default."""
+    """Append a line to `events.jsonl`. `at` is in seconds since the epoch, and is the current time
+    by default."""
     when = round(time.time() if at is None else at, 3)
     line = {"step": step, "time": when, "kind": kind, "text": text}
     # A full disk ends the run at the next step, with a better message.
@@ -185,7 +191,7 @@ def note(folder: Path, step: int, kind: str, text: str, at: float | None = None)
 
 
 def truncate(path: Path, step: int) -> None:
-    """Drop the lines of `metrics.jsonl` after `step`, and an incomplete last line."""
+    """Delete the lines of `metrics.jsonl` after `step`, and an incomplete last line."""
     if not path.exists():
         return
     lines = [line for at, line in metric_lines(path) if step and at <= step]
@@ -196,7 +202,7 @@ def truncate(path: Path, step: int) -> None:
 
 
 def sync_record(folder: Path, after: int) -> None:
-    """Sync metrics, events, and files of the steps after `after` to disk."""
+    """Sync the metrics, the events and the files for steps after `after` to disk."""
     folders = [folder / "trajectories", folder / BATCHES]
     files = [path for kind in folders for path in _files_after(kind, after)]
     for path in (folder / "metrics.jsonl", folder / EVENTS, *files):
@@ -208,7 +214,7 @@ def sync_record(folder: Path, after: int) -> None:
 
 
 def _files_after(folder: Path, step: int) -> list[Path]:
-    """Files named `step_N…` of later steps; other names belong to the user."""
+    """List the files named `step_N…` for later steps. Other names belong to the user."""
     later: list[Path] = []
     # Builds few paths: a run of 20,000 steps has 60,000 files here, listed at each checkpoint.
     for name in os.listdir(folder) if folder.is_dir() else ():
@@ -219,7 +225,8 @@ def _files_after(folder: Path, step: int) -> list[Path]:
 
 
 def missing_steps(path: Path, until: int) -> str:
-    """Steps 1 to `until` without a line in `metrics.jsonl`, such as "steps 3 to 5 and 7"; or ""."""
+    """Describe which steps from 1 to `until` have no line in `metrics.jsonl`, such as "steps 3 to 5
+    and 7". Empty if none is missing."""
     recorded = {step for step, _ in metric_lines(path)}
     missing = [step for step in range(1, until + 1) if step not in recorded]
     spans: list[tuple[int, int]] = []
@@ -234,9 +241,10 @@ def missing_steps(path: Path, until: int) -> str:
 
 
 def metric_lines(path: Path) -> list[tuple[int, str]]:
-    """Step and text of each line of `metrics.jsonl`; skips an incomplete last line.
+    """Yield the step and the text for each line of `metrics.jsonl`, without an incomplete last
+    line.
 
-    Raises ValueError naming file and line for anything else that is not a step.
+    Raises ValueError naming the file and line if any other line is not a step.
     """
     texts = path.read_text().splitlines() if path.exists() else []
     lines: list[tuple[int, str]] = []
@@ -255,7 +263,8 @@ def metric_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def steps_of(path: Path) -> dict[int, dict[str, Any]]:
-    """Map each step to its metrics, including an evaluation made after a resume."""
+    """Map each step to its metrics. They include those of an evaluation that was made after a
+    resume."""
     steps: dict[int, dict[str, Any]] = {}
     for step, text in metric_lines(path):
         steps[step] = {**json.loads(text), **steps.get(step, {})}
@@ -263,7 +272,7 @@ def steps_of(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def describe(scored: ScoredGroup, index: int) -> str:
-    """One trajectory as readable text: prompt, answer, reward and its parts."""
+    """Format a trajectory as readable text: its prompt, answer, reward and reward parts."""
     prompt, answer = scored.group.prompt, scored.group.trajectories[index]
     parts = ", ".join(f"{name} {value:g}" for name, value in scored.parts_G[index].items())
     head = (
@@ -295,7 +304,7 @@ def _usage_lines(trajectory: Trajectory) -> list[str]:
 
 
 def _message_text(message: Mapping[str, Any]) -> str:
-    """A message with its reasoning and tool calls."""
+    """Format a message with its reasoning and tool calls."""
     role, text = message["role"], str(message.get("raw") or message.get("content") or "")
     if "raw" not in message and (reasoning := message.get("reasoning_content")):
         text = f"<think>{reasoning}</think>{text}"

@@ -22,9 +22,9 @@ MANIFEST = "keel_manifest.json"
 PIECE = 64 * 2**20
 _BLOCK = 2**20
 _SAMPLES = 64
-"""Positions of each file that a fingerprint reads."""
+"""Number of positions in each file that a fingerprint reads."""
 _WRITER_KEYS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
-"""Keys of config.json that depend on the writer or the recipe, not on the model."""
+"""Keys in config.json that depend on the program or recipe that wrote it, not on the model."""
 _THREADS = 8
 
 
@@ -33,11 +33,12 @@ class Entry(NamedTuple):
 
     bytes: int
     sha256: list[str]
-    """One digest per piece."""
+    """One digest for each piece of the file."""
 
 
 def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """Sync these files of `folder` to disk and digest them, ideally right after writing."""
+    """Sync these files in `folder` to disk and compute their digests, ideally right after they were
+    written."""
     paths = {name: folder / name for name in names}
     with _threads() as threads:
         synced = [threads.submit(sync, path) for path in paths.values()]
@@ -55,9 +56,11 @@ def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
 
 
 def fingerprint(folder: Path) -> str:
-    """Fast fingerprint of the weights in a checkpoint or model folder; "" without weights.
+    """Return a quick fingerprint of the weights in a checkpoint or model folder, or an empty string
+    if it has none.
 
-    Samples the manifest, or the tensor files if there is no manifest. A copy has the same one.
+    The fingerprint is computed from samples of the manifest, or of the tensor files if there is no
+    manifest. A copy of the folder has the same fingerprint.
     """
     digest = hashlib.sha256()
     manifest = folder / MANIFEST
@@ -82,7 +85,8 @@ def _config_fingerprint(folder: Path) -> str:
 
 
 def base_of(config: Config) -> str:
-    """Fingerprints "weights+config.json" of the initial model if it is a local folder, else ""."""
+    """Return the fingerprints of the initial model as "weights+config.json" if it is a local
+    folder, or else an empty string."""
     folder = Path(config.model.path).expanduser()
     with suppress(OSError, ValueError):
         if config.model.path != TINY_MODEL and folder.is_dir():
@@ -91,9 +95,10 @@ def base_of(config: Config) -> str:
 
 
 def model_difference(before: str, now: str) -> str:
-    """Name the part in which two `base_of` fingerprints differ; "" if they agree.
+    """Name the part in which two `base_of` fingerprints differ, or return an empty string if they
+    agree.
 
-    A part that one of them lacks is not compared.
+    A part that only one of them has is not compared.
     """
     names = ("other weights", "another config.json")
     parts = zip(names, before.split("+"), now.split("+"), strict=False)
@@ -101,10 +106,11 @@ def model_difference(before: str, now: str) -> str:
 
 
 def write_manifest(folder: Path, sealed: Mapping[str, Entry]) -> None:
-    """Write the manifest of `folder`, digesting the files that are not in `sealed`.
+    """Write the manifest for `folder`, after computing digests for the files that are not in
+    `sealed`.
 
-    Raises ValueError if a sealed file has another size here: the ranks that wrote it do not share
-    this file system.
+    Raises ValueError if a sealed file has a different size here, because then the ranks that wrote
+    it do not share this file system.
     """
     here = sizes(folder)
     for name, entry in sealed.items():
@@ -123,9 +129,9 @@ def write_manifest(folder: Path, sealed: Mapping[str, Entry]) -> None:
 
 
 def find_damage(folder: Path, *, extra: bool, bits: bool = True) -> list[str]:
-    """List differences between `folder` and its manifest, one line per file.
+    """List the differences between `folder` and its manifest, one line per file.
 
-    extra: report files that the manifest does not list. bits: read every file to its last byte.
+    `extra` also reports files that the manifest does not list. `bits` reads every file completely.
     """
     try:
         entries = _read(folder / MANIFEST)
@@ -160,7 +166,8 @@ def find_damage(folder: Path, *, extra: bool, bits: bool = True) -> list[str]:
 
 
 def check_exported(folder: Path, remedy: str) -> None:
-    """Raise ConfigError if an exported model has changed since; added files do not count."""
+    """Check that an exported model has not changed. Raises ConfigError if it has; added files do
+    not count."""
     if (folder / MANIFEST).exists() and (problems := find_damage(folder, extra=False)):
         raise ConfigError(
             f"{folder}: this exported model has changed ({join_problems(problems)}); {remedy}"
@@ -173,7 +180,8 @@ def join_problems(problems: list[str], limit: int = 3) -> str:
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Relative name and size in bytes of every file below `folder` except its manifest."""
+    """Map the relative name of every file below `folder`, except its manifest, to its size in
+    bytes."""
     by_name: dict[str, int] = {}
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -185,7 +193,7 @@ def sizes(folder: Path) -> dict[str, int]:
 
 
 def sync(path: Path) -> None:
-    """Sync a file to disk. Raises `OSError` naming it."""
+    """Sync a file to disk. Raises `OSError` naming the file."""
     with path.open("rb") as file:
         try:
             os.fsync(file.fileno())
@@ -194,7 +202,7 @@ def sync(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to disk."""
+    """Sync the directory entries in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -203,7 +211,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Entry]:
-    """Raises `OSError`, or `ValueError` if this is no intact manifest."""
+    """Read a manifest. Raises `OSError`, or `ValueError` if the file is not an intact manifest."""
     try:
         content: Any = json.loads(path.read_bytes())
         files = content["files"]
@@ -219,7 +227,7 @@ def _digest_json(content: Mapping[str, Any]) -> str:
 
 
 def _digest(path: Path, start: int) -> str:
-    """Digest of the piece that begins at `start`."""
+    """Compute the digest of the piece that begins at `start`."""
     digest, remaining = hashlib.sha256(), PIECE
     with path.open("rb", buffering=0) as file:
         file.seek(start)

@@ -23,13 +23,13 @@ from keel.trainer.run.signals import outliving
 _FIRST_LINE_S, _LINE_EVERY_S = 1.0, 30.0
 _POLL_S = 0.2
 _MIN_COUNTED_S = 2.0
-"""Before this many seconds a count gives no estimate of the remaining time."""
+"""Seconds before which a count gives no estimate of the remaining time."""
 REMEMBERED = 300
-"""Durations kept in the cache file, newest first."""
+"""Number of durations that the cache file keeps, newest first."""
 
 
 class Wait:
-    """One long wait. Its fields may be set from any thread."""
+    """A long wait whose progress is shown. Its fields may be set from any thread."""
 
     def __init__(
         self,
@@ -41,14 +41,14 @@ class Wait:
         quiet: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """total: number of `unit`s, 0 if unknown. last_s: duration of the last such wait. quiet:
-        print plain lines only every 30 seconds."""
+        """`total` is the number of `unit`s, or 0 if unknown, and `last_s` is how long the same wait
+        took last time. With `quiet`, plain lines are printed only every 30 seconds."""
         self.what, self.total, self.unit, self.last_s = what, total, unit, last_s
         self.quiet = quiet
         self.done, self.before, self.note = 0.0, 0.0, ""
-        """Units done, units done before the wait began, and a remark."""
+        """Units done so far, units done before the wait began, and a remark."""
         self.measure: Callable[[Wait], object] | None = None
-        """Updates the fields above before each display."""
+        """Called before each display to update the fields above."""
         self._clock, self._began = clock, clock()
 
     @property
@@ -56,7 +56,7 @@ class Wait:
         return self._clock() - self._began
 
     def remaining(self) -> float | None:
-        """Estimated seconds remaining; None if unknown."""
+        """Return the estimated number of seconds that remain, or None if unknown."""
         if self.total and self.before < self.done < self.total and self.seconds >= _MIN_COUNTED_S:
             return self.seconds / (self.done - self.before) * (self.total - self.done)
         if self.last_s is not None and self.seconds < self.last_s:
@@ -64,7 +64,7 @@ class Wait:
         return None
 
     def text(self) -> str:
-        """For example `evaluating · 12 of 256 prompts · 4 s, about 80 s left`."""
+        """Format the progress, such as `evaluating · 12 of 256 prompts · 4 s, about 80 s left`."""
         if self.measure is not None:
             self.measure(self)
         counted = [amount(self.done, self.total, self.unit)] if self.total else []
@@ -77,14 +77,14 @@ class Wait:
 
 
 def amount(done: float, total: float, unit: str) -> str:
-    """`3 of 8 prompts`; bytes in GB of 1e9."""
+    """Format a count, such as `3 of 8 prompts`. Bytes are shown in GB of 1e9 bytes."""
     if unit == "bytes":
         return f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
     return f"{done:,.0f} of {total:,.0f} {unit}"
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `12 min` or `3 h 05 min`."""
+    """Format a duration as `45 s`, `12 min` or `3 h 05 min`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -93,7 +93,8 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def waiting(what: str, key: str = "", *, total: float = 0, unit: str = "") -> Iterator[Wait]:
-    """Show progress while the block runs. key: name under which its duration is remembered."""
+    """Show progress while the block runs. `key` is the name under which its duration is
+    remembered."""
     wait = Wait(what, total=total, unit=unit, last_s=_MEMORY.last(key) if key else None)
     DISPLAY.begin(wait)
     try:
@@ -107,13 +108,13 @@ def waiting(what: str, key: str = "", *, total: float = 0, unit: str = "") -> It
 
 
 class Display:
-    """Shows the innermost open wait."""
+    """Shows the progress of the innermost open wait."""
 
     def __init__(self, *, poll_s: float = _POLL_S) -> None:
         self._poll_s = poll_s
         self._open: list[Wait] = []
         self._printed: dict[Wait, float] = {}
-        """Elapsed seconds of each wait at its last printed line."""
+        """For each wait, the elapsed seconds when its last line was printed."""
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._live: Any = None
@@ -169,7 +170,7 @@ class Display:
 
 
 def _open_live(text: Callable[[], str]) -> Any:
-    """Start a live line at the bottom of the terminal; None without rich."""
+    """Start a live line at the bottom of the terminal. Returns None if rich is not installed."""
     try:
         from rich.console import Console  # noqa: PLC0415  (see above)
         from rich.live import Live  # noqa: PLC0415
@@ -190,7 +191,7 @@ def _open_live(text: Callable[[], str]) -> Any:
 
 
 class DurationCache:
-    """Durations of earlier waits, in the user's cache folder."""
+    """Stores the durations of earlier waits in the user's cache folder."""
 
     def __init__(self, path: Callable[[], Path]) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Audits that each prompt drawn is trained on, discarded or waiting, exactly once."""
+"""Checks that each prompt that was drawn is trained on, discarded or waiting, exactly once."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ _MAX_NAMED = 5
 
 
 class _Stream(Protocol):
-    """`keel.data.stream.Stream`"""
+    """The part of `keel.data.stream.Stream` that the audit uses."""
 
     def state(self, unfinished: Sequence[Prompt] = ()) -> dict[str, Any]: ...
 
     def draws(self, since: Mapping[str, int], until: Mapping[str, int]) -> Sequence[Prompt]:
-        """Draw the prompts between two positions again."""
+        """Return the prompts that were drawn between two positions."""
         ...
 
 
 class PromptAudit:
-    """Compares the prompts of each step with those that the stream draws again."""
+    """Compares the prompts in each step with the prompts that the stream should have drawn for
+    it."""
 
     def __init__(self, stream: _Stream, say: Callable[[str], Any], *, since: int = 0) -> None:
-        """since: the step after which `stream` stands."""
+        """`since` is the step after which `stream` is positioned."""
         self._stream, self._say, self._since = stream, say, since
         self._position, self._discarding = stream.state(), list[str]()
         self._trained = self._discarded = self._lost = self._repeated = 0
@@ -35,10 +36,10 @@ class PromptAudit:
     def check(
         self, batch: Batch, position: Mapping[str, Any], discarding: Sequence[Prompt]
     ) -> dict[str, Metric]:
-        """Count a batch that was trained on.
+        """Check the prompts of a batch that was trained on, and count them.
 
-        position: of the stream after it. discarding: prompts of filtered groups that no batch has
-        reported yet.
+        `position` is the position of the stream after the batch. `discarding` lists prompts whose
+        groups were filtered but that no batch has reported yet.
         """
         drawn = self._stream.draws(self._position["drawn"], position["drawn"])
         waiting, pending = position["unfinished"], [prompt.prompt_id for prompt in discarding]

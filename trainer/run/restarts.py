@@ -10,20 +10,21 @@ WINDOW_S = 3 * 3600.0
 
 
 class WorkerLost(RuntimeError):
-    """A process or node died or stopped answering; a restart from the last checkpoint helps."""
+    """Raised if a process or node died or stopped answering. A restart from the last checkpoint
+    helps."""
 
 
 class CollectiveTimeout(RuntimeError):
-    """A rank raised while the others wait for it in a collective.
+    """Raised if a rank fails while the others wait for it in a collective operation.
 
     No checkpoint can be written, and a restart would fail in the same way.
     """
 
 
 class OutOfMemory(WorkerLost):
-    """A training step did not fit on a rank's GPU; smaller micro-batches help.
+    """Raised if a training step did not fit on a rank's GPU. Smaller micro-batches help.
 
-    `dropped`: the ranks are alive and hold nothing of the failed step.
+    `dropped` is True if the ranks are alive and have freed everything that the failed step held.
     """
 
     def __init__(self, text: str, *, dropped: bool = False) -> None:
@@ -32,21 +33,22 @@ class OutOfMemory(WorkerLost):
 
 
 class UpdateOutOfMemory(RuntimeError):
-    """The optimizer update did not fit on a rank's GPU; smaller micro-batches do not help."""
+    """Raised if the optimizer update did not fit on a rank's GPU. Smaller micro-batches do not
+    help."""
 
 
 class Restarts:
-    """Counts restarts of engines and trainer within a sliding window of `WINDOW_S`."""
+    """Counts how often engines and trainer are restarted within a sliding window of `WINDOW_S`."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """limit: `run.max_restarts`."""
+        """`limit` is `run.max_restarts`."""
         self._limit, self._clock = limit, clock
         self._times: list[float] = []
         self.started = False
-        """Set once training has begun: a run that cannot start is not restarted."""
+        """Set when training has begun. A run that cannot start is not restarted."""
 
     def count(self, error: WorkerLost) -> None:
-        """Count one restart, or raise `error` with a hint if no restart is allowed."""
+        """Count a restart. Raises `error` with a hint if no further restart is allowed."""
         if not self.started:
             raise error
         now = self._clock()

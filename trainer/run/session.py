@@ -1,4 +1,5 @@
-"""The life of a run: open its folder, train with restarts, export the model, print a summary."""
+"""Runs a training run from start to end: opens its folder, trains with restarts, exports the model
+and prints a summary."""
 
 from __future__ import annotations
 
@@ -52,13 +53,13 @@ def run_with_restarts(
     resume_command: str = "",
     tokenizer: str = "",
 ) -> None:
-    """Start or resume the run of `config`, restarting it after a lost process.
+    """Start or resume the run that `config` describes, and restart it after a process is lost.
 
-    command: the user's command line without `keel`. text: the plan to print. restore, position:
-    set and get the data position. launch: starts engines and trainer. drive: the training loop,
-    which returns the last step done. on_open: called with the folder before training.
-    on_out_of_memory: changes the layout and returns a message. resume_command: shown instead of
-    `command`. tokenizer: digest of the tokenizer.
+    `command` is the user's command line without `keel`, `resume_command` is shown in its place if
+    set, and `text` is the plan to print. `restore` and `position` set and return the data position.
+    `launch` starts engines and trainer, and `drive` is the training loop, which returns the last
+    step it has done. `on_open` is called with the folder before training. `on_out_of_memory`
+    changes the layout and returns a message. `tokenizer` is the digest of the tokenizer.
     """
     check_trackers(config.run.trackers)  # for runs started from Python
     with ExitStack() as stack:
@@ -106,7 +107,8 @@ def run_with_restarts(
 
 
 def restore_data(folder: RunFolder, restore: Callable[[Mapping[str, Any]], object]) -> None:
-    """Restore the data position of the newest checkpoint. Raises ConfigError for other data."""
+    """Restore the data position from the newest checkpoint. Raises ConfigError if the data has
+    changed."""
     if (state := folder.state()) is None:
         return
     try:
@@ -122,7 +124,8 @@ def run_attempt(
     restarts: Restarts,
     drive: Callable[[S, RunFolder, View, int], int],
 ) -> int:
-    """Load the newest checkpoint, train, and export the model. Returns the last step done."""
+    """Load the newest checkpoint, train, and export the model. Returns the last step that was
+    done."""
     state, steps = folder.state(), config.run.steps
     start = reached = state.step if state else 0
     if state and folder.latest:
@@ -150,7 +153,7 @@ def run_attempt(
 
 
 def _count_restart(raised: WorkerLost | RayError, restarts: Restarts) -> WorkerLost:
-    """Return the loss to restart after, or raise if a restart would not help or is unwanted."""
+    """Return the loss to restart after. Raises if a restart would not help or is not allowed."""
     if lost_reason():
         raise RayLost(lost_reason()) from raised
     if isinstance(raised, WorkerLost):
@@ -181,7 +184,7 @@ def open_journal(
     tokenizer: str,
     tokens: TokenFile | None = None,
 ) -> Journal:
-    """Open the journal of a run and its trackers; `stack` closes both."""
+    """Open the journal and the trackers of a run. `stack` closes both."""
     journal = Journal(
         folder.path,
         view,
@@ -207,7 +210,7 @@ def save_checkpoint(
     stop: Callable[[], bool],
     say: Callable[[str], object],
 ) -> bool:
-    """Save a checkpoint. Returns True if it could not be written and the run continues.
+    """Save a checkpoint. Returns True if it could not be written but the run goes on.
 
     Raises `SaveError` if no later checkpoint would follow.
     """
@@ -238,7 +241,8 @@ def closing_summary(
     *,
     resume_command: str = "",
 ) -> str:
-    """Results, and where to look or how to resume. See `run_with_restarts` for the arguments."""
+    """Summarise the results, and say where to look or how to resume. `run_with_restarts` explains
+    the arguments."""
     path, steps = folder.path, config.run.steps
     lines = [""]
     evaluations = folder.evaluations()
@@ -280,13 +284,14 @@ def _counts_epochs(command: Sequence[str], config: Config) -> bool:
 
 
 def _program() -> str:
-    """`keel`, or the path that started this process if `keel` is not on PATH."""
+    """Return `keel`, or the path that started this process if `keel` is not on PATH."""
     started = Path(sys.argv[0])
     return "keel" if started.name != "keel" or which("keel") else str(started)
 
 
 def _partial_score(name: str, evaluations: Mapping[str, Sequence[tuple[int, float]]]) -> bool:
-    """True for the score of a set with partial credit only, where pass@1 says nothing."""
+    """Return whether this is the score of a set that gives only partial credit, for which pass@1 is
+    meaningless."""
     held_out, _, metric = name.rpartition("/")
     solved = any(value for _, value in evaluations.get(f"{held_out}/pass@1", []))
     return metric == "score" and not solved and any(value for _, value in evaluations[name])

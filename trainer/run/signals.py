@@ -24,41 +24,43 @@ from typing import Any, Self, TextIO, cast
 
 PREEMPTION = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 PREEMPTED = 143
-"""Exit status after any of them: 128 + SIGTERM."""
+"""Exit status after any of these signals: 128 + SIGTERM."""
 FIRST = "Stopping after this step, with a checkpoint. Press Ctrl-C again to stop at once."
 NOTHING_YET = "Stopping. Nothing is trained yet, so there is nothing to save."
 PREEMPTED_FIRST = "{signal}: dropping the current rollouts; a checkpoint follows"
 SLACK_S = 0.1
-"""Added to timers, which may fire a little before `time.monotonic` agrees."""
+"""Seconds added to timers, because they may fire slightly before `time.monotonic` agrees."""
 
 
 class Preempted(KeyboardInterrupt):
-    """A signal of `PREEMPTION` came, and nothing can be saved or time is up."""
+    """Raised after a signal of `PREEMPTION` if there is nothing to save or the time is up."""
 
 
 class _Signals:
-    """Signal state of this process; a singleton, as handlers are per process."""
+    """Signal state of this process. There is only one instance, since handlers belong to the
+    process."""
 
     def __init__(self) -> None:
         self.preempted: signal.Signals | None = None
-        """The first signal of `PREEMPTION` received."""
+        """The first signal of `PREEMPTION` that was received."""
         self.overdue = ""
-        """Note for `preempted` if `run.grace_s` was exceeded."""
+        """Note that is added to `preempted` if `run.grace_s` was exceeded."""
         self.interrupted = False
-        """Ctrl-C was pressed."""
+        """True if Ctrl-C was pressed."""
         self.open: Interrupt | None = None
-        """Receives signals instead of ending the command."""
+        """The open `Interrupt`, which receives signals so that they do not end the command."""
         self.deferred: list[int] | None = None
-        """Signals received within `signals_deferred`."""
+        """Signals that were received within `signals_deferred`."""
         self._terminals: list[TextIO] = []
         self._previous: dict[int, Any] = {}
-        """Handlers before `install`, by signal."""
+        """Maps each signal to the handler that it had before `install`."""
         self._previous_hook: Any = None
         self._resend: threading.Timer | None = None
-        """Sends the signal again after a `Preempted` that Python swallowed."""
+        """Sends the signal again if Python has swallowed a `Preempted`."""
 
     def install(self) -> None:
-        """Main thread only. Leaves SIGHUP ignored under `nohup`."""
+        """Install the handlers, which works only in the main thread. SIGHUP stays ignored under
+        `nohup`."""
         for number in (signal.SIGINT, *PREEMPTION):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._on_signal)
@@ -67,7 +69,7 @@ class _Signals:
         self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
 
     def reinstall(self) -> None:
-        """Replace handlers that a library has installed over ours."""
+        """Install our handlers again after a library has replaced them."""
         for number in self._previous:
             signal.signal(number, self._on_signal)
 
@@ -86,14 +88,15 @@ class _Signals:
         return bool(self._previous)
 
     def _on_unraisable(self, unraisable: Any) -> None:
-        """Python swallows exceptions in destructors and weak-reference callbacks."""
+        """Send the signal again if Python has swallowed `Preempted`, as it does with exceptions in
+        destructors and weak-reference callbacks."""
         if isinstance(unraisable.exc_value, Preempted):
             self._resend = _send_later(SLACK_S)
         else:
             self._previous_hook(unraisable)
 
     def cancel_resend(self) -> bool:
-        """Returns True if a `Preempted` had been swallowed."""
+        """Cancel the repeated signal. Returns True if Python had swallowed a `Preempted`."""
         timer, self._resend = self._resend, None
         if timer is not None:
             timer.cancel()
@@ -106,7 +109,7 @@ class _Signals:
             self.handle(number)
 
     def handle(self, number: int) -> None:
-        """Notify the open `Interrupt`, or raise."""
+        """Pass the signal to the open `Interrupt`, or raise if there is none."""
         if number == signal.SIGINT:
             self.interrupted = True
             if self.open is None or self.open.stopping:
@@ -147,7 +150,8 @@ def _send_later(seconds: float) -> threading.Timer:
 
 @contextmanager
 def watching() -> Iterator[None]:
-    """Raise `Preempted` on a signal of `PREEMPTION`, unless an `Interrupt` is open.
+    """While the block runs, raise `Preempted` on a signal of `PREEMPTION`, unless an `Interrupt` is
+    open.
 
     Does nothing outside the main thread.
     """
@@ -165,9 +169,10 @@ _exit_status: list[int] = []
 
 
 def fix_exit_status(status: int) -> None:
-    """From now on, exit with `status` at once if a signal arrives.
+    """From now on, exit with `status` as soon as a signal arrives.
 
-    Call it before the last output of a process, after which users press Ctrl-C again.
+    Call this before the last output of a process, because users may press Ctrl-C again after they
+    see it.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -186,14 +191,15 @@ def _exit_on_signal(number: int, frame: FrameType | None) -> None:
 
 @atexit.register
 def _ignore_signals() -> None:
-    """Python drops its handlers after this, so late signals would change the exit status."""
+    """Ignore signals at exit. Python drops its handlers afterwards, so a late signal would change
+    the exit status."""
     for number in (signal.SIGINT, *PREEMPTION):
         if signal.getsignal(number) is _exit_on_signal:
             signal.signal(number, signal.SIG_IGN)
 
 
 def preempted() -> str:
-    """Human-readable signal that is ending this command, or "".
+    """Return the name of the signal that is ending this command, or an empty string.
 
     Use this instead of catching `Preempted`, which Ray turns into a plain KeyboardInterrupt.
     """
@@ -201,17 +207,17 @@ def preempted() -> str:
 
 
 def stop_requested() -> bool:
-    """True once Ctrl-C was pressed."""
+    """Return True once Ctrl-C was pressed."""
     return _SIGNALS.interrupted
 
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Start processes that never receive `PREEMPTION`, nor do their children.
+    """Start processes in this block that never receive `PREEMPTION`, and neither do their children.
 
-    Schedulers signal every process of a job, but a checkpoint needs Ray and the trainer a while
-    longer. Pending signals are handled at the end, and handlers that libraries install are replaced
-    by ours.
+    Schedulers signal every process of a job, but Ray and the trainer have to live a little longer
+    for the checkpoint. When the block ends, pending signals are handled, and handlers that
+    libraries have installed are replaced with ours.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION)
     try:
@@ -224,7 +230,8 @@ def signals_blocked() -> Iterator[None]:
 
 @contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Handle all signals, Ctrl-C included, at the end of a block that must not be interrupted."""
+    """Run a block that must not be interrupted. All signals, including Ctrl-C, are handled when it
+    ends."""
     here = threading.current_thread() is threading.main_thread()
     if not here or _SIGNALS.deferred is not None:
         yield
@@ -240,7 +247,8 @@ def signals_deferred() -> Iterator[None]:
 
 
 class Interrupt:
-    """While open, signals request a stop instead of ending the command. Main thread only."""
+    """While this is open, signals request a stop and do not end the command. It works only in the
+    main thread."""
 
     def __init__(
         self,
@@ -250,8 +258,11 @@ class Interrupt:
         preempted_first: str = PREEMPTED_FIRST,
         grace_s: float = 0.0,
     ) -> None:
-        """first, preempted_first: messages after Ctrl-C and after a preemption. grace_s: seconds
-        from a preemption until `Preempted` is raised in the main thread; 0: never."""
+        """`first` and `preempted_first` are the messages after Ctrl-C and after a preemption.
+
+        `grace_s` is the number of seconds from a preemption until `Preempted` is raised in the main
+        thread; with 0 it is never raised.
+        """
         self._say, self.first, self.preempted_first = say, first, preempted_first
         self.stopping = False
         self.grace_s, self._deadline = grace_s, float("inf")
@@ -261,7 +272,7 @@ class Interrupt:
         return self.stopping
 
     def should_abort(self) -> bool:
-        """Return True if there is only time for a checkpoint."""
+        """Return True if there is only enough time left for a checkpoint."""
         return _SIGNALS.preempted is not None
 
     @property
@@ -297,13 +308,13 @@ class Interrupt:
 
 
 def _discard_output(stream: TextIO) -> None:
-    """Redirect a stream whose terminal or reader is gone to /dev/null."""
+    """Redirect a stream to /dev/null after its terminal or reader has gone away."""
     with suppress(OSError, ValueError), open(os.devnull, "w") as null:
         os.dup2(null.fileno(), stream.fileno())
 
 
 class _OutlivingStream:
-    """Stream wrapper of `outliving`."""
+    """The stream wrapper that `outliving` returns."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -331,9 +342,9 @@ class _OutlivingStream:
 
 
 def outliving(stream: TextIO | None) -> TextIO:
-    """Wrap a stream so that writing never fails once its terminal or reader is gone.
+    """Wrap a stream so that writing never fails after its terminal or reader has gone away.
 
-    None stands for a stream that was closed before this process began (`>&-`).
+    Pass None for a stream that was closed before this process began (`>&-`).
     """
     return cast(TextIO, _OutlivingStream(stream or open(os.devnull, "w")))
 

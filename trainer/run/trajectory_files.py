@@ -27,32 +27,32 @@ from keel.configs.schema import RunConfig
 from keel.rl.types import ScoredGroup, Segment, TokenNumbers, Trajectory
 
 TOKENS = ".tokens.jsonl.gz"
-"""File suffix; differs from `.jsonl` so that `keel sft` does not train on it."""
+"""File suffix, which differs from `.jsonl` so that `keel sft` does not train on these files."""
 _MAX_LOG_RATIO = 20.0
-"""As in the loss."""
+"""Limit for log-ratios, the same as in the loss."""
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
 _MAX_TOKENS_PER_CHARACTER = 4
-"""A UTF-8 character has at most four bytes."""
+"""Maximum number of tokens for a character, since UTF-8 uses at most four bytes."""
 _REFERENCE_CHARACTERS = 2_000
 Place = tuple[ScoredGroup, int]
-"""A trajectory: group and index."""
+"""Identifies a trajectory by its group and its index."""
 
 
 @dataclass(frozen=True, slots=True)
 class SelectedTrajectories:
     text: Sequence[Place]
-    """Saved as readable text."""
+    """Trajectories that are saved as readable text."""
     tokens: Sequence[Place]
-    """Saved with per-token numbers."""
+    """Trajectories that are saved with per-token numbers."""
 
     @property
     def segments(self) -> list[Segment]:
-        """Segments of `tokens`; ranks number them in this order."""
+        """Segments of the trajectories in `tokens`, in the order in which ranks number them."""
         return [s for group, index in self.tokens for s in group.group.trajectories[index].segments]
 
 
 def select_trajectories(groups: Sequence[ScoredGroup], run: RunConfig) -> SelectedTrajectories:
-    """Deterministic selection of the trajectories to save."""
+    """Choose the trajectories to save. The choice is deterministic."""
     text = choose_trajectories(groups, run.save_trajectories)
     chosen = {(id(group), index) for group, index in text}
     siblings = [
@@ -70,7 +70,8 @@ def select_trajectories(groups: Sequence[ScoredGroup], run: RunConfig) -> Select
 
 
 def choose_trajectories(groups: Sequence[ScoredGroup], count: int) -> list[Place]:
-    """The best and worst completion of each group, from the largest reward spread down."""
+    """Choose the best and the worst completion of each group, beginning with the groups whose
+    rewards differ most."""
     chosen: list[Place] = []
     for group in sorted(
         groups, key=lambda g: -float(g.rewards_G.std()) if len(g.rewards_G) else 0.0
@@ -104,7 +105,8 @@ class TokenTexts:
         return self._decode(ids)[self._skip :]
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """One text per token; a character of several tokens belongs to its last one."""
+        """Return one text per token. If a character consists of several tokens, it belongs to the
+        last one."""
         texts: list[str] = []
         pending: list[int] = []
         for token in ids:
@@ -123,7 +125,7 @@ class TokenTexts:
 
 
 class TokenFile:
-    """Writes the token file of each step."""
+    """Writes the token file for each step."""
 
     def __init__(
         self,
@@ -132,11 +134,11 @@ class TokenFile:
         numbers: Callable[[], Mapping[int, TokenNumbers]],
         answer: Callable[[Trajectory], str] = lambda _: "",
     ) -> None:
-        """numbers: the trainer's numbers by segment. answer: extracts an answer."""
+        """`numbers` are the trainer's numbers for each segment. `answer` extracts the answer."""
         self._run, self._texts, self._numbers, self._answer = run, texts, numbers, answer
 
     def write(self, path: Path, groups: Sequence[ScoredGroup]) -> None:
-        """Write atomically, since a report may be reading."""
+        """Write the file atomically, since a report may be reading it."""
         selected = select_trajectories(groups, self._run)
         if not self._run.save_tokens or not selected.text:
             return
@@ -160,7 +162,8 @@ class TokenFile:
         partial.replace(path)
 
     def _context(self, segment: Segment, seen: TokenNumbers | None) -> list[Any]:
-        """A segment as runs: text for given tokens, an object with lists for sampled ones."""
+        """Return a segment as a list of runs: a text for given tokens, and an object with lists for
+        sampled ones."""
         ids = segment.token_ids_T.tolist()
         runs: list[Any] = []
         for sampled, places in groupby(range(len(ids)), key=segment.trainable_T.__getitem__):
@@ -183,7 +186,7 @@ class TokenFile:
 
 
 def _rounded(values: NDArray[Any], digits: int) -> list[float | None]:
-    """None for unknown values; an empty list if all are unknown."""
+    """Round the values. Unknown values become None, and the list is empty if all are unknown."""
     rounded = [round(v, digits) if math.isfinite(v) else None for v in values.tolist()]
     return rounded if any(value is not None for value in rounded) else []
 
@@ -194,7 +197,8 @@ def _group_record(
     contexts: Mapping[tuple[int, int], list[list[Any]]],
     answer: Callable[[Trajectory], str],
 ) -> dict[str, Any]:
-    """A line of the file. text, contexts: keyed by `id` of the group and trajectory index."""
+    """Return one line of the file. `text` and `contexts` are keyed by the `id` of the group and the
+    index of the trajectory."""
     prompt, group = scored.group.prompt, scored.group
     trajectories: list[dict[str, Any]] = []
     for index, trajectory in enumerate(group.trajectories):

@@ -1,4 +1,4 @@
-"""Terminal output of a run: a live panel, or plain lines without a terminal."""
+"""Terminal output of a run: a live panel, or plain lines if there is no terminal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHOWN = (
     ("completion length", "length/mean", "{:.1f}"),
     ("tokens per second", "throughput/tokens_per_second", "{:,.0f}"),
 )
-"""Metrics in the panel: label, metric, format."""
+"""Metrics in the panel, each with its label, name and format."""
 _LINE = (
     ("reward", "reward/mean", "{:.3f}"),
     ("loss", "nll", "{:.4f}"),
@@ -45,11 +45,11 @@ _LINE = (
     ("length", "length/mean", "{:.0f}"),
     ("tokens/s", "throughput/tokens_per_second", "{:,.0f}"),
 )
-"""Metrics in a plain line of about 120 characters."""
+"""Metrics in a plain line, which has about 120 characters."""
 _TIMES = (("sampling", "rollout"), ("reward", "reward"), ("training", "train"), ("weights", "sync"))
 _BARS = "▁▂▃▄▅▆▇█"
 _ECHO = 4
-"""Columns of two `^C`."""
+"""Number of columns that two echoed `^C` take."""
 
 
 class View(Protocol):
@@ -65,20 +65,21 @@ class View(Protocol):
 
 
 def open_view(title: str, steps: int, stream: TextIO | None = None) -> View:
-    """A live panel on a terminal, plain lines elsewhere. stream: standard output by default."""
+    """Open a live panel on a terminal, or a view with plain lines elsewhere. `stream` is standard
+    output by default."""
     output = stream or sys.stdout
     return LiveView(title, steps) if output.isatty() else PlainView(steps, output)
 
 
 class TimeLeft:
-    """Estimates the remaining time from the steps done by this process."""
+    """Estimates the remaining time from the steps that this process has done."""
 
     def __init__(self, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._steps, self._clock = steps, clock
         self._first: tuple[int, float] | None = None
 
     def after(self, step: int) -> float | None:
-        """Seconds remaining; None at the first call."""
+        """Return the seconds that remain, or None at the first call."""
         now = self._clock()
         if self._first is None:
             self._first = (step, now)
@@ -88,7 +89,7 @@ class TimeLeft:
 
 
 class Activity:
-    """The current activity, with an estimate from its previous duration in this run."""
+    """The current activity, with an estimate based on how long it took earlier in this run."""
 
     def __init__(self) -> None:
         self.wait = Wait("starting", quiet=True)
@@ -105,7 +106,7 @@ class Activity:
 
 
 class PlainView:
-    """One line per step, and one every 30 seconds during longer activities."""
+    """Prints one line per step, and one every 30 seconds during longer activities."""
 
     def __init__(self, steps: int, stream: TextIO | None = None) -> None:
         self._steps, self._stream = steps, stream or sys.stdout
@@ -139,7 +140,7 @@ class PlainView:
 
 
 class LiveView:
-    """A panel with progress, curves, health metrics and the time split."""
+    """Shows a panel with progress, curves, health metrics and how the time is spent."""
 
     def __init__(self, title: str, steps: int, console: Console | None = None) -> None:
         self._title, self._steps = title, steps
@@ -221,7 +222,8 @@ class LiveView:
 
 
 def _held_out(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Evaluation metrics to show: pass@1, loss, and completions without a score if any."""
+    """Return the evaluation metrics to show: pass@1, the loss, and the number of completions
+    without a score, if any."""
     return {
         name: value
         for name, value in numbers.items()
@@ -240,7 +242,7 @@ def _troubles(numbers: Mapping[str, float]) -> list[str]:
 
 
 def _sparkline(series: list[float], width: int = 40) -> str:
-    """A row of at most `width` bars, each the mean of a chunk of the series."""
+    """Draw the series as a row of at most `width` bars. Each bar is the mean of a chunk."""
     size = max(1, -(-len(series) // width))
     chunks = [series[i : i + size] for i in range(0, len(series), size)]
     means = [sum(chunk) / len(chunk) for chunk in chunks]

@@ -1,4 +1,4 @@
-"""MLflow adapter; reads MLFLOW_* variables."""
+"""Sends metrics to MLflow, which is configured with MLFLOW_* variables."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from keel.trainer.run.trackers.tracker import PROJECT, RunEnd, TrackedRun, group
 
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _MAX_METRICS, _MAX_PARAMS = 1000, 100
-"""Batch limits of the server."""
+"""Maximum number of metrics and parameters that the server accepts in one request."""
 _PARAM_CHARACTERS, _TAG_CHARACTERS = 6000, 5000
 
 
 class Mlflow:
-    """A run is resumed by its id. Parameters are immutable, so changed knobs become tags."""
+    """Tracks a run with MLflow, and resumes it by its id. MLflow parameters cannot change, so
+    changed knobs become tags."""
 
     remedy = "Check MLFLOW_TRACKING_URI, the server's credentials and the network"
 
@@ -71,6 +72,7 @@ class Mlflow:
 
 
 def allowed_name(name: str) -> str:
-    """Replace characters that MLflow forbids: `eval/sums/pass_at_1`, `data.sources.sums.size`."""
+    """Replace the characters that MLflow forbids, such as in `eval/sums/pass_at_1` and
+    `data.sources.sums.size`."""
     name = name.replace("@", "_at_").replace("[", ".").replace("]", "")
     return re.sub(r"[^\w\-. :/]", "_", name)

@@ -31,18 +31,18 @@ from keel.trainer.run.trackers.tracker import (
 
 _FOLDER = "trackers"
 EVENT = "tracker"
-"""Kind of the events written here, which are not sent."""
+"""Kind of the events that this module writes. They are not sent."""
 _RETRY_S, _MAX_RETRY_S = 10.0, 600.0
 """First and longest delay between retries; the delay doubles."""
 _ABANDONED = "keel-abandoned-"
-"""Prefix of the names of abandoned threads."""
+"""Prefix for the names of abandoned threads."""
 _HANG_S = 120.0
 _CLOSE_S, _HURRY_S = 60.0, 5.0
-"""Longest wait at the end of a run, and of a preempted one."""
+"""Longest wait at the end of a run, and at the end of a preempted run."""
 
 
 class TrackerThread:
-    """Sends to one tracker."""
+    """Thread that sends the record of a run to one tracker."""
 
     def __init__(
         self,
@@ -61,17 +61,17 @@ class TrackerThread:
         state = _read_state(self._file)
         self._id: str = state.get("id", "")
         self.step: int = state.get("step", -1)
-        """Last step sent."""
+        """The last step that was sent."""
         self._lines: int = state.get("lines", 1)
-        """Lines of that step sent."""
+        """Number of lines for that step that were sent."""
         self._events: int = state.get("events", 0)
-        """Events sent or skipped."""
+        """Number of events that were sent or skipped."""
         self._tracker: Tracker | None = None
         self._opened = False
         self._step_lines = _Tail(folder / "metrics.jsonl")
         self._event_lines = _Tail(folder / "events.jsonl")
         self._current: tuple[int, list[dict[str, Any]]] = (-1, [])
-        """The last step read, and its lines."""
+        """The last step that was read, with its lines."""
         self._events_read = 0
         self._wake, self.done = threading.Event(), threading.Event()
         self._end: RunEnd | None = None
@@ -82,7 +82,7 @@ class TrackerThread:
         self._thread.start()
 
     def wake(self) -> None:
-        """Notify the thread of new lines; warns if the tracker hangs."""
+        """Tell the thread that there are new lines, and warn if the tracker hangs."""
         self._wake.set()
         since = self._busy_since
         if since and not self._hangs and time.monotonic() - since > self._hang_s:
@@ -93,7 +93,7 @@ class TrackerThread:
             )
 
     def close(self, end: RunEnd) -> None:
-        """Send the rest in the background; `done` is set afterwards."""
+        """Let the thread send the rest in the background. It sets `done` when it has finished."""
         self._end = end
         self._wake.set()
 
@@ -102,7 +102,7 @@ class TrackerThread:
         return f" {self._tracker.remedy}" if self._tracker is not None else ""
 
     def abandon(self) -> None:
-        """Stop waiting for the thread and silence it."""
+        """Stop waiting for the thread and suppress its messages."""
         self._say = lambda _: None
         self._thread.name = f"{_ABANDONED}{self.name}"
         if self._tracker is not None:
@@ -158,7 +158,7 @@ class TrackerThread:
             self._event_lines.advance()
 
     def _failed(self, error: BaseException) -> None:
-        """Schedule a retry; only the first failure of a series is printed."""
+        """Schedule a retry. Only the first failure in a row is printed."""
         delay = min(self._retry_s * 2 ** min(self._failures, 16), _MAX_RETRY_S)
         self._not_before, self._failures = time.monotonic() + delay, self._failures + 1
         if self._failures == 1:
@@ -178,12 +178,13 @@ class TrackerThread:
 
 
 def has_abandoned_threads() -> bool:
-    """True if an abandoned thread still runs, which may crash the interpreter at exit."""
+    """Return True if an abandoned thread is still running, which may crash the interpreter at
+    exit."""
     return any(thread.name.startswith(_ABANDONED) for thread in threading.enumerate())
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    """The saved progress; empty if missing or damaged."""
+    """Read the saved progress. Returns an empty result if the file is missing or damaged."""
     with suppress(OSError, ValueError):
         state = json.loads(path.read_text())
         if isinstance(state, dict):
@@ -198,7 +199,7 @@ class _Tail:
         self._path, self._position, self._next = path, 0, 0
 
     def unread(self) -> Iterator[dict[str, Any]]:
-        """Lines after the position of the last `advance`."""
+        """Yield the lines after the position of the last `advance`."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
@@ -219,7 +220,7 @@ class _Tail:
 
 
 class Trackers:
-    """The threads of all `run.trackers`."""
+    """Runs the threads for all `run.trackers`."""
 
     def __init__(self, threads: Sequence[TrackerThread], say: Callable[[str], None]) -> None:
         self._threads, self._say = threads, say
@@ -229,7 +230,7 @@ class Trackers:
             thread.wake()
 
     def close(self, end: RunEnd, step: int, seconds: float = _CLOSE_S) -> None:
-        """Wait at most `seconds` for everything up to `step` to be sent."""
+        """Wait at most `seconds` until everything up to `step` is sent."""
         for thread in self._threads:
             thread.close(end)
         until = time.monotonic() + seconds
@@ -246,7 +247,7 @@ class Trackers:
 
 
 def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Config) -> None:
-    """Send the record of a run to `run.trackers` until `stack` closes."""
+    """Start sending the record of a run to `run.trackers`. `stack` ends this when it closes."""
     if not (names := config.run.trackers):
         return
     say, knobs = partial(journal.say, EVENT), plain_knobs(config)

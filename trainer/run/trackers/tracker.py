@@ -1,4 +1,4 @@
-"""Interface of experiment trackers, and the check that a requested one can be used."""
+"""Interface for experiment trackers, and a check that the requested ones can be used."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from keel.configs.diff import flatten_config
 from keel.configs.schema import Config, ConfigError
 
 RunEnd = Literal["finished", "stopped", "failed"]
-"""`stopped`: the same command resumes the run."""
+"""How a run has ended. `stopped` means that the same command resumes it."""
 PROJECT = "keel"
-"""Default project, unless the environment names one."""
+"""Default project, which environment variables can replace."""
 _CLASSES = {"wandb": "Wandb", "mlflow": "Mlflow", "trackio": "Trackio"}
-"""Class of each tracker; its key names the package, the pip extra and the module here."""
+"""Class for each tracker. The key is also the name of the package, the pip extra and the module in
+this folder."""
 QUIET = ("resume", "ledger")
-"""Kinds of events that need no alert."""
+"""Kinds of events that do not need an alert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,38 +31,43 @@ class TrackedRun:
     folder: Path
     name: str
     id: str
-    """Returned by an earlier `Tracker.open`; empty for a new run."""
+    """The id that an earlier `Tracker.open` returned; empty for a new run."""
     knobs: Mapping[str, Any]
     """All knobs as plain data."""
 
 
 class Tracker(Protocol):
-    """Called from one thread, which may block; any exception is retried."""
+    """Sends the metrics and events of a run to an experiment tracker.
+
+    All calls come from one thread, which may block. A call that raises an exception is repeated.
+    """
 
     remedy: str
-    """What to check after a failure."""
+    """What the user should check after a failure."""
 
     def open(self, run: TrackedRun) -> tuple[str, str]:
-        """Start or resume a run. Returns its id and where to find its curves."""
+        """Start or resume a run. Returns its id and the place where its curves can be seen."""
         ...
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
-        """Log metrics of a step. time: seconds since the epoch.
+        """Log the metrics of a step at `time`, in seconds since the epoch.
 
-        Steps come in order; one repeats with more metrics if its evaluation was made later.
+        Steps arrive in order. A step comes a second time with more metrics if its evaluation was
+        made later.
         """
         ...
 
     def event(self, step: int, time: float, kind: str, text: str) -> None:
-        """Log an event (`keel.trainer.run.journal.EVENTS`)."""
+        """Log an event of one of the kinds in `keel.trainer.run.journal.EVENTS`."""
         ...
 
     def close(self, end: RunEnd) -> None:
-        """Flush."""
+        """Send everything that is still buffered."""
         ...
 
     def abandon(self) -> None:
-        """Stop from another thread while this one hangs, so that the process can exit."""
+        """Stop a tracker whose thread hangs, so that the process can exit. This is called from
+        another thread."""
         ...
 
 
@@ -70,7 +76,8 @@ def make_tracker(name: str) -> Tracker:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise ConfigError for a package that is not installed, and for W&B without a key."""
+    """Check that the requested trackers can be used. Raises ConfigError if a package is not
+    installed, or W&B has no key."""
     for name in names:
         if find_spec(name) is None:
             raise ConfigError(
@@ -94,12 +101,14 @@ def _wandb_has_key() -> bool:
 
 
 def group_names(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Put ungrouped metrics into the group `train`; trackers group by the part before a slash."""
+    """Prefix metrics that have no group with `train/`, since trackers group by the part before a
+    slash."""
     return {name if "/" in name else f"train/{name}": value for name, value in numbers.items()}
 
 
 def plain_knobs(config: Config) -> dict[str, Any]:
-    """Every knob that is set, as plain data. Recipes hold no keys, only names of variables."""
+    """Return every knob that is set, as plain data. Recipes contain no keys, only the names of
+    environment variables."""
 
     def plain(value: Any) -> Any:
         return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
@@ -109,7 +118,7 @@ def plain_knobs(config: Config) -> dict[str, Any]:
 
 
 def without_secrets(text: str) -> str:
-    """Remove keys from the environment and passwords in URLs."""
+    """Remove the values of secret environment variables and passwords in URLs from a text."""
     for name, value in os.environ.items():
         if re.search(r"KEY|TOKEN|SECRET|PASSWORD", name) and len(value) >= 8:
             text = text.replace(value, "…")

@@ -1,4 +1,5 @@
-"""trackio adapter; reads TRACKIO_* variables. trackio itself stores and retries unsent data."""
+"""Sends metrics to trackio, which is configured with TRACKIO_* variables. trackio itself stores
+unsent data and retries."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from keel.trainer.run.trackers.tracker import PROJECT, QUIET, RunEnd, TrackedRun
 
 
 class Trackio:
-    """A run is resumed by its name, which is unique."""
+    """Tracks a run with trackio, and resumes it by its name, which is unique."""
 
     remedy = "Check TRACKIO_DIR, TRACKIO_SPACE_ID or TRACKIO_SERVER_URL, its token and the network"
 

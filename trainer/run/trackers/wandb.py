@@ -1,4 +1,4 @@
-"""Weights & Biases adapter; reads WANDB_* variables."""
+"""Sends metrics to Weights & Biases, which is configured with WANDB_* variables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _PROCESS = "wandb-core"
 
 
 class Wandb:
-    """A run is resumed by its id. The server accepts each step once."""
+    """Tracks a run with Weights & Biases, and resumes it by its id. The server accepts each step
+    only once."""
 
     remedy = "Check WANDB_API_KEY, WANDB_BASE_URL and the network, or set WANDB_MODE=offline"
 
@@ -66,9 +67,9 @@ class Wandb:
         self._run.finish(exit_code=0 if end == "finished" else 1)
 
     def abandon(self) -> None:
-        """Kill W&B's process, for which the interpreter would wait minutes at exit.
+        """Kill the W&B process, because the interpreter would wait minutes for it at exit.
 
-        `wandb sync` sends the data it had received.
+        `wandb sync` sends the data that it had received.
         """
         with suppress(psutil.Error):
             for process in psutil.Process().children():
