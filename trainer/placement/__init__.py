@@ -1,1 +1,1 @@
-"""Memory, layouts and GPUs of a run, and the health of its processes and nodes."""
+"""Estimates memory, chooses layouts, assigns GPUs, and watches the processes and nodes of a run."""

@@ -1,4 +1,5 @@
-"""Decides the knobs that a recipe leaves open (`keel.configs.auto`), explains and caches them."""
+"""Chooses values for the knobs that a recipe leaves open (`keel.configs.auto`), explains them and
+caches them."""
 
 from __future__ import annotations
 
@@ -28,17 +29,17 @@ CACHED = "as chosen when the run began"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A config without open knobs."""
+    """A config in which no knob is open any more."""
 
     config: Config
     plan: Plan
     values: Values = field(default_factory=dict[str, Any])
-    """Chosen values of the open knobs."""
+    """The values that were chosen for the open knobs."""
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Why, by knob."""
+    """Maps each knob to the reason for its value."""
 
     def lines(self) -> list[str]:
-        """Lines for `keel check`."""
+        """Format the choice for `keel check`."""
         return [
             f"{knob} = {yaml_value(value)}: {self.reasons[knob]}"
             for knob, value in self.values.items()
@@ -56,10 +57,10 @@ def choose(
     hardware: Hardware,
     previous: Values | None = None,
 ) -> Choice:
-    """Decide the open knobs.
+    """Choose values for the open knobs.
 
-    previous: values chosen when the run began, which are kept while they fit. Raises ConfigError if
-    no layout fits, with changes that help.
+    `previous` has the values that were chosen when the run began, which are kept as long as they
+    fit. Raises ConfigError with helpful changes if no layout fits.
     """
     open_knobs &= relevant_knobs(config, hardware)
     if not open_knobs or not hardware.gpu or not hardware.gpu_gib:
@@ -89,8 +90,8 @@ def choose(
 
 
 def relevant_knobs(config: Config, hardware: Hardware) -> frozenset[str]:
-    """Knobs to choose: trainer knobs only without rollouts, and numbers of actors only on known
-    hardware."""
+    """Return the knobs to choose. Without rollouts these are only trainer knobs, and the numbers of
+    actors are included only on known hardware."""
     counts = frozenset({"rollout.engines", "trainer.ranks"} if hardware.assumed else ())
     if config.data.sources:
         return KNOBS - counts
@@ -99,7 +100,8 @@ def relevant_knobs(config: Config, hardware: Hardware) -> frozenset[str]:
 
 
 class _Reasons:
-    """Explains a layout by comparing it with others; one method per knob, by its name."""
+    """Explains a layout by comparing it with others. Each method explains the knob that it is named
+    after."""
 
     def __init__(self, search: LayoutSearch, best: Layout) -> None:
         self._search, self._best = search, best
@@ -115,7 +117,7 @@ class _Reasons:
         return reasons
 
     def _other(self, **changes: Any) -> Layout | None:
-        """The layout with other values of trainer knobs, or None if it does not fit."""
+        """Return the layout with different values for trainer knobs, or None if it does not fit."""
         return self._with({f"trainer.{knob}": value for knob, value in changes.items()})
 
     def _with(self, changes: Values) -> Layout | None:
@@ -131,13 +133,13 @@ class _Reasons:
         return f"less than {100 * (TIE - 1):.0f} % faster" if slower < -0.005 else "no faster"
 
     def _switched(self, knob: str) -> str:
-        """Compare with the other value of a boolean trainer knob."""
+        """Compare the layout with the one in which a boolean trainer knob has the other value."""
         on = getattr(self._trainer, knob)
         return f"{'without' if on else 'with'} it: {self._against(self._other(**{knob: not on}))}"
 
     @property
     def _sizes(self) -> list[int]:
-        """Micro-batch sizes that were tried."""
+        """List the micro-batch sizes that were tried."""
         tried = self._search.options.micro_batches(self._trainer.ranks)
         return [n for values in tried for n in values.values()]
 
@@ -292,18 +294,16 @@ class _Reasons:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedChoice:
-    """Values that were chosen when the run began, if they still apply."""
+    """The values that were chosen when the run began, if they still apply."""
 
     values: Values = field(default_factory=dict[str, Any])
     changed: str = ""
-    """Description of a hardware change, if any."""
+    """Describes how the hardware has changed, if it has."""
 
 
 def load_choice(config: Config, signature: Mapping[str, Any]) -> SavedChoice:
-    """Load the choice of the run that this one resumes.
-
-    signature: `Hardware.signature` of the current hardware.
-    """
+    """Load the choice that was made for the run that this one resumes. `signature` is the
+    `Hardware.signature` of the current hardware."""
     folder = Path(config.run.dir).expanduser()
     latest = checkpoint.latest(folder / "checkpoints")
     saved = _read_cache(folder)
@@ -322,13 +322,13 @@ def load_choice(config: Config, signature: Mapping[str, Any]) -> SavedChoice:
 
 
 def save_choice(folder: Path, values: Values, signature: Mapping[str, Any]) -> None:
-    """Save the choice, if there is any, for runs that resume."""
+    """Save the choice, if there is one, so that a resumed run can load it."""
     if values:
         _write_cache(folder, {"values": dict(values), "hardware": dict(signature)})
 
 
 def update_choice(folder: Path, values: Values) -> None:
-    """Replace saved values that have been lowered meanwhile."""
+    """Replace saved values with the ones that have been lowered since then."""
     if saved := _read_cache(folder):
         saved["values"].update({k: v for k, v in values.items() if k in saved["values"]})
         _write_cache(folder, saved)

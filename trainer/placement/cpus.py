@@ -1,4 +1,4 @@
-"""Precision and speed of a run on a CPU."""
+"""Number format and speed of a run on a CPU."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from keel.trainer.run import checkpoint
 
 CPUINFO = Path("/proc/cpuinfo")
 BFLOAT16 = {"avx512_bf16", "amx_bf16"}
-"""CPU flags of processors that multiply bfloat16 matrices."""
+"""CPU flags that show that a processor multiplies bfloat16 matrices."""
 SHARE = 0.8
-"""Fraction of a plain float32 GEMM's rate that sampling and training reach. Fitted to runs of a
-135 M parameter model on two cores, to within a factor of two."""
+"""Fraction of the rate of a plain float32 GEMM that sampling and training reach. Fitted to runs of
+a 135 M parameter model on two cores, and accurate to a factor of two."""
 MEMORY_BYTES = 10e9
-"""Nominal bytes per second that two or more cores read together."""
+"""Nominal memory bandwidth of two or more cores together, in bytes per second."""
 LAYER_S = 3e-3
-"""Seconds of a decoding step per layer in addition to GEMMs: kernel launches and attention."""
+"""Seconds that a layer takes in a decoding step in addition to its GEMMs, for kernel launches and
+attention."""
 ADAM_BYTES = 28
-"""Bytes read and written per parameter by an AdamW update in float32."""
+"""Bytes that an AdamW update in float32 reads and writes per parameter."""
 ROWS, WIDTH, MEASURE_S = 512, 1024, 0.3
 SLOW_S = 600.0
-"""Warn when the first step is expected to end later than this many seconds after sampling began."""
+"""Warn if the first step is expected to end more than this many seconds after sampling began."""
 
 
 @cache
@@ -47,11 +48,9 @@ def has_bfloat16() -> bool:
 
 
 def with_dtype(config: Config, remaining: frozenset[str], *, gpu: bool) -> Config:
-    """Resolve `model.dtype: auto`.
-
-    A resumed run keeps its dtype; a new one uses float32 on a CPU without bfloat16 instructions,
-    else the schema's bfloat16.
-    """
+    """Replace `model.dtype: auto` with a dtype. A resumed run keeps its dtype. A new run uses
+    float32 on a CPU without bfloat16 instructions, and otherwise the default of the schema,
+    bfloat16."""
     if DTYPE not in remaining:
         return config
     folder = Path(config.run.dir).expanduser()
@@ -64,7 +63,8 @@ def with_dtype(config: Config, remaining: frozenset[str], *, gpu: bool) -> Confi
 
 
 def slow_dtype(config: Config, *, gpu: bool) -> str:
-    """Warning about bfloat16 on a CPU that emulates it, or ""."""
+    """Return a warning if the run uses bfloat16 on a CPU that only emulates it, or an empty
+    string."""
     if gpu or config.engine_dtype != "bfloat16" or has_bfloat16():
         return ""
     knob = "rollout.dtype" if config.rollout.dtype else DTYPE
@@ -76,7 +76,8 @@ def slow_dtype(config: Config, *, gpu: bool) -> str:
 
 @cache
 def measured_flops() -> float:
-    """Return the float32 GEMM rate of this process's threads, in FLOP/s: the median of 0.3 s."""
+    """Measure the float32 GEMM rate of this process's threads for 0.3 s, and return the median in
+    FLOP/s."""
     a, b = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, WIDTH)
     times, end = list[float](), time.perf_counter() + MEASURE_S
     while len(times) < 3 or time.perf_counter() < end:
@@ -88,17 +89,17 @@ def measured_flops() -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuTime:
-    """Estimated seconds on a CPU if every completion reaches its limit."""
+    """Estimated seconds on a CPU if every completion reaches its length limit."""
 
     sampling: float
     training: float
     evaluation: float
-    """0 if nothing is held out."""
+    """Seconds for an evaluation; 0 if nothing is held out."""
     flops: float
-    """Measured GEMM rate that the estimate rests on."""
+    """The measured GEMM rate that the estimate is based on."""
 
     def lines(self, *, trains: bool = True) -> list[str]:
-        """The estimate as `keel check` prints it."""
+        """Format the estimate for `keel check`."""
         step = self.sampling + self.training
         parts = [
             f"{seconds(step)} per step (sampling {seconds(self.sampling)}, training "
@@ -126,10 +127,10 @@ def cpu_time(
     heldout: int,
     flops: float = 0.0,
 ) -> CpuTime:
-    """Estimate a step and an evaluation.
+    """Estimate how long a step and an evaluation take.
 
-    prompt_tokens: mean length of a prompt. heldout: prompts of an evaluation. flops: GEMM rate in
-    FLOP/s; 0: measured now.
+    `prompt_tokens` is the mean length of a prompt, and `heldout` is the number of prompts in an
+    evaluation. `flops` is the GEMM rate in FLOP/s, which is measured if it is 0.
     """
     flops = flops or measured_flops()
     algorithm, rate = config.algorithm, SHARE * flops

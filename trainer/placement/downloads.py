@@ -1,4 +1,5 @@
-"""Downloads a hub model on the other nodes of a cluster, before a start timeout waits for it."""
+"""Downloads a hub model to the other nodes of a cluster, so that the download does not use up the
+start timeout."""
 
 from __future__ import annotations
 
@@ -21,21 +22,21 @@ from keel.trainer.run.progress import waiting
 
 _POLL_S = 1.0
 STALL_TIMEOUT_S = 600.0
-"""Give up if no node has received a byte for this long; the hub's client retries on its own."""
+"""Give up if no node has received a byte for this long. The hub's client retries on its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class DownloadProgress:
-    """Progress of one node."""
+    """Progress of the download on one node."""
 
     present: int
-    """Bytes in the node's cache."""
+    """Bytes that are in the node's cache."""
     done: bool
     error: str = ""
 
 
 class Downloader:
-    """Ray actor that downloads a model into its node's cache."""
+    """Ray actor that downloads a model into the cache of its node."""
 
     def __init__(self) -> None:
         self._download: Download | None = None
@@ -43,7 +44,8 @@ class Downloader:
         self._error = ""
 
     def begin(self, path: str) -> tuple[int, int]:
-        """Start; return the total bytes and those present, or zeros if there is nothing to do."""
+        """Start the download. Returns the total number of bytes and how many are present, or zeros
+        if there is nothing to do."""
         self._download = download_of(path)
         if self._download is None:
             return 0, 0
@@ -66,10 +68,11 @@ class Downloader:
 
 
 def download_on_nodes(path: str, *, timeout_s: float, nodes: Collection[str] = ()) -> None:
-    """Download the hub model `path` on every node but this one.
+    """Download the hub model `path` on every node except this one.
 
-    nodes: Ray ids of the nodes that need it; empty for all. timeout_s: time to report the size.
-    Raises ConfigError if a download fails, and RuntimeError if a node is silent or all stall.
+    `nodes` has the Ray ids of the nodes that need it; empty means all of them. `timeout_s` limits
+    how long a node may take to report the size. Raises ConfigError if a download fails, and
+    RuntimeError if a node does not answer or all downloads stall.
     """
     if not is_hub_name(path) or Path(path).exists():
         return
@@ -115,7 +118,8 @@ def follow(
 ) -> None:
     """Show the progress of all downloads until they are done.
 
-    hosts: host by node; sizes: total and initially present bytes by node.
+    `hosts` maps each node to its host, and `sizes` to its total bytes and those present at the
+    start.
     """
     total, present = (sum(column) for column in zip(*sizes.values(), strict=True))
     nodes = f"{len(sizes)} other node{'s' * (len(sizes) != 1)}"
@@ -142,7 +146,7 @@ def follow(
 
 
 def _other_nodes(nodes: Collection[str]) -> dict[str, str]:
-    """Living nodes except this one, by Ray id, with their hosts."""
+    """Map the Ray id of each living node, except this one, to its host."""
     here = ray.get_runtime_context().get_node_id()
     alive = ray_timeouts.bounded(ray.nodes, ray_timeouts.CALL_S, "list its nodes")
     return {

@@ -1,4 +1,5 @@
-"""Chooses the size of each start: the full recipe if it fits, else fewer ranks and engines."""
+"""Chooses the size of a run each time it starts: the full recipe if it fits, or fewer ranks and
+engines."""
 
 from __future__ import annotations
 
@@ -32,10 +33,10 @@ from keel.trainer.run.restarts import RESUME_HINT
 
 POLL_S = 2.0
 SILENT_NODES_S = 90.0
-"""Timeout for silent nodes; Ray has given up a dead node by then."""
+"""How long to wait for silent nodes. Ray has given up dead nodes by then."""
 _THREADS = 32
 _MAX_LAYOUTS = 64
-"""Layouts to try, largest first; each may need a search of seconds."""
+"""Number of layouts to try, largest first. Searching for each may take seconds."""
 RANKS, ENGINES = "trainer.ranks", "rollout.engines"
 _REMEDY = (
     f"Lower {RANKS}, which a resumed run may do, or set trainer.min_ranks to continue with the "
@@ -45,30 +46,32 @@ _REMEDY = (
 
 @dataclass(kw_only=True)
 class ElasticLayouts:
-    """The config of a run for each of its starts."""
+    """Chooses the config for each start of a run."""
 
     lowering: OomRecovery
-    """Holds the current config, and is updated by `next`."""
+    """Holds the current config. `next` updates it."""
     whole: Config
     """The config with all ranks and engines."""
     facts: ModelFacts
     hardware: Hardware
     chosen: Values = field(default_factory=dict[str, Any])
-    """Values of the knobs that the recipe left open."""
+    """Values that were chosen for the knobs that the recipe left open."""
     say: Callable[[str], object] = print
     nodes: Callable[[], list[Node]] = cluster_nodes
     silent: Callable[[], list[str]] = list[str]
-    """Returns the hosts of nodes that do not answer, though Ray considers them alive."""
+    """Function that returns the hosts of nodes that do not answer although Ray considers them
+    alive."""
     clock: Callable[[], float] = time.monotonic
     pause: Callable[[float], object] = time.sleep
     joinable: bool = True
-    """Whether nodes may join the cluster; false for one that Keel has started here."""
+    """Whether nodes may join the cluster. False for a cluster that Keel has started on this
+    machine."""
     _begun: bool = False
 
     def next(self) -> Config:
-        """Config of the next start; waits for nodes if the full one does not fit.
+        """Return the config for the next start. If the full one does not fit, wait for nodes first.
 
-        Raises TimeoutError if too few nodes come in time, and ConfigError if none can come.
+        Raises TimeoutError if too few nodes arrive in time, and ConfigError if none can arrive.
         """
         whole, first, self._begun = self._full(), not self._begun, True
         alone = first and not self.joinable
@@ -94,11 +97,11 @@ class ElasticLayouts:
 
     @property
     def min_ranks(self) -> int:
-        """Minimum number of ranks; 0 if all are required."""
+        """Return the minimum number of ranks, or 0 if all of them are required."""
         return self.whole.trainer.min_ranks or int(RANKS in self.chosen)
 
     def _full(self) -> Config:
-        """The full config, with the memory savings of earlier attempts."""
+        """Return the full config, with the memory reductions from earlier attempts."""
         if not self.lowering.times:
             return self.whole
         now, trainer = self.lowering.config.trainer, self.whole.trainer
@@ -114,7 +117,7 @@ class ElasticLayouts:
         return [node.empty() for node in self.nodes()]
 
     def _wait_for_silent_nodes(self) -> None:
-        """Wait until Ray has given up dead nodes, where it would still start actors."""
+        """Wait until Ray has given up dead nodes, because it would still start actors there."""
         began, warned = self.clock(), False
         while (silent := self.silent()) and self.clock() - began < SILENT_NODES_S:
             if not warned:
@@ -127,7 +130,7 @@ class ElasticLayouts:
             self.pause(POLL_S)
 
     def _shortage(self, config: Config, nodes: Sequence[Node]) -> str:
-        """Why the config does not fit these nodes, or ""."""
+        """Return why the config does not fit on these nodes, or an empty string."""
         if self.hardware.gpu:
             try:
                 place(config, allowed(nodes, config.run))
@@ -144,7 +147,7 @@ class ElasticLayouts:
         )
 
     def _wait(self, whole: Config, shortage: str) -> Config:
-        """Wait for the full config to fit, then for a smaller one if that is allowed."""
+        """Wait until the full config fits, and then for a smaller one if that is allowed."""
         run, min_ranks = whole.run, self.min_ranks
         timeout_s = run.startup_timeout_s
         if min_ranks:
@@ -180,7 +183,8 @@ class ElasticLayouts:
         return config
 
     def _fewer(self, whole: Config, nodes: Sequence[Node]) -> tuple[Config | None, str]:
-        """The config with as many ranks and engines as fit; or None, and why none does."""
+        """Return the config with as many ranks and engines as fit. If none fits, return None and
+        the reason."""
         free = [
             replace(node, gpus=node.free_gpus, cpus=int(node.free_cpus))
             for node in allowed(nodes, whole.run)
@@ -229,7 +233,7 @@ def elastic_layouts(
     chosen: Values,
     say: Callable[[str], object] = print,
 ) -> ElasticLayouts:
-    """The layouts of a new run on the current cluster."""
+    """Create the layouts for a new run on the current cluster."""
     return ElasticLayouts(
         lowering=OomRecovery(config=config, folder=folder),
         whole=config,
@@ -244,7 +248,7 @@ def elastic_layouts(
 
 
 def _silent_nodes() -> list[str]:
-    """Hosts of nodes that cannot be reached, though Ray considers them alive."""
+    """Return the hosts of nodes that cannot be reached although Ray considers them alive."""
     nodes = [n for n in bounded(ray.nodes, CALL_S, "list its nodes") if n["Alive"]]
     addresses = [f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in nodes]
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -257,9 +261,10 @@ def _silent_nodes() -> list[str]:
 
 
 def smaller_configs(config: Config, min_ranks: int, *, gpus: int | None) -> Iterator[Config]:
-    """Configs with fewer ranks or engines, those first that keep most of both.
+    """Return configs with fewer ranks or engines. Those that keep the most of both come first.
 
-    Groups that share experts or contexts stay whole. gpus: for both together; None on CPUs.
+    Groups that share experts or contexts are not split. `gpus` is the number of GPUs for ranks and
+    engines together, or None on CPUs.
     """
     trainer, rollout = config.trainer, config.rollout
     samples, width = bool(config.data.sources), rollout.tensor_parallel
@@ -283,7 +288,7 @@ def smaller_configs(config: Config, min_ranks: int, *, gpus: int | None) -> Iter
 
 
 def changes(before: Config, now: Config) -> str:
-    """Describe a reduced config, such as `trainer.ranks is now 2, not 4`."""
+    """Describe how a config was reduced, such as `trainer.ranks is now 2, not 4`."""
     old, new = flatten_config(before), flatten_config(now)
     parts = [
         f"{knob} is now {yaml_value(new[knob])}, not {yaml_value(old[knob])}"

@@ -1,4 +1,4 @@
-"""Checks of a recipe against its model's family, before anything heavy is imported."""
+"""Checks whether a recipe suits the family of its model, before anything slow is imported."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ EXPERT_PARALLEL = (
     "Qwen2MoeForCausalLM",
     "Qwen3MoeForCausalLM",
 )
-"""Architectures with a DeepSpeed AutoEP preset whose routes can be replayed."""
+"""Architectures that have an AutoEP preset in DeepSpeed and whose routes can be replayed."""
 SPARSE_ATTENTION = "DeepseekV32ForCausalLM"
-"""Architecture whose indexer selects the tokens to attend to."""
+"""Architecture in which an indexer selects the tokens to attend to."""
 _SERVED_LATENTS = (512, 576)
-"""Widths of a latent cache for which vLLM has sparse attention kernels, on GPUs."""
+"""Widths of a latent cache for which vLLM has sparse attention kernels on GPUs."""
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes for which vLLM's CPU backend has an attention kernel."""
 NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
-"""Model types that vLLM refuses to run in float16: their activations overflow."""
+"""Model types that vLLM refuses to run in float16, because their activations overflow."""
 FLOAT32_RESIDUAL = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model types with pre-norm residual layers, both in vLLM and in transformers."""
 
 
 def check_engine_dtype(config: Config, model_type: str) -> None:
-    """Raise ConfigError for a dtype in which vLLM refuses the model type."""
+    """Check that vLLM runs the model type in the recipe's dtype. Raises ConfigError if it does
+    not."""
     if config.engine_dtype == "float16" and model_type in NOT_IN_FLOAT16:
         knob = "rollout.dtype" if config.rollout.dtype else "model.dtype"
         raise ConfigError(
@@ -36,7 +37,8 @@ def check_engine_dtype(config: Config, model_type: str) -> None:
 
 
 def check_residual(config: Config, model_type: str) -> None:
-    """Raise ConfigError unless engines and trainer can sum the layers in float32."""
+    """Check that engines and trainer can sum the layers in float32. Raises ConfigError if they
+    cannot."""
     if config.model.residual_dtype == "float32" and model_type not in FLOAT32_RESIDUAL:
         raise ConfigError(
             f"model.residual_dtype = 'float32': models of type {model_type} are not supported, "
@@ -45,10 +47,8 @@ def check_residual(config: Config, model_type: str) -> None:
 
 
 def check_engine_heads(config: Config, *, heads: int, head_size: int, gpu: bool) -> None:
-    """Raise ConfigError for attention heads that an engine cannot compute or split.
-
-    head_size: 0 for a latent cache.
-    """
+    """Check that an engine can compute the attention heads and split them among its GPUs. Raises
+    ConfigError if it cannot. `head_size` is 0 for a latent cache."""
     wide = config.rollout.tensor_parallel
     if gpu and heads % wide:
         raise ConfigError(
@@ -71,9 +71,10 @@ def check_engine_heads(config: Config, *, heads: int, head_size: int, gpu: bool)
 
 
 def check_engine_attention(config: Config, *, architecture: str, kv_width: int, gpu: bool) -> None:
-    """Raise ConfigError for sparse attention that vLLM cannot serve or that is trained as dense.
+    """Check the sparse attention of a model. Raises ConfigError if vLLM cannot serve it, or if it
+    is trained as dense attention.
 
-    kv_width: cached elements per token and layer.
+    `kv_width` is the number of cached elements per token and layer.
     """
     if architecture != SPARSE_ATTENTION:
         return
@@ -97,7 +98,8 @@ def check_engine_attention(config: Config, *, architecture: str, kv_width: int, 
 
 
 def check_warm_up(config: Config, *, architecture: str, top_k: int) -> None:
-    """Raise ConfigError for an indexer's warm-up on a model without one (`top_k` = 0)."""
+    """Check that a model has an indexer if the recipe warms one up. Raises ConfigError if it has
+    none (`top_k` is 0)."""
     if config.trainer.attention == "warm-up" and not top_k:
         raise ConfigError(
             f"trainer.attention = 'warm-up': {architecture} (model.path = {config.model.path!r}) "
@@ -107,7 +109,8 @@ def check_warm_up(config: Config, *, architecture: str, top_k: int) -> None:
 
 
 def check_indexer_length(config: Config, *, top_k: int, longest: int) -> None:
-    """Raise ConfigError if all text windows are too short to train an indexer's selection."""
+    """Check that some text window is long enough to train the indexer's selection. Raises
+    ConfigError if all are too short."""
     if not top_k or longest > top_k or config.trainer.attention == "dense":
         return
     limit = config.sft.max_context_tokens
@@ -122,13 +125,15 @@ def check_indexer_length(config: Config, *, top_k: int, longest: int) -> None:
 
 
 def check_parallel(trainer: TrainerConfig, *, architecture: str, experts: int, heads: int) -> None:
-    """Raise ConfigError for a model that cannot be distributed as the recipe says."""
+    """Check that the model can be distributed as the recipe says. Raises ConfigError if it
+    cannot."""
     check_expert_parallel(trainer.expert_parallel, architecture=architecture, experts=experts)
     check_sequence_parallel(trainer.sequence_parallel, architecture=architecture, heads=heads)
 
 
 def check_attention_kernels(config: Config, *, gpu: bool, flash4: bool, machine: str) -> None:
-    """Raise ConfigError for FlashAttention-4 on a GPU that lacks it (`flash4`), or on a CPU."""
+    """Check that the hardware supports FlashAttention-4. Raises ConfigError on a GPU that does not
+    (`flash4`) and on a CPU."""
     if config.trainer.attention_kernels == "flash4" and not (gpu and flash4):
         raise ConfigError(
             "trainer.attention_kernels = 'flash4': FlashAttention-4 needs a Hopper or Blackwell "
@@ -137,7 +142,8 @@ def check_attention_kernels(config: Config, *, gpu: bool, flash4: bool, machine:
 
 
 def no_sharing(config: Config, *, head_size: int) -> str:
-    """Why a group's trajectories cannot share their prompt in training; "" if they can."""
+    """Return why the trajectories in a group cannot share their prompt in training, or an empty
+    string if they can."""
     if config.model.batch_invariant:
         return "not with model.batch_invariant"
     if not head_size:
@@ -146,7 +152,8 @@ def no_sharing(config: Config, *, head_size: int) -> str:
 
 
 def check_share_prompts(config: Config, *, architecture: str, head_size: int) -> None:
-    """Raise ConfigError for shared prompts with a latent cache (`head_size` = 0)."""
+    """Check that prompts can be shared. Raises ConfigError for a latent cache (`head_size` is
+    0)."""
     if config.trainer.share_prompts and not head_size:
         raise ConfigError(
             f"trainer.share_prompts = true: the latent keys and values of {architecture} are too "
@@ -155,7 +162,8 @@ def check_share_prompts(config: Config, *, architecture: str, head_size: int) ->
 
 
 def check_expert_parallel(size: int, *, architecture: str, experts: int) -> None:
-    """Raise ConfigError unless `experts` of a layer can be split among `size` ranks."""
+    """Check that the `experts` in a layer can be split among `size` ranks. Raises ConfigError if
+    they cannot."""
     if size == 1:
         return
     knob = f"trainer.expert_parallel = {size}"
@@ -171,7 +179,8 @@ def check_expert_parallel(size: int, *, architecture: str, experts: int) -> None
 
 
 def check_sequence_parallel(size: int, *, architecture: str, heads: int) -> None:
-    """Raise ConfigError unless the attention heads can be split among `size` ranks."""
+    """Check that the attention heads can be split among `size` ranks. Raises ConfigError if they
+    cannot."""
     knob = f"trainer.sequence_parallel = {size}"
     if size > 1 and architecture == SPARSE_ATTENTION:
         raise ConfigError(

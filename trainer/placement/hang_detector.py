@@ -30,50 +30,53 @@ from keel.trainer.placement.processes import (
 
 RAYLET = "Ray's node process (raylet)"
 RAY_PROCESSES = {"raylet": RAYLET, "gcs_server": "Ray's control service (GCS)"}
-"""Ray's processes that a run cannot do without, by Ray's name for them."""
+"""Ray processes that a run cannot work without, under the names that Ray uses."""
 POLL_S = 1.0
 WARN_S = 20.0
-"""Warn after this many seconds without progress."""
+"""Seconds without progress after which to warn."""
 IDLE_S = 60.0
-"""Minimum time before a process that was not stopped is killed: a busy machine may starve it."""
+"""Seconds before an idle process may be killed if it was not stopped, since a busy machine may give
+it no CPU time."""
 RAY_HANG_S = 60.0
-"""Maximum time for Ray's processes: Ray gives up a silent raylet, and its node, after 65 s."""
+"""Longest hang that is tolerated in Ray's processes. Ray gives up a silent raylet and its node
+after 65 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHealth:
-    """Result of one poll."""
+    """What one poll has found on a node."""
 
     actors: Mapping[str, int]
-    """Name of each actor of the run, and its process id."""
+    """Maps the name of each actor in the run to its process id."""
     host: str = ""
     messages: tuple[str, ...] = ()
-    """New warnings, and notes about killed processes."""
+    """New warnings, and notes about processes that were killed."""
     ray_failure: str = ""
-    """Why Ray is unusable: one of its processes is gone or hangs."""
+    """Why Ray is unusable, if one of its processes is gone or hangs."""
     dead_nodes: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Nodes that Ray has given up: id and host."""
+    """Ids and hosts of nodes that Ray has given up."""
 
 
 @dataclass(slots=True)
 class ProcessHealth:
-    """How long a process has made no progress."""
+    """Measures how long a process has made no progress."""
 
     process: psutil.Process
     actor: str = ""
-    """Name of the actor that runs in it."""
+    """Name of the actor that runs in the process."""
     stopped_s: float = 0.0
     idle_s: float = 0.0
     warned: bool = False
     descendants: dict[int, ProcessHealth] = field(default_factory=dict[int, "ProcessHealth"])
     _threads: dict[int, ThreadState] = field(default_factory=dict[int, ThreadState])
     _active: int = 0
-    """A thread that ran in the last full scan, and is checked first."""
+    """A thread that was running in the last full scan. It is checked first."""
 
     def poll(self, elapsed_s: float, *, wakes: bool = True) -> None:
-        """Update the durations. Raises one of `EXITED`.
+        """Update the durations. Raises one of `EXITED` if the process has exited.
 
-        wakes: whether some thread of the process always wakes up, so that idleness means a hang.
+        `wakes` says whether some thread in the process wakes up regularly, so that an idle process
+        must be hanging.
         """
         main = thread_state(self.process.pid, self.process.pid)
         self.stopped_s = self.stopped_s + elapsed_s if main.stopped and not main.debugged else 0.0
@@ -81,7 +84,8 @@ class ProcessHealth:
         self.idle_s = 0.0 if active else self.idle_s + elapsed_s
 
     def hang(self, timeout_s: float) -> tuple[str, float, float]:
-        """Description of the hang ("" if none), its duration, and the timeout that applies."""
+        """Describe the hang (empty if there is none), and return its duration and the timeout that
+        applies."""
         if self.stopped_s:
             return "has been stopped (SIGSTOP)", self.stopped_s, timeout_s
         description = "has not run at all" if self.idle_s else ""
@@ -101,7 +105,7 @@ class ProcessHealth:
 
 
 class HangDetector:
-    """Polls the actors below a raylet, their descendants, and Ray's own processes."""
+    """Polls the actors that a raylet has started, their descendants, and Ray's own processes."""
 
     def __init__(
         self,
@@ -112,8 +116,9 @@ class HangDetector:
         hang_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """ray_processes: description and process id; start: id of the start that owns the actors
-        (`keel.model.ray_timeouts.start`); hang_timeout_s: 0 never kills."""
+        """`ray_processes` maps a description to a process id, and `start` is the id of the start
+        that owns the actors (`keel.model.ray_timeouts.start`). If `hang_timeout_s` is 0, no process
+        is killed."""
         self._raylet, self._start, self._timeout_s = raylet, start, hang_timeout_s
         self._ray = {
             name: ProcessHealth(psutil.Process(pid)) for name, pid in ray_processes.items()
@@ -122,7 +127,7 @@ class HangDetector:
         self._clock, self._host = PollClock(POLL_S, clock), socket.gethostname()
 
     def poll(self) -> NodeHealth:
-        """Check all processes, and kill those of the run that hang for too long."""
+        """Check all processes, and kill those that belong to the run and have hung for too long."""
         elapsed_s, messages = self._clock.elapsed(), list[str]()
         failures = [self._poll_ray(*item, elapsed_s, messages) for item in self._ray.items()]
         failure = next(filter(None, failures), "")
@@ -138,7 +143,7 @@ class HangDetector:
         )
 
     def kill_all(self) -> None:
-        """Kill every actor of the run on this node with its descendants, except this process."""
+        """Kill every actor of the run on this node and its descendants, but not this process."""
         trees = [
             pid
             for actor, health in self._refresh_children().items()
@@ -160,7 +165,7 @@ class HangDetector:
     def _poll_ray(
         self, name: str, health: ProcessHealth, elapsed_s: float, messages: list[str]
     ) -> str:
-        """Return why Ray is unusable, or ""."""
+        """Return why Ray is unusable, or an empty string."""
         subject = f"{name} (process {health.process.pid} on {self._host})"
         with suppress(*EXITED):
             if not has_exited(health.process):
@@ -170,7 +175,7 @@ class HangDetector:
         return f"{subject} is gone"
 
     def _poll_actor(self, actor: ProcessHealth, elapsed_s: float, messages: list[str]) -> None:
-        """An actor also hangs if one of its descendants does."""
+        """Check an actor and its descendants. The actor counts as hanging if one of them hangs."""
         actor.descendants = _alive(actor.descendants, descendants(actor.process.pid))
         subject = f"{actor.actor} (process {actor.process.pid} on {self._host})"
         tree, hang = [actor, *actor.descendants.values()], ""
@@ -197,7 +202,8 @@ class HangDetector:
         consequence: str,
         messages: list[str],
     ) -> str:
-        """Return a description of a hang past its timeout; warn once of a shorter one."""
+        """Describe a hang that has lasted longer than its timeout. A shorter hang causes a single
+        warning."""
         hang, duration_s, timeout_s = health.hang(timeout_s)
         description = f"{subject} {hang} for {duration_s:.0f} s"
         if timeout_s and duration_s >= timeout_s:
@@ -210,7 +216,8 @@ class HangDetector:
 
 
 def _alive(known: Mapping[int, ProcessHealth], pids: Iterable[int]) -> dict[int, ProcessHealth]:
-    """Processes of `pids`, and known ones that still run: the kernel may have omitted them."""
+    """Return `pids` and the known processes that are still running, since the kernel may have
+    omitted some."""
     processes = dict(known)
     for pid in pids:
         if pid not in processes:
@@ -220,7 +227,8 @@ def _alive(known: Mapping[int, ProcessHealth], pids: Iterable[int]) -> dict[int,
 
 
 def _mark(process: psutil.Process) -> str:
-    """Owner and name of the actor in a process; Ray sets the variable after the process starts."""
+    """Return the owner and the name of the actor in a process. Ray sets this variable after the
+    process has started."""
     with suppress(psutil.Error, OSError):
         return process.environ().get(NAME, "")
     return ""

@@ -1,4 +1,4 @@
-"""Warnings about legal but unusual values: typing errors, or experiments."""
+"""Warns about values that are legal but unusual: they may be typing errors or experiments."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from keel.configs.schema import Config
 from keel.model.load import ModelFacts
 
 _OLD_STEPS = 16
-"""Optimizer steps after which completions are old: 0 is harmless, 28 harms (docs/stability.md)."""
+"""Completions are old after this many optimizer steps: 0 is harmless, 28 is harmful
+(docs/stability.md)."""
 _SMALL_MODEL = 50_000_000
-"""Parameters below which a model learns with higher rates."""
+"""Models with fewer parameters than this learn with higher rates."""
 _SFT_SECTIONS = ("run", "model", "trainer", "alarms", "sft")
 _SHOWN = 3
 
 
 def lint_recipe(config: Config, facts: ModelFacts) -> list[str]:
-    """One warning for each unusual value or combination."""
+    """Return one warning for each unusual value or combination in the recipe."""
     lines = [
         f"{knob} = {value:g} is unusual (typical: {typical}): a typing error?"
         for knob, value, low, high, typical in _ranges(config, facts)
@@ -28,10 +29,10 @@ def lint_recipe(config: Config, facts: ModelFacts) -> list[str]:
 
 
 def ignored_knobs(config: Config, chosen: Set[str], overrides: Sequence[str] = ()) -> Iterator[str]:
-    """Warn about knobs of `keel train` in a recipe for supervised training only, and about an
-    override of run.steps that sft.epochs replaces.
+    """Warn about knobs that have no effect.
 
-    chosen: knobs that Keel chooses.
+    These are knobs of `keel train` in a recipe that only does supervised training, and an override
+    of run.steps that sft.epochs replaces. `chosen` has the knobs that Keel chooses.
     """
     steps = any(
         each.partition("=")[0].strip() == "run.steps" for each in split_overrides(overrides)
@@ -60,7 +61,7 @@ def ignored_knobs(config: Config, chosen: Set[str], overrides: Sequence[str] = (
 
 
 def _combinations(config: Config) -> Iterator[str]:
-    """Knobs that do not go together."""
+    """Warn about knobs that do not go together."""
     algorithm, trainer, top_p = config.algorithm, config.trainer, config.rollout.sampling.top_p
     samples = bool(config.data.sources)
     updates = algorithm.updates_per_batch
@@ -105,7 +106,7 @@ def _combinations(config: Config) -> Iterator[str]:
 
 
 def _learning_rates(config: Config, facts: ModelFacts) -> tuple[float, float, str]:
-    """Lowest and highest `trainer.lr` without a warning, and the typical range."""
+    """Return the lowest and highest `trainer.lr` that cause no warning, and the typical range."""
     if facts.parameters < _SMALL_MODEL:
         return 1e-7, 1e-2, "1e-5 to 1e-3 for so small a model"
     if config.data.sources:
@@ -116,7 +117,8 @@ def _learning_rates(config: Config, facts: ModelFacts) -> tuple[float, float, st
 
 
 def _ranges(config: Config, facts: ModelFacts) -> Iterator[tuple[str, float, float, float, str]]:
-    """Knob, value, lowest and highest without a warning, and the typical range."""
+    """Yield each knob with its value, the lowest and highest value that cause no warning, and the
+    typical range."""
     trainer, algorithm, sampling = config.trainer, config.algorithm, config.rollout.sampling
     yield "trainer.lr", trainer.lr, *_learning_rates(config, facts)
     yield "trainer.weight_decay", trainer.weight_decay, 0, 0.3, "0 to 0.1"

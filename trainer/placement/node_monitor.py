@@ -1,4 +1,4 @@
-"""Monitors the nodes of a cluster that this process has joined, with an actor on each."""
+"""Monitors the nodes of a cluster that this process has joined. An actor runs on each node."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from keel.trainer.placement.hang_detector import RAYLET, HangDetector, NodeHealt
 from keel.trainer.placement.ray_internals import exit_now
 
 ANSWER_S = 5.0
-"""Timeout of one poll for all nodes."""
+"""Timeout for one poll of all nodes."""
 SILENT_S = 15.0
-"""Warn about a node that has not answered for this long."""
+"""Seconds without an answer from a node after which to warn."""
 PARTITION_S = 90.0
-"""Kill the run's processes on a node that has not reached the GCS for this long.
-
-Ray gives the node up after 65 s and starts its actors elsewhere."""
+"""Seconds without a connection to the GCS after which a node kills the run's processes. Ray gives
+up the node after 65 s and starts its actors elsewhere."""
 CONNECT_S = 5.0
-"""Interval between attempts to reach the GCS, and timeout of one."""
+"""Interval between attempts to reach the GCS, and the timeout of each."""
 GCS = "Ray's control service (GCS), on the cluster's first node,"
 GCS_WARN_S, GCS_HANG_S = 15.0, 40.0
-"""Warn about a silent GCS, then give it up; Ray ends this process without a message after 60 s."""
+"""Seconds after which to warn about a silent GCS, and after which to give it up. Ray ends this
+process without a message after 60 s."""
 GCS_ANSWER_S = 1.0
 """Time that one poll waits for the GCS."""
 LIST_NODES_S = 5.0
@@ -40,10 +40,10 @@ _ACTOR = "node monitor"
 
 
 class NodeMonitor:
-    """Ray actor with a node's `HangDetector`.
+    """Ray actor that runs a `HangDetector` on a node.
 
-    If the node is partitioned from the cluster, it kills the run's processes there: Ray leaves them
-    running, with all their memory.
+    If the node is cut off from the cluster, the actor kills the run's processes there, because Ray
+    leaves them running with all their memory.
     """
 
     def __init__(self, start: str, hang_timeout_s: float) -> None:
@@ -67,7 +67,7 @@ class NodeMonitor:
 
 
 class PartitionTimer:
-    """Measures how long a node has not reached the GCS."""
+    """Measures for how long a node could not reach the GCS."""
 
     def __init__(
         self, connects: Callable[[], bool], clock: Callable[[], float] = time.monotonic
@@ -76,7 +76,7 @@ class PartitionTimer:
         self._clock = ray_timeouts.PollClock(2 * CONNECT_S, clock)
 
     def expired(self) -> bool:
-        """Try to connect; return whether all attempts have failed for `PARTITION_S`."""
+        """Try to connect, and return whether all attempts in the last `PARTITION_S` have failed."""
         connected, elapsed_s = self._connects(), self._clock.elapsed()
         self._elapsed_s = 0.0 if connected else self._elapsed_s + elapsed_s
         return self._elapsed_s >= PARTITION_S
@@ -94,18 +94,18 @@ def can_connect(address: str) -> bool:
 
 @dataclass(slots=True)
 class _Node:
-    """Driver's view of a node: its monitor and the last answer."""
+    """What the driver knows about a node: its monitor and the last answer."""
 
     host: str
     monitor: Any
     last: NodeHealth
     request: Any = None
-    """Outstanding poll. There is never more than one, so that no answer is lost."""
+    """The poll that has not been answered yet. There is at most one, so that no answer is lost."""
     silent_s: float = 0.0
     ray_failure: str = ""
 
     def poll(self, timeout_s: float, elapsed_s: float) -> list[str]:
-        """Wait for the outstanding poll, and return new messages."""
+        """Wait for the answer to the current poll, and return new messages."""
         try:
             self.last = ray_timeouts.get(self.request, seconds=timeout_s)
         except TimeoutError:
@@ -133,7 +133,7 @@ class _Node:
 
 
 class _NodeQuery:
-    """A query for the cluster's nodes, on a thread that may hang with the GCS."""
+    """Asks for the nodes of the cluster in a thread, which may hang if the GCS does."""
 
     def __init__(self, ask: Callable[[], Mapping[str, str]]) -> None:
         self.silent_s, self.warned = 0.0, False
@@ -141,7 +141,8 @@ class _NodeQuery:
         threading.Thread(target=self._run, args=(ask,), name="keel-nodes", daemon=True).start()
 
     def answer(self, elapsed_s: float) -> Mapping[str, str] | None:
-        """Return the answer, or None before it arrives. Raises the query's error."""
+        """Return the answer, or None if it has not arrived yet. Raises the error that the query
+        raised."""
         wait([self._answer], GCS_ANSWER_S)
         if self._answer.done():
             return self._answer.result()
@@ -156,7 +157,7 @@ class _NodeQuery:
 
 
 class ClusterMonitor:
-    """Combines the health of all nodes."""
+    """Combines the health of all nodes in the cluster."""
 
     def __init__(self, hang_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._nodes: dict[str, _Node] = {}
@@ -189,7 +190,7 @@ class ClusterMonitor:
     def _poll_gcs(
         self, query: _NodeQuery, actors: dict[str, int], elapsed_s: float, messages: list[str]
     ) -> str:
-        """Drop dead nodes and add new ones. Returns why Ray is unusable, or ""."""
+        """Remove dead nodes and add new ones. Returns why Ray is unusable, or an empty string."""
         try:
             alive = query.answer(elapsed_s)
         except TimeoutError as error:
@@ -218,7 +219,7 @@ class ClusterMonitor:
                 self._nodes[node] = _Node(host, monitor, NodeHealth(actors={}, host=host))
 
     def _alive_nodes(self) -> Mapping[str, str]:
-        """Ids of the nodes that Ray considers alive, with their hosts."""
+        """Return the ids and hosts of the nodes that Ray considers alive."""
         nodes = ray_timeouts.bounded(ray.nodes, ray_timeouts.CALL_S, "list its nodes")
         return {n["NodeID"]: n["NodeManagerHostname"] for n in nodes if n["Alive"]}
 

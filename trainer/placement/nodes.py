@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: the one that RAY_ADDRESS names, or one on this machine."""
+"""The Ray cluster that a run uses: the one that RAY_ADDRESS names, or one on this machine."""
 
 from __future__ import annotations
 
@@ -54,20 +54,23 @@ from keel.trainer.placement.ray_internals import (
 from keel.trainer.run.signals import signals_blocked, signals_deferred
 
 CONNECT_S, JOIN_S = 10.0, 180.0
-"""Timeouts for reaching a cluster's address, and for joining it; Ray itself would wait forever."""
+"""Timeouts for reaching the address of a cluster, and for joining it. Ray itself would wait
+forever."""
 STOP_S = 20.0
 _START_TIMEOUT = "timed out during startup"
-"""In Ray's error if its processes take longer than 30 s, which is worth a second attempt."""
+"""Part of Ray's error message if its processes take longer than 30 s to start. A second attempt is
+worthwhile then."""
 _MEMORY_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-"""Memory limits of a container's control group, version 2 and 1."""
+"""Files with the memory limit of a container's control group, for versions 2 and 1."""
 _SMI_S = 10.0
 _NOTICED_GIB = 1.0
-"""Memory that an idle GPU may show as used."""
+"""An idle GPU may show this much memory as used."""
 QUOTED_PYTHON = {"py_executable": shlex.quote(sys.executable)}
-"""Runtime environment of all actors: Ray passes Python's path to a shell unquoted."""
+"""Runtime environment for all actors. It quotes the path to Python, which Ray passes to a shell
+unquoted."""
 _RAY_SETTINGS = {
     "RAY_memory_monitor_refresh_ms": "0",  # the plan bounds memory; Ray would kill workers
     "RAY_worker_niceness": "0",  # Ray's default of 15 starves engines and ranks on a busy machine
@@ -77,7 +80,8 @@ _RAY_SETTINGS = {
 
 
 def start_ray() -> None:
-    """Join the cluster that RAY_ADDRESS names, or start one here. Raises ConfigError."""
+    """Join the cluster that RAY_ADDRESS names, or start one on this machine. Raises ConfigError if
+    that fails."""
     if ray.is_initialized():
         raise ConfigError(
             "this process already uses Ray, which Keel starts or joins itself (RAY_ADDRESS). Call "
@@ -154,9 +158,10 @@ def _start_local() -> None:
 
 
 def stop_ray() -> None:
-    """Leave the cluster, and stop it with all its processes if it was started here.
+    """Leave the cluster. If it was started here, stop it with all its processes.
 
-    A lost cluster is not asked: Ray would wait forever, or exit this process without a message.
+    A lost cluster is not contacted, because Ray would wait forever or exit this process without a
+    message.
     """
     with signals_deferred():
         check_own()
@@ -167,14 +172,15 @@ def stop_ray() -> None:
 
 
 def check_own() -> None:
-    """Mark Ray as lost if a process of the local cluster has exited."""
+    """Mark Ray as lost if a process in the local cluster has exited."""
     for kind, pids in own_processes().items():
         if kind in RAY_PROCESSES and any(has_exited(pid) for pid in pids):
             mark_lost(f"{RAY_PROCESSES[kind]} (process {pids[0]}) is gone")
 
 
 def cluster_nodes(*, gpus: bool = True) -> list[Node]:
-    """Living nodes with GPUs (or all), most GPUs first, with their free resources."""
+    """Return the living nodes that have GPUs (or all living nodes) with their free resources, most
+    GPUs first."""
     free_resources = bounded(free_by_node, CALL_S, "report free resources")
     nodes: list[Node] = []
     for node in bounded(ray.nodes, CALL_S, "list its nodes"):
@@ -194,7 +200,7 @@ def cluster_nodes(*, gpus: bool = True) -> list[Node]:
 
 
 def this_machine() -> list[Node]:
-    """The node that Ray would start here; empty without GPUs."""
+    """Return the node that Ray would start on this machine, or nothing if it has no GPUs."""
     gpus, cores = visible_gpus(), available_cores()
     node = Node(
         name=socket.gethostname(),
@@ -208,7 +214,7 @@ def this_machine() -> list[Node]:
 
 
 def memory_gib(limits: Iterable[Path] = _MEMORY_LIMITS) -> float:
-    """Host memory that this machine or its control group has, in GiB."""
+    """Return the host memory that this machine or its control group has, in GiB."""
     sizes = [psutil.virtual_memory().total]
     for path in limits:
         with suppress(OSError, ValueError):  # no file, or "max"
@@ -217,7 +223,7 @@ def memory_gib(limits: Iterable[Path] = _MEMORY_LIMITS) -> float:
 
 
 def gpu_gib() -> float:
-    """Memory of the smallest GPU here, in GiB; 0 without any."""
+    """Return the memory of the smallest GPU on this machine in GiB, or 0 without GPUs."""
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(visible_gpus())]
     return min(sizes, default=0) / GIB
 
@@ -231,9 +237,11 @@ def visible_gpus() -> int:
 
 
 def taken_gib(*, least: bool = False) -> float:
-    """Memory that other processes hold on the most used GPU here, in GiB; 0 if unknown.
+    """Return how much memory other processes hold on the most used GPU of this machine, in GiB, or
+    0 if unknown.
 
-    least: on the least used one, for a cluster, where Ray assigns the free GPUs.
+    With `least`, the least used GPU counts. This is right for a cluster, where Ray assigns the free
+    GPUs.
     """
     program = shutil.which("nvidia-smi")
     if not program or not visible_gpus():
@@ -248,7 +256,8 @@ def taken_gib(*, least: bool = False) -> float:
 
 
 def used_gib(listing: str, uuids: Set[str], *, least: bool = False) -> float:
-    """Parse lines `GPU-<uuid>, <MiB>` of nvidia-smi; see `taken_gib`."""
+    """Parse the lines `GPU-<uuid>, <MiB>` that nvidia-smi prints. `taken_gib` explains the
+    result."""
     used: list[float] = []
     for line in listing.splitlines():
         uuid, _, mib = line.partition(",")
@@ -265,7 +274,8 @@ def uses_gpus(config: Config) -> bool:
 
 
 def detect_hardware(config: Config) -> Hardware:
-    """Hardware that a run has if it starts now, within the recipe's limits."""
+    """Return the hardware that a run would have if it started now, within the limits in the
+    recipe."""
     if not uses_gpus(config):
         return Hardware(gpu=False)
     run, whole = config.run, gpu_gib()
@@ -296,9 +306,10 @@ def _detect_nodes() -> list[Node]:
 
 
 def with_missing_nodes(hardware: Hardware, config: Config) -> Hardware:
-    """Add absent nodes, like the largest, that a recipe with `trainer.min_ranks` still needs.
+    """Add the absent nodes that a recipe with `trainer.min_ranks` still needs, each like the
+    largest present node.
 
-    The run is planned in full size; its start adapts to the nodes that are present.
+    The run is planned at its full size, but starts with the nodes that are present.
     """
     trainer, run = config.trainer, config.run
     elastic = 0 < trainer.min_ranks < trainer.ranks
@@ -321,7 +332,8 @@ def with_missing_nodes(hardware: Hardware, config: Config) -> Hardware:
 
 
 def planned_hardware(config: Config) -> Hardware:
-    """Hardware for `keel check`: as the recipe says, else as detected, else enough nodes."""
+    """Return the hardware for `keel check`: what the recipe describes, else what is detected, else
+    as many nodes as the recipe needs."""
     hardware, run = detect_hardware(config), config.run
     size, nodes = run.gpu_gib or hardware.gpu_gib, hardware.nodes
     layout = [run.gpus_per_node] * run.nodes
@@ -357,7 +369,7 @@ def planned_hardware(config: Config) -> Hardware:
 
 
 def seat_lines(config: Config, hardware: Hardware) -> list[str]:
-    """Describe the seats of all actors. Raises ConfigError if they do not fit."""
+    """Describe where all actors are placed. Raises ConfigError if they do not fit."""
     idle = list(place(config, hardware.idle).lines())
     try:
         return list(place(config, hardware.nodes).lines())

@@ -1,4 +1,4 @@
-"""Repeats a step that ran out of memory with smaller micro-batches."""
+"""Repeats a step that ran out of memory, with smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from keel.trainer.placement.choose import update_choice
 from keel.trainer.run.restarts import OutOfMemory
 
 REDUCED_KNOBS = ("micro_batch_tokens", "activation_checkpointing", "keep_attention")
-"""Knobs of `trainer` that are changed to save memory."""
+"""Knobs in `trainer` that are changed to save memory."""
 _MAX_REDUCTIONS = 3
-"""Beyond these the memory model is not just off by a few per cent."""
+"""Maximum number of reductions. If they are not enough, the memory model is wrong by more than a
+few per cent."""
 
 
 class RetryableLearner(Protocol):
@@ -28,19 +29,17 @@ class RetryableLearner(Protocol):
 
 @dataclass(kw_only=True)
 class OomRecovery:
-    """The current config of a run, and how often its memory was reduced."""
+    """Holds the current config of a run, and how often its memory has been reduced."""
 
     config: Config
     folder: Path
     times: int = 0
     fewer: bool = False
-    """True if the run has fewer ranks or engines than its recipe (`elastic`)."""
+    """True if the run has fewer ranks or engines than its recipe says (`elastic`)."""
 
     def after(self, error: OutOfMemory) -> str:
-        """Reduce memory, save the change in the run folder, and return a message.
-
-        Raises `error` if nothing is left to reduce.
-        """
+        """Reduce the memory, save the change in the run folder, and return a message. Raises
+        `error` if nothing can be reduced any more."""
         reduced = with_less_memory(self.config) if self.times < _MAX_REDUCTIONS else None
         if reduced is None:
             raise error
@@ -63,7 +62,7 @@ class OomRecovery:
 
 @dataclass(frozen=True, kw_only=True)
 class RetryOnOom:
-    """A learner that repeats steps that ran out of memory."""
+    """A learner that repeats each step that ran out of memory."""
 
     learner: RetryableLearner
     lowering: OomRecovery
@@ -77,7 +76,7 @@ class RetryOnOom:
         return self.attempt(lambda _: self.learner.step(groups))
 
     def attempt(self, act: Callable[[Config], StepResult]) -> StepResult:
-        """Call `act` with the current config until it fits."""
+        """Call `act` with the current config, and reduce the memory until the step fits."""
         times = 0
         while True:
             try:
@@ -98,8 +97,11 @@ class RetryOnOom:
 
 
 def with_less_memory(config: Config) -> Config | None:
-    """Halve micro-batches down to one trajectory, then checkpoint activations, then drop kept
-    attention. Returns None if all of it is done."""
+    """Return a config that needs less memory, or None if nothing is left to change.
+
+    Micro-batches are halved down to one trajectory first. After that, activation checkpointing is
+    turned on, and then attention outputs are no longer kept.
+    """
     trainer, least = config.trainer, config.max_context
     if trainer.micro_batch_tokens > least:
         trainer = replace(trainer, micro_batch_tokens=max(least, trainer.micro_batch_tokens // 2))

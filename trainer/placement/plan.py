@@ -1,4 +1,4 @@
-"""Plan of a run before it starts: actors, batch arithmetic, memory and time."""
+"""Plans a run before it starts: its actors, batch sizes, memory and time."""
 
 from __future__ import annotations
 
@@ -42,25 +42,26 @@ from keel.trainer.placement.suggestions import suggest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Batch arithmetic, memory and time of a run."""
+    """Batch sizes, memory and time of a run."""
 
     sequences: int
-    """Trajectories per step."""
+    """Number of trajectories per step."""
     step_tokens: int
-    """Maximum tokens per step."""
+    """Maximum number of tokens per step."""
     micro_batches: int
-    """Maximum micro-batches of a rank per optimizer step."""
+    """Maximum number of micro-batches that a rank computes per optimizer step."""
     optimizer_steps: int
     engine: Memory
     trainer: Memory
-    """All that a rank holds at any time, even if not at the same time."""
+    """Everything that a rank holds at some time, including parts that it never holds at the same
+    time."""
     peak: float
-    """Maximum bytes of a rank on its GPU."""
+    """Maximum number of bytes that a rank holds on its GPU."""
     cached: int | None
-    """Trajectories of full length in an engine's KV cache; None if unknown."""
+    """Number of full-length trajectories that fit in the KV cache of an engine; None if unknown."""
     offload: OffloadPlan
     time: StepTime | None
-    """None on a CPU."""
+    """Estimated time for a step; None on a CPU."""
 
 
 def plan_on(
@@ -69,10 +70,10 @@ def plan_on(
     hardware: Hardware,
     suggested: Callable[[Config, ModelFacts, Callable[[Config], object]], str] | None = None,
 ) -> Plan:
-    """Plan a run on this hardware, for `keel check` and for its start.
+    """Plan a run on this hardware, for `keel check` and for the start of the run.
 
-    Raises ConfigError if it does not fit, with changes that help (`suggested`, by default
-    `suggest`).
+    Raises ConfigError if the run does not fit. The error names helpful changes, which `suggested`
+    returns (by default `suggest`).
     """
 
     def planned(config: Config) -> Plan:
@@ -101,8 +102,8 @@ def plan_on(
 def check_host_memory(
     config: Config, facts: ModelFacts, offload: OffloadPlan, placement: Placement
 ) -> None:
-    """Raise DoesNotFit if a machine cannot hold the models that its ranks read, or their offloaded
-    state."""
+    """Check the host memory of each machine. Raises DoesNotFit if it cannot hold the models that
+    the ranks read, or the state that they offload."""
     each, reading = host_bytes(config, facts, offload), reading_ranks(config.trainer)
     whole = facts.parameters * BYTES[config.model.dtype]
     for node, ranks in placement.ranks_by_node:
@@ -132,11 +133,11 @@ def make_plan(
     taken_gib: float = 0.0,
     spec: GpuSpec | None = None,
 ) -> Plan:
-    """Plan a model of this shape.
+    """Plan a run for a model of this shape.
 
-    gpu_gib: memory of a GPU, 0 if unknown; shared: whether an engine and a rank share a GPU;
-    taken_gib: memory that other processes hold. Raises ConfigError if the recipe does not suit the
-    model, and DoesNotFit if a GPU is too small.
+    `gpu_gib` is the memory of a GPU (0 if unknown), `taken_gib` is what other processes hold, and
+    `shared` says whether an engine and a rank share a GPU. Raises ConfigError if the recipe does
+    not suit the model, and DoesNotFit if a GPU is too small.
     """
     longest = config.max_context
     if longest > facts.max_context:
@@ -201,7 +202,7 @@ def make_plan(
 
 
 _STEP_ROWS = ("batch", "steps", "stabilisers")
-"""Rows that do not apply to an evaluation."""
+"""Rows that are left out for an evaluation."""
 
 
 def describe(
@@ -217,8 +218,8 @@ def describe(
 ) -> str:
     """Format the plan for `keel check`.
 
-    data: a line per source; seats: a line per node; cpu_time: the estimate for a CPU; trains: false
-    omits rows about steps.
+    `data` has a line for each source, and `seats` one for each node. `cpu_time` is the estimate for
+    a CPU. If `trains` is false, rows about steps are left out.
     """
     gpu = hardware.gpu
     a, r, t = config.algorithm, config.rollout, config.trainer

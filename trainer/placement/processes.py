@@ -1,4 +1,4 @@
-"""Process and thread state from /proc, and how processes are killed."""
+"""Reads the state of processes and threads from /proc, and kills processes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from pathlib import Path
 import psutil
 
 EXITED = (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError)
-"""Errors from reading the state of a process that exits meanwhile."""
+"""Errors that occur if a process exits while its state is read."""
 _SWITCHES = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 _KILL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadState:
-    """State of a thread from /proc/PID/task/TID/status."""
+    """State of a thread, read from /proc/PID/task/TID/status."""
 
     stopped: bool
-    """By SIGSTOP, together with its process."""
+    """Whether SIGSTOP has stopped the thread together with its process."""
     debugged: bool
     switches: str
-    """Context switches so far; "" on kernels that do not count them, such as gVisor."""
+    """Context switches so far. Empty on kernels that do not count them, such as gVisor."""
 
 
 def thread_state(pid: int, tid: int) -> ThreadState:
-    """Read one thread's state. Raises one of `EXITED`."""
+    """Read the state of one thread. Raises one of `EXITED` if it has exited."""
     lines = (_proc(pid) / "task" / str(tid) / "status").read_text().splitlines()
     fields = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
     state = fields.get("State", "")[:1]
@@ -41,7 +41,8 @@ def thread_state(pid: int, tid: int) -> ThreadState:
 
 
 def thread_states(pid: int) -> dict[int, ThreadState]:
-    """Read the state of each thread by its id. Raises one of `EXITED`."""
+    """Map the id of each thread in a process to its state. Raises one of `EXITED` if the process
+    has exited."""
     states: dict[int, ThreadState] = {}
     for task in (_proc(pid) / "task").iterdir():
         with suppress(*EXITED):
@@ -50,7 +51,7 @@ def thread_states(pid: int) -> dict[int, ThreadState]:
 
 
 def children(pid: int) -> Iterator[int]:
-    """Child processes. The kernel may omit some while others exit."""
+    """Return the child processes. The kernel may omit some while others exit."""
     with suppress(*EXITED):
         for task in (_proc(pid) / "task").iterdir():
             with suppress(OSError):
@@ -58,7 +59,7 @@ def children(pid: int) -> Iterator[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Children, their children, and so on."""
+    """Return the children of a process, their children, and so on."""
     pids = list(children(pid))
     for child in pids:  # grows meanwhile
         pids += children(child)
@@ -66,7 +67,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill(processes: Sequence[psutil.Process]) -> str:
-    """Kill processes and wait until they exit. Returns a note if one does not, else ""."""
+    """Kill processes and wait until they have exited. Returns a note if one of them does not exit,
+    or an empty string."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -79,7 +81,7 @@ def kill(processes: Sequence[psutil.Process]) -> str:
 
 
 def has_exited(process: psutil.Process | int) -> bool:
-    """Return whether a process has exited; a zombie counts, since it holds no memory."""
+    """Return whether a process has exited. A zombie counts as exited, since it holds no memory."""
     try:
         if isinstance(process, int):
             process = psutil.Process(process)
@@ -89,7 +91,8 @@ def has_exited(process: psutil.Process | int) -> bool:
 
 
 def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """CPU cores that the scheduler and the container's quota grant this process."""
+    """Return how many CPU cores the scheduler and the container's quota allow this process to
+    use."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no quota file, or "max"
         time_us, period_us = map(int, quota.read_text().split())

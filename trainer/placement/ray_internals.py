@@ -1,6 +1,6 @@
-"""All that Keel's driver uses of Ray without a public name.
+"""Everything in Ray that Keel's driver uses although it is not public.
 
-No other file of trainer/ or model/ names a private module or attribute of Ray.
+No other file in trainer/ or model/ names a private module or attribute of Ray.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from keel.trainer.placement.processes import descendants
 
 _CONSTANTS = "ray._private.ray_constants"
 _NETWORK, _NETWORK_VARIABLE = "ENABLE_RAY_CLUSTER", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Whether Ray binds to all network interfaces: a constant, and the variable it is read from."""
+"""Constant that says whether Ray binds to all network interfaces, and the environment variable from
+which Ray reads it."""
 _NODE, _SERVICES = "ray._private.node", "ray._private.services"
 _STATE, _WORKER = "ray._private.state", "ray._private.worker"
 _DEATHS = ("Raylet is terminated", "A worker died or was killed", "The node with node id")
 _UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
-"""Methods of Ray's `Node` that start the autoscaler, the log monitor and the dashboard."""
+"""Methods of Ray's `Node` class that start the autoscaler, the log monitor and the dashboard."""
 _START_PROCESS = "start_ray_process"
 _PROGRAMS = Path(__file__).parent / "programs"
 _AGENT, _SETUP_WORKER, _TIED = (
@@ -39,7 +40,8 @@ _LOG = logging.getLogger(__name__)
 
 
 def silence_ray() -> None:
-    """Drop Ray's messages about tokens, dead processes and signal handlers; Keel has its own."""
+    """Hide Ray's messages about tokens, dead processes and signal handlers, because Keel prints its
+    own."""
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     logging.getLogger(_WORKER).addFilter(_not_about_sigterm)
     worker = importlib.import_module(_WORKER)
@@ -60,9 +62,10 @@ def _not_about_sigterm(record: logging.LogRecord) -> bool:
 
 
 def free_by_node() -> dict[str, Mapping[str, float]]:
-    """Free resources by node id, which Ray's public functions report for the whole cluster only.
+    """Return the free resources of each node by its id. Ray's public functions report them only for
+    the whole cluster.
 
-    Falls back to each node's total resources on a Ray release without the function.
+    If a Ray release does not have the function, the total resources of each node are returned.
     """
     try:
         return importlib.import_module(_STATE).available_resources_per_node()
@@ -75,15 +78,16 @@ def free_by_node() -> dict[str, Mapping[str, float]]:
 
 
 def exit_now(status: int) -> NoReturn:
-    """Exit without waiting for threads: Ray's crash without their cluster, a tracker's may hang."""
+    """Exit without waiting for threads. Ray's threads crash without their cluster, and a tracker's
+    may hang."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def own_processes() -> dict[str, list[int]]:
-    """Process ids of the cluster that this process has started, by kind (`raylet`, `gcs_server`);
-    empty if it has joined one."""
+    """Return the process ids of the cluster that this process has started, by kind (`raylet`,
+    `gcs_server`). Empty if it has joined a cluster."""
     processes: Mapping[str, Any] = getattr(_node(), "all_processes", {})
     return {kind: [info.process.pid for info in infos] for kind, infos in processes.items()}
 
@@ -94,9 +98,10 @@ def _node() -> Any:
 
 @contextmanager
 def killing_own_processes() -> Iterator[None]:
-    """Make `ray.shutdown` kill the processes of a cluster started here, with their descendants.
+    """Make `ray.shutdown` kill the processes of a cluster that was started here, with their
+    descendants.
 
-    They ignore SIGTERM, so asking them to exit would take a second each. They are killed at exit
+    They ignore SIGTERM, so asking each of them to exit would take a second. They are killed at exit
     even if `ray.shutdown` was never called.
     """
     node, handles = _node(), list[int]()
@@ -123,7 +128,8 @@ def _warn(line: str) -> None:
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """Start clusters on the loopback interface only, so that no port is reachable from outside."""
+    """Start clusters only on the loopback interface, so that no port can be reached from
+    outside."""
     constants = vars(importlib.import_module(_CONSTANTS))
     if _NETWORK not in constants:
         _warn(
@@ -145,9 +151,10 @@ def on_loopback() -> Iterator[None]:
 
 @contextmanager
 def without_unused_processes() -> Iterator[None]:
-    """Start clusters without the four Python processes that a run does not use.
+    """Start clusters without the four Python processes that a run does not need.
 
-    They cost a tenth of a small run's CPU time. Releases of Ray with other names start them.
+    They use a tenth of a small run's CPU time. Ray releases that have renamed their methods still
+    start them.
     """
     services = importlib.import_module(_SERVICES)
     node = getattr(importlib.import_module(_NODE), "Node", None)
@@ -171,7 +178,8 @@ def without_unused_processes() -> Iterator[None]:
 
 
 def lighter(command: Sequence[str]) -> list[str]:
-    """Replace the agent and the worker setup in a raylet's command by the ones in `programs`."""
+    """Replace the agent and the worker setup in the raylet's command line with the faster programs
+    in `programs`."""
     options = {name: value for name, _, value in (word.partition("=") for word in command)}
     agent, session, node = "--dashboard_agent_command", "--session_dir", "--node_id"
     runtime_agent, workers = "--runtime_env_agent_command", "--python_worker_command"

@@ -1,4 +1,4 @@
-"""Reserves the GPUs of a placement as one Ray placement group, before any actor starts."""
+"""Reserves the GPUs for a placement as one Ray placement group, before any actor starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from keel.trainer.placement.hardware import SHARED_GPU, Placement, Seat, allowed
 from keel.trainer.placement.nodes import cluster_nodes
 
 _GRANT_S = 5.0
-"""Replan if Ray has not granted a group for this long: the GPUs may be taken by then."""
+"""Plan again if Ray has not granted a group within this time, because the GPUs may be taken by
+then."""
 _POLL_S = 0.5
 
 
@@ -30,7 +31,7 @@ class Reservation:
     group: PlacementGroup
 
     def options(self, kind: str, index: int) -> dict[str, Any]:
-        """Ray options that put an actor on its seat."""
+        """Return the Ray options that put an actor on its seat."""
         owner = self.placement.owner(kind, index)
         return {
             "num_cpus": 1,
@@ -43,10 +44,10 @@ class Reservation:
 
 @contextmanager
 def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterator[Reservation]:
-    """Hold the GPUs of a run, or of its actors of the kind `only`, until exit.
+    """Reserve the GPUs for a run, or for its actors of the kind `only`, until this process exits.
 
-    Raises ConfigError if the idle cluster would be too small, and TimeoutError if others do not
-    free enough GPUs in time.
+    Raises ConfigError if the cluster would be too small even if it were idle, and TimeoutError if
+    other users do not free enough GPUs in time.
     """
     reservation = _reserve(config, timeout_s, only)
     try:
@@ -78,7 +79,8 @@ def _reserve(config: Config, timeout_s: float, only: str) -> Reservation:
 
 
 def _group(placement: Placement) -> PlacementGroup:
-    """One bundle per owner of GPUs, on its node, with a CPU core for a guest."""
+    """Create a placement group with one bundle for each actor that owns GPUs, on its node. A guest
+    adds a CPU core."""
     owners = _owners(placement)
     return placement_group(
         [{"CPU": 2.0 if seat.shared else 1.0, "GPU": float(seat.gpus)} for seat in owners],

@@ -1,4 +1,4 @@
-"""Deadlines for calls of trainer ranks, which adapt to how long earlier calls took."""
+"""Deadlines for calls to trainer ranks. They adapt to how long earlier calls took."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from keel.model.ray_timeouts import Deadline
 from keel.rl.packing import TrainBatch
 
 _SLOWDOWN, _MIN_S = 10.0, 300.0
-"""A repeated call is lost after this many times its expected duration, but not sooner than this."""
+"""A repeated call counts as lost after this many times its expected duration, but never before this
+many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepDeadline:
-    """Deadline of one wait, with the knob to name when it passes."""
+    """Deadline for one wait, and the knob that the error names when the deadline passes."""
 
     what: str
     seconds: float
     knob: str
     left: Deadline | None = None
-    """Shared remaining time, if several waits have one deadline."""
+    """Remaining time that several waits share, if they have one deadline."""
 
 
 class StepDeadlines:
-    """Deadlines by kind of call."""
+    """Provides a deadline for each kind of call."""
 
     def __init__(self, timeout_s: float, sending_s: float) -> None:
-        """timeout_s: `trainer.timeout_s`; sending_s: extra time for weights still being sent."""
+        """`timeout_s` is `trainer.timeout_s`. `sending_s` is extra time for weights that are still
+        being sent."""
         self._timeout_s, self._sending_s = timeout_s, sending_s
         self._knobs = "trainer.timeout_s"
         if sending_s > 0:
@@ -37,13 +39,13 @@ class StepDeadlines:
         self._slowest_pace_s: dict[str, float] = {}
 
     def of(self, what: str, times: int = 1) -> StepDeadline:
-        """The configured deadline; `times`: optimizer steps in the call."""
+        """Return the configured deadline for a call with `times` optimizer steps."""
         return StepDeadline(what, times * self._timeout_s + self._sending_s, self._knobs)
 
     def likely(self, what: str, work: int, times: int = 1) -> StepDeadline:
-        """The configured deadline, or a shorter one derived from earlier calls.
+        """Return the configured deadline, or a shorter one that is derived from earlier calls.
 
-        work: micro-batches in the call, see `micro_batch_count`.
+        `work` is the number of micro-batches in the call (`micro_batch_count`).
         """
         longest = self.of(what, times)
         if what not in self._longest_s:
@@ -57,13 +59,14 @@ class StepDeadlines:
         return StepDeadline(what, seconds, knob)
 
     def took(self, what: str, work: int, seconds: float) -> None:
-        """Record the duration of a call."""
+        """Record how long a call took."""
         self._longest_s[what] = max(self._longest_s.get(what, 0.0), seconds)
         pace_s = seconds / max(1, work)
         self._slowest_pace_s[what] = max(self._slowest_pace_s.get(what, 0.0), pace_s)
 
 
 def micro_batch_count(share: Sequence[TrainBatch] | Mapping[str, TrainBatch]) -> int:
-    """Micro-batches in one rank group's share of a call, equal for all groups."""
+    """Return the number of micro-batches in one rank group's share of a call. It is the same for
+    all groups."""
     batches: Sequence[Any] = list(share.values()) if isinstance(share, Mapping) else share
     return sum(len(batch.micro_batches) + len(batch.scored_first) for batch in batches)

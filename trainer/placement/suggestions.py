@@ -1,4 +1,4 @@
-"""Suggests knob changes for a recipe that does not fit, each checked with the memory model."""
+"""Suggests knob changes for a recipe that does not fit. The memory model checks each suggestion."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from keel.model.load import ModelFacts
 
 _SHOWN = 3
 TRIED = 20_000
-"""Changes to try, which takes about a second."""
+"""Number of changes to try, which takes about a second."""
 _MAX_KNOBS = 4
 _RANKS = (*range(2, 9), 12, 16, 24, 32, 48, 64)
 Change = Mapping[str, Any]
-"""Knob → value."""
+"""Maps knobs to their new values."""
 
 
 def no_suggestion() -> str:
@@ -31,9 +31,10 @@ def suggest(
     decided: Set[str] = frozenset(),
     tried: int | None = None,
 ) -> str:
-    """Name the smallest sets of changes after which `planned` raises no ConfigError.
+    """Name the smallest sets of changes with which `planned` does not raise ConfigError.
 
-    decided: knobs that `planned` decides itself; tried: maximum number of changes to try.
+    `decided` has the knobs that `planned` decides itself, and `tried` is the maximum number of
+    changes to try.
     """
 
     def fits(group: Iterable[Change]) -> bool:
@@ -65,9 +66,9 @@ def suggest(
 
 
 def changes(config: Config, facts: ModelFacts, *, fine: bool) -> Iterator[list[Change]]:
-    """Possible changes by knob, cheapest knob and smallest change first.
+    """Return the possible changes by knob, with the cheapest knob and the smallest change first.
 
-    fine: shares of memory in steps of 0.01 instead of 0.05.
+    With `fine`, shares of memory change in steps of 0.01, otherwise 0.05.
     """
     rollout, trainer, longest = config.rollout, config.trainer, config.max_context
 
@@ -102,12 +103,13 @@ def changes(config: Config, facts: ModelFacts, *, fine: bool) -> Iterator[list[C
 
 
 def with_knob(section: Any, path: list[str], value: Any) -> Any:
-    """`section` with the knob at `path` changed. Raises ConfigError if that breaks a rule."""
+    """Return `section` with a new value for the knob at `path`. Raises ConfigError if that breaks a
+    rule."""
     name, *rest = path
     inner = with_knob(getattr(section, name), rest, value) if rest else value
     return replace(section, **{name: inner})
 
 
 def _override(change: Change) -> str:
-    """The change as on the command line."""
+    """Format the change as it is written on the command line."""
     return " ".join(f"{knob}={str(v).lower()}" for knob, v in change.items())

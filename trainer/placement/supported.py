@@ -1,6 +1,6 @@
-"""Writes docs/models.md: `python -m keel.trainer.placement.supported docs`.
+"""Writes docs/models.md with `python -m keel.trainer.placement.supported docs`.
 
-Each row is the outcome of `keel check` for a small model of the family.
+Each row shows what `keel check` says about a small model of the family.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ _QUANTISED = "published in {}; name unquantised weights"
 
 
 class Family(NamedTuple):
-    """A row of the page."""
+    """A model family, which is a row on the page."""
 
     models: str
     model_type: str
     architecture: str
     note: str = ""
     changes: Mapping[str, Any] = MappingProxyType({})
-    """Changes to transformers' default configuration, if it matches none of the models."""
+    """Changes to the default configuration in transformers, if it does not match any of the
+    models."""
 
 
 FAMILIES = (
@@ -143,7 +144,7 @@ _REFUSED = """
 
 
 def config_of(family: Family) -> PreTrainedConfig:
-    """Configuration of a small model of the family."""
+    """Return the configuration for a small model of the family."""
     config = CONFIG_MAPPING[family.model_type]()
     config.architectures = [family.architecture]
     text = config.get_text_config()
@@ -158,7 +159,7 @@ def config_of(family: Family) -> PreTrainedConfig:
 
 
 def refusals(family: Family, config: PreTrainedConfig) -> Iterator[str]:
-    """Yield the reasons for which `keel check` refuses the model."""
+    """Yield the reasons why `keel check` refuses the model."""
     try:
         check_causal(config, family.model_type)
     except ConfigError:

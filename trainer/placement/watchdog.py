@@ -1,7 +1,8 @@
-"""Watches the processes of a run from a thread, so that a hung one is killed and replaced.
+"""Watches the processes of a run from a thread, so that a process that hangs is killed and
+replaced.
 
-On a cluster that this process has started, the thread polls the processes itself; on one that it
-has joined, an actor on each node does.
+In a cluster that this process has started, the thread polls the processes itself. In a cluster that
+it has joined, an actor on each node does this.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from keel.trainer.run.restarts import WorkerLost
 
 
 class Watchdog:
-    """Polls the health of a run's processes every second."""
+    """Checks every second whether the processes of a run are healthy."""
 
     def __init__(
         self, poll: Callable[[], NodeHealth], say: Callable[[str], Any], *processes: int
     ) -> None:
-        """processes: ids of local processes whose exit triggers a poll at once."""
+        """`processes` has the ids of local processes. If one of them exits, the watchdog polls at
+        once."""
         self.say = say
-        """Called from the thread with each warning."""
+        """Called with each warning, from the watchdog's thread."""
         self.nodes: Set[str] = frozenset()
-        """Ids of nodes that the run cannot do without, since its GPUs are reserved there."""
+        """Ids of the nodes that the run needs because its GPUs are reserved there."""
         self._poll, self._failure, self._failed = poll, "", False
         self._ranks: set[str] = set()
         self._stopping = os.eventfd(0)
@@ -40,12 +42,13 @@ class Watchdog:
         self._thread.start()
 
     def should_stop_waiting(self) -> bool:
-        """Return False, or raise like `check`."""
+        """Return False if all is well, or raise the same errors as `check`."""
         self.check()
         return False
 
     def check(self) -> None:
-        """Raise `RayLost` if Ray is unusable, and `WorkerLost` if a trainer rank or node is."""
+        """Check the run. Raises `RayLost` if Ray is unusable, and `WorkerLost` if a trainer rank or
+        a node is lost."""
         if reason := ray_timeouts.lost_reason():
             raise ray_timeouts.RayLost(reason)
         if self._failure:
@@ -99,7 +102,7 @@ class Watchdog:
 def start_watchdog(
     say: Callable[[str], Any], hang_timeout_s: float, nodes: Set[str] = frozenset()
 ) -> Iterator[Watchdog]:
-    """Run a watchdog until exit. nodes: see `Watchdog.nodes`."""
+    """Start a watchdog that runs until this process exits. `Watchdog.nodes` explains `nodes`."""
     local = own_processes()
     if local:
         (raylet,) = local["raylet"]

@@ -1,1 +1,2 @@
-"""Standalone programs that wrap or replace slow ones of Ray; they use the standard library only."""
+"""Standalone programs that wrap or replace slow programs of Ray. They use only the standard
+library."""

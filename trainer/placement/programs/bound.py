@@ -1,4 +1,4 @@
-"""Run a command that the kernel kills together with its parent: `python bound.py COMMAND ARG…`."""
+"""Runs a command that the kernel kills when its parent dies: `python bound.py COMMAND ARG…`."""
 
 from __future__ import annotations
 

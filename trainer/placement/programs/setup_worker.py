@@ -16,13 +16,14 @@ from typing import Any
 CONTEXT, LANGUAGE = "--serialized-runtime-env-context", "--language"
 SUPPORTED = {"env_vars", "py_executable"}
 PLAIN_PATH = re.compile(r"/[\w./+@:-]+|'/[^']+'")
-"""A path without shell syntax, quoted or not."""
+"""Matches a path without shell syntax, quoted or not."""
 UNSET = re.compile(r"\$\{[A-Z0-9_]+\}")
-"""An unset variable, which Ray replaces by nothing."""
+"""Matches a reference to an unset variable, which Ray replaces with nothing."""
 
 
 def command_of(arguments: Sequence[str]) -> list[str]:
-    """Set the variables and return the worker's command, or the command of Ray's program."""
+    """Set the environment variables, and return the command that starts the worker, or the command
+    for Ray's own program."""
     passed: list[str] = []
     options: dict[str, str] = {}
     for word in arguments:
