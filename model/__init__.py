@@ -1,1 +1,1 @@
-"""The policy network: loading, the support head, routing replay and the tiny MoE."""
+"""The policy network: model loading, the support head, routing replay and the tiny MoE model."""

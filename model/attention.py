@@ -1,9 +1,10 @@
-"""Attention over packed segments: tokens attend within their segment and the one that it follows.
+"""Attention over packed segments, where each token sees its own segment and the one that it
+follows.
 
-The network gets one row of N tokens, so embeddings, experts and routes need neither padding nor a
-second layout. Only the attention operator knows the segments. It is registered with transformers'
-attention interface, which passes it the keyword `segments` of the model's forward; no mask of
-N × N entries is built.
+The network gets a single row of N tokens, so embeddings, experts and routes need neither padding
+nor a second layout. Only the attention function knows where segments begin. It is registered with
+transformers' attention interface, which passes on the keyword `segments` from the model's forward.
+A mask with N × N entries is never built.
 """
 
 from __future__ import annotations
@@ -30,39 +31,43 @@ from keel.model.torch_internals import varlen_operator
 from keel.model.ulysses import heads_for_tokens, tokens_for_heads
 
 NAME, _NAME4 = "keel_packed", "keel_packed_4"
-"""Names in transformers' registry, for PyTorch's and FlashAttention-4's kernels. They must not
-contain "flash", by which transformers recognises its own implementations."""
+"""Names under which the attention functions are registered with transformers, one for PyTorch's
+kernels and one for FlashAttention-4. They must not contain "flash", because transformers would take
+them for its own implementations."""
 
 _SPARSE_LAYERS = ("indexed_attention", "deepseek_sparse_attention")
-"""Layer types of sparse attention in transformers 5.19 and 5.17."""
+"""The layer types that mean sparse attention in transformers 5.19 and 5.17."""
 _SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", *_SPARSE_LAYERS})
 _UNSUPPORTED = {"softcap": "a cap on attention scores", "s_aux": "learned attention sinks"}
-"""Keywords of transformers' attention functions for features that are not supported."""
+"""Keywords that transformers passes to attention functions for features that are not supported
+here."""
 _FILL = 0.8
-"""Minimum length of segments in a padded block, relative to the longest one."""
+"""The shortest segment in a padded block must have at least this fraction of the longest one's
+length."""
 
 _VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Segments of a packed row, and their layout as right-padded blocks."""
+    """The segments of a packed row, and their layout in right-padded blocks."""
 
     offsets: Tensor
-    """[S+1] int32; segment s has the tokens offsets[s] … offsets[s+1]−1."""
+    """[S+1] int32. Segment s consists of the tokens offsets[s] … offsets[s+1]−1."""
     longest: int
     blocks: tuple[tuple[int, int], ...]
-    """(segments, padded length) of each block, concatenated in M padded rows."""
+    """(segments, padded length) for each block. Together the blocks have M padded rows."""
     token_of_row: Tensor
-    """[M] packed token of each padded row; 0 for padding."""
+    """[M] the packed token in each padded row, or 0 for padding."""
     row_of_token: Tensor
-    """[N] padded row of each packed token."""
+    """[N] the padded row that holds each packed token."""
     lengths: tuple[int, ...]
     """[S] segment lengths."""
     group: ProcessGroup | None = None
-    """Ranks that split the row (`keel.model.ulysses`)."""
+    """The ranks that share the row, if it is split (`keel.model.ulysses`)."""
     contexts: Contexts | None = None
-    """Contexts of the segments, if some follow others; None: each attends to itself."""
+    """The context of each segment, if some segments follow others. None means that each segment
+    attends only to itself."""
 
     @staticmethod
     def of(
@@ -71,9 +76,9 @@ class Segments:
         group: ProcessGroup | None = None,
         follows: Sequence[int] | None = None,
     ) -> Segments:
-        """Build concatenated segments; similar lengths share a padded block.
+        """Build the segments of a packed row. Segments of similar length share a padded block.
 
-        follows: see `keel.rl.packing.MicroBatch`.
+        `follows` is explained in `keel.rl.packing.MicroBatch`.
         """
         if not lengths or min(lengths) < 1:
             raise ValueError(f"packed segments: lengths must be at least 1, got {list(lengths)}")
@@ -105,10 +110,11 @@ class Segments:
 
 
 def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> None:
-    """Make `model` attend within `segments`, a keyword of its forward.
+    """Make `model` attend within `segments`, which its forward then accepts as a keyword.
 
-    flash4: use FlashAttention-4, after `keel.model.layers.flash4.missing` and `disagreement` found
-    no problem. Raises `ValueError` for a model whose layers would mix segments.
+    `flash4` selects FlashAttention-4. Set it only if `keel.model.layers.flash4.missing` and
+    `disagreement` found no problem. Raises `ValueError` if the model has layers that would mix
+    segments.
     """
     config = model.config.get_text_config()
     older = getattr(config, "layers_block_type", None)
@@ -134,15 +140,16 @@ def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def attention_kept() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """`context_fn` of activation checkpointing that saves attention outputs on GPUs.
+    """Return the `context_fn` for activation checkpointing that keeps attention outputs on GPUs.
 
-    Attention takes quadratic time, unlike the rest of a layer, but no more memory.
+    Attention takes quadratic time, unlike the rest of a layer, but its outputs take no more memory,
+    so keeping them avoids the most expensive recomputation.
     """
     return create_selective_checkpoint_contexts([varlen_operator(), operator4()])
 
 
 class UnsupportedAttention(ValueError):
-    """A model needs attention that packed rows do not support."""
+    """Raised if a model needs attention that packed rows do not support."""
 
 
 def packed_attention(
@@ -159,10 +166,11 @@ def packed_attention(
     kernels: Callable[..., Tensor] | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers: causal within each segment.
+    """Compute causal attention within each segment, as an attention function for transformers.
 
-    query [1, Hq, N, D]; key and value [1, Hkv, N, D]. Returns ([1, N, Hq, Dv], None). With sequence
-    parallelism, N is this rank's part of the row. kernels: `attend` by default.
+    `query` is [1, Hq, N, D], and `key` and `value` are [1, Hkv, N, D]. Returns ([1, N, Hq, Dv],
+    None). With sequence parallelism, N counts this rank's part of the row. `kernels` computes the
+    attention and is `attend` by default.
     """
     if segments is None:
         raise UnsupportedAttention(
@@ -189,7 +197,7 @@ def packed_attention(
 
 
 def packed_attention4(*args: Any, **options: Any) -> tuple[Tensor, None]:
-    """`packed_attention` with FlashAttention-4."""
+    """Like `packed_attention`, but with FlashAttention-4."""
     return packed_attention(*args, **options, kernels=_attend4)
 
 
@@ -201,7 +209,8 @@ def attend(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Attend over a whole row: query [N, Hq, D]; key and value [N, Hkv, D] → [N, Hq, Dv]."""
+    """Compute attention for a whole row, from query [N, Hq, D] and key and value [N, Hkv, D] to [N,
+    Hq, Dv]."""
     operator = _varlen if _has_flash(query, value) else _padded
     return operator(query, key, value, segments, scaling, window)
 
@@ -220,9 +229,9 @@ def _attend4(
 
 
 def _keys(key: Tensor, value: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return contiguous keys and values of all contexts, their offsets and the longest length.
+    """Return contiguous keys and values for all contexts, their offsets and the longest length.
 
-    A segment's queries are the last positions of its context, as flash attention assumes.
+    The queries in a segment are the last positions of its context, as flash attention assumes.
     """
     if (contexts := segments.contexts) is None:
         return key, value, segments.offsets, segments.longest
@@ -242,7 +251,8 @@ def _varlen(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Flash attention over offsets; compiled with its layer, so it depends on no row's values."""
+    """Run flash attention on segments given by offsets. It is compiled with its layer, so the code
+    must not depend on the values of a particular row."""
     # Older versions infer grouped heads.
     grouped = query.shape[1] != key.shape[1]
     options: dict[str, Any] = {"enable_gqa": grouped} if _VARLEN_TAKES_GQA else {}
@@ -274,7 +284,8 @@ def _padded(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Attend over right-padded blocks; the causal mask hides padding from all real tokens."""
+    """Run attention on right-padded blocks. The causal mask hides the padding from all real
+    tokens."""
     if (contexts := segments.contexts) is not None:
         query, key, value = (contexts.spread(x) for x in (query, key, value))
         whole = _whole_contexts(contexts.lengths, query.device)
@@ -306,13 +317,14 @@ def _padded(
 
 @lru_cache(maxsize=2)
 def _whole_contexts(lengths: tuple[int, ...], device: torch.device) -> Segments:
-    """Build separate contexts, cached for all layers of a micro-batch and for any grad mode."""
+    """Build the contexts for segments that do not share prefixes. They are cached for all layers of
+    a micro-batch and any gradient mode."""
     with torch.inference_mode(False):
         return Segments.of(lengths, device)
 
 
 def _sequence_parallel(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Run `operator` on all tokens with this rank's heads, for a row that is split over ranks."""
+    """Run `operator` on all tokens of a row that is split over ranks, with this rank's heads."""
 
     @uncompiled  # collectives
     def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *rest: Any) -> Tensor:
@@ -324,7 +336,8 @@ def _sequence_parallel(operator: Callable[..., Tensor]) -> Callable[..., Tensor]
 
 
 def _similar(order: Tensor, sizes: Tensor) -> list[Tensor]:
-    """Split `order` (longest first) into runs of similar sizes, see `_FILL`."""
+    """Split `order`, which starts with the longest segment, into runs of similar lengths (see
+    `_FILL`)."""
     ranked = sizes[order]
     runs, start = [], 0
     while start < len(order):

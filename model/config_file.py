@@ -1,4 +1,4 @@
-"""Checks of a model's config.json as plain JSON, before transformers uses it."""
+"""Checks a model's config.json as plain JSON, before transformers uses it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from keel.configs.schema import ConfigError
 
 MAX_BYTES = 2**22
-"""Size limit of config.json; published ones have a few KiB."""
+"""Largest allowed size for config.json. Published files have a few KiB."""
 _MAX_ENTRIES = 2**16
-"""Size limit of a list or mapping in it."""
+"""Largest allowed number of entries in a list or mapping in config.json."""
 _MAX_VALUES: Mapping[str, float] = {
     "model_max_length|sliding_window|max_window_size|param": float("inf"),  # no tensor sizes
     "vocab": 2**26,
@@ -22,7 +22,8 @@ _MAX_VALUES: Mapping[str, float] = {
     "layer|depth|dense_replace": 2**12,
     "size|dim|rank|head|expert|embd|width|inner|group|label|num_|^n_|^d_": 2**20,
 }
-"""Limits of numbers by the first pattern that matches their name, well above published models."""
+"""Limits for numbers in config.json, well above those in published models. The first pattern that
+matches the name of a number determines its limit."""
 _MODEL_TYPE = re.compile(r"[\w.+-]{1,80}")
 QUANTISED = (
     "Keel trains bfloat16, float16 or float32. Use the model without quantisation, or load it with "
@@ -31,10 +32,9 @@ QUANTISED = (
 
 
 def check_config(path: str, content: Mapping[str, Any]) -> None:
-    """Check model_type and sizes in a model's config.json.
+    """Check the model_type and the sizes in a model's config.json.
 
-    Raises:
-        ConfigError: model_type is invalid, or a size would exhaust time or memory.
+    Raises ConfigError if model_type is invalid, or if a size would exhaust time or memory.
     """
     kind = content.get("model_type")
     if not isinstance(kind, str) or not _MODEL_TYPE.fullmatch(kind):
@@ -61,7 +61,8 @@ def check_config(path: str, content: Mapping[str, Any]) -> None:
 
 
 def check_quantised(path: str, content: Mapping[str, Any]) -> None:
-    """Raise ConfigError if config.json describes quantised weights."""
+    """Check that config.json does not describe quantised weights, and raise ConfigError if it
+    does."""
     inner = content.get("text_config")
     for each in (content, inner if isinstance(inner, dict) else {}):
         for name in ("quantization_config", "compression_config"):
@@ -74,15 +75,17 @@ def check_quantised(path: str, content: Mapping[str, Any]) -> None:
 
 
 def one_line(error: BaseException, limit: int = 400) -> str:
-    """Return an error's text on one line without control characters, which a file may contain."""
+    """Return the text of an error on one line, with control characters escaped, since the text may
+    come from a file."""
     text = " ".join(str(error).split())
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)[:limit]
 
 
 def ignored_code(folder: Path | None, known: Any) -> list[str]:
-    """Return a warning for each file that refers to code in the model folder, which is not run.
+    """Return a warning for each file that refers to code in the model folder, because Keel does not
+    run it.
 
-    known: module with the available classes (transformers).
+    `known` is the module that contains the available classes (transformers).
     """
     lines: list[str] = []
     if folder is None:

@@ -1,4 +1,4 @@
-"""Non-blocking copies to a GPU."""
+"""Copies tensors to a GPU without blocking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disables dropout and router jitter."""
+"""Turns off dropout and router jitter in a model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
 def disable_dropout(model: nn.Module) -> None:
     """Make `model` deterministic in train mode.
 
-    The rollout engine samples without dropout; with it, the trainer's ratios would not be 1 on
-    policy. Train mode is still needed, because transformers recomputes activations only in it. Does
-    not change `model.config`, which is exported.
+    The rollout engine samples without dropout. If the trainer used dropout, its probability ratios
+    would differ from 1 even on policy. Train mode is still needed, because transformers recomputes
+    activations only in it. `model.config` is not changed, since it is exported.
     """
     for module in model.modules():
         if isinstance(module, _DROPOUTS):

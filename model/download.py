@@ -1,4 +1,4 @@
-"""Downloads of hub models, before anything with a timeout needs them."""
+"""Downloads models from the hub before anything with a timeout needs them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from keel.model.hub import HUB_S, hub_answers, is_hub_name
 
 _WEIGHTS = r"[^/]+\.safetensors"
 _LOADED = r"[^/]+\.(safetensors|json|txt|model|jinja|tiktoken)"
-"""Files that transformers and vLLM load; neither subfolders such as `original/` nor code."""
+"""The files that transformers and vLLM load. Subfolders such as `original/` and code are not
+included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """Download of a model into this machine's cache."""
+    """A model to be downloaded into this machine's cache."""
 
     path: str
-    """Hub name."""
+    """The name of the model on the hub."""
     files: tuple[str, ...]
     blobs: Path
     total: int
-    """Bytes of the weights."""
+    """The size of the weights in bytes."""
 
     def present(self) -> int:
-        """Return the number of downloaded bytes, including partial files."""
+        """Return how many bytes have been downloaded, including partial files."""
         size = 0
         with suppress(OSError):  # complete files are renamed
             for file in self.blobs.iterdir():
@@ -41,9 +42,10 @@ class Download:
         return min(size, self.total)
 
     def fetch(self) -> None:
-        """Download all files, resuming partial ones. Raises ConfigError if it is interrupted.
+        """Download all files and resume partial ones.
 
-        A stalled connection times out and is retried (HF_HUB_DOWNLOAD_TIMEOUT).
+        A stalled connection times out and is retried (HF_HUB_DOWNLOAD_TIMEOUT). Raises ConfigError
+        if the download fails.
         """
         disable_progress_bars()
         try:
@@ -59,7 +61,11 @@ class Download:
 
 
 def download_of(path: str) -> Download | None:
-    """Return the download of a model that is not in the cache, if the hub reports its size."""
+    """Return a `Download` for a hub model that is not in the cache, or None if nothing can be
+    downloaded.
+
+    This needs the size of the model, which the hub must report.
+    """
     if Path(path).exists() or not is_hub_name(path) or not hub_answers():
         return None
     try:

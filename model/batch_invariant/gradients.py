@@ -1,4 +1,4 @@
-"""Gradients of the engine's kernels, from plain formulas in float32."""
+"""Gradients for the engine's kernels, computed from plain formulas in float32."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from keel.model.torch_internals import flash_gradients
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x [N, H, D] and weight [D] for weight · x / rms(x)."""
+    """Return the gradients of weight · x / rms(x) for x [N, H, D] and weight [D]."""
     from keel.model.batch_invariant.kernels import rms_norm_grad  # noqa: PLC0415  (Triton)
 
     return rms_norm_grad(x, weight, eps, grad)
 
 
 def swiglu(packed: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of packed [N, 2·I] for silu of the first half · the second."""
+    """Return the gradient of silu(first half) · second half for the packed input [N, 2·I]."""
     from keel.model.batch_invariant.kernels import swiglu_grad  # noqa: PLC0415  (Triton)
 
     return swiglu_grad(packed, grad)
@@ -32,10 +32,11 @@ def attention(
     scale: float,
     grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query [N, Hq, D], key and value [N, Hkv, D].
+    """Return the gradients for query [N, Hq, D] and for key and value [N, Hkv, D].
 
-    `out` and `sums` are from `keel.model.batch_invariant.vllm_kernels.attention`. PyTorch's flash
-    kernels compute the gradients; their forward pass would only differ by rounding.
+    `out` and `sums` are the results of `keel.model.batch_invariant.vllm_kernels.attention`. The
+    gradients are computed with PyTorch's flash kernels, whose own forward pass would differ only by
+    rounding.
     """
     return flash_gradients(
         grad, query, key, value, out, sums, segments.offsets, segments.longest, scale

@@ -1,7 +1,7 @@
-"""Faster variants of vLLM's batch-invariant kernels with the same bits.
+"""Faster variants of vLLM's batch-invariant kernels that return the same bits.
 
-Each variant is compared with vLLM's kernel before it is used. Engines and the trainer use the same
-code (`keel.rollout.engine.patches`, `keel.model.batch_invariant.vllm_kernels`), but may choose
+Each variant is compared with vLLM's kernel before it is used. Engines and the trainer run the same
+code (`keel.rollout.engine.patches`, `keel.model.batch_invariant.vllm_kernels`). They may choose
 different variants, because all of them are bit-identical.
 """
 
@@ -20,26 +20,30 @@ Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Norm = Callable[[Tensor, Tensor, float], Tensor]
 
 HOPPER = 9
-"""Major compute capability of the GPUs on which GEMMs were compared."""
+"""Major compute capability of the GPUs on which the GEMMs were compared."""
 FEW = 512
-"""Maximum rows for which narrow tiles are tried, as in decoding steps."""
+"""Largest number of rows for which narrow tiles are tried, as in decoding steps."""
 MOST = 8192
-"""Maximum rows of a trial; the outputs for a whole micro-batch would need gigabytes."""
+"""Largest number of rows in a trial, because the outputs for a whole micro-batch would need
+gigabytes."""
 FULL = 128 * 128 * 132
-"""Outputs of a GEMM whose tiles fill the GPU, so that cuBLAS does not split K by itself. Forbidding
-it costs about 400 µs per call on the host, apparently for an algorithm search."""
+"""A GEMM with this many outputs has enough tiles to fill the GPU, so cuBLAS does not split K on its
+own. Forbidding the split explicitly costs about 400 µs per call on the host, apparently for an
+algorithm search."""
 _TRIALS, CALLS = 3, 8
-"""Timing repetitions of variants with equal bits."""
+"""How often variants with equal bits are timed, and how many calls each measurement contains."""
 
 _CHOICES: dict[Any, Any] = {}
-"""Chosen function for each kind and shape of call, with rows rounded up to a power of two."""
+"""The function chosen for each kind and shape of call. The number of rows is rounded up to a power
+of two."""
 
 
 def linear(local: Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M], with the bits of `own`.
+    """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M], with the same bits as `own`.
 
-    Without splitting K, cuBLAS sums in the order of vLLM's kernel on Hopper, and is faster. For few
-    rows of a narrow and deep matrix, where it would split K, a kernel with narrow tiles is faster.
+    On Hopper, cuBLAS sums in the same order as vLLM's kernel if it does not split K, and is faster.
+    It would split K for a few rows with a narrow and deep matrix, where a kernel with narrow tiles
+    is faster.
     """
     kind = (x.device, x.dtype, weight.shape, bias is None, _doublings(len(x)))
     chosen: Linear | None = _CHOICES.get(kind)
@@ -53,7 +57,7 @@ def linear(local: Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None)
 def norm_heads(local: Norm, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute weight [D] · x / rms(x) over the last dimension of x [N, H, D].
 
-    The result has the bits of `own`, which needs a contiguous copy of x.
+    The result has the same bits as `own`, which needs a contiguous copy of x.
     """
     kind = (x.device, x.dtype, x.shape[1:], eps)
     chosen: Norm | None = _CHOICES.get(kind)
@@ -97,7 +101,7 @@ def _choose_linear(local: Linear, x: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Return the fastest GPU time of `CALLS` calls in a CUDA graph, as in engines."""
+    """Return the fastest GPU time for `CALLS` calls in a CUDA graph, as engines run them."""
     graph, stream = torch.cuda.CUDAGraph(), _stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     best = float("inf")
@@ -121,17 +125,18 @@ def _seconds(call: Callable[[], object]) -> float:
 
 @cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """Return one stream for all trials, because cuBLAS keeps 32 MiB per stream on Hopper."""
+    """Return the stream that all trials share. On Hopper, cuBLAS reserves 32 MiB for each
+    stream."""
     return torch.cuda.Stream(device)
 
 
 def _doublings(rows: int) -> int:
-    """Return ⌈log2(rows)⌉; kernels change their tile height after powers of two."""
+    """Return ⌈log2(rows)⌉. Kernels change the height of their tiles after powers of two."""
     return max(0, rows - 1).bit_length()
 
 
 def _random(x: Tensor) -> Tensor:
-    """Draw trial inputs in the shape of x from a separate generator."""
+    """Draw random trial inputs in the shape of x, without using the global random state."""
     generator = torch.Generator(x.device).manual_seed(0)
     return torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
 
@@ -148,7 +153,7 @@ def _default(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @contextmanager
 def _cublaslt(dtype: torch.dtype, *, splits: bool) -> Iterator[None]:
-    """Use cuBLASLt for GEMMs, with or without splitting K."""
+    """Make GEMMs use cuBLASLt, which may or may not split K."""
     matmul = torch.backends.cuda.matmul
     knob = f"allow_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
     before = getattr(matmul, knob), getattr(matmul, f"{knob}_split_k")

@@ -1,6 +1,5 @@
-"""Triton kernels: GEMMs of few rows and norms of heads with the engine's bits, and gradients of
-norms and gated activations, each in one pass over memory.
-"""
+"""Triton kernels that reproduce the engine's bits for GEMMs with few rows and for head norms, and
+kernels for the gradients of norms and gated activations. Each one passes over memory once."""
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false
@@ -14,11 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS, DEPTH = 32, 128
-"""Tile of `few_rows`, about the fastest of 46 on an H200 for shapes that are slow in cuBLAS."""
+"""Tile size for `few_rows`. On an H200 it was about the fastest of 46 for shapes that are slow in
+cuBLAS."""
 _ELEMENTS = 4096
-"""Elements per tile of `rms_norm_grad`."""
+"""Number of elements in a tile of `rms_norm_grad`."""
 PROGRAMS = 512
-"""Maximum programs of `rms_norm_grad`; each writes a partial sum of the weight's gradient."""
+"""Largest number of programs for `rms_norm_grad`. Each program writes a partial sum of the weight
+gradient."""
 BLOCK = 1024
 
 
@@ -45,10 +46,10 @@ def _few_rows_kernel(
 
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M] in 16 bits, for N up to some hundred.
+    """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M] in 16 bits, for N up to a few hundred.
 
-    Sums over K have the order and instructions of vLLM's kernel for any N. Narrow tiles keep the
-    whole GPU busy reading `weight`.
+    The sums over K use the same order and instructions as vLLM's kernel for any N. Narrow tiles
+    keep the whole GPU busy reading `weight`.
     """
     rows, depth = x.shape
     columns = len(weight)
@@ -83,7 +84,7 @@ def _norm_heads_kernel(
 def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute weight [D] · x / rms(x) over the last dimension of x [N, H, D], which may be strided.
 
-    One program per token; vLLM uses one per head of a contiguous copy.
+    The kernel runs one program per token. vLLM runs one per head on a contiguous copy.
     """
     tokens, heads, d = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -121,9 +122,9 @@ def _rms_norm_grad_kernel(
 
 
 def rms_norm_grad(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x [N, H, D], which may be strided, and weight [D].
+    """Return the gradients for x [N, H, D], which may be strided, and weight [D].
 
-    `grad` [N, H, D] is the gradient of weight · x / rms(x).
+    `grad` [N, H, D] is the gradient of the output weight · x / rms(x).
     """
     tokens, heads, d = x.shape
     rows, block = tokens * heads, triton.next_power_of_2(d)
@@ -154,7 +155,8 @@ def _swiglu_grad_kernel(packed, grad, out, count, width, BLOCK: tl.constexpr):
 
 
 def swiglu_grad(packed: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of packed [N, 2·I] for `grad` [N, I] of silu(first half) · second."""
+    """Return the gradient for the packed input [N, 2·I]. `grad` [N, I] is the gradient of
+    silu(first half) · second half."""
     out = torch.empty_like(packed)
     count = grad.numel()
     _swiglu_grad_kernel[(triton.cdiv(count, BLOCK),)](

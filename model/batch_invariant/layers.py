@@ -27,18 +27,21 @@ from keel.model.batch_invariant import vllm_kernels as engine
 from keel.model.transformers_internals import override
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""`model_type`s whose layers in vLLM have exactly the operations below."""
+"""The `model_type`s whose layers in vLLM consist of exactly the operations below."""
 _ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""`rope_type`s that differ only by their table in vLLM."""
+"""The `rope_type`s that differ only in their table in vLLM."""
 _Positions = tuple[Tensor, Tensor, Tensor]
-"""Positions [N], and the tables of `engine.rotate` for rotation and its inverse."""
+"""The positions [N], and the tables with which `engine.rotate` rotates and rotates back."""
 HEAD = 128
-"""Head size with which flash attention 3 is bit-identical for single tokens (not causal) and whole
-prompts; measured, 64 is not."""
+"""The head size for which flash attention 3 gives the same bits for single tokens (not causal) and
+whole prompts. Measurements show that 64 does not."""
 
 
 def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) -> None:
-    """Raise ConfigError for unsupported models, and without a GPU."""
+    """Check that batch-invariant layers can be used.
+
+    Raises ConfigError if the model is not supported or there is no GPU.
+    """
     if not gpu:
         raise ConfigError(
             "model.batch_invariant needs a GPU. Remove it: on CPUs in float32, ratios are 1 to "
@@ -69,7 +72,7 @@ def use_invariant_layers(model: PreTrainedModel) -> None:
     """Make `model`'s decoder use the engine's kernels, without changing weights.
 
     Raises:
-        ConfigError: see `check_invariant`.
+        ConfigError: if `check_invariant` raises it.
         keel.model.batch_invariant.vllm_kernels.Unavailable: vLLM has no such kernels here.
     """
     check_invariant(model.config, model.config.name_or_path or "")
@@ -133,20 +136,22 @@ class _Mlp:
 
 
 def _linear(x: Tensor, *parts: nn.Linear) -> Tensor:
-    """Compute linear layers on x [N, K] in one GEMM, with concatenated outputs."""
+    """Apply several linear layers to x [N, K] in one GEMM, and return their concatenated
+    outputs."""
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
     return _Linear.apply(x.contiguous(), bias, *(part.weight for part in parts))
 
 
 def _rotate(x: Tensor, norm: Any, positions: _Positions) -> Tensor:
-    """Rotate heads x [N, H, D] by their positions, after the norm if there is one."""
+    """Rotate the heads of x [N, H, D] by their positions, after applying the norm if there is
+    one."""
     if norm is None:
         return _Turned.apply(x, None, 0.0, *positions)
     return _Turned.apply(x, norm.weight, norm.variance_epsilon, *positions)
 
 
 class _Normed(Function):
-    """RMS norm of x [1, N, d]; of_sum: x is a residual sum."""
+    """RMS norm of x [1, N, d]. `of_sum` says that x is a residual sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, of_sum: bool) -> Tensor:
@@ -164,7 +169,7 @@ class _Normed(Function):
 
 
 class _Turned(Function):
-    """Norm and rotation of heads; gradients are rotated back."""
+    """Norm and rotation of heads. In the backward pass, gradients are rotated back."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,10 @@
-"""Kernels of vLLM's batch-invariant mode (0.32), called like in its Qwen2, Qwen3 and Llama models.
+"""The kernels of vLLM's batch-invariant mode (0.32), called as vLLM's Qwen2, Qwen3 and Llama models
+do.
 
-This is the only use of vLLM in the trainer. Each kernel gives a token the same bits in any batch:
-GEMMs sum over K in a fixed order, attention processes keys in blocks of a fixed size, and norms do
-not choose threads by the number of rows. So a whole sequence gets the same bits as an engine's
-token-by-token decoding.
+This is the only place where the trainer uses vLLM. Each kernel gives a token the same bits in any
+batch: GEMMs sum over K in a fixed order, attention processes keys in blocks of a fixed size, and
+norms do not choose their threads by the number of rows. A whole sequence therefore gets the same
+bits as when an engine decodes it token by token.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from keel.model.batch_invariant import BLOCK, VARIABLE, kernel_variants
 
 
 class Unavailable(RuntimeError):
-    """vLLM's batch-invariant kernels are not available."""
+    """Raised if vLLM's batch-invariant kernels are not available."""
 
 
 def prepare() -> None:
-    """Load all kernels. Raises Unavailable if any is missing."""
+    """Load all kernels.
+
+    Raises Unavailable if one is missing.
+    """
     if os.environ.get(VARIABLE) != "1":
         raise Unavailable(f"set {VARIABLE}=1 in the environment before this process starts")
     try:
@@ -46,15 +50,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute weight · x / rms(x) over the last dimension of x [N, H, d] that is not a sum."""
+    """Compute weight · x / rms(x) over the last dimension of x [N, H, d], which must not be a
+    residual sum."""
     return kernel_variants.norm_heads(_kernels().rms_norm, x, weight, eps)
 
 
 def rms_norm_of_sum(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute the norm of x [N, 1, d], a residual sum.
+    """Compute the norm of x [N, 1, d], which is a residual sum.
 
-    The engine adds and norms in one kernel, which rounds the sum, so adding 0 to the rounded sum is
-    equivalent.
+    The engine adds and normalises in one kernel, which rounds the sum. Adding 0 to the rounded sum
+    is therefore equivalent.
     """
     normed = torch.zeros_like(x, memory_format=torch.contiguous_format)
     # The kernel writes the sum to x in place; `.data` hides that from autograd.
@@ -63,12 +68,13 @@ def rms_norm_of_sum(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(positions: Tensor, x: Tensor, table: Tensor) -> None:
-    """Rotate contiguous x [N, H, D] in place: positions [N], table [P, R] from `rotary_table`."""
+    """Rotate contiguous x [N, H, D] in place, by positions [N] and a table [P, R] from
+    `rotary_table`."""
     _kernels().rotary_embedding(positions, x.flatten(1), None, x.shape[-1], table, True)
 
 
 def silu_and_mul(packed: Tensor) -> Tensor:
-    """Compute silu(first half) · second half, [N, 2·I] → [N, I]."""
+    """Compute silu(first half) · second half, from [N, 2·I] to [N, I]."""
     out = packed.new_empty(packed.shape[0], packed.shape[1] // 2)
     _kernels().silu_and_mul(out, packed)
     return out
@@ -77,10 +83,11 @@ def silu_and_mul(packed: Tensor) -> Tensor:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute causal attention inside each segment.
+    """Compute causal attention within each segment.
 
-    query [N, Hq, D]; key and value [N, Hkv, D] → [N, Hq, D], and the logsumexps [Hq, N] float32.
-    Keys and values are copied to blocks like in the engine's cache, to select the same kernel.
+    Takes query [N, Hq, D] and key and value [N, Hkv, D]. Returns the outputs [N, Hq, D] and the
+    logsumexps [Hq, N] float32. Keys and values are copied into blocks like those in the engine's
+    cache, so that the same kernel is selected.
     """
     pages = _pages(segments.lengths, query.device)
     kernels = _kernels()
@@ -103,14 +110,14 @@ def attention(
 
 @dataclass(frozen=True)
 class Pages:
-    """Layout of packed segments in blocks of `BLOCK`, with separate blocks per segment."""
+    """The layout of packed segments in blocks of `BLOCK` tokens. Segments do not share blocks."""
 
     lengths: Tensor
     """[S] int32."""
     rows: Tensor
-    """[N] row of each token in the blocks."""
+    """[N] the row in the blocks that holds each token."""
     table: Tensor
-    """[S, max] int32, the blocks of each segment in order."""
+    """[S, max] int32, the blocks that belong to each segment, in order."""
     blocks: int
 
     @staticmethod
@@ -128,17 +135,18 @@ class Pages:
         )
 
     def lay_out(self, x: Tensor) -> Tensor:
-        """Copy [N, H, D] to [blocks, BLOCK, H, D]."""
+        """Copy packed tokens [N, H, D] into blocks [blocks, BLOCK, H, D]."""
         pages = x.new_zeros(self.blocks * BLOCK, *x.shape[1:])
         return pages.index_copy_(0, self.rows, x).unflatten(0, (-1, BLOCK))
 
 
 _pages = lru_cache(maxsize=2)(Pages.of)
-"""Cached for all layers of a pass."""
+"""Return the layout, which is cached for all layers of a pass."""
 
 
 def rotary_table(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return [positions, R], cosines then sines, in `dtype`, computed like in the engine."""
+    """Return the table of cosines, then sines, [positions, R] in `dtype`, computed as in the
+    engine."""
     from vllm.config import VllmConfig, set_current_vllm_config  # noqa: PLC0415
     from vllm.model_executor.layers.rotary_embedding import get_rope  # noqa: PLC0415
 
