@@ -1,4 +1,4 @@
-"""Builds environments, agent programs and the episode runner from a recipe."""
+"""Builds the environments, agent programs and episode runner that a recipe asks for."""
 
 from __future__ import annotations
 
@@ -44,16 +44,17 @@ from keel.rollout.chat.eos_ids import ends_of
 from keel.rollout.chat.template_checks import check_calls_in_thinking, check_prefix_law, turn_ids
 
 _SHOWN_TOOLS = 8
-"""Tools that the notes before a run name."""
+"""How many tools the notes before a run list by name."""
 _CRASHES = {"drop": (), "zero": POLICY_PHASES, "zero-in-grading-too": (*POLICY_PHASES, "verdict")}
-"""`on_crash` → the phases in which a lost environment counts as the policy's failure."""
+"""Maps `on_crash` to the phases in which the policy is blamed for losing an environment."""
 _MAX_STARTING = 8
-"""Environments that start at a time; more would slow each other down."""
+"""How many environments start at the same time. Starting more would slow each of them down."""
 
 
 def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:
-    """Return the model's chat format, checked to extend conversations; None if no source has an
-    environment. `check_environments` checks conversations with tools. Raises ConfigError."""
+    """Return the model's chat format, or None if no source has an environment. Also checks that the
+    format can extend conversations; `check_environments` does this for conversations with tools.
+    Raises ConfigError."""
     if not config.with_agents:
         return None
     modes = {source.thinking for source in config.data.sources if source.environment.enabled}
@@ -81,8 +82,8 @@ def _unusable(config: Config, error: ValueError) -> ConfigError:
 def check_environments(
     config: Config, chat: TemplateChat | None, dataset: Dataset
 ) -> dict[str, str]:
-    """Open and close an episode of each environment, and check that the chat format extends
-    conversations with their tools. Returns a note by source. Raises ConfigError."""
+    """Open and close one episode in each environment, and check that the chat format can extend
+    conversations with its tools. Returns a note for each source. Raises ConfigError."""
     notes: dict[str, str] = {}
     if config.with_agents:
         try:
@@ -121,7 +122,7 @@ def check_environments(
 async def _try_source(
     config: Config, source: SourceConfig, task: Prompt, chat: TemplateChat | None
 ) -> dict[str, str]:
-    """Try a source's environment and program. Raises ValueError."""
+    """Try out a source's environment and program. Raises ValueError if they do not work."""
     notes: dict[str, str] = {}
     seed = environment_seed(config.run.seed, task)
     if (made := environment_spec(config, source)) is not None:
@@ -171,7 +172,7 @@ async def _try_source(
 
 
 def spoken_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
-    """The token ids that a policy would sample for `text`."""
+    """Return the token ids that a policy would sample for `text`."""
     question = [{"role": "user", "content": "?"}]
     thought = {"reasoning_content": "Hm."} if thinking else {}  # some formats need it
     turn = {"role": "assistant", **thought, "content": text}
@@ -179,8 +180,8 @@ def spoken_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
 
 
 def environment_spec(config: Config, source: SourceConfig) -> Program | McpServer | None:
-    """Specification of a source's environment; None for an agent program without one. Raises
-    ConfigError, also if this machine cannot isolate it."""
+    """Return the specification of a source's environment, or None for an agent program that has
+    none. Raises ConfigError, also if this machine cannot isolate the environment."""
     environment = source.environment
     if environment.program_only:
         return None
@@ -191,7 +192,7 @@ def environment_spec(config: Config, source: SourceConfig) -> Program | McpServe
 
 
 def episode_runner(config: Config, chat: Chat, turns: TurnSampler) -> EpisodeRunner:
-    """Build the episode runner. Raises ConfigError for an invalid environment."""
+    """Build the episode runner. Raises ConfigError if an environment is invalid."""
     agents = config.agents
     starting = asyncio.Semaphore(_MAX_STARTING)
     sources = [source for source in config.data.sources if source.environment.enabled]
@@ -247,10 +248,11 @@ def _environment_factory(
     starting: asyncio.Semaphore | None = None,
     fork_servers: list[ForkServer] | None = None,
 ) -> Callable[[], Environment]:
-    """Return a factory of environments, one per episode. Raises as `environment_spec`.
+    """Return a function that creates an environment for each episode. Raises the same errors as
+    `environment_spec`.
 
-    Args:
-        fork_servers: Collects the fork servers. None: environments start as new processes.
+    New fork servers are appended to `fork_servers`. If it is None, each environment starts as a new
+    process.
     """
     made, prompt = environment_spec(config, source), system_prompt_of(config, source)
     if made is None:
@@ -264,7 +266,8 @@ def _environment_factory(
 
 
 def system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
-    """System prompt of a source, as a function of its environment's tools."""
+    """Return a function that builds the system prompt for a source from the tools in its
+    environment."""
     arguments = source.environment.arguments
     cell_s, ending_s = (
         local if isinstance(local := arguments.get(name), int | float) else default
@@ -298,8 +301,9 @@ def program(config: Config, source: SourceConfig) -> Program:
 
 
 def prepared(config: Config, source: SourceConfig) -> tuple[Mapping[str, Any], Sequence[Path]]:
-    """Arguments of an environment, and files that its sandbox must see. A `prepare` function of one
-    of Keel's own may build these before, such as the index of a corpus. Raises ValueError."""
+    """Return the arguments for an environment and the files that its sandbox must be able to read.
+    Keel's own environments may have a `prepare` function that builds these files first, such as an
+    index for a corpus. Raises ValueError."""
     environment = source.environment
     module = environment.target.partition(":")[0]
     prepare = getattr(import_module(module), "prepare", None) if _is_ours(module) else None
@@ -316,7 +320,8 @@ def _is_ours(module: str) -> bool:
 
 
 def agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
-    """The program that drives a source's episodes; None if Keel does. Raises ConfigError."""
+    """Return the program that drives a source's episodes, or None if Keel drives them itself.
+    Raises ConfigError."""
     environment = source.environment
     if not environment.program:
         return None
@@ -365,11 +370,12 @@ def readable(environment: EnvironmentConfig) -> tuple[Path, ...]:
 
 
 def wrap(config: Config, source: SourceConfig, *, network: Network | None = None) -> Wrap:
-    """Isolate an environment; `network` overrides the recipe's. Raises ValueError if this machine
-    cannot.
+    """Return a function that runs an environment in isolation. `network` overrides the recipe's
+    setting. Raises ValueError if this machine cannot isolate it.
 
-    Hides the run folder, prompt files and generators of procedural prompts unless `readable` names
-    them: they hold answers, and code of the policy may read whatever its environment can.
+    The run folder, the prompt files and the generators for procedural prompts are hidden unless
+    `readable` names them. They contain answers, and code written by the policy can read whatever
+    its environment can.
     """
     environment = source.environment
     named = {Path(path).resolve() for path in environment.readable}
@@ -394,7 +400,8 @@ def _prompt_files(config: Config) -> list[Path]:
 
 
 def _generators(config: Config, python: str) -> list[Path]:
-    """Code that generates prompts: with a guessed seed it reveals their answers."""
+    """Return the paths of code that generates prompts. With a guessed seed, this code reveals the
+    answers."""
     paths = [(KEEL / name).resolve() for name in ("synthesis", "examples")]
     if any(source.source == "reasoning_gym" for source in config.data.sources):
         with suppress(FileNotFoundError):  # reported elsewhere

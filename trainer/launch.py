@@ -1,6 +1,6 @@
-"""Starts engines, ranks and scorers of a task on Ray, in parallel, and ends them at exit.
+"""Starts the engines, ranks and scorers for a task on Ray, in parallel, and stops them at exit.
 
-Cheap checks come first: whatever can be refused is refused before Ray starts.
+The cheap checks run first, so that most problems are reported before Ray starts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """Started engines, trainer and scorer of a task. Serves as the loop's `Rollouts`."""
+    """The running engines, trainer and scorer for a task. The training loop uses it as its
+    `Rollouts`."""
 
     task: Task
     pool: RolloutPool
@@ -67,7 +68,7 @@ class Runtime:
     agents: EpisodeRunner | None = None
     watchdog: Watchdog | None = None
     oom_recovery: OomRecovery | None = None
-    """How to retry steps that run out of memory; None lets them end the run."""
+    """How to retry a step that runs out of memory. If None, running out of memory ends the run."""
 
     @property
     def learner(self) -> Learner:
@@ -84,7 +85,8 @@ class Runtime:
         )
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int = 0) -> Future[Group]:
-        """Sample a group of `size` completions; 0 takes the recipe's number for the purpose."""
+        """Sample a group of `size` completions. With 0, the recipe sets the number for this
+        purpose."""
         config = self.task.config
         size = size or (config.algorithm.group_size if purpose == "train" else config.eval.samples)
         if prompt.environment:
@@ -94,11 +96,12 @@ class Runtime:
         return self.pool.submit(prompt, group_size=size, sampling=sampling, purpose=purpose)
 
     def wake(self) -> None:
-        """Wake sleeping engines (`rollout.time_share`) with the current weights."""
+        """Wake the sleeping engines (`rollout.time_share`) and send them the current weights."""
         awaited(self.weights.push(self.learner.version))
 
     def with_watchdog(self, should_abort: Callable[[], bool]) -> Callable[[], bool]:
-        """Extend `should_abort` to raise if a process of the run is lost or hangs."""
+        """Return a version of `should_abort` that also raises an error if a process in the run is
+        lost or hangs."""
 
         def check() -> bool:
             if self.watchdog is not None:
@@ -110,16 +113,17 @@ class Runtime:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteRuntime:
-    """A model behind an endpoint, and a scorer. Serves as a `Runtime` that only samples."""
+    """A model behind an endpoint, and a scorer. It can be used like a `Runtime` that only
+    samples."""
 
     config: Config
     completions: EndpointCompletions
     scorer: Scorer
     turns: EndpointTurns | None = None
     agents: EpisodeRunner | None = None
-    """Runs prompts with environments."""
+    """Runs the prompts that have environments."""
     _open: Counter[str] = field(default_factory=Counter[str], init=False)
-    """Groups in flight by prompt."""
+    """The number of groups in flight for each prompt."""
     _lock: Lock = field(default_factory=Lock, init=False)
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int) -> Future[Group]:
@@ -133,7 +137,7 @@ class RemoteRuntime:
         return self.completions.submit(prompt, group_size=size, sampling=sampling)
 
     def _forget(self, prompt: Prompt) -> None:
-        """Forget a prompt's conversations once its last group is done."""
+        """Drop a prompt's conversations once its last group is done."""
         with self._lock:
             self._open[prompt.prompt_id] -= 1
             last = not self._open[prompt.prompt_id]
@@ -146,7 +150,7 @@ class RemoteRuntime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftRuntime:
-    """Started trainer ranks of supervised training."""
+    """The running trainer ranks for supervised training."""
 
     task: SftTask
     learner: Learner
@@ -163,10 +167,12 @@ def launch(
     learner: bool = True,
     layouts: ElasticLayouts | None = None,
 ) -> Iterator[Runtime]:
-    """Start engines, scorer and, if `learner`, trainer ranks. Engines that share their GPU in turn
-    take weights from ranks, so these always start then.
+    """Start the engines, the scorer and, if `learner` is set, the trainer ranks. Engines that take
+    turns with the trainer on a GPU get their weights from the ranks, so in that case the ranks
+    always start.
 
-    log: folder for the output of reward functions; layouts: the recipe's layout at each restart.
+    `log` is the folder for the output of reward functions. `layouts` provides the recipe's layout
+    at each restart.
     """
     config, timeout_s = task.config, task.config.run.startup_timeout_s
     serves_judge = task.judged and config.rewards.judge.serve
@@ -247,7 +253,7 @@ def launch(
 
 @contextmanager
 def launch_sft(task: SftTask, say: Say, *, layouts: ElasticLayouts) -> Iterator[SftRuntime]:
-    """Start the trainer ranks of supervised training."""
+    """Start the trainer ranks for supervised training."""
     config = task.config
     download(config.model.path)
     with ExitStack() as stack:
@@ -282,10 +288,10 @@ def _start_cluster(
     gpu: bool,
     layouts: ElasticLayouts | None,
 ) -> tuple[Config, Reservation | None]:
-    """Start Ray, reserve GPUs and download models to the other nodes.
+    """Start Ray, reserve GPUs and download the models to the other nodes.
 
-    models: hub name or folder, and the kinds of actors that read it. Returns the config as laid out
-    on the nodes that are there, and the reserved GPUs.
+    `models` pairs each hub name or folder with the kinds of actors that read it. Returns the
+    config, laid out for the nodes that are available, and the reserved GPUs.
     """
     timeout_s = config.run.startup_timeout_s
     with waiting("starting Ray", "Ray"):
@@ -319,9 +325,9 @@ def _start_together(
 ) -> list[str]:
     """Start engines and ranks, wait for both and return their warnings.
 
-    engines_first: ranks take no GPU memory before the engines have theirs. warm: ranks then compile
-    what steps need, without being waited for; kernels for whole micro-batches wait until the
-    engines have their memory, unless `roomy`.
+    With `engines_first`, the ranks take no GPU memory before the engines have theirs. With `warm`,
+    the ranks then compile the kernels for steps in the background. Kernels for whole micro-batches
+    wait until the engines have their memory, unless `roomy` is set.
     """
     engines, trainer = threads.submit(pool.start), None
 
@@ -348,8 +354,8 @@ def _start_together(
 
 
 def _await_engines(engines: Future[tuple[str, ...]], watchdog: Watchdog) -> tuple[str, ...]:
-    """Return the engines' warnings. Raises `WorkerLost` if one fails, so that a run which has
-    begun restarts."""
+    """Wait for the engines and return their warnings. Raises `WorkerLost` if an engine fails, so
+    that a run which has already begun can restart."""
     try:
         return wait_for(engines, watchdog.should_stop_waiting)
     except Unanswered:  # a fault of Ray
@@ -361,7 +367,7 @@ def _await_engines(engines: Future[tuple[str, ...]], watchdog: Watchdog) -> tupl
 def build_scorer(
     config: Config, judge: JudgeService | None, say: Say, log: Path | None = None
 ) -> Scorer:
-    """The scorer of the recipe's rewards."""
+    """Create the scorer for the recipe's rewards."""
     return Scorer(
         config.data.rewards_by_domain,
         scale=config.algorithm.scale_advantages,
@@ -379,7 +385,8 @@ def build_scorer(
 
 @contextmanager
 def run_episodes(task: Task, pool: RolloutPool) -> Iterator[EpisodeRunner | None]:
-    """Run episodes on the engines; yields None if no source has an environment."""
+    """Run episodes on the engines and yield their runner. Yields None if no source has an
+    environment."""
     if task.chat is None:
         yield None
         return
@@ -397,7 +404,7 @@ def run_episodes(task: Task, pool: RolloutPool) -> Iterator[EpisodeRunner | None
 
 @contextmanager
 def run_remote_episodes(remote: RemoteRuntime) -> Iterator[RemoteRuntime]:
-    """Run episodes on the endpoint. Raises ConfigError for an environment that cannot run there."""
+    """Run episodes on the endpoint. Raises ConfigError if an environment cannot run there."""
     config = remote.config
     turns = EndpointTurns(
         remote.completions, {purpose: config.sampling(purpose) for purpose in get_args(Purpose)}
@@ -410,7 +417,8 @@ def run_remote_episodes(remote: RemoteRuntime) -> Iterator[RemoteRuntime]:
 
 
 def download(path: str) -> None:
-    """Download a hub model to this machine's cache, before actors with a start timeout need it."""
+    """Download a model from the hub to this machine's cache. Actors need it later, but their start
+    has a timeout."""
     if path == TINY_MODEL or (model := download_of(path)) is None:
         return
     with waiting(f"downloading {path}", total=model.total, unit="bytes") as wait:
@@ -420,13 +428,14 @@ def download(path: str) -> None:
 
 
 def model_folder(task: Task) -> str:
-    """The folder of the initial weights."""
+    """Return the folder with the initial weights."""
     return initial_model(task.config, task.dataset, gpu=task.gpu)
 
 
 def sft_model_folder(task: SftTask) -> str:
-    """The folder of the initial weights. The tiny model starts as `keel train` would have it on
-    the recipe's `data.sources`; without these or its cold start, from random weights."""
+    """Return the folder with the initial weights. The tiny model gets the same cold start as in
+    `keel train`, using the recipe's `data.sources`. Without sources or a cold start, it has random
+    weights."""
     config, tiny = task.config, task.config.model.tiny
     if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)
@@ -437,7 +446,8 @@ def sft_model_folder(task: SftTask) -> str:
 
 
 def initial_model(config: Config, dataset: Dataset, *, gpu: bool) -> str:
-    """The folder of the recipe's model. Builds the tiny model if it is not cached."""
+    """Return the folder with the recipe's model. The tiny model is built first if it is not
+    cached."""
     if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)
     steps = config.model.tiny.cold_start.steps

@@ -1,6 +1,7 @@
-"""Non-finite numbers on a trainer rank: counts skipped steps and finds the token at fault.
+"""Handles non-finite numbers on a trainer rank: it counts skipped steps and finds the token that
+caused them.
 
-Knows neither DeepSpeed nor Ray.
+This module does not depend on DeepSpeed or Ray.
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ if TYPE_CHECKING:  # the driver imports this module without torch
     from torch import Tensor, nn
 
 SHOWN_FINDINGS = 3
-"""Findings per step that are printed."""
+"""How many findings are printed per step."""
 FINDINGS_PER_BATCH = 3
-"""Findings kept per micro-batch; later ones follow from the first."""
+"""How many findings are kept per micro-batch. Later ones are consequences of the first."""
 
 
 class SkipCounter:
-    """Counts optimizer steps without a finite gradient. All ranks agree, since the norm is
-    global."""
+    """Counts the optimizer steps that were skipped because their gradient was not finite. All ranks
+    get the same count, since the gradient norm is global."""
 
     def __init__(self, limit: int) -> None:
-        """`limit` skipped steps in a row end the run."""
+        """The run ends after `limit` skipped steps in a row."""
         self._limit, self._in_a_row = limit, 0
         self.gave_up = ""
-        """Why the run must end; empty while it may continue."""
+        """The reason why the run must end. Empty while it may continue."""
 
     def count(self, norm: float, version: int) -> bool:
-        """Return True if the step to `version` was skipped for its gradient norm."""
+        """Count the step to `version`. Returns True if it was skipped because its gradient norm was
+        not finite."""
         skipped = not math.isfinite(norm)
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if self._in_a_row >= self._limit:
@@ -51,29 +53,29 @@ class SkipCounter:
 
 
 def finite_factor(loss: Tensor) -> Tensor:
-    """1 for a finite loss, else NaN: a factor that makes every gradient NaN, so that all ranks see
-    it in the norm and skip the step."""
+    """Return 1 if the loss is finite and NaN otherwise. Multiplied into the loss, it makes every
+    gradient NaN, so that all ranks see this in the norm and skip the step."""
     return loss.detach() * 0 + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A token with a number that is not finite."""
+    """A token at which a number was not finite."""
 
     what: str
     token: int
-    """Position in its context."""
+    """The token's position in its context."""
     token_ids_T: NDArray[np.int32]
-    """All tokens of that context."""
+    """All tokens in that context."""
     certain: bool = True
-    """False if the number is only larger than others."""
+    """False if the number is finite but larger than all others."""
 
 
 def describe_findings(
     findings: Sequence[Finding], groups: Sequence[ScoredGroup | SftExample]
 ) -> tuple[str, ...]:
-    """One line per finding of all ranks, naming its completion. Uncertain ones count only if there
-    are no others."""
+    """Describe the findings from all ranks, one line each, with the name of the completion.
+    Uncertain findings are included only if there are no others."""
     names = {
         np.ascontiguousarray(segment.token_ids_T, np.int32).tobytes(): (
             name + (f", context {index + 1}" if len(segments) > 1 else "")
@@ -102,10 +104,12 @@ def _named_segments(group: ScoredGroup | SftExample) -> list[tuple[str, Sequence
 
 
 class NanTracer:
-    """Observes micro-batches in the forward and backward pass, to find the first bad number."""
+    """Watches the forward and backward pass of micro-batches and finds the first number that is not
+    finite."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        """layers: decoder layers, first to last; empty if hooks would disturb compiled ones."""
+        """`layers` are the decoder layers in order. It is empty if hooks would interfere with
+        compiled layers."""
         self._layers = layers
         self.findings: list[Finding] = []
         self._factor = 1.0
@@ -113,18 +117,19 @@ class NanTracer:
 
     def _clear(self) -> None:
         self._bad_layer: tuple[int, Tensor] | None = None
-        """The first layer with a bad output, and the bad rows."""
+        """The first layer with a non-finite output, and the rows in question."""
         self._bad_gradient: tuple[int, Tensor] | None = None
-        """The last layer whose output has a bad gradient, and the bad rows."""
+        """The last layer whose output has a non-finite gradient, and the rows in question."""
         self._loss = 0.0
         self._values: list[tuple[str, Tensor]] = []
-        """Names and values [R] of sampled tokens, in order of dependence."""
+        """Names and values [R] for the sampled tokens. Later values depend on earlier ones."""
         self._slope: Tensor | None = None
-        """[R] gradient of the loss; None before the backward pass."""
+        """[R] gradient of the loss. None before the backward pass."""
 
     @contextmanager
     def trace(self, batch: MicroBatch, start: int) -> Iterator[None]:
-        """Trace a micro-batch. start: of this rank's part of its tokens."""
+        """Trace the micro-batch that runs inside this context. `start` is where this rank's part of
+        its tokens starts."""
         self._clear()
         with ExitStack() as stack:
             for index, layer in enumerate(self._layers):
@@ -136,8 +141,8 @@ class NanTracer:
     def observe(
         self, logp_R: Tensor, reference_R: Tensor | None, kl_coef_R: Tensor, loss: Tensor
     ) -> float:
-        """Take the log-probabilities of policy and reference before the backward pass. Returns a
-        factor for the loss."""
+        """Record the log-probabilities from policy and reference before the backward pass. Returns
+        a factor for the loss."""
         self._loss = float(loss.detach())
         self._values.append(("log-probability", logp_R.detach()))
         if reference_R is not None:
@@ -148,7 +153,7 @@ class NanTracer:
         return self._factor
 
     def spoiling(self) -> Self:
-        """From now on make every gradient NaN."""
+        """Make every gradient NaN from now on, and return the tracer."""
         self._factor = math.nan
         return self
 
@@ -200,7 +205,7 @@ class NanTracer:
 
 
 def _bad_rows(values: Tensor) -> Tensor | None:
-    """Rows of [1, T, d] that are not finite; None if all are."""
+    """Return the rows of [1, T, d] that are not finite, or None if all rows are finite."""
     bad = (~values.detach().isfinite()).any(-1).flatten().nonzero().flatten()
     return bad.cpu() if len(bad) else None
 

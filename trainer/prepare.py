@@ -1,6 +1,7 @@
-"""Turns a recipe into a checked task: its model, plan and data, before anything starts.
+"""Turns a recipe into a checked task, with its model, plan and data, before anything starts.
 
-With `keel.trainer.launch` the only module that sees data, rewards and rollouts together.
+Besides `keel.trainer.launch`, this is the only module that brings data, rewards and rollouts
+together.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ UNKNOWN_GIB = (
     "their values for a CPU. Set the memory of a GPU, for example run.gpu_gib=80"
 )
 SAMPLED_PROMPTS = 32
-"""Prompts per source that the mean prompt length is estimated from."""
+"""How many prompts per source are used to estimate the mean prompt length."""
 ATTENTION = {
     "warm-up": "dense; the indexers alone are trained, by Eq. 3",
     "dense": "dense; everything but the indexers is trained",
@@ -92,17 +93,18 @@ ATTENTION = {
 }
 
 DetectHardware = Callable[[Config], Hardware]
-"""Returns the hardware to plan for; `keel.trainer.placement.nodes` has the choices."""
+"""A function that returns the hardware to plan for. See `keel.trainer.placement.nodes` for the
+available ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """A recipe's model with the plan for its hardware."""
+    """A recipe's model, together with the plan for running it on the hardware."""
 
     config: Config
-    """The config with every `auto` value resolved."""
+    """The config, with every `auto` value resolved."""
     tokenizer: Any
-    """From transformers."""
+    """The tokenizer from Transformers."""
     facts: ModelFacts
     hardware: Hardware
     choice: Choice
@@ -116,12 +118,12 @@ class _Prepared:
     """A recipe that has passed every check."""
 
     config: Config
-    """The config with every `auto` value resolved."""
+    """The config, with every `auto` value resolved."""
     facts: ModelFacts
     hardware: Hardware
     choice: Choice
     tokenizer_digest: str
-    """`keel.model.load.digest_of_tokenizer`"""
+    """The result of `keel.model.load.digest_of_tokenizer`."""
     warnings: Sequence[str] = ()
 
     @property
@@ -133,7 +135,7 @@ class _Prepared:
         return self.choice.plan
 
     def _ending(self) -> list[str]:
-        """Resolved knobs with their reasons, then warnings."""
+        """Return the lines that list the resolved knobs with reasons, followed by the warnings."""
         return [
             *(f"{'' if i else 'chosen':<12} {line}" for i, line in enumerate(self.choice.lines())),
             *(f"{'warning':<12} {line}" for line in self.warnings),
@@ -142,15 +144,15 @@ class _Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class Task(_Prepared):
-    """A checked RL recipe with its prompts."""
+    """A checked RL recipe, together with its prompts."""
 
     dataset: Dataset
     tokenizer: Any = None
-    """From transformers."""
+    """The tokenizer from Transformers."""
     chat: TemplateChat | None = None
-    """The model's chat format; None unless a source has an environment."""
+    """The model's chat format. None if no source has an environment."""
     notes: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Results of the checks of rewards, environments and the chat format, by name."""
+    """Results of the checks on rewards, environments and the chat format, keyed by name."""
     failed: Sequence[str] = ()
     """Warnings about reward functions that failed on a sample completion."""
 
@@ -168,7 +170,7 @@ class Task(_Prepared):
     def text(
         self, *, seats: Sequence[str] = (), trains: bool = True, evaluates: bool = True
     ) -> str:
-        """Describe the plan; `evaluates` says whether the command measures `eval.prompts`."""
+        """Describe the plan. `evaluates` says whether the command evaluates `eval.prompts`."""
         lines = source_lines(self.config, self.dataset)
         lines += [f"{name}: {note}" for name, note in self.notes.items()]
         text = describe(
@@ -181,7 +183,8 @@ class Task(_Prepared):
         return "\n".join([text, *self._ending()])
 
     def _cpu_time(self, *, trains: bool, evaluates: bool) -> list[str]:
-        """Estimate times on a CPU; empty for episodes, whose number of turns is unknown."""
+        """Estimate how long things take on a CPU. Returns nothing for episodes, since their number
+        of turns is not known."""
         evaluates &= not trains or self.config.run.eval_every >= 0
         if self.gpu or self.config.with_agents or not (trains or evaluates):
             return []
@@ -202,17 +205,17 @@ class Task(_Prepared):
 
 @dataclass(frozen=True, kw_only=True)
 class SftTask(_Prepared):
-    """A checked recipe of supervised training with its conversations or texts."""
+    """A checked recipe for supervised training, together with its conversations or texts."""
 
     lessons: Lessons
     batches: Batches
     recipe: Config
-    """The whole recipe; `config` is what supervised training depends on."""
+    """The whole recipe. `config` is the part that supervised training depends on."""
     prompts: Dataset | None
-    """Prompts of `data.sources`, if any. Their held-out sets are excluded from training, and the
-    tiny model's cold start covers them."""
+    """The prompts from `data.sources`, if there are any. Their held-out sets are excluded from
+    training, and they are used for the tiny model's cold start."""
     format: str
-    """Name of the chat format; empty without chats."""
+    """The name of the chat format. Empty if there are no chats."""
 
     @property
     def command(self) -> str:
@@ -263,7 +266,7 @@ class SftTask(_Prepared):
 def prepare(
     recipe: str, overrides: Sequence[str], *, hardware: DetectHardware = detect_hardware
 ) -> Task:
-    """Load an RL recipe and check everything that needs no engine. Raises ConfigError."""
+    """Load an RL recipe and make all checks that do not need an engine. Raises ConfigError."""
     disable_progress_bar()  # the bars of transformers would break ours
     config, open_knobs = load_recipe(recipe, overrides)
     check_recipe(recipe, overrides, config)
@@ -315,8 +318,8 @@ def prepare(
 def prepare_sft(
     recipe: str, overrides: Sequence[str], *, hardware: DetectHardware = detect_hardware
 ) -> SftTask:
-    """Load a recipe of supervised training and check everything that needs no rank. Raises
-    ConfigError."""
+    """Load a recipe for supervised training and make all checks that do not need a trainer rank.
+    Raises ConfigError."""
     disable_progress_bar()
     whole, open_knobs = load_recipe(recipe, overrides)
     check_recipe(recipe, overrides, whole)
@@ -380,7 +383,7 @@ def prepare_sft(
 
 
 def prepare_pretraining(recipe: str, overrides: Sequence[str]) -> SftTask:
-    """Prepare a recipe that trains on text alone. Raises ConfigError."""
+    """Load and check a recipe that trains only on text. Raises ConfigError."""
     config = load_config(recipe, overrides)
     others = [source.name for source in config.sft.sources if not source.is_text]
     if others or not config.sft.sources:
@@ -402,10 +405,8 @@ def plan_model(
     *,
     chats: bool = True,
 ) -> PlannedModel:
-    """Load the model's config and tokenizer, and resolve `open_knobs`.
-
-    `chats`: whether the tokenizer needs a chat template. Raises ConfigError.
-    """
+    """Load the model's config and tokenizer, and resolve `open_knobs`. `chats` says whether the
+    tokenizer needs a chat template. Raises ConfigError."""
     machine = hardware(config)
     config = with_dtype(config, open_knobs, gpu=machine.gpu)
     if machine.found:
@@ -436,7 +437,7 @@ def plan_model(
 
 
 def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelFacts]:
-    """Tokenizer and facts. Raises ConfigError."""
+    """Load the model's tokenizer and facts. Raises ConfigError."""
     settings = config.model
     if settings.path == TINY_MODEL:
         check_residual(config, settings.tiny.family)
@@ -470,7 +471,8 @@ def load_prompts(config: Config, tokenizer: Any, facts: ModelFacts) -> Dataset:
 
 
 def prompt_tokens(prompt: Prompt, tokenizer: Any, facts: ModelFacts) -> int:
-    """Length in tokens; 0 if an environment opens the conversation. Raises ConfigError."""
+    """Return the length of a prompt in tokens, or 0 if an environment opens the conversation.
+    Raises ConfigError."""
     if prompt.environment:
         return 0
     try:
@@ -485,7 +487,7 @@ def prompt_tokens(prompt: Prompt, tokenizer: Any, facts: ModelFacts) -> int:
 
 
 def require_prompts(config: Config) -> None:
-    """Raise ConfigError for a recipe of supervised training alone."""
+    """Raise ConfigError if the recipe is for supervised training only."""
     if not config.data.sources:
         raise ConfigError(
             "data.sources is empty: nothing to sample. sft.sources are for `keel sft` and "
@@ -501,10 +503,8 @@ def needs_judge(config: Config, dataset: Dataset) -> bool:
 
 
 def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
-    """Score the reference solutions of each source, and call each custom reward function once.
-
-    Returns a note by source, and by source and function. Raises ConfigError.
-    """
+    """Score the reference solutions of each source and call each custom reward function once.
+    Returns a note for each source and for each of its functions. Raises ConfigError."""
     notes: dict[str, str] = {}
     settings = CodeSettings.from_knobs(asdict(config.rewards.code))
     try:
@@ -524,7 +524,8 @@ def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
 
 
 def length_rules(config: Config) -> dict[str, LengthRule]:
-    """Length rule of each domain. Raises ValueError naming the domain."""
+    """Return the length rule for each domain. Raises ValueError with the name of the domain if its
+    rule is invalid."""
     rules: dict[str, LengthRule] = {}
     with_turns = config.data.domains_with_environments
     for domain, length in config.data.lengths_by_domain.items():
@@ -544,7 +545,7 @@ def _has_chats(config: Config) -> bool:
 
 
 def _chat_note(config: Config, tokenizer: Any, chat: TemplateChat | None) -> str:
-    """Describe what renders conversations and how tool calls are parsed."""
+    """Describe how conversations are rendered and how tool calls are parsed."""
     if not _has_chats(config):
         return "none: raw prompts"
     lacking = ", since the tokenizer has no chat template" if not tokenizer.chat_template else ""
@@ -558,8 +559,9 @@ def _chat_note(config: Config, tokenizer: Any, chat: TemplateChat | None) -> str
 
 
 def _total_steps(config: Config, batches: Batches) -> int:
-    """Steps done plus those left of `sft.epochs`. The two do not follow from the epochs alone: a
-    run resumed with more epochs had cut its last batch short."""
+    """Return the number of steps that will have been done at the end of `sft.epochs`. It cannot be
+    computed from the epochs alone: if a run is resumed with more epochs, its earlier last batch was
+    cut short."""
     beginning, done = batches.position(), 0
     if newest := latest_complete(Path(config.run.dir).expanduser() / "checkpoints"):
         with suppress(ValueError, LookupError, TypeError):  # resuming reports it
@@ -572,8 +574,9 @@ def _total_steps(config: Config, batches: Batches) -> int:
 
 
 def text_encoder(tokenizer: Any) -> Encoded:
-    """Encode text as pre-training does: the tokenizer's own prefix, the text with control tokens
-    escaped, then the end of text. Raises ValueError if the tokenizer cannot escape them."""
+    """Return an encoder for text as pre-training uses it: the tokenizer's own prefix, the text with
+    control tokens escaped, then the end-of-text token. Raises ValueError if the tokenizer cannot
+    escape them."""
     encoder, end = Encoder(tokenizer), tokenizer.eos_token_id
     before = [index for index in tokenizer("")["input_ids"] if index != end]
 
@@ -589,7 +592,8 @@ def _no_chats(example: Example) -> list[Segment]:
 
 
 def chat_renderer(chat: TemplateChat) -> Render:
-    """Render conversations to ids with the code that rollouts use."""
+    """Return a function that renders conversations to token ids, using the same code as
+    rollouts."""
     checked: set[tuple[bool, bool]] = set()
 
     def render(example: Example) -> list[Segment]:
@@ -617,7 +621,7 @@ def chat_renderer(chat: TemplateChat) -> Render:
 
 
 def _solve(task: str, entry: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Worked solution of a reasoning_gym question; None if the task has none."""
+    """Return a worked solution to a reasoning_gym question, or None if the task has none."""
     solution = TAUGHT.get(task)
     if solution is None or not solution.covers(entry["metadata"]):
         return None
@@ -629,7 +633,8 @@ def _solve(task: str, entry: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _warnings(config: Config, model: PlannedModel) -> list[str]:
-    """Suspicious settings, GPUs that others use, and a layout other than the run's first one."""
+    """Return warnings about suspicious settings, GPUs that others use, and a layout that differs
+    from the first one in this run."""
     path, hardware, lacking = config.model.path, model.hardware, model.missing_weights
     single = [
         slow_dtype(config, gpu=hardware.gpu),
@@ -654,7 +659,8 @@ def _warnings(config: Config, model: PlannedModel) -> list[str]:
 
 
 def thinking_warnings(config: Config, tokenizer: Any) -> Iterator[str]:
-    """Warn about sources whose thinking marks differ from the model's, or that have none."""
+    """Return warnings about sources whose thinking tags differ from the model's, or that have
+    none."""
     if config.endpoint.base_url:
         return
     marks = marks_of(tokenizer, config.model.thinking_marks)
@@ -681,7 +687,7 @@ def thinking_warnings(config: Config, tokenizer: Any) -> Iterator[str]:
 
 
 def missing_node_warnings(config: Config, hardware: Hardware) -> Iterator[str]:
-    """Say how a run starts while planned nodes are missing."""
+    """Describe how the run starts while some of its nodes are missing."""
     if hardware.missing:
         trainer = config.trainer
         yield (
@@ -692,7 +698,8 @@ def missing_node_warnings(config: Config, hardware: Hardware) -> Iterator[str]:
 
 
 def crowding_warnings(config: Config, plan: Plan, machine_gib: float) -> Iterator[str]:
-    """Warn if engines and ranks need more than the machine's memory; `machine_gib` 0: unknown."""
+    """Warn if engines and ranks need more than the machine's memory. A `machine_gib` of 0 means
+    that the amount is not known."""
     engines, ranks = config.rollout.engines, config.trainer.ranks
     needed = (engines * plan.engine.total + ranks * plan.trainer.total) / GIB
     if machine_gib and needed > machine_gib and not os.environ.get("RAY_ADDRESS"):

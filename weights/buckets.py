@@ -1,7 +1,7 @@
-"""Named tensors packed into flat buckets.
+"""Packs named tensors into buckets for a weight update.
 
-A bucket is one flat buffer with a table of contents, so that thousands of tensors travel in a few
-large transfers.
+A bucket is one flat buffer plus a table that lists the tensors in it. Thousands of tensors can then
+be sent in a few large transfers.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes; every tensor starts at a multiple, so that it can be viewed in place."""
+"""Every tensor in a bucket starts at a multiple of this many bytes, so that it can be used without
+a copy."""
 
 
 class TensorEntry(NamedTuple):
-    """A tensor's place in a bucket. A tuple, because a large update has tens of thousands."""
+    """Describes one tensor in a bucket. This is a tuple because a large update has tens of
+    thousands of them."""
 
     name: str
-    """Checkpoint name (per-expert names for experts)."""
+    """The tensor's name in the checkpoint, with one name per expert."""
     dtype: str
-    """Name of the torch dtype, such as `bfloat16`."""
+    """The name of the torch dtype, such as `bfloat16`."""
     shape: tuple[int, ...]
     offset: int
-    """In bytes."""
+    """Where the tensor starts in the bucket, in bytes."""
 
     @property
     def numel(self) -> int:
@@ -38,36 +40,38 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChannelData:
-    """Announces bytes that follow through the engine's `keel.weights.channel.Channel`."""
+    """Tells the engine that the bytes will follow through its `keel.weights.channel.Channel`."""
 
     size: int
 
 
 @dataclass(frozen=True, slots=True)
 class SharedData:
-    """Points to bytes on a GPU that sender and receiver share (CUDA IPC)."""
+    """Refers to bytes on a GPU that both sender and receiver use (CUDA IPC)."""
 
     handle: tuple[Any, ...]
-    """Arguments of PyTorch's `rebuild_cuda_tensor`."""
+    """Arguments for PyTorch's `rebuild_cuda_tensor`."""
     size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """A bucket on its way to an engine."""
+    """A bucket that is being sent to an engine."""
 
     entries: tuple[TensorEntry, ...]
     data: NDArray[np.uint8] | ChannelData | SharedData
-    """The bytes in host memory, or how to get them."""
+    """The bytes in host memory, or a description of how to get them."""
 
 
 FlatBucket = tuple[tuple[TensorEntry, ...], Tensor]
-"""Table of contents, and bytes as one flat tensor on the device of the packed tensors."""
+"""The table of tensors, and their bytes as one flat tensor on the same device as the packed
+tensors."""
 
 
 def pack_flat(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[FlatBucket]:
-    """Pack named tensors of one device into buckets of at most `bucket_bytes`, or of one larger
-    tensor. Holds one bucket beyond what `tensors` yields."""
+    """Pack named tensors into buckets. All tensors must be on one device. A bucket has at most
+    `bucket_bytes`, unless a single tensor is larger than that. Besides what `tensors` yields, only
+    one bucket is in memory at a time."""
     entries: list[TensorEntry] = []
     parts: list[Tensor] = []
     size = 0
@@ -86,19 +90,20 @@ def pack_flat(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Itera
 
 
 def in_host_memory(buckets: Iterable[FlatBucket]) -> Iterator[Bucket]:
-    """Copy buckets to host memory, for Ray's object store."""
+    """Copy buckets to host memory so that they can be put into Ray's object store."""
     for entries, flat in buckets:
         yield Bucket(entries=entries, data=flat.cpu().numpy())
 
 
 def host_bytes(bucket: Bucket) -> Tensor:
-    """The bytes of a bucket in host memory, copied if read-only."""
+    """Return the bytes of a bucket that is in host memory. They are copied if they are
+    read-only."""
     assert isinstance(bucket.data, np.ndarray)
     return torch.from_numpy(bucket.data if bucket.data.flags.writeable else bucket.data.copy())
 
 
 def unpack_flat(entries: Iterable[TensorEntry], flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors of a bucket, as views of its bytes."""
+    """Yield the names and tensors in a bucket. The tensors are views of `flat`."""
     for entry in entries:
         dtype = getattr(torch, entry.dtype)
         part = flat[entry.offset : entry.offset + entry.numel * dtype.itemsize]
@@ -106,13 +111,14 @@ def unpack_flat(entries: Iterable[TensorEntry], flat: Tensor) -> Iterator[tuple[
 
 
 class Checksum:
-    """Order-dependent checksum of an update's buckets, computed at both ends."""
+    """A checksum over all buckets in an update, which sender and engine both compute. It depends on
+    the order of the buckets."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []
 
     def add(self, flat: Tensor) -> None:
-        """Add a bucket without synchronizing its device."""
+        """Add a bucket, without waiting for its device."""
         self._sums.append(flat.view(torch.int64).sum())
 
     def value(self) -> int:

@@ -1,7 +1,7 @@
-"""Moves bucket bytes from a trainer rank to one engine: NCCL between GPUs, gloo between CPUs, or in
-place on a GPU that both use.
+"""Sends the bytes in a bucket from a trainer rank to one engine: through NCCL between GPUs, through
+gloo between CPUs, or through shared memory on a GPU that both use.
 
-Each channel is a separate process group, so that an engine that dies breaks nothing else.
+Each channel is a separate process group, so an engine that dies does not affect the other channels.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from keel.weights.buckets import ChannelData, SharedData
 
 POLL_S = 2e-4
 CHECK_S = 0.02
-"""Interval for checking whether the other end has failed, which costs more than a poll."""
+"""How often to check whether the other end has failed. This check costs more than a poll."""
 _NCCL_TIMEOUT = timedelta(days=1)
-"""Never expires: `send` keeps the timeout itself."""
+"""Long enough that NCCL never times out, since `send` has its own timeout."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 Rendezvous = tuple[str, int]
-"""Host and port of the TCPStore that both ends connect to; trainer rank 0 keeps it."""
+"""Host and port of the TCPStore that both ends connect to. It runs on trainer rank 0."""
 
 
 def connect(rendezvous: Rendezvous, name: str, timeout_s: float) -> Any:
-    """Connect to the store, with `name` as key prefix. Only one thread at a time may use it."""
+    """Connect to the store and prefix all keys with `name`. The connection must not be used by two
+    threads at a time."""
     client = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         *rendezvous, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
@@ -43,7 +44,8 @@ def connect(rendezvous: Rendezvous, name: str, timeout_s: float) -> Any:
 
 
 class Channel:
-    """Broadcasts from rank 0, the trainer's, to ranks 1 …, the engine's."""
+    """A process group that broadcasts from the trainer, which is rank 0, to the engine's workers,
+    which are ranks 1 and up."""
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class Channel:
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        """`name` must be the same on all ranks and unique to this channel."""
+        """`name` must be unique to this channel and the same on all its ranks."""
         self._device, self._timeout_s = device, timeout_s
         self._used = False
         store = connect(rendezvous, name, timeout_s)
@@ -70,10 +72,11 @@ class Channel:
         self._options.rootRank = 0
 
     def send(self, flat: Tensor, check: Callable[[], None] = lambda: None) -> None:
-        """Broadcast `flat` and return when its bytes have left.
+        """Broadcast `flat` and return when all bytes have been sent.
 
-        `check` is called now and then, to raise if the other end has failed. Raises TimeoutError,
-        and ConnectionError if the channel breaks or is closed. Any error closes it.
+        `check` is called now and then and should raise an error if the other end has failed. Raises
+        TimeoutError, and ConnectionError if the channel breaks or is closed. Any error closes the
+        channel.
         """
         if self._group is None:
             raise ConnectionError("the weight channel is closed")
@@ -114,7 +117,8 @@ class Channel:
         self._used = True
 
     def _begin(self, flat: Tensor) -> Future[Any]:
-        """Start the broadcast; the first one on a thread, since connecting may never return."""
+        """Start the broadcast. The first one runs on its own thread, since NCCL may block forever
+        while it connects."""
         begun: Future[Any] = Future()
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         inference = torch.is_inference_mode_enabled()
@@ -136,20 +140,21 @@ class Channel:
         return begun
 
     def receive(self, data: ChannelData) -> Tensor:
-        """Receive the next bucket's bytes. Raises as `send`."""
+        """Receive the bytes of the next bucket. Raises the same errors as `send`."""
         flat = torch.empty(data.size, dtype=torch.uint8, device=self._device)
         self.send(flat)
         return flat
 
     def close(self) -> None:
-        """Abort for good, without waiting for the peers."""
+        """Close the channel permanently, without waiting for the other ranks."""
         if self._group is not None:
             last, self._group = [self._group], None
             threading.Thread(target=_abort, args=(last,), name="keel-close", daemon=True).start()
 
 
 def _abort(last: list[Any]) -> None:
-    """Abort a group and drop its last reference here: its destructor may block, too."""
+    """Abort a process group. The last reference to it is dropped here because its destructor may
+    block, too."""
     group = last.pop()
     with suppress(RuntimeError):  # already broken
         group.abort()
@@ -157,12 +162,12 @@ def _abort(last: list[Any]) -> None:
 
 @contextmanager
 def _nccl_watchdog_off() -> Iterator[None]:
-    """Make every `ProcessGroupNCCL` created in this context without a watchdog.
+    """Make sure that a `ProcessGroupNCCL` created in this context has no watchdog thread.
 
-    A watchdog ends its process when an operation of the group fails, and sets a flag in the store
-    for which all trainer ranks end theirs: a lost engine would take the trainer down. PyTorch
-    starts none if this variable is set when the group is created. `is_completed` and `wait` report
-    failures themselves.
+    When an operation in the group fails, a watchdog ends its process and sets a flag in the store
+    that makes all other trainer ranks exit. Losing an engine would then end the trainer. PyTorch
+    starts no watchdog if this environment variable is set when the group is created. Failures are
+    still reported by `is_completed` and `wait`.
     """
     before = os.environ.get(BLOCKING_WAIT)
     os.environ[BLOCKING_WAIT] = "1"
@@ -176,14 +181,14 @@ def _nccl_watchdog_off() -> Iterator[None]:
 
 
 class SharedMemory:
-    """A GPU buffer that one process writes bucket after bucket to and another one reads."""
+    """A GPU buffer through which one process passes buckets to another, one at a time."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._handle: tuple[Any, ...] = ()
 
     def write(self, flat: Tensor) -> SharedData:
-        """Overwrite the last bucket, which must have been read."""
+        """Write a bucket over the previous one, which the reader must have read by now."""
         size = flat.numel()
         if self._buffer.numel() < size:
             self._buffer = torch.empty_like(flat)
@@ -194,14 +199,14 @@ class SharedMemory:
 
 
 class SharedView:
-    """The reader's end of a `SharedMemory`."""
+    """The reader's side of a `SharedMemory`."""
 
     def __init__(self) -> None:
         self._handle: tuple[Any, ...] = ()
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def read(self, data: SharedData, device: torch.device) -> Tensor:
-        """Return a view of the bytes, valid until the next bucket is written."""
+        """Return the bytes as a view, which is valid until the next bucket is written."""
         if data.handle != self._handle:
             handle = on_device(data.handle, device.index)  # device numbers differ by process
             self._handle, self._buffer = data.handle, rebuild_cuda_tensor(*handle)
@@ -209,19 +214,21 @@ class SharedView:
 
 
 def gpu_id(device: torch.device) -> str:
-    """Identify a GPU regardless of CUDA_VISIBLE_DEVICES; empty for a CPU."""
+    """Return an identifier for a GPU that does not depend on CUDA_VISIBLE_DEVICES, or an empty
+    string for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 _CHANNEL_ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ConnectionError, TimeoutError)
 }
-"""Errors for which an engine is replaced."""
+"""When one of these errors is raised, the engine is replaced."""
 
 
 def call_workers(llm: Any, method: str, *args: Any, several: bool) -> None:
-    """Call a method of every vLLM worker and raise its error. From `several` workers, which are
-    processes, vLLM returns errors as text only, so channel errors travel as data."""
+    """Call a method on every vLLM worker and raise its error. If there are `several` workers, they
+    are separate processes and vLLM returns their errors only as text. Channel errors are therefore
+    returned as data and raised again here."""
     if not several:
         llm.collective_rpc(method, args=args)
         return
@@ -232,7 +239,8 @@ def call_workers(llm: Any, method: str, *args: Any, several: bool) -> None:
 
 
 def attempt(worker: Any, method: str, args: tuple[Any, ...]) -> tuple[str, str] | None:
-    """Call a method in a worker; return kind and text of a channel error."""
+    """Call a method on a worker. If it raises a channel error, return the kind and the message of
+    that error."""
     try:
         getattr(worker, method)(*args)
     except tuple(_CHANNEL_ERRORS.values()) as error:

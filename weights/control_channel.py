@@ -1,7 +1,8 @@
-"""Messages from a trainer rank to an engine during an update, with acknowledgements.
+"""Sends messages from a trainer rank to an engine during a weight update. The engine acknowledges
+each message.
 
-They go through the rendezvous store, which takes a fraction of a millisecond; an actor call takes
-several. Bytes go through `keel.weights.channel`.
+Messages go through the rendezvous store, which takes a fraction of a millisecond, while an actor
+call takes several milliseconds. The bytes of the weights go through `keel.weights.channel`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ POLL_S = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Pause sampling. The acknowledgement says that the engine is paused."""
+    """Asks the engine to pause sampling. The engine acknowledges this once it has paused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Everything has been sent; sample from `version`."""
+    """Says that all weights have been sent and that the engine should now sample from `version`."""
 
     version: int
     checksum: int
@@ -37,12 +38,13 @@ Message = Begin | Bucket | Finish
 
 class _Mailbox:
     def __init__(self, rendezvous: Rendezvous, name: str, *, timeout_s: float) -> None:
-        """`name` must be the same at both ends and unique; `timeout_s` applies per message."""
+        """`name` must be unique and the same at both ends. `timeout_s` applies to each message."""
         self._store = connect(rendezvous, f"{name}/mailbox", timeout_s)
         self._timeout_s = timeout_s
         self._acknowledged = 0
         self._tables: dict[str, tuple[TensorEntry, ...]] = {}
-        """Tables of contents that have travelled, by their first tensor."""
+        """The tables of tensors that have been sent before, keyed by the name of their first
+        tensor."""
 
     @property
     def _key(self) -> str:
@@ -50,10 +52,10 @@ class _Mailbox:
 
 
 class Outbox(_Mailbox):
-    """The sender's end."""
+    """The sender's end of the control channel."""
 
     def put(self, message: Message) -> None:
-        """Send a message. The previous one must have been waited for."""
+        """Send a message. Call `wait` before sending another one."""
         entries: tuple[TensorEntry, ...] = ()
         if isinstance(message, Bucket):
             entries = message.entries
@@ -65,7 +67,8 @@ class Outbox(_Mailbox):
     def wait(self, check: Callable[[], None]) -> None:
         """Wait until the engine has acknowledged the last message.
 
-        `check` is called now and then, to raise if the engine has failed. Raises TimeoutError.
+        `check` is called now and then and should raise an error if the engine has failed. Raises
+        TimeoutError.
         """
         now = time.monotonic()
         end, next_check = now + self._timeout_s, now + CHECK_S
@@ -83,16 +86,16 @@ class Outbox(_Mailbox):
         self._acknowledged += 1
 
     def close(self) -> None:
-        """Remove the last message from the store."""
+        """Delete the last message from the store."""
         self._store.delete_key(self._key)
 
 
 class Inbox(_Mailbox):
-    """The engine's end."""
+    """The engine's end of the control channel."""
 
     def next(self) -> Message:
-        """Wait for the next message. Raises TimeoutError, and ConnectionError if the store and
-        with it the trainer is gone."""
+        """Wait for the next message and return it. Raises TimeoutError, and ConnectionError if the
+        store has gone down with the trainer."""
         try:
             count, message = pickle.loads(self._store.get(self._key))
         except dist.DistNetworkError as error:

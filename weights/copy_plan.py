@@ -1,9 +1,9 @@
-"""Copies checkpoint tensors straight into the tensors that kernels read.
+"""Copies checkpoint tensors straight into the tensors that vLLM's kernels read.
 
-vLLM's loader takes a fraction of a millisecond of Python per tensor, and a mixture of experts has
-tens of thousands. Where it puts each one does not change between updates: `keel.weights.trace`
-records it once, and a `CopyPlan` repeats it with a few copies per layer. Offsets and strides are in
-elements unless stated otherwise.
+vLLM's loader spends a fraction of a millisecond of Python time on each tensor, and a
+mixture-of-experts model has tens of thousands. It puts every tensor in the same place in each
+update. `keel.weights.trace` therefore records these places once, and a `CopyPlan` repeats the
+copies with a few calls per layer. Offsets and strides count elements unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -19,29 +19,31 @@ from keel.weights.buckets import TensorEntry
 
 _LOG = logging.getLogger(__name__)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer types by size in bytes, used for copies between equal types."""
+"""Integer types by size in bytes. Copies between tensors with the same type are made with these."""
 Dims = tuple[tuple[int, int, int], ...]
-"""Per dimension: length, stride in the kernel's tensor, stride in the source."""
+"""For each dimension: its length, its stride in the kernel's tensor and its stride in the
+source."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPiece:
-    """A part of a checkpoint tensor and its place in a kernel's tensor."""
+    """A part of a checkpoint tensor, and where it goes in a kernel's tensor."""
 
     kernel: int
-    """Index in `CopyPlan.kernels`."""
+    """Index into `CopyPlan.kernels`."""
     at: int
-    """Start in the kernel's storage."""
+    """Where the piece starts in the kernel's storage."""
     source: int
-    """Start in the checkpoint tensor, or in a bucket."""
+    """Where the piece starts in the checkpoint tensor, or in a bucket."""
     dims: Dims
     dtype: torch.dtype
-    """Type of the source."""
+    """Element type in the source."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopiedTensor:
-    """A checkpoint tensor with the pieces that are copied; none if vLLM's loader ignores it."""
+    """A checkpoint tensor, and the pieces of it that are copied. There are no pieces if vLLM's
+    loader ignores the tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -50,7 +52,7 @@ class CopiedTensor:
 
 @dataclass(frozen=True, slots=True)
 class ConstantFill:
-    """A part of a kernel's tensor with a constant value, such as padding."""
+    """A part of a kernel's tensor that always has the same value, such as padding."""
 
     target: Tensor
     value: float
@@ -61,17 +63,18 @@ class ConstantFill:
 
 @dataclass(slots=True)
 class _CopyGroup:
-    """Copies of equal types that are made in one call, all with or all without gaps."""
+    """Copies that are made in one call. They have the same types, and either all or none of them
+    have gaps."""
 
     dtype: torch.dtype
-    """Type of the sources."""
+    """Element type in the sources."""
     targets: list[Tensor] = field(default_factory=list)
     sources: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
-    """Offset in the bucket, size, stride."""
+    """Offset in the bucket, size and stride of each source."""
 
 
 class _CopyProgram:
-    """The copies of a bucket with a given table of contents."""
+    """All copies for a bucket with a certain table of tensors."""
 
     def __init__(self, kernels: Sequence[Tensor], pieces: Iterable[CopyPiece]) -> None:
         groups: dict[tuple[torch.dtype, torch.dtype, bool], _CopyGroup] = {}
@@ -93,7 +96,7 @@ class _CopyProgram:
         return sum(len(group.targets) for group in self._groups)
 
     def run(self, flat: Tensor) -> None:
-        """Copy from `flat`, bytes aligned to 8."""
+        """Copy from the bucket `flat`, which must be aligned to 8 bytes."""
         for group in self._groups:
             first = start_of(flat) // group.dtype.itemsize
             torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
@@ -106,7 +109,7 @@ class _CopyProgram:
 
 
 class CopyPlan:
-    """Copies checkpoint tensors to their places in one worker of an engine."""
+    """Copies all checkpoint tensors to where they belong in one worker of an engine."""
 
     def __init__(
         self,
@@ -116,18 +119,18 @@ class CopyPlan:
     ) -> None:
         self.kernels, self.placed, self._fills = kernels, placed, fills
         self._programs: dict[str, tuple[tuple[TensorEntry, ...], _CopyProgram]] = {}
-        """Keyed by the name of the bucket's first tensor."""
+        """Keyed by the name of the first tensor in the bucket."""
 
     def begin(self) -> None:
-        """Write constants."""
+        """Write the constant parts."""
         for fill in self._fills:
             fill()
 
     def load(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> None:
-        """Copy a bucket's tensors, asynchronously on a GPU.
+        """Copy the tensors in a bucket to where they belong. On a GPU this is asynchronous.
 
-        Raises ValueError naming a tensor that the first update did not have, or had with another
-        type or shape.
+        Raises ValueError if a tensor was not in the first update, or had another type or shape
+        there.
         """
         if (flat.data_ptr() | start_of(flat)) % 8:
             flat = flat.clone()
@@ -139,8 +142,8 @@ class CopyPlan:
             program.run(flat)
 
     def _checked(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> _CopyProgram:
-        """Build the program of a table of contents, run it, and compare it with copying the pieces
-        one by one."""
+        """Build the program for a table of tensors and run it. If its result differs from copying
+        each piece separately, use separate copies instead."""
         pieces = [piece for entry in entries for piece in self._pieces(entry)]
         program, plain = (
             _CopyProgram(self.kernels, join(pieces)),
@@ -175,12 +178,12 @@ class CopyPlan:
 
 
 def start_of(tensor: Tensor) -> int:
-    """Offset of a tensor in its storage."""
+    """Return where a tensor starts in its storage."""
     return int(tensor.storage_offset())
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """View as integers, in which NaN equals itself."""
+    """View a tensor as integers, so that NaN compares equal to itself."""
     return tensor.view(_INTEGERS[tensor.dtype.itemsize])
 
 
@@ -191,14 +194,16 @@ def window(
     size: Sequence[int],
     stride: Sequence[int],
 ) -> Tensor:
-    """View any part of a tensor's storage as any type; `offset` counts from the storage's start."""
+    """View any part of a tensor's storage as any type. `offset` counts from the start of the
+    storage."""
     view = torch.empty(0, dtype=dtype, device=tensor.device)
     return view.set_(tensor.untyped_storage(), offset, tuple(size), tuple(stride))
 
 
 def dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]) -> Dims:
-    """Simplify dimensions: outermost first, without those of length 1, joined if contiguous. The
-    order of elements may change, equally at both ends."""
+    """Simplify the dimensions of a copy: sort them from outermost to innermost, drop those with
+    length 1 and merge contiguous ones. This may change the order of elements, but in the same way
+    for source and target."""
     parts = [part for part in zip(size, at, source, strict=True) if part[0] != 1]
     simple: list[tuple[int, int, int]] = []
     for n, inner_at, inner in sorted(parts, key=lambda part: part[1], reverse=True):
@@ -210,7 +215,7 @@ def dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]) -> Dims:
 
 
 def join(pieces: Iterable[CopyPiece]) -> list[CopyPiece]:
-    """Merge pieces, such as all experts of a layer."""
+    """Merge pieces into larger ones. For example, all experts in a layer may become one piece."""
     ordered = sorted(
         pieces, key=lambda piece: (piece.kernel, str(piece.dtype), piece.at, piece.source)
     )
@@ -222,7 +227,8 @@ def join(pieces: Iterable[CopyPiece]) -> list[CopyPiece]:
 
 
 def _join_neighbours(pieces: Iterable[CopyPiece]) -> list[CopyPiece]:
-    """Merge a piece with the next if that begins at its end, on both sides."""
+    """Merge a piece with the next one if the next one continues it in both the source and the
+    target."""
     joined: list[CopyPiece] = []
     for piece in pieces:
         if joined and _together(joined[-1], piece):
@@ -238,7 +244,7 @@ def _join_neighbours(pieces: Iterable[CopyPiece]) -> list[CopyPiece]:
 
 
 def _join_steps(pieces: Sequence[CopyPiece]) -> list[CopyPiece]:
-    """Merge equal pieces at equal distances into one with another dimension."""
+    """Merge equal pieces that are spaced evenly into one piece with an extra dimension."""
     joined: list[CopyPiece] = []
     index = 0
     while index < len(pieces):
@@ -271,7 +277,8 @@ def _simplified(parts: Dims) -> Dims:
 
 
 def _as_integers(piece: CopyPiece) -> tuple[CopyPiece, torch.dtype]:
-    """The same bytes as the widest integers that fit, for copies without conversion."""
+    """Describe the same bytes with the widest integer type that fits, so that the copy needs no
+    conversion."""
     item = piece.dtype.itemsize
     *outer, (n, *inner) = piece.dims
     dense = inner == [1, 1]

@@ -1,9 +1,9 @@
 """Loads new weights into a running vLLM engine, one bucket at a time.
 
-vLLM's layerwise reload collects the tensors of each layer, converts them as at the first load and
-copies the result into the tensors that kernels and CUDA graphs hold. (`load_weights` alone would
-leave the model half loaded.) A `LoadRecorder` observes the first update; later ones repeat its
-copies without vLLM's loader (`keel.weights.copy_plan`).
+vLLM's layerwise reload collects the tensors of each layer, converts them as it did when the model
+was first loaded, and copies the result into the tensors that kernels and CUDA graphs hold. (Calling
+only `load_weights` would leave the model half loaded.) A `LoadRecorder` observes the first update.
+Later updates repeat its copies without vLLM's loader (see `keel.weights.copy_plan`).
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter
 
 
 def moe_runners(model: nn.Module) -> list[Any]:
-    """The MoE layers of a vLLM model, in order."""
+    """Return the MoE layers in a vLLM model, in order."""
     runners = [module for module in model.modules() if isinstance(module, MoERunner)]
     return sorted(runners, key=lambda runner: runner.layer_id)
 
 
 def _repack_tied_heads(model: nn.Module) -> None:
-    """Repack tied output heads, which vLLM's CPU build packs for oneDNN only when a tensor of their
-    own arrives."""
+    """Repack output heads that are tied to the embedding. vLLM's CPU build packs a head for oneDNN
+    only when the update has a separate tensor for it."""
     for head in model.modules():
         if isinstance(head, ParallelLMHead) and hasattr(head, "cpu_linear"):
             owners = (m for m in model.modules() if isinstance(m, VocabParallelEmbedding))
@@ -64,41 +64,41 @@ def _repack_tied_heads(model: nn.Module) -> None:
 
 
 class WeightsExtension:
-    """Methods that vLLM adds to each of its workers (`worker_extension_cls`)."""
+    """The methods that Keel adds to each vLLM worker (`worker_extension_cls`)."""
 
     vllm_config: Any
     model_runner: Any
     rank: int
-    """Among the workers of this engine."""
+    """The worker's rank in this engine."""
     device: torch.device
 
     keel_channel: Channel | None = None
     keel_view: SharedView
     keel_checksum: Checksum
     keel_recorder: LoadRecorder | None = None
-    """LoadRecorder of the first update; kept, so that there is no second one."""
+    """The recorder for the first update. It is kept so that no second one is created."""
     keel_plan: CopyPlan | None = None
-    """Performs updates, if the first one could be recorded."""
+    """The plan that carries out updates, if the first update could be recorded."""
     keel_decided = False
-    """Set once the first update has ended, with or without a plan."""
+    """True once the first update has finished, whether or not there is a plan."""
 
     def keel_name_loaders(self) -> None:
-        """Give every loader the `__name__` that vLLM's reload requires; a `functools.partial`, such
-        as the loader of MiniMax-M2's norms, has none."""
+        """Give every weight loader a `__name__`, which vLLM's reload requires. A
+        `functools.partial` has none, for example the loader for the norms in MiniMax-M2."""
         for tensor in self.model_runner.get_model().parameters():
             loader = getattr(tensor, "weight_loader", None)
             if loader is not None and not hasattr(loader, "__name__"):
                 loader.__name__ = "weight_loader"
 
     def keel_moe_layers(self) -> list[int]:
-        """Indices of the MoE layers among all layers."""
+        """Return the indices of the MoE layers among all layers."""
         return [runner.layer_id for runner in moe_runners(self.model_runner.get_model())]
 
     def keel_gpu(self) -> str:
         return gpu_id(self.device)
 
     def keel_join(self, rendezvous: Rendezvous, name: str, timeout_s: float) -> None:
-        """Open a channel to the rank that sends weights, instead of an earlier one."""
+        """Open a channel to the rank that sends weights. An earlier channel is closed."""
         if self.keel_channel is not None:
             self.keel_channel.close()
             self.keel_channel = None
@@ -113,12 +113,12 @@ class WeightsExtension:
         )
 
     def keel_attempt(self, method: str, args: tuple[Any, ...]) -> tuple[str, str] | None:
-        """See `keel.weights.channel.attempt`."""
+        """Call `keel.weights.channel.attempt` on this worker."""
         return attempt(self, method, args)
 
     def keel_begin_update(self, no_copies: str = "") -> None:
-        """`no_copies`: why every update must go through vLLM's loader; empty to record the first
-        one."""
+        """Prepare for the buckets of an update. If `no_copies` is not empty, it is the reason why
+        vLLM's loader must carry out every update. Otherwise the first update is recorded."""
         self.keel_checksum, self.keel_view = Checksum(), SharedView()
         if self.keel_plan is not None:
             with torch.inference_mode():
@@ -139,7 +139,8 @@ class WeightsExtension:
             initialize_layerwise_reload(model)
 
     def keel_way(self) -> str:
-        """Return "copies", or why vLLM's loader does updates; empty before the first one."""
+        """Return "copies" if updates use a copy plan, or the reason why they use vLLM's loader.
+        Returns an empty string before the first update."""
         if self.keel_plan is not None:
             return "copies"
         return self.keel_recorder.refusal if self.keel_recorder is not None else ""
@@ -177,7 +178,8 @@ class WeightsExtension:
 
     @torch.inference_mode()
     def keel_finish_update(self, checksum: int | None) -> None:
-        """Make the weights effective. Raises RuntimeError if the checksum differs."""
+        """Complete an update, so that the new weights are used from now on. Raises RuntimeError if
+        the checksum differs."""
         self.keel_view = SharedView()
         if checksum not in (None, self.keel_checksum.value()):
             raise RuntimeError(
@@ -206,7 +208,8 @@ class WeightsExtension:
             _LOG.info("weight updates copy %d tensors directly", len(self.keel_plan.placed))
 
     def _keel_deferred(self) -> list[Any]:
-        """Attention layers that derive tensors after loading, such as MLA's absorbed products."""
+        """Return the attention layers that compute further tensors from their weights after
+        loading, as MLA does."""
         from vllm.model_executor.layers.attention import (  # noqa: PLC0415  (only copies need it)
             is_deferred_attention_layer,
         )
@@ -215,7 +218,7 @@ class WeightsExtension:
         return [module for module in modules if is_deferred_attention_layer(module)]
 
     def keel_fingerprint(self) -> dict[str, str]:
-        """Hash every parameter as the kernels see it."""
+        """Return a hash of every parameter as the kernels see it."""
         named = self.model_runner.get_model().named_parameters()
         return {
             name: blake2b(

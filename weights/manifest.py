@@ -1,4 +1,5 @@
-"""Checks that an update brings exactly the tensors of the engine's initial checkpoint."""
+"""Checks that a weight update contains exactly the tensors in the checkpoint that the engine
+started from."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ from keel.weights.buckets import Bucket
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _COMPUTED = re.compile(r"\brotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""Tensors of old checkpoints that engine and trainer both compute instead of loading."""
+"""Matches tensors in old checkpoints that both engine and trainer compute instead of loading."""
 
 
 class Manifest:
-    """Ticks off the tensors of an update. vLLM itself only warns about some missing ones."""
+    """Tracks which tensors have arrived during an update. vLLM itself only warns about missing
+    tensors, and not about all of them."""
 
     def __init__(
         self,
@@ -31,10 +33,11 @@ class Manifest:
         decoder: str = "",
         unread: Iterable[str] = (),
     ) -> None:
-        """names: of the checkpoint; layers: without multi-token-prediction layers, which come last
-        and are loaded by neither engine nor trainer; tied: the output embedding is the input
-        embedding, and optional; decoder: the decoder's name in the model, a prefix that names may
-        lack; unread: patterns of tensors that the trainer does not load."""
+        """`names` are the tensor names in the checkpoint. `layers` is the number of layers without
+        the multi-token-prediction layers, which come last and are loaded by neither engine nor
+        trainer. `tied` says that the output embedding is the input embedding and may be missing.
+        `decoder` is the prefix for the decoder, which a name may lack. `unread` holds patterns for
+        tensors that the trainer does not load."""
         self._prefix = f"{decoder}."
         self._optional = {"lm_head.weight"} if tied else set[str]()
         known = {self._plain(name): name for name in names if not _COMPUTED.search(name)}
@@ -47,12 +50,13 @@ class Manifest:
             for plain, name in known.items()
             if _layer(plain) < layers and plain not in self._optional
         }
-        """Names without the decoder's prefix → checkpoint names."""
+        """Maps names without the decoder's prefix to the names in the checkpoint."""
         self._missing: set[str] = set()
 
     @staticmethod
     def of(path: str, text: PreTrainedConfig) -> Manifest:
-        """The manifest of the checkpoint at `path`, whose language model has the config `text`."""
+        """Create the manifest for the checkpoint at `path`. `text` is the config of its language
+        model."""
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), PreTrainedModel)
         return Manifest(
             checkpoint_names(path),
@@ -66,7 +70,8 @@ class Manifest:
         self._missing = set(self._names)
 
     def arrived(self, bucket: Bucket) -> None:
-        """Tick off a bucket. Raises ValueError naming a tensor unknown to the checkpoint."""
+        """Mark the tensors in a bucket as arrived. Raises ValueError if the checkpoint does not
+        have one of them."""
         for entry in bucket.entries:
             name = self._plain(entry.name)
             if name not in self._names and name not in self._optional:
@@ -77,7 +82,7 @@ class Manifest:
             self._missing.discard(name)
 
     def finish(self) -> None:
-        """Raise ValueError naming missing tensors."""
+        """Raise ValueError if any tensor is missing after the update."""
         if self._missing:
             first = ", ".join(sorted(self._names[name] for name in self._missing)[:3])
             raise ValueError(
@@ -90,7 +95,8 @@ class Manifest:
 
 
 def checkpoint_names(path: str) -> list[str]:
-    """Tensor names of the safetensors checkpoint at `path`, a folder or a hub name."""
+    """Return the tensor names in the safetensors checkpoint at `path`, which is a folder or a hub
+    name."""
     index = cached_file(
         path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False
     )

@@ -1,8 +1,9 @@
-"""Packs a model's checkpoint tensors into buckets, update after update.
+"""Packs a model's checkpoint tensors into buckets for each weight update.
 
-Transformers takes about 50 µs of Python to name a tensor as its checkpoint does, and a mixture of
-experts has tens of thousands. The first update records where each tensor lies in the model; later
-ones copy runs of memory, such as all experts of a layer at once.
+Transformers takes about 50 µs of Python time to convert a tensor to its checkpoint name, and a
+mixture-of-experts model has tens of thousands of tensors. The first update records where each
+checkpoint tensor lies in the model. Later updates copy whole stretches of memory, such as all
+experts in a layer at once.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from keel.weights.buckets import FlatBucket, TensorEntry, pack_flat
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Elements that are contiguous in a module's tensor and in a bucket."""
+    """A stretch of elements that is contiguous both in a module's tensor and in a bucket."""
 
     source: str
-    """Name of the module's tensor."""
+    """The name of the module's tensor."""
     start: int
-    """In elements of the source."""
+    """Where the run starts in the module's tensor, in elements."""
     count: int
     bucket: int
     at: int
-    """In bytes of the bucket."""
+    """Where the run starts in the bucket, in bytes."""
     dtype: torch.dtype
     """Element type in the bucket."""
 
 
 class BucketPacker:
-    """Packs one model, whose modules and shapes do not change."""
+    """Packs the weights of one model, whose modules and shapes must not change."""
 
     def __init__(
         self,
@@ -47,19 +48,21 @@ class BucketPacker:
         *,
         whole: Whole | None = None,
     ) -> None:
-        """dtype: of the engines' weights (`precision`); bucket_bytes: see `pack_flat`; whole: see
-        `module_tensors`."""
+        """`dtype` is the dtype that the engines use (see `precision`). See `pack_flat` for
+        `bucket_bytes` and `module_tensors` for `whole`."""
         self._model, self._size, self._whole = model, bucket_bytes, whole
         self._in_engine_dtype = precision(model, dtype)
         self._tables: list[tuple[tuple[TensorEntry, ...], int]] = []
-        """Table of contents and size in bytes of each bucket."""
+        """The table of tensors and the size in bytes for each bucket."""
         self._runs: list[list[_Run]] = []
-        """Runs of each module, in the order of buckets."""
+        """The runs for each module, in the order of the buckets."""
         self._computed: set[int] = set()
-        """Modules whose checkpoint tensors are computed, not parts of module tensors."""
+        """Modules whose checkpoint tensors have to be computed because they are not simply parts of
+        the module's tensors."""
 
     def buckets(self) -> Iterator[FlatBucket]:
-        """Pack the current weights. Holds one bucket and one module's tensors at a time."""
+        """Pack the current weights. Only one bucket and one module's tensors are in memory at a
+        time."""
         return self._replay() if self._tables else self._record()
 
     def _record(self) -> Iterator[FlatBucket]:
@@ -122,8 +125,8 @@ class BucketPacker:
 
 
 class _WithoutCopies(TorchFunctionMode):
-    """Skips `contiguous`, by which Transformers copies a tensor before taking it apart: views show
-    where their elements come from."""
+    """Turns `contiguous` into a no-op. Transformers calls it before it splits a tensor, and without
+    the copy the parts are views that show where their elements come from."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -132,7 +135,8 @@ class _WithoutCopies(TorchFunctionMode):
 
 
 def _origin(tensor: Tensor, local: Mapping[str, Tensor]) -> tuple[str, int] | None:
-    """The tensor of `own` that contains this one without gaps, and the first element in it."""
+    """Return the name of the tensor in `local` that contains this one without gaps, and the index
+    of the first element in it. Returns None if there is no such tensor."""
     for name, whole in local.items():
         start, rest = divmod(tensor.data_ptr() - whole.data_ptr(), whole.itemsize)
         if (
@@ -147,7 +151,7 @@ def _origin(tensor: Tensor, local: Mapping[str, Tensor]) -> tuple[str, int] | No
 
 
 def _append(runs: list[_Run], run: _Run) -> None:
-    """Append a run, or extend the last one if it continues there in both places."""
+    """Append a run. If it continues the last run in both places, extend that one instead."""
     if runs:
         last = runs[-1]
         bytes_before = last.count * last.dtype.itemsize

@@ -1,8 +1,9 @@
-"""The trainer rank's end of an update: sends the current weights to its engines, bucket by bucket.
+"""The trainer's side of a weight update: each rank sends the current weights to its engines, bucket
+by bucket.
 
-Bytes stay on the GPU if the engine shares it, and go through a channel otherwise; the control
-channel announces them. One call of the engine's actor lasts as long as the update and reports its
-failure. If one engine fails, the others continue.
+If an engine shares the rank's GPU, the bytes stay on that GPU. Otherwise they go through a channel.
+The control channel announces each bucket. One call to the engine's actor runs for the whole update
+and reports the engine's failure. If one engine fails, the update of the others continues.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from keel.weights.control_channel import Begin, Finish, Outbox
 from keel.weights.sync import Outcome, Receiver
 
 GRACE_S = 5.0
-"""Wait this long after a channel fails to learn whether its engine caused it."""
+"""After a channel breaks, wait this long to find out whether the engine reports an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """A connection to one engine, kept between updates."""
+    """The connection to one engine, which is kept between updates."""
 
     actor: int
-    """Hash of the engine's actor, to detect a replaced engine. The handle would keep it alive."""
+    """A hash of the engine's actor handle, used to notice that an engine was replaced. The handle
+    itself would keep the actor alive."""
     outbox: Outbox
     channel: Channel | None
-    """None if engine and rank share a GPU."""
+    """None if the engine and the rank share a GPU."""
 
     def close(self) -> None:
         self.outbox.close()
@@ -43,22 +45,24 @@ class _Link:
 
 
 class Sender:
-    """Sends the weights of one rank."""
+    """Sends the weights from one rank to its engines."""
 
     def __init__(self, rendezvous: Rendezvous, device: torch.device, *, timeout_s: float) -> None:
-        """`timeout_s` applies to each step of an update."""
+        """`timeout_s` is the time limit for each step in an update."""
         self._rendezvous, self._device, self._timeout_s = rendezvous, device, timeout_s
         self._links: dict[int, _Link] = {}
-        """By engine index."""
+        """The links to the engines, keyed by engine index."""
         self._reached = False
-        """Set once a channel has worked."""
+        """True once a channel has worked."""
 
     def send(
         self, buckets: Iterator[FlatBucket], receivers: Sequence[Receiver], version: int
     ) -> dict[int, Outcome]:
-        """Bring `receivers` to `version` and return the outcomes by engine index.
+        """Send the weights with this `version` to all `receivers` and return the outcome for each
+        engine index.
 
-        Always consumes `buckets` to the end: under ZeRO-3 other ranks gather along.
+        `buckets` is always read to the end, since under ZeRO-3 the other ranks take part in
+        gathering every bucket.
         """
         updates = [_Update(receiver) for receiver in receivers]
         checksum, begun = Checksum(), False
@@ -83,7 +87,7 @@ class Sender:
         return {update.receiver.index: update.error or version for update in updates}
 
     def _link(self, receiver: Receiver) -> _Link:
-        """The link to an engine, opened if it is new."""
+        """Return the link to an engine and open it if necessary."""
         index, actor = receiver.index, receiver.actor
         if index in self._links and self._links[index].actor != hash(actor):
             self._unlink(index)
@@ -132,20 +136,20 @@ class Sender:
 
 
 class _Update:
-    """One engine's part of an update. After an error nothing more is sent to it."""
+    """The update of one engine. After an error, nothing more is sent to that engine."""
 
     def __init__(self, receiver: Receiver) -> None:
         self.receiver = receiver
         self.error: Exception | None = None
         self.first = False
-        """No channel to any engine has worked yet."""
+        """True if no channel to any engine has worked yet."""
         self.sent = False
-        """A bucket has got through the channel."""
+        """True once a bucket has got through the channel."""
         self._sending = False
         self._link: _Link | None = None
         self._memory = SharedMemory()
         self._receiving: Any = None
-        """The engine's actor call."""
+        """The pending call to the engine's actor."""
 
     def attempt(self, act: Callable[[], None]) -> None:
         if self.error is not None:
@@ -175,7 +179,8 @@ class _Update:
         link.outbox.put(Begin())
 
     def send(self, bucket: FlatBucket) -> None:
-        """Return when the engine has the bytes; it loads them while the next bucket is packed."""
+        """Send a bucket and return when the engine has its bytes. The engine loads them while the
+        next bucket is packed."""
         assert self._link is not None
         self._link.outbox.wait(self._check)
         if self._link.channel is None:
@@ -205,20 +210,19 @@ class _Update:
         self._link.outbox.wait(self._check)
 
     def _check(self) -> None:
-        """Raise the engine's error, if it has failed."""
         _raise_failure(self._receiving, wait_s=0)
 
 
 def _drop_frames(error: BaseException | None) -> None:
-    """Drop tracebacks, whose frames hold buckets in GPU memory."""
+    """Drop the tracebacks of an error, since their frames keep buckets in GPU memory."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
 def _raise_failure(answer: Any, wait_s: float | None = None) -> None:
-    """Raise the error of an engine's call, which says more than a broken channel. `wait_s`: how
-    long to wait for it; None: `GRACE_S`."""
+    """Raise the error from the call to the engine, if there is one, since it says more than a
+    broken channel. Waits for `wait_s`, or `GRACE_S` by default."""
     ready, _ = ray_timeouts.wait([answer], seconds=GRACE_S if wait_s is None else wait_s)
     if ready:
         ray_timeouts.get(answer, seconds=ray_timeouts.CALL_S)

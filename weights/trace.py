@@ -1,10 +1,11 @@
-"""Turns the copies of one update by vLLM's loader into a `CopyPlan`.
+"""Records how vLLM's loader copies weights during one update, and turns this into a `CopyPlan`.
 
-The recorder follows copies from a checkpoint tensor (in a bucket) into the tensor that vLLM makes
-for a complete layer, and from there into the tensor that kernels and CUDA graphs hold. It refuses a
-plan if anything else happens: an operation that reads weights and is not a view may derive
-something that copies would leave stale. Finally every loaded tensor is inverted bit by bit, made
-again by the plan and compared. After a refusal vLLM's loader does every update.
+The recorder follows each checkpoint tensor from its bucket into the tensor that vLLM builds for a
+complete layer, and from there into the tensor that kernels and CUDA graphs hold. It refuses to make
+a plan if anything else happens to the weights: an operation that reads them and is not a view may
+compute something that the copies would not update. At the end the plan is checked. Every loaded
+tensor is inverted bit by bit, rebuilt by the plan and compared. If there is no plan, vLLM's loader
+carries out every update.
 """
 
 from __future__ import annotations
@@ -38,40 +39,41 @@ _SHAPE_ONLY = (
     *(_ATEN.empty_like, _ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like),
     *(_ATEN.new_empty, _ATEN.new_empty_strided, _ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full),
 )
-"""Operations that read only shape, type and device of a tensor."""
+"""Operations that read only the shape, type and device of a tensor."""
 Layout = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Offset in the storage, size, stride; in elements."""
+"""Offset in the storage, size and stride, all in elements."""
 
 
 @dataclass(slots=True)
 class _Write:
-    """A write into a part of a storage."""
+    """Something that was written into a part of a storage."""
 
     data: Tensor | None
-    """The data written; None for a constant, and once proven."""
+    """The data that was written. None for a constant, and after the write has been verified."""
     name: str = ""
-    """Checkpoint tensor that the data came from; empty for a constant."""
+    """The checkpoint tensor that the data came from. Empty for a constant."""
     start: int = 0
-    """Start in the checkpoint tensor, in elements."""
+    """Where the data starts in the checkpoint tensor, in elements."""
     stride: tuple[int, ...] = ()
     """Stride in the checkpoint tensor."""
     value: float = 0.0
-    """The constant."""
+    """The value of a constant."""
 
 
 @dataclass(slots=True)
 class _Target:
-    """A storage that weights were written to: a kernel's, or an intermediate one."""
+    """A storage that weights were written to. It belongs to a kernel's tensor or to an intermediate
+    one."""
 
     alive: StorageWeakRef
-    """Keeps the storage's key from being reused."""
+    """Keeps the key of the storage from being reused."""
     dtype: torch.dtype
     name: str = ""
     kernel: Tensor | None = None
-    """The tensor that kernels hold; None for an intermediate storage."""
+    """The tensor that kernels hold. None for an intermediate storage."""
     writes: dict[Layout, _Write] = field(default_factory=dict)
     read_by: str = ""
-    """Operation that read it before it was written."""
+    """The operation that read the storage before it was written."""
     proven: bool = False
 
 
@@ -80,17 +82,18 @@ class _Bucket:
     alive: StorageWeakRef
     entries: tuple[TensorEntry, ...]
     starts: list[int]
-    """Starts of the entries, in bytes of the storage."""
+    """Where each entry starts in the storage, in bytes."""
 
 
 class LoadRecorder:
-    """Records one update through vLLM's loader."""
+    """Records one update by vLLM's loader."""
 
     def __init__(self, model: nn.Module, deferred: Sequence[nn.Module] = ()) -> None:
-        """Create it before the update. `deferred`: layers whose processing after loading is
-        repeated in each update, and so may derive anything."""
+        """Create the recorder before the update starts. `deferred` holds the layers that process
+        their weights after loading. This processing is repeated in each update, so it is not
+        recorded and may compute anything."""
         self.refusal = ""
-        """Why there is no plan; empty while there may be one."""
+        """The reason why there is no plan. Empty as long as a plan is possible."""
         self._model, self._deferred = model, deferred
         self._mode, self._paused = _Observer(self.operation), False
         self._targets: dict[int, _Target] = {}
@@ -110,7 +113,7 @@ class LoadRecorder:
 
     @contextmanager
     def bucket(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> Iterator[None]:
-        """Record the loading of a bucket."""
+        """Record how a bucket is loaded inside this context."""
         alive = StorageWeakRef(flat.untyped_storage())
         starts = [start_of(flat) + entry.offset for entry in entries]
         self._buckets[_key(flat)] = _Bucket(alive, entries, starts)
@@ -126,7 +129,8 @@ class LoadRecorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record the loader's operations, except for the processing of `deferred`."""
+        """Record all operations of the loader inside this context, except for those of the
+        `deferred` layers."""
         if self.refusal:
             yield
             return
@@ -142,7 +146,7 @@ class LoadRecorder:
                 self._release()
 
     def plan(self) -> CopyPlan | None:
-        """The plan of the recorded update; None after a refusal."""
+        """Return the plan for the recorded update, or None if it was refused."""
         written = [t for t in self._targets.values() if t.kernel is not None and t.writes]
         for target in written:
             assert target.kernel is not None
@@ -178,7 +182,7 @@ class LoadRecorder:
         return CopyPlan(kernels, placed, fills)
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Observe an operation of PyTorch and run it."""
+        """Run a PyTorch operation and record what it does."""
 
         def run() -> Any:
             return func(*args, **kwargs)
@@ -206,7 +210,7 @@ class LoadRecorder:
         return result
 
     def _read(self, key: int, by: str) -> None:
-        """Note that an operation other than a copy reads or changes a storage."""
+        """Handle an operation other than a copy that reads or changes a storage."""
         if key in self._buckets:
             self.refuse(f"{by} reads a tensor of the checkpoint")
         elif (target := self._targets.get(key)) is not None:
@@ -236,7 +240,7 @@ class LoadRecorder:
                 self.refuse(f"{name} receives something that is not in the checkpoint")
 
     def _load(self, to: Tensor, source: Tensor, bucket: _Bucket) -> None:
-        """Note that a part of a checkpoint tensor was copied."""
+        """Record that a part of a checkpoint tensor was copied."""
         item, begin = source.dtype.itemsize, start_of(source) * source.dtype.itemsize
         index = bisect_right(bucket.starts, begin) - 1
         entry = bucket.entries[max(index, 0)]
@@ -266,7 +270,8 @@ class LoadRecorder:
         target.proven = False
 
     def _move(self, to: Tensor, source: Tensor, origin: _Target) -> None:
-        """Note that a loaded tensor was copied as a whole, including all writes to it."""
+        """Record that a loaded tensor was copied as a whole, along with everything that was written
+        to it."""
         target = self._target(to)
         like = (source.dtype, source.shape, source.stride())
         whole = source.untyped_storage().nbytes() == source.numel() * source.dtype.itemsize
@@ -287,7 +292,8 @@ class LoadRecorder:
             self._prove(target, to, source)
 
     def _prove(self, target: _Target, kernel: Tensor, truth: Tensor) -> None:
-        """Check that the writes alone reproduce `kernel`, whatever it held before."""
+        """Check that the recorded writes are enough to reproduce `kernel`, whatever it contained
+        before."""
         number = sum(prod(size) for _, size, _ in target.writes)
         if number != kernel.numel() or not _dense(kernel):
             self.refuse(f"{target.name}: {number} of its {kernel.numel()} elements are loaded")
@@ -349,7 +355,7 @@ def _leaves(value: Any) -> Iterator[Tensor]:
 
 
 def _key(tensor: Tensor) -> int:
-    """Identity of the storage."""
+    """Return a key that identifies the tensor's storage."""
     return tensor.untyped_storage()._cdata
 
 
@@ -379,7 +385,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Return True if the tensor has no gaps, in any order of its dimensions."""
+    """Return True if the tensor has no gaps, whatever the order of its dimensions."""
     shape, stride = tuple(tensor.shape), tensor.stride()
     ((length, inner, _), *more) = dims(shape, stride, stride)
     return not more and inner == 1 and length == tensor.numel()
