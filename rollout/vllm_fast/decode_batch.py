@@ -1,7 +1,7 @@
-"""A batch of requests that each sample one token per step, with counters for all of them together.
+"""A batch of requests that each sample one token per step, stored as arrays over all requests.
 
-Each request has a place. A finished request keeps its place until others join, and tokens that it
-samples meanwhile are ignored. Requests join at a step and are counted from there.
+Each request occupies a place in the arrays. A finished request keeps its place until other requests
+join, and tokens that it samples meanwhile are ignored.
 """
 
 from __future__ import annotations
@@ -18,31 +18,33 @@ from vllm.v1.request import Request
 from keel.rollout.vllm_fast.step_arrays import PackedRecording
 
 _MIN_STEPS = 2
-"""Steps that a request needs before the end of the context window to join."""
+"""A request joins only if it is at least this many steps away from the end of the context
+window."""
 MAX_STEPS = 1024
 MAX_IDS = 1 << 24
-"""Steps, and ids of their sampling masks, that a batch holds before it is written back."""
+"""`MAX_STEPS` and `MAX_IDS` limit the steps and sampling-mask ids that a batch stores before it is
+written back to its requests."""
 _NEVER = 1 << 62
 _COMPARED_BLOCKS = tuple((1 << power) - 1 for power in range(14))
-"""Prompt blocks whose hashes order the requests."""
+"""Indices of the prompt blocks whose hashes are used to sort requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A step in flight."""
+    """A scheduled step whose tokens have not been received yet."""
 
     output: SchedulerOutput
     other: SchedulerOutput | None
-    """The part of it that vLLM's scheduler made for requests outside the batch."""
+    """The part of the step that vLLM scheduled for requests outside the batch."""
     ids: list[str]
     places: NDArray[np.int64]
 
 
 def only_decodes(request: Request, window: int, *, logprobs: bool) -> bool:
-    """Return True if every further step of a request samples one token and does nothing else.
+    """Return True if all that remains for a request is to sample one token per step.
 
-    `window`: context of the model. `logprobs`: a recorder takes them, so the request may ask for
-    them.
+    `window` is the size of the model's context window. `logprobs` means that a recorder handles
+    log-probabilities, so a request that asks for them qualifies too.
     """
     params = request.sampling_params
     known = request.num_tokens + request.num_output_placeholders
@@ -65,36 +67,38 @@ def only_decodes(request: Request, window: int, *, logprobs: bool) -> bool:
 def _prefix_key(request: Request, block: int) -> tuple[bytes, ...]:
     """Sort key that puts requests with a long common prefix next to each other.
 
-    It has hashes of ever longer parts of the prompt, the last one of all its full blocks.
+    The key consists of hashes of increasingly long parts of the prompt. The last one covers all its
+    full blocks.
     """
     known = request.block_hashes[: request.num_prompt_tokens // block]
     return (*(known[at] for at in _COMPARED_BLOCKS if at < len(known)), *known[-1:])
 
 
 class DecodeBatch:
-    """Counters and recorded arrays of a batch. Shapes: [P] by place; columns are steps."""
+    """Counters and recorded arrays of a batch. Arrays of shape [P] are indexed by place, and
+    columns are steps."""
 
     def __init__(self, places: int) -> None:
         self.requests: list[Request | None] = [None] * places
         self.place_of: dict[str, int] = {}
         self.stops: list[frozenset[int]] = [frozenset()] * places
-        """[P] token ids that end each request."""
+        """[P] ids of the tokens that end each request."""
         self.live = np.zeros(places, np.bool_)
         """[P] False once a request has finished."""
         self.first = np.zeros(places, np.int64)
         """[P] step at which each request joined."""
         self.computed = np.zeros(places, np.int64)
         self.outputs = np.zeros(places, np.int64)
-        """[P] tokens scheduled, and sampled, before a step, including those in flight, minus the
-        step's number."""
+        """[P] number of tokens sampled before a step, including those in flight, minus the step's
+        number. `computed` is the same for scheduled tokens."""
         self.limits = np.zeros(places, np.int64)
         """[P] `max_tokens` of each request."""
         self.due = np.full(places, _NEVER)
-        """[P] step at which each request needs a KV block."""
+        """[P] step at which each request needs another KV block."""
         self.room = np.full(places, _NEVER)
         """[P] step at which each request reaches the end of the context window."""
         self.last = np.full(places, _NEVER)
-        """[P] step of each request's last token, once received."""
+        """[P] step of each request's last token, once it has been received."""
         self.received = 0
         self.in_flight: list[ScheduledStep] = []
         """Steps whose tokens have not been received, oldest first."""
@@ -103,7 +107,7 @@ class DecodeBatch:
         self._logp = np.empty((MAX_STEPS, places), np.float32)
         self._starts = np.zeros((MAX_STEPS, places), np.int64)
         self._sizes = np.zeros((MAX_STEPS, places), np.int64)
-        """Sampling masks as spans of `_ids`."""
+        """Number of ids in each sampling mask. `_starts` is where the mask begins in `_ids`."""
         self._ids = np.empty(0, np.int32)
         self._num_ids = 0
         self._with_logp = self._with_masks = False
@@ -112,14 +116,14 @@ class DecodeBatch:
 
     @property
     def scheduled(self) -> int:
-        """Number of steps, including those in flight."""
+        """Number of steps scheduled so far, including those in flight."""
         return self.received + len(self.in_flight)
 
     def settle(self) -> None:
-        """Fix the rows of further steps after requests joined or left.
+        """Determine the order of the rows after requests have joined or left.
 
-        Requests with a common prefix are neighbours, so that attention reads it once
-        (`keel.rollout.vllm_fast.cascade.kernels`).
+        Requests with a common prefix become neighbours, so that attention reads the prefix only
+        once (`keel.rollout.vllm_fast.cascade.kernels`).
         """
         present = {place: it for place, it in enumerate(self.requests) if it is not None}
         order = sorted(present, key=self._prefix_keys.__getitem__)
@@ -130,9 +134,10 @@ class DecodeBatch:
         self.end = int(self.room.min())
 
     def join(self, request: Request, *, window: int, block: int) -> None:
-        """Add a request from the next step on; `settle` must follow.
+        """Add a request, starting with the next step. Call `settle` afterwards.
 
-        `window`: context of the model. `block`: tokens of a KV block.
+        `window` is the size of the model's context window, and `block` is the number of tokens per
+        KV block.
         """
         place, now, params = self.requests.index(None), self.scheduled, request.sampling_params
         assert params is not None
@@ -150,7 +155,7 @@ class DecodeBatch:
         self.last[place] = _NEVER
 
     def leave(self, place: int) -> None:
-        """Remove a request; `settle` must follow."""
+        """Remove a request. Call `settle` afterwards."""
         request = self.requests[place]
         assert request is not None
         del self.place_of[request.request_id]
@@ -158,7 +163,8 @@ class DecodeBatch:
         self.due[place] = self.room[place] = _NEVER
 
     def as_cached(self, blocks: list[tuple[list[int], ...] | None]) -> CachedRequestData:
-        """Return the next step's requests. `blocks`: new KV blocks in the order of `ids`."""
+        """Return the requests of the next step in vLLM's format. `blocks` are the new KV blocks, in
+        the order of `ids`."""
         now = self.scheduled
         return CachedRequestData(
             req_ids=self.ids,
@@ -171,7 +177,7 @@ class DecodeBatch:
         )
 
     def merge(self, cached: CachedRequestData, other: SchedulerOutput) -> SchedulerOutput:
-        """Merge a step of the batch with one that vLLM scheduled for other requests."""
+        """Merge a step of the batch with a step that vLLM scheduled for other requests."""
         more = other.scheduled_cached_reqs
         return replace(
             other,
@@ -190,11 +196,11 @@ class DecodeBatch:
 
     @property
     def full(self) -> bool:
-        """True if there is no room for another step."""
+        """True if the batch has no room for another step."""
         return self.scheduled + 1 >= min(self.end, MAX_STEPS) or self._num_ids > MAX_IDS
 
     def retain(self, known: Container[str]) -> None:
-        """Remove the requests that vLLM has finished: all but `known`."""
+        """Remove the requests that are not in `known`, because vLLM has finished them."""
         gone = [place for name, place in self.place_of.items() if name not in known]
         for place in gone:
             self.leave(place)
@@ -202,13 +208,13 @@ class DecodeBatch:
             self.settle()
 
     def finished(self) -> list[int]:
-        """Return the places of requests that have finished but not left."""
+        """Return the places of requests that have finished but are still in the batch."""
         return [place for place in self.places.tolist() if not self.live[place]]
 
     def write_back(self, place: int, tokens: list[int], step: int | None) -> None:
-        """Update a request with its state in the batch and its `tokens`.
+        """Update a request with its state in the batch and with its `tokens`.
 
-        `step`: number of the scheduler's last step if it schedules ahead.
+        `step` is the number of the scheduler's last step if it schedules ahead.
         """
         request = self.requests[place]
         assert request is not None
@@ -222,9 +228,10 @@ class DecodeBatch:
             request.append_output_token_ids(tokens)
 
     def receive(self, output: ModelRunnerOutput) -> list[int] | None:
-        """Take the tokens of the oldest step and return the places of requests that they finish.
+        """Receive the tokens of the oldest step, and return the places of the requests that are
+        finished by them.
 
-        None: nothing is taken, because vLLM has to handle the step.
+        Returns None and receives nothing if vLLM has to handle the step.
         """
         step, column, sampled = self.in_flight[0], self.received, output.sampled_token_ids
         if output.num_nans_in_logits or column + 1 >= self.end:
@@ -273,7 +280,8 @@ class DecodeBatch:
         begins: NDArray[np.int64],
         ends: NDArray[np.int64],
     ) -> None:
-        """Keep a step's sampling masks; that of `places[n]` is `ids[begins[n]:ends[n]]`."""
+        """Store the sampling masks of a step. The mask for `places[n]` is
+        `ids[begins[n]:ends[n]]`."""
         self._with_masks = True
         total = self._num_ids + len(ids)
         if total > len(self._ids):
@@ -284,15 +292,15 @@ class DecodeBatch:
         self._num_ids = total
 
     def _known(self, place: int) -> int:
-        """Number of received steps up to a request's end."""
+        """Return the number of received steps, up to the end of the request."""
         return min(self.received, int(self.last[place]) + 1)
 
     def tokens_of(self, place: int) -> list[int]:
-        """Return the tokens received of a request."""
+        """Return the tokens received for a request."""
         return self._tokens[self.first[place] : self._known(place), place].tolist()
 
     def record(self, place: int, recording: PackedRecording) -> None:
-        """Add the arrays received of a request to its recording."""
+        """Add the log-probabilities and masks received for a request to its recording."""
         steps = slice(int(self.first[place]), self._known(place))
         if steps.start >= steps.stop:
             return
@@ -307,5 +315,6 @@ class DecodeBatch:
 
 
 def _positions(rows: NDArray[np.int64], firsts: list[int] | None) -> NDArray[np.int64]:
-    """Index of each row's token in flat arrays; `firsts` is None if every row has one token."""
+    """Return the index of each row's token in flat arrays. `firsts` is None if every row has one
+    token."""
     return rows if firsts is None else np.asarray(firsts, np.int64)[rows]

@@ -1,8 +1,8 @@
-"""Entry point: everything that makes vLLM faster for an engine with the packed recorder.
+"""Installs everything that makes vLLM faster for an engine with the packed recorder.
 
-`prepare` runs before the engine is built. `AsyncFastScheduler` and `FastExtension` are arguments of
-the engine (`keel.rollout.recording.packed`), and `FastExtension.keel_install_fast` replaces the
-parts of each worker's model runner afterwards.
+`prepare` runs before the engine is built. `AsyncFastScheduler` and `FastExtension` are passed to
+the engine as arguments (`keel.rollout.recording.packed`). Afterwards,
+`FastExtension.keel_install_fast` replaces parts of each worker's model runner.
 """
 
 from __future__ import annotations
@@ -32,20 +32,22 @@ from keel.weights.loader import WeightsExtension, moe_runners
 _LOG = logging.getLogger(__name__)
 _CASCADE = "keel.rollout.vllm_fast.cascade.backend"
 _HEAD_ALIGNMENT = 64
-"""vLLM pads the rows of a head to a multiple of this number."""
+"""vLLM pads the number of rows in the output head to a multiple of this number."""
 
 
 def prepare(spec: EngineSpec, text: PreTrainedConfig) -> None:
-    """Choose the attention backend of engines built from now on, and compile kernels ahead.
+    """Choose the attention backend for engines that are built afterwards, and start to compile
+    kernels.
 
-    `text`: configuration of the model's language part.
+    `text` is the configuration of the model's language part.
     """
     cascades = share_prompts(spec)
     compile_ahead(spec, text.vocab_size, heads_of(text) if cascades else None)
 
 
 def share_prompts(spec: EngineSpec) -> bool:
-    """Install or remove attention that reads a group's prompt once; returns True if installed."""
+    """Install or remove the attention that reads a group's prompt only once. Returns True if it was
+    installed."""
     plain = not spec.batch_invariant and spec.dtype != "float32"
     enabled = plain and spec.config.cascades(full_attention=True)
     if enabled or _CASCADE in sys.modules:
@@ -54,12 +56,13 @@ def share_prompts(spec: EngineSpec) -> bool:
 
 
 class FastExtension(WeightsExtension):
-    """Methods that vLLM adds to its workers; every rank runs them."""
+    """Methods that vLLM adds to its workers. They run on every rank."""
 
     def keel_install_fast(self, routes: bool) -> None:
-        """Replace the end of the sampler, route capture if `routes`, and repeated steps.
+        """Replace the last part of the sampler, repeated steps and, if `routes` is set, route
+        capture.
 
-        Raises ValueError for a KV cache without one slot per token.
+        Raises ValueError if the KV cache does not have one slot per token.
         """
         runner = self.model_runner
         if sampler.install(runner):
@@ -89,14 +92,17 @@ class FastExtension(WeightsExtension):
         )
 
     def keel_routes(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.int16]:
-        """[tokens − first, L, K] of a request with these cache blocks."""
+        """Return the routes [tokens − first, L, K] of a request with these cache blocks."""
         return self.model_runner.aux_output_connector.rows(self._keel_slots(blocks)[first:tokens])
 
     def keel_finished_routes(
         self, requests: Sequence[tuple[Sequence[int], int]]
     ) -> list[NDArray[np.int16]]:
-        """[slots from `first` on, L, K] of each request, given as (cache blocks, first) of a
-        request that has finished with the last step."""
+        """Return the routes [slots from `first` on, L, K] of several requests that finished in the
+        last step.
+
+        Each request is given as (cache blocks, first).
+        """
         slots = [self._keel_slots(blocks)[first:] for blocks, first in requests]
         rows = self.model_runner.aux_output_connector.rows(np.concatenate(slots), stored=True)
         return np.split(rows, np.cumsum([len(each) for each in slots])[:-1])
@@ -109,10 +115,11 @@ class FastExtension(WeightsExtension):
 def compile_ahead(
     spec: EngineSpec, vocabulary: int, heads: Heads | None = None
 ) -> threading.Thread | None:
-    """Compile Keel's kernels on a thread while vLLM loads, which saves the first step ten seconds.
+    """Compile Keel's kernels on a thread while vLLM loads, which makes the first step ten seconds
+    faster.
 
-    `heads`: compile attention for them. Returns None if there is nothing to compile. Kernels with
-    other specialisations are compiled when they are first used.
+    If `heads` are given, the attention kernels are compiled for them. Returns None if there is
+    nothing to compile. Other kernel variants are compiled when they are first used.
     """
     sampling, parts = spec.config.sampling, list[Callable[[], None]]()
     if heads is not None and heads.covered:  # first, because vLLM's graphs need it

@@ -1,10 +1,10 @@
-"""Routes on the GPU, by KV cache slot.
+"""Stores routes on the GPU, indexed by KV cache slot.
 
-vLLM copies each step's routes to the host and files them by request and prefix block in Python.
-Here one kernel per step stores them on the device, where a token's keys are, and a request's rows
-are gathered once it is finished. A token keeps its slot while anything attends to it, so chunked
-prefills, shared prefixes and tokens recomputed after a preemption are found by the request's
-blocks.
+vLLM copies each step's routes to the CPU and sorts them by request and prefix block in Python.
+Here, one kernel per step stores them on the GPU in the slot that also holds the token's keys, and
+the rows of a request are collected when it has finished. A token keeps its slot as long as another
+token attends to it. Routes can therefore be found through a request's blocks, even after chunked
+prefills, with shared prefixes, or when tokens are recomputed after a preemption.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from keel.rl.types import NO_ROUTE
 
 
 class SlotRoutes:
-    """Replaces vLLM's `AuxOutputWorkerConnector` in Model Runner V2 and uses its capture."""
+    """Replaces `AuxOutputWorkerConnector` in vLLM's Model Runner V2, and uses vLLM's route
+    capture."""
 
     def __init__(self, captured: Tensor, slots: Tensor, layers: Sequence[int], size: int) -> None:
-        """Both tensors are overwritten in each step, in stream order.
+        """Allocate storage for the routes.
 
-        `captured` [N, all layers, K] int32: experts of the current step. `slots` [≥ N]: cache slot
-        of each of its tokens. `layers`: the MoE layers. `size`: slots in the cache.
+        `captured` [N, all layers, K] int32 holds the experts of the current step, and `slots` [≥ N]
+        the cache slot of each of its tokens. Both tensors are overwritten in each step, in stream
+        order. `layers` are the MoE layers, and `size` is the number of slots in the cache.
         """
         self._captured, self._slots = captured, slots
         every = list(range(captured.shape[1]))
@@ -50,7 +52,8 @@ class SlotRoutes:
         """Called by vLLM before the forward pass."""
 
     def prepare_output(self, batch: Any) -> None:
-        """Called by vLLM after sampling: stores the step's rows and sends nothing to the host."""
+        """Store the rows of the step without copying anything to the CPU. vLLM calls this after
+        sampling."""
         self.store(int(batch.query_start_loc_np[batch.num_reqs]))
 
     def store(self, tokens: int) -> None:
@@ -60,7 +63,8 @@ class SlotRoutes:
         self._table.index_copy_(0, self._slots[:tokens], rows.to(self._table.dtype))
 
     def rows(self, slots: NDArray[np.int64], *, stored: bool = False) -> NDArray[np.int16]:
-        """[len(slots), L, K]; waits for the steps in flight unless all rows are `stored`."""
+        """Return the routes [len(slots), L, K]. Waits for the steps in flight unless all rows are
+        `stored`."""
         with (
             torch.cuda.stream(self._copy_stream) if stored and self._copy_stream else nullcontext()
         ):

@@ -1,10 +1,11 @@
-"""The end of a decoding step as one CUDA graph: head, truncation and draw.
+"""Runs the end of a decoding step (output head, truncation and sampling) as one CUDA graph.
 
-A step of few sequences is bound by its host, which spends a fifth of the time on launching the
-kernels after the last layer. vLLM captures only the layers. Here the rest is captured at first use
-for each of vLLM's batch sizes and each largest top-k, twice, because a step begins before the host
-has read the previous one. One kernel gathers the rows' parameters into fixed buffers first. All
-graphs share their working memory; results are copied out of it.
+A step with few sequences is limited by the CPU, which spends a fifth of the time on launching the
+kernels after the last layer. vLLM captures only the layers in a graph. This module captures the
+rest, once for each of vLLM's batch sizes and each largest top-k, when they are first used. Each
+graph exists twice, because a step begins before the CPU has read the results of the previous one.
+One kernel first copies the sampling parameters of all rows into fixed buffers. All graphs share
+their working memory, and results are copied out of it.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
@@ -32,19 +33,20 @@ from keel.rollout.vllm_fast.truncate_kernels import launch
 
 _LOG = logging.getLogger(__name__)
 _COPIES = 2
-"""Steps that may be in flight."""
+"""Maximum number of steps in flight."""
 BLOCK = 256
 
 
 class SamplingRows(NamedTuple):
-    """Sampling parameters of a step's rows in fixed buffers, each [rows] on the device."""
+    """Sampling parameters for the rows of a step in fixed buffers, each of shape [rows] on the
+    GPU."""
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     seeds: Tensor
     sampled: Tensor
-    """1, or 0 for padding."""
+    """1 for rows that sample a token, 0 for padding."""
 
     @staticmethod
     def of(rows: int, device: torch.device) -> SamplingRows:
@@ -65,9 +67,9 @@ def gather(
     top_p: Tensor,
     seeds: Tensor,
 ) -> None:
-    """Fill the first `size` rows with the parameters of `requests`, then with padding.
+    """Fill the first `size` rows with the parameters of `requests`, followed by padding.
 
-    `temperature`, `top_k`, `top_p` and `seeds` are by request.
+    `temperature`, `top_k`, `top_p` and `seeds` are indexed by request.
     """
     grid, rows = (triton.cdiv(size, BLOCK),), len(requests)
     launch(
@@ -92,34 +94,35 @@ def _gather(
 
 
 _Graphs = list[tuple[torch.cuda.CUDAGraph, SampledRows]]
-"""The `_COPIES` graphs of a batch size, with their results."""
+"""The `_COPIES` graphs for one batch size, with their results."""
 
 
 class SampleGraphs:
-    """Wraps a model runner's `sample` and runs the steps that it can."""
+    """Wraps a model runner's `sample` method and runs the steps that can use graphs."""
 
     def __init__(self, runner: Any) -> None:
-        """`runner`: a model runner on one GPU with a `KeptSampler`."""
+        """Prepare to wrap `runner`, a model runner on one GPU with a `KeptSampler`."""
         self._runner, self._original = runner, runner.sample
         self._graphs: dict[tuple[int, int], _Graphs] = {}
-        """Graphs by padded rows and the largest top-k."""
+        """Graphs by padded number of rows and largest top-k."""
         self._at = 0
         """Address of the hidden states that the graphs read."""
         self._copy = 0
         self._last: tuple[Tensor, _Graphs] | None = None
-        """Rows in the fixed buffers and their graphs."""
+        """The rows that the fixed buffers hold now, and their graphs."""
         self._failed = False
         self._rows = SamplingRows.of(runner.max_num_reqs, runner.device)
         self._places = torch.arange(runner.max_num_reqs, device=runner.device)
         self._most = runner.max_num_reqs
         self._stream = torch.cuda.Stream()
         self._pool: tuple[int, int] = (0, 0)
-        """Memory pool of the graphs."""
+        """Memory pool shared by the graphs."""
 
     def sample(
         self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any
     ) -> tuple[SamplerOutput, Tensor, Tensor]:
-        """Same interface as vLLM's method: output, sampled and rejected tokens of each row."""
+        """Sample the tokens of a step. Takes the same arguments as vLLM's method, and returns the
+        output and the number of sampled and rejected tokens in each row."""
         if grammar_output is None and (graphs := self._for(hidden_states, input_batch)):
             self._copy = (self._copy + 1) % _COPIES
             graph, result = graphs[self._copy]
@@ -135,7 +138,8 @@ class SampleGraphs:
         return self._original(hidden_states, input_batch, grammar_output)
 
     def _for(self, hidden_states: Tensor, batch: InputBatch) -> _Graphs:
-        """Return the graphs of a batch after filling the fixed buffers; empty if not covered."""
+        """Fill the fixed buffers and return the graphs for a batch. The result is empty if the
+        batch is not supported."""
         last, self._last = self._last, None
         if last and last[0] is batch.idx_mapping and hidden_states.data_ptr() == self._at:
             self._last = last  # the same requests, in a reused step
@@ -158,7 +162,8 @@ class SampleGraphs:
         return graphs
 
     def _covers(self, hidden_states: Tensor, batch: InputBatch) -> bool:
-        """Return True for a decoding step run by vLLM's graphs that `KeptSampler` covers alone."""
+        """Return True for a decoding step that vLLM ran as a graph and that `KeptSampler` can
+        sample alone."""
         kept: KeptSampler = self._runner.sampler
         fixed = self._fixed()
         return (
@@ -178,7 +183,8 @@ class SampleGraphs:
         return None if manager is None else manager.hidden_states
 
     def _of(self, size: int, width: int) -> _Graphs:
-        """Return graphs for a batch, captured at first use; empty if that failed."""
+        """Return the graphs for a batch size and capture them at first use. The result is empty if
+        capturing failed."""
         fixed = self._fixed()
         assert fixed is not None
         if self._at != fixed.data_ptr():
@@ -203,7 +209,8 @@ class SampleGraphs:
         return self._graphs[size, width]
 
     def _draw(self, size: int, width: int) -> SampledRows:
-        """Sample the first rows from the fixed buffers; graphs capture this call."""
+        """Sample the first rows with the parameters in the fixed buffers. This is the call that
+        graphs capture."""
         runner, rows, fixed = self._runner, self._rows.first(size), self._fixed()
         assert fixed is not None
         return draw(
@@ -235,7 +242,7 @@ class SampleGraphs:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Disable garbage collection: freeing a tensor would end a capture."""
+    """Disable garbage collection, because freeing a tensor would abort a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -269,8 +276,8 @@ def _empty_like(sampled: SampledRows) -> SampledRows:
 
 
 def install(runner: Any) -> None:
-    """Wrap `sample` of a model runner with a `KeptSampler` on one GPU, if few enough steps are in
-    flight."""
+    """Wrap a model runner's `sample` method if it runs on one GPU with a `KeptSampler` and has few
+    enough steps in flight."""
     alone = runner.vllm_config.parallel_config.world_size == 1
     few = runner.vllm_config.max_concurrent_batches <= _COPIES
     if alone and few and runner.device.type == "cuda" and runner.cudagraph_manager is not None:

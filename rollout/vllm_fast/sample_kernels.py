@@ -1,9 +1,9 @@
-"""Draws a step's tokens from the few ids of each row that truncation keeps.
+"""Draws the tokens of a step from the few ids in each row that truncation keeps.
 
-vLLM scans every row for the token, and again for its log-probability, its rank and its sampling
-mask. Here all blocks of a row are read in parallel: once if vLLM has truncated the logits, else by
-`keel.rollout.vllm_fast.truncate_kernels`. Everything else works on the few ids found. Noise and
-ties are vLLM's, and so are the tokens.
+vLLM scans every row to draw the token, and again for its log-probability, its rank and its sampling
+mask. Here, all blocks of a row are read in parallel: once if vLLM has already truncated the logits,
+otherwise by `keel.rollout.vllm_fast.truncate_kernels`. Everything else uses only the few ids found.
+Noise and ties are handled as in vLLM, so the sampled tokens are the same.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
@@ -23,11 +23,13 @@ from keel.rollout.vllm_fast.step_arrays import StepMasks, ids_in_step
 from keel.rollout.vllm_fast.truncate_kernels import launch, truncate
 
 WIDEST = 2048
-"""Ids stored per row. A row with more is scanned as a whole."""
+"""Number of ids stored per row. A row that keeps more ids is scanned as a whole."""
 BLOCK, NARROWEST, NARROW = 4096, 16, 64
-"""Entries of a row read at once; ids sorted at once, at least and usually."""
+"""Number of entries of a row that are read at once, followed by the minimum and the usual number of
+ids sorted at once."""
 ROWS = 1024
-"""Minimum number of rows that the kernel is compiled for, so that it is compiled once."""
+"""Minimum number of rows for which the kernel is compiled, so that small batches do not need
+further compilations."""
 
 
 @triton.jit(do_not_specialize=["vocab_size", "width", "bits_row"])
@@ -35,7 +37,7 @@ def _find(
     logits_ptr, logits_row, sampled_ptr, ids_ptr, counts_ptr, bits_ptr, bits_row, vocab_size,
     width, RECORD: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row: ids that were kept, unordered, and their bits."""
+    """Find the ids kept in one block of a row, in any order, and set their bits."""
     row = tl.program_id(0)
     block = tl.program_id(1)
     if tl.load(sampled_ptr + row) > 0:
@@ -61,7 +63,7 @@ def _find(
 
 @triton.jit
 def _load(logits_ptr, ids, inside, temperature, SCALE: tl.constexpr):
-    """Load logits and divide them by the temperature if `SCALE`."""
+    """Load logits and, if `SCALE` is set, divide them by the temperature."""
     logits = tl.load(logits_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
     if SCALE:
         logits = logits / temperature  # as in vLLM's kernel, to the bit
@@ -70,7 +72,7 @@ def _load(logits_ptr, ids, inside, temperature, SCALE: tl.constexpr):
 
 @triton.jit
 def _start(counts_ptr, row, width, ROWS: tl.constexpr):
-    """Number of ids in all rows before this one."""
+    """Return the number of ids in all rows before this one."""
     every = tl.arange(0, ROWS)
     counts = tl.load(counts_ptr + every, mask=every < row, other=0)
     return tl.sum(tl.minimum(counts, width))
@@ -81,7 +83,8 @@ def _draw_filed(
     logits_ptr, ids_ptr, flat_ptr, start, count, room, seed, position, temperature,
     RECORD: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Token, largest logit and sum of exponentials of a row whose ids are all stored."""
+    """Return the token, the largest logit and the sum of exponentials of a row whose ids are all
+    stored."""
     place = tl.arange(0, WIDTH)
     inside = place < count
     # Ascending, so the lowest id wins ties and the sum is deterministic.
@@ -99,7 +102,7 @@ def _draw_filed(
 
 @triton.jit
 def _draw_whole(logits_ptr, vocab_size, seed, position, temperature, SIZE: tl.constexpr):
-    """`_draw_filed` for a row with more ids than are stored."""
+    """Do the same as `_draw_filed` for a row with more ids than are stored."""
     token = 0
     highest = -float("inf")
     top = -float("inf")
@@ -127,7 +130,8 @@ def _draw(
     SCALE: tl.constexpr, ROWS: tl.constexpr, NARROW: tl.constexpr, WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One row: its token, the token's log-probability, and its ids after those of earlier rows."""
+    """Draw the token of one row, and write its log-probability and its ids. The ids go behind those
+    of earlier rows."""
     row = tl.program_id(0)
     logits = logits_ptr + row.to(tl.int64) * logits_row
     ids = ids_ptr + row.to(tl.int64) * width
@@ -157,17 +161,17 @@ def _draw(
 
 
 class SampledRows(NamedTuple):
-    """Result of a step with `rows` requests."""
+    """Tokens, log-probabilities and sampling masks drawn in a step with `rows` requests."""
 
     tokens: Tensor
     """[rows, 1] int64"""
     logp: Tensor
-    """[rows, 1] float32: natural log-probabilities among the kept ids."""
+    """[rows, 1] float32 natural log-probabilities, normalised over the kept ids."""
     masks: StepMasks | None
 
 
 class Truncation(NamedTuple):
-    """Truncation parameters by request, on the device."""
+    """Truncation parameters for each request, on the GPU."""
 
     top_k: Tensor
     """[requests] int32"""
@@ -189,14 +193,15 @@ def draw(
 ) -> SampledRows:
     """Draw a token for each row of `logits` [rows, V].
 
-    With `truncation`, temperature and truncation are applied here. Without it, the logits are
-    already divided by the temperature and minus infinity where an id was cut off.
+    If `truncation` is given, temperature and truncation are applied here. Otherwise the logits must
+    already be divided by the temperature and set to minus infinity for ids that were cut off.
+    `states` and `positions` [rows] are the request of each row and the position of its token.
+    `temperature` and `seeds` are indexed by request. Where `sampled` [rows] is 0 (an unfinished
+    prompt), the mask is empty and the other results are undefined. `width` is the largest top_k
+    among the rows or, without `truncation`, the number of ids that a row usually keeps.
 
-    `states` and `positions` [rows]: request of each row and position of its token. `temperature`
-    and `seeds` are by request. Where `sampled` [rows] is 0 (an unfinished prompt), the mask is
-    empty and the rest undefined. `width`: largest top_k of the rows; without `truncation` the
-    number of ids that a row usually keeps. All results are new tensors, because a later step may
-    run before they are read. On the device `meta`, kernels are only compiled.
+    All results are new tensors, because a later step may run before they are read. On the device
+    `meta`, kernels are only compiled.
     """
     rows, vocab_size = logits.shape
     width = min(width, vocab_size, WIDEST)

@@ -1,8 +1,8 @@
-"""Replacement for the end of vLLM's sampler on Model Runner V2.
+"""Replaces the last part of vLLM's sampler on Model Runner V2.
 
-`keel.rollout.vllm_fast.sample_kernels` draws the token, its log-probability and its mask, and
+`keel.rollout.vllm_fast.sample_kernels` draws the token, its log-probability and its mask. It also
 applies temperature and truncation if nothing else changes the logits. Batches that it does not
-cover use vLLM's sampler.
+support use vLLM's sampler.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from keel.rollout.vllm_fast.truncate_kernels import WIDEST_TOP_K
 logger = logging.getLogger(__name__)
 
 _PROCESSORS = [LogitBiasState, PenaltiesState, BadWordsState]
-"""vLLM's logits processors, whose activity `KeptSampler.only_truncates` can check."""
+"""vLLM's logits processors, for which `KeptSampler.only_truncates` can check whether they are
+active."""
 
 
 class StepLogprobs(NamedTuple):
-    """Replaces vLLM's `LogprobsTensors` and has its methods, with log-probabilities only."""
+    """Holds the log-probabilities of a step. It has the same methods as vLLM's `LogprobsTensors`
+    but no ids or ranks."""
 
     logp: Tensor
     """[rows, 1] float32"""
@@ -49,15 +51,15 @@ class StepLogprobs(NamedTuple):
 
 
 class KeptSampler(Sampler):
-    """Samples steps of one token per request with the log-probability of that token only."""
+    """Samples one token per request, and computes the log-probability of that token only."""
 
     one_and_none: Tensor
-    """[2, requests] int32: sampled and rejected tokens in steps without a prompt, shared by steps
-    because nothing writes to it."""
+    """[2, requests] int32 number of sampled tokens (1) and rejected tokens (0) in steps without a
+    prompt. Steps can share it because nothing writes to it."""
     unmasked: NDArray[np.bool_]
-    """[requests] True where sampling masks are not recorded."""
+    """[requests] True for requests whose sampling masks are not recorded."""
     changed: bool = True
-    """Requests were added since their parameters were last copied to the device."""
+    """True if requests were added since the parameters were last copied to the GPU."""
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         self.changed = True
@@ -70,12 +72,13 @@ class KeptSampler(Sampler):
             super().apply_staged_writes()
 
     def masks(self, requests: NDArray[np.integer]) -> bool:
-        """Return True if any of these requests' sampling masks is recorded."""
+        """Return True if the sampling mask of any of these requests is recorded."""
         return self.return_sampling_mask and not self.unmasked[requests].all()
 
     @property
     def only_known(self) -> bool:
-        """True if the logits processors are vLLM's, which change with requests only."""
+        """True if all logits processors are vLLM's own, whose state changes only when requests
+        change."""
         return [type(processor) for processor in self.logits_processors] == _PROCESSORS
 
     def __call__(self, logits: Tensor, input_batch: InputBatch) -> SamplerOutput:
@@ -123,8 +126,8 @@ class KeptSampler(Sampler):
         return as_vllm(sampled_rows, sampled, rejected)
 
     def only_truncates(self, requests: NDArray[np.integer]) -> bool:
-        """Return True if these requests only use temperature > 0, top-p and a top-k that is small
-        enough."""
+        """Return True if these requests use nothing but temperature > 0, top-p and a sufficiently
+        small top-k."""
         states, thinking = self.sampling_states, self.thinking_budget_state
         if not self.only_known:
             return False
@@ -143,7 +146,7 @@ class KeptSampler(Sampler):
 
 
 def as_vllm(rows: SampledRows, sampled: Tensor, rejected: Tensor) -> SamplerOutput:
-    """Convert to vLLM's type. `sampled`, `rejected`: number of tokens of each row."""
+    """Convert to vLLM's type. `sampled` and `rejected` are the number of tokens in each row."""
     logprobs: Any = StepLogprobs(rows.logp)
     masks: Any = rows.masks
     return SamplerOutput(
@@ -157,7 +160,8 @@ def as_vllm(rows: SampledRows, sampled: Tensor, rejected: Tensor) -> SamplerOutp
 
 
 def install(runner: Any) -> bool:
-    """Turn the model runner's sampler into a `KeptSampler`; returns False if it is not covered."""
+    """Replace the model runner's sampler with a `KeptSampler`. Returns False if the sampler is not
+    supported."""
     sampler: Any = runner.sampler
     if (
         type(sampler) is not Sampler  # one with a watermark, or none in this process

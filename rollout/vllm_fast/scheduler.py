@@ -1,16 +1,19 @@
 """vLLM's scheduler with a fast path for steps in which no request begins.
 
 Most steps sample one token for each running request. vLLM loops over all requests three times in
-such a step, which at 256 requests takes longer than the GPU needs. Here these steps are scheduled
-as a `DecodeBatch`. When requests begin, vLLM's scheduler sees only these, with the capacity that
-the batch leaves, and its step is merged with the batch's; the requests join the batch once they
-only decode. For anything else (an abort, a preemption, a pause) the batch is flushed: it is written
-back into its requests, and vLLM schedules the whole step. Flushed tokens are delivered with the
-request's next one, as in speculative decoding.
+such a step, which takes longer than the GPU needs if there are 256 requests. Here these steps are
+scheduled as a `DecodeBatch`.
 
-A finished request is delivered at once while the batch continues, and so it does while others wait
-to begin. Both leave places unused. Waiting requests begin once the places lost equal the cost of
-such a step, so the total loss is at most twice the minimum.
+When requests begin, vLLM's scheduler sees only the new ones, with the capacity that the batch
+leaves free. Its step is merged with the batch's step, and the requests join the batch once they
+only decode. For anything else (an abort, a preemption, a pause) the batch is flushed: its state is
+written back to the requests, and vLLM schedules the whole step. Flushed tokens are delivered
+together with the request's next token, as in speculative decoding.
+
+A finished request is delivered at once, but its place in the batch stays unused for a while, and so
+do places while other requests wait to begin. Waiting requests begin once the loss from unused
+places equals the cost of a step in which requests begin. The total loss is therefore at most twice
+the minimum.
 
 `_FastPath` is mixed into vLLM's scheduler, which still makes all decisions.
 """
@@ -35,46 +38,48 @@ from keel.rollout.vllm_fast.step_arrays import PackedRecording
 from keel.rollout.vllm_pin import check_parameters
 
 JOIN_COST = 1.0
-"""Extra cost of a step in which requests begin, in steps of the batch alone."""
+"""Extra cost of a step in which requests begin, measured in ordinary steps of the batch."""
 MAX_WAIT = 64
-"""Steps after which even a single request may begin."""
+"""Number of steps after which even a single request may begin."""
 _LIMITS = ("max_num_running_reqs", "max_num_active_reqs", "max_num_scheduled_tokens")
-"""Limits of vLLM's scheduler that a batch uses up in part."""
+"""Limits in vLLM's scheduler of which the batch uses up a part."""
 _MAX_FINISHED = 0.25
-"""Fraction of the batch that may have finished; such rows are still computed."""
+"""Maximum fraction of the batch that may have finished. These rows are still computed."""
 _BLOCKS_AHEAD = 4
-"""KV blocks allocated at once if twice as many are free for every request."""
+"""Number of KV blocks to allocate at once, if twice as many are free for every request."""
 _PARAMETERS = {
     "schedule": "self throttle_prefills",
     "update_from_output": "self scheduler_output model_runner_output",
     "finish_requests": "self request_ids finished_status",
     "_update_request_with_output": "self request new_token_ids is_stale",
 }
-"""Parameters of vLLM's methods that are overridden or called."""
+"""Expected parameters of the vLLM methods that are overridden or called."""
 
 
 class _FastPath(Scheduler):
-    """Scheduler mixin; see the module. The recorder uses `recordings` and `finished_blocks`."""
+    """Adds the fast path to a scheduler (see the module's description). The recorder uses
+    `recordings` and `finished_blocks`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         for method, parameters in _PARAMETERS.items():
             check_parameters(getattr(Scheduler, method), parameters)
         super().__init__(*args, **kwargs)
         self.recordings: dict[str, PackedRecording] = {}
-        """Recorded requests, whose log-probabilities and sampling masks are kept here."""
+        """Log-probabilities and sampling masks of the requests that are being recorded."""
         self.finished_blocks: dict[str, list[int]] = {}
-        """KV blocks of finished recorded requests, valid until the next step."""
+        """KV blocks of recorded requests that have finished. They are valid until the next step."""
         self.fast_steps = 0
         self._ahead = isinstance(self, AsyncScheduler)
         self._batch: DecodeBatch | None = None
         self._outside: list[Request] = []
-        """Running requests outside the batch, mostly prefills."""
+        """Running requests that are not in the batch, mostly prefills."""
         self._idle = 0.0
-        """Unused places times steps since requests last began."""
+        """Unused places, added up over the steps since requests last began."""
         self._undelivered: dict[str, list[int]] = {}
-        """Flushed tokens that the output processor has not received."""
+        """Flushed tokens that the output processor has not received yet."""
         self._stuck = False
-        """Requests wait and vLLM's last step could not begin any, with tokens to spare."""
+        """True if requests are waiting but vLLM could not begin any in its last step, although it
+        had tokens to spare."""
         groups = self.kv_cache_config.kv_cache_groups
         self._possible = (
             len(groups) == 1
@@ -90,7 +95,7 @@ class _FastPath(Scheduler):
         )
 
     def leave_routes(self) -> None:
-        """Leave routes to the workers."""
+        """Leave the handling of routes to the workers."""
         self.aux_output_connector = None
 
     # Overrides of vLLM's methods.
@@ -157,7 +162,8 @@ class _FastPath(Scheduler):
         return super().reset_prefix_cache(*args, **kwargs)
 
     def has_finished_requests(self) -> bool:
-        """Request one more (empty) step of a paused engine that has undelivered tokens."""
+        """Return True also if a paused engine has undelivered tokens, so that it runs one more
+        (empty) step."""
         pending = self._undelivered or (self._batch is not None and self._batch.received)
         paused = self._pause_state != PauseState.UNPAUSED
         return bool(paused and pending) or super().has_finished_requests()
@@ -171,7 +177,7 @@ class _FastPath(Scheduler):
     # The batch.
 
     def _new_batch(self) -> DecodeBatch | None:
-        """Return a batch of the running requests if all of them only decode."""
+        """Return a batch with the running requests, or nothing unless all of them only decode."""
         if (
             not self._possible
             or not self.running
@@ -200,7 +206,7 @@ class _FastPath(Scheduler):
             self.prev_step_scheduled_req_ids = set(batch.ids)
 
     def _join_decoding(self, batch: DecodeBatch) -> None:
-        """Move requests into the batch once they only decode."""
+        """Move the requests that only decode into the batch."""
         if not self._outside:
             return
         unfinished = [request for request in self._outside if not request.is_finished()]
@@ -210,9 +216,9 @@ class _FastPath(Scheduler):
             self._join(batch, decoding)
 
     def _next_step(self, batch: DecodeBatch, throttle_prefills: bool) -> SchedulerOutput | None:
-        """Schedule the batch's next step together with requests that begin.
+        """Schedule the next step of the batch, together with requests that begin.
 
-        None: vLLM has to schedule the whole step.
+        Returns None if vLLM has to schedule the whole step.
         """
         if batch.full or self._pause_state != PauseState.UNPAUSED:
             return None
@@ -236,7 +242,7 @@ class _FastPath(Scheduler):
         return output
 
     def _should_begin(self, batch: DecodeBatch) -> bool:
-        """Decide whether vLLM should begin waiting requests now."""
+        """Decide whether waiting requests should begin now."""
         finished = len(batch.ids) - int(np.count_nonzero(batch.live))
         waiting = len(self.waiting) + len(self.kv_holding_waiting)
         full = self._stuck or len(batch.ids) >= self.max_num_running_reqs
@@ -265,7 +271,8 @@ class _FastPath(Scheduler):
     def _with_others(
         self, batch: DecodeBatch, cached: CachedRequestData, throttle_prefills: bool
     ) -> tuple[SchedulerOutput | None, SchedulerOutput]:
-        """Let vLLM schedule all other requests in the remaining capacity, and merge the steps."""
+        """Let vLLM schedule all other requests with the remaining capacity, and merge the two
+        steps."""
         count, outside = len(batch.ids), len(self._outside)
         self.running = self._outside
         for name in _LIMITS:
@@ -298,7 +305,8 @@ class _FastPath(Scheduler):
     def _allocate(
         self, batch: DecodeBatch, due: list[int], ahead: int
     ) -> list[tuple[list[int], ...] | None]:
-        """Allocate KV blocks for the places that are due; returns them in the batch's order."""
+        """Allocate KV blocks for the places that need them, and return the blocks in the batch's
+        order."""
         if not due:
             return [None] * len(batch.ids)
         size, now = self._block_size, batch.scheduled
@@ -318,9 +326,10 @@ class _FastPath(Scheduler):
         return [new.get(place) for place in batch.places.tolist()]
 
     def _finish(self, batch: DecodeBatch, places: list[int]) -> dict[int, EngineCoreOutputs]:
-        """Deliver the requests that the last tokens have finished.
+        """Deliver the requests that ended with the last tokens.
 
-        They keep their blocks until others join, because steps with them are in flight.
+        They keep their KV blocks until other requests join, because steps that use the blocks are
+        in flight.
         """
         outputs: dict[int, EngineCoreOutputs] = {}
         for place in places:
@@ -365,7 +374,8 @@ class _FastPath(Scheduler):
             super()._free_request(request)
 
     def keel_flush(self) -> None:
-        """Write the batch back into its requests, as after vLLM's own steps."""
+        """Write the batch's state back to its requests, so that they look as they do after vLLM's
+        own steps."""
         batch, self._batch = self._batch, None
         self._outside = []
         if batch is None or not batch.scheduled:
@@ -387,7 +397,7 @@ class _FastPath(Scheduler):
         batch.write_back(place, tokens, self.current_step if self._ahead else None)
 
     def _complete(self, output: EngineCoreOutput) -> None:
-        """Put flushed tokens before the new ones, and keep the recording here."""
+        """Put flushed tokens before the new ones, and store the recording."""
         if (recording := self.recordings.get(output.request_id)) is not None:
             recording.take(output)
         if before := self._undelivered.pop(output.request_id, None):
@@ -395,8 +405,8 @@ class _FastPath(Scheduler):
 
 
 class FastScheduler(_FastPath):
-    """Schedules steps one after the other."""
+    """Fast scheduler that schedules each step after the previous one has finished."""
 
 
 class AsyncFastScheduler(_FastPath, AsyncScheduler):
-    """Schedules a step while the one before it runs."""
+    """Fast scheduler that schedules a step while the previous one is running."""

@@ -1,10 +1,10 @@
-"""Steps that reuse the preparation of the step before them.
+"""Runs decoding steps that reuse the preparation of the previous step.
 
-vLLM prepares every step from scratch: its rows, the state of each request, the attention metadata.
-For a batch of few sequences that takes longer than the GPU needs. In a `DecodeBatch` only the
-lengths change from one step to the next, and the GPU can count them. So if vLLM has run a step as a
-CUDA graph and the next one has the same rows, one kernel advances them by a token and the graph is
-replayed.
+vLLM prepares every step from scratch: its rows, the state of each request and the attention
+metadata. For a batch with few sequences this takes longer than the computation on the GPU. In a
+`DecodeBatch` only the lengths change from one step to the next, and the GPU can update them. If
+vLLM has run a step as a CUDA graph and the next step has the same rows, one kernel therefore
+advances them by one token, and the graph is replayed.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
@@ -33,22 +33,22 @@ BLOCK = 256
 
 
 class _KnownStep(NamedTuple):
-    """The last step, if each of its rows sampled one token by a CUDA graph."""
+    """The previous step, if it ran as a CUDA graph and each of its rows sampled one token."""
 
     counts: dict[str, int]
     ids: list[str]
-    """Request ids of the batch; the same objects identify a step with the same rows."""
+    """Request ids of the batch. A later step has the same rows if it holds the same list object."""
     requests: NDArray[np.int64]
-    """[rows] index of each request's state in vLLM."""
+    """[rows] index of each request in vLLM's state."""
     graph: Any
-    """vLLM's description of the graph."""
+    """vLLM's description of the CUDA graph."""
     state: Any
-    """State that vLLM passes from a step's model to its sampling."""
+    """State that vLLM passes from the model to the sampling of a step."""
     planned: bool
-    """Attention is planned inside the graph and needs no metadata."""
+    """True if attention is planned inside the graph, so that it needs no metadata."""
 
     def repeats_in(self, output: SchedulerOutput) -> bool:
-        """Return True if a step has the same rows and nothing else to do."""
+        """Return True if a step has the same rows as this one and nothing else to do."""
         return (
             output.num_scheduled_tokens is self.counts
             and output.scheduled_cached_reqs.req_ids is self.ids
@@ -63,16 +63,16 @@ class _KnownStep(NamedTuple):
 
 
 class StepReuse:
-    """Wraps a model runner's `execute_model` and runs the steps that it can."""
+    """Wraps a model runner's `execute_model` and runs the steps that can reuse the previous one."""
 
     def __init__(self, runner: Any) -> None:
         self._runner, self._original = runner, runner.execute_model
         self._known: _KnownStep | None = None
         self.reused = 0
-        """Number of steps."""
+        """Number of steps that reused the previous one."""
 
     def execute_model(self, scheduler_output: SchedulerOutput, *rest: Any, **named: Any) -> Any:
-        """Same interface as vLLM's method."""
+        """Run the model for one step. The arguments and results are those of vLLM's method."""
         known, self._known = self._known, None
         plain = not named and all(each is None for each in rest)
         if plain and known is not None and known.repeats_in(scheduler_output):
@@ -86,7 +86,7 @@ class StepReuse:
         return output
 
     def _inspect(self, output: SchedulerOutput) -> _KnownStep | None:
-        """Describe the step that vLLM has just run, if it can be reused."""
+        """Describe the step that vLLM has just run, if the next one can reuse it."""
         runner = self._runner
         state, ids = runner.execute_model_state, output.scheduled_cached_reqs.req_ids
         if state is None:
@@ -116,7 +116,7 @@ class StepReuse:
         )
 
     def _graph(self, rows: int) -> Any:
-        """Return the graph that vLLM chooses."""
+        """Return the CUDA graph that vLLM would choose."""
         return self._runner.cudagraph_manager.dispatch(rows, rows, 1, 0, max_query_len=1)
 
     def _again(self, known: _KnownStep, output: SchedulerOutput) -> _KnownStep:
@@ -174,7 +174,8 @@ class StepReuse:
         return known._replace(state=state)
 
     def _run(self, graph: Any, state: Any) -> Tensor:
-        """Replay the model and return the last hidden states. Tests without graphs use `state`."""
+        """Replay the model and return the last hidden states. Tests without CUDA graphs use
+        `state`."""
         return self._runner.cudagraph_manager.run_fullgraph(graph)
 
 
@@ -190,12 +191,13 @@ def advance(
     ids: Tensor,
     slots: Tensor,
 ) -> None:
-    """Fill the first rows of `positions`, `lengths`, `ids` and `slots` with each request's next
-    token, the last one that it sampled.
+    """Fill the first rows of `positions`, `lengths`, `ids` and `slots` for the next step, in which
+    each request's input is the token that it sampled last.
 
-    Shapes: `requests` [rows] int64, the request of each row; by request `computed` [requests]
-    tokens with keys and values, `sampled` [requests, 1], and `table` [requests, blocks] of KV
-    blocks with `page` tokens. On the device `meta` the kernel is only compiled.
+    `requests` [rows] int64 is the request of each row. The other tensors are indexed by request:
+    `computed` [requests] is the number of tokens with keys and values, `sampled` [requests, 1] the
+    last token, and `table` [requests, blocks] the KV blocks of `page` tokens each. On the device
+    `meta`, the kernel is only compiled.
     """
     rows = len(requests)
     launch(
@@ -222,7 +224,8 @@ def _advance(
 
 
 def covers(runner: Any) -> bool:
-    """Return True for a text model with full attention on one GPU and no further features."""
+    """Return True for a text model with full attention that runs on one GPU and uses no other
+    features."""
     parallel, groups = runner.vllm_config.parallel_config, runner.kv_cache_config.kv_cache_groups
     return (
         parallel.world_size == 1
@@ -251,6 +254,6 @@ def covers(runner: Any) -> bool:
 
 
 def install(runner: Any) -> None:
-    """Wrap a model runner's `execute_model` if `covers` holds."""
+    """Wrap a model runner's `execute_model` if `covers` returns True for it."""
     if covers(runner):
         runner.execute_model = StepReuse(runner).execute_model

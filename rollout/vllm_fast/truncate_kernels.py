@@ -1,10 +1,10 @@
-"""Top-k and top-p of a step, directly from the model's logits: the ids that each row keeps.
+"""Applies top-k and top-p to the model's logits, and finds the ids that each row keeps.
 
 vLLM copies the logits to float32 and scans each row many times with one program. Here all blocks of
-all rows are read in parallel, twice: first for the maxima of a thousand groups per row, whose
-top_k-th largest is a bound that at least top_k logits reach, then for the logits that reach it,
-which are few enough to sort. The result is exact: of equal logits at a cut the lowest ids stay, and
-no row keeps more than its top_k.
+all rows are read in parallel, twice. The first pass finds the maxima of a thousand groups per row.
+At least top_k logits reach the top_k-th largest maximum, which is therefore a bound. The second
+pass finds the logits that reach the bound, which are few enough to sort. The result is exact: if
+logits at a cut are equal, those with the lowest ids are kept, and no row keeps more than its top_k.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
@@ -20,24 +20,27 @@ import triton.language as tl
 from torch import Tensor
 
 WIDEST_TOP_K = 1024
-"""Largest top_k covered."""
+"""Largest top_k that the kernels support."""
 BLOCK, LARGEST_GROUP = 4096, 256
-"""Entries of a row read at once; maximum entries of a group."""
+"""Number of entries of a row that are read at once, and maximum number of entries in a group."""
 FEWEST_SORTED, LEAST_ROOM = 64, 1024
-"""Minimum ids sorted at once and stored per row."""
+"""Minimum number of ids that are sorted at once, and that are stored per row."""
 
 ALL_BUT_SIGN = tl.constexpr(0x7FFFFFFF)
 LEAST = tl.constexpr(-0x80000000)
 ABOVE_NOTHING = tl.constexpr(-0x7F800000)
-"""Order of the lowest finite logit; that of minus infinity is one lower."""
+"""Integer that represents the lowest finite logit. Minus infinity is represented by one less."""
 LAST_BIT = tl.constexpr(10)
-"""Last bit of the search for the bound: its relative error of 2^-13 adds few candidates."""
+"""Last bit in the search for the bound. The resulting relative error of 2^-13 adds only few
+candidates."""
 
 
 @triton.jit
 def _order(logits_ptr, ids, inside, temperature):
-    """Integers in the order of logits over temperature. NaN counts as infinity, so that the
-    log-probability becomes NaN and is detected."""
+    """Convert logits divided by the temperature to integers in the same order.
+
+    NaN is treated as infinity, so that the log-probability becomes NaN and is detected.
+    """
     logits = tl.load(logits_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
     logits = logits / temperature  # as in vLLM's kernel, to the bit
     logits = tl.where(logits != logits, float("inf"), logits)
@@ -48,7 +51,7 @@ def _order(logits_ptr, ids, inside, temperature):
 
 @triton.jit
 def _logits(order):
-    """Inverse of `_order`."""
+    """Convert integers from `_order` back to logits."""
     bits = tl.where(order >= 0, order, order ^ ALL_BUT_SIGN)
     return bits.to(tl.float32, bitcast=True)
 
@@ -58,8 +61,11 @@ def _maxima(
     logits_ptr, logits_row, states_ptr, temperature_ptr, sampled_ptr, maxima_ptr, vocab_size,
     groups, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Maxima of GROUPS groups of one row. A group has every `groups`-th id, because likely ids are
-    often neighbours and should not share one."""
+    """Compute the maxima of GROUPS groups of one row.
+
+    A group consists of every `groups`-th id, because likely ids are often neighbours and should be
+    in different groups.
+    """
     row = tl.program_id(0)
     if tl.load(sampled_ptr + row) > 0:
         temperature = tl.load(temperature_ptr + tl.load(states_ptr + row))
@@ -75,7 +81,7 @@ def _bound(
     states_ptr, top_k_ptr, sampled_ptr, maxima_ptr, bounds_ptr, found_ptr, groups,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A bound that at least top_k logits of a row reach, if that many are finite."""
+    """Find a bound that at least top_k logits of a row reach, if that many are finite."""
     row = tl.program_id(0)
     tl.store(found_ptr + row, 0)
     if tl.load(sampled_ptr + row) > 0:
@@ -91,7 +97,7 @@ def _bound(
 
 @triton.jit
 def _keys(order, ids):
-    """Sort keys: larger logits first, and the lowest id among equals."""
+    """Return sort keys that put larger logits first and, among equal logits, lower ids first."""
     return (order.to(tl.int64) << 32) | (ids ^ ALL_BUT_SIGN).to(tl.int64)
 
 
@@ -100,7 +106,7 @@ def _file(
     logits_ptr, logits_row, states_ptr, temperature_ptr, sampled_ptr, bounds_ptr, keys_ptr,
     found_ptr, vocab_size, ROOM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row: keys of the logits that reach the bound, unordered."""
+    """Store the keys of the logits in one block of a row that reach the bound, in any order."""
     row = tl.program_id(0)
     if tl.load(sampled_ptr + row) > 0:
         temperature = tl.load(temperature_ptr + tl.load(states_ptr + row))
@@ -116,7 +122,7 @@ def _file(
 
 @triton.jit
 def _count(logits_ptr, vocab_size, temperature, bound, SIZE: tl.constexpr):
-    """Number of logits of a row that reach the bound."""
+    """Return how many logits of a row reach the bound."""
     count = 0
     for first in range(0, vocab_size, SIZE):
         ids = first + tl.arange(0, SIZE)
@@ -127,8 +133,8 @@ def _count(logits_ptr, vocab_size, temperature, bound, SIZE: tl.constexpr):
 
 @triton.jit
 def _file_exactly(logits_ptr, vocab_size, temperature, top_k, keys_ptr, SIZE: tl.constexpr):
-    """Keys of the top_k largest logits of a row in many passes, for a flat row with more candidates
-    than fit."""
+    """Store the keys of the top_k largest logits of a row, using many passes. This is for a flat
+    distribution with more candidates than fit."""
     least = tl.where(_count(logits_ptr, vocab_size, temperature, 0, SIZE) >= top_k, 0, LEAST)
     for step in range(31):
         higher = least + (1 << (30 - step))
@@ -150,7 +156,7 @@ def _file_exactly(logits_ptr, vocab_size, temperature, top_k, keys_ptr, SIZE: tl
 
 @triton.jit
 def _cut_sorted(keys_ptr, found, top_k, top_p, ids_ptr, SIZE: tl.constexpr):
-    """Store the kept ids among the candidates and return their number."""
+    """Store the candidate ids that are kept, and return how many there are."""
     place = tl.arange(0, SIZE)
     keys = tl.load(keys_ptr + place, mask=place < found, other=-0x7FFFFFFFFFFFFFFF)
     keys = tl.sort(keys, descending=True)
@@ -174,7 +180,7 @@ def _cut(
     found_ptr, ids_ptr, counts_ptr, vocab_size, width, LIKELY: tl.constexpr, ROOM: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One row: its kept ids and their number."""
+    """Find the kept ids of one row and store them with their number."""
     row = tl.program_id(0)
     keys = keys_ptr + row.to(tl.int64) * ROOM
     ids = ids_ptr + row.to(tl.int64) * width
@@ -196,7 +202,8 @@ def _cut(
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Run a kernel, or only compile it and its launcher if its first argument is on `meta`."""
+    """Run a kernel. If its first argument is on the device `meta`, only compile the kernel and its
+    launcher."""
     if args[0].is_meta:
         assert kernel.warmup(*args, grid=grid, **options).run
     else:
@@ -213,11 +220,13 @@ def truncate(
     top_p: Tensor,
     width: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return kept ids [rows, width] int32, most likely first, and their numbers [rows] int32.
+    """Return the kept ids [rows, width] int32, most likely first, and how many each row keeps
+    [rows] int32.
 
-    `logits` [rows, V]: the model's. `states` [rows]: request of each row. `temperature` (> 0),
-    `top_k` (1 to `width`) and `top_p` are by request; `width` is at most `WIDEST_TOP_K`. A row
-    where `sampled` [rows] is 0 keeps none. On the device `meta`, kernels are only compiled.
+    `logits` [rows, V] come directly from the model, and `states` [rows] is the request of each row.
+    `temperature` (> 0), `top_k` (1 to `width`) and `top_p` are indexed by request. `width` is at
+    most `WIDEST_TOP_K`. A row keeps no ids where `sampled` [rows] is 0. On the device `meta`,
+    kernels are only compiled.
     """
     rows, vocab_size = logits.shape
     device = logits.device

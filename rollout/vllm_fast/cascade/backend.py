@@ -1,8 +1,8 @@
-"""vLLM's FlashAttention backend, with `kernels` in steps that only decode.
+"""vLLM's FlashAttention backend, extended to use `kernels` in steps that only decode.
 
-A prompt's keys and values are then read once for the rows of its group. The backend replaces vLLM's
-through vLLM's registry. Anything that the kernels do not cover (prompts, sliding windows, sinks,
-quantised caches, …) runs as before.
+In these steps, a prompt's keys and values are read once for all rows of its group. The backend
+replaces vLLM's own through vLLM's registry. Anything that the kernels do not support (prompts,
+sliding windows, sinks, quantised caches, …) is computed by vLLM as before.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from keel.rollout.vllm_fast.cascade.kernels import Heads, Scratch, attend, plan
 
 
 class CascadeStep(Scratch):
-    """State of steps that only decode."""
+    """State that the layers share in steps that only decode."""
 
     first: object = None
-    """The first layer, which plans for all layers, in a CUDA graph as well."""
+    """The first layer. It plans the step for all layers, also inside a CUDA graph."""
 
 
 @dataclass
 class CascadeMetadata(FlashAttentionMetadata):
-    """Metadata of a step that uses `kernels`."""
+    """Attention metadata for a step that uses `kernels`."""
 
     step: CascadeStep | None = None
 
@@ -53,7 +53,7 @@ class CascadeBackend(FlashAttentionBackend):
 
 class CascadeBuilder(FlashAttentionMetadataBuilder):
     _step: CascadeStep | None = None
-    """None if the kernels do not cover the layers."""
+    """The shared state, or None if the kernels do not support the layers."""
     _inspected = False
 
     def build(
@@ -104,7 +104,7 @@ class CascadeBuilder(FlashAttentionMetadataBuilder):
 
 
 def _plain(impl: Any) -> bool:
-    """Return True if a layer's attention is a plain causal softmax."""
+    """Return True if a layer's attention is an ordinary causal softmax."""
     return (
         type(impl) is CascadeImpl
         and impl.attn_type == AttentionType.DECODER
@@ -159,7 +159,8 @@ class CascadeImpl(FlashAttentionImpl):
 
 
 def install(*, enabled: bool) -> None:
-    """Replace vLLM's backend, or restore it, for engines built in this process from now on."""
+    """Replace or restore vLLM's attention backend. This affects engines that are built in this
+    process afterwards."""
     if enabled:
         where = f"{CascadeBackend.__module__}.{CascadeBackend.__name__}"
         register_backend(AttentionBackendEnum.FLASH_ATTN, where)

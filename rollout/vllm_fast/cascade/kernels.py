@@ -1,11 +1,13 @@
-"""Attention of a decoding step in which the completions of a group share their prompt's KV blocks.
+"""Attention for a decoding step in which the completions of a group share their prompt's KV blocks.
 
-A decoding step is bound by reading keys and values, and ordinary attention reads the shared blocks
-of a prompt once per completion. Here neighbouring rows that begin with the same blocks form a
-*segment*: its shared part is read once for all queries (cascade attention; Hydragen,
-arXiv:2402.05099) and the rest by each row, in one launch. A second launch joins the parts by their
-sums of exponentials. `plan` finds the segments from the block table on the GPU, so a CUDA graph
-holds everything and the host has nothing to do.
+The speed of a decoding step is limited by reading keys and values, and ordinary attention reads the
+shared blocks of a prompt once per completion. Here, neighbouring rows that begin with the same
+blocks form a *segment*. The part that they share is read once for all their queries (cascade
+attention; Hydragen, arXiv:2402.05099), and the rest is read for each row. Both happen in one
+launch. A second launch combines the parts with the help of their sums of exponentials.
+
+`plan` finds the segments from the block table on the GPU. A CUDA graph can therefore contain
+everything, and the CPU has nothing to do.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
@@ -28,50 +30,53 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 LEAST_SHARED = tl.constexpr(64)
-"""Minimum of shared tokens for a segment."""
+"""Minimum number of tokens that the rows of a segment must share."""
 COLUMNS = tl.constexpr(64)
 AT_ONCE = 16
-"""Blocks and rows of the table that are compared at once."""
+"""Number of blocks and of rows of the table that are compared at once."""
 NONE = tl.constexpr(1 << 30)
 QUERIES = 16
-"""Queries of a segment in one tile, its rows times the query heads of a key head: the minimum of
-tensor cores. More would cost registers and with them loads in flight."""
+"""Number of queries in one tile, which are the rows of a segment times the query heads per key
+head. This is the minimum for tensor cores. A larger tile needs more registers, so fewer loads can
+be in flight."""
 PARTS = 512
-"""Target number of parts (row, key head, slice of a row) of a step: a few per multiprocessor."""
+"""Target number of parts (row, key head, slice of a row) in a step, which is a few per
+multiprocessor."""
 LONGER = 4
-"""Factor on the parts if slices are long, so that all multiprocessors finish together."""
+"""Factor by which the number of parts may grow if slices are long, so that all multiprocessors
+finish at the same time."""
 MOST_SPLITS = 32
-"""Maximum slices of a row."""
+"""Maximum number of slices per row."""
 PAGE = 16
-"""Default tokens of a KV block."""
+"""Default number of tokens per KV block."""
 SIZES = (64, 128)
-"""Head sizes that are tested."""
+"""Head sizes for which the kernels are tested."""
 MOST_EACH = 4
-"""Maximum query heads of a key head. With more, the unshared part is slower than vLLM's kernel, and
-fewer rows fit a segment."""
+"""Maximum number of query heads per key head. With more, the unshared part is slower than in vLLM's
+kernel, and fewer rows fit into a segment."""
 LOG2_E = math.log2(math.e)
-"""Kernels compute powers of two."""
+"""Converts exponents to base 2, because the kernels compute powers of two."""
 SHORT = 4
-"""Slices of a row that a single warp joins at once."""
+"""Number of slices per row up to which a single warp joins all of them at once."""
 SLICE = 1024
-"""Tokens per slice beyond the minimum number of slices."""
+"""Number of tokens per slice once a row has more than the minimum number of slices."""
 TOKENS, STAGES, WARPS = 64, 2, 4
-"""Tokens of keys and values read at once, pipeline stages and warps."""
+"""Tokens of keys and values that are read at once, pipeline stages, and warps."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Shape of a model's attention heads."""
+    """Number and size of a model's attention heads."""
 
     queries: int
     keys: int
     size: int
     page: int
-    """Tokens of a KV block."""
+    """Tokens per KV block."""
 
     @property
     def each(self) -> int:
-        """Query heads of a key head."""
+        """Number of query heads per key head."""
         return self.queries // self.keys
 
     @property
@@ -82,23 +87,24 @@ class Heads:
 
     @property
     def tile(self) -> int:
-        """Queries in one tile, a power of two."""
+        """Number of queries in one tile, a power of two."""
         least = 1 << (2 * self.each - 1).bit_length()
         return max(QUERIES, least)
 
     @property
     def rows(self) -> int:
-        """Maximum rows of a segment, a power of two."""
+        """Maximum number of rows in a segment, a power of two."""
         return 1 << ((self.tile // self.each).bit_length() - 1)
 
     def splits(self, rows: int) -> tuple[int, int]:
-        """Minimum and maximum slices of each row in a batch of `rows`."""
+        """Return the minimum and maximum number of slices per row in a batch with `rows` rows."""
         fewest, most = (PARTS * times // max(1, rows * self.keys) for times in (1, LONGER))
         return max(1, min(MOST_SPLITS, fewest)), max(1, min(MOST_SPLITS, most))
 
 
 def heads_of(text: PreTrainedConfig) -> Heads | None:
-    """Return the heads of a configuration, or None for another kind of attention."""
+    """Return the attention heads of a model configuration, or None if it uses another kind of
+    attention."""
     queries = getattr(text, "num_attention_heads", 0)
     keys = getattr(text, "num_key_value_heads", None) or queries
     if not queries or getattr(text, "kv_lora_rank", None):
@@ -108,29 +114,29 @@ def heads_of(text: PreTrainedConfig) -> Heads | None:
 
 
 class Scratch:
-    """Buffers that a model's layers share, one after the other."""
+    """Buffers that the layers of a model use one after the other."""
 
     def __init__(self, heads: Heads, rows: int, device: torch.device) -> None:
-        """`rows`: maximum rows of a batch."""
+        """Allocate the buffers for batches of at most `rows` rows."""
         self.heads = heads
         parts = max(heads.splits(n)[1] * n for n in range(1, rows + 1))
         self.alike = torch.zeros(rows, dtype=torch.int32, device=device)
-        """[rows] tokens that each row shares with the row before it."""
+        """[rows] number of tokens that each row shares with the row before it."""
         self.leader = torch.zeros(rows, dtype=torch.int32, device=device)
-        """[rows] first row of each row's segment."""
+        """[rows] first row of the segment that each row belongs to."""
         self.shared = torch.zeros(rows, dtype=torch.int32, device=device)
-        """[rows] tokens that its segment shares; 0: the row is alone."""
+        """[rows] number of tokens that the row's segment shares, or 0 if the row is alone."""
         shape = (2 * parts * heads.queries,)
         self.sums = torch.empty(*shape, dtype=torch.float32, device=device)
         self.values = torch.empty(*shape, heads.size, dtype=torch.float32, device=device)
-        """log2 of each part's sum of exponentials, and its weighted values."""
+        """Weighted values of each part, next to the log2 of its sum of exponentials."""
 
 
 def plan(scratch: Scratch, table: Tensor, lengths: Tensor) -> None:
-    """Find the segments of a step, before its layers.
+    """Group the rows of a step into segments that share a prefix. This runs before the layers.
 
-    `table` [rows, blocks] int32; `lengths` [rows] int32, including the current token, 0 for
-    padding.
+    `table` [rows, blocks] int32 is the block table. `lengths` [rows] int32 counts tokens including
+    the current one and is 0 for padding.
     """
     rows = len(lengths)
     launch(
@@ -148,7 +154,8 @@ def _compare(
     table_ptr, table_row, width, lengths_ptr, alike_ptr, rows, PAGE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows: tokens that each shares with the row before it, or 0 if too few."""
+    """For a block of rows, count the tokens that each shares with the row before it, or 0 if too
+    few."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = (row < rows) & (row > 0)
     length = tl.load(lengths_ptr + row, mask=inside, other=0)
@@ -186,7 +193,8 @@ def _larger(a, b):
 def _segment(
     alike_ptr, leader_ptr, shared_ptr, rows, ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """All rows: segments of at most ROWS rows, counted from the first that shares."""
+    """Divide all rows into segments of at most ROWS rows, counted from the first row that shares a
+    prefix."""
     row = tl.arange(0, SIZE)
     inside = row < rows
     same = tl.load(alike_ptr + row, mask=inside, other=0)
@@ -218,10 +226,10 @@ def attend(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Compute a layer's attention in a planned step.
+    """Compute the attention of a layer in a step for which `plan` has run.
 
-    `query`, `out` [rows, query heads, size]; `keys`, `values` [blocks, page, key heads, size];
-    `table`, `lengths` as in `plan`; `scale` of the logits.
+    Shapes: `query` and `out` [rows, query heads, size]; `keys` and `values` [blocks, page, key
+    heads, size]. `table` and `lengths` are as in `plan`, and `scale` multiplies the logits.
     """
     heads, rows = scratch.heads, len(lengths)
     fewest, splits = heads.splits(rows)
@@ -244,7 +252,7 @@ def attend(
 
 @triton.jit
 def _slice(length, split, fewest, splits, TOKENS: tl.constexpr, SLICE: tl.constexpr):
-    """Begin and end of a slice; empty if it is not needed."""
+    """Return where a slice begins and ends. A slice that is not needed is empty."""
     count = tl.maximum(tl.minimum(length // SLICE, splits), fewest)
     size = tl.cdiv(tl.cdiv(length, count), TOKENS) * TOKENS
     return split * size, tl.minimum((split + 1) * size, length)
@@ -258,8 +266,12 @@ def _parts(
     EACH: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
     QUERIES: tl.constexpr, TOKENS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """One key head and one slice of a segment's shared part or of a row's own part: weighted values
-    and log2 of their sum of exponentials. Of two neighbouring rows at most one leads a segment."""
+    """Compute one slice of attention for one key head: the weighted values and the log2 of their
+    sum of exponentials.
+
+    The slice belongs to the shared part of a segment or to a row's own part. Of two neighbouring
+    rows at most one leads a segment.
+    """
     item, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     together = item < pairs
     row = item - pairs
@@ -335,7 +347,7 @@ def _join(
     HEADS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr,
     SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of one row and query head."""
+    """Combine the parts of one row and query head."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     shared = tl.load(shared_ptr + row)
