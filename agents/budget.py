@@ -1,4 +1,4 @@
-"""Limits of a trajectory and their accounting, whether Keel or a program drives it."""
+"""Limits for a trajectory, and the accounting of what it has used."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from keel.rl.turns import TurnResult
 from keel.rl.types import FinishReason, Usage
 
 CHARACTERS_PER_TOKEN = 16
-"""Upper bound on a long text's average; prose and code have about 4."""
+"""Upper bound on the average number of characters per token in a long text. Prose and code have
+about 4."""
 _SHORT_TEXT = 1 << 16
-"""Characters that are always tokenized, which takes a tenth of a second."""
+"""Texts up to this many characters are always tokenized, which takes a tenth of a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Limits of one trajectory."""
+    """The limits for one trajectory."""
 
     turns: int
     turn_tokens: int
-    """Sampled tokens per turn. A turn cut there ends an episode that Keel drives; a program sees
-    the finish reason `length`."""
+    """Limit on the tokens sampled in one turn. An episode that Keel drives ends when a turn is cut
+    there. A program sees the finish reason `length`."""
     tokens: int
-    """Sampled tokens in all turns."""
+    """Limit on the tokens sampled in all turns."""
     window: int
-    """Tokens of a context, including those sampled after it."""
+    """Limit on the tokens of a context, including the sampled ones."""
     timeout_s: float = inf
-    """Seconds of engine time and tool time, or of a program's own time between turns. A turn that a
-    program cancelled counts in full."""
+    """Limit in seconds on the time spent in the engine and in tools. The time that a program spends
+    between turns counts as tool time. A turn that the program cancelled counts in full."""
     call_s: float = 60.0
-    """Seconds per call of an environment's tool."""
+    """Time limit in seconds for each call to an environment's tool."""
     calls: float = inf
-    """Tool calls that are run; later ones get an error."""
+    """How many tool calls are run. Later calls get an error."""
 
     def __post_init__(self) -> None:
         for name in ("turns", "turn_tokens", "tokens", "window", "timeout_s", "call_s", "calls"):
@@ -41,17 +42,20 @@ class Budget:
 
     @property
     def characters(self) -> int:
-        """Length above which a text cannot fit the window. Checking by tokenization would block
-        all other trajectories for seconds per MiB."""
+        """Length above which a text is assumed not to fit the window.
+
+        The length is checked first because tokenizing a large text would block all other
+        trajectories for seconds per MiB.
+        """
         return max(CHARACTERS_PER_TOKEN * self.window, _SHORT_TEXT)
 
     def truncate(self, text: str) -> str:
-        """Cut a text to `characters`, with a note of how many were removed."""
+        """Cut a text to `characters` and append a note about how many were removed."""
         excess = len(text) - self.characters
         return text if excess <= 0 else f"{text[:-excess]}\n[{excess} characters left out]"
 
     def refusal(self, calls: int) -> str:
-        """Return the error for a call after `calls` others; "" if it may run."""
+        """Return the error for a call that follows `calls` others, or "" if it may run."""
         if calls < self.calls:
             return ""
         return f"Nothing was run: {self.calls} calls have been, and no more will be."
@@ -60,8 +64,11 @@ class Budget:
         return self.timeout_s - usage.sampling_s - usage.tools_s
 
     def room(self, usage: Usage, *, context: int, sampled: int) -> tuple[FinishReason, int]:
-        """Return the limit that the next turn meets first and the tokens it may sample until then;
-        below 1, the limit is met already. context: its tokens. sampled: tokens in all turns."""
+        """Return the limit that the next turn will reach first, and how many tokens it may sample.
+
+        If that number is below 1, the limit has been reached already. `context` is the number of
+        tokens in the context, and `sampled` the number sampled in all turns.
+        """
         if usage.turns >= self.turns:
             return "turns", 0
         if self.remaining_s(usage) <= 0:
@@ -75,7 +82,10 @@ class Budget:
 
 
 def with_turn(usage: Usage, result: TurnResult, *, repeated: int) -> Usage:
-    """Add a turn. repeated: tokens of its context that an earlier turn had computed."""
+    """Return the usage after a turn.
+
+    `repeated` is the number of context tokens that an earlier turn had already processed.
+    """
     return replace(
         usage,
         turns=usage.turns + 1,
@@ -86,5 +96,8 @@ def with_turn(usage: Usage, result: TurnResult, *, repeated: int) -> Usage:
 
 
 def with_lost_turn(usage: Usage, seconds: float) -> Usage:
-    """Add a cancelled turn's time, or a client that cancels every turn would never time out."""
+    """Return the usage after a cancelled turn.
+
+    Its time counts, since a client that cancels every turn would otherwise never time out.
+    """
     return replace(usage, sampling_s=usage.sampling_s + seconds)

@@ -1,7 +1,9 @@
-"""Context management when a conversation fills its window: DeepSeek-V3.2 (2025), section 4.4.
+"""Manages the context when a conversation fills its window, as in DeepSeek-V3.2 (2025), section
+4.4.
 
-At 80 % of the window the conversation is rewritten and continues in a new segment. The opening is
-kept, a call is kept or removed together with its results, and the number of rewrites is limited.
+When the context reaches 80 % of the window, it is rewritten and the conversation continues in a new
+segment. The opening is always kept, and a call is kept or removed together with its results. The
+number of rewrites is limited.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from typing import Literal
 from keel.rl.turns import Message
 
 _FULL = 0.8
-"""Fraction of the window that triggers a rewrite."""
+"""A rewrite is due when this fraction of the window is used."""
 Method = Literal["none", "summary", "discard-75", "discard-all"]
 _SHARES = {"discard-75": 0.75, "discard-all": 1.0}
-"""Fraction of the tool calls to remove."""
+"""The fraction of the tool calls that each method removes."""
 
 ASK_FOR_SUMMARY = (
     "The conversation is about to outgrow its window. Write down what is needed to go on without "
@@ -29,28 +31,29 @@ SUMMARY = "What was done so far, in your own words:\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewrite:
-    """A new context."""
+    """A new context that replaces the current one."""
 
     messages: tuple[Message, ...]
-    """Includes the opening."""
+    """All messages in the new context, including the opening."""
     added: tuple[Message, ...] = ()
-    """Messages that are new to the conversation."""
+    """Those of the messages that are new to the conversation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskFirst:
-    """A question that the policy answers before the rewrite."""
+    """A question that the policy answers before the context is rewritten."""
 
     messages: tuple[Message, ...]
-    """Messages appended to the current context, or to the context of `before`."""
+    """Messages that ask the question. They are appended to the current context, or to that of
+    `before`."""
     before: Rewrite | None = None
-    """Applied first if the current context leaves no room for the answer: a long tool result may
-    have filled it."""
+    """A rewrite to apply first if the current context leaves no room for the answer, for example
+    because of a long tool result."""
     fallback: Rewrite
-    """Used if the answer is empty because it was cut during the thinking."""
+    """Text to use if the answer is empty because it was cut during the thinking."""
 
     def rewritten_by(self, opening: Sequence[Message], answer: str) -> Rewrite:
-        """Return the opening followed by the policy's summary as a user message."""
+        """Return a context of the opening and the policy's summary as a user message."""
         if not answer.strip():
             return self.fallback
         summary: Message = {"role": "user", "content": SUMMARY + answer.strip()}
@@ -59,13 +62,14 @@ class AskFirst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextManager:
-    """Decides when and how to rewrite. Stateless: the caller counts the rewrites."""
+    """Decides when and how to rewrite a context. It is stateless, so the caller counts the
+    rewrites."""
 
     method: Method
     window: int
-    """Tokens of a context, including those sampled after it."""
+    """Limit on the tokens of a context, including the sampled ones."""
     most: int
-    """Maximum number of rewrites; then the trajectory ends at its window."""
+    """Maximum number of rewrites. After them, the trajectory ends when its window is full."""
     summary_tokens: int = 1024
     """Tokens reserved for the question and the policy's summary."""
 
@@ -79,14 +83,17 @@ class ContextManager:
             )
 
     def due(self, tokens: int, *, rewrites: int) -> bool:
-        """Return True if a context of `tokens` must be rewritten before the next turn."""
+        """Return whether a context of `tokens` tokens must be rewritten before the next turn."""
         return self.method != "none" and rewrites < self.most and tokens >= _FULL * self.window
 
     def rewrite(
         self, opening: Sequence[Message], view: Sequence[Message], *, tokens: int, rewrites: int
     ) -> Rewrite | AskFirst | None:
-        """Return what to do before the next turn; None if no rewrite is due or nothing can be
-        removed. view: messages in the context of `tokens`, beginning with the opening."""
+        """Return the rewrite to make before the next turn, or a question to ask the policy first.
+
+        `view` are the messages in the current context, which begin with the opening and have
+        `tokens` tokens. Returns None if no rewrite is due or nothing can be removed.
+        """
         if not self.due(tokens, rewrites=rewrites):
             return None
         steps = _steps(view[len(opening) :])
@@ -110,7 +117,8 @@ class ContextManager:
 
 
 def _steps(messages: Sequence[Message]) -> list[list[Message]]:
-    """Group each assistant message with its tool results; every other message stands alone."""
+    """Group each assistant message with its tool results. Every other message is a group of its
+    own."""
     steps: list[list[Message]] = []
     for message in messages:
         if message["role"] == "tool" and steps and steps[-1][0]["role"] == "assistant":

@@ -1,8 +1,8 @@
-"""Model Context Protocol servers as environments: one process per episode over stdio, or one
-session per episode over HTTP.
+"""Lets Model Context Protocol servers act as environments.
 
-The `mcp` client speaks the protocol. Processes are `LineProcess`es, so deadlines, last output and
-clean-up are the same as for other environments.
+Each episode has its own process over stdio or its own session over HTTP. The `mcp` package
+implements the protocol. Processes are `LineProcess`es, so they have the same deadlines, error
+output and cleanup as other environments.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rl.types import Prompt, Verdict
 
 _MAX_PAGES = 100
-"""Pages of a server's list of tools."""
+"""Maximum number of pages that are read from a server's list of tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McpServer:
-    """Address of a server: either `command` or `url`."""
+    """How to reach a server, with either `command` or `url`."""
 
     command: Sequence[str] = ()
-    """Run once per episode; `{seed}` is replaced by the episode's seed."""
+    """A command that is run once per episode. `{seed}` is replaced with the episode's seed."""
     url: str = ""
     """URL of a Streamable HTTP server that all episodes share."""
     folder: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     offered: Sequence[str] | None = None
-    """Tools offered to the policy. None: all that the server lists."""
+    """Names of the tools that the policy gets. None means all tools that the server lists."""
     readable: Sequence[Path] = ()
-    """Files and folders that it may read in a sandbox, besides `folder` and its interpreter."""
+    """Files and folders that the server may read in a sandbox, in addition to `folder` and its
+    interpreter."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     wrap: Wrap = not_wrapped
 
@@ -67,8 +68,10 @@ class McpServer:
 
 
 class McpEpisode:
-    """One episode with a server. Implements `keel.agents.types.Environment`. The protocol has no
-    user and no grader, so `reply` ends the episode and the verdict has no parts."""
+    """One episode with a server, as a `keel.agents.types.Environment`.
+
+    The protocol has no user and no grading, so `reply` ends the episode and the verdict is empty.
+    """
 
     def __init__(self, server: McpServer, *, starting: asyncio.Semaphore | None = None) -> None:
         self._server = server
@@ -130,7 +133,7 @@ class McpEpisode:
     async def _connect(
         self, ready: asyncio.Future[Any], session: asyncio.Task[None]
     ) -> list[ToolSpec]:
-        """Wait for the session and list its tools."""
+        """Wait until the session is established, and list its tools."""
         await asyncio.wait({ready, session}, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
             session.result()
@@ -177,8 +180,11 @@ class McpEpisode:
         return ToolResult(text=_text_of(result), failed=result.is_error)
 
     async def _is_gone(self, error: Any) -> bool:
-        """Return True if the server is gone. The client raises the same kind of error for the
-        server's refusals, for a closed connection, and for a proxy's answer."""
+        """Return whether an error means that the server is gone.
+
+        The client raises the same type of error if the server refuses a request, closes the
+        connection, or is behind a proxy that answers instead.
+        """
         from mcp_types import CONNECTION_CLOSED  # noqa: PLC0415
 
         if self._wire is not None:
@@ -237,7 +243,7 @@ class McpEpisode:
 
 
 class _Wire:
-    """Connects a process's lines to the client's message streams."""
+    """Connects the lines that a process reads and writes to the client's message streams."""
 
     def __init__(self, process: LineProcess) -> None:
         self._process = process
@@ -305,7 +311,7 @@ def _text_of(result: Any) -> str:
 
 
 def _flatten(error: BaseException) -> str:
-    """Return the messages of all exceptions in nested groups."""
+    """Return the messages of all exceptions in nested exception groups."""
     if isinstance(error, BaseExceptionGroup):
         messages = [_flatten(one) for one in error.exceptions]  # pyright: ignore
         return "; ".join(dict.fromkeys(messages))

@@ -1,4 +1,4 @@
-"""Opens and closes one episode before a run, to report faults before any engine starts."""
+"""Opens and closes one episode before a run, so that faults are reported before engines start."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ _CURES: dict[Fault, str] = {
 }
 _MISSING = re.compile(r"No module named '([\w.]+)'")
 _VERDICT_S = 20.0
-"""Seconds to wait for the trial verdict."""
+"""Seconds to wait for the verdict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Result of opening an environment."""
+    """What was learned from opening an environment."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
     opening_tokens: int | None
-    """Tokens of the messages and tools. None without a chat format."""
+    """Number of tokens in the opening messages and tools, or None if there is no chat format."""
     seconds: float
-    """Time to start and open the first episode."""
+    """How long it took to start and open the first episode."""
     forked_s: float | None
-    """Time to open a forked episode. None if episodes are not forked."""
+    """How long it took to open a forked episode, or None if episodes are not forked."""
     fork_disabled_reason: str
-    """Why episodes are not forked although `preload` is on."""
+    """Why episodes are not forked although `preload` is set."""
     parts: tuple[str, ...] | None
-    """Parts of a verdict right after the opening. None if there was none."""
+    """The parts of a verdict requested right after the opening, or None if there was none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class _Trial:
     seconds: float
     parts: tuple[str, ...] | None
     problem: str
-    """Why it gave no usable verdict."""
+    """Why the verdict could not be used."""
 
 
 async def probe(
@@ -70,13 +70,14 @@ async def probe(
     thinking: bool,
     prompt: SystemPrompt = lambda _: "",
 ) -> Probe:
-    """Open `task`, ask for a verdict, and close. A failing verdict is only logged as a warning,
-    since an environment may need a turn of the policy first.
+    """Open an episode for `task`, ask for a verdict and close the episode.
 
-    window: maximum tokens of a conversation. prompt: as in `WithSystemPrompt`.
+    If the verdict fails, only a warning is logged, since an environment may need a turn of the
+    policy first. `window` is the maximum number of tokens in a conversation. `prompt` is used as in
+    `WithSystemPrompt`.
 
-    Raises ValueError if it cannot be opened, its tools cannot be called or shown, or its opening
-    does not fit. The message has the environment's own error and how to fix it.
+    Raises ValueError if the environment cannot be opened, its tools are invalid, or its opening
+    does not fit the window. The message includes the environment's own error and suggests a fix.
     """
     name = program.target if isinstance(program, Program) else program.name
     fork_server = fork_server_for(program) if isinstance(program, Program) else None

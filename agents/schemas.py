@@ -1,7 +1,7 @@
-"""Validates tools' JSON schemas before a run, and calls against them.
+"""Validates the JSON schemas of tools before a run, and checks calls against them.
 
-`keel.rewards.rules.json_schema` checks answers in a similar way. The only package that both may
-import is `keel.rl`, which depends on torch and numpy alone, so each has its own copy.
+`keel.rewards.rules.json_schema` checks answers in a similar way. The code is not shared because the
+only package that both may import is `keel.rl`, which must depend on torch and numpy alone.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ import regex
 from keel.rl.turns import ToolCall, ToolSpec
 
 _MAX_CHARACTERS = 300
-"""Length of one complaint, which quotes the policy's text."""
+"""Maximum length of an error message, which may quote the policy's text."""
 _MAX_COMPLAINTS = 3
 _MATCH_S = 0.1
-"""Time limit for matching one pattern with one text."""
+"""Time limit in seconds for matching a pattern with a text."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Arguments:
-    """Checks calls of a set of tools. Schemas may not refer to anything outside themselves."""
+    """Checks calls to a set of tools. The tools' schemas must not refer to other documents."""
 
     def __init__(self, tools: Sequence[ToolSpec]) -> None:
-        """Raises ValueError for a tool that could not be called."""
+        """Build a validator for each tool.
+
+        Raises ValueError if a tool could not be called.
+        """
         self._validators: dict[str, Any] = {}
         for tool in tools:
             if not _NAME.fullmatch(tool.name):
@@ -45,7 +48,7 @@ class Arguments:
                 raise ValueError(f"tool {tool.name}: its schema {error}") from error
 
     def complaint(self, call: ToolCall) -> str:
-        """Return an error message for the policy, or "" for a valid call."""
+        """Return an error message for the policy, or "" if the call is valid."""
         validator = self._validators.get(call.name)
         if validator is None:
             near = difflib.get_close_matches(call.name, self._validators, n=1)
@@ -73,7 +76,7 @@ class Arguments:
 
 
 def arguments_of(tools: Sequence[ToolSpec]) -> Arguments:
-    """Return `Arguments(tools)`, shared by episodes with the same tools."""
+    """Return `Arguments(tools)`, which episodes with the same tools share."""
     return _arguments_of(json.dumps([[t.name, t.description, dict(t.parameters)] for t in tools]))
 
 
@@ -85,7 +88,6 @@ def _arguments_of(text: str) -> Arguments:
 
 
 def _validator(parameters: Any) -> Any:
-    """Build a validator. Raises ValueError for an invalid schema."""
     # Importing takes a fifth of a second, which runs without tools save.
     from jsonschema import (  # noqa: PLC0415
         Draft202012Validator,
@@ -127,7 +129,7 @@ def _validator(parameters: Any) -> Any:
 
 
 def _unique(_: Any, enabled: Any, items: Any, __: Any) -> Iterator[Any]:
-    """`uniqueItems` in linear instead of quadratic time."""
+    """Check `uniqueItems` in linear instead of quadratic time."""
     if enabled is True and isinstance(items, list):
         values = cast(list[Any], items)
         if len({_hashable(item) for item in values}) < len(values):
@@ -135,8 +137,10 @@ def _unique(_: Any, enabled: Any, items: Any, __: Any) -> Iterator[Any]:
 
 
 def _hashable(value: Any) -> Any:
-    """Map values to equal keys if JSON schema treats them as equal: 1 and 1.0, but not 1 and
-    true."""
+    """Convert a value to a key that is equal for values that JSON schema treats as equal.
+
+    For example, 1 equals 1.0 but not true.
+    """
     if isinstance(value, dict):
         pairs = cast(dict[str, Any], value).items()
         return frozenset((key, _hashable(item)) for key, item in pairs)
@@ -176,12 +180,12 @@ def _additional_properties(
 
 
 def _compiles(pattern: Any) -> bool:
-    """Compile with the engine that matches it. Raises regex.error."""
+    """Check that a pattern compiles with the engine that will match it. Raises regex.error."""
     return not isinstance(pattern, str) or bool(regex.compile(pattern))
 
 
 def _matches(pattern: str, text: str) -> bool:
-    """Match with a time limit, unlike `re`. Raises TimeoutError."""
+    """Search for a pattern with a time limit, which `re` lacks. Raises TimeoutError."""
     return regex.search(pattern, text, timeout=_MATCH_S) is not None
 
 
@@ -197,8 +201,11 @@ _KEYWORDS = {
     "patternProperties": _pattern_properties,
     "uniqueItems": _unique,
 }
-"""Replacements for keywords whose checking time the policy could control: calls are checked between
-the turns of all episodes. (`unevaluatedProperties` with `patternProperties` is still exposed.)"""
+"""Replacements for keywords that the policy could make slow to check.
+
+A slow check would delay all other episodes. (`unevaluatedProperties` with `patternProperties` can
+still be slow.)
+"""
 
 
 def _references(value: Any) -> Iterator[str]:

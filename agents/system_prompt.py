@@ -1,4 +1,4 @@
-"""Adds a system prompt to an environment's opening."""
+"""Adds a system prompt to the first messages of an environment."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from keel.rl.turns import Message, ToolCall
 from keel.rl.types import Prompt, Verdict
 
 SystemPrompt = Callable[[Sequence[str]], str]
-"""Returns the prompt for the names of the offered tools; "" for none."""
+"""Returns the system prompt, given the names of the available tools. "" means no prompt."""
 
 
 class WithSystemPrompt:
-    """Delegates to another environment, with a system prompt added at the opening."""
+    """Wraps an environment and adds a system prompt to its first messages."""
 
     def __init__(self, environment: Environment, prompt: SystemPrompt) -> None:
         self._environment, self._prompt = environment, prompt

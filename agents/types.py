@@ -1,7 +1,7 @@
-"""Interface of an environment.
+"""The interface of an environment.
 
-An environment serves one trajectory and is then closed. It may be slow, crash or hang, so its
-caller sets a deadline for every await.
+An environment serves one trajectory and is then closed. It may be slow, crash or hang, so the
+caller sets a deadline for every call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from keel.rl.types import LOST, Prompt, Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """First messages of a conversation, and its tools."""
+    """The first messages of a conversation, and the tools that the policy gets."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -24,43 +24,53 @@ class Opening:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """Result of a tool call."""
+    """The result of a tool call."""
 
     text: str
     failed: bool = False
-    """The call was refused or raised; `text` says why, and the policy may try again."""
+    """True if the call was refused or raised an exception. `text` says why, and the policy may try
+    again."""
     done: bool = False
-    """The episode is over."""
+    """True if the call ended the episode."""
 
 
 Fault = Literal["start", "raised", "exit", "crash", "hang", "garbage", "large", "memory", "closed"]
-"""Reason why an environment was lost: it could not be imported or started; raised outside a tool
-call; exited; was killed by a signal; missed a deadline; sent an invalid reply; sent too large a
-reply; ran out of memory; had been closed before."""
+"""Why an environment was lost.
+
+It could not be started or imported (`start`), raised an exception outside a tool call (`raised`),
+exited (`exit`), was killed by a signal (`crash`), missed a deadline (`hang`), sent an invalid
+(`garbage`) or too large (`large`) reply, ran out of memory (`memory`), or was used after it had
+been closed (`closed`).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unscored:
-    """No verdict: the trajectory is dropped, which differs from a score of 0."""
+    """Says that there is no verdict. The trajectory is then dropped instead of getting a score of
+    0."""
 
     reason: str
     fault: Fault | None = None
-    """Set if the environment was lost while it graded."""
+    """Why the environment was lost, if that happened while it graded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transcript:
-    """All messages of a trajectory and how it ended, for the verdict."""
+    """The messages of a trajectory and how it ended, which the environment grades."""
 
     messages: Sequence[Message]
     finish_reason: str
 
 
 class EnvironmentLost(RuntimeError):
-    """The episode cannot continue; the environment and all its processes have been killed."""
+    """The environment and all its processes have been killed, and the episode cannot continue."""
 
     def __init__(self, fault: Fault, during: str, message: str, output: str = "") -> None:
-        """during: the awaited method. output: tail of the environment's standard error."""
+        """Create an error.
+
+        `during` is the method that was awaited, and `output` the last part of the environment's
+        standard error.
+        """
         tail = f"; its last words: {output}" if output else ""
         super().__init__(f"{LOST}{during}: {message}{tail}")
         self.fault: Fault = fault
@@ -70,13 +80,16 @@ class EnvironmentLost(RuntimeError):
 
 
 class Environment(Protocol):
-    """One episode. `open`, `call` and `reply` raise `EnvironmentLost` if it cannot continue, a
-    missing `verdict` is `Unscored`, and `close` raises nothing."""
+    """An environment for one episode.
+
+    `open`, `call` and `reply` raise `EnvironmentLost` if the environment cannot continue. `verdict`
+    returns `Unscored` instead, and `close` never raises.
+    """
 
     async def open(self, task: Prompt, *, seed: int) -> Opening: ...
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
-        """Run a call. A call that violates the tool's schema fails without running."""
+        """Run a tool call. A call that violates the tool's schema fails without being run."""
         ...
 
     async def reply(self, turn: Message) -> Message | None:
@@ -86,12 +99,18 @@ class Environment(Protocol):
     async def verdict(self, transcript: Transcript) -> Verdict | Unscored: ...
 
     async def close(self) -> None:
-        """Release everything. Safe to call more than once, and after any failure."""
+        """Release all resources.
+
+        It is safe to call this more than once and after any failure.
+        """
         ...
 
 
 class NoEnvironment:
-    """A task alone: no tools, no user, no verdict. For programs that bring their own."""
+    """An environment that only passes on the task, without tools, a user or a verdict.
+
+    It is for agent programs that bring their own environment.
+    """
 
     async def open(self, task: Prompt, *, seed: int) -> Opening:
         return Opening(messages=task.messages)

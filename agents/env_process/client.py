@@ -1,4 +1,4 @@
-"""Keel's side of an environment that runs in a separate process."""
+"""Controls an environment that runs in a separate process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from keel.rl.types import Prompt, Verdict
 KEEL = Path(keel.__file__).resolve().parent  # not through a link: the sandbox has the folder
 START = KEEL / "agents" / "env_runtime" / "start.py"
 READABLE = tuple(dict.fromkeys((KEEL, START.resolve().parents[1])))
-"""Parts of Keel that an environment reads. In a checkout, `agents` is a link out of `keel`."""
+"""The parts of Keel that an environment must be able to read. In a checkout, `keel/agents` is a
+link to a folder outside `keel`."""
 _TIMEOUT_KNOBS = {
     "open": "environment.open_s",
     "call": "agents.call_s",
@@ -38,9 +39,9 @@ _TIMEOUT_KNOBS = {
     "verdict": "environment.verdict_s",
 }
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Message roles that chat templates render."""
+"""The message roles that chat templates can render."""
 _MAX_S = 1e9
-"""Stands for infinity, which JSON lacks."""
+"""A time limit that stands for infinity, which JSON lacks."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
@@ -53,10 +54,10 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """Seconds for each method; a call brings its own."""
+    """Time limits in seconds for each method. Each tool call comes with its own limit."""
 
     open_s: float = 60.0
-    """Includes starting the process and importing the module."""
+    """The limit includes the time to start the process and import the module."""
     reply_s: float = 30.0
     verdict_s: float = 60.0
     close_s: float = 5.0
@@ -69,29 +70,32 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Specification of an environment, the same for every episode."""
+    """How to run an environment. All episodes share these settings."""
 
     target: str
-    """`my_env:Shop`, `my_tools` (a module of functions), `/path/to/file.py:Shop`, or the address
-    `http://…` of an OpenEnv server."""
+    """The environment to load. It is `my_env:Shop`, `my_tools` (a module of functions),
+    `/path/to/file.py:Shop`, or the address of an OpenEnv server, `http://…`."""
     kind: Literal["auto", "class", "functions", "game", "openenv"] = "auto"
-    """auto: an address or a class of OpenEnv is openenv, a class with `reset` and `step` a game,
-    any other class has its public methods as tools, and anything else is functions."""
+    """How to use the target. With `auto`, an address or an OpenEnv class is `openenv`, a class with
+    `reset` and `step` is `game`, any other class is `class`, whose public methods become tools, and
+    everything else is `functions`."""
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Arguments of the class, by name. A game's may include `play_by`, `scale`, `rules` and `score`
-    (`keel.agents.env_runtime.games`)."""
+    """Keyword arguments for the class. For a game, they may include `play_by`, `scale`, `rules` and
+    `score` (see `keel.agents.env_runtime.games`)."""
     python: str = sys.executable
-    """An interpreter, 3.9 or later, that need not have Keel."""
+    """Python interpreter (3.9 or later) for the environment. Keel need not be installed in it."""
     folder: Path | None = None
-    """Working directory, and where modules are looked up first. None: the current one."""
+    """Working directory, in which modules are also looked up first. None means the current
+    directory."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Environment variables, added to the few that every environment gets."""
+    """Environment variables to set, in addition to the few that every environment gets."""
     preload: bool = True
-    """Import the module once and fork a process for each episode, if that is safe."""
+    """Import the module only once and fork a process for each episode, if that is safe."""
     memory_mib: int | None = 4096
-    """Address space of each of its processes. None: no limit."""
+    """Limit on the address space of each of the environment's processes. None means no limit."""
     readable: Sequence[Path] = ()
-    """Files and folders that it may read in a sandbox, besides `folder` and its interpreter."""
+    """Files and folders that the environment may read in a sandbox, in addition to `folder` and its
+    interpreter."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     wrap: Wrap = not_wrapped
 
@@ -116,15 +120,17 @@ class Program:
 
     @property
     def needed(self) -> tuple[Path, ...]:
-        """Paths that it reads in a sandbox, besides its interpreter."""
+        """Paths that the environment needs to read in a sandbox, in addition to its interpreter."""
         file = self.where / self.target.partition(":")[0]
         files = [file] if file.name.endswith(".py") and file.is_file() else []
         return (*READABLE, self.where, *files, *self.readable)
 
 
 def fork_server_for(program: Program) -> ForkServer | None:
-    """Return a fork server for the program's episodes, to be closed by the caller; None if
-    `preload` is off."""
+    """Return a fork server for a program's episodes, or None if `preload` is off.
+
+    The caller must close the server.
+    """
     if not program.preload:
         return None
     load = {
@@ -146,10 +152,10 @@ def fork_server_for(program: Program) -> ForkServer | None:
 
 
 class Hosted:
-    """One episode of a `Program`. Implements `keel.agents.types.Environment`.
+    """One episode of a `Program`, as a `keel.agents.types.Environment`.
 
-    starting: held while the process starts, to bound how many start at once. fork_server: forks its
-    process; None starts one instead.
+    `starting` limits how many processes start at once. `fork_server` forks the episode's process.
+    If it is None, a new process is started.
     """
 
     def __init__(
@@ -167,7 +173,7 @@ class Hosted:
         self._lost: EnvironmentLost | None = None
         self._closed = False
         self.grades = True
-        """False if the environment has no verdict; known once open."""
+        """False if the environment has no verdict. This is known once it has been opened."""
         self._scratch = ""
         self._requests = 0
         self._turn = asyncio.Lock()
@@ -291,8 +297,11 @@ class Hosted:
     async def _ask(
         self, during: str, request: Mapping[str, Any], timeout_s: float, *, name: str = ""
     ) -> dict[str, Any]:
-        """Send a request and return its reply. Any failure ends the process and raises
-        EnvironmentLost, except a request that is not JSON: it is not sent and raises ValueError."""
+        """Send a request and return its reply.
+
+        Any failure ends the process and raises EnvironmentLost. The exception is a request that
+        cannot be converted to JSON. It is not sent and raises ValueError.
+        """
         async with self._turn:
             process = self._process
             if self._lost is not None:
@@ -372,7 +381,10 @@ def _messages(value: Any) -> tuple[Message, ...]:
 
 
 def verdict_of(reply: Mapping[str, Any]) -> Verdict:
-    """Read `parts` and `facts`. Raises ValueError if they are no verdict."""
+    """Parse a verdict from an object with `parts` and `facts`.
+
+    Raises ValueError if it is invalid.
+    """
     parts, facts = reply.get("parts"), reply.get("facts", {})
     if not isinstance(parts, dict) or not isinstance(facts, dict):
         raise ValueError(f"the verdict must be numbers by name, is {str(reply)[:200]!r}")

@@ -1,7 +1,8 @@
-"""Client of a process that imports an environment once and forks a process for each episode.
+"""Controls a process that imports an environment once and forks a process for each episode.
 
-Importing dominates an episode's start. If forking is unsafe (the import starts threads or opens
-files) or the sandbox cannot isolate a forked process, each episode starts an interpreter instead.
+This saves the time for imports, which take up most of an episode's start. Forking is unsafe if the
+import starts threads or opens files. In that case, or if the sandbox cannot isolate forked
+processes, each episode starts a new interpreter instead.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ _Reply = dict[str, Any]
 
 
 class ForkServer:
-    """Forks episodes of one program, for one event loop. Starts at the first fork, restarts after a
-    loss, and ends with `close`.
+    """Forks the processes for all episodes of a program.
 
-    load: request that loads the program (`keel.agents.env_runtime.fork_server`). timeout_s: for
-    loading, and for each fork.
+    It belongs to one event loop. It starts with the first fork, restarts if its process is lost,
+    and ends with `close`. `load` is the request that loads the program (see
+    `keel.agents.env_runtime.fork_server`). `timeout_s` limits the time to load it, and the time for
+    each fork.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class ForkServer:
         self._inner: Mapping[str, Any] | None = None
         self._sandbox: ForkingWrap | None = None
         self.disabled_reason = ""
-        """Why episodes are not forked; "" while they are."""
+        """Why episodes are not forked, or "" if they are."""
         if wrap is not not_wrapped:
             self._inner = getattr(wrap, "inner", None)
             if self._inner is None:
@@ -80,13 +82,16 @@ class ForkServer:
         )
         self._server: _Server | None = None
         self._load_error: EnvironmentLost | None = None
-        """Error of the last load, raised in every fork that waited for it."""
+        """The error from the last attempt to load, raised in every fork that waited for it."""
         self._gate = asyncio.Lock()
         self._cleanups: set[asyncio.Task[Any]] = set()
 
     async def fork(self, env: Mapping[str, str]) -> LineProcess | None:
-        """Fork a process with `env` added to its environment. Returns None if the caller must start
-        one instead. Raises EnvironmentLost if loading fails."""
+        """Fork a process with `env` added to its environment variables.
+
+        Returns None if the caller must start a new process instead. Raises EnvironmentLost if
+        loading fails.
+        """
         task = asyncio.create_task(self._fork(env))
         try:
             return await asyncio.shield(task)
@@ -140,7 +145,7 @@ class ForkServer:
             raise
 
     async def _check_isolation(self, server: _Server, sandbox: ForkingWrap) -> None:
-        """Run the escape probe in a forked process. Raises _CannotFork unless it is isolated."""
+        """Raise _CannotFork if a forked process could escape from its sandbox."""
         try:
             forked = await server.fork(self._inner, {}, None, run=sandbox.probe)
             process = await LineProcess.attach(*forked)
@@ -154,7 +159,7 @@ class ForkServer:
             raise _CannotFork(f"a sandbox for a forked process does not work here: {result}")
 
     async def _lost(self, error: BaseException) -> EnvironmentLost:
-        """End the server, and with it all its children."""
+        """End the server and all its children after a failure."""
         server, self._server = self._server, None
         assert server is not None
         fault: Fault = "exit"
@@ -175,7 +180,7 @@ class ForkServer:
         return EnvironmentLost(fault, "open", f"{target}: {message}", server.output.text())
 
     async def close(self) -> None:
-        """End the server and every process that it forked."""
+        """End the server and every process that it has forked."""
         self.disabled_reason = self.disabled_reason or "closed"
         async with self._gate:
             server, self._server = self._server, None
@@ -191,7 +196,7 @@ async def _end_result(task: asyncio.Task[LineProcess | None]) -> None:
 
 
 class _CannotFork(Exception):
-    """Forking is not possible; the message says why."""
+    """Forking is impossible for the reason in the message."""
 
 
 class _LoadFailed(ValueError):
@@ -201,7 +206,7 @@ class _LoadFailed(ValueError):
 
 
 class _Server:
-    """The process itself, with one exchange at a time."""
+    """The server's process, which handles one request at a time."""
 
     def __init__(
         self, child: StartedChild, control: socket.socket, output: OutputTail, timeout_s: float
@@ -237,7 +242,10 @@ class _Server:
     async def ask(
         self, request: _Reply, *fds: int, timeout_s: float | None = None
     ) -> tuple[_Reply, list[int]]:
-        """Send a request. Raises _CannotFork, _LoadFailed, TimeoutError, EOFError, OSError."""
+        """Send a request and return its reply.
+
+        Raises _CannotFork, _LoadFailed, TimeoutError, EOFError or OSError.
+        """
         async with self._gate:
             self._request_id += 1
             line = json.dumps({"id": self._request_id, **request}).encode()
@@ -280,8 +288,11 @@ class _Server:
         *,
         run: str | None = None,
     ) -> tuple[ForkedChild, socket.socket, int]:
-        """Fork a process and return the arguments of `LineProcess.attach`. Raises like `ask`, and
-        EnvironmentLost if this process, not the server, is out of descriptors."""
+        """Fork a process and return the arguments for `LineProcess.attach`.
+
+        Raises the same errors as `ask`, and EnvironmentLost if this process has run out of file
+        descriptors.
+        """
         ours, theirs, stderr, write_end = _open_channel()
         request = {"do": "fork", "inner": inner, "env": dict(env), "run": run}
         try:
@@ -315,7 +326,7 @@ class _Server:
         return reply["status"]
 
     async def end(self, within_s: float = 0.0) -> str:
-        """Kill the server and its children. Returns how it ended, if within `within_s`."""
+        """Kill the server and its children. Returns how it ended if it exited within `within_s`."""
         if self._end is None:
             self._end = asyncio.create_task(self._shut_down(within_s))
         return await asyncio.shield(self._end)
@@ -327,7 +338,6 @@ class _Server:
 
 
 def _open_channel() -> tuple[socket.socket, socket.socket, int, int]:
-    """Open a channel and a pipe for standard error. Raises EnvironmentLost."""
     try:
         ours, theirs = socket.socketpair()
         try:
@@ -345,7 +355,7 @@ def _fork_failed(error: Exception) -> EnvironmentLost:
 
 
 def _local_pid(pidfd: int) -> int:
-    """Return a process's PID in this process's namespace."""
+    """Return the PID that a process has in this process's namespace."""
     text = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
     match = re.search(r"^Pid:\s+(-?\d+)$", text, re.MULTILINE)
     return int(match[1]) if match else -1

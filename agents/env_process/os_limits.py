@@ -1,4 +1,4 @@
-"""Checks and raises this process's OS limits before many episodes open at once."""
+"""Checks and raises the OS limits of this process before many episodes open at once."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ import resource
 from pathlib import Path
 
 _FILES_PER_EPISODE = 3
-"""Descriptors per open episode: its channel, its standard error, its pidfd."""
+"""File descriptors for each open episode: its channel, its standard error and its pidfd."""
 _FILES_PER_DRIVEN_EPISODE = 8
-"""Descriptors per episode that a program drives, its connections included."""
+"""File descriptors for each episode that a program drives, including its connections."""
 _SPARE_CONNECTIONS = 256
 _SPARE_FILES = 512
 _PROCESSES_PER_EPISODE = 3
-"""Processes of an environment that starts none itself: three in a sandbox, two if forked."""
+"""Processes for an environment that starts none itself. It needs three in a sandbox, or two if it
+is forked."""
 _SPARE_PROCESSES = 256
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def make_room(episodes: int, *, programs: bool = False) -> None:
-    """Raise the limit of open files for `episodes` at once. programs: programs drive some of them.
+    """Raise the limit on open files so that `episodes` episodes can be open at once.
 
-    Raises ValueError if the machine allows too few files or processes.
+    `programs` says whether agent programs drive some of them. Raises ValueError if the machine
+    allows too few files or processes.
     """
     processes = _PROCESSES_PER_EPISODE * (1 + programs) * episodes + _SPARE_PROCESSES
     limit, source, cure = _process_limit()
@@ -44,12 +46,12 @@ def make_room(episodes: int, *, programs: bool = False) -> None:
 
 
 def connection_limit(episodes: int) -> int:
-    """Maximum number of connections from the programs that drive `episodes`."""
+    """Return how many connections the programs that drive `episodes` episodes may open."""
     return (_FILES_PER_DRIVEN_EPISODE - _FILES_PER_EPISODE) * episodes + _SPARE_CONNECTIONS
 
 
 def _process_limit() -> tuple[float, str, str]:
-    """Return the lowest process limit, its source, and how to raise it."""
+    """Return the lowest limit on processes, where it is set, and how to raise it."""
     limits: list[tuple[float, str, str]] = [(float("inf"), "", "")]
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if os.geteuid() != 0 and soft != resource.RLIM_INFINITY:

@@ -1,7 +1,8 @@
-"""Child processes that exchange JSON lines and are killed together with their descendants.
+"""Child processes that exchange JSON lines with Keel and are killed together with their
+descendants.
 
-One event loop drives hundreds of them, each with a few descriptors and no thread: in Python 3.11,
-`asyncio.create_subprocess_exec` takes a thread per process.
+A single event loop manages hundreds of them, each with a few file descriptors and no thread.
+`asyncio.create_subprocess_exec` is not used because it takes a thread per process in Python 3.11.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from typing import Any, Protocol, TypeVar, cast
 from keel.agents.types import EnvironmentLost, Fault
 
 MAX_MESSAGE_BYTES = 8 << 20
-"""Size limit of one message; a process that sends more is killed."""
+"""Size limit for a message. A process that sends a larger one is killed."""
 EXIT_S = 30.0
-"""Seconds to wait for the exit of a process that closed its channel, to learn its exit status."""
+"""Seconds to wait for the exit status of a process that has closed its channel."""
 REAP_S = 60.0
-"""Seconds to wait for a killed process to disappear."""
+"""Seconds to wait until a killed process has disappeared."""
 _OUTPUT_BYTES = 4096
 _READ_S = 1.0
 _INHERITED_ENV = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "TZ", "USER")
-"""The only variables that an environment inherits, so it sees no key or token."""
+"""The only variables that an environment inherits. It must not see keys or tokens."""
 
 LimitCheck = Callable[[], str]
-"""Stops watching a sandbox's memory and returns the limit that ended the sandbox, or ""."""
+"""Stops monitoring a sandbox's memory. Returns the limit that ended the sandbox, or ""."""
 
 
 class SandboxLaunch(Protocol):
-    """A command line, ready to start."""
+    """A command line that is ready to start."""
 
     @property
     def command(self) -> Sequence[str]: ...
@@ -49,18 +50,21 @@ class SandboxLaunch(Protocol):
 
     @property
     def env(self) -> Mapping[str, str]:
-        """Overrides for the inherited environment variables."""
+        """Variables that override the inherited environment variables."""
         ...
 
     def started(self, pid: int) -> LimitCheck | None:
-        """Watch the started process. Returns None unless it is a sandbox's outer process, which
-        exits after everything inside it."""
+        """Monitor the process that was started.
+
+        Returns None unless the process is the outer process of a sandbox, which exits after
+        everything inside it.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Bare:
-    """A `SandboxLaunch` without a sandbox."""
+    """A `SandboxLaunch` that uses no sandbox."""
 
     command: Sequence[str]
     pass_fds: Sequence[int] = ()
@@ -71,73 +75,93 @@ class _Bare:
 
 
 class Wrap(Protocol):
-    """Puts a command line into a sandbox. Files it opens may be closed after the start."""
+    """Puts a command line into a sandbox.
+
+    The files that it opens may be closed once the process has started.
+    """
 
     def __call__(
         self, command: Sequence[str], *, readable: Sequence[Path]
     ) -> AbstractContextManager[SandboxLaunch]:
-        """readable: files and folders that the program needs beyond the system and its
-        interpreter. Raises FileNotFoundError or PermissionError with a message for the user."""
+        """Return the launch for `command`.
+
+        `readable` are the files and folders that the program needs in addition to the system and
+        its interpreter. Raises FileNotFoundError or PermissionError with a message for the user.
+        """
         ...
 
 
 class ForkingWrap(Protocol):
-    """A `Wrap` whose process may fork children, each isolated like a separate process."""
+    """A sandbox whose process may fork children, each isolated as if it were started separately."""
 
     @property
     def inner(self) -> Mapping[str, Any] | None:
-        """Settings for `keel.agents.env_runtime.isolate`. None if this machine forbids it."""
+        """Settings for `keel.agents.env_runtime.isolate`, or None if this machine does not allow
+        it."""
         ...
 
     @property
     def probe(self) -> str:
-        """Python code that tries to escape and prints `isolated` if it cannot."""
+        """Python code that tries to escape, and prints `isolated` if it fails."""
         ...
 
     def parent(
         self, command: Sequence[str], *, readable: Sequence[Path]
     ) -> AbstractContextManager[SandboxLaunch]:
-        """Like a call, without a memory limit."""
+        """Return the launch for a process that forks. It is like `__call__`, but sets no memory
+        limit."""
         ...
 
     def hold(self, pid: int, *, inside: bool) -> LimitCheck:
-        """Watch memory. inside: `pid` is the first process of a forked child's namespace, not the
-        outer process of a sandbox."""
+        """Monitor the memory of a sandbox.
+
+        If `inside` is True, `pid` is the first process in the namespace of a forked child.
+        Otherwise it is the outer process of a sandbox.
+        """
         ...
 
 
 def not_wrapped(
     command: Sequence[str], *, readable: Sequence[Path]
 ) -> AbstractContextManager[SandboxLaunch]:
-    """Run without a sandbox, with all rights of the current user."""
+    """Run a command without a sandbox, with all permissions of the current user."""
     return nullcontext(_Bare(command))
 
 
 class Child(Protocol):
-    """A process of an episode. It is reaped after its descendants are dead, so no PID is reused."""
+    """A process that belongs to an episode.
+
+    It is reaped only after its descendants are dead, so that its PID is not reused before.
+    """
 
     pid: int
     limit_hit: str
-    """Limit that ended its sandbox, known once reaped; else ""."""
+    """The limit that ended its sandbox, or "". It is known once the process has been reaped."""
     orphaned: bool
-    """True if the fork server had died by the time of the reap."""
+    """True if the fork server was already dead when the process should have been reaped."""
 
     async def gone(self, within_s: float) -> bool:
-        """Wait for the exit without reaping. Returns False on timeout."""
+        """Wait until the process exits, without reaping it. Returns False on timeout."""
         ...
 
     def kill(self) -> None:
-        """Kill it and its descendants."""
+        """Kill the process and its descendants."""
         ...
 
     async def reap(self) -> int | None:
-        """Reap after `kill`. Returns the exit status, minus the signal number if killed by one, or
-        None if unknown."""
+        """Reap the process after `kill`.
+
+        Returns the exit status, which is the negative signal number if a signal killed the process,
+        or None if it is unknown.
+        """
         ...
 
 
 class StartedChild:
-    """A process started from here. limit: set if it is the outer process of a sandbox."""
+    """A process that this process has started.
+
+    `limit` is set if it is the outer process of a sandbox.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], limit: LimitCheck | None) -> None:
         self.pid = process.pid
@@ -176,8 +200,11 @@ class StartedChild:
 
 
 class ForkedChild:
-    """A process that a fork server forked and reaps. limit: set if it is the first process of a PID
-    namespace, whose end kills all others in there."""
+    """A process that a fork server has forked and will reap.
+
+    `limit` is set if it is the first process of a PID namespace. When that process ends, all others
+    in the namespace are killed.
+    """
 
     def __init__(
         self,
@@ -238,7 +265,10 @@ async def _poll(condition: Callable[[], bool], within_s: float) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """PIDs below `pid`, including those that left its group, as long as their parents live."""
+    """Return the PIDs of all descendants of `pid` that can be found.
+
+    This includes processes that have left its group, as long as their parents are alive.
+    """
     pids: list[int] = []
     pending = [pid]
     while pending:
@@ -263,7 +293,10 @@ def _kill_group(pid: int) -> None:
 
 
 def encode_line(message: Mapping[str, Any]) -> bytes:
-    """Encode a message as a JSON line. Raises ValueError if it is not JSON."""
+    """Encode a message as a line of JSON.
+
+    Raises ValueError if the message cannot be converted to JSON.
+    """
     try:
         return json.dumps(message, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
@@ -274,8 +307,11 @@ Result = TypeVar("Result")
 
 
 async def with_deadline(timeout_s: float, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await `work`. Raises TimeoutError, but not for a result that arrived in time and is unread
-    because the event loop was busy, as `asyncio.timeout` would."""
+    """Await `work`, and raise TimeoutError if it takes longer than `timeout_s`.
+
+    Unlike `asyncio.timeout`, it still returns a result that arrived in time but was not read
+    because the event loop was busy.
+    """
     task = asyncio.ensure_future(work)
     try:
         for limit_s in (timeout_s, _READ_S):
@@ -291,7 +327,10 @@ async def with_deadline(timeout_s: float, work: Coroutine[Any, Any, Result]) -> 
 
 
 class LineProcess:
-    """A child process and its channel. For one event loop and one exchange at a time."""
+    """A child process and the channel for messages to it.
+
+    It belongs to one event loop and handles one exchange at a time.
+    """
 
     def __init__(
         self,
@@ -313,8 +352,11 @@ class LineProcess:
         wrap: Wrap = not_wrapped,
         readable: Sequence[Path] = (),
     ) -> LineProcess:
-        """Start a process. Raises EnvironmentLost if the program cannot run, OSError if this
-        process has no descriptors left."""
+        """Start a process.
+
+        Raises EnvironmentLost if the program cannot be run, and OSError if this process has run out
+        of file descriptors.
+        """
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -328,7 +370,10 @@ class LineProcess:
 
     @staticmethod
     async def attach(child: Child, channel: socket.socket, stderr: int) -> LineProcess:
-        """Wrap a running process. stderr: read end of its standard error."""
+        """Wrap a process that is already running.
+
+        `stderr` is the read end of the pipe for its standard error.
+        """
         channel.setblocking(False)
         output = OutputTail(stderr)
         try:
@@ -349,17 +394,23 @@ class LineProcess:
 
     @property
     def output(self) -> str:
-        """Tail of the process's standard error."""
+        """The last part of the process's standard error."""
         return self._output.text()
 
     async def send(self, line: bytes) -> None:
-        """Send a line. Raises OSError if the process closed its channel."""
+        """Send a line.
+
+        Raises OSError if the process has closed its channel.
+        """
         self._writer.write(line)
         await self._writer.drain()
 
     async def receive(self) -> dict[str, Any] | str:
-        """Return the next message, or its text if it is not a JSON object. Raises ValueError if it
-        is too long and EOFError at the end."""
+        """Return the next message, or its text if it is not a JSON object.
+
+        Raises ValueError if the message is too long, and EOFError if the process has closed its
+        channel.
+        """
         line = await self._reader.readline()
         if not line.endswith(b"\n"):
             raise EOFError
@@ -372,7 +423,7 @@ class LineProcess:
         return line.decode(errors="replace").strip()
 
     async def lost(self, fault: Fault, during: str, message: str) -> EnvironmentLost:
-        """End the process and return an error with the cause and its last output."""
+        """End the process, and return an error with the cause and the last part of its output."""
         ending = await self.end(EXIT_S if fault == "exit" else 0.0)
         if fault == "exit":
             fault = "crash" if ending.startswith("was ended") else "exit"
@@ -384,8 +435,11 @@ class LineProcess:
         return EnvironmentLost(fault, during, message, self.output)
 
     async def end(self, within_s: float = 0.0) -> str:
-        """Kill the process and its descendants. Returns how it ended, if it exited within
-        `within_s`. Safe to call more than once."""
+        """Kill the process and its descendants.
+
+        Returns how the process ended, if it exited within `within_s`. It is safe to call this more
+        than once.
+        """
         if self._end is None:
             self._end = asyncio.create_task(self._shut_down(within_s))
         return await asyncio.shield(self._end)
@@ -397,7 +451,7 @@ class LineProcess:
 
 
 async def end_child(child: Child, within_s: float, output: OutputTail) -> str:
-    """Kill and reap a child, and close its output. Returns how it ended."""
+    """Kill and reap a child, and close its output. Returns how the child ended."""
     try:
         exited = await child.gone(within_s)
     finally:
@@ -423,8 +477,11 @@ def launch(
     wrap: Wrap,
     readable: Sequence[Path],
 ) -> tuple[StartedChild, int]:
-    """Start a process with `channel` as standard input and output. Returns it and the read end of
-    its standard error. Raises like `LineProcess.start`."""
+    """Start a process with `channel` as its standard input and output.
+
+    Returns the process and the read end of its standard error. Raises the same errors as
+    `LineProcess.start`.
+    """
     stderr, write_end = os.pipe()
     inherited = {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
     try:
@@ -477,11 +534,12 @@ class OutputTail:
             os.close(self._fd)
 
     async def drain(self, within_s: float) -> None:
-        """Wait for the end of the pipe, which an escaped descendant may hold open."""
+        """Wait for the end of the pipe, which a descendant that escaped may keep open."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), within_s)
 
     def text(self) -> str:
-        """Return the tail without control characters: the policy may have written some of it."""
+        """Return the last part of the output without control characters, since the policy may have
+        written some of it."""
         text = self._tail.decode(errors="replace").strip()
         return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)

@@ -1,4 +1,5 @@
-"""Code that runs in an episode's process: standard library only, Python 3.9 or later.
+"""Code that runs in an episode's process.
 
-It must import nothing else of Keel, since the interpreter is the environment's.
+It uses only the standard library and supports Python 3.9 or later. It must not import anything else
+from Keel, because the environment's own interpreter runs it.
 """

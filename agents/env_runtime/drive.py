@@ -29,17 +29,18 @@ from typing import Any
 from keel.agents.env_runtime.episode import end_with_parent, limit_memory, take_channel
 
 _MAX_BYTES = 1 << 20
-"""Size limit of the last line and of a verdict."""
+"""Size limit for the last line and for a verdict."""
 _MAX_ENV_BYTES = 100_000
-"""Size limit of KEEL_TASK; Linux allows 131071 bytes per variable."""
+"""Size limit for KEEL_TASK. Linux allows 131071 bytes per variable."""
 _MAX_CONNECTIONS = 256
-"""Connections forwarded at once, each with two descriptors and threads; others wait."""
+"""How many connections are forwarded at once. Each takes two file descriptors and threads, and
+further ones wait."""
 _RETRY_S = 0.05
 _URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "KEEL_MCP_URL")
 
 
 def _forward(path: str) -> int:
-    """Listen on a loopback port and forward connections to the unix socket `path`."""
+    """Listen on a loopback port and forward its connections to the unix socket `path`."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     slots = threading.Semaphore(_MAX_CONNECTIONS)
 
@@ -88,7 +89,7 @@ def _forward(path: str) -> int:
 
 
 class _LastLine:
-    """Copies a pipe to standard error and keeps its last non-empty line."""
+    """Copies a pipe to standard error and remembers the last line that is not empty."""
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
@@ -113,7 +114,10 @@ class _LastLine:
 
 
 def _exit_code(process: Any) -> int:
-    """Wait for the program. Reaps orphans meanwhile: a sandbox has few process slots."""
+    """Wait until the program exits and return its exit code.
+
+    Orphaned processes are reaped in the meantime, because a sandbox allows only a few processes.
+    """
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == process.pid:

@@ -1,4 +1,4 @@
-"""Serves the requests about one episode's environment (the protocol is in start.py)."""
+"""Handles the requests for one episode's environment. The protocol is described in start.py."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ Request = dict[str, Any]
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies."""
+    """Ask the kernel to kill this process when its parent dies."""
     with suppress(Exception):  # not Linux
         ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
 
 
 def protect_process() -> None:
-    """End with the parent, and deny other processes access to this one's memory: the policy may
-    control some that this one starts, and the verdict is computed here."""
+    """Make this process end with its parent, and deny other processes access to its memory.
+
+    The verdict is computed in this process, and the policy may control some processes that it
+    starts.
+    """
     end_with_parent()
     with suppress(Exception):
         ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
@@ -49,8 +52,10 @@ def limit_memory(mib: Optional[int]) -> None:  # noqa: UP045  (Python 3.9)
 
 
 def redirect_prints() -> None:
-    """Point standard input at nothing and standard output at standard error, so that prints are
-    not taken for replies."""
+    """Redirect standard output to standard error and make standard input empty.
+
+    This keeps prints from being taken for replies.
+    """
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
@@ -58,14 +63,14 @@ def redirect_prints() -> None:
 
 
 def take_channel() -> tuple[Any, Any]:
-    """Return standard input and output as files, after which prints go to standard error."""
+    """Return standard input and output as files, and redirect later prints to standard error."""
     requests, replies = open(os.dup(0), "rb"), open(os.dup(1), "wb")  # noqa: SIM115
     redirect_prints()
     return requests, replies
 
 
 class _Episode:
-    """One environment."""
+    """The environment of one episode."""
 
     def __init__(self) -> None:
         self._environment: Any = None
@@ -115,8 +120,10 @@ class _Episode:
 
 
 def serve(requests: Any, replies: Any) -> None:
-    """Serve one episode until Keel closes the channel. After `close` the process waits to be
-    killed, so that its descendants can be found."""
+    """Serve one episode until Keel closes the channel.
+
+    After `close`, the process waits to be killed so that its descendants can still be found.
+    """
     episode = _Episode()
     for line in requests:
         request = json.loads(line)
@@ -141,10 +148,13 @@ def serve(requests: Any, replies: Any) -> None:
 def call_function(target: str) -> None:
     """Run an agent program that is a function, `module:function` or `path/to/file.py:function`.
 
-    It receives the parameters that it declares of `task` (as in KEEL_TASK), `prompt` (the last user
-    message) and `seed`, all of them for `**`; a single parameter of another name is the task. Its
-    result goes to KEEL_VERDICT: a text is the answer; a number, numbers by name, or a pair of
-    either with facts is the verdict; None writes nothing.
+    The function gets those of the arguments `task` (as in KEEL_TASK), `prompt` (the last user
+    message) and `seed` that it has parameters for. A function with `**` gets all of them. If it has
+    a single parameter with another name, that parameter gets the task.
+
+    The result is written to KEEL_VERDICT. A text is the answer. A number, or a dict of numbers, is
+    the verdict, and either may come in a pair with facts. If the result is None, nothing is
+    written.
     """
     sys.path.insert(0, os.getcwd())
     function = load(target)

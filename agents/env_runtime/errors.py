@@ -1,4 +1,4 @@
-"""Errors of an environment, and their text and location."""
+"""Errors that environments raise, and functions that describe them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _STANDARD_LIBRARY = ("<frozen", os.path.dirname(os.__file__))
 
 
 class InvalidEnvironment(Exception):
-    """The target cannot serve as an environment. The message says why and how to fix it."""
+    """The target cannot be used as an environment. The message says why and how to fix it."""
 
 
 class EnvironmentGone(Exception):
-    """The episode cannot continue, unlike after a failed call: the environment's backend is gone,
-    or its `done` is invalid."""
+    """The episode cannot continue, because the environment's backend is gone or its `done` is
+    invalid."""
 
 
 def error_location(error: BaseException) -> str:
-    """Return the innermost line of the environment's code, as `my_env.py:12 in buy`."""
+    """Return the innermost line of the environment's code, such as `my_env.py:12 in buy`."""
     ours = (_OURS, "<frozen importlib")
     frames = [
         frame

@@ -61,7 +61,7 @@ class _Forker:
         return {"is": {}}
 
     def _shared_state(self) -> str:
-        """Return the state that forked processes would share; "" for none."""
+        """Describe the state that forked processes would share. Returns "" if there is none."""
         threads = len(os.listdir("/proc/self/task"))
         if threads > 1:
             return f"importing it starts {threads - 1} thread(s)"
@@ -78,7 +78,7 @@ class _Forker:
         return ""
 
     def fork(self, request: _Reply, channel: int, stderr: int) -> Optional[int]:  # noqa: UP045
-        """Fork. Returns None in the server and the channel in the forked process."""
+        """Fork a process. Returns None in the server, and the channel in the forked process."""
         number, inner = request["id"], request["inner"]
         sys.stdout.flush()
         sys.stderr.flush()
@@ -108,7 +108,10 @@ class _Forker:
         return channel
 
     def _fork_isolated(self, number: int, inner: Inner, channel: int, stderr: int) -> None:
-        """Fork twice more into new namespaces. Only the last process, the episode's, returns."""
+        """Fork twice more into new namespaces.
+
+        Returns only in the last process, which runs the episode.
+        """
         uid, gid = os.getuid(), os.getgid()
         status_read, status_write = os.pipe()
         try:
@@ -159,7 +162,10 @@ class _Forker:
         socket.send_fds(self._control, [json.dumps(reply).encode()], fds)
 
     def serve(self) -> Optional[tuple[int, Optional[str]]]:  # noqa: UP045
-        """Serve until Keel closes the socket. In a forked process, return its channel and `run`."""
+        """Serve requests until Keel closes the socket.
+
+        In a forked process, it returns the process's channel and `run`.
+        """
         while True:
             line, fds, _, _ = socket.recv_fds(self._control, _MAX_BYTES, 2)
             for fd in fds:  # processes that the environment starts must not reach Keel

@@ -1,5 +1,4 @@
-"""Text games with `reset` and `step`, in the style of gymnasium, old gym, TextWorld and
-TextArena."""
+"""Adapts text games with `reset` and `step`, as in gymnasium, gym, TextWorld and TextArena."""
 
 from __future__ import annotations
 
@@ -13,20 +12,22 @@ from keel.agents.env_runtime.type_schemas import object_schema
 _COLORED = re.compile(r"\x1b\[[0-9;]*m([^\x1b]*)\x1b\[0m")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _MAX_DIGITS = 20
-"""Digits of a move that are parsed; Python refuses to parse thousands."""
+"""How many digits of a move are parsed, since Python refuses to parse thousands."""
 _TEXT_SPACES = ("Text", "Word", "Char")
-"""Text action spaces of gymnasium and TextWorld."""
+"""Names of the text action spaces in gymnasium and TextWorld."""
 _ROUNDING = 1e-9
-"""Ten rewards of 0.1 sum to slightly less than 1."""
+"""Tolerance for rounding errors. Ten rewards of 0.1 sum to slightly less than 1."""
 
 
 class TextGame:
-    """A single-player game.
+    """A single-player text game.
 
-    The policy plays through the tool `play(action)`, which keeps its thinking during the game, or
-    with play_by="text" by its replies. The score is the sum of rewards; with score="last" the last
-    reward, for games that return the score so far (TextWorld); in TextArena player 0's reward.
-    `scale` is the range of the score. `rules` precede the first observation.
+    The policy plays by calling the tool `play(action)`, which keeps its thinking in the context
+    during the game. With play_by="text", its replies are the actions.
+
+    The score is the sum of the rewards. With score="last", it is the last reward, for games that
+    return the score so far (TextWorld). In TextArena, it is the reward of player 0. `scale` is the
+    range of the score, and `rules` is a text shown before the first observation.
     """
 
     grades = True
@@ -137,14 +138,17 @@ class TextGame:
         return self._render(observation)
 
     def _render(self, observation: Any) -> str:
-        """Return the observation as text: with gymnasium's render_mode="ansi" the rendered picture,
-        since the observation is a number or an array there."""
+        """Return the observation as text.
+
+        With gymnasium's render_mode="ansi", it is the rendered picture, because the observation
+        itself is a number or an array.
+        """
         if getattr(self._game, "render_mode", None) == "ansi":
             return _ESCAPES.sub("", _COLORED.sub(r"[\1]", str(self._game.render()))).strip("\n")
         return str(observation)
 
     def _new_text(self) -> str:
-        """Return the new part of the text: TextArena's wrappers repeat everything."""
+        """Return only the new part of the text, since TextArena's wrappers repeat all of it."""
         before, self._seen = self._seen, _textarena_text(self._game.get_observation())
         new = self._seen[len(before) :] if self._seen.startswith(before) else ""
         return new.strip("\n") or self._seen
@@ -166,7 +170,10 @@ class TextGame:
 
 
 def scaled_score(total: float, scale: tuple[float, float]) -> dict[str, float]:
-    """Return the parts of a verdict for a sum of rewards. Raises ValueError for an empty scale."""
+    """Return the parts of a verdict for a sum of rewards.
+
+    Raises ValueError if the scale is empty.
+    """
     low, high = map(float, scale)
     if not low < high:
         raise ValueError(f"scale = {scale!r}: the lowest score must be below the highest")
@@ -176,6 +183,7 @@ def scaled_score(total: float, scale: tuple[float, float]) -> dict[str, float]:
 
 
 def _textarena_text(observation: Any) -> str:
-    """Return the text of (player, text or messages); a message is (sender, text, kind)."""
+    """Return the text of an observation, which is a player with a text or with (sender, text, kind)
+    messages."""
     _, text = observation
     return text if isinstance(text, str) else "\n".join(str(one) for _, one, *_ in text)

@@ -1,10 +1,12 @@
-"""Isolates a forked process as bubblewrap isolates a started one: new namespaces, a private /tmp,
-/dev/shm, /proc and pseudo-terminals, no capability, and the system call filter.
+"""Isolates a forked process in the way that bubblewrap isolates a process it starts.
 
-The caller already runs in a sandbox, whose mounts it keeps, and needs no right beyond creating user
-namespaces. There are two nested ones: in the outer one the user is root, which mounting
-pseudo-terminals requires; in the inner one it is the old user again and cannot mount. Linux, Python
-3.9 or later; see user_namespaces(7), pid_namespaces(7), seccomp(2).
+The process gets new namespaces, its own /tmp, /dev/shm, /proc and pseudo-terminals, no
+capabilities, and a system call filter. It already runs in a sandbox, whose mounts it keeps, and it
+only needs the right to create user namespaces. Two of them are nested. In the outer one the user is
+root, which mounting pseudo-terminals requires. In the inner one it is the original user again and
+cannot mount.
+
+This needs Linux and Python 3.9 or later. See user_namespaces(7), pid_namespaces(7) and seccomp(2).
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ import struct
 from typing import Any, Optional
 
 Inner = dict[str, Any]
-"""own_network, loopback (bring it up), files_mib (of /tmp and of /dev/shm), processes, filter
-(base64)."""
+"""Settings for isolation.
+
+The keys are own_network, loopback (bring it up), files_mib (the size of /tmp and of /dev/shm),
+processes and filter (base64).
+"""
 
 _NEW_MOUNTS, _NEW_UTS, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 _NEW_USER, _NEW_PIDS, _NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
@@ -40,7 +45,8 @@ class _Filter(ctypes.Structure):
 
 
 def unshare(inner: Inner) -> None:
-    """Create namespaces; the caller's next child is the first process of the PID namespace."""
+    """Create new namespaces. The caller's next child becomes the first process in the PID
+    namespace."""
     uid, gid = os.getuid(), os.getgid()
     _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # or the maps are not writable
     flags = _NEW_USER | _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_PIDS
@@ -51,8 +57,11 @@ def unshare(inner: Inner) -> None:
 
 
 def isolate(inner: Inner, uid: int, gid: int) -> None:
-    """Mount private folders and drop all rights, in the namespaces' first process. uid, gid: the
-    user before `unshare`."""
+    """Mount private folders and drop all privileges.
+
+    It must be called in the first process of the namespaces. `uid` and `gid` are those of the user
+    before `unshare`.
+    """
     size = b"mode=1777,size=%d" % (inner["files_mib"] << 20)
     _mount_private_tmp(size)
     _mount(b"tmpfs", b"/dev/shm", _NOSUID | _NODEV, size)
@@ -76,8 +85,11 @@ def isolate(inner: Inner, uid: int, gid: int) -> None:
 
 
 def _mount_private_tmp(options: bytes) -> None:
-    """Mount a /tmp with a copy of the files made at import, and with the folders that are mounted
-    in /tmp, such as a project."""
+    """Mount a private /tmp.
+
+    It contains copies of files that were created at import, and the folders that are mounted below
+    /tmp, such as a project.
+    """
     previous = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
     mounted = {path: os.open(path, os.O_PATH) for path in _mounts_below("/tmp")}
     tops = {"/".join(path.split("/")[:3]) for path in mounted}
@@ -121,7 +133,7 @@ def _mounts_below(folder: str) -> list[str]:
 
 
 def _map_user(uid: tuple[int, int], gid: tuple[int, int]) -> None:
-    """Write the ID maps; each pair is (ID inside, ID outside)."""
+    """Write the user and group ID maps. Each pair is (ID inside, ID outside)."""
     users, groups = (f"{inside} {outside} 1" for inside, outside in (uid, gid))
     for name, line in (("setgroups", "deny"), ("uid_map", users), ("gid_map", groups)):
         with open(f"/proc/self/{name}", "w") as file:

@@ -1,4 +1,4 @@
-"""Loads an environment from its name and wraps it in an adapter."""
+"""Loads an environment by name and wraps it in an adapter."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ from keel.agents.env_runtime.openenv import (
 from keel.agents.env_runtime.tool_objects import Object, functions_of, methods_of
 
 _ADAPTER_OPTIONS = ("play_by", "scale", "rules")
-"""Arguments of the adapter, not of the game."""
+"""Arguments that are for the adapter rather than the game."""
 _loaded: dict[str, Any] = {}
 
 
 def preload(target: str, action: Optional[str]) -> None:  # noqa: UP045
-    """Import what each episode would import. Raises InvalidEnvironment like `load`."""
+    """Import the modules that each episode would import.
+
+    Raises InvalidEnvironment in the same cases as `load`.
+    """
     if is_address(target):
         with suppress(ImportError):  # reported when an episode opens
             importlib.import_module(CLIENT)
@@ -44,7 +47,8 @@ def preload(target: str, action: Optional[str]) -> None:  # noqa: UP045
 
 
 def load(target: str) -> Any:
-    """Return the object of `module:name`, `module` or `file.py:name`, loaded once per process."""
+    """Return the object for `module:name`, `module` or `file.py:name`. It is loaded once per
+    process."""
     if target not in _loaded:
         _loaded[target] = _load(target)
     return _loaded[target]
@@ -90,7 +94,10 @@ def _import_failure(name: str, error: Exception) -> str:
 
 
 def _module_name(path: str) -> str:
-    """Return a file's module name: its stem, unless that would shadow another module."""
+    """Return the module name for a file.
+
+    It is the file's stem unless that would shadow another module.
+    """
     name = os.path.basename(path)[:-3]
     try:
         spec = importlib.util.find_spec(name) if name.isidentifier() else None
@@ -102,7 +109,7 @@ def _module_name(path: str) -> str:
 
 
 def make(request: dict[str, Any]) -> Any:
-    """Build the environment of an `open` request."""
+    """Create the environment for an `open` request."""
     target, kind, arguments = request["target"], request["kind"], request["arguments"]
     options = {key: arguments[key] for key in _ADAPTER_OPTIONS if key in arguments}
     rest = {key: value for key, value in arguments.items() if key not in options}

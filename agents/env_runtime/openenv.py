@@ -1,6 +1,7 @@
-"""Adapter for OpenEnv environments (`reset`, `step`, `state`): a class in this process or a server.
+"""Adapter for OpenEnv environments, which have `reset`, `step` and `state`.
 
-They need the package openenv in this interpreter; Keel's own does not have it.
+The environment is either a class in this process or a server. The interpreter needs the package
+openenv, which Keel itself does not install.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ CLIENT = "openenv.core.generic_client"
 _SCHEMA_S = 10.0
 """Seconds to wait for a server's schemas."""
 _STEP_S = 86_400.0
-"""Seconds to wait for a step; Keel's own deadlines are shorter."""
+"""Seconds to wait for a step. Keel's own deadlines are shorter."""
 _SCHEMES = ("http://", "https://", "ws://", "wss://")
 _HIDDEN_FIELDS = ("done", "reward", "metadata")
 _Data = dict[str, Any]
@@ -34,12 +35,12 @@ def is_openenv(value: Any) -> bool:
 
 
 class OpenEnv:
-    """One OpenEnv environment. The score is the sum of rewards on `scale`. The first observation
-    follows `rules`; a task's `reward` may pass arguments to `reset`:
-    `{"reset": {"split": "train", "index": 12}}`.
+    """One OpenEnv environment.
 
-    An action is a call of the tool `step`, or of one of the environment's own tools (MCP); with
-    play_by="text" the policy's reply is the only text of the action.
+    The score is the sum of the rewards on `scale`. The text `rules` is shown before the first
+    observation. A task's `reward` may pass arguments to `reset`, as in `{"reset": {"split":
+    "train", "index": 12}}`. The policy acts by calling the tool `step` or one of the environment's
+    own tools (MCP). With play_by="text", the policy's reply is the action's only text field.
     """
 
     grades = True
@@ -130,14 +131,14 @@ class OpenEnv:
 
 
 def _action_schema(schema: _Data) -> _Data:
-    """Return the schema of an action's arguments without the optional metadata."""
+    """Return the JSON schema for an action's arguments, without the optional metadata."""
     properties = {k: v for k, v in schema.get("properties", {}).items() if k != "metadata"}
     rest = {k: v for k, v in schema.items() if k not in ("title", "properties")}
     return {**rest, "type": "object", "properties": properties}
 
 
 def _text_of(observation: _Data) -> str:
-    """Return an observation as text: a tool's result, the only field, or JSON."""
+    """Return an observation as text, which is a tool's result, the only field, or JSON."""
     fields = {k: v for k, v in observation.items() if k not in _HIDDEN_FIELDS and v is not None}
     value: Any = fields
     if "tool_name" in fields:
@@ -188,7 +189,7 @@ class WrappedObject:
 
 
 class RemoteSession:
-    """A session with a server, through OpenEnv's client."""
+    """A session with a server through OpenEnv's client."""
 
     def __init__(self, address: str, headers: dict[str, str] | None = None) -> None:
         import urllib.request  # noqa: PLC0415  (slow, and rarely needed)

@@ -23,14 +23,16 @@ _RESERVED: dict[str, tuple[str, ...]] = {
     "verdict": ("messages", "finish_reason"),
     "close": (),
 }
-"""Methods that are not tools, with the parameters they may declare.
+"""Methods that are not tools, with the parameters that they may declare.
 
-Attributes: `done`, if True, ends the episode. `offered` lists the names of the tools on offer, or
-the tools themselves (name, description, parameters) if the task decides on them; their calls go to
-the method `call(name, arguments)`. `call_s`, if present, is set before each call to the seconds
-until the process is killed."""
+Some attributes are reserved as well. If `done` is True, the episode ends. `offered` lists the names
+of the available tools. If the task decides on the tools, it lists the tools themselves (name,
+description, parameters), and calls to them go to the method `call(name, arguments)`. `call_s`, if
+present, is set before each call to the seconds until the process is killed.
+"""
 _SIMILARITY = 0.85
-"""Names above it count as misspelt reserved ones: `openning`, `verdit`, but not `open`."""
+"""A name that is at least this similar to a reserved one counts as misspelt. This catches
+`openning` and `verdit`, but not `open`."""
 
 
 class Tool:
@@ -79,7 +81,10 @@ _loop: Any = None
 
 
 def resolve(value: Any) -> Any:
-    """Await a coroutine, on one loop for the whole episode; return other values unchanged."""
+    """Return a value, awaiting it first if it is a coroutine.
+
+    All coroutines of an episode run on the same event loop.
+    """
     global _loop
     if not inspect.isawaitable(value):
         return value
@@ -95,7 +100,8 @@ def resolve(value: Any) -> Any:
 
 
 class Object:
-    """An environment made of an object's public methods, or of plain functions (target None)."""
+    """An environment made from an object's public methods, or from plain functions if the target is
+    None."""
 
     def __init__(self, target: Any, functions: dict[str, Callable[..., Any]]) -> None:
         self._target = target
@@ -166,7 +172,8 @@ class Object:
         self._invoke("close")
 
     def _invoke(self, name: str, **values: Any) -> Any:
-        """Call a reserved method with the parameters it declares; None if there is no method."""
+        """Call a reserved method with the parameters that it declares. Returns None if it does not
+        exist."""
         method = getattr(self._target, name, None)
         if method is None:
             return None
@@ -181,10 +188,10 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def bind_arguments(
     name: str, parameters: list[inspect.Parameter], values: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Select the `values` that `parameters` declare, as positional and named arguments.
+    """Choose those of `values` that `parameters` declare, as positional and keyword arguments.
 
-    `**` receives all values if none is declared by name. A single parameter of another name
-    receives the first value. Raises InvalidEnvironment for parameters that have no value.
+    If no value is declared by name, `**` receives all of them, and a single parameter with another
+    name receives the first one. Raises InvalidEnvironment if a parameter has no value.
     """
     plain = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     known = [one for one in plain if one.name in values]
@@ -207,8 +214,10 @@ def bind_arguments(
 
 
 def methods_of(target: Any) -> dict[str, Callable[..., Any]]:
-    """Return an object's public methods as written, inherited ones last. Raises InvalidEnvironment
-    for a method that looks like a misspelt reserved one."""
+    """Return an object's public methods in the order of the source, with inherited ones last.
+
+    Raises InvalidEnvironment if a method looks like a misspelt reserved one.
+    """
     kind = cast(Any, type(target))
     names = [name for name in dir(kind) if not name.startswith("_") and name not in _RESERVED]
     names = [name for name in names if inspect.isroutine(inspect.getattr_static(target, name))]
@@ -227,7 +236,7 @@ def methods_of(target: Any) -> dict[str, Callable[..., Any]]:
 
 
 def functions_of(target: Any) -> dict[str, Callable[..., Any]]:
-    """Return the public functions of a module, of a list, or a single function."""
+    """Return the public functions in a module or list, or the function itself."""
     if inspect.ismodule(target):
         public = getattr(target, "__all__", [name for name in vars(target) if name[0] != "_"])
         values = [getattr(target, name) for name in public]

@@ -1,4 +1,4 @@
-"""Converts type hints to JSON schemas and JSON values to hinted types, and reads docstrings."""
+"""Converts type hints to JSON schemas and JSON values to Python types, and parses docstrings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _ARRAYS = (list, tuple, set, frozenset, abc.Sequence, abc.Iterable, abc.Collecti
 
 
 def schema_of(hint: Any, where: str) -> dict[str, Any]:
-    """Return a type hint's JSON schema. Raises InvalidEnvironment for an unsupported type."""
+    """Return the JSON schema for a type hint.
+
+    Raises InvalidEnvironment if the type is not supported.
+    """
     if hint is Any or hint is inspect.Parameter.empty:
         return {}
     hint = type(None) if hint is None else hint
@@ -75,7 +78,7 @@ def hints_of(owner: Any, where: str) -> dict[str, Any]:
 
 
 def value_of(hint: Any, value: Any) -> Any:
-    """Convert a JSON value that fits the schema of `hint` to that type."""
+    """Convert a JSON value to the type `hint`, whose schema it must satisfy."""
     if hasattr(hint, "__metadata__"):
         hint = get_args(hint)[0]
     origin, inner = get_origin(hint), get_args(hint)
@@ -107,7 +110,8 @@ def value_of(hint: Any, value: Any) -> Any:
 
 
 def _fits(hint: Any, value: Any) -> bool:
-    """Return True if a JSON value is of the type `hint`, to choose among a union's members."""
+    """Return whether a JSON value has the type `hint`, which decides between the members of a
+    union."""
     if hasattr(hint, "__metadata__"):
         hint = get_args(hint)[0]
     if hint is Any:
@@ -156,7 +160,10 @@ _ARGUMENT = re.compile(r"\s+(\w+)(?: ?\([^)]*\))?:\s*(.*)")
 
 
 def docstring_parts(text: str) -> tuple[str, dict[str, str]]:
-    """Split a docstring into its description and each parameter's (`Args:` or `:param x:`)."""
+    """Split a docstring into its description and the descriptions of the parameters.
+
+    Parameters are described under `Args:` or with `:param x:`.
+    """
     description: list[str] = []
     parameters: dict[str, str] = {}
     section, last, depth = "", "", 0

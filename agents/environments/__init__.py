@@ -1,1 +1,1 @@
-"""Environments that come with Keel."""
+"""Environments that are included in Keel."""

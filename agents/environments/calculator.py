@@ -1,4 +1,4 @@
-"""A calculator for arithmetic expressions on numbers of bounded size."""
+"""An environment with a calculator for arithmetic expressions on numbers of limited size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Number = int | float
 
 MOST_CHARACTERS = 500
 MOST_DIGITS = 1000
-"""Limit on integers, including intermediate results."""
+"""Maximum number of digits in an integer, including intermediate results."""
 _MOST = 10**MOST_DIGITS
 _TWO: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
@@ -68,7 +68,10 @@ class Calculator:
 
 
 def evaluate(expression: str) -> Number:
-    """Evaluate `expression`. Raises ValueError if it is invalid, undefined or too large."""
+    """Evaluate an arithmetic expression.
+
+    Raises ValueError if it is invalid, undefined or too large.
+    """
     if len(expression) > MOST_CHARACTERS:
         raise ValueError(f"an expression has at most {MOST_CHARACTERS} characters")
     text = expression.strip().replace("^", "**").replace("×", "*").replace("÷", "/")
@@ -127,7 +130,7 @@ def _bounded(value: Number) -> Number:
 
 
 def shown(value: Number) -> str:
-    """Format a number with 12 significant digits, so that 0.1 + 0.2 is 0.3."""
+    """Format a number with 12 significant digits, so that 0.1 + 0.2 is shown as 0.3."""
     if isinstance(value, float):
         return f"{value:.12g}"
     return str(value)

@@ -1,4 +1,4 @@
-"""Scripted conversations for a cold start: a careful and a hasty one for each small task."""
+"""Creates scripted conversations for a cold start, with a careful and a hasty one for each task."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from keel.agents.environments.trip.world import World
 from keel.rl.turns import Message, ToolSpec
 
 FAR = 1 << 20
-"""Offset of the demonstrations' seeds, far from the seeds of a recipe's prompts."""
+"""Offset that keeps the demonstrations' seeds away from those of a recipe's prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """A task with two conversations, which end with the policy's last call or answer."""
+    """A task with two conversations. Each ends with the policy's last call or answer."""
 
     tools: tuple[ToolSpec, ...]
     worked: tuple[Message, ...]
@@ -37,9 +37,9 @@ class Demonstration:
 def trip_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Make demonstrations of the trip planner. The hasty ones submit a wrong plan at once.
+    """Create demonstrations for the trip planner.
 
-    `arguments` are the environment's arguments.
+    The hasty ones submit a wrong plan at once. `arguments` are the environment's arguments.
     """
     level = int(arguments.get("level", 0))
     made: list[Demonstration] = []
@@ -61,10 +61,11 @@ def trip_demonstrations(
 def guess_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Make demonstrations of TextArena's GuessTheNumber in its brief form.
+    """Create demonstrations for TextArena's GuessTheNumber with brief rules.
 
-    The hasty ones guess at random and ignore the hints. `arguments` are the environment's, with
-    `min_number` and `max_number` in `options`. Raises ModuleNotFoundError if textarena is missing.
+    The hasty ones guess at random and ignore the hints. `arguments` are the environment's
+    arguments, with `min_number` and `max_number` in `options`. Raises ModuleNotFoundError if
+    textarena is not installed.
     """
     options = arguments["options"]
     low, high = options["min_number"], options["max_number"]
@@ -86,14 +87,14 @@ def guess_demonstrations(
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation's messages, including the opening."""
+    """All messages in a conversation, including the opening."""
 
     tools: tuple[ToolSpec, ...]
     said: tuple[Message, ...]
 
 
 def play(environment: Any, task: Mapping[str, Any], seed: int, calls: Calls) -> Conversation:
-    """Run `calls` in an environment of this process until it ends or they return an answer."""
+    """Run the calls from `calls` in a local environment until it ends or they return an answer."""
     opening = environment.opening(task, seed)
     tools = tuple(ToolSpec(**one) for one in opening["tools"])
     said: list[Message] = list(opening["messages"])
@@ -163,7 +164,7 @@ def _draw_numbers(low: int, high: int, draw: random.Random) -> Calls:
 
 @contextmanager
 def _dice_put_back() -> Generator[None]:
-    """Restore the global random state, which the games draw from."""
+    """Restore the global random state on exit, since the games draw from it."""
     before = random.getstate()
     try:
         yield

@@ -1,11 +1,10 @@
-"""A Python interpreter that keeps its state between calls: a Jupyter kernel with a task's files.
+r"""An environment with a Python interpreter that keeps its state between calls.
 
-A task may name files of the folder `files` in its line of JSONL, `"environment": {"files":
-["sales.csv"]}`, or contain their text, `{"files": {"sales.csv": "day,units\\n…"}}`. Each episode
-gets copies.
-
-Runs in the environment's process, whose interpreter needs the packages jupyter_client and
-ipykernel. The kernel is connected over Unix sockets, never over the network.
+The interpreter is a Jupyter kernel that has a copy of the task's files. In its JSONL line, a task
+may name files from the folder `files`, as in `"environment": {"files": ["sales.csv"]}`, or contain
+their text, as in `{"files": {"sales.csv": "day,units\n…"}}`. The environment's Python needs the
+packages jupyter_client and ipykernel. The kernel is connected with Unix sockets, never over the
+network.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from keel.agents.env_runtime.socket_folder import socket_folder
 from keel.agents.environments.messages import with_instructions
 
 CELL_S = 120.0
-"""Time limit of a cell. DeepSeek-V3.2 (2025), Appendix B, Table 7."""
+"""Time limit for a cell in seconds (DeepSeek-V3.2, 2025, Appendix B, Table 7)."""
 START_S = 60.0
-"""Time limit for a kernel's start."""
+"""Time limit in seconds for starting a kernel."""
 ENDING_S = 10.0
-"""Time limit for an interrupted cell to end; after that the kernel is restarted."""
+"""Seconds that an interrupted cell may take to end before the kernel is restarted."""
 MOST_CHARACTERS = 20_000
-"""Limit on one cell's output: the first and the last half of it are kept."""
+"""Maximum length of a cell's output. The first and the last half of it are kept."""
 SLACK = 0.05
-"""Share of a call's time reserved for everything outside the waits below."""
+"""Fraction of a call's time that is reserved for everything but the waits below."""
 MOST_TRIES = 3
-"""Attempts to run a cell that the kernel aborts after an interrupt."""
+"""How often a cell is tried if the kernel aborts it after an interrupt."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _CURE = "python -m pip install jupyter_client ipykernel"
 
@@ -43,15 +42,14 @@ _CURE = "python -m pip install jupyter_client ipykernel"
 class Interpreter:
     """An environment with one tool and no verdict.
 
-    If a call's time (`agents.call_s`) is too short for a cell, its interruption and a new kernel,
-    the cell's limit is lowered (`split_call_time`), so an endless cell does not end the episode.
-
-    `cell_s` limits one cell, and `ending_s` limits its end after an interrupt. `files` is the
-    folder of the tasks' files. The policy can read all of it.
+    `cell_s` is the time limit for a cell, and `ending_s` for its end after an interrupt. If a
+    call's time (`agents.call_s`) is too short for a cell, its interrupt and the start of a new
+    kernel, the limits are lowered (`split_call_time`), so that an endless cell does not end the
+    episode. `files` is a folder with the files for all tasks. The policy can read all of it.
     """
 
     call_s = math.inf
-    """Time limit of the current call. The caller sets it before each call."""
+    """Time limit for the current call. The caller sets it before each call."""
 
     def __init__(self, cell_s: float = CELL_S, ending_s: float = ENDING_S, files: str = "") -> None:
         if not 0 < cell_s < 86_400:
@@ -129,7 +127,7 @@ class Interpreter:
         return f"{why}; it was started anew, and all variables are gone."
 
     def _run(self, code: str, cell_s: float, ending_s: float, start_s: float) -> str | None:
-        """Return a cell's output, or None if the kernel aborted it after an interrupt."""
+        """Run a cell and return its output, or None if the kernel aborted it after an interrupt."""
         # With stop_on_error, a failing cell makes the kernel abort the following ones.
         number = self._client.execute(code, allow_stdin=False, stop_on_error=False)
         output = _Said()
@@ -174,7 +172,7 @@ def split_call_time(cell_s: float, ending_s: float, call_s: float) -> tuple[floa
     """Split a call's time into limits for a cell, for its end after an interrupt, and for a new
     kernel.
 
-    They add up to less than the call's limit.
+    Together, they are less than the call's limit.
     """
     available_s = (1 - SLACK) * call_s
     ending_s, start_s = min(ending_s, available_s / 4), min(START_S, available_s / 4)
@@ -185,9 +183,10 @@ def split_call_time(cell_s: float, ending_s: float, call_s: float) -> tuple[floa
 
 
 def put_files(given: Any, folder: str, where: str) -> list[str]:
-    """Copy a task's files to the episode's folder `where`. Return each file's name and size.
+    """Copy a task's files to the episode's folder `where`, and return each file's name and size.
 
-    `given` lists names in `folder`, or maps names to texts. Raises ValueError for an invalid file.
+    `given` lists names of files in `folder`, or maps names to texts. Raises ValueError if a file is
+    invalid.
     """
     if not isinstance(given, (list, tuple, dict)):
         raise ValueError(f"`files` must list names, or give texts by name, is {given!r}"[:200])
@@ -220,12 +219,10 @@ def put_files(given: Any, folder: str, where: str) -> list[str]:
 def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Return the environment's arguments and the paths that its sandbox must be able to read.
+    """Check the arguments before a run, outside the sandbox.
 
-    Called before a run, outside the sandbox. Raises ValueError.
-
-    Args:
-        without: Files with answers, which the sandbox hides anyway.
+    Returns the arguments and the paths that the sandbox must be able to read. `without` are files
+    with answers, which the sandbox hides anyway. Raises ValueError if an argument is invalid.
     """
     if not (folder := str(arguments.get("files") or "")):
         return dict(arguments), []
@@ -236,7 +233,7 @@ def prepare(
 
 
 class _Said:
-    """A cell's output, with the middle dropped if it is too long."""
+    """The output of a cell. If it is too long, the middle is dropped."""
 
     def __init__(self) -> None:
         self._first, self._last, self._count = "", "", 0

@@ -1,4 +1,4 @@
-"""Add an environment's instructions to a task's messages."""
+"""Adds an environment's instructions to a task's messages."""
 
 from __future__ import annotations
 

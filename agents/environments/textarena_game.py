@@ -1,8 +1,7 @@
-"""Games of TextArena for one player, selected by id: `arguments={"game": "Sudoku-v0"}`.
+"""Single-player games from TextArena, selected by id as in `arguments={"game": "Sudoku-v0"}`.
 
-Runs in the environment's process, whose interpreter needs the package textarena. Its games draw
-from Python's global random state, so one process can run only one game. Importing the package takes
-0.4 s of CPU time.
+The environment's interpreter needs the package textarena, whose import takes 0.4 s of CPU time. The
+games draw from Python's global random state, so each process can run only one game.
 """
 
 from __future__ import annotations
@@ -12,21 +11,23 @@ import sys
 from typing import Any, NamedTuple, cast
 
 PRELOAD = ("textarena",)
-"""Modules that the fork server imports, in addition to this one."""
+"""Modules that the fork server imports in addition to this one."""
 CURE = f"{sys.executable} -m pip install textarena==0.7.4"
 MOST_LOST = 0.99
-"""Maximum score of a game that is not won. 2048 itself gives 1 to some losses."""
+"""Maximum score for a game that was not won. TextArena's 2048 gives 1 for some losses."""
 _LOST = re.compile(r"turn limit|game over|no moves left", re.IGNORECASE)
 _INVALID = (r"You attempted an invalid move\. Reason: (.*?)\s*Please resubmit.*", r"No: \1")
 
 
 class Brief(NamedTuple):
-    """The short form of a game's rules and observations."""
+    """Short versions of a game's rules and observations."""
 
     rules: str
-    """A format string; `{game.target_tile}` is an attribute of the game."""
+    """A format string for the rules. `{game.target_tile}`, for example, is an attribute of the
+    game."""
     cuts: tuple[tuple[str, str], ...]
-    """Patterns in observations and their replacements. Lines that become blank are dropped."""
+    """Patterns to replace in observations, with their replacements. Lines that become blank are
+    dropped."""
 
 
 BRIEF: dict[str, Brief] = {
@@ -78,7 +79,7 @@ BRIEF: dict[str, Brief] = {
         ((r".*:\s*\n *(C\d *)+\n", ""), (r"(?m)^R\d |^[ -]+$\n|[| ]", "")),
     ),
 }
-"""Short forms, keyed by the game's name (its id up to the first hyphen)."""
+"""The short versions by the game's name, which is its id up to the first hyphen."""
 
 
 class Game:

@@ -1,1 +1,1 @@
-"""Repositories before a change that the policy is to make, graded by hidden tests."""
+"""An environment in which the policy changes a repository and hidden tests grade the change."""

@@ -1,6 +1,6 @@
-"""Finds copies of a project on a machine, which would show the policy the change.
+"""Finds copies of a project on a machine, which would show the policy the finished change.
 
-Python 3.9 or later, no packages.
+It runs on Python 3.9 or later and needs no packages.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Iterable
 from keel.agents.environments.code.languages import REPO
 
 Packages = dict[str, list[str]]
-"""Paths by package name, as `normalize_name` has it."""
+"""Paths of packages, keyed by the name that `normalize_name` returns."""
 _PACKAGE_FOLDERS = (
     *("site-packages", "dist-packages", "node_modules", "extern", "third_party", "include"),
 )
-"""Folders that hold packages, in addition to those with `vendor` in their names."""
+"""Names of folders that contain packages, in addition to names that contain `vendor`."""
 _METADATA = (".whl", ".egg", ".dist-info", ".egg-info")
 _SUFFIXES = (".py", ".so", ".js", *_METADATA, ".h", ".hpp")
 
 
 def system_folders() -> list[str]:
-    """Return the folders of a machine's packages."""
+    """Return the folders in which packages are installed on this machine."""
     folders = [sys.prefix, sys.base_prefix, "/usr/local", "/usr/include", "/usr/share/nodejs"]
     folders += ["/usr/lib/node_modules", "/usr/share/python-wheels"]
     if os.path.isdir("/usr/lib"):
@@ -34,8 +34,10 @@ def system_folders() -> list[str]:
 
 
 def find_packages(folders: Iterable[str]) -> Packages:
-    """Find packages below `folders`, including those in archives and vendored ones, except links
-    into the repository."""
+    """Find packages below `folders`.
+
+    This includes vendored packages and those in archives, but not links into the repository.
+    """
     packages: Packages = {}
     for folder in folders:
         for path, subfolders, files in os.walk(folder):

@@ -1,8 +1,9 @@
-"""A repository before a change that the policy is to make.
+"""An environment in which the policy makes a change to a repository.
 
-The tests that grade it are in a sealed file, whose key comes with the task. They are unsealed for
-the verdict, after the policy's processes have been killed and all files but the repository's
-removed. Runs in bubblewrap only. Python 3.9 or later, no packages.
+The hidden tests are in an encrypted file, and its key comes with the task. The tests are decrypted
+only for the verdict, when the policy's processes have been killed and all files outside the
+repository have been removed. The environment runs only in bubblewrap. It supports Python 3.9 or
+later and needs no packages.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from keel.agents.environments.code.tree import (
 )
 
 _MAX_MIB = 64
-"""Size limit of a graded repository."""
+"""Size limit for a repository that is graded."""
 _CHECK_S = 60.0
 _MAX_COMMAND_S = 600
 _SLACK_S = 15.0
-"""Seconds of a call reserved for ending a command and reading its output."""
+"""Seconds of each call that are reserved for ending a command and reading its output."""
 _SKIPPED = (".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache")
 _COMMIT = "git -c user.name=keel -c user.email=keel@localhost commit -q -m 'As it is'"
 
@@ -54,11 +55,14 @@ if "keel.agents.env_runtime.fork_server" in sys.modules:  # episodes are forked 
 
 
 class Repository:
-    """folder: the folder `environment` made by `keel synthesize`. It must be readable, and the one
-    above it must not be."""
+    """A repository that the policy changes.
+
+    `folder` is the folder `environment` that `keel synthesize` has created. The episode must be
+    able to read it, but not its parent folder.
+    """
 
     call_s = math.inf
-    """Seconds of a call, set before each."""
+    """Time limit in seconds for a call, which is set before each call."""
 
     def __init__(self, folder: str) -> None:
         self._folder = os.path.abspath(folder)
@@ -100,7 +104,10 @@ class Repository:
         self._shell("git init -q . && git add -A && " + _COMMIT, _CHECK_S)
 
     def _refuse_copies(self) -> None:
-        """Check all prefixes, since an episode can read the others', too."""
+        """Raise RuntimeError if a copy of the project is found.
+
+        All prefixes are checked, since an episode can read those of other instances too.
+        """
         listed = os.path.join(self._folder, "packages")
         sources: list[Packages] = []
         for name in sorted(os.listdir(listed)):
@@ -165,8 +172,10 @@ class Repository:
         return processes.run(words, env=self._env, folder=REPO, within_s=within_s)
 
     def _file_tool(self, request: Mapping[str, Any]) -> str:
-        """Run a file tool in a process with the rights of the policy's commands: in this process,
-        links into its memory would be followed."""
+        """Run a file tool in a process with the permissions of the policy's commands.
+
+        In this process, a link could be followed into its memory.
+        """
         words = [sys.executable, "-I", "-S", files.__file__]
         stdin = json.dumps(request).encode()
         status, output = processes.run(words, env={}, folder=REPO, within_s=_CHECK_S, stdin=stdin)
@@ -178,9 +187,12 @@ class Repository:
 def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Prepare a run outside the sandbox. Returns the arguments with an absolute folder, which
-    episodes run in, and no further paths to read. without: files with answers, which an episode
-    does not see anyway. Raises ValueError."""
+    """Check the arguments before a run, outside the sandbox.
+
+    Returns the arguments with an absolute folder, which episodes run in, and an empty list of
+    further paths to read. `without` are files with answers, which an episode cannot see anyway.
+    Raises ValueError if the folder is invalid.
+    """
     folder = Path(str(arguments.get("folder") or "")).expanduser().absolute()
     if not (folder / "sealed").is_dir():
         raise ValueError(

@@ -1,6 +1,7 @@
-"""The policy's file tools, as a program: `python files.py`, with a JSON request on standard input.
+"""The policy's file tools, which run as the program `python files.py`.
 
-Python 3.9 or later, no packages.
+The program reads a JSON request from standard input. It runs on Python 3.9 or later and needs no
+packages.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ _MAX_BYTES = 16 << 20
 
 
 def execute(request: Mapping[str, Any]) -> str:
-    """Run a tool. Raises ValueError and OSError with a message for the policy."""
+    """Run a file tool and return its result.
+
+    Raises ValueError or OSError with a message for the policy.
+    """
     path = request["path"]
     if request["do"] == "view":
         if os.path.isdir(path):
@@ -36,7 +40,10 @@ def execute(request: Mapping[str, Any]) -> str:
 
 
 def apply_edit(path: str, text: str, old: str, new: str) -> tuple[str, str]:
-    """Return the file's new text and a message for the policy. Raises ValueError."""
+    """Return the new text of the file and a message for the policy.
+
+    Raises ValueError if the edit cannot be made.
+    """
     count = text.count(old)
     if count != 1:
         raise ValueError(f"`old` is in {path} {count} times; it must be there exactly once")
@@ -67,7 +74,7 @@ def _read(path: str) -> str:
 
 
 def _write(path: str, text: str) -> None:
-    """Write a temporary file and rename it, so a failure leaves `path` unchanged."""
+    """Replace `path` with a new file, so that a failure leaves the old file unchanged."""
     data = text.encode()
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     path = os.path.realpath(path)  # write through a link, which stays

@@ -1,6 +1,6 @@
-"""Runs a tree's tests from a clean state, with no process or file of the policy left.
+"""Runs the hidden tests in a clean state, without any processes or extra files of the policy.
 
-Python 3.9 or later, no packages.
+It runs on Python 3.9 or later and needs no packages.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ _WORDS = (
     "nested next none null odd old only order other outer output pair part path plain raw repr "
     "right same short simple single size some space start step strict text time true type upper"
 )
-"""Words of test names that look natural."""
+"""Words from which natural-looking test names are made."""
 _MAX_BYTES = 32 << 20
 _RANK = ("failed", "skipped", "passed")
-"""Of several results of one name, the first of these counts."""
+"""If a test has several results, the first of these counts."""
 
 
 class Results(NamedTuple):
     tests: dict[str, str]
-    """passed, failed or skipped, by the test's name."""
+    """The result of each test (passed, failed or skipped), by its name."""
     canary: str
-    """as wanted; missing, if the canaries' results are not there; faked, if one is wrong."""
+    """`as wanted`, `missing` if a canary has no result, or `faked` if one has a wrong result."""
     said: str
-    """Tail of the command's output."""
+    """The last part of the command's output."""
     inside: bool = True
     """False if a canary at the end of a hidden test file has a wrong result."""
     seconds: float = 0.0
-    """Duration of the tests alone."""
+    """How long the tests took, without the preparation."""
 
 
 def environment(prefix: str, extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of every command."""
+    """Return the environment variables for every command."""
     where = os.path.dirname(sys.executable)
     return {
         "PATH": f"{prefix}/bin:{where}:/usr/local/bin:/usr/bin:/bin",
@@ -64,8 +64,10 @@ def environment(prefix: str, extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def graded_tree(instance: Mapping[str, Any], base: Tree, harness: Tree, written: Tree) -> Tree:
-    """Return the written tree with exactly the instance's grading files. New links are removed,
-    since later writes would follow them."""
+    """Return the policy's tree with the grading files replaced with the instance's own.
+
+    New links are removed, since later writes would follow them.
+    """
     language = LANGUAGES[instance["language"]]
     policys = {
         path: entry
@@ -82,10 +84,12 @@ def graded_tree(instance: Mapping[str, Any], base: Tree, harness: Tree, written:
 
 
 def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
-    """Write the tree and run its tests. Every process below this one is killed before and after.
+    """Write the tree and run its tests.
 
-    Canaries are tests with random names, one that must pass and one that must fail: in separate
-    files, and at the end of hidden test files. Faked results would include theirs.
+    All descendants of this process are killed before and after. To detect faked results, canaries
+    are added. They are tests with random names, one that must pass and one that must fail, both in
+    separate files and at the end of hidden test files. Code that fakes results would fake theirs as
+    well.
     """
     language = LANGUAGES[instance["language"]]
     canaries = {_test_name(): good for good in (True, False)}
@@ -125,7 +129,7 @@ def _test_name() -> str:
 
 
 def _canary_files(canary: tuple[str, str], folder: str, canaries: Mapping[str, bool]) -> Tree:
-    """Return canary files, which look like ordinary tests."""
+    """Return separate test files with canaries, which look like ordinary tests."""
     tree: Tree = {}
     for nonce, good in canaries.items() if canary[0] else ():
         name, text = (part.replace("NONCE", nonce) for part in canary)
@@ -154,7 +158,7 @@ def _equation(good: bool) -> str:
 
 
 def grade(instance: Mapping[str, Any], results: Results) -> tuple[float, dict[str, Any]]:
-    """Return 1 if every required test passes, else 0, and the facts."""
+    """Return the score and facts about it. The score is 1 if every required test passes, else 0."""
     facts: dict[str, Any] = {"canary": results.canary}
     for name in ("f2p", "p2p"):
         required = instance[name]
@@ -169,8 +173,10 @@ def grade(instance: Mapping[str, Any], results: Results) -> tuple[float, dict[st
 
 
 def read_results(folder: str) -> dict[str, str]:
-    """Read all JUnit files (.xml): passed, failed or skipped by the test's name. Invalid files
-    count as missing."""
+    """Read all JUnit files (.xml) in a folder, and return the result of each test by its name.
+
+    The results are passed, failed or skipped. Invalid files are ignored.
+    """
     results: dict[str, str] = {}
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
         return results
@@ -202,7 +208,10 @@ def _read_junit(path: str) -> list[tuple[str, str]]:
 
 
 def _cases(element: ElementTree.Element, suites: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield results. The root's name is left out: it is the runner's or the machine's."""
+    """Yield the name and result of each test.
+
+    The name of the root element is left out, because it depends on the runner or the machine.
+    """
     for child in element:
         if child.tag == "testsuite":
             yield from _cases(child, (*suites, child.get("name", "")))

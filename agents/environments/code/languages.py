@@ -1,7 +1,6 @@
-"""Table of languages: how projects are set up, how tests run with JUnit results, and which files
-are tests.
+"""Defines for each language how projects are set up and tested, and which files are tests.
 
-Python 3.9 or later, no packages.
+It runs on Python 3.9 or later and needs no packages.
 """
 
 from __future__ import annotations
@@ -11,42 +10,43 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 REPO = "/tmp/repo"
-"""Place of the repository in set-up and in episodes; installed files may contain the path."""
+"""Path of the repository during setup and in episodes. Installed files may contain it."""
 
 
 @dataclass(frozen=True)
 class ProjectLanguage:
-    """Commands of a language, run in bash in $REPO.
+    """The commands and file patterns for a language.
 
-    $PREFIX is a folder for installed files (only `setup` may write there), $JUNIT a folder for
-    results (any number of .xml files), $VERSION the project's version. Only `setup` has the
-    network.
+    Commands run with bash in $REPO. $PREFIX is a folder for installed files, which only `setup` may
+    write to. $JUNIT is a folder for results (any number of .xml files), and $VERSION is the
+    project's version. Only `setup` has network access.
 
-    Patterns: `name/` matches any folder of that name with its contents, `*_test.py` a file name,
-    and one with an inner slash a path from the root.
+    The pattern `name/` matches any folder with that name and its contents, and `*_test.py` matches
+    file names. A pattern with a slash in the middle matches a path from the root.
     """
 
     suffixes: tuple[str, ...]
     """Suffixes of source files."""
     tests: tuple[str, ...]
-    """Patterns of test files."""
+    """Patterns for test files."""
     steers: tuple[str, ...]
-    """Patterns of other files that influence the tests, restored for grading."""
+    """Patterns for other files that influence the tests. They are restored before grading."""
     manifests: tuple[str, ...]
-    """Patterns of files that list dependencies."""
+    """Patterns for files that list dependencies."""
     setup: str
     test: str
     check: str
-    """Succeeds if the tool chain works."""
+    """A command that succeeds if the tool chain works."""
     canary: tuple[str, str] = ("", "")
-    """Name and text of a test file with one test, which passes if WORTH is true. One that must pass
-    and one that must fail run with the others, to detect faked results."""
+    """The name and text of a test file with a single test, which passes if WORTH is true. One test
+    that must pass and one that must fail are run with the others to detect faked results."""
     canary_at_the_end: str = ""
-    """The same as the last lines of a hidden test file, to detect faked results of that file."""
+    """A canary in the form of lines to append to a hidden test file, which detects faked results
+    for that file."""
     build_names_sources: bool = False
-    """True if a new source file must be listed in a file of `steers`."""
+    """True if a new source file must be listed in one of the `steers` files."""
     unproven: str = ""
-    """Why the language is unproven; "" if one of our tests builds a project in it."""
+    """Why support for the language is unproven, or "" if our tests build a project in it."""
 
 
 PYTHON = ProjectLanguage(
@@ -208,7 +208,7 @@ LANGUAGES = {
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
-    """Return True if a path matches a pattern as described in `ProjectLanguage`."""
+    """Return whether a path matches a pattern. `ProjectLanguage` describes the patterns."""
     *folders, name = path.split("/")
     for pattern in patterns:
         if pattern.endswith("/"):
@@ -220,7 +220,7 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
 
 
 def is_grading(language: ProjectLanguage, path: str) -> bool:
-    """Return True for a grading file, whose version by the policy is ignored."""
+    """Return whether a file is used for grading, so that the policy's version of it is ignored."""
     # Readers of these files may ignore case: Python finds plugins in X.DIST-INFO.
     steers = [pattern.lower() for pattern in language.steers]
     return matches(path, language.tests) or matches(path.lower(), steers)

@@ -1,6 +1,6 @@
-"""Commands with a deadline, and killing all processes of an episode.
+"""Runs commands with a deadline, and kills all processes of an episode.
 
-Python 3.9 or later, no packages.
+It runs on Python 3.9 or later and needs no packages.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 _MAX_CHARACTERS = 20_000
-"""Length limit of a command's output: its first and last half."""
+"""Maximum length of a command's output. The first and the last half of it are kept."""
 _KILL_S = 10.0
 _SET_CHILD_SUBREAPER = 36
 _adopts = False
-"""True once orphans become children of this process."""
+"""True once orphaned descendants become children of this process."""
 
 
 def in_sandbox() -> bool:
-    """Return True inside Keel's sandbox, where emptying /tmp is safe."""
+    """Return whether this process runs in Keel's sandbox, where it is safe to empty /tmp."""
     read_only = bool(os.statvfs("/").f_flag & os.ST_RDONLY)
     return socket.gethostname() == "sandbox" and read_only and os.path.exists("/proc/self/task")
 
 
 def adopt_orphans() -> None:
-    """Make orphaned descendants children of this process."""
+    """Make orphaned descendants children of this process from now on."""
     if ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError("prctl(PR_SET_CHILD_SUBREAPER) failed")
     global _adopts
@@ -38,7 +38,10 @@ def adopt_orphans() -> None:
 
 
 def stop_all() -> None:
-    """Kill every descendant, in whatever session. Raises TimeoutError if some keep forking."""
+    """Kill all descendants, including those in other sessions.
+
+    Raises TimeoutError if some of them keep forking.
+    """
     deadline = time.monotonic() + _KILL_S
     while pids := _descendants():
         for pid in pids:
@@ -84,8 +87,10 @@ def run(
     within_s: float,
     stdin: bytes = b"",
 ) -> tuple[int | None, str]:
-    """Run a command. Returns its exit status, None if it was killed over its deadline, and its
-    output. Background processes keep running."""
+    """Run a command and return its exit status and its output.
+
+    The status is None if the command was killed at its deadline. Background processes keep running.
+    """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as source:
         source.write(stdin)
         source.seek(0)

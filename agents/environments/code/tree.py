@@ -1,7 +1,6 @@
-"""Source trees as data: read from an untrusted folder, written to one, and sealed into files that
-only the holder of a key can read.
+"""Reads source trees from untrusted folders, writes them, and encrypts files.
 
-Python 3.9 or later, no packages.
+It runs on Python 3.9 or later and needs no packages.
 """
 
 from __future__ import annotations
@@ -16,21 +15,24 @@ from collections.abc import Callable
 from typing import Any
 
 Entry = tuple[str, bytes]
-"""("f", contents), ("x", contents of an executable file) or ("l", target of a link)."""
+"""("f", contents), ("x", contents) for an executable file, or ("l", target) for a link."""
 Tree = dict[str, Entry]
-"""Entries by path from the root, with slashes."""
+"""Entries by their path from the root, with slashes."""
 _MAX_FILES = 20_000
 _ERASE_S = 60.0
 _DIGEST_BYTES = 32
 
 
 class UnreadableTree(ValueError):
-    """The folder is no source tree: too large, or not a folder."""
+    """A folder cannot be used as a source tree, for example because it is too large."""
 
 
 def read_tree(root: str, *, max_mib: int, skip: Callable[[str], bool]) -> Tree:
-    """Read regular files and links, without following links; no other process may write meanwhile.
-    skip: returns True for paths to leave out. Raises UnreadableTree."""
+    """Read all regular files and links in a folder, without following links.
+
+    No other process may write to the folder meanwhile. `skip` returns True for paths to leave out.
+    Raises UnreadableTree if the folder is not a source tree.
+    """
     if not stat.S_ISDIR(os.lstat(root).st_mode):
         raise UnreadableTree(f"{root} is no folder")
     tree: Tree = {}
@@ -59,7 +61,10 @@ def read_tree(root: str, *, max_mib: int, skip: Callable[[str], bool]) -> Tree:
 
 
 def write_tree(root: str, tree: Tree) -> None:
-    """Write a tree into a new folder. Raises UnreadableTree for a path below a file or link."""
+    """Write a tree to a new folder.
+
+    Raises UnreadableTree if a path is below a file or link.
+    """
     for path in tree:
         if blocking := [part for part in _parents(path) if part in tree]:
             raise UnreadableTree(f"{path} lies under {blocking[0]}, which is no folder")
@@ -76,7 +81,7 @@ def write_tree(root: str, tree: Tree) -> None:
 
 
 def erase(folder: str) -> None:
-    """Empty a folder, whatever its permissions and depth; mounts stay."""
+    """Empty a folder, regardless of its permissions and depth. Mounts are kept."""
     subprocess.run(
         ["/bin/sh", "-c", _ERASE, "sh", folder],
         stdin=subprocess.DEVNULL,
@@ -93,7 +98,10 @@ find "$1" -xdev -mindepth 1 -depth -delete
 
 
 def overlay(under: Tree, over: Tree) -> Tree:
-    """Lay `over` on top of `under`; a file of `over` replaces a folder and the reverse."""
+    """Return `under` with the entries of `over` added.
+
+    If a file and a folder have the same path, the one in `over` is kept.
+    """
     folders = {part for path in over for part in _parents(path)}
     visible = {
         path: entry
@@ -109,7 +117,7 @@ def _parents(path: str) -> list[str]:
 
 
 def is_safe(path: str) -> bool:
-    """Return True if a path stays below its root."""
+    """Return whether a path stays below its root."""
     return bool(path) and not any(part in ("", ".", "..") for part in path.split("/"))
 
 
@@ -123,13 +131,16 @@ def tree_from_json(value: dict[str, list[str]]) -> Tree:
 
 
 def seal(content: dict[str, Any], key: bytes) -> bytes:
-    """Encrypt content. A key must be used for one file only."""
+    """Encrypt content. Each key must be used for only one file."""
     data = zlib.compress(json.dumps(content).encode(), 6)
     return _xor(hashlib.sha256(data).digest() + data, key)
 
 
 def unseal(data: bytes, key: bytes) -> dict[str, Any]:
-    """Decrypt content. Raises ValueError for a wrong key or a changed file."""
+    """Decrypt content.
+
+    Raises ValueError if the key is wrong or the file has been changed.
+    """
     plain = _xor(data, key)
     if hashlib.sha256(plain[_DIGEST_BYTES:]).digest() != plain[:_DIGEST_BYTES]:
         raise ValueError("the key is not this file's, or the file was changed")

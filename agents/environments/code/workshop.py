@@ -1,6 +1,6 @@
-"""Sets up a repository in the sandbox and runs its tests before and after the change.
+"""Sets up a repository in the sandbox, and runs its tests with and without the change.
 
-Python 3.9 or later, no packages.
+It runs on Python 3.9 or later and needs no packages.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ _LEFTOVERS = (
 
 
 class RepositoryWorkshop(Repository):
-    """A repository and its prefix, opened from a draft that has the gold patch. `bash` is
-    inherited."""
+    """A repository and its prefix, opened from a draft that includes the gold patch.
+
+    The tool `bash` is inherited.
+    """
 
     def _begin(self, tree: Tree) -> None:
         write_tree(REPO, tree)

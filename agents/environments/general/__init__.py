@@ -1,1 +1,1 @@
-"""General tasks as in DeepSeek-V3.2 (2025), section 3.2.3: a database, tools and a verifier."""
+"""General tasks with a database, tools and a verifier (DeepSeek-V3.2, 2025, section 3.2.3)."""

@@ -1,4 +1,4 @@
-"""Runs an author's code in the sandbox for the pipeline that checks it."""
+"""Runs an author's code in the sandbox, so that a pipeline can check it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keel.agents.environments.general.parts import solving_child, tools_child, v
 
 
 class Solution:
-    """A running solution. It gets only its own source and the names of the tools."""
+    """A running solution. It only gets its own source and the names of the tools."""
 
     def opening(self, task: Mapping[str, Any], seed: int) -> None:
         spec = task["reward"]

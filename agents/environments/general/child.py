@@ -1,7 +1,7 @@
-"""Forked processes for an author's code, inside the sandbox.
+"""Runs an author's code in forked processes inside the sandbox.
 
-They can open no file, start no process and write only to their channel, whose messages are
-untrusted data.
+These processes can open no files, start no processes and write only to their channel. The messages
+that they send are untrusted.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from keel.agents.env_runtime.errors import InvalidEnvironment, error_text
 
 MEMORY_MIB = 512
 MOST_BYTES = 4 << 20
-"""Limit on one message."""
+"""Size limit for a message."""
 Message = dict[str, Any]
 
 
 class ChildEnded(Exception):
-    """A child exited, timed out or sent an invalid message."""
+    """A child has exited, timed out or sent an invalid message."""
 
 
 class Channel:
-    """One end of a connection for JSON lines."""
+    """One end of a connection that carries JSON lines."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end, self._heard = end, b""
 
     def send(self, message: Message) -> None:
-        """Send one message.
+        """Send a message.
 
-        Raises ChildEnded if the other end is closed, ValueError if the message is not JSON.
+        Raises ChildEnded if the other end is closed, and ValueError if the message is not JSON.
         """
         line = json.dumps(message, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         try:
@@ -48,7 +48,10 @@ class Channel:
             raise ChildEnded("its process ended") from error
 
     def receive(self, within_s: float | None = None) -> Message:
-        """Receive one message. Raises ChildEnded on a timeout or an invalid message."""
+        """Receive a message.
+
+        Raises ChildEnded on a timeout or if the message is invalid.
+        """
         until = None if within_s is None else time.monotonic() + within_s
         while b"\n" not in self._heard:
             remaining = None if until is None else max(0.0, until - time.monotonic())
@@ -71,8 +74,8 @@ class Channel:
 class Child(Channel):
     """A forked process that calls `run` with its channel.
 
-    `run` must call `shut` before any untrusted code. Errors are sent as {"refused" or "raised":
-    text}.
+    `run` must call `shut` before it runs any untrusted code. Errors are sent as {"refused": text}
+    or {"raised": text}.
     """
 
     def __init__(self, run: Callable[[Channel], None]) -> None:
@@ -84,7 +87,11 @@ class Child(Channel):
         super().__init__(ours)
 
     def ask(self, message: Message, within_s: float | None = None) -> Any:
-        """Raises ChildEnded, InvalidEnvironment, and AuthorCodeFailed for the code's own errors."""
+        """Send a request and return its result.
+
+        Raises ChildEnded, InvalidEnvironment, or AuthorCodeFailed if the author's code raises an
+        error.
+        """
         self.send(message)
         return self.answer(within_s)
 
@@ -106,7 +113,7 @@ class Child(Channel):
 
 
 class AuthorCodeFailed(Exception):
-    """An error raised by an author's code."""
+    """The author's code raised an error."""
 
 
 def _child(end: socket.socket, run: Callable[[Channel], None]) -> NoReturn:
@@ -130,7 +137,7 @@ def _child(end: socket.socket, run: Callable[[Channel], None]) -> NoReturn:
 
 
 def serve(channel: Channel, answer: Callable[[Message], Any]) -> None:
-    """Answer requests until the other end closes."""
+    """Answer requests until the other end is closed."""
     while True:
         try:
             request = channel.receive()

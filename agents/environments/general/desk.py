@@ -1,4 +1,4 @@
-"""The environment in which an author makes a database: a shell, a folder and no network."""
+"""The environment in which an author builds a database, with a shell, a folder and no network."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import subprocess
 from typing import Any
 
 MOST_SAID = 12_000
-"""Limit on a command's output in characters. The first and last half are kept."""
+"""Maximum length of a command's output in characters. The first and last half of it are kept."""
 
 
 class DatabaseDesk:
-    """A desk for one database. Only the submitted database outlives it."""
+    """An environment for building one database. Only the database that is submitted is kept."""
 
     def __init__(self, most_kib: int, bash_s: float) -> None:
         self._most, self._bash_s = most_kib << 10, bash_s

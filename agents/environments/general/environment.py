@@ -1,4 +1,4 @@
-"""The environment of an author's tasks: the policy uses tools and submits an answer."""
+"""An environment for an author's tasks, which the policy solves with tools and a final answer."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ PRELOAD = tuple(f"keel.agents.environments.general.{name}" for name in ("checks"
 
 
 class General:
-    """A task of the environments in some folders, whose tasks are numbered across the folders.
+    """One of an author's tasks.
 
-    The number is in the prompt's name, `name/n`, or in its `reward`, `{"general": {"task": 3}}`.
-    Tools and verifier run in their own processes. The tools' process is forked before anything else
-    is read and can open no file, so a tool under the policy's control cannot read an answer.
+    Tasks are numbered consecutively across the folders. The number is in the prompt's name,
+    `name/n`, or in its `reward`, `{"general": {"task": 3}}`. The tools and the verifier run in
+    separate processes. The process for the tools is forked before anything else is read and cannot
+    open files, so even a tool that the policy controls cannot read an answer.
     """
 
     def __init__(self, folder: str | Sequence[str], verify_s: float = 20.0) -> None:
-        """Accept one name or several, as in `keel.agents.environments.general.folder.folders`.
+        """Find the folders for one name or several.
 
-        `verify_s` is the time limit of a verifier. An answer that exceeds it is wrong.
+        `keel.agents.environments.general.folder.folders` describes the names. `verify_s` is the
+        time limit for a verifier. An answer for which the verifier exceeds it counts as wrong.
         """
         self._folders = folders([folder] if isinstance(folder, str) else folder)
         self._verify_s = verify_s

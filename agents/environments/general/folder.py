@@ -22,7 +22,7 @@ SHIPPED = Path(__file__).parent / "shipped"
 
 @dataclass(frozen=True)
 class Folder:
-    """One environment's folder."""
+    """The folder that contains one environment."""
 
     path: Path
 
@@ -30,7 +30,10 @@ class Folder:
         return (self.path / name).read_text(encoding="utf-8")
 
     def tasks(self) -> list[dict[str, Any]]:
-        """The tasks in order. Raises ValueError for an invalid task.json."""
+        """Return the tasks in order.
+
+        Raises ValueError if task.json is invalid.
+        """
         try:
             tasks: list[dict[str, Any]] = json.loads(self.text("task.json"))["tasks"]
             for task in tasks:
@@ -40,7 +43,7 @@ class Folder:
         return tasks
 
     def database(self) -> Any:
-        """Return a new copy: a JSON value or a SQLite connection."""
+        """Return a new copy of the database, as a JSON value or an SQLite connection."""
         file = self.path / "database.sqlite"
         if not file.exists():
             return json.loads(self.text("database.json"))
@@ -52,10 +55,10 @@ class Folder:
 
 
 def folders(names: Sequence[str]) -> list[Folder]:
-    """Return environments in order. Raises ValueError.
+    """Return the folders of the named environments in order.
 
-    Each name is a folder, a folder of such folders, a bundled environment, or `shipped` for all
-    bundled ones.
+    Each name is an environment's folder, a folder that contains several, a bundled environment, or
+    `shipped` for all bundled ones. Raises ValueError if a name is not found.
     """
     environments: list[Folder] = []
     for name in names:

@@ -1,4 +1,4 @@
-"""Runs an author's tools, verifier and solution, each in its own process."""
+"""Runs an author's tools, verifier and solution in separate processes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from keel.agents.environments.general.rules import function, namespace, parsed
 
 
 def tools_child(folder: Folder, seed: int) -> Child:
-    """Start a process with the tools.
+    """Start a process that runs the tools.
 
-    It answers {"do": "describe"} with the tools' specs by name, and {"do": "call", "name",
+    It answers {"do": "describe"} with the specs of the tools by name, and {"do": "call", "name",
     "arguments"} with a text.
     """
 
@@ -53,7 +53,10 @@ def tools_child(folder: Folder, seed: int) -> Child:
 
 
 def tools_of(source: str, database: Any) -> dict[str, Tool]:
-    """Return the public functions of a tools.py. Raises InvalidEnvironment for an untyped one."""
+    """Return the public functions in a tools.py.
+
+    Raises InvalidEnvironment if a function lacks type hints.
+    """
     tree = parsed(source, "tools")
     module = ModuleType("tools")
     vars(module).update(namespace("tools"), database=database)
@@ -106,10 +109,10 @@ def answer_of(text: str) -> Any:
 
 
 def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[str, bool] | str:
-    """Return each demand and whether it is met, or an error if the verifier fails.
+    """Return each demand and whether the answer meets it, or an error if the verifier fails.
 
-    The verifier reads the original database, so changes by the tools do not affect it. Raises
-    InvalidEnvironment for an invalid verifier.
+    The verifier reads the original database, so it does not see changes that the tools made. Raises
+    InvalidEnvironment if the verifier is invalid.
     """
 
     def run(channel: Channel) -> None:
@@ -147,13 +150,10 @@ def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[
 
 
 def solving_child(source: str, number: int, returns: dict[str, str]) -> Child:
-    """Start a process with a solution.
+    """Start a process that runs a solution.
 
-    It sends {"call": name, "arguments"}, expects {"text"} or {"failed"}, and ends with
-    {"is": the answer}.
-
-    Args:
-        returns: Each tool's result type, `text` or `json`.
+    The process sends {"call": name, "arguments"} and expects {"text"} or {"failed"}. It ends with
+    {"is": the answer}. `returns` is the result type of each tool, `text` or `json`.
     """
 
     def run(channel: Channel) -> None:
@@ -166,7 +166,7 @@ def solving_child(source: str, number: int, returns: dict[str, str]) -> Child:
 
 
 def _tools(channel: Channel, returns: dict[str, str]) -> Any:
-    """Make the object that a solution gets."""
+    """Create the object through which a solution calls the tools."""
 
     def named(name: str) -> Callable[..., Any]:
         def call(**arguments: Any) -> Any:

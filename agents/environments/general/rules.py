@@ -1,6 +1,7 @@
-"""Checks an author's code before it runs.
+"""Checks an author's code before it is run.
 
-The process that runs it (`keel.agents.environments.general.child`) blocks what these rules miss.
+What these rules miss is blocked by the process that runs the code
+(`keel.agents.environments.general.child`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MODULES = (
     *("json", "math", "operator", "random", "re", "statistics", "string", "textwrap", "typing"),
     "unicodedata",
 )
-"""Modules that tools and verifiers may import: no files, clock or processes."""
+"""Modules that tools and verifiers may import. None gives access to files, clocks or processes."""
 for _name in (*MODULES, "_strptime"):  # imported now, because their process can open no file
     importlib.import_module(_name)
 
@@ -41,17 +42,21 @@ _MORE = (
     *("property", "staticmethod", "classmethod", "super", "type"),
 )
 _CLOSED = re.compile(r"_.*|(gi|cr|ag|tb|f|co|func)_\w+|format|format_map|mro|now|today|utcnow")
-"""Attributes that give access to the interpreter or to the clock."""
+"""Attributes that give access to the interpreter or the clock."""
 _CLOCK = re.compile(
     r"""CURRENT_(DATE|TIME|TIMESTAMP)\b | ["']now["'] | ^\s*now\s*$ | \brandom(blob)?\( |
     \b(date|time|datetime|julianday|unixepoch)\(\s*\) | \bstrftime\(\s*('[^']*'|"[^"]*")\s*\)""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""Access to the clock and to randomness in SQLite. Its time functions default to `now`."""
+"""SQLite functions that read the clock or return random values. Its time functions default to
+`now`."""
 
 
 def parsed(source: str, part: Part) -> ast.Module:
-    """Parse an author's code. Raises InvalidEnvironment for a syntax error or forbidden code."""
+    """Parse an author's code.
+
+    Raises InvalidEnvironment if it has a syntax error or is forbidden.
+    """
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError, SystemError) as error:
@@ -94,7 +99,7 @@ def _complaint(node: ast.AST, part: Part) -> str:
 
 
 def _names(node: ast.AST) -> Iterator[tuple[str, bool]]:
-    """Yield each name in the node itself, and whether it names an attribute."""
+    """Yield each name in the node itself, and whether it is an attribute."""
     for field, value in ast.iter_fields(node):
         several = cast(list[Any], value if isinstance(value, list) else [value])
         for one in several:
@@ -103,7 +108,10 @@ def _names(node: ast.AST) -> Iterator[tuple[str, bool]]:
 
 
 def function(source: str, part: Part, name: str) -> tuple[ast.Module, ast.FunctionDef]:
-    """Return the function `name` with the imports directly before it. Raises InvalidEnvironment."""
+    """Return the source of the function `name` with the imports directly before it.
+
+    Raises InvalidEnvironment if there is none.
+    """
     pieces = _pieces(parsed(source, part), part)
     if name not in pieces:
         raise InvalidEnvironment(
@@ -136,7 +144,8 @@ def _pieces(tree: ast.Module, part: Part) -> dict[str, list[ast.stmt]]:
 
 
 def namespace(part: Part) -> dict[str, Any]:
-    """Return the globals of a part's code, with a few of Python's functions."""
+    """Return the global variables for an author's code, which include only a few of Python's
+    builtins."""
     names = _PLAIN if part == "solve" else (*_PLAIN, *_MORE)
     functions: dict[str, Any] = {name: getattr(builtins, name) for name in names}
     functions["print"] = lambda *_, **__: None  # type: ignore[misc]

@@ -1,1 +1,1 @@
-"""Search in a corpus: an index of its documents, and tools to search, open and find."""
+"""An environment for searching a corpus, with an index and tools to search, open and find."""

@@ -15,11 +15,11 @@ HOW = (
     'stand in it, as [[name: "words"]].'
 )
 MOST = 32
-"""Maximum number of citations to check."""
+"""Maximum number of citations that are checked."""
 MOST_CHARACTERS = 1500
 LEAST, LEAST_SIGNS = 12, 6
-"""Minimum length of a quote in letters and digits, and in signs of scripts without spaces. Shorter
-quotes occur everywhere."""
+"""Minimum length of a quote in letters and digits, and in characters of scripts without spaces. A
+shorter quote could be found in almost any document."""
 _CITED = re.compile(r"(.*?):\s*[\"“”«「『'](.*)[\"“”»」』']\s*", re.DOTALL)
 
 
@@ -30,7 +30,7 @@ class Citation:
 
 
 def citations_in(text: str) -> list[Citation]:
-    """Return the citations in order, without duplicates."""
+    """Return the citations in a text in order, without duplicates."""
     citations, at = dict[Citation, None](), 0
     while len(citations) < MOST and (start := text.find("[[", at)) >= 0:
         if (end := text.find("]]", start)) < 0:
@@ -44,14 +44,14 @@ def citations_in(text: str) -> list[Citation]:
 
 
 def fault(citation: Citation, opened: Mapping[str, Document]) -> str:
-    """Return the reason why a citation is invalid, or ""."""
+    """Return why a citation is invalid, or "" if it is valid."""
     if citation.name not in opened:
         return f"no document {citation.name[:200]!r} was opened"
     return quote_fault(citation.quote, opened[citation.name])
 
 
 def quote_fault(quote: str, document: Document) -> str:
-    """Return why `quote` does not count as a quote of `document`, or "".
+    """Return why a quote is not valid for `document`, or "" if it is.
 
     White space, case and punctuation are ignored.
     """

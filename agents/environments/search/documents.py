@@ -1,4 +1,4 @@
-"""Reads a folder of text, HTML and JSONL files as documents. Links are not followed."""
+"""Reads text, HTML and JSONL files in a folder as documents. Links are not followed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from keel.agents.environments.search.text import cleaned
 
 TEXT, HTML, LINES = (".txt", ".md", ".rst"), (".html", ".htm", ".xhtml"), (".jsonl",)
 MOST_BYTES = 32 << 20
-"""Limit on a file that is one document, and on a line of JSONL."""
+"""Size limit for a file that is a single document, and for a line of JSONL."""
 MOST_CHARACTERS = 4_000_000
-"""Limit on a document."""
+"""Maximum length of a document."""
 _UNNAMED = str.maketrans({"[": "(", "]": ")", '"': "'", "\n": " "})
-"""Replacements for characters in names that would end a citation."""
+"""Replacements for characters that would end a citation if they were in a name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A document of a corpus or of a search API."""
+    """A document from a corpus or a search API."""
 
     name: str
-    """Its path in the folder, `path#id` for a line of JSONL, or a web address."""
+    """The document's path in the folder, `path#id` for a line of JSONL, or a web address."""
     title: str
     text: str
 
@@ -43,21 +43,23 @@ class Hit:
 
 
 class Library(Protocol):
-    """An index of a corpus, or your adapter to a search API."""
+    """A source of documents, which is an index of a corpus or your adapter to a search API."""
 
     def search(self, query: str, most: int) -> Sequence[Hit]:
-        """Return at most `most` hits, best first. Errors reach the policy as a failed call."""
+        """Return up to `most` hits, best first. If an error is raised, the policy sees a failed
+        call."""
         ...
 
     def document(self, name: str) -> Document | None:
-        """Return the document with that name, or None."""
+        """Return the document with that name, or None if there is none."""
         ...
 
 
 def made(name: str, title: str, text: str) -> Document:
-    """Return a document without invisible characters. An empty title becomes the name.
+    """Create a document without invisible characters.
 
-    Search APIs may leave title and text empty or None.
+    If the title is empty, it is replaced with the name. A search API may return an empty or None
+    title and text.
     """
     name = " ".join(cleaned(name).translate(_UNNAMED).split())
     title = " ".join(cleaned(title or "").split())
@@ -65,7 +67,10 @@ def made(name: str, title: str, text: str) -> Document:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the readable files of a folder in order. Raises ValueError for a missing folder."""
+    """Return the files in a folder that can be read as documents, in order.
+
+    Raises ValueError if the folder is missing.
+    """
     if not folder.is_dir():
         raise ValueError(f"corpus {folder}: there is no such folder")
     paths: list[Path] = []
@@ -80,7 +85,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def fingerprint(folder: Path, files: Sequence[Path]) -> str:
-    """Return a hash that changes if any file changes."""
+    """Return a hash that changes whenever a file changes."""
     listed = [
         (os.fsencode(path.relative_to(folder)).hex(), about.st_size, about.st_mtime_ns)
         for path in files
@@ -90,9 +95,9 @@ def fingerprint(folder: Path, files: Sequence[Path]) -> str:
 
 
 def documents_of(folder: Path, files: Sequence[Path]) -> Iterator[Document]:
-    """Yield the documents of all files, except blank ones.
+    """Yield the documents in all files, except blank ones.
 
-    Raises ValueError with file and line for an unreadable document or a duplicate name.
+    Raises ValueError with the file and line if a document is unreadable or its name occurs twice.
     """
     seen: set[str] = set()
     for path in files:
@@ -126,7 +131,7 @@ def _of_file(path: Path, name: str) -> Iterator[tuple[str, Document]]:
 
 
 def _of_lines(path: Path, name: str) -> Iterator[tuple[str, Document]]:
-    """Read lines of `{"text": "…", "title": "…", "id": "…"}`; title and id are optional."""
+    """Read lines like `{"text": "…", "title": "…", "id": "…"}`. Title and id are optional."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(MOST_BYTES + 1):
@@ -151,7 +156,7 @@ def _of_lines(path: Path, name: str) -> Iterator[tuple[str, Document]]:
 
 
 def _heading(text: str) -> str:
-    """Return the first line if it is short enough to be a heading."""
+    """Return the first line if it is short enough to be a heading, else ""."""
     lines = (line.strip() for line in text.split("\n", 8)[:8])
     first = next((line for line in lines if line), "").lstrip("#= ")
     return first if len(first) <= 120 else ""

@@ -1,7 +1,7 @@
-"""The search agent's environment: search, open and find, in a corpus or a search API.
+"""An environment for a search agent, with tools to search, open and find in a corpus or search API.
 
-The verdict covers citations only. The prompt's own reward decides whether the answer is right: a
-rule, or a judge with criteria (DeepSeek-V3.2, 2025, section 3.2.3, uses both).
+Its verdict covers citations only. Whether the answer is right is decided by the prompt's own
+reward, which is a rule or a judge with criteria (DeepSeek-V3.2, 2025, section 3.2.3, uses both).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MARK = (
     "once, in your last message."
 )
 MOST_QUERY = 400
-"""Limit on a query, and on a text to find in a document, in characters."""
+"""Maximum length in characters of a query, and of a text to find in a document."""
 FOUND = 8
-"""Number of matches that `find` shows."""
+"""How many matches `find` shows."""
 AROUND = 160
-"""Characters shown before and after each match."""
+"""How many characters are shown before and after each match."""
 
 
 class Search:
@@ -55,7 +55,10 @@ class Search:
         cite: bool = True,
         ready: Library | None = None,
     ) -> None:
-        """Open the index or the library. Raises ValueError for invalid arguments."""
+        """Open the index or the library.
+
+        Raises ValueError if an argument is invalid.
+        """
         for name, value in (("results", results), ("page_characters", page_characters)):
             if value < 1:
                 raise ValueError(f"search: {name} = {value} must be at least 1")
@@ -66,7 +69,7 @@ class Search:
         self._names: list[str] = []
         self._open: Document | None = None
         self.opened: dict[str, Document] = {}
-        """Documents opened so far, keyed by name."""
+        """The documents that have been opened so far, by name."""
         self._evidence: list[str] = []
 
     def opening(self, task: Mapping[str, Any]) -> list[dict[str, Any]]:

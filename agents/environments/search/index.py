@@ -1,6 +1,7 @@
-"""Full-text search in a folder: SQLite's FTS5 with BM25 over the terms of passages.
+"""Full-text search over the documents in a folder.
 
-The index contains the documents' text, so a search reads rows of the database and never a path.
+It uses SQLite's FTS5 and ranks passages by BM25. The index contains the text of the documents, so a
+search reads only the database and never a path.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from keel.agents.environments.search.documents import (
 from keel.agents.environments.search.text import excerpt, signs, spans, terms
 
 VERSION = 1
-"""Format version. Increase it with every change of the content."""
+"""Version of the index format. Increase it whenever the content changes."""
 PASSAGE = 900
 """Length of a passage in characters."""
 SNIPPET = 280
 MOST_TERMS = 48
 """Maximum number of terms in a query."""
 SEARCH_S = 10.0
-"""Time limit of a search. A slow search fails the call instead of the episode."""
+"""Time limit for a search in seconds. If it is exceeded, only the call fails, not the episode."""
 STEPS = 1000
-"""SQLite instructions between two checks of the time limit."""
+"""How many SQLite instructions are run between two checks of the time limit."""
 _TABLES = """
 create table about (key text primary key, value text);
 create table documents (id integer primary key, name text unique, title text, text text);
@@ -47,10 +48,13 @@ where found match ? order by bm25(found) limit ?
 
 
 class SearchIndex:
-    """An open index. Implements `Library`."""
+    """An open index, as a `Library`."""
 
     def __init__(self, path: Path) -> None:
-        """Open an index. Raises ValueError if it is invalid."""
+        """Open an index.
+
+        Raises ValueError if it is invalid.
+        """
         try:
             self._base = _opened(path)
             about = dict(self._base.execute("select key, value from about").fetchall())
@@ -59,7 +63,7 @@ class SearchIndex:
         if about.get("version") != str(VERSION):
             raise ValueError(f"{path}: index of another version; remove it")
         self.of = about["of"]
-        """Fingerprint of the indexed files."""
+        """Fingerprint of the files that were indexed."""
 
     def search(self, query: str, most: int) -> list[Hit]:
         if not (expression := _expression(query)):
@@ -93,7 +97,7 @@ class SearchIndex:
             yield Document(name=row[0], title=row[1], text=row[2])
 
     def frequency(self, phrase: str) -> int:
-        """Count the documents with the words of `phrase` next to each other in a passage."""
+        """Count the documents with a passage that contains the words of `phrase` in a row."""
         if not (words := terms(phrase)):
             return 0
         columns = "signs" if _alone(words[0]) and len(words) == 1 else "{title terms}"
@@ -117,17 +121,17 @@ class SearchIndex:
 
 
 def default_path(folder: Path) -> Path:
-    """Return the path of a folder's index in the cache."""
+    """Return the path in the cache for a folder's index."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
     return cache / "keel" / "search" / f"{name}.sqlite"
 
 
 def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Path] = ()) -> Path:
-    """Return the path of `folder`'s index. It is rebuilt if a file has changed.
+    """Return the path of the index for `folder`, and rebuild it if a file has changed.
 
-    Raises ValueError for an unreadable corpus or one with a file of `without`, OSError if the index
-    cannot be written.
+    Raises ValueError if the corpus is unreadable or contains a file from `without`, and OSError if
+    the index cannot be written.
     """
     folder = folder.expanduser()
     files, path = files_of(folder), path or default_path(folder)
@@ -203,12 +207,17 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 
 def _expression(query: str) -> str:
-    """Return an FTS5 expression that words any term. Terms are quoted letters and digits, so a
-    query cannot contain FTS5 syntax."""
+    """Return an FTS5 expression that matches any term in `words`.
+
+    Terms are quoted and consist of letters and digits, so a query cannot contain FTS5 syntax.
+    """
     words = list(dict.fromkeys(terms(query)))[:MOST_TERMS]
     return " OR ".join(f'{"signs" if _alone(one) else "{title terms}"}: "{one}"' for one in words)
 
 
 def _alone(term: str) -> bool:
-    """Return True for a single sign of a script without spaces. All other terms there are pairs."""
+    """Return whether a term is a single character of a script without spaces.
+
+    All other terms in such scripts are pairs.
+    """
     return len(term) == 1 and bool(signs(term))

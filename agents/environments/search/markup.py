@@ -1,7 +1,7 @@
-"""Extracts the visible text of HTML.
+"""Extracts the visible text from untrusted HTML.
 
-The HTML is untrusted. Python's own parser takes quadratic time for input that is broken on purpose
-(minutes for 100 kB of `<a `). Here, a search that finds nothing is never repeated.
+Python's own parser takes quadratic time for deliberately broken input (minutes for 100 kB of `<a
+`). This one takes linear time, because it never repeats a search that found nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ _HIDDEN = re.compile(
     re.IGNORECASE,
 )
 MOST_TAG = 4096
-"""Maximum length of a tag. A longer one counts as text."""
+"""Maximum length of a tag. Anything longer counts as text."""
 
 
 def text_of_html(source: str) -> tuple[str, str]:
-    """Return title and text, without comments, scripts and hidden elements. Never fails."""
+    """Return the title and the text, without comments, scripts and hidden elements.
+
+    It never fails.
+    """
     seen, title, at = list[str](), list[str](), 0
     lower = source.lower() if len(source.lower()) == len(source) else source
     missing: set[str] = set()
@@ -39,7 +42,6 @@ def text_of_html(source: str) -> tuple[str, str]:
     in_title = False
 
     def after(mark: str, start: int) -> int:
-        """Return where the next `mark` ends, or the end of the source."""
         position = -1 if mark in missing else lower.find(mark, start)
         if position < 0:
             missing.add(mark)
@@ -89,7 +91,7 @@ def seen_text(parts: list[str]) -> bool:
 
 
 def _end_of_tag(source: str, start: int) -> int:
-    """Return the position after the tag's `>` outside quotes, or -1."""
+    """Return the position after the tag's closing `>`, or -1. A quoted `>` does not count."""
     quote = ""
     for at in range(start + 1, min(len(source), start + MOST_TAG)):
         sign = source[at]
@@ -105,7 +107,7 @@ def _end_of_tag(source: str, start: int) -> int:
 
 
 def _track(hidden: list[str], tag: str, closes_itself: bool) -> None:
-    """Update the open elements inside a hidden one. An end tag without a start tag is ignored."""
+    """Update the open elements inside a hidden one. End tags without a start tag are ignored."""
     if tag[0] != "/":
         if tag not in _VOID and not closes_itself and len(hidden) < 512:
             hidden.append(tag)

@@ -1,4 +1,5 @@
-"""Prepares text of any language for an index: visible text, terms and pieces.
+"""Prepares text in any language for an index, by cleaning it and splitting it into terms and
+pieces.
 
 The text is untrusted. All functions take time linear in its length.
 """
@@ -14,18 +15,18 @@ _UNSPACED = (
     "\u3005\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
     "\uac00-\ud7af\U00020000-\U0003ffff"
 )
-"""Scripts without spaces between words, and Hangul, because its words have endings."""
+"""Scripts without spaces between words. Hangul is included because its words have endings."""
 _MARKS = "\u0483-\u0487\u0591-\u05c7\u0610-\u061a\u064b-\u065f\u0670\u0900-\u0963\u0966-\u0dff"
 _TERMS = re.compile(rf"[{_UNSPACED}]+|(?:(?![{_UNSPACED}])[^\W_]|[{_MARKS}])+")
 _RUN = re.compile(rf"[{_UNSPACED}]+")
 _ACCENTS = re.compile("[\u0300-\u036f]")
 _UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn"}
 _KEPT = {"\n", "\t", "\u200c", "\u200d"}
-"""Joiners matter in Persian and in Indic scripts."""
+"""Joiners that are kept because they matter in Persian and in Indic scripts."""
 
 
 def cleaned(text: str) -> str:
-    """Remove invisible characters, which may target only the model, and extra white space."""
+    """Remove extra white space and invisible characters, which could be meant to trick a model."""
     text = unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
     unseen = {c for c in set(text) if c not in _KEPT and unicodedata.category(c) in _UNSEEN}
     text = text.translate(dict.fromkeys(map(ord, unseen)))
@@ -45,14 +46,18 @@ def folded(text: str) -> str:
 
 
 def runs(text: str) -> list[str]:
-    """Return the folded words of `text`. In scripts without spaces, a run of signs is one word."""
+    """Return the folded words in `text`.
+
+    In scripts without spaces, a run of characters is one word.
+    """
     return _TERMS.findall(folded(text))
 
 
 def terms(text: str) -> list[str]:
-    """Return search terms: words, and each pair of adjacent signs in scripts without spaces.
+    """Return the search terms in a text.
 
-    An isolated sign is one term.
+    They are words or, in scripts without spaces, pairs of adjacent characters. An isolated
+    character is a term of its own.
     """
     result: list[str] = []
     for run in runs(text):
@@ -64,19 +69,19 @@ def terms(text: str) -> list[str]:
 
 
 def signs(text: str) -> list[str]:
-    """Return each sign of scripts without spaces."""
+    """Return each character that belongs to a script without spaces."""
     return [sign for run in runs(text) if _RUN.fullmatch(run) for sign in run]
 
 
 def squeeze(text: str) -> str:
-    """Return only letters and digits, for comparing quotes."""
+    """Return only the letters and digits of a text, for comparing quotes."""
     return "".join(runs(text))
 
 
 def spans(text: str, most: int) -> list[tuple[int, int]]:
     """Split `text` into pieces [start, end) of at most `most` characters.
 
-    A piece ends with a line, a sentence or a word if one ends in its second half.
+    A piece ends after a line, a sentence or a word, if one of these ends in its second half.
     """
     boundaries: list[tuple[int, int]] = []
     start = 0
@@ -90,7 +95,7 @@ def spans(text: str, most: int) -> list[tuple[int, int]]:
 
 
 def excerpt(text: str, wanted: Iterable[str], most: int) -> str:
-    """Return the piece of `text` with the most different terms of `wanted`, on one line."""
+    """Return the piece of `text` with the most different terms from `wanted`, on one line."""
     wanted = set(wanted)
     starts = range(0, len(text), most // 3) or [0]
     pieces = [(start, min(len(text), start + most)) for start in starts]

@@ -1,1 +1,1 @@
-"""Trip planning in made-up cities: a general task like the example of DeepSeek-V3.2 (2025)."""
+"""An environment for planning trips in made-up cities, like the example in DeepSeek-V3.2 (2025)."""

@@ -1,7 +1,7 @@
-"""The trip planner's environment: fifteen tools over a made-up world, and a verdict.
+"""The environment for planning a trip, with fifteen tools over a made-up world and a verdict.
 
-DeepSeek-V3.2 (2025), section 3.2.3, has this task as its example. The names of the tools and of
-their parameters are the report's.
+DeepSeek-V3.2 (2025), section 3.2.3, uses this task as its example. The names of the tools and their
+parameters are taken from there.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from keel.agents.environments.trip.verify import checks, judge
 from keel.agents.environments.trip.world import Attraction, World
 
 MOST_TRIES = 500
-"""Maximum number of draws until a task has a solution."""
+"""How many tasks are drawn at most until one has a solution."""
 GUESSES = 40
 
 
 class Trip:
-    """One trip to plan.
+    """An environment in which the policy plans one trip.
 
-    The prompt's `reward` names the task, `{"trip": {"level": 0, "seed": 17}}`. Without it, the task
-    is drawn from the seed at `level`.
+    The prompt's `reward` selects the task, as in `{"trip": {"level": 0, "seed": 17}}`. Without it,
+    the task is drawn from the seed at `level`.
     """
 
     def __init__(self, level: int = 0, ready: tuple[World, TripTask, Level] | None = None) -> None:
-        """Start with the task `ready` if given. Raises ValueError for an unknown level."""
+        """Start with the task `ready` if it is given.
+
+        Raises ValueError if the level is unknown.
+        """
         if not 0 <= level < len(LEVELS):
             raise ValueError(f"trip: level = {level}, there are 0 to {len(LEVELS) - 1}")
         self._of = level
@@ -159,10 +162,10 @@ class Trip:
         return parts, {"submitted": True, "not met": [name for name, ok in met.items() if not ok]}
 
     def _progress(self, share: float) -> float:
-        """Return the completed share of the needed steps: lists to look at, and the answer.
+        """Return the fraction of the needed steps that have been completed.
 
-        There is one list for each kind of place in each day's city, or in any city if the task
-        does not name the cities.
+        The steps are the answer and the lists that must be requested. There is one list for each
+        kind of place in each day's city, or in any city if the task does not name the cities.
         """
         task = self._task
         kinds = [kind for kind in ("hotel", "restaurant", "attraction") if task.asks_for(kind)]
@@ -207,7 +210,10 @@ def _facts(known: dict[str, Any], keywords: Sequence[str]) -> dict[str, Any]:
 
 
 def make_task(seed: int, level: Level) -> tuple[World, TripTask]:
-    """Return a seed's task. Its tools suffice to solve it, and most random plans fail."""
+    """Return the task for a seed.
+
+    It can be solved with its tools, and most random plans fail.
+    """
     for attempt in range(MOST_TRIES):
         world, task = draw_task(seed * MOST_TRIES + attempt, level)
         if _possible(world, task, level) and not _anything_goes(world, task):
@@ -216,7 +222,7 @@ def make_task(seed: int, level: Level) -> tuple[World, TripTask]:
 
 
 def answers(trip: Trip, calls: Calls) -> bool:
-    """Run a solver against an environment of this process. Return its result."""
+    """Run a solver in a local environment and return its result."""
     result: str | None = None
     while True:
         try:
@@ -232,7 +238,7 @@ def _possible(world: World, task: TripTask, level: Level) -> bool:
 
 
 def _anything_goes(world: World, task: TripTask) -> bool:
-    """Return True if most random plans with places in the right city would be correct."""
+    """Return whether most random plans with places in the right city would be correct."""
     draw = random.Random(task.text())
     good = bad = 0
     while good <= GUESSES // 2 and bad < GUESSES / 2:  # stop once the outcome is certain
@@ -242,7 +248,7 @@ def _anything_goes(world: World, task: TripTask) -> bool:
 
 
 def a_plan(world: World, task: TripTask, draw: random.Random) -> list[dict[str, str]]:
-    """Draw a plan with places in the right cities."""
+    """Draw a random plan with places in the right cities."""
     others = [city for city in world.cities if city != task.start]
     cities = task.cities or draw.sample(others, len(task.dates))
     plan: list[dict[str, str]] = []

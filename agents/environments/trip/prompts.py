@@ -1,4 +1,4 @@
-"""Prompts of trip tasks."""
+"""Creates prompts for trip tasks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from keel.rl.types import Prompt
 
 
 def trip_prompts(level: int, count: int, *, seed: int) -> list[Prompt]:
-    """Draw `count` solvable tasks of one of `LEVELS`. Each seed gives different ones.
+    """Draw `count` solvable tasks at one of the `LEVELS`. Each seed gives different tasks.
 
-    Raises ValueError for an unknown level.
+    Raises ValueError if the level is unknown.
     """
     if not 0 <= level < len(LEVELS):
         raise ValueError(f"trip: level = {level}, there are 0 to {len(LEVELS) - 1}")

@@ -1,4 +1,4 @@
-"""Solves a trip with the tools alone, without access to the world."""
+"""Solves a trip task with the tools alone, without access to the world."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keel.agents.environments.trip.tasks import TripTask
 from keel.agents.environments.trip.verify import MEALS, band_holds, band_of
 
 Calls = Generator[tuple[str, dict[str, Any]], str, Any]
-"""Generator that yields calls (name, arguments) and receives their results."""
+"""A generator that yields calls (name, arguments) and receives their results."""
 _ABOUT = {
     "hotel": ["price"],
     "restaurant": ["price", "rating"],
@@ -20,7 +20,7 @@ _ABOUT = {
 
 
 def solve(task: TripTask) -> Calls:
-    """Submit a solution if there is one. Return whether there is one."""
+    """Submit a solution if there is one, and return whether there is."""
     known: dict[tuple[str, str], list[dict[str, Any]]] = {}
     if task.cities is not None:
         routes = [task.cities]
@@ -58,7 +58,8 @@ def solve(task: TripTask) -> Calls:
 def _day(
     task: TripTask, day: int, city: str, known: dict[tuple[str, str], list[dict[str, Any]]]
 ) -> Generator[tuple[str, dict[str, Any]], str, dict[str, str] | None]:
-    """Return a plan for one day in a city that meets all demands on that day, or None."""
+    """Return a plan for a day in a city that meets all demands on that day, or None if there is
+    none."""
     keys = [key for key in task.keys if key not in ("time", "city")]
     lists: dict[str, list[dict[str, Any]]] = {}
     for kind in _ABOUT:

@@ -1,4 +1,5 @@
-"""Tasks of the trip planner: some days, distinct places, and a rule about one hotel's price."""
+"""Trip tasks, which ask for a plan for some days with distinct places and a rule about hotel
+prices."""
 
 from __future__ import annotations
 
@@ -16,23 +17,25 @@ KEYS = (
     "afternoon_attraction",
     "evening_restaurant",
 )
-"""Keys of a day's object in a plan."""
+"""The keys that describe a day in a plan."""
 START_OF_TIME = datetime.date(2025, 10, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """Demands on a day whose hotel costs from `low` to below `high` CNY. A demand of None always
-    holds."""
+    """Demands on a day whose hotel costs at least `low` and less than `high` CNY.
+
+    A demand that is None is always met.
+    """
 
     low: int
     high: int | None = None
-    """Upper bound in CNY; None for no bound."""
+    """Upper bound in CNY, or None if there is none."""
     meals_below: int | None = None
-    """Upper bound on the price of both restaurants together, in CNY."""
+    """Upper bound in CNY on the price of both restaurants together."""
     both_rated: float | None = None
     one_rated: float | None = None
-    """Minimum rating of at least one restaurant."""
+    """Minimum rating that at least one restaurant must have."""
     ticket_below: int | None = None
 
 
@@ -43,23 +46,23 @@ class Level:
     size: Size
     days: int = 1
     keys: tuple[str, ...] = KEYS
-    """Keys of a day's object that the plan must contain."""
+    """The keys of a day that the plan must contain."""
     plain: bool = False
-    """The answer is names separated by commas instead of JSON."""
+    """True if the answer is a comma-separated list of names instead of JSON."""
     bands: tuple[Band, ...] = ()
-    """Price bands around which each task draws its bounds. Without bands, only the hotel's price is
+    """Price bands near which each task draws its bounds. Without bands, only the hotel's price is
     bounded."""
     fixed: bool = False
-    """The task names each day's city."""
+    """True if the task names the city for each day."""
     connected: bool = False
-    """Each city must have a route from the one before."""
+    """True if each city must have a route from the previous one."""
     dry: bool = False
-    """No outdoor attraction on a day with rain."""
+    """True if outdoor attractions are forbidden on rainy days."""
     listing: bool = True
-    """Lists contain prices and ratings instead of names only. A plain level's lists are lines of
-    name and price."""
+    """True if lists contain prices and ratings instead of only names. At a plain level, each line
+    of a list has a name and a price."""
     tools: tuple[str, ...] | None = None
-    """Names of the offered tools. None: all."""
+    """Names of the available tools. None means all tools."""
 
 
 REPORT = (
@@ -67,7 +70,7 @@ REPORT = (
     Band(low=500, high=800, one_rated=4.0, ticket_below=180),
     Band(low=200, high=500, one_rated=3.2),
 )
-"""DeepSeek-V3.2 (2025), section 3.2.3."""
+"""The price bands in the example of DeepSeek-V3.2 (2025), section 3.2.3."""
 _HOTELS = ("get_all_hotels_by_city", "submit_result")
 _LISTS = ("get_all_restaurants_by_city", "get_all_attractions_by_city")
 LEVELS = (
@@ -114,33 +117,33 @@ LEVELS = (
         listing=False,
     ),
 )
-"""From finding one hotel's name to more than the report's example."""
+"""All levels. The first only asks for a hotel's name, the last exceeds the report's example."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TripTask:
-    """A plan to make, described in full in the prompt."""
+    """A plan to make. The prompt describes it in full."""
 
     dates: tuple[str, ...]
     start: str
-    """City where the journey begins, not part of the plan; "" if the cities are fixed."""
+    """City in which the journey begins. It is not part of the plan, and "" if cities are fixed."""
     cities: tuple[str, ...] | None
-    """Each day's city, if the task fixes them."""
+    """The city for each day, if the task fixes them."""
     keys: tuple[str, ...]
     plain: bool
     rule_day: int
-    """Index of the day that `bands` applies to."""
+    """Index of the day to which `bands` apply."""
     bands: tuple[Band, ...]
     hotel_at_most: int | None
     connected: bool
     dry: bool
 
     def asks_for(self, kind: str) -> bool:
-        """Return True if a plan must name a hotel, a restaurant or an attraction (`kind`)."""
+        """Return whether a plan must name a hotel, a restaurant or an attraction (`kind`)."""
         return any(kind in key for key in self.keys)
 
     def text(self) -> str:
-        """The task's text for the policy."""
+        """The text of the task for the policy."""
         return " ".join([*self._what(), *self._how(), self._form()])
 
     def _what(self) -> list[str]:
@@ -206,7 +209,10 @@ def _terms(band: Band) -> str:
 
 
 def draw_task(seed: int, level: Level) -> tuple[World, TripTask]:
-    """Draw a world and a task, which may have no solution; `environment.make_task` checks."""
+    """Draw a world and a task.
+
+    The task may have no solution, which `environment.make_task` checks.
+    """
     draw = random.Random(f"task {seed}")
     first = START_OF_TIME + datetime.timedelta(days=draw.randrange(60))
     dates = tuple(str(first + datetime.timedelta(days=day)) for day in range(level.days))
@@ -233,7 +239,7 @@ def draw_task(seed: int, level: Level) -> tuple[World, TripTask]:
 
 
 def _varied(band: Band, draw: random.Random) -> Band:
-    """Return the band with bounds drawn near its own."""
+    """Return a copy of the band with bounds drawn near the original ones."""
     return replace(
         band,
         meals_below=band.meals_below and band.meals_below + 10 * draw.randrange(-6, 7),

@@ -1,4 +1,4 @@
-"""Checks whether a submitted plan meets its task's demands."""
+"""Checks whether a submitted plan meets the demands of its task."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Day = Mapping[str, str]
 
 
 def checks(world: World, task: TripTask, answer: str) -> dict[str, bool]:
-    """Return each demand's name and whether `answer` meets it.
+    """Return the name of each demand and whether `answer` meets it.
 
     If the answer is malformed, the only demand is `form`.
     """
@@ -26,7 +26,10 @@ def checks(world: World, task: TripTask, answer: str) -> dict[str, bool]:
 
 
 def parse(task: TripTask, answer: str) -> list[dict[str, str]] | None:
-    """Return a plan's days, each with exactly the task's keys, or None for a malformed answer."""
+    """Return the days of a plan, or None if the answer is malformed.
+
+    Each day must have exactly the keys that the task asks for.
+    """
     if len(answer) > MOST_CHARACTERS:
         return None
     if task.plain:
@@ -50,7 +53,7 @@ def parse(task: TripTask, answer: str) -> list[dict[str, str]] | None:
 
 
 def judge(world: World, task: TripTask, plan: Sequence[Day]) -> dict[str, bool]:
-    """Check the demands on a well-formed plan."""
+    """Check whether a well-formed plan meets each demand."""
     days = [{"time": date, **day} for date, day in zip(task.dates, plan, strict=True)]
     if task.cities is not None:
         days = [{"city": city, **day} for city, day in zip(task.cities, days, strict=True)]
@@ -121,7 +124,7 @@ def band_of(bands: Sequence[Band], price: int) -> Band | None:
 
 
 def band_holds(band: Band, meals: Sequence[tuple[int, float]], ticket: int) -> bool:
-    """Return True if a day meets a band's demands. `meals` holds each (price, rating)."""
+    """Return whether a day meets the demands of a band. `meals` lists (price, rating) pairs."""
     ratings = [rating for _, rating in meals]
     return (
         (band.meals_below is None or sum(price for price, _ in meals) < band.meals_below)

@@ -1,4 +1,4 @@
-"""A made-up country: cities with hotels, restaurants, attractions and transport.
+"""Creates a made-up country with cities, hotels, restaurants, attractions and transport.
 
 Everything is drawn from a seed, and all names are unique.
 """
@@ -48,7 +48,7 @@ class Attraction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A connection between two cities, in both directions."""
+    """A connection between two cities in both directions."""
 
     by: str
     hours: float
@@ -57,20 +57,20 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Size of a world."""
+    """The size of a world."""
 
     cities: int
     hotels: int
-    """Hotels per city. Restaurants and attractions are also counted per city."""
+    """Number of hotels per city. Restaurants and attractions are also counted per city."""
     restaurants: int
     attractions: int
     long_names: bool = True
-    """Use long names. Otherwise names have two letters, which a small model copies more easily; 70
-    such names exist."""
+    """Whether to use long names. Short names have two letters, which a small model copies more
+    easily, but only 70 of them exist."""
     price_step: int = 10
-    """Hotel prices are multiples of this, starting at 200 CNY."""
+    """Step between hotel prices, which start at 200 CNY."""
     routes: float = 1.0
-    """Share of city pairs with a route between them."""
+    """Fraction of city pairs that have a route between them."""
 
     def __post_init__(self) -> None:
         each = 1 + self.hotels + self.restaurants + self.attractions
@@ -84,15 +84,15 @@ class Size:
 class World:
     cities: tuple[str, ...]
     hotels: dict[str, Hotel]
-    """Hotels keyed by name. Restaurants and attractions are keyed in the same way."""
+    """Hotels by name. Restaurants and attractions are stored in the same way."""
     restaurants: dict[str, Restaurant]
     attractions: dict[str, Attraction]
     routes: dict[tuple[str, str], Route]
-    """Routes keyed by (from, to), in both directions."""
+    """Routes by (from, to), in both directions."""
     transport: dict[str, tuple[str, ...]]
-    """Local transport of each city."""
+    """Local transport in each city."""
     weather: dict[tuple[str, str], str]
-    """Weather keyed by city and date."""
+    """Weather by city and date."""
 
 
 def make_world(seed: int, size: Size, dates: tuple[str, ...]) -> World:
@@ -155,7 +155,6 @@ def _rating(draw: random.Random) -> float:
 
 
 def _names(draw: random.Random, long: bool) -> Iterator[str]:
-    """Yield unique names."""
     short = [one + two for one in _CONSONANTS for two in _VOWELS]
     if not long:
         draw.shuffle(short)
