@@ -261,10 +261,10 @@ def _silent_nodes() -> list[str]:
 
 
 def smaller_configs(config: Config, min_ranks: int, *, gpus: int | None) -> Iterator[Config]:
-    """Return configs with fewer ranks or engines. Those that keep the most of both come first.
+    """Yield configs with fewer ranks or engines. Those that keep the most of both come first.
 
-    Groups that share experts or contexts are not split. `gpus` is the number of GPUs for ranks and
-    engines together, or None on CPUs.
+    Groups of ranks that share experts or contexts are not split. `gpus` is the number of GPUs for
+    ranks and engines together, or None on CPUs.
     """
     trainer, rollout = config.trainer, config.rollout
     samples, width = bool(config.data.sources), rollout.tensor_parallel

@@ -132,8 +132,11 @@ def check_parallel(trainer: TrainerConfig, *, architecture: str, experts: int, h
 
 
 def check_attention_kernels(config: Config, *, gpu: bool, flash4: bool, machine: str) -> None:
-    """Check that the hardware supports FlashAttention-4. Raises ConfigError on a GPU that does not
-    (`flash4`) and on a CPU."""
+    """Check that the hardware supports FlashAttention-4 if the recipe asks for it. Raises
+    ConfigError if it does not.
+
+    `flash4` says whether the GPU supports it.
+    """
     if config.trainer.attention_kernels == "flash4" and not (gpu and flash4):
         raise ConfigError(
             "trainer.attention_kernels = 'flash4': FlashAttention-4 needs a Hopper or Blackwell "

@@ -1,8 +1,9 @@
-"""Detects hung processes of a run on this node: warns first, then kills them.
+"""Detects processes of a run that hang on this node. It warns first, and then kills them.
 
-A process hangs if it is stopped (SIGSTOP), or if the kernel schedules none of its threads; one
-that computes for long does not. Processes in a debugger are left alone. Durations count polls, not
-wall time, so that a suspended monitor does not misfire.
+A process hangs if it is stopped (SIGSTOP), or if the kernel runs none of its threads. A process
+that computes for a long time does not hang, and processes in a debugger are left alone. Durations
+count polls instead of wall time, so that nothing is killed by mistake after the monitor was
+suspended.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class ProcessHealth:
     descendants: dict[int, ProcessHealth] = field(default_factory=dict[int, "ProcessHealth"])
     _threads: dict[int, ThreadState] = field(default_factory=dict[int, ThreadState])
     _active: int = 0
-    """A thread that was running in the last full scan. It is checked first."""
+    """Id of a thread that was running in the last full scan. It is checked first."""
 
     def poll(self, elapsed_s: float, *, wakes: bool = True) -> None:
         """Update the durations. Raises one of `EXITED` if the process has exited.

@@ -24,7 +24,7 @@ ENGINE_CUDA_GIB, TRAINER_CUDA_GIB = 1.5, 1.3
 """GPU memory for the CUDA context, kernels, NCCL and CUDA graphs. The value for an engine is
 assumed, the one for a rank is measured."""
 STEP_PARTS = ("activations", "experts' tokens", "support head", "new gradients")
-"""Parts of a rank's memory that exist only during forward and backward passes."""
+"""Parts of a rank's memory that are in use only during forward and backward passes."""
 _JOINED = "gradients joined"
 """Memory that an update needs in addition to what the activations have freed."""
 _SUB_GROUP_BYTES = 4e9
@@ -35,7 +35,8 @@ differ."""
 ENGINE_SPARE, ENGINE_SPARE_GIB = 1.1, 1.0
 """Assumed safety factor and reserve for an engine's memory without the KV cache."""
 ENGINE_BEYOND_GIB = 1.0
-"""CUDA graphs and buffers beyond an engine's share: 0.6 to 1.0 in four of five drawn workloads."""
+"""Memory for CUDA graphs and buffers that an engine uses beyond its share: 0.6 to 1.0 GiB in four
+of five workloads drawn at random."""
 TRAINER_UNUSED_GIB = 1.5
 """Memory that PyTorch's allocator holds beyond the tensors of a step: 0.2 to 2.4 GiB in measured
 steps."""
@@ -48,7 +49,7 @@ nothing."""
 _ZERO_2_BUCKETS = 4
 """Number of buckets and copies under ZeRO-2, fitted to three measured steps."""
 _LIVE_ELEMENTS = 1_000_000_000
-"""Parameters that ZeRO-3 keeps gathered (DeepSpeed's default)."""
+"""Number of parameters that ZeRO-3 keeps gathered (DeepSpeed's default)."""
 _KEPT_ID_BYTES, _MEAN_KEPT = 60, 8
 """Bytes per kept id in the support head (45 to 60 measured, see docs/performance.md), and kept ids
 per token."""
@@ -362,11 +363,12 @@ def support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
 
 
 def activation_elements(facts: ModelFacts, config: Config) -> float:
-    """Peak elements per token of all layers, without the experts' tokens.
+    """Count the elements per token that all layers hold at the peak, without the tokens of experts.
 
-    The peak is at the start of the backward pass: elements that each layer keeps
-    (`layer_elements`), or with checkpointing its input and possibly attention's output; all of the
-    last layer's; and its gradients (two of the MLP and the residual's).
+    The peak is at the start of the backward pass. It includes the elements that each layer keeps
+    (`layer_elements`), or with checkpointing only its input and possibly the output of attention.
+    To this it adds all elements of the last layer and its gradients (two for the MLP and one for
+    the residual stream).
     """
     trainer, residual = config.trainer, _residual_elements(facts, config)
     whole = layer_elements(facts, config)
@@ -383,15 +385,16 @@ def _residual_elements(facts: ModelFacts, config: Config) -> int:
 
 
 def layer_elements(facts: ModelFacts, config: Config, *, compiled: bool = False) -> float:
-    """Elements per token that a mean layer keeps for its backward pass, without experts.
+    """Count the elements per token that an average layer keeps for its backward pass, without
+    experts.
 
-    Residual stream before and after attention; outputs of norms (2 hidden sizes); queries and keys
-    before and after norm and rotary embedding, values and attention's output (3 attention widths, 3
-    key widths); gate, up, activation and product of the MLP (4 widths). Norms that are not fused
-    also keep a float32 input and the normalised values.
+    They are the residual stream before and after attention; the outputs of norms (2 hidden sizes);
+    queries and keys before and after norm and rotary embedding, values and the output of attention
+    (3 attention widths, 3 key widths); and the gate, up projection, activation and product of the
+    MLP (4 widths). Norms that are not fused also keep a float32 input and the normalised values.
 
-    compiled: norms' outputs, activation and product are recomputed, but a block of experts is
-    outside the graph, so that its input is kept.
+    If the layer is `compiled`, the outputs of norms, the activation and the product are recomputed.
+    A block of experts is outside the compiled graph, so that its input is kept.
     """
     hidden, stream = facts.hidden_size, 2 * _residual_elements(facts, config)
     attention = 3 * facts.attention_width + 3 * key_width(facts)

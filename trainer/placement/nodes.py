@@ -200,7 +200,7 @@ def cluster_nodes(*, gpus: bool = True) -> list[Node]:
 
 
 def this_machine() -> list[Node]:
-    """Return the node that Ray would start on this machine, or nothing if it has no GPUs."""
+    """Return the node that Ray would start on this machine, or an empty list if it has no GPUs."""
     gpus, cores = visible_gpus(), available_cores()
     node = Node(
         name=socket.gethostname(),

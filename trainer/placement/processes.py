@@ -51,7 +51,7 @@ def thread_states(pid: int) -> dict[int, ThreadState]:
 
 
 def children(pid: int) -> Iterator[int]:
-    """Return the child processes. The kernel may omit some while others exit."""
+    """Yield the child processes. The kernel may omit some of them while others exit."""
     with suppress(*EXITED):
         for task in (_proc(pid) / "task").iterdir():
             with suppress(OSError):

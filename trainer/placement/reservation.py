@@ -25,7 +25,7 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """A placement and the Ray placement group that holds its GPUs."""
+    """A placement, and the Ray placement group that holds its GPUs."""
 
     placement: Placement
     group: PlacementGroup

@@ -44,23 +44,26 @@ class Rates:
     """Fraction of the peak that the trainer's attention GEMMs reach."""
     flash4_share: float = 0.62
     flash4_tokens: float = 2000.0
-    """FlashAttention-4 reaches `flash4_share` · n / (n + `flash4_tokens`) on n tokens (H100)."""
+    """On n tokens, FlashAttention-4 reaches `flash4_share` · n / (n + `flash4_tokens`) of the peak
+    (H100)."""
     layer_moves: float = 2.9
     """How many times a pass moves `elementwise_elements` through memory."""
     norm_moves: float = 26.8
     """The same for `normed_elements` of norms that are neither fused nor compiled."""
     compiled_moves: float = 4.3
-    """The same for `layer_elements` with `trainer.compile`."""
+    """How many times a pass moves `layer_elements` with `trainer.compile`."""
     expert_moves: float = 3.5
-    """The same for `expert_elements` with Keel's experts (model/layers/fused.py)."""
+    """How many times a pass moves `expert_elements` with Keel's experts (model/layers/fused.py)."""
     stock_expert_moves: float = 12.0
-    """The same for other experts, and for experts spread over ranks, which is not measured."""
+    """The same for other experts, and for experts that are spread over ranks, which has not been
+    measured."""
     optimizer_bytes: float = 65.0
     """Bytes that an optimizer step (AdamW, norm and clipping) moves per owned parameter."""
     gradient_bytes: float = 30.0
     """Bytes moved per parameter to add the gradients of a micro-batch."""
     summed_bytes: float = 14.0
-    """The same in a single pass (trainer/engine/deepspeed_internals.py)."""
+    """Bytes moved per parameter if gradients are added in a single pass
+    (trainer/engine/deepspeed_internals.py)."""
     host_adam_s: float = 3.5e-10
     """Seconds per owned parameter for AdamW in host memory: 28 bytes at an assumed 80 GB/s."""
     driver_s: float = 0.1
@@ -99,7 +102,7 @@ class Rates:
     sequence."""
     invariant_step: float = 1.15
     invariant_pass: float = 1.09
-    """Slowdown of a decoding step and of a compiled pass with `model.batch_invariant`."""
+    """Factor by which `model.batch_invariant` slows down a decoding step and a compiled pass."""
     pass_s: float = 1.8e-3
     compiled_pass_s: float = 1.15e-3
     """Host seconds of the trainer per layer and pass over a micro-batch."""

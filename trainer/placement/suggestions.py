@@ -66,9 +66,10 @@ def suggest(
 
 
 def changes(config: Config, facts: ModelFacts, *, fine: bool) -> Iterator[list[Change]]:
-    """Return the possible changes by knob, with the cheapest knob and the smallest change first.
+    """Yield the possible changes for each knob. The cheapest knob comes first, and its smallest
+    change.
 
-    With `fine`, shares of memory change in steps of 0.01, otherwise 0.05.
+    With `fine`, shares of memory change in steps of 0.01, and otherwise in steps of 0.05.
     """
     rollout, trainer, longest = config.rollout, config.trainer, config.max_context
 

@@ -38,7 +38,7 @@ STATE = "state.json"
 FORMAT = 2
 """Version of the checkpoint layout."""
 PROGRESS = "trainer.json"
-"""The trainer's progress and the layout that wrote the checkpoint."""
+"""File with the trainer's progress and the layout that wrote the checkpoint."""
 PICKLED = "deepspeed"
 """Folder of pickles in checkpoints of early releases; never read, since pickles can run code."""
 LAYOUT = (
@@ -52,7 +52,7 @@ _FINISHED = re.compile(r"step_(\d{6,})")
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written; the run itself is intact and can continue."""
+    """Raised if a checkpoint could not be written. The run itself is intact and can continue."""
 
     final = False
     """True for the checkpoint of the last step."""
@@ -83,11 +83,12 @@ def save(
     keep: int,
     say: Callable[[str], object] = print,
 ) -> Path:
-    """Write the checkpoint of `state.step` under `root`, and delete all but the newest `keep`.
+    """Write the checkpoint for `state.step` under `root`, and delete all but the newest `keep`
+    checkpoints.
 
-    `write` fills a folder and returns the files it has sealed. A crash at any moment leaves older
-    checkpoints intact. Raises `SaveError` if the disk refuses, `CollectiveTimeout` or
-    `RuntimeError` if a rank failed, and `WorkerLost` if one died.
+    `write` fills a folder and returns the files that it has sealed. If the process crashes, older
+    checkpoints are still intact. Raises `SaveError` if the disk refuses the files,
+    `CollectiveTimeout` or `RuntimeError` if a rank failed, and `WorkerLost` if one died.
     """
     final = root / f"step_{state.step:06d}"
     partial = root / f".{final.name}"

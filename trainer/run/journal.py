@@ -27,9 +27,13 @@ from keel.trainer.run.trajectory_files import TOKENS, TokenFile, choose_trajecto
 from keel.trainer.run.view import View
 
 EVENTS = "events.jsonl"
-"""Append-only log of events, by kind: `resume`, `restart` (of engines and trainer), `alarm`,
-`engine` (restarted), `frozen` (a hung process), `fewer` (fewer ranks), `ledger` (prompt audit),
-`tracker`, and `end` (the error that ended the run). Repeated steps repeat their events."""
+"""File to which events are appended.
+
+Their kinds are `resume`, `restart` (of engines and trainer), `alarm`, `engine` (an engine was
+restarted), `frozen` (a process hangs), `fewer` (the run has fewer ranks), `ledger` (a finding of
+the prompt audit), `tracker`, and `end` (the error that ended the run). A step that is repeated
+repeats its events.
+"""
 _GAPS_NAMED = 4
 
 

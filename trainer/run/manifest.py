@@ -1,7 +1,8 @@
-"""Manifests: size and SHA-256 of every file in a folder, and fingerprints of models.
+"""Manifests, which list the size and SHA-256 of every file in a folder, and fingerprints of models.
 
-A manifest is written last, so a folder that has one is complete. Files are digested in pieces of
-64 MiB by several threads; a one-piece file has the digest of `sha256sum`.
+The manifest is written last, so a folder that has one is complete. Several threads compute the
+digests, in pieces of 64 MiB. A file that has only one piece gets the same digest as from
+`sha256sum`.
 """
 
 from __future__ import annotations

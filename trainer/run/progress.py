@@ -1,9 +1,11 @@
-"""Progress of long waits: a live line on a terminal, plain lines elsewhere.
+"""Shows the progress of long waits: a live line on a terminal, and plain lines elsewhere.
 
-Without a terminal there is a line after one second, every 30 seconds, and at the end. The time
-remaining is estimated from a count (steps, bytes, prompts) or from the last time the same wait took
-on this machine. Uses the standard library only until there is a terminal, and works without rich,
-because `make install` runs it in an empty environment.
+Without a terminal, a line is printed after one second, every 30 seconds, and at the end. The
+remaining time is estimated from a count (steps, bytes, prompts), or from how long the same wait
+took last time on this machine.
+
+The module uses only the standard library until there is a terminal, and works without rich, because
+`make install` runs it in an empty environment.
 """
 
 from __future__ import annotations

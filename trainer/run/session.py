@@ -32,7 +32,7 @@ from keel.trainer.run.view import View, open_view
 class _System(Protocol):
     @property
     def learner(self) -> Any:
-        """`keel.trainer.learner.Learner`"""
+        """The trainer as a `keel.trainer.learner.Learner`."""
         ...
 
 

@@ -1,7 +1,9 @@
-"""Replaces Ray's `setup_worker.py`, which loads Ray to set a worker's environment variables.
+"""Replaces Ray's `setup_worker.py`, which has to load Ray just to set the environment variables for
+a worker.
 
-Runtime environments with anything else are passed to Ray's program. A raylet skips it, by its
-name, for workers without a runtime environment. Usage: `python setup_worker.py WORKER.py ARG…`.
+Runtime environments that contain anything else are passed on to Ray's program. The file keeps the
+name of Ray's program, because a raylet recognises it by this name and skips it for workers without
+a runtime environment. Usage: `python setup_worker.py WORKER.py ARG…`.
 """
 
 from __future__ import annotations

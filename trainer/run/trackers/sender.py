@@ -1,9 +1,12 @@
 """Sends the record of a run to its trackers in background threads.
 
-Each thread reads `metrics.jsonl` and `events.jsonl` as they grow, so a slow or unreachable tracker
-costs the run nothing and catches up later. `trackers/NAME.json` stores how far it got. Steps that a
-resumed run repeats are not sent again; a second line of a step adds the metrics of an evaluation
-made after a resume (`keel.trainer.run.journal.steps_of`).
+Each thread reads `metrics.jsonl` and `events.jsonl` while they grow. A slow or unreachable tracker
+therefore does not delay the run, and catches up later. `trackers/NAME.json` stores how far the
+thread has come.
+
+Steps that a resumed run repeats are not sent again. If an evaluation was made after a resume, its
+step has a second line, which adds the metrics of the evaluation
+(`keel.trainer.run.journal.steps_of`).
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Tracker(Protocol):
         ...
 
     def event(self, step: int, time: float, kind: str, text: str) -> None:
-        """Log an event of one of the kinds in `keel.trainer.run.journal.EVENTS`."""
+        """Log an event. `keel.trainer.run.journal.EVENTS` lists the kinds."""
         ...
 
     def close(self, end: RunEnd) -> None:
