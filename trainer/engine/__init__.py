@@ -1,1 +1,2 @@
-"""One rank: DeepSpeed, the policy network, parallelism, memory given back, export."""
+"""What runs inside one trainer rank: DeepSpeed, the policy network, parallelism, offloading,
+checkpoints and export."""

@@ -1,11 +1,11 @@
-"""The trainer's part of a checkpoint: optimizer state, random state and progress.
+"""Saves and loads the trainer's part of a checkpoint: optimizer state, random state and progress.
 
-    optimizer/…            master weights and Adam moments (`keel.trainer.engine.optimizer_state`)
-    random_rank_0.pt …     random state of each rank
-    trainer.json           progress and layout
+    optimizer/…          master weights and Adam moments (`keel.trainer.engine.optimizer_state`)
+    random_rank_0.pt …   random state of each rank
+    trainer.json         progress and layout
 
-A checkpoint can be read with another number of ranks, ZeRO stage and parallelism. The model's
-weights are not written, since they are the rounded master weights. Nothing is pickled, so reading a
+A checkpoint can be loaded with a different number of ranks, ZeRO stage or parallelism. The model's
+weights are not written, since they are the rounded master weights. Nothing is pickled, so loading a
 checkpoint runs no code.
 """
 
@@ -33,7 +33,8 @@ T = TypeVar("T")
 
 
 class Checkpoints:
-    """Writes and reads one rank's part of a checkpoint. Every method is collective."""
+    """Writes and reads one rank's part of a checkpoint. All ranks must call each method
+    together."""
 
     def __init__(
         self,
@@ -50,10 +51,8 @@ class Checkpoints:
         self._optimizer = OptimizerState(engine, adam, model, runs, stage=stage)
 
     def save(self, folder: Path, progress: Mapping[str, Any]) -> dict[str, Entry]:
-        """Write `progress` (JSON values) and this rank's state; returns the files written.
-
-        Raises `SaveError` on all ranks if one of them could not write.
-        """
+        """Write `progress` (JSON values) and this rank's state. Returns the files written. If any
+        rank could not write, all ranks raise `SaveError`."""
         rank, sealed, failure = dist.get_rank(), dict[str, Entry](), ""
         shares = _all_gather(self._optimizer.share())
         if blind := [other for other, sees in enumerate(_all_gather(folder.is_dir())) if not sees]:
@@ -81,7 +80,8 @@ class Checkpoints:
         return sealed
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Restore the state and return `progress`. Raises ValueError for another model."""
+        """Restore the state and return `progress`. Raises ValueError if the checkpoint is from
+        another model."""
         progress = json.loads((folder / PROGRESS).read_text())
         shares = _all_gather(self._optimizer.share())
         try:
@@ -98,7 +98,7 @@ class Checkpoints:
 
 
 def _all_gather(value: T) -> list[T]:
-    """The value of each rank. Collective."""
+    """Return the values of all ranks. All ranks must call this together."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

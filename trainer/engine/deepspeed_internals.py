@@ -1,7 +1,5 @@
-"""Everything the trainer uses of DeepSpeed beyond its documented API.
-
-The attributes exist in exactly one release, which `check_version` requires.
-"""
+"""Everything that the trainer uses from DeepSpeed beyond its documented API. These attributes exist
+in exactly one release, which `check_version` requires."""
 
 from __future__ import annotations
 
@@ -34,16 +32,15 @@ def check_version() -> None:
 
 
 def skip_shared_memory_op() -> None:
-    """Mark the CPU shared-memory all-reduce as unavailable, since compiling it takes a minute.
-
-    Only tensor-parallel inference on CPUs uses it.
-    """
+    """Mark DeepSpeed's shared-memory all-reduce for CPUs as unavailable. Compiling it takes a
+    minute, and only tensor-parallel inference on CPUs uses it."""
     if not torch.cuda.is_available():
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # type: ignore[attr-defined]
 
 
 def whole_shape(parameter: nn.Parameter) -> Sequence[int]:
-    """Shape of the whole parameter, also if ZeRO-3 has left this rank a shard."""
+    """Return the shape of the whole parameter, even if this rank holds only a shard under
+    ZeRO-3."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
@@ -56,14 +53,14 @@ def trainable(module: nn.Module) -> Iterator[tuple[str, Any]]:
 # float32 sums of bfloat16 gradients
 
 _KERNEL_ELEMENTS = 2**16
-"""Below this many elements PyTorch's kernel is faster to launch."""
+"""For fewer elements than this, PyTorch's own kernel is faster to launch."""
 
 
 def sum_in_one_pass(optimizer: Any) -> None:
-    """Make DeepSpeed's bfloat16 optimizer add each gradient to its float32 sum directly.
+    """Make DeepSpeed's bfloat16 optimizer add each gradient directly to its float32 sum.
 
-    DeepSpeed adds a float32 copy of every gradient: 18 bytes of traffic per parameter and
-    micro-batch instead of 10. The sums are bit-identical.
+    DeepSpeed itself first makes a float32 copy of every gradient. This moves 18 bytes per parameter
+    and micro-batch instead of 10. The sums are bit-identical.
     """
     optimizer.__class__ = _summing(type(optimizer))
 
@@ -101,22 +98,21 @@ def _summing(base: Any) -> Any:
 
 
 def gradient_sums(optimizer: Any) -> list[Tensor]:
-    """Float32 gradient buffers, which are unused after the optimizer has stepped.
-
-    They are zero under ZeRO-1 in bfloat16, and overwritten by the next gradient under ZeRO-3.
-    """
+    """Return the float32 gradient buffers, which are unused once the optimizer has stepped. In
+    bfloat16 under ZeRO-1 they are then zero. Under ZeRO-3 the next gradient overwrites them."""
     zero_3: Tensor | None = getattr(optimizer, "grad_partitions_flat_buffer", None)
     return [*getattr(optimizer, "fp32_groups_gradients_flat", ())] if zero_3 is None else [zero_3]
 
 
 def buckets(optimizer: Any) -> list[Tensor]:
-    """Communication buckets of gradients, which are unused between two steps."""
+    """Return the buckets in which gradients are communicated. They are unused between two steps."""
     ipg_buckets = getattr(optimizer, "ipg_buckets", {}).values()
     return list(_tensors([getattr(bucket, "buffer", None) for bucket in ipg_buckets], set()))
 
 
 def _masters(optimizer: Any) -> tuple[list[Tensor], Mapping[Tensor, Mapping[str, Any]]]:
-    """Master weights and their Adam state. ZeRO-3 groups hold theirs only during an update."""
+    """Return the master weights and their Adam state. ZeRO-3's parameter groups hold their master
+    weights only during an update."""
     groups = [p for group in optimizer.param_groups for p in group["params"]]
     zero_3 = getattr(optimizer, "fp32_partitioned_groups_flat", ())
     state = getattr(optimizer, "optimizer", optimizer).state
@@ -124,7 +120,7 @@ def _masters(optimizer: Any) -> tuple[list[Tensor], Mapping[Tensor, Mapping[str,
 
 
 def optimizer_state(module: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Master weights and moments: needed by an update, but not by a backward pass."""
+    """Return the master weights and moments. An update needs them, but a backward pass does not."""
     masters, state = _masters(optimizer)
     moments = [m for slots in state.values() for m in slots.values() if isinstance(m, Tensor)]
     weights = set(map(_storage, weights_of(module)))
@@ -132,21 +128,21 @@ def optimizer_state(module: nn.Module, optimizer: Any) -> list[Tensor]:
 
 
 def missing_moment_bytes(optimizer: Any, device: torch.device) -> int:
-    """Bytes of `device` that the next update allocates for moments."""
+    """Return how many bytes of `device` memory the next update allocates for moments."""
     masters, state = _masters(optimizer)
     sizes = {id(m): 8 * m.numel() for m in masters if m.device == device}
     return sum(sizes.values()) - sum(sizes.get(id(m), 0) for m in state)
 
 
 def other_state(module: nn.Module, optimizer: Any) -> list[Tensor]:
-    """All other tensors reachable from the optimizer, such as gradient shards."""
+    """Return all other tensors that can be reached from the optimizer, such as gradient shards."""
     named = (buckets(optimizer), gradient_sums(optimizer), optimizer_state(module, optimizer))
     listed = {_storage(t) for part in (weights_of(module), *named) for t in part}
     return [tensor for tensor in _tensors(optimizer, set()) if _storage(tensor) not in listed]
 
 
 def weights_of(module: nn.Module) -> Iterator[Tensor]:
-    """Parameter data, and this rank's shards under ZeRO-3."""
+    """Yield the data of all parameters and, under ZeRO-3, this rank's shards."""
     parameter: Any
     for parameter in module.parameters():
         yield parameter.data
@@ -155,13 +151,13 @@ def weights_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def drop_gathered(optimizer: Any) -> None:
-    """Free parameters that ZeRO-3 has prefetched."""
+    """Free the parameters that ZeRO-3 has prefetched."""
     if hasattr(optimizer, "empty_partition_cache"):
         optimizer.empty_partition_cache()
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """All tensors reachable from DeepSpeed objects and containers."""
+    """Yield all tensors that can be reached from DeepSpeed objects and containers."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -192,20 +188,20 @@ def _storage(tensor: Tensor) -> int:
 
 
 class Part(NamedTuple):
-    """The piece of a parameter, as this rank has it, that a master tensor holds."""
+    """A piece of one of this rank's parameters that lies in a master tensor."""
 
     name: str
     start: int
-    """First element in the flattened parameter."""
+    """Index of the first element in the flattened parameter."""
     count: int
     offset: int
-    """First element in the master tensor."""
+    """Index of the first element in the master tensor."""
     weights: Tensor
-    """[count] elements that the model computes with, in its dtype."""
+    """[count] elements that the model computes with, in the model's dtype."""
 
 
 class Master(NamedTuple):
-    """Master weights that Adam updates as one tensor."""
+    """A tensor of master weights that Adam updates as a whole."""
 
     tensor: Tensor
     parts: list[Part]
@@ -216,7 +212,8 @@ class Master(NamedTuple):
 
 
 def master_weights(module: nn.Module, engine: DeepSpeedEngine, *, stage: int) -> list[Master]:
-    """All master tensors of this rank. At ZeRO stage 0 they are the parameters themselves."""
+    """Return all master tensors on this rank. At ZeRO stage 0 these are the parameters
+    themselves."""
     if stage == 0:
         return [
             Master(p, [Part(name, 0, p.numel(), 0, p.detach().view(-1))])
@@ -237,7 +234,7 @@ def master_weights(module: nn.Module, engine: DeepSpeedEngine, *, stage: int) ->
 
 
 def _mapped(name: str, parameter: Any, _: Any) -> tuple[int, Part | None]:
-    """ZeRO-1 and 2: a partition of the concatenated parameters of a group."""
+    """Under ZeRO-1 and 2, a master tensor is a partition of a group's concatenated parameters."""
     mapping = parameter._hp_mapping
     if mapping is None:  # in the partition of another rank
         return 0, None
@@ -247,7 +244,7 @@ def _mapped(name: str, parameter: Any, _: Any) -> tuple[int, Part | None]:
 
 
 def _sharded(name: str, parameter: Any, optimizer: Any) -> tuple[int, Part | None]:
-    """ZeRO-3: a shard of each parameter."""
+    """Under ZeRO-3, a master tensor holds a shard of each parameter."""
     group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start = parameter.ds_zero_partition_rank * size
     count = min(size, parameter.ds_numel - start)  # the last shard is padded
@@ -260,7 +257,8 @@ def _sharded(name: str, parameter: Any, optimizer: Any) -> tuple[int, Part | Non
 def replacing_masters(
     engine: DeepSpeedEngine, masters: list[Master], *, stage: int
 ) -> Iterator[None]:
-    """Copy changes of master weights inside the block to the model's weights. Collective."""
+    """Copy the changes that are made to master weights inside this context to the model's weights.
+    All ranks must enter it together."""
     optimizer: Any = engine.optimizer
     if stage == 3:
         optimizer.checkpoint_event_prologue()
@@ -280,7 +278,7 @@ _SCALER_STATE = ("cur_scale", "cur_iter", "cur_hysteresis", "last_overflow_iter"
 
 
 def loss_scale(engine: DeepSpeedEngine) -> dict[str, float]:
-    """State of the dynamic loss scaler; empty outside float16."""
+    """Return the state of the dynamic loss scaler. Empty unless float16 is used."""
     scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
     if scaler is None or not scaler.dynamic:
         return {}
@@ -288,17 +286,15 @@ def loss_scale(engine: DeepSpeedEngine) -> dict[str, float]:
 
 
 def set_loss_scale(engine: DeepSpeedEngine, state: Mapping[str, float]) -> None:
-    """Restore the scaler's state, but not its settings."""
+    """Restore the state of the loss scaler, but not its settings."""
     if loss_scale(engine):
         optimizer: Any = engine.optimizer
         vars(optimizer.loss_scaler).update({k: v for k, v in state.items() if k in _SCALER_STATE})
 
 
 def grow_loss_scale(engine: DeepSpeedEngine, window: int) -> None:
-    """Double the scale after `window` steps without overflow.
-
-    DeepSpeed would double it before unscaling the step's gradient, and so halve that.
-    """
+    """Double the loss scale after `window` steps without overflow. DeepSpeed would double it before
+    it unscales the gradient of that step, which would halve the gradient."""
     scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
     steady = getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", 0) - 2
     if steady > 0 and steady % window == 0:
@@ -306,11 +302,8 @@ def grow_loss_scale(engine: DeepSpeedEngine, window: int) -> None:
 
 
 def forget_sums(engine: DeepSpeedEngine) -> None:
-    """Drop non-finite gradient sums of a skipped step.
-
-    DeepSpeed keeps them under ZeRO-1 and 2 with an offloaded optimizer, so all later steps would be
-    skipped, too.
-    """
+    """Drop the non-finite gradient sums of a skipped step. Under ZeRO-1 and 2 with an offloaded
+    optimizer DeepSpeed keeps them, so all later steps would be skipped as well."""
     if engine.zero_cpu_offload() and engine.zero_optimization_stage() < 3:
         optimizer: Any = engine.optimizer
         optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
@@ -319,12 +312,12 @@ def forget_sums(engine: DeepSpeedEngine) -> None:
 # Expert parallelism (AutoEP)
 
 WEIGHTS = ("w1", "w2", "w3")
-"""AutoEP's names of the gate, down and up projections."""
+"""The names that AutoEP uses for the gate, down and up projections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OriginalNames:
-    """Names of the parts of a MoE block in transformers."""
+    """The names that Transformers uses for the parts of a MoE block."""
 
     router: str
     shared_experts: str
@@ -334,7 +327,7 @@ class OriginalNames:
 
 
 def expert_layers(model: nn.Module) -> dict[str, Any]:
-    """AutoEP's replacements of MoE blocks, by module name."""
+    """Return the layers with which AutoEP has replaced MoE blocks, keyed by module name."""
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer  # noqa: PLC0415
 
     return {name: m for name, m in model.named_modules() if isinstance(m, AutoEPMoELayer)}
@@ -356,14 +349,15 @@ def original_names(layer: Any) -> OriginalNames:
 def split_experts(
     parameters: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Split into replicated parameters and expert parameters, which differ between ranks."""
+    """Split parameters into those that are the same on all ranks and those of experts, which differ
+    between ranks."""
     from deepspeed.moe.utils import split_params_into_shared_and_expert_params  # noqa: PLC0415
 
     return split_params_into_shared_and_expert_params(list(parameters))
 
 
 def layer_group(layer: Any) -> ProcessGroup | None:
-    """Ranks that share the experts of an AutoEP layer."""
+    """Return the group of ranks that share the experts in an AutoEP layer."""
     return layer.ep_group
 
 
@@ -372,7 +366,7 @@ def expert_group_name(parameter: Any) -> str:
 
 
 def expert_group(parameter: nn.Parameter) -> ProcessGroup:
-    """Ranks that share the experts of this parameter's layer."""
+    """Return the group of ranks that share the experts in this parameter's layer."""
     from deepspeed.utils.groups import _get_expert_parallel_group  # noqa: PLC0415
 
     return _get_expert_parallel_group(expert_group_name(parameter))

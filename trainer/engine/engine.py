@@ -1,11 +1,13 @@
-"""One rank of the trainer: GRPO or supervised steps on a DeepSpeed engine, without Ray.
+"""One rank of the trainer. It runs GRPO or supervised steps on a DeepSpeed engine and does not
+depend on Ray.
 
-The loss of a micro-batch is its share of Eq. 8 (`keel.rl.losses`), or of the mean negative
-log-likelihood (`keel.rl.sft`), so shares add up over micro-batches and ranks. DeepSpeed sums
-gradients over micro-batches (it accumulates over one, so it divides by one) and averages them over
-ranks, hence the factor `world_size` on each share. Ranks of a sequence-parallel group compute the
-loss of the same micro-batch, each with the gradient through its own tokens, so their gradients add
-up as well, without DeepSpeed knowing the groups.
+The loss of a micro-batch is its share of Eq. 8 (`keel.rl.losses`) or of the mean negative
+log-likelihood (`keel.rl.sft`), so the shares add up over micro-batches and ranks. DeepSpeed sums
+gradients over micro-batches (it is set to accumulate over one, so it divides by one) and averages
+them over ranks. Each share is therefore multiplied by `world_size`. The ranks of a
+sequence-parallel group all compute the loss of the same micro-batch, but each one gets only the
+gradient through its own tokens. Their gradients therefore add up as well, and DeepSpeed does not
+need to know the groups.
 """
 
 from __future__ import annotations
@@ -85,9 +87,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class TrainerEngine:
-    """Policy, optimizer and reference policy of one rank.
+    """The policy, optimizer and reference policy on one rank.
 
-    Every method except the properties is collective: all ranks call it in the same order.
+    All ranks must call the same methods in the same order. Only the properties can be read by a
+    single rank.
     """
 
     def __init__(
@@ -100,9 +103,9 @@ class TrainerEngine:
         store: Store | None = None,
         read: PreTrainedModel | None = None,
     ) -> None:
-        """Join the other ranks through `store`, and load the weights.
+        """Join the other ranks through `store` and load the weights.
 
-        store: not needed by a single rank. read: the model, if it is already in host memory.
+        A single rank does not need a `store`. `read` is the model, if it is already in host memory.
         """
         trainer = config.trainer
         if world_size != trainer.ranks:
@@ -110,7 +113,7 @@ class TrainerEngine:
         self._model_path, self._config = model_path, config
         self._rank, self._world_size = rank, world_size
         self.notes: list[str] = []
-        """Warnings about missing optimisations."""
+        """Warnings about optimizations that are not available."""
         check_libraries()
         # While a rank sends weights and waits for an engine, the others wait for it.
         timeout_s = trainer.timeout_s + config.sending_timeout_s
@@ -123,7 +126,7 @@ class TrainerEngine:
         # In float16 the first steps may be skipped until the loss scale fits.
         self._skips = SkipCounter(max(most, SCALE_POWER) if self._scaled else most)
         self.findings: list[Finding] = []
-        """Causes of non-finite gradients in the last `step`, on this rank."""
+        """What made gradients non-finite in the last `step`, as seen by this rank."""
         self._part = Slice.join(trainer.sequence_parallel)
 
         load = partial(load_policy, model_path, dtype)
@@ -169,7 +172,7 @@ class TrainerEngine:
         limit_all_groups(timeout_s)
         self._steps, self._version, self._updated = 0, 0, False
         self.tokens: dict[int, TokenNumbers] = {}
-        """Numbers of the watched segments of the last step."""
+        """Per-token numbers for the watched segments in the last step."""
 
     @property
     def device(self) -> torch.device:
@@ -177,32 +180,34 @@ class TrainerEngine:
 
     @property
     def version(self) -> int:
-        """Optimizer steps so far, skipped ones included."""
+        """The number of optimizer steps so far, including skipped ones."""
         return self._version
 
     @property
     def gave_up(self) -> str:
-        """Reason to stop training after too many non-finite gradients in a row, or ""."""
+        """The reason to stop training after too many non-finite gradients in a row. Empty
+        otherwise."""
         return self._skips.gave_up
 
     @property
     def steps(self) -> int:
-        """Batches of rollouts trained on so far."""
+        """The number of rollout batches trained on so far."""
         return self._steps
 
     # Training
 
     def warm_up(self, *, whole: bool = False) -> None:
-        """Compile kernels while no one waits for this rank (`layer_compile.warm_up`)."""
+        """Compile kernels while no one is waiting for this rank (see `layer_compile.warm_up`)."""
         if needs_warm_up(self._config, gpu=self._device.type == "cuda", whole=whole):
             args = (self._network, self._reference, self._config, self._device, self._part)
             warm_up(*args, whole=whole)
 
     def step(self, batches: Sequence[TrainBatch], *, examine: bool = False) -> dict[str, Metric]:
-        """Train on one batch of rollouts, with one optimizer step per element, until `gave_up`.
+        """Train on one batch of rollouts. Takes one optimizer step for each element of `batches`,
+        but stops when `gave_up` is set.
 
-        Returns the metrics of `keel.rl.summary.of_updates`. examine: trace the cause of skipped
-        steps in float16, too.
+        Returns the metrics from `keel.rl.summary.of_updates`. With `examine`, the cause of a
+        skipped step is also traced in float16.
         """
         self.findings, self.tokens, self._updated = [], {}, False
         config = self._config
@@ -215,8 +220,9 @@ class TrainerEngine:
         return {**metrics, "lr": Mean(lr, 1)} if self._rank == 0 else metrics
 
     def recover(self) -> bool:
-        """Drop the remains of a `step` that ran out of memory. Returns True if training can go on:
-        a single rank, before the update, with gradients outside ZeRO's buffers."""
+        """Clean up after a `step` that ran out of memory. Returns True if training can continue.
+        This requires a single rank, an update that has not begun, and gradients outside ZeRO's
+        buffers."""
         self._offload.mark_crowded()
         alone = self._world_size == 1 and self._stage <= self._sums_apart and not self._updated
         if alone:
@@ -224,11 +230,12 @@ class TrainerEngine:
         return alone
 
     def recompute(self, *, keep_attention: bool) -> None:
-        """Switch to recomputing activations in backward passes."""
+        """Recompute activations in backward passes from now on."""
         self._network.recompute(keep_attention=keep_attention)
 
     def score(self, batch: TrainBatch) -> dict[str, Metric]:
-        """`nll` of a batch of conversations, and `indexer/held` while indexers warm up."""
+        """Return the `nll` of a batch of conversations, and `indexer/held` while indexers warm
+        up."""
         self._offload.load()
         scored = [self._score(micro_batch)[1:] for micro_batch in batch.micro_batches]
         if self._part.rank > 0:  # its group has the same
@@ -237,7 +244,8 @@ class TrainerEngine:
         return merge([*nll, *(indexer_metrics(held) for _, held in scored)])
 
     def _has_gradient(self, batch: TrainBatch) -> bool:
-        """True if any objective of the step can have a gradient. The same on all ranks."""
+        """Return True if any objective in this step can have a gradient. All ranks get the same
+        answer."""
         algorithm = self._config.algorithm
         auxiliary = algorithm.kept_mass_coef > 0 or self._network.learning_indexers > 0
         return batch.signal or (auxiliary and not algorithm.skip_uniform_groups)
@@ -277,7 +285,7 @@ class TrainerEngine:
         return merge(parts)
 
     def _examine(self, batch: TrainBatch) -> None:
-        """Repeat a skipped step with tracing; leaves weights and gradients as they were."""
+        """Repeat a skipped step with tracing. Weights and gradients are left as they were."""
         self._offload.before_gradients()
         split = SplitGaps.begun(batch, self._device, self._score)
         tracer = NanTracer(self._traced_layers)
@@ -294,10 +302,10 @@ class TrainerEngine:
     def _accumulate(
         self, batch: MicroBatch, step: TrainBatch, split: SplitGaps, tracer: NanTracer | None = None
     ) -> Callable[[], dict[str, Metric]]:
-        """Forward and backward pass of one micro-batch.
+        """Run the forward and backward pass for one micro-batch.
 
-        Returns a function that reads its metrics and synchronises with the device, so that the host
-        can prepare the next micro-batch first.
+        Returns a function that reads the metrics. Calling it waits for the device, so it is called
+        later and the host can first prepare the next micro-batch.
         """
         config = self._config
         inputs = Inputs.of(batch, self._device, self._part, probes=config.algorithm.probes)
@@ -343,7 +351,8 @@ class TrainerEngine:
         return metrics
 
     def _score(self, batch: MicroBatch) -> tuple[Inputs, Tensor, Tensor]:
-        """Inputs, [R] log-probabilities and [2] `held` (`PolicyNetwork`), without gradients."""
+        """Run a forward pass without gradients. Returns the inputs, the [R] log-probabilities and
+        the [2] `held` (see `PolicyNetwork`)."""
         inputs = Inputs.of(batch, self._device, self._part)
         with torch.no_grad(), self._replay(inputs):
             logp, *_, held = self._engine(inputs=inputs)
@@ -365,9 +374,10 @@ class TrainerEngine:
     def buckets(self, *, requested: bool, bucket_bytes: int | None = None) -> Iterator[FlatBucket]:
         """Yield the current weights in the engines' dtype, on this rank's device.
 
-        A rank without a request yields nothing, but takes part in gathering. With
-        `rollout.time_share` engines wake up meanwhile, so what does not fit next to them is
-        offloaded: everything but the weights before the first bucket, and weights after the last.
+        A rank for which `requested` is False yields nothing, but takes part in gathering the
+        weights. With `rollout.time_share` the engines wake up meanwhile, so whatever does not fit
+        next to them is offloaded. Everything except the weights is offloaded before the first
+        bucket, and the weights after the last.
         """
         if requested or self._weights.gathered:
             self._offload.load()
@@ -381,11 +391,12 @@ class TrainerEngine:
         self._offload.offload(weights=True)
 
     def publish(self, bucket_bytes: int | None = None) -> Iterator[Bucket]:
-        """Yield `buckets` in host memory on rank 0, and nothing elsewhere."""
+        """Yield the `buckets` in host memory on rank 0. Other ranks yield nothing."""
         return in_host_memory(self.buckets(requested=self._rank == 0, bucket_bytes=bucket_bytes))
 
     def export(self, folder: Path) -> dict[str, Entry]:
-        """Write a model folder for transformers and vLLM; returns this rank's files."""
+        """Write a model folder for transformers and vLLM, and return the files that this rank
+        wrote."""
         self._offload.load()
         model, config = self._network.model, self._config.model
         return export_model(folder, model, self._weights, config, self._model_path)
@@ -393,14 +404,16 @@ class TrainerEngine:
     # Checkpoints
 
     def save(self, folder: Path) -> dict[str, Entry]:
-        """Write what `load` needs into `folder`; returns this rank's files, synced to disk."""
+        """Write everything that `load` needs into `folder`. Returns the files that this rank wrote
+        and synced to disk."""
         self._offload.load(state=True)
         layout = {**layout_of(self._config), "device": self._device.type}
         progress = {"steps": self._steps, "version": self._version, **layout}
         return self._checkpoints.save(folder, progress)
 
     def load(self, folder: Path) -> None:
-        """Resume exactly, or up to the order of sums on another layout. Call it on a new engine."""
+        """Restore a saved state. On the same layout training continues exactly as before; on
+        another one sums may be taken in a different order. Call this on a new engine."""
         self._offload.load(state=True)
         progress = self._checkpoints.load(folder)
         self._steps, self._version = progress["steps"], progress["version"]

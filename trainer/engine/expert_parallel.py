@@ -1,8 +1,8 @@
-"""Expert parallelism: the experts of a layer spread over ranks by DeepSpeed AutoEP.
+"""Expert parallelism: DeepSpeed AutoEP spreads the experts in each layer over the ranks.
 
-AutoEP replaces each MoE block by a router over all experts, this rank's share of them, and an
-all-to-all on either side. This module maps its weights to the names and shapes that they had
-before, and computes gradient norms across ranks.
+AutoEP replaces each MoE block with a router for all experts, this rank's share of the experts, and
+an all-to-all exchange before and after them. This module maps AutoEP's weights back to their
+original names and shapes, and computes gradient norms across ranks.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ from keel.trainer.engine.deepspeed_internals import (
 from keel.trainer.engine.optimizer_state import ElementRun
 
 _LAYERS = r"model\.model\.layers\.\d+\.mlp"
-"""MoE blocks inside a `PolicyNetwork`."""
+"""Matches the MoE blocks inside a `PolicyNetwork`."""
 
 
 def autoep_config(size: int, text: PreTrainedConfig, *, grouped: bool) -> dict[str, Any]:
-    """DeepSpeed's section `expert_parallel`.
-
-    text: configuration of the model. grouped: compute a rank's experts in one grouped GEMM
-    (bfloat16 on a GPU) instead of one after the other.
-    """
+    """Return the `expert_parallel` section for DeepSpeed's config. `text` is the configuration of
+    the model. With `grouped`, a rank computes its experts in one grouped GEMM (for bfloat16 on a
+    GPU) instead of one after the other."""
     greedy = text.model_type == "deepseek_v2" and getattr(text, "topk_method", "") == "greedy"
     groups: dict[str, int] = {}
     if greedy and (getattr(text, "n_group", None) or 1) > 1:
@@ -54,10 +52,10 @@ def autoep_config(size: int, text: PreTrainedConfig, *, grouped: bool) -> dict[s
 
 
 class ExpertLayers:
-    """The AutoEP layers of a model; without any, every method is an identity."""
+    """The AutoEP layers in a model. If there are none, every method returns its input unchanged."""
 
     def __init__(self, model: nn.Module, *, expected: int) -> None:
-        """expected: number of MoE layers of the model, 0 without expert parallelism."""
+        """`expected` is the number of MoE layers in the model, or 0 without expert parallelism."""
         self._layers = expert_layers(model) if expected else {}
         if len(self._layers) != expected:
             raise RuntimeError(
@@ -67,14 +65,12 @@ class ExpertLayers:
 
     @property
     def spread(self) -> bool:
-        """True if experts are spread over ranks."""
+        """True if the experts are spread over ranks."""
         return bool(self._layers)
 
     def original(self, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A module's own tensors, whole and under their names before AutoEP.
-
-        Gathers experts, so all ranks must call it in the same order.
-        """
+        """Return a module's own tensors, whole and with the names they had before AutoEP. This
+        gathers the experts, so all ranks must call it in the same order."""
         names = list(part)
         layer = self._find(names[0])
         if layer is None:
@@ -93,7 +89,8 @@ class ExpertLayers:
         return {f"{prefix}.{_renamed(name[cut:], module)}": part[name] for name in names}
 
     def runs(self, name: str, shape: Sequence[int]) -> list[ElementRun]:
-        """Places of a parameter of this rank, of `shape`, in the whole parameters before AutoEP."""
+        """Return where the elements of one of this rank's parameters, which has this `shape`,
+        belong in the whole parameters before AutoEP."""
         count = math.prod(shape)
         layer = self._find(name)
         if layer is None:
@@ -116,7 +113,7 @@ class ExpertLayers:
         ]
 
     def _find(self, name: str) -> tuple[str, Any] | None:
-        """Name and module of the AutoEP layer that a tensor belongs to."""
+        """Return the name and module of the AutoEP layer that a tensor belongs to."""
         parts = name.split(".")
         for length in range(len(parts) - 1, 0, -1):
             prefix = ".".join(parts[:length])
@@ -126,10 +123,10 @@ class ExpertLayers:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
-    """Clip gradients in place to a global norm of `limit`; returns the norm before.
+    """Clip the gradients in place to a global norm of `limit`, and return the norm before clipping.
 
-    Squared norms of experts are summed over their group, as its ranks hold different experts. Used
-    without ZeRO only; otherwise DeepSpeed clips.
+    The squared norms of experts are summed over their group, as its ranks hold different experts.
+    This is used only without ZeRO, since DeepSpeed clips otherwise.
     """
     parameters = [p for p in parameters if p.grad is not None]
     shared, experts = split_experts(parameters)
@@ -143,7 +140,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
 
 
 def by_expert_group(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """Parameter groups for AdamW, with experts marked for ZeRO's separate reduction."""
+    """Return parameter groups for AdamW in which experts are marked, so that ZeRO reduces them
+    separately."""
     shared, experts = split_experts(parameters)
     groups: list[dict[str, Any]] = [{"params": shared}] if shared else []
     if experts:
@@ -152,7 +150,7 @@ def by_expert_group(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def _renamed(local: str, layer: Any) -> str:
-    """Map AutoEP's name of a router's or shared expert's tensor to its name in transformers."""
+    """Map AutoEP's name for a tensor in a router or shared expert to its name in Transformers."""
     names = original_names(layer)
     for autoep, original in (
         ("router.gate.", names.router),
@@ -166,7 +164,8 @@ def _renamed(local: str, layer: Any) -> str:
 
 
 def _gather(share: Tensor, group: ProcessGroup | None) -> Tensor:
-    """[E/P, …] of each rank → [E, …] in rank order, which is the order of experts."""
+    """Gather [E/P, …] from each rank into [E, …] in rank order, which is also the order of the
+    experts."""
     share = share.detach().contiguous()
     whole = share.new_empty(len(share) * dist.get_world_size(group), *share.shape[1:])
     dist.all_gather_into_tensor(whole, share, group=group)

@@ -1,4 +1,4 @@
-"""Export of the weights as a Hugging Face model folder, one shard at a time."""
+"""Exports the weights as a Hugging Face model folder, one shard at a time."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ SHARD_BYTES = 4 * 2**30
 def export_model(
     folder: Path, model: PreTrainedModel, weights: Weights, config: ModelConfig, path: str
 ) -> dict[str, Entry]:
-    """Write a model folder for transformers and vLLM; returns this rank's files. Collective.
-
-    path: the initial model, with the default tokenizer.
-    """
+    """Write a model folder for transformers and vLLM, and return the files that this rank wrote.
+    All ranks must call this together. `path` is the initial model, which also provides the default
+    tokenizer."""
     first = dist.get_rank() == 0
     if first:
         named = weights.named(getattr(torch, config.dtype))
@@ -42,7 +41,7 @@ def export_model(
 
 
 def write_tokenizer(folder: Path, source: str, chat_template: str = "") -> int | None:
-    """Copy the tokenizer of a model, optionally with another chat template; returns its EOS id."""
+    """Copy a model's tokenizer, optionally with a different chat template. Returns the EOS id."""
     tokenizer = tokenizer_with(chat_template, source)
     tokenizer.save_pretrained(folder)
     return tokenizer.eos_token_id
@@ -56,10 +55,9 @@ def write_model(
     dtype: str,
     end: int | None = None,
 ) -> None:
-    """Write configurations and `weights` (checkpoint names), holding one shard in host memory.
-
-    end: EOS id of the tokenizer, at which engines end a completion.
-    """
+    """Write the configurations and the `weights` (under their checkpoint names), with only one
+    shard in host memory at a time. `end` is the tokenizer's EOS id, at which engines end a
+    completion."""
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[list[str]] = []
     part: dict[str, Tensor] = {}
@@ -92,7 +90,8 @@ def write_model(
 
 
 def _with_end(ids: Any, end: int | None) -> Any:
-    """Add `end` to a generation config's `eos_token_id`, which a base model may lack."""
+    """Add `end` to `eos_token_id` in a generation config. In a base model it may be missing
+    there."""
     known = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
     if end is None or end in known:
         return ids
@@ -100,7 +99,7 @@ def _with_end(ids: Any, end: int | None) -> Any:
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
-    """Rename the shards once their number is known, and write their index."""
+    """Rename the shards once it is known how many there are, and write their index."""
     if len(shards) == 1:
         (folder / "shard-0.safetensors").rename(folder / "model.safetensors")
         return

@@ -1,6 +1,7 @@
-"""torch.compile of the decoder layers, and a warm-up that compiles while engines start.
+"""Compiles the decoder layers with torch.compile, and has a warm-up that does this while the
+engines start.
 
-Without the warm-up the first step compiles for some 20 s, while the engines idle.
+Without the warm-up, the first step spends about 20 s on compiling while the engines are idle.
 """
 
 from __future__ import annotations
@@ -25,23 +26,25 @@ from keel.trainer.placement.memory import rank_tokens, sums_in_float32
 
 _LOG = logging.getLogger(__name__)
 BACKEND = "inductor"
-"""Backend of torch.compile; on a CPU it needs a C++ compiler, and minutes."""
+"""The backend for torch.compile. On a CPU it needs a C++ compiler and takes minutes."""
 SEGMENTS, TOKENS, PROMPT, KEPT, SHARED = 3, 61, 16, 4, 37
-"""Dummy batch: trajectories, tokens of each and of its prompt, ids of a sampling mask, and tokens
-of a shared beginning. Their products match no size of a model, because torch.compile treats equal
-sizes as one and would recompile for others."""
+"""The dummy batch: number of trajectories, tokens in each of them and in its prompt, ids in a
+sampling mask, and tokens in a shared beginning. No product of these equals a size in a model,
+because torch.compile treats equal sizes as the same and would recompile when they differ."""
 MAX_TOKENS = 20_480
-"""Tokens of a whole micro-batch's dummy. Inductor's kernels for the gradients of norms change at
-4,096 rows, 5 Mi elements and rows = 2 · columns, which models of up to 8,192 columns, and of 512 or
-more in all key heads, have reached by then."""
+"""Number of tokens in a dummy for a whole micro-batch. Inductor uses different kernels for the
+gradients of norms from 4,096 rows, from 5 Mi elements and from rows = 2 · columns. A dummy with
+this many tokens is beyond all of these limits for models with up to 8,192 columns, and with at
+least 512 in all key heads together."""
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compile each decoder layer at its first call, in place.
+    """Make each decoder layer compile at its first call.
 
-    A layer is one graph, since launching several takes longer than a GPU needs for a small
-    micro-batch. MoE blocks stay eager, as their shapes depend on routing and Keep Routing hooks
-    into them, and so does attention without flash attention. Numbers of tokens are dynamic.
+    A layer is compiled as one graph, since launching several graphs takes longer than the GPU needs
+    for a small micro-batch. MoE blocks are not compiled, because their shapes depend on routing and
+    Keep Routing hooks into them. Attention is not compiled either, unless it uses flash attention.
+    The number of tokens is dynamic.
     """
     routers = set(router_modules(model))
     for block in model.modules():
@@ -53,11 +56,10 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 
 def needs_warm_up(config: Config, *, gpu: bool, whole: bool) -> bool:
-    """True if ranks have memory for a warm-up while engines sample, and something to compile.
-
-    ZeRO-3 gathers weights only in passes that DeepSpeed drives. whole: with a full micro-batch,
-    which may not fit on one rank while another one would wait for it inside a layer.
-    """
+    """Return True if there is something to compile and the ranks have enough memory to warm up
+    while engines sample. There is no warm-up under ZeRO-3, which gathers weights only in passes
+    that DeepSpeed runs. `whole` asks about a warm-up with a full micro-batch. If that did not fit
+    on one rank, other ranks could hang waiting for it inside a layer."""
     trainer = config.trainer
     alone = trainer.sequence_parallel == trainer.expert_parallel == 1
     fits = gpu and not config.rollout.time_share and trainer.zero_stage != 3
@@ -65,22 +67,23 @@ def needs_warm_up(config: Config, *, gpu: bool, whole: bool) -> bool:
 
 
 def _scores_first(config: Config) -> bool:
-    """True if trajectories may be split over micro-batches, which are scored before a step."""
+    """Return True if trajectories may be split over micro-batches. These are scored before a
+    step."""
     return config.algorithm.mask_delta is not None and config.with_agents
 
 
 def _segment_count(tokens: int) -> int:
-    """Trajectories of a dummy batch of at most `tokens`, but at least `SEGMENTS`.
-
-    Larger counts are even, so that the number of offsets is odd and matches no size of a model.
-    """
+    """Return the number of trajectories in a dummy batch: as many as fit into `tokens`, but at
+    least `SEGMENTS`. Larger counts are even, so that the number of offsets is odd and differs from
+    every size in a model."""
     return max(SEGMENTS, tokens // TOKENS // 2 * 2)
 
 
 def _dummy_batch(
     network: PolicyNetwork, *, routed: bool, truncated: bool, tokens: int = 0, shared: bool = False
 ) -> MicroBatch:
-    """A batch of `_segment_count(tokens)` trajectories. shared: with a common beginning."""
+    """Return a batch of `_segment_count(tokens)` trajectories. With `shared`, they have a common
+    beginning."""
     begun = SHARED if shared else 0
     segments = _segment_count(tokens) | shared  # even again with the shared beginning
     count = begun + segments * TOKENS
@@ -123,10 +126,11 @@ def warm_up(
     *,
     whole: bool = False,
 ) -> None:
-    """Run forward and backward passes over dummy batches, which change nothing.
+    """Run forward and backward passes over dummy batches, so that kernels are compiled.
 
-    whole: with as many tokens as a step has, up to `MAX_TOKENS`, and its memory. No gradient is
-    kept and no random number drawn. Running out of memory ends it silently.
+    With `whole`, a batch has as many tokens as in a step, up to `MAX_TOKENS`, and needs as much
+    memory. No gradient is kept and no random number is drawn. The warm-up ends silently if it runs
+    out of memory.
     """
     routed = bool(router_modules(network.model)) and config.algorithm.keep_routing
     truncated = config.algorithm.keep_sampling_mask and config.rollout.sampling.truncated

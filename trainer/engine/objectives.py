@@ -1,4 +1,4 @@
-"""Losses of a micro-batch, by objective, and their metrics."""
+"""Computes the loss of a micro-batch for each objective, and its metrics."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from keel.rl.packing import Loss, MicroBatch, TrainBatch
 from keel.trainer.engine.policy import Inputs
 
 CUT = 4
-"""A sampling mask with more than 1/`CUT` of top-k's ids may have been cut by top-k.
-
-Top-k comes before top-p; where a few ids hold nearly all mass, top-k cuts nothing."""
+"""If a sampling mask has more than 1/`CUT` of the ids that top-k allows, top-k may have cut it.
+Top-k is applied before top-p, but it cuts nothing where a few ids hold nearly all of the mass."""
 Scored = Callable[[MicroBatch], tuple[Inputs, Tensor, Tensor]]
 
 
 class SplitGaps:
-    """Means of log π_old − log π_θ over the P trajectories that are split over micro-batches or
-    ranks, for the sequence mask. With P = 0 there is no collective."""
+    """Computes the mean of log π_old − log π_θ for trajectories that are split over micro-batches
+    or ranks. The sequence mask needs these P means. With P = 0 there is no collective."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._count = count
         self._totals = GapTotals(count, device)
         self._before_P = torch.full((count,), torch.nan, dtype=torch.float64, device=device)
-        """Means before the step; NaN for a trajectory that the mask cannot drop."""
+        """The means before the step. NaN for trajectories that the mask cannot drop."""
 
     @staticmethod
     def begun(batch: TrainBatch, device: torch.device, scored: Scored) -> SplitGaps:
-        """Gaps of an optimizer step that is about to begin; none for given conversations."""
+        """Return the gaps for an optimizer step that is about to begin. There are none if it trains
+        on given conversations."""
         sampled = batch.micro_batches[0].loss == "grpo"
         gaps = SplitGaps(batch.split_sequences if sampled else 0, device)
         gaps.score(batch.scored_first, scored)
         return gaps
 
     def score(self, batches: Sequence[MicroBatch], scored: Scored) -> None:
-        """Compute the means before training. batches: the same number on all ranks. scored: returns
-        inputs and [R] log-probabilities."""
+        """Compute the means before training. `batches` must have the same length on all ranks.
+        `scored` returns inputs and [R] log-probabilities."""
         if batches:
             for batch in batches:
                 self.add(*scored(batch)[:2])
@@ -52,20 +52,20 @@ class SplitGaps:
             self._totals = GapTotals(self._count, self._before_P.device)
 
     def add(self, inputs: Inputs, logp: Tensor) -> None:
-        """Add the [R] sampled tokens of a micro-batch."""
+        """Add the [R] sampled tokens of a micro-batch to the means."""
         # All ranks of a sequence-parallel group have the same.
         if self._count and inputs.split_S is not None and inputs.part.rank == 0:
             self._totals.add(logp, inputs.logp_old_R, inputs.split_S[inputs.sequence_R])
 
     def of(self, inputs: Inputs) -> Tensor | None:
-        """[S] `sequence_gap` of a micro-batch, for `keel.rl.losses.grpo_loss`."""
+        """Return the [S] `sequence_gap` of a micro-batch for `keel.rl.losses.grpo_loss`."""
         if inputs.split_S is None:
             return None
         gaps = self._before_P[inputs.split_S.clamp(min=0)]
         return torch.where(inputs.split_S < 0, torch.nan, gaps)
 
     def metrics(self) -> dict[str, Metric]:
-        """The largest mean over all micro-batches added."""
+        """Return the largest mean over all micro-batches that were added."""
         if not self._count:
             return {}
         return {"mask/logp_gap_max": Max(float(self._means().clamp(min=0).amax()))}
@@ -84,7 +84,7 @@ def _grpo(
     algorithm: AlgorithmConfig,
     split: SplitGaps,
 ) -> LossOutput:
-    """GRPO loss of a whole micro-batch. logp, reference: [R]."""
+    """Compute the GRPO loss of a whole micro-batch. `logp` and `reference` are [R]."""
     used = reference is not None or batch.kl_coef_N.any()
     return grpo_loss(
         logp,
@@ -107,7 +107,7 @@ def _grpo(
 def _nll(
     batch: MicroBatch, inputs: Inputs, logp: Tensor, _: object, total_sequences: int, *rest: object
 ) -> NllOutput:
-    """Negative log-likelihood of given conversations."""
+    """Compute the negative log-likelihood of given conversations."""
     return nll_loss(
         logp,
         inputs.sequence_R,
@@ -120,13 +120,14 @@ def _nll(
 def mass_share(
     inputs: Inputs, log_mass: Tensor, total_sequences: int, config: Config
 ) -> tuple[Tensor, Tensor]:
-    """Penalty on the policy's mass within sampling masks (`algorithm.kept_mass_coef`).
+    """Compute the penalty on the mass that the policy puts on sampling masks
+    (`algorithm.kept_mass_coef`).
 
         c/B Σ_i w_i/|o_i| Σ_t max(0, log top_p² − log m_t)
 
-    log_mass: [m], of this rank's part of the row. Masks that top-k may have cut (`CUT`) are left
-    out, since their mass at sampling time is unknown. Returns the share of the step's loss, and [4]
-    float32 totals for `mass_metrics`.
+    `log_mass` is [m] and covers this rank's part of the row. Masks that top-k may have cut (`CUT`)
+    are left out, since their mass at sampling time is not known. Returns the share of the step's
+    loss, and the [4] float32 totals for `mass_metrics`.
     """
     coef, sampling, head = config.algorithm.kept_mass_coef, config.rollout.sampling, inputs.head
     weight, short = torch.zeros_like(log_mass), torch.zeros_like(log_mass)
@@ -143,14 +144,15 @@ def mass_share(
 
 
 def indexer_metrics(held: Tensor) -> dict[str, Metric]:
-    """`indexer/held`: attention mass within the top k, a mean over layers and queries with more
-    than k keys. held: [2], from `PolicyNetwork`. Synchronises with the device."""
+    """Return `indexer/held`: how much attention mass lies within the top k, averaged over layers
+    and queries with more than k keys. `held` is the [2] tensor from `PolicyNetwork`. Synchronizes
+    with the device."""
     attention, queries = held.tolist()
     return {"indexer/held": Mean(attention, queries)} if queries else {}
 
 
 def mass_metrics(totals: Tensor) -> dict[str, Metric]:
-    """Metrics of the totals of `mass_share`. Synchronises with the device."""
+    """Return metrics for the totals from `mass_share`. Synchronizes with the device."""
     mass, tokens, short, counted = totals.tolist()
     metrics: dict[str, Metric] = {"sampling/kept_mass": Mean(mass, tokens)} if tokens else {}
     return metrics | ({"sampling/mass_shortfall": Mean(short, counted)} if counted else {})

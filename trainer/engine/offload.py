@@ -1,8 +1,8 @@
-"""Offloads a rank's GPU memory to host memory while an engine or activations need the space.
+"""Moves a rank's GPU memory to host memory while an engine or activations need the space.
 
-Storages are resized to zero and refilled, as FSDP does, so all tensors that view them stay valid:
-DeepSpeed's flat buffers have many views. Its own `offload_states` (0.19.8) serves ZeRO-2 only, and
-does not cover the reference policy.
+Storages are resized to zero and refilled, as FSDP does. All tensors that view them therefore stay
+valid, which matters because DeepSpeed's flat buffers have many views. DeepSpeed's own
+`offload_states` (0.19.8) supports only ZeRO-2 and does not include the reference policy.
 """
 
 from __future__ import annotations
@@ -31,27 +31,29 @@ from keel.trainer.placement.memory import STEP_PARTS, trainer_memory, update_cop
 
 MIB, GIB = 2**20, 2**30
 _MIN_BYTES = 2**12
-"""Smaller storages stay on the device."""
+"""Storages with fewer bytes stay on the device."""
 BLOCK = 2**28
-"""Bytes of a block in host memory: PyTorch rounds pinned memory up to a power of two."""
+"""Size of a block in host memory, in bytes. Blocks are used because PyTorch rounds pinned memory up
+to a power of two."""
 SPARE = 2 * GIB
-"""Bytes of the device kept free beyond the known need."""
+"""Bytes on the device that are kept free in addition to the known need."""
 _TRIES = 3
-"""Attempts to free enough, as fragments may stay reserved."""
+"""How often to try to free enough memory, since fragments may stay reserved."""
 _SLACK = 1.1
-"""Factor on the activations of earlier passes, since micro-batches differ."""
+"""Factor on the activation memory of earlier passes, since micro-batches differ."""
 
 
 class Buffer:
-    """Storages whose bytes are on the device or in host memory."""
+    """A set of storages whose bytes are either on the device or in host memory."""
 
     def __init__(
         self, device: torch.device, content: Literal["changing", "constant", "scratch", "zeros"]
     ) -> None:
-        """content: `constant` is copied to host memory once; `scratch` and `zeros` never are."""
+        """`content` says how the bytes are kept: `changing` is copied to host memory each time,
+        `constant` is copied only once, and `scratch` and `zeros` are never copied."""
         self._device, self._content = device, content
         self._copies: dict[int, tuple[UntypedStorage, list[Tensor]]] = {}
-        """Host copies by storage; constant ones are kept."""
+        """The host copies, keyed by storage. Constant ones are kept."""
         self._offloaded: list[tuple[UntypedStorage, int]] = []
 
     @property
@@ -63,7 +65,8 @@ class Buffer:
         return sum(size for _, size in self._offloaded)
 
     def offload(self, tensors: Iterable[Tensor], enough: float = math.inf) -> float:
-        """Offload storages of `tensors` until `enough` bytes are freed; returns the shortfall."""
+        """Offload storages of `tensors` until `enough` bytes are free. Returns how many bytes are
+        still missing."""
         freed: list[tuple[UntypedStorage, int]] = []
         copies: dict[int, tuple[UntypedStorage, list[Tensor]]] = {}
         for storage in _on_device(tensors, self._device):
@@ -109,7 +112,7 @@ class Buffer:
 
 
 class NoOffload:
-    """Used by a rank without an engine on its GPU."""
+    """Stands in for `Offload` on a rank that shares its GPU with no engine."""
 
     host_bytes = 0
 
@@ -121,14 +124,15 @@ class NoOffload:
 
 
 class Offload:
-    """Moves a rank's tensors to where each phase needs them.
+    """Moves a rank's tensors between GPU and host memory, depending on what each phase needs.
 
-    - Weights: needed always, except while an engine samples.
-    - Reference policy, gradient sums, buckets and other DeepSpeed tensors: needed for gradients.
-    - Master weights and moments: needed for the update, when activations are gone.
+    The weights are always needed, except while an engine samples. The reference policy, gradient
+    sums, buckets and other DeepSpeed tensors are needed to compute gradients. The master weights
+    and moments are needed for the update, when the activations have been freed.
 
-    While an engine samples, as much as it needs is offloaded: first the reference, which has a copy
-    already, then other tensors, the optimizer's state, and weights last.
+    While an engine samples, only as much is offloaded as the engine needs. The reference goes
+    first, because a host copy of it exists already, followed by other tensors, the optimizer state
+    and finally the weights.
     """
 
     def __init__(
@@ -142,11 +146,12 @@ class Offload:
         activations: float = math.inf,
         update_bytes: float = 0.0,
     ) -> None:
-        """All in bytes of the device.
+        """Create the buffers. All sizes are bytes on the device.
 
-        room: may stay while an engine samples; infinite: offload only what a step does not need
-        (`trainer.offload_while_sampling: false`). limit: may be in use. activations: planned
-        for forward and backward passes. update_bytes: temporary memory of an update.
+        `room` is how much may stay while an engine samples. If it is infinite, only what a step
+        does not need is offloaded (`trainer.offload_while_sampling: false`). `limit` is how much
+        may be in use at all. `activations` is the memory planned for forward and backward passes,
+        and `update_bytes` the temporary memory for an update.
         """
         self._module: Any = engine.module
         self._optimizer: Any = engine.optimizer
@@ -165,7 +170,8 @@ class Offload:
         return sum(buffer.host_bytes for buffer in buffers)
 
     def offload(self, *, weights: bool) -> None:
-        """Free the device down to `room`. weights: offload weights, too, if necessary."""
+        """Free memory on the device until at most `room` is in use. With `weights`, the weights are
+        offloaded, too, if necessary."""
         self._gradients.offload(gradient_sums(self._optimizer))
         self._buckets.offload(buckets(self._optimizer))
         drop_gathered(self._optimizer)
@@ -185,7 +191,7 @@ class Offload:
         self._empty_cache()
 
     def load(self, *, state: bool = False) -> None:
-        """Load the weights. state: load everything that a checkpoint saves."""
+        """Load the weights. With `state`, load everything that a checkpoint saves."""
         self._weights.load()
         if state:
             self._state.load()
@@ -194,8 +200,8 @@ class Offload:
     def before_gradients(self) -> None:
         """Load what forward and backward passes need.
 
-        Offloads optimizer state that does not fit next to the activations, as planned or as
-        measured so far.
+        Optimizer state is offloaded if it does not fit next to the activations. Their size is the
+        planned one, or the largest one measured so far if that is larger.
         """
         self._weights.load()
         needed = (self._gradients, self._buckets, self._rest, self._frozen)
@@ -210,7 +216,8 @@ class Offload:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def before_update(self) -> None:
-        """Load the optimizer's state after backward; offloads the reference if it does not fit."""
+        """Load the optimizer state after the backward pass. The reference is offloaded if there is
+        not enough room."""
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device) - self._before
             self._activations = max(self._activations, float(peak))
@@ -226,7 +233,7 @@ class Offload:
         self._state.load()
 
     def mark_crowded(self) -> None:
-        """After an out-of-memory error: offload all optimizer state from now on."""
+        """Offload all optimizer state from now on. Called after an out-of-memory error."""
         self._activations = math.inf
 
     def _optimizer_state(self) -> list[Tensor]:
@@ -236,14 +243,15 @@ class Offload:
         return [*weights_of(self._reference)] if self._reference is not None else []
 
     def _reserved(self, tensors: Iterable[Tensor]) -> float:
-        """Bytes of the device held by PyTorch; on a CPU, by `tensors`."""
+        """Return how many bytes PyTorch has reserved on the device. On a CPU this is the size of
+        `tensors`."""
         if self._device.type != "cuda":
             return sum(storage.nbytes() for storage in _on_device(tensors, self._device))
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device)
 
     def _free(self) -> float:
-        """Bytes of the device that PyTorch can still allocate."""
+        """Return how many bytes PyTorch can still allocate on the device."""
         if self._device.type != "cuda":
             return math.inf
         free, total = torch.cuda.mem_get_info(self._device)
@@ -259,7 +267,8 @@ class Offload:
 def make_offload(
     engine: DeepSpeedEngine, reference: nn.Module | None, device: torch.device, config: Config
 ) -> Offload | NoOffload:
-    """Offload if engines and trainer share GPUs (`rollout.time_share`)."""
+    """Create the `Offload` for this rank, or a `NoOffload` if engines and trainer do not take turns
+    on the GPUs (`rollout.time_share`)."""
     if not config.rollout.time_share:
         return NoOffload()
     module: Any = engine.module
@@ -277,9 +286,10 @@ def make_offload(
 
 
 def room(config: Config, device: torch.device) -> float:
-    """Bytes of a rank that may stay on its GPU while an engine samples; 0 on a CPU.
+    """Return how many bytes of a rank may stay on its GPU while an engine samples, or 0 on a CPU.
 
-    Memory of the sleeping engine counts twice, since its share is reserved as a whole.
+    The memory that the sleeping engine still uses counts twice, since the engine's whole share is
+    reserved as well.
     """
     if not config.trainer.offload_while_sampling:
         return math.inf
@@ -294,7 +304,7 @@ def room(config: Config, device: torch.device) -> float:
 
 
 def _on_device(tensors: Iterable[Tensor], device: torch.device) -> Iterator[UntypedStorage]:
-    """Distinct resizable storages of `tensors` with bytes on `device`."""
+    """Yield the distinct, resizable storages of `tensors` that have bytes on `device`."""
     seen: set[int] = set()
     for tensor in tensors:
         if tensor.device == device and tensor.layout == torch.strided:

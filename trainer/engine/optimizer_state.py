@@ -1,11 +1,12 @@
-"""Master weights and Adam moments in files that do not depend on how they were spread over ranks.
+"""Saves master weights and Adam moments in files that do not depend on how they were spread over
+ranks.
 
     rank_0.safetensors …   tensors of each rank: `master.3`, `exp_avg.3`, `exp_avg_sq.3`
     index.json             the parameter that each piece of them belongs to, and Adam's step
 
-Nothing is gathered: a rank writes what no rank before it holds. A `StatePiece` maps a run of a
-rank's tensor to a run of a flattened parameter of the original model, so a checkpoint can be read
-with any number of ranks, ZeRO stage and expert parallelism.
+Nothing is gathered: a rank writes whatever no earlier rank holds. A `StatePiece` maps a run of
+elements in a rank's tensor to a run in a flattened parameter of the original model. A checkpoint
+can therefore be read with any number of ranks, ZeRO stage and expert parallelism.
 """
 
 from __future__ import annotations
@@ -34,25 +35,24 @@ from keel.trainer.engine.deepspeed_internals import (
 INDEX = "index.json"
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 BLOCK = 2**24
-"""Elements staged in host memory at a time."""
+"""How many elements are staged in host memory at a time."""
 
 
 class StatePiece(NamedTuple):
     parameter: str
     start: int
-    """First element in the flattened parameter."""
+    """Index of the first element in the flattened parameter."""
     count: int
     tensor: int
-    """Index of the rank's tensor that holds it."""
+    """Index of the rank's tensor that holds the piece."""
     offset: int
-    """First element in that tensor."""
+    """Index of the first element in that tensor."""
 
 
 class ElementRun(NamedTuple):
-    """Elements of a flattened parameter as a rank has it, and their place in the whole parameter.
-
-    The whole one may have another name: a rank has only some experts of a fused tensor.
-    """
+    """A run of elements in a flattened parameter on this rank, and where it belongs in the whole
+    parameter. The whole parameter may have another name, since a rank holds only some experts of a
+    fused tensor."""
 
     start: int
     count: int
@@ -61,32 +61,32 @@ class ElementRun(NamedTuple):
 
 
 Runs = Mapping[str, Sequence[ElementRun]]
-"""Runs of each of a rank's parameters, in order."""
+"""For each of a rank's parameters, its runs in order."""
 
 
 class _Source(NamedTuple):
-    """Location of a part of a requested piece."""
+    """Where to find a part of a requested piece."""
 
     rank: int
     tensor: int
     offset: int
     count: int
     into: int
-    """Offset of the part in the requested piece."""
+    """Where the part starts in the requested piece."""
 
 
 class _Share(NamedTuple):
-    """The tensors of one rank."""
+    """The tensors that one rank holds."""
 
     pieces: list[list[StatePiece]]
-    """Pieces of each tensor."""
+    """The pieces in each tensor."""
     steps: dict[int, float]
-    """Adam's step of the tensors that have one."""
+    """Adam's step count for the tensors that have one."""
     runs: Runs
 
 
 class OptimizerState:
-    """The optimizer state of one rank. `write` and `read` are collective."""
+    """The optimizer state on one rank. All ranks must call `write` and `read` together."""
 
     def __init__(
         self,
@@ -107,7 +107,8 @@ class OptimizerState:
         return _Share(_pieces(masters, self._runs), steps, self._runs)
 
     def write(self, folder: Path, shares: Sequence[_Share]) -> list[Path]:
-        """Write this rank's files, given the shares of all ranks. Raises `OSError`."""
+        """Write this rank's files. Uses the shares of all ranks to decide which rank writes what.
+        Raises `OSError`."""
         rank, chosen = dist.get_rank(), _choose_writers([share.pieces for share in shares])
         content: dict[str, Tensor] = {}
         for number, master in enumerate(self._masters()):
@@ -124,7 +125,8 @@ class OptimizerState:
         return files
 
     def read(self, folder: Path, shares: Sequence[_Share]) -> None:
-        """Restore this rank's tensors. Raises ValueError for another model or unreadable files."""
+        """Restore this rank's tensors. Raises ValueError if the files are unreadable or belong to
+        another model."""
         index = json.loads((folder / INDEX).read_text())
         written = [[StatePiece(*piece) for piece in rank["pieces"]] for rank in index["ranks"]]
         _check_same_model(chain.from_iterable(written), _sizes_of(_runs(shares)))
@@ -152,7 +154,7 @@ class OptimizerState:
         return master_weights(self._model, self._engine, stage=self._stage)
 
     def _new_moments(self, master: Tensor, step: float) -> dict[str, Tensor]:
-        """Zero moments, as Adam creates them at its first step."""
+        """Create zero moments, as Adam does at its first step."""
         fused = any(group.get("fused") for group in self._adam.param_groups)
         device = master.device if fused else "cpu"
         moments = {moment: torch.zeros_like(master) for moment in MOMENTS}
@@ -179,7 +181,8 @@ def _pieces(masters: Sequence[Master], runs: Runs) -> list[list[StatePiece]]:
 def _index(
     shares: Sequence[_Share], chosen: Sequence[set[int]], scale: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Raises RuntimeError if a parameter is not written exactly once."""
+    """Build the index of all written pieces. Raises RuntimeError unless every parameter is written
+    exactly once."""
     ranks = [
         {
             "steps": {number: step for number, step in share.steps.items() if number in numbers},
@@ -198,10 +201,9 @@ def _runs(shares: Sequence[_Share]) -> set[ElementRun]:
 
 
 def _choose_writers(ranks: Sequence[Sequence[Sequence[StatePiece]]]) -> list[set[int]]:
-    """Choose the tensors that each rank writes: the first of all replicas, without pure padding.
-
-    ranks: pieces by rank and tensor.
-    """
+    """Choose the tensors that each rank writes. If several ranks hold the same tensor, the first
+    one writes it. Tensors that are only padding are left out. `ranks` holds the pieces by rank and
+    tensor."""
     seen: set[tuple[StatePiece, ...]] = {()}
     chosen: list[set[int]] = []
     for tensors in ranks:
@@ -212,7 +214,7 @@ def _choose_writers(ranks: Sequence[Sequence[Sequence[StatePiece]]]) -> list[set
 
 
 def _sizes_of(runs: Iterable[ElementRun]) -> dict[str, int]:
-    """Number of elements of each whole parameter that `runs` cover."""
+    """Return the number of elements in each whole parameter that `runs` cover."""
     parts = {(run.whole, run.into): run.count for run in runs}
     sizes: dict[str, int] = {}
     for (whole, _), count in parts.items():
@@ -221,7 +223,7 @@ def _sizes_of(runs: Iterable[ElementRun]) -> dict[str, int]:
 
 
 def _uncovered(pieces: Iterable[StatePiece], sizes: Mapping[str, int]) -> list[str]:
-    """Parameters that `pieces` do not cover exactly once."""
+    """Return the parameters that `pieces` do not cover exactly once."""
     reached = dict.fromkeys(sizes, 0)
     wrong: set[str] = set()
     for name, start, count, *_ in sorted(pieces):
@@ -232,7 +234,7 @@ def _uncovered(pieces: Iterable[StatePiece], sizes: Mapping[str, int]) -> list[s
 
 
 def _check_same_model(pieces: Iterable[StatePiece], sizes: Mapping[str, int]) -> None:
-    """Raise ValueError if a written parameter has another size than this model's."""
+    """Raise ValueError if a saved parameter has a different size from the one in this model."""
     written: dict[str, int] = {}
     for name, _, count, *_ in pieces:
         written[name] = written.get(name, 0) + count
@@ -245,10 +247,10 @@ def _check_same_model(pieces: Iterable[StatePiece], sizes: Mapping[str, int]) ->
 
 
 class _PieceIndex:
-    """Finds written pieces by parameter and position."""
+    """Finds saved pieces by parameter and position."""
 
     def __init__(self, ranks: Sequence[Iterable[StatePiece]]) -> None:
-        """ranks: the pieces that each rank has written."""
+        """`ranks` holds the pieces that each rank has written."""
         by_name: dict[str, list[tuple[int, int, StatePiece]]] = {}
         for rank, pieces in enumerate(ranks):
             for piece in pieces:
@@ -256,7 +258,8 @@ class _PieceIndex:
         self._by_name = {name: sorted(pieces) for name, pieces in by_name.items()}
 
     def find(self, request: StatePiece) -> Iterator[_Source]:
-        """Sources of the whole request, in order. Raises ValueError for missing elements."""
+        """Return the sources that together make up the requested piece, in order. Raises ValueError
+        if elements are missing."""
         pieces = self._by_name.get(request.parameter, [])
         at, end = request.start, request.start + request.count
         place = bisect_right(pieces, at, key=lambda entry: entry[0]) - 1
@@ -272,9 +275,10 @@ class _PieceIndex:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write flat float32 tensors as a safetensors file, staging one block at a time.
+    """Write flat float32 tensors to a safetensors file, staging one block at a time.
 
-    `safetensors` would need all of them in host memory at once. Raises `OSError` naming the file.
+    The `safetensors` package would need all of them in host memory at once. Raises `OSError` with
+    the name of the file.
     """
     header: dict[str, object] = {}
     at = 0
@@ -302,7 +306,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 class _TensorFile:
-    """Reads slices of a safetensors file of flat tensors."""
+    """Reads slices from a safetensors file of flat tensors."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -312,5 +316,5 @@ class _TensorFile:
         self.names = frozenset(self._file.keys())
 
     def read(self, name: str, start: int, count: int) -> Tensor:
-        """[count] elements from `start`."""
+        """Return [count] elements, beginning at `start`."""
         return self._file.get_slice(name)[start : start + count]

@@ -1,4 +1,5 @@
-"""The policy network as the trainer runs it: packed tokens in, log-probabilities out."""
+"""The policy network as the trainer runs it. It takes packed tokens and returns
+log-probabilities."""
 
 from __future__ import annotations
 
@@ -49,9 +50,10 @@ Attention = Literal["sparse", "warm-up", "dense"]
 
 
 def use_flash4(config: Config, model: PreTrainedModel, device: torch.device) -> tuple[bool, str]:
-    """Decide on FlashAttention-4, and return a warning if only its package is missing.
+    """Decide whether to use FlashAttention-4. Also returns a warning if the only obstacle is that
+    its package is not installed.
 
-    Raises RuntimeError if the recipe requires it in vain.
+    Raises RuntimeError if the recipe requires it and it cannot be used.
     """
     trainer, longest = config.trainer, config.max_context
     if config.model.batch_invariant or not trainer.flash4(longest) or device.type != "cuda":
@@ -75,11 +77,13 @@ def use_flash4(config: Config, model: PreTrainedModel, device: torch.device) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """A micro-batch on the trainer's device: N tokens, R of them sampled, S trajectories.
+    """A micro-batch on the trainer's device, with N tokens, of which R are sampled, and S
+    trajectories.
 
-    `*_R` fields are about sampled tokens in packed order. Inputs of the head and the routers stay
-    in host memory, where they are checked. Under sequence parallelism `token_ids`, `positions`,
-    `head` and `routes_NLK` cover this rank's part of the row; segments and `*_R` cover all of it.
+    The `*_R` fields describe the sampled tokens in packed order. Inputs to the head and the routers
+    stay in host memory, where they are checked. Under sequence parallelism, `token_ids`,
+    `positions`, `head` and `routes_NLK` cover only this rank's part of the row, while segments and
+    `*_R` cover all of it.
     """
 
     token_ids: Tensor
@@ -90,11 +94,12 @@ class Inputs:
     loss: Loss
     part: Slice
     mine: slice
-    """Slice of R that this rank's hidden states predict."""
+    """The slice of R that this rank's hidden states predict."""
     ends: int
-    """Tokens here that were no input of an engine: the last of each segment, and padding."""
+    """How many tokens on this rank were never an input to an engine: the last one in each segment,
+    and padding."""
     filled: int
-    """Padding tokens here."""
+    """How many tokens on this rank are padding."""
     head: HeadInputs
     logp_old_R: Tensor
     advantage_R: Tensor
@@ -107,20 +112,21 @@ class Inputs:
     selected_NLk: NDArray[np.int32] | None
     position_N: NDArray[np.int32]
     watched: bool = False
-    """True if `seen_tokens` is needed for a segment."""
+    """True if `seen_tokens` is needed for one of the segments."""
     truncated: bool = False
-    """True if the step has sampling masks; the same on all ranks."""
+    """True if the step has sampling masks. This is the same on all ranks."""
 
     @property
     def padding(self) -> bool:
-        """True for a micro-batch that only keeps the ranks in step."""
+        """True if the micro-batch is empty and only makes this rank take part in the
+        collectives."""
         return len(self.sequence_tokens_S) == 0
 
     @staticmethod
     def of(
         batch: MicroBatch, device: torch.device, part: Slice = WHOLE, *, probes: int = 1
     ) -> Inputs:
-        """Copy this rank's part of `batch` to `device`. probes: as in `head_inputs`."""
+        """Copy this rank's part of `batch` to `device`. See `head_inputs` for `probes`."""
 
         def moved(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
             return to_device(torch.tensor(array, dtype=dtype), device)
@@ -165,15 +171,16 @@ class Inputs:
 
 
 class PolicyNetwork(nn.Module):
-    """A causal language model that scores sampled tokens without forming full logits.
+    """A causal language model that scores sampled tokens without computing the full logits.
 
-    It has a single `forward`, so that ZeRO-3 gathers and frees the parameters of each submodule.
+    Everything goes through a single `forward`, so that ZeRO-3 can gather and free the parameters of
+    each submodule.
     """
 
     learning_indexers: int = 0
-    """Layers whose sparse-attention indexer is trained."""
+    """How many layers have a sparse-attention indexer that is being trained."""
     replays: bool = True
-    """Attend to the tokens that engines selected, where recorded."""
+    """Whether to attend to the tokens that the engines selected, if these were recorded."""
 
     def __init__(
         self,
@@ -188,10 +195,10 @@ class PolicyNetwork(nn.Module):
         flash4: bool = False,
         learns_mass: bool = False,
     ) -> None:
-        """context: the engines' `max_model_len`; None if the model does not depend on it.
-        attention, indexer_loss: `trainer.attention`, and whether indexers learn. batch_invariant:
-        use the engine's kernels. wide_residual: float32 residual stream. learns_mass: the mass of
-        sampling masks has a gradient."""
+        """`context` is the engines' `max_model_len`, or None if the model does not depend on it.
+        `attention` is `trainer.attention`, and `indexer_loss` says whether indexers are trained.
+        `batch_invariant` selects the engine's kernels, and `wide_residual` a float32 residual
+        stream. `learns_mass` says whether the mass of sampling masks has a gradient."""
         super().__init__()
         if context is not None:
             fix_long_rope(model, context)
@@ -234,18 +241,20 @@ class PolicyNetwork(nn.Module):
         )
 
     def recompute(self, *, keep_attention: bool) -> None:
-        """Recompute activations in backward passes. keep_attention: all but attention's."""
+        """Recompute activations in backward passes. With `keep_attention`, those of the attention
+        are kept instead."""
         options = {"context_fn": attention_kept} if keep_attention else {}
         self.model.gradient_checkpointing_enable({"use_reentrant": False, **options})
 
     def forward(self, *, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Score the sampled tokens of this rank's part of the row.
+        """Score the sampled tokens in this rank's part of the row.
 
-        Returns, in float32:
-            logp [R]: log-probability of each sampled token over its sampling mask
-            entropy [R]: of that distribution, without gradient
-            log_mass [m]: of the probed masks (`kept_mass`); m = 0 without gradients or masks
-            loss []: of the indexers, summed over layers and tokens
+        Returns five float32 tensors:
+
+            logp [R]: log-probability of each sampled token among the ids in its sampling mask
+            entropy [R]: entropy of that distribution, without gradient
+            log_mass [m]: log mass of the masks (`kept_mass`); empty without gradients or masks
+            loss []: loss of the indexers, summed over layers and tokens
             held [2]: attention within the indexers' top k (`SparsePass.held`), over all layers
         """
         learning = self.learning_indexers > 0 and torch.is_grad_enabled()
@@ -279,7 +288,7 @@ class PolicyNetwork(nn.Module):
 
 
 class ReferencePolicy:
-    """The frozen initial policy of the KL term."""
+    """The frozen initial policy, which the KL term compares with."""
 
     def __init__(
         self,
@@ -289,9 +298,9 @@ class ReferencePolicy:
         *,
         replays: bool = False,
     ) -> None:
-        """sharded: DeepSpeed's configuration under ZeRO-3 or expert parallelism, where `logp` is
-        collective; None for a whole copy per rank. replays: use the experts that the engine
-        recorded."""
+        """`sharded` is DeepSpeed's configuration under ZeRO-3 or expert parallelism. All ranks must
+        then call `logp` together. If it is None, each rank has a whole copy. `replays` says whether
+        to use the experts that the engine recorded."""
         self.network, self._replays = network.eval().requires_grad_(False), replays
         network.replays = False  # uses its own indexers
         self._forward: Callable[..., tuple[Tensor, ...]] = (
@@ -300,7 +309,8 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def logp(self, inputs: Inputs) -> Tensor:
-        """[R] (of this rank's part) float32, over the policy's sampling masks."""
+        """Return float32 log-probabilities [R] for this rank's part, over the policy's sampling
+        masks."""
         replays = self._replays and inputs.loss == "grpo"
         with recorded_routes(self.network, inputs) if replays else nullcontext():
             logp, *_ = self._forward(inputs=inputs)
@@ -308,7 +318,8 @@ class ReferencePolicy:
 
 
 def indexer_weight(network: PolicyNetwork, config: Config, step: TrainBatch) -> float:
-    """Factor of a micro-batch's indexer loss (a sum over tokens) in the step's loss."""
+    """Return the factor with which the indexer loss of a micro-batch (a sum over tokens) enters the
+    loss of the step."""
     if not network.learning_indexers:
         return 0.0
     if step.total_tokens < 1:
@@ -317,7 +328,8 @@ def indexer_weight(network: PolicyNetwork, config: Config, step: TrainBatch) -> 
 
 
 def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextManager[Any]:
-    """Send tokens to the experts that the engine recorded. Raises ValueError without routes."""
+    """Send tokens to the experts that the engine recorded. Raises ValueError if no routes were
+    recorded."""
     routes = inputs.routes_NLK
     if inputs.padding:
         # Replays nothing, but keeps the order of modules that ZeRO-3 needs equal on all ranks.
@@ -335,11 +347,9 @@ def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextMa
 def seen_tokens(
     batch: MicroBatch, part: Slice, logp: Tensor, replay: Replay | None
 ) -> dict[int, TokenNumbers]:
-    """Log-probabilities and routing overlap of the watched segments, by their numbers.
-
-    part: this rank's. logp: [R], of the whole micro-batch. replay: of its finished forward pass.
-    Synchronises with the device.
-    """
+    """Return log-probabilities and routing overlap for the watched segments, keyed by segment
+    number. `part` is this rank's part of the row. `logp` [R] covers the whole micro-batch. `replay`
+    comes from its finished forward pass. Synchronizes with the device."""
     if batch.watched is None:
         return {}
     count = len(batch.token_ids_N)
@@ -363,10 +373,8 @@ def seen_tokens(
 def whole_sequences(
     inputs: Inputs, logp: Tensor, reference: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gather [r] of this rank's part into [R] of the micro-batch.
-
-    Gradients reach this rank's own entries only; the other ranks compute the rest.
-    """
+    """Gather the values [r] from each rank's part into [R] for the whole micro-batch. Gradients
+    flow back only to this rank's own values; the other ranks compute the rest."""
     if inputs.part.group is None or inputs.padding:
         return logp, reference
     values = torch.stack([logp.detach()] if reference is None else [logp.detach(), reference])

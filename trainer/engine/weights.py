@@ -1,5 +1,7 @@
-"""Weights on their way into the ranks, and out of them to engines and files: whole and under their
-checkpoint names, however they are sharded."""
+"""Loads weights into the ranks and hands them out to engines and files.
+
+However the weights are sharded, they are handed out whole and under their checkpoint names.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from keel.weights.pack import BucketPacker
 _LOG = logging.getLogger(__name__)
 
 Load = Callable[[], PreTrainedModel]
-"""Reads the model into host memory."""
+"""A function that reads the model into host memory."""
 
 
 class _OutlinePickler(pickle.Pickler):
@@ -40,8 +42,8 @@ def _unset(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> n
 
 
 def outline(model: PreTrainedModel) -> bytes:
-    """Pickle a model without the values of its weights. Empty if it cannot be pickled, such as a
-    model whose modules hold lambdas."""
+    """Pickle a model without the values of its weights. Returns an empty result if it cannot be
+    pickled, for example because its modules hold lambdas."""
     data = io.BytesIO()
     try:
         _OutlinePickler(data, protocol=5).dump(model)
@@ -52,8 +54,8 @@ def outline(model: PreTrainedModel) -> bytes:
 
 
 def from_outline(data: bytes, device: torch.device | str = "cpu") -> PreTrainedModel:
-    """Build a model with unset weights, which take no host memory until written. `data` must come
-    from this run: unpickling can call anything."""
+    """Build a model whose weights are not set. They take no host memory until they are written.
+    `data` must come from this run, since unpickling can run arbitrary code."""
     with torch.device(device):
         return pickle.loads(data)
 
@@ -61,12 +63,14 @@ def from_outline(data: bytes, device: torch.device | str = "cpu") -> PreTrainedM
 def read_once(
     load: Load, dtype: torch.dtype, *, readers: int, read: PreTrainedModel | None = None
 ) -> tuple[PreTrainedModel, bytes]:
-    """The model in host memory, and an outline to build a twin for `copy_weights`. Collective.
+    """Read the model into host memory. Returns it, and an outline from which `copy_weights` can
+    build a twin. All ranks must call this together.
 
-    The first `readers` ranks load it, unless they have (`read`). Other ranks build it from the
-    outline, with weights that `zero.initialize` sets, or load it, too, if there is no outline. The
-    returned outline is empty if weights have another type than `dtype`, since DeepSpeed rounds
-    them. An error of one rank is raised on all, as ConfigError if it is one.
+    The first `readers` ranks load the model, unless they have done so already (`read`). Other ranks
+    build it from the outline, and `zero.initialize` sets their weights. Without an outline, they
+    load the model as well. The returned outline is empty if weights have a dtype other than
+    `dtype`, since DeepSpeed rounds them. If one rank fails, all ranks raise its error. A
+    ConfigError stays a ConfigError.
     """
     model = read if read is not None and read.dtype == dtype else None
     failed: Exception | None = None
@@ -94,14 +98,14 @@ def read_once(
 
 
 def twin(data: bytes, load: Load, device: torch.device | str) -> PreTrainedModel:
-    """Another model of the kind that `read_once` returns, with unset weights on `device`; loaded if
-    there is no outline."""
+    """Return another copy of the model from `read_once`, with unset weights on `device`. Without an
+    outline, the model is loaded instead."""
     return from_outline(data, device) if data else load()
 
 
 def copy_weights(source: nn.Module, target: nn.Module, *, stage: int) -> None:
-    """Copy the weights of a model to its twin, both initialized by DeepSpeed at ZeRO stage 3, below
-    it at least the source. Collective."""
+    """Copy a model's weights to its twin. All ranks must call this together. At ZeRO stage 3
+    DeepSpeed must have initialized both models, otherwise at least the source."""
     pairs = zip(source.named_parameters(), target.named_parameters(), strict=True)
     for (name, weight), (target_name, target_weight) in pairs:
         if name != target_name:
@@ -116,7 +120,8 @@ def copy_weights(source: nn.Module, target: nn.Module, *, stage: int) -> None:
 def gathered(
     parameters: Sequence[Tensor], *, stage: int, modifier_rank: int | None = None
 ) -> AbstractContextManager[Any]:
-    """Make parameters whole on every rank; changes by `modifier_rank` are kept."""
+    """Make the parameters whole on every rank inside this context. Only the changes made by
+    `modifier_rank` are kept."""
     return deepspeed.zero.GatheredParameters(
         list(parameters), modifier_rank=modifier_rank, enabled=stage == 3
     )
@@ -126,31 +131,31 @@ class Weights:
     """The weights of a model that DeepSpeed has initialized."""
 
     def __init__(self, model: PreTrainedModel, experts: ExpertLayers, *, stage: int) -> None:
-        """`stage`: of ZeRO."""
+        """`stage` is the ZeRO stage."""
         self._model, self._experts, self._stage = model, experts, stage
         self._packers: dict[tuple[int, torch.dtype], BucketPacker] = {}
 
     @property
     def gathered(self) -> bool:
-        """Whether weights are sharded: then all ranks must iterate the following methods together,
-        to the end."""
+        """Whether the weights are sharded. If they are, all ranks must iterate over the results of
+        the following methods together and to the end."""
         return self._stage == 3 or self._experts.spread
 
     def named(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Checkpoint names and tensors, in `dtype` (see `keel.model.load.precision`)."""
+        """Yield checkpoint names and tensors in `dtype` (see `keel.model.load.precision`)."""
         convert = precision(self._model, dtype)
         for name, tensor in checkpoint_tensors(self._model, whole=self._whole):
             yield name, convert(name, tensor)
 
     def buckets(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[FlatBucket]:
-        """The same tensors in buckets on this rank's device."""
+        """Yield the same tensors, packed into buckets on this rank's device."""
         key = bucket_bytes, dtype
         if key not in self._packers:
             self._packers[key] = BucketPacker(self._model, dtype, bucket_bytes, whole=self._whole)
         return self._packers[key].buckets()
 
     def gather_along(self) -> None:
-        """Take part in the collectives of ranks that iterate."""
+        """Take part in the collectives of other ranks while they iterate over the weights."""
         for _ in module_tensors(self._model, whole=self._whole) if self.gathered else ():
             pass
 

@@ -1,4 +1,4 @@
-"""Setup of a rank's process group and DeepSpeed engine, and its optimizer updates."""
+"""Sets up a rank's process group and DeepSpeed engine, and runs the optimizer updates."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from keel.trainer.placement.memory import bucket_elements
 from keel.trainer.run.restarts import UpdateOutOfMemory
 
 SCALE_POWER = 16
-"""float16: the initial loss scale is 2 to this power, and halves after an overflow."""
+"""In float16 the loss scale starts at 2 to this power. It is halved after each overflow."""
 SCALE_WINDOW = 100
-"""float16: optimizer steps without overflow after which the loss scale doubles."""
+"""In float16 the loss scale doubles after this many optimizer steps without overflow."""
 _NEVER = 2**31
-"""Optimizer steps."""
+"""A number of optimizer steps that is never reached."""
 
 
 def check_libraries() -> None:
-    """Raise RuntimeError for versions of PyTorch or DeepSpeed that Keel does not support."""
+    """Raise RuntimeError if Keel does not support the installed version of PyTorch or DeepSpeed."""
     check_torch()
     check_version()
     skip_shared_memory_op()
@@ -52,10 +52,8 @@ def check_libraries() -> None:
 def join_ranks(
     rank: int, world_size: int, store: Store | None, *, timeout_s: float
 ) -> torch.device:
-    """Start the process group (NCCL on GPUs, gloo otherwise) and return the rank's device.
-
-    Its collectives fail after `timeout_s`, so a dead rank does not block the others forever.
-    """
+    """Start the process group (NCCL on GPUs, gloo otherwise) and return the rank's device. Its
+    collectives fail after `timeout_s`, so a dead rank does not block the others forever."""
     local = int(os.environ.setdefault("LOCAL_RANK", "0"))
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
@@ -80,11 +78,11 @@ def initialize(
     device: torch.device,
     optimizer: Callable[[Any], Optimizer] | None = None,
 ) -> DeepSpeedEngine:
-    """Wrap a model in host memory with DeepSpeed, in an existing process group.
+    """Wrap a model in host memory with DeepSpeed. The process group must already exist.
 
-    Under ZeRO-3 parameters reach the device one by one, as shards, so the model may exceed the
-    device's memory. `optimizer` is called after AutoEP has replaced the model's parameters.
-    DeepSpeed's prints are dropped; its log messages still appear.
+    Under ZeRO-3, parameters are moved to the device one by one, as shards, so the model may be
+    larger than the device's memory. `optimizer` is called after AutoEP has replaced the model's
+    parameters. What DeepSpeed prints is dropped, but its log messages still appear.
     """
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     with redirect_stdout(io.StringIO()):
@@ -111,10 +109,11 @@ def deepspeed_config(
     device: torch.device,
     model: PreTrainedModel,
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration dict.
+    """Return the configuration for DeepSpeed.
 
-    Gradients accumulate and are reduced in float32 in every compute dtype. The number of
-    micro-batches varies, so DeepSpeed accumulates over 1 and the engine marks the boundaries.
+    Gradients are accumulated and reduced in float32, whatever the compute dtype. The number of
+    micro-batches varies, so DeepSpeed is told to accumulate over one, and the trainer's engine
+    marks where a step ends.
     """
     stage = zero_stage(trainer, dtype)
     # DeepSpeed allocates the whole bucket even for a smaller model.
@@ -157,10 +156,8 @@ def deepspeed_config(
 
 
 def frozen_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a model that is not trained.
-
-    Below ZeRO-3 it keeps the dtype it was loaded in: for another, DeepSpeed needs an optimizer.
-    """
+    """Return the configuration for a model that is not trained. Below ZeRO-3 the model keeps the
+    dtype that it was loaded in, since DeepSpeed needs an optimizer to change it."""
     if config["zero_optimization"]["stage"] == 3:
         return dict(config)
     rest = {name: value for name, value in config.items() if name not in ("bf16", "fp16")}
@@ -168,19 +165,20 @@ def frozen_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zero_stage(trainer: TrainerConfig, dtype: torch.dtype) -> int:
-    """ZeRO stage in use; DeepSpeed has float32 master weights from stage 1 up only."""
+    """Return the ZeRO stage to use. DeepSpeed keeps float32 master weights only from stage 1 up."""
     return trainer.zero_stage if dtype == torch.float32 else max(1, trainer.zero_stage)
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """`model.dtype` on a GPU; float32 on a CPU, where less would save no time."""
+    """Return `model.dtype` on a GPU and float32 on a CPU, where a smaller type would save no
+    time."""
     return getattr(torch, config.model.dtype) if device.type == "cuda" else torch.float32
 
 
 def learning_rate(step: int, config: TrainerConfig, *, total_steps: int) -> float:
-    """Learning rate of a step, counted from 1.
+    """Return the learning rate for a step, where the first step is 1.
 
-    Linear warm-up reaches `lr` at step `warmup_steps`; `linear` and `cosine` then decay to
+    It rises linearly to `lr` at step `warmup_steps`. With `linear` and `cosine` it then decays to
     `min_lr` at the last step. Later steps keep the final value.
     """
     if step < 1:
@@ -196,7 +194,7 @@ def learning_rate(step: int, config: TrainerConfig, *, total_steps: int) -> floa
 
 
 def adam_for(module: nn.Module, trainer: TrainerConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW without weight decay on vectors (norms, biases)."""
+    """Create an AdamW optimizer without weight decay on vectors (norms and biases)."""
     groups: dict[float, list[nn.Parameter]] = {}
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -218,11 +216,9 @@ def adam_for(module: nn.Module, trainer: TrainerConfig, device: torch.device) ->
 def apply_gradients(
     engine: DeepSpeedEngine, module: nn.Module, *, stage: int, clip: float
 ) -> float:
-    """Take an optimizer step and return the gradient norm before clipping.
-
-    A norm that is not finite drops the gradients and leaves weights and optimizer unchanged. clip:
-    0 for none.
-    """
+    """Take an optimizer step and return the gradient norm before clipping. If the norm is not
+    finite, the gradients are dropped, and weights and optimizer stay unchanged. A `clip` of 0 turns
+    clipping off."""
     if stage > 0:  # DeepSpeed clips, and skips the step if the norm is not finite
         engine.step()
         norm = engine.get_global_grad_norm()
@@ -242,7 +238,7 @@ def apply_gradients(
 
 @contextmanager
 def room_to_update(config: Config) -> Iterator[None]:
-    """Turn an out-of-memory error inside the block into `UpdateOutOfMemory`."""
+    """Raise `UpdateOutOfMemory` if the code inside this context runs out of memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -253,7 +249,8 @@ def room_to_update(config: Config) -> Iterator[None]:
 
 
 def _update_memory_knobs(config: Config) -> str:
-    """Knobs that free memory for an optimizer step, when activations are already gone."""
+    """Describe which knobs free memory for an optimizer step. At that point the activations are
+    already gone."""
     trainer, rollout = config.trainer, config.rollout
     knobs: list[str] = []
     if rollout.colocated and not rollout.time_share:
@@ -266,7 +263,7 @@ def _update_memory_knobs(config: Config) -> str:
 
 
 def drop_gradients(engine: DeepSpeedEngine, module: nn.Module) -> None:
-    """Undo an interrupted backward pass on a single rank."""
+    """Undo a backward pass that was interrupted. Works on a single rank only."""
     module.zero_grad(set_to_none=True)
     for total in gradient_sums(engine.optimizer):
         if total.untyped_storage().nbytes():  # it may be offloaded
