@@ -1,4 +1,4 @@
-"""Model folders and hub names: finds missing or damaged files without loading them."""
+"""Resolves model folders and hub names, and finds missing or damaged files without loading them."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ from keel.configs.schema import ConfigError
 from keel.model.config_file import QUANTISED
 
 HUB_S = 5.0
-"""Timeout for the hub's first answer; transformers itself retries for half a minute."""
+"""How long to wait for the hub's first answer. transformers itself would retry for half a
+minute."""
 KNOWN = "Decoders like Llama, Qwen3, Qwen3-MoE, Mixtral and DeepSeek-V3 are (docs/models.md)"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""All weights in one file, or the index of several. transformers prefers the former; vLLM loads the
-files of the index, or all `*.safetensors`; weight updates are compared with them."""
+"""The file that holds all weights, and the index used when they are split over several files.
+transformers prefers the single file. vLLM loads the files in the index, or all `*.safetensors`, and
+weight updates are compared with those."""
 MAX_HEADER = 25 * 2**20
-"""Size limit of a safetensors header in bytes; 100,000 tensors need about 10 MiB."""
+"""Largest allowed safetensors header in bytes. A header for 100,000 tensors needs about 10 MiB."""
 LFS = b"version https://git-lfs"
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*vocab.json", "tekken.json", "*.tiktoken")
-"""Files that may contain a tokenizer's vocabulary."""
+"""Names of files that may contain a tokenizer's vocabulary."""
 _DTYPES = {"F64", "F32", "F16", "BF16", "BOOL", "U8", "I8", "I16", "I32", "I64"}
-"""Supported data types of weights and buffers in safetensors files."""
+"""Data types of weights and buffers that are supported in safetensors files."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _BROKEN_LINK = "a link to a file that is missing. Copy the file itself, or download it again"
 _CODED = "｜DSML｜"
-"""A token of DeepSeek-V3.2's tokenizer."""
+"""A token that identifies DeepSeek-V3.2's tokenizer."""
 _OTHER_WEIGHTS = {
     "model-*-of-*.safetensors": f"without {INDEX}. Download that, too",
     "adapter_*": "an adapter. Merge it into its base model (peft's merge_and_unload), save it with "
@@ -47,29 +49,33 @@ _OTHER_WEIGHTS = {
     "save_pretrained and use that folder",
     "*.gguf": "in llama.cpp's format. Use the original model in safetensors",
 }
-"""Files with weights in other formats, and what to do with them."""
+"""Patterns for files with weights in other formats, each with advice for the user."""
 
 
 def written_by_code(tokenizer: Any) -> bool:
-    """Return whether chats are formatted by code and not by a template, as for DeepSeek-V3.2.
+    """Return whether chats are formatted by code instead of a template, as for DeepSeek-V3.2.
 
-    `keel.rollout.chat.render` implements that code.
+    The code is in `keel.rollout.chat.render`.
     """
     return not tokenizer.chat_template and _CODED in tokenizer.get_added_vocab()
 
 
 def from_anywhere(path: str) -> str:
-    """Make a folder's path absolute, because Ray actors have other working directories."""
+    """Make the path of a folder absolute, because Ray actors run in other working directories."""
     return str(Path(path).absolute()) if Path(path).is_dir() else path
 
 
 def is_hub_name(path: str) -> bool:
-    """Return whether `path` could be a hub name: `owner/model`, or a legacy name without owner."""
+    """Return whether `path` could be the name of a hub model: `owner/model`, or an old name without
+    an owner."""
     return bool(_HUB_NAME.fullmatch(path)) and not path.startswith(".")
 
 
 def check_path(path: str) -> None:
-    """Raise ConfigError if a local path is missing and the hub cannot provide it either."""
+    """Check that a model path exists locally or on the hub.
+
+    Raises ConfigError if neither has it.
+    """
     folder = Path(path).expanduser()
     if Path(path).is_dir():
         return
@@ -90,7 +96,10 @@ def check_path(path: str) -> None:
 
 
 def check_folder(path: str) -> None:
-    """Raise ConfigError for an existing folder that is not a model folder of transformers."""
+    """Check that an existing folder is a model folder in transformers' format.
+
+    Raises ConfigError if it is not.
+    """
     folder = Path(path)
     if not folder.is_dir() or (folder / "config.json").is_file():
         return
@@ -104,10 +113,10 @@ def check_folder(path: str) -> None:
 
 
 def hub_options(path: str) -> dict[str, Any]:
-    """Return options for transformers' loaders.
+    """Return options to pass to transformers' loaders.
 
-    They never run code of a model (by default they ask on the terminal), and use the local cache if
-    the hub does not answer.
+    With them, the loaders never run code that comes with a model (by default they ask on the
+    terminal), and use the local cache if the hub does not answer.
     """
     local = not Path(path).is_dir() and _downloaded(path) and not hub_answers()
     return {"trust_remote_code": False, **({"local_files_only": True} if local else {})}
@@ -115,7 +124,7 @@ def hub_options(path: str) -> dict[str, Any]:
 
 @cache
 def hub_answers() -> bool:
-    """Return whether the hub answers within `HUB_S`, tested once per process."""
+    """Return whether the hub answers within `HUB_S` seconds. This is tested once per process."""
     if constants.HF_HUB_OFFLINE:
         return False
     answers: list[bool] = []
@@ -137,7 +146,10 @@ def hub_answers() -> bool:
 
 
 def check_tokenizer_files(path: str) -> None:
-    """Raise ConfigError for a folder without a vocabulary; transformers would make one up."""
+    """Check that a folder contains a vocabulary, because transformers would otherwise make one up.
+
+    Raises ConfigError if there is none.
+    """
     folder = Path(path)
     if not folder.is_dir():
         return
@@ -152,7 +164,7 @@ def check_tokenizer_files(path: str) -> None:
 
 
 def _check_not_a_run(path: str) -> None:
-    """Raise ConfigError for the folder of a run or checkpoint."""
+    """Raise ConfigError if the folder belongs to a run or a checkpoint."""
     folder = Path(path)
     run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
     if (run / "config.yaml").is_file():
@@ -163,7 +175,7 @@ def _check_not_a_run(path: str) -> None:
 
 
 def missing_weights(path: str) -> str:
-    """Return which weights of a folder are missing, damaged or misplaced, or ""."""
+    """Describe the weights in a folder that are missing, damaged or misplaced, or return ""."""
     folder = Path(path)
     if not folder.is_dir():
         return ""
@@ -185,13 +197,13 @@ def missing_weights(path: str) -> str:
 
 
 def _dangling(folder: Path, *patterns: str) -> list[str]:
-    """Return the matching links in a folder whose targets are missing."""
+    """Return the links in a folder that match and whose targets are missing."""
     links = {file.name for file in folder.iterdir() if file.is_symlink() and not file.exists()}
     return sorted(name for name in links if any(fnmatchcase(name, each) for each in patterns))
 
 
 def _indexed(folder: Path) -> set[str]:
-    """Return the files in the index, if there is one."""
+    """Return the files that the index lists, if there is an index."""
     index = folder / INDEX
     if not index.is_file():
         return set()
@@ -205,7 +217,7 @@ def _indexed(folder: Path) -> set[str]:
 
 
 def _other_weights(folder: Path) -> str:
-    """Describe weights in other formats, and what to do with them."""
+    """Describe weights in other formats and tell the user what to do with them."""
     for pattern, advice in _OTHER_WEIGHTS.items():
         if files := sorted(file.name for file in folder.glob(pattern)):
             return f". It has {_join(files)}, {advice}"
@@ -213,7 +225,7 @@ def _other_weights(folder: Path) -> str:
 
 
 def shapes_of(path: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors in a folder with complete weights, by name."""
+    """Return the shapes of all tensors by name, for a folder whose weights are complete."""
     folder = Path(path)
     names = {WHOLE} if (folder / WHOLE).is_file() else _indexed(folder)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -224,12 +236,12 @@ def shapes_of(path: str) -> dict[str, tuple[int, ...]]:
 
 
 def is_zero(path: str, name: str) -> bool:
-    """Return whether all elements of a tensor in a folder are 0."""
+    """Return whether a tensor in a folder contains only zeros."""
     return any(not tensor.any() for tensor in tensors_called(path, name))
 
 
 def tensors_called(path: str, name: str, rows: int | None = None) -> Iterator[Any]:
-    """Yield the (first `rows` of the) tensors of this name in a folder's files."""
+    """Yield the tensors with this name in a folder's files, or only their first `rows` rows."""
     for file in Path(path).glob("*.safetensors"):
         with safe_open(file, framework="pt") as content:
             if name in set(content.keys()):
@@ -237,7 +249,7 @@ def tensors_called(path: str, name: str, rows: int | None = None) -> Iterator[An
 
 
 def _fault(file: Path) -> str:
-    """Describe a fault in the header or size of a weights file, or return ""."""
+    """Describe what is wrong with a weights file's header or size, or return ""."""
     with file.open("rb") as content:
         if content.read(len(LFS)) == LFS:
             return "a Git LFS pointer. Run `git lfs pull`"
@@ -257,12 +269,12 @@ def _fault(file: Path) -> str:
 
 
 def local_folder(path: str) -> Path | None:
-    """Return the folder of a local or downloaded model."""
+    """Return the folder that contains a local or downloaded model."""
     return Path(path) if Path(path).is_dir() else _downloaded(path)
 
 
 def _downloaded(path: str) -> Path | None:
-    """Return the cache folder of a hub model whose config.json is cached."""
+    """Return the cache folder for a hub model, if its config.json is cached."""
     file = try_to_load_from_cache(path, "config.json") if is_hub_name(path) else None
     return Path(file).parent if isinstance(file, str) else None
 

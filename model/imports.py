@@ -1,4 +1,4 @@
-"""Faster imports of large libraries."""
+"""Makes imports of large libraries faster."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from types import ModuleType
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Disable the garbage collector during imports, and exempt their objects afterwards.
+    """Turn off the garbage collector during imports, and afterwards exempt the new objects from it.
 
-    torch, transformers and vLLM create half a million permanent objects. Collecting among them
-    takes a fifth of the import time, and most of the time of later full collections.
+    torch, transformers and vLLM create half a million permanent objects. Searching them for garbage
+    takes a fifth of the import time, and later most of the time of each full collection.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -31,7 +31,8 @@ def heavy_imports() -> Iterator[None]:
 
 @contextmanager
 def not_found(*names: str) -> Iterator[None]:
-    """Hide optional dependencies while a library is imported; loaded modules stay."""
+    """Make optional dependencies appear missing while a library is imported. Modules that are
+    already loaded stay available."""
     hidden = [name for name in names if name not in sys.modules]
     modules: dict[str, object] = vars(sys)["modules"]
     modules.update(dict.fromkeys(hidden))  # None: `import` raises ModuleNotFoundError
@@ -43,7 +44,7 @@ def not_found(*names: str) -> Iterator[None]:
 
 
 def missing_bytecode(library: ModuleType) -> str:
-    """Return a warning if Python could not cache the bytecode of an imported library, or ""."""
+    """Return a warning if Python could not cache the bytecode for an imported library, or ""."""
     spec = library.__spec__
     if spec is None or spec.cached is None or Path(spec.cached).exists():
         return ""

@@ -1,4 +1,5 @@
-"""Loading of models and tokenizers, facts about a model, and weights by checkpoint name."""
+"""Loads models and tokenizers, computes facts about a model, and yields weights by checkpoint
+name."""
 
 from __future__ import annotations
 
@@ -49,50 +50,54 @@ Whole = Callable[[Named], AbstractContextManager[Named]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Facts about a model from its config, without weights."""
+    """Facts about a model that follow from its config, without its weights."""
 
     architecture: str
     layers: int
     moe_layer_ids: tuple[int, ...]
-    """Indices of MoE layers; the others are dense."""
+    """Indices of the MoE layers. All other layers are dense."""
     experts: int
-    """Routed experts per MoE layer; 0 for a dense model."""
+    """Number of routed experts in each MoE layer, or 0 for a dense model."""
     experts_per_token: int
     vocab_size: int
     hidden_size: int
     attention_heads: int
-    """Query heads."""
+    """Number of query heads."""
     max_context: int
-    """Tokens."""
+    """Longest context in tokens."""
     parameters: int
-    """Total parameters; a tied embedding counts once."""
+    """Number of all parameters. A tied embedding counts once."""
     active_parameters: int
-    """Parameters per token: all but the experts that it is not routed to."""
+    """Number of parameters used for one token, which excludes the experts that it is not routed
+    to."""
     tied: bool
-    """The output layer shares the embedding's weights."""
+    """Whether the output layer shares its weights with the embedding."""
     expert_parameters: int
-    """Parameters of all routed experts; 0 for a dense model."""
+    """Number of parameters in all routed experts, or 0 for a dense model."""
     attention_parameters: int
     attention_width: int
-    """Query heads × head size."""
+    """Number of query heads times the head size."""
     kv_width: int
-    """KV cache elements per token and layer."""
+    """Number of elements in the KV cache per token and layer."""
     kv_heads: int
-    """Key heads, over which tensor parallelism can split the KV cache; 1 for a latent cache."""
+    """Number of key heads, over which tensor parallelism can split the KV cache. It is 1 for a
+    latent cache."""
     head_size: int = 0
-    """Size of a key head; 0 for a latent cache."""
+    """Size of a key head, or 0 for a latent cache."""
     index_top_k: int = 0
-    """Tokens selected by the indexer of sparse attention; 0 without one."""
+    """Number of tokens that the indexer of sparse attention selects, or 0 if there is no
+    indexer."""
     indexer_parameters: int = 0
-    """Parameters of all indexers."""
+    """Number of parameters in all indexers."""
     full_attention: bool = True
-    """See the function `full_attention`."""
+    """The result of the function `full_attention`."""
     fused_norms: bool = True
-    """RMS norms are single kernels on a GPU (model/layers/fused.py)."""
+    """Whether RMS norms run as single kernels on a GPU (model/layers/fused.py)."""
     fused_experts: bool = True
-    """Experts use Keel's kernels on a GPU; meaningless for a dense model."""
+    """Whether experts use Keel's kernels on a GPU. This has no meaning for a dense model."""
     balance_loss: float = 0.0
-    """Weight of the load balancing loss, if the config enables it (`output_router_logits`)."""
+    """Weight of the load balancing loss, if the config enables this loss
+    (`output_router_logits`)."""
 
     @property
     def moe_layers(self) -> int:
@@ -139,7 +144,8 @@ def load_tokenizer(
 
 
 def tokenizer_with(chat_template: str, path: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that was checked before; chat_template: replaces its own if not empty."""
+    """Load a tokenizer that has already been checked. If `chat_template` is not empty, it replaces
+    the tokenizer's own."""
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if chat_template:
         tokenizer.chat_template = chat_template
@@ -147,7 +153,7 @@ def tokenizer_with(chat_template: str, path: str) -> PreTrainedTokenizerBase:
 
 
 def _try_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError for a chat template that cannot render a conversation."""
+    """Raise ConfigError if a chat template cannot render a conversation."""
     messages = [{"role": "user", "content": "Hello."}]
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -161,7 +167,8 @@ def _try_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash what determines the ids of texts and conversations; "" without a tokenizer.json."""
+    """Return a hash of everything that determines token ids for texts and conversations, or "" if
+    there is no tokenizer.json."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return ""
@@ -201,26 +208,26 @@ def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
 def checkpoint_tensors(
     model: PreTrainedModel, *, whole: Whole | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor that `save_pretrained` would write, by name and detached.
+    """Yield every tensor that `save_pretrained` would write, detached and with its name.
 
-    In memory the experts of a layer are one tensor, in a checkpoint each expert has its own. They
-    are split one module at a time, so only one module's weights exist twice. Tied weights are
-    yielded once. `whole`: see `module_tensors`.
+    In memory, all experts in a layer form one tensor, while in a checkpoint each expert has its
+    own. They are split one module at a time, so only one module's weights exist twice. Tied weights
+    are yielded once. `whole` is explained in `module_tensors`.
     """
     for local in module_tensors(model, whole=whole):
         yield from as_checkpoint(model, local).items()
 
 
 def as_checkpoint(model: PreTrainedModel, local: Named) -> Named:
-    """Convert one module's tensors to checkpoint format."""
+    """Convert the tensors of one module to the checkpoint format."""
     return revert_weight_conversion(model, dict(local))
 
 
 def module_tensors(model: PreTrainedModel, *, whole: Whole | None = None) -> Iterator[Named]:
     """Yield the tensors of each module (without submodules), detached, by full name.
 
-    whole: for weights that are sharded over ranks, a context manager that gathers a module's
-    tensors under transformers' names. It is collective, so all ranks must iterate to the end.
+    If weights are sharded over ranks, `whole` is a context manager that gathers a module's tensors
+    under transformers' names. Gathering is collective, so all ranks must iterate to the end.
     """
     for part in _own_tensors(model):
         with whole(part) if whole else nullcontext(part) as tensors:
@@ -230,8 +237,8 @@ def module_tensors(model: PreTrainedModel, *, whole: Whole | None = None) -> Ite
 def precision(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor], Tensor]:
     """Return a function (checkpoint name, tensor) that casts floats to `dtype`.
 
-    Weights that the family keeps in float32 are not cast, such as DeepSeek-V3's routing bias, which
-    is too fine for bfloat16.
+    It does not cast weights that the model family keeps in float32, such as DeepSeek-V3's routing
+    bias, for which bfloat16 is too coarse.
     """
     names = always_float32(model)
     exact = re.compile(rf"(^|\.)({'|'.join(map(re.escape, names))})($|\.)") if names else None
@@ -325,7 +332,7 @@ def is_tied(model: PreTrainedModel) -> bool:
 def full_attention(config: PreTrainedConfig) -> bool:
     """Return whether all layers attend to all earlier tokens, without windows or a latent cache.
 
-    An engine then has one KV cache slot per token.
+    If so, an engine needs one KV cache slot for each token.
     """
     text = config.get_text_config()
     latent = getattr(text, "kv_lora_rank", None)
@@ -335,7 +342,7 @@ def full_attention(config: PreTrainedConfig) -> bool:
 
 
 def _own_tensors(model: nn.Module) -> Iterator[Named]:
-    """Yield each module's entries of the state dict by full name; shared tensors once."""
+    """Yield the state dict entries of each module by full name. Shared tensors are yielded once."""
     seen: set[int] = set()
     saved = model.state_dict(keep_vars=True).keys()  # without non-persistent buffers
     for prefix, module in model.named_modules():
@@ -352,7 +359,8 @@ def _own_tensors(model: nn.Module) -> Iterator[Named]:
 
 
 def _cache_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Return KV heads, KV cache elements per token and layer, and the mean head size."""
+    """Return the number of KV heads, the KV cache elements per token and layer, and the mean head
+    size."""
     if latent := getattr(config, "kv_lora_rank", None):  # multi-head latent attention
         rope, nope = config.qk_rope_head_dim, config.qk_nope_head_dim
         return 1, latent + rope, (rope + nope + config.v_head_dim) // 2
@@ -388,7 +396,7 @@ def _load_error(error: Exception) -> str:
 
 
 def _read_config(path: str, *, needed: bool = True) -> dict[str, Any]:
-    """Read and check config.json; return {} if it is missing and not `needed`."""
+    """Read and check config.json. If it is missing and not `needed`, return {}."""
     file = Path(path, "config.json")
     if file.is_file() and file.stat().st_size > MAX_BYTES:
         raise ConfigError(f"{path!r}: config.json is too large ({file.stat().st_size:,} bytes)")
@@ -419,7 +427,7 @@ def _load_config(path: str) -> PreTrainedConfig:
 
 
 def check_causal(config: PreTrainedConfig, path: str) -> None:
-    """Raise ConfigError unless `config` is of a causal language model."""
+    """Check that `config` belongs to a causal language model, and raise ConfigError if not."""
     names = config.architectures or []
     causal = not names or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
     if type(config.get_text_config()) not in MODEL_FOR_CAUSAL_LM_MAPPING or not causal:

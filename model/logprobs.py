@@ -1,8 +1,9 @@
-"""Log-probabilities of packed micro-batches, including the shift between inputs and targets.
+"""Computes log-probabilities for packed micro-batches, including the shift between inputs and
+targets.
 
-In a packed row, token t and all data about sampling it (probability, sampling mask, advantage) are
-at position t, but the network predicts token t at position t−1. `head_inputs` is the only place
-that shifts between the two.
+In a packed row, everything about sampling token t (its probability, sampling mask and advantage) is
+stored at position t, but the network predicts token t at position t−1. `head_inputs` is the only
+place that shifts between the two.
 """
 
 from __future__ import annotations
@@ -64,33 +65,33 @@ class Head(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeadInputs:
-    """Inputs of the head for the n trainable tokens of a micro-batch, in host memory.
+    """What the head needs to score the n trainable tokens in a micro-batch, in host memory.
 
-    They depend on the micro-batch only, so all passes over it can share them.
+    This depends only on the micro-batch, so all passes over it can share it.
     """
 
     rows: Tensor
-    """[n] int64, ascending positions t of trainable tokens."""
+    """[n] int64, the positions t of trainable tokens, ascending."""
     hidden_rows: Tensor
-    """[n] int64, t−1: the positions that predict them."""
+    """[n] int64, the positions t−1 that predict them."""
     targets: Tensor
     """[n] int64."""
     kept_ids: Tensor
     """[nnz] int32."""
     kept_offsets: Tensor
-    """[n+1] int64; all spans are empty if sampling was not truncated."""
+    """[n+1] int64. All spans are empty if sampling was not truncated."""
     probes: Tensor
-    """[m] int64, indices into the n tokens to sample for `kept_mass`, some per segment. The choice
-    depends on the segment's tokens only, not on packing."""
+    """[m] int64, indices into the n tokens that select a few from each segment for `kept_mass`. The
+    choice depends only on the tokens in the segment, and not on packing."""
     probe_weight: Tensor
-    """[m] float32, w_i / |o_i| of Eq. 5 times the number of tokens that a probe represents, so that
-    a weighted sum over probes estimates a sum over all tokens."""
+    """[m] float32, the weight w_i / |o_i| from Eq. 5 times the number of tokens that a probe stands
+    for. A weighted sum over probes thus estimates a sum over all tokens."""
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """Cache of checks and plans; see `support_head`."""
+    """A cache for checks and plans (see `support_head`)."""
 
 
 def trainable_rows(batch: MicroBatch) -> NDArray[np.int64]:
-    """Return [n] indices of the sampled tokens, in the order of `policy_logprobs`.
+    """Return the [n] indices of the sampled tokens, in the order that `policy_logprobs` uses.
 
     Use them to index `logp_old_N`, `advantage_N`, `kl_coef_N` and `sequence_N`.
     """
@@ -106,10 +107,10 @@ def head_inputs(
 ) -> HeadInputs:
     """Combine targets and sampling masks with the positions that predict them.
 
-    A trainable token is never the first of its segment (checked by `MicroBatch`), so position t−1
-    is in the same segment. `start` and `stop` bound the positions t−1 for a rank that computes only
-    these hidden states; `hidden_rows` then count from `start`. `probes` is the maximum number of
-    evenly spaced probes per segment.
+    A trainable token is never the first in its segment (`MicroBatch` checks this), so position t−1
+    is in the same segment. If a rank computes only some of the hidden states, `start` and `stop`
+    give its range of positions t−1, and `hidden_rows` count from `start`. `probes` is the largest
+    number of evenly spaced probes in a segment.
     """
     trainable = trainable_rows(batch)
     stop = len(batch.token_ids_N) if stop is None else stop
@@ -196,9 +197,10 @@ def kept_mass(
 def _choose_probes(
     batch: MicroBatch, rows: NDArray[np.int64], most: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Choose at most `most` evenly spaced rows per segment, and count the rows each represents.
+    """Choose at most `most` evenly spaced rows in each segment, and count how many rows each stands
+    for.
 
-    The offset of the first one is a hash of the segment's token ids.
+    The position of the first one is derived from a hash of the segment's token ids.
     """
     _, first, owner, counts = np.unique(
         batch.segment_N[rows], return_index=True, return_inverse=True, return_counts=True
@@ -215,7 +217,7 @@ def _choose_probes(
 def _select_masks(
     masks: SamplingMasks | None, rows: NDArray[np.int64], tokens: int
 ) -> SamplingMasks:
-    """Return the spans of `rows`, empty ones without sampling masks."""
+    """Return the sampling masks for `rows`, which are empty if there are none."""
     if masks is None:
         return SamplingMasks.empty(len(rows))
     sizes = masks.sizes()

@@ -1,1 +1,1 @@
-"""Faster or more exact layers for GPUs."""
+"""Replacement layers for GPUs that are faster or more exact."""

@@ -1,8 +1,9 @@
-"""Copies of shared prefixes for attention.
+"""Copies shared prefixes for attention.
 
-A packed row has a shared prefix once (`keel.rl.packing.prefix_sharing`), but attention needs the
-keys and values of a context to be contiguous. They are copied to each context, and their gradients
-are summed in float32 and in a fixed order, so results are deterministic.
+A packed row contains a shared prefix only once (`keel.rl.packing.prefix_sharing`), but attention
+needs contiguous keys and values for each context. They are therefore copied to each context. In the
+backward pass, the gradients are summed in float32 and in a fixed order, so results are
+deterministic.
 """
 
 from __future__ import annotations
@@ -20,31 +21,32 @@ from keel.model.device import to_device
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """Contexts of S segments: the segment that each follows, if any, then itself."""
+    """The contexts of S segments. A context consists of the segment that is followed, if any, and
+    then the segment itself."""
 
     rows: Tensor
-    """[M] packed token at each place of the concatenated contexts."""
+    """[M] the packed token at each place in the concatenated contexts."""
     offsets: Tensor
-    """[S+1] int32; context s has the places offsets[s] … offsets[s+1]−1."""
+    """[S+1] int32. Context s occupies the places offsets[s] … offsets[s+1]−1."""
     longest: int
     lengths: tuple[int, ...]
     """[S] lengths of the contexts."""
     places: Tensor
-    """[N] place of each packed token in the context of its segment."""
+    """[N] the place of each packed token in its own segment's context."""
     shared: Tensor
-    """[Q] packed tokens that are also in other contexts."""
+    """[Q] the packed tokens that also occur in other contexts."""
     others: Tensor
-    """Places of the shared tokens in other contexts, grouped by token."""
+    """The places of these shared tokens in other contexts, grouped by token."""
     counts: Tensor
-    """[Q] number of other contexts per shared token."""
+    """[Q] in how many other contexts each shared token occurs."""
 
     @staticmethod
     def of(
         lengths: Sequence[int], follows: Sequence[int], device: torch.device | str = "cpu"
     ) -> Contexts:
-        """Build the contexts of concatenated segments.
+        """Build the contexts for concatenated segments.
 
-        follows: index of the earlier segment that each continues, −1 for none.
+        `follows` gives the index of the earlier segment that each segment continues, or −1.
         """
         local, before = np.asarray(lengths), np.asarray(follows)
         started = np.where(before >= 0, local[before], 0)
@@ -72,7 +74,7 @@ class Contexts:
         )
 
     def spread(self, x: Tensor) -> Tensor:
-        """Copy [N, …] to [M, …]."""
+        """Copy packed tokens [N, …] to their places in the contexts, [M, …]."""
         return _spread(x, self.rows, self.places, self.shared, self.others, self.counts)
 
 
@@ -92,7 +94,7 @@ def _(x: Tensor, rows: Tensor, *rest: Tensor) -> Tensor:
 def _gather(
     slope: Tensor, places: Tensor, shared: Tensor, others: Tensor, counts: Tensor
 ) -> Tensor:
-    """Sum the gradients [M, …] of all places to [N, …] of packed tokens."""
+    """Sum the gradients at all places [M, …] to gradients for the packed tokens [N, …]."""
     grads = slope.index_select(0, places)
     exact = torch.promote_types(slope.dtype, torch.float32)
     copies = slope.index_select(0, others).to(exact).flatten(1)

@@ -1,6 +1,8 @@
-"""Triton kernels around the grouped GEMMs of MoE layers, each one pass over memory.
+"""Triton kernels for the steps around the grouped GEMMs of MoE layers. Each one passes over memory
+once.
 
-S = tokens · K rows, sorted by expert; `position[t·K + j]` is the row of token t's j-th expert.
+There are S = tokens · K rows, sorted by expert, and `position[t·K + j]` is the row for token t's
+j-th expert.
 """
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
@@ -96,7 +98,7 @@ def _swiglu_gradient_kernel(grad_packed, grad, packed, width, BLOCK: tl.constexp
 
 
 def spread(tokens: Tensor, position: Tensor, per_token: int) -> Tensor:
-    """Copy each token to the rows of its experts, [T, d] → [T·K, d]."""
+    """Copy each token to the rows for its experts, [T, d] → [T·K, d]."""
     count, d = tokens.shape
     out = tokens.new_empty(count * per_token, d)
     _spread_kernel[(count,)](out, tokens, position, d, K=per_token, BLOCK=BLOCK, num_warps=4)
@@ -104,7 +106,8 @@ def spread(tokens: Tensor, position: Tensor, per_token: int) -> Tensor:
 
 
 def combine(rows: Tensor, weights: Tensor | None, position: Tensor, per_token: int) -> Tensor:
-    """Sum each token's rows in float32, [T·K, d] → [T, d], with optional `weights` [T, K]."""
+    """Sum the rows for each token in float32, [T·K, d] → [T, d]. If `weights` [T, K] are given, the
+    sum is weighted."""
     count, d = len(rows) // per_token, rows.shape[1]
     out = rows.new_empty(count, d)
     _combine_kernel[(count,)](
@@ -117,7 +120,7 @@ def combine(rows: Tensor, weights: Tensor | None, position: Tensor, per_token: i
 def combine_gradients(
     grad: Tensor, rows: Tensor, weights: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `combine` for rows [T·K, d] and weights [T, K]."""
+    """Return the gradients of `combine` with respect to rows [T·K, d] and weights [T, K]."""
     grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
     _combine_gradient_kernel[(len(grad),)](
         grad_rows, grad_weights, grad, rows, weights, position, rows.shape[1],
@@ -127,7 +130,7 @@ def combine_gradients(
 
 
 def swiglu(packed: Tensor) -> Tensor:
-    """Compute silu(gate) · up from [S, 2·I] → [S, I]."""
+    """Compute silu(gate) · up from the packed input [S, 2·I] → [S, I]."""
     count, width = packed.shape[0], packed.shape[1] // 2
     out = packed.new_empty(count, width)
     _swiglu_kernel[(count, triton.cdiv(width, BLOCK))](out, packed, width, BLOCK=BLOCK, num_warps=4)

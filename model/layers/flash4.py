@@ -1,10 +1,12 @@
 """FlashAttention-4's kernels for packed rows, on Hopper and Blackwell GPUs (package flash-attn-4).
 
-From about 16,000 tokens on they take half the time of PyTorch's flash attention 2, forward and
-backward, and they support different widths of keys and values. The package's autograd function
-cannot be traced into a compiled layer, so its private forward and backward functions are wrapped as
-operators, after `check_kernels` has verified them. `disagreement` compares results and gradients
-for a model's head shapes before a run uses the kernels.
+For 16,000 tokens or more, they take about half as long as PyTorch's flash attention 2, forward and
+backward. They also allow keys and values of different widths.
+
+The package's autograd function cannot be traced into a compiled layer. Its private forward and
+backward functions are therefore wrapped as operators, after `check_kernels` has checked that they
+exist. Before a run uses the kernels, `disagreement` compares their results and gradients with plain
+attention, for the head shapes of the model.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from transformers import PreTrainedModel
 from keel.model.layers.contexts import Contexts
 
 _GENERATIONS = (9, 10)
-"""Major compute capabilities of Hopper and Blackwell."""
+"""Major compute capabilities of Hopper and Blackwell GPUs."""
 PACKAGE, INSTALL = "flash_attn.cute", "flash-attn-4 (Keel's extra `gpu` has it)"
 _FORWARD = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale causal lse out"
 _BACKWARD = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale causal dq dk dv"
@@ -37,8 +39,8 @@ _WINDOW = "window_size_left window_size_right"
 def missing(device: torch.device, folder: Path) -> str:
     """Return why the kernels cannot run on this device, or "".
 
-    folder: cache of compiled kernels, with a subfolder per kind of GPU. By default the package
-    keeps none, or uses a folder in /tmp that any user could have created.
+    `folder` is a cache for compiled kernels, with a subfolder for each kind of GPU. By default the
+    package has no cache on disk, or uses a folder in /tmp that any user could have created.
     """
     if device.type != "cuda":
         return "they need a GPU"
@@ -52,7 +54,7 @@ def missing(device: torch.device, folder: Path) -> str:
 
 
 def check_kernels() -> str:
-    """Describe a missing or changed part of the package, or return ""."""
+    """Describe a part of the package that is missing or has changed, or return ""."""
     try:
         if not find_spec(PACKAGE.partition(".")[0]) or not find_spec(PACKAGE):
             return f"{INSTALL} is not installed"
@@ -68,7 +70,7 @@ def check_kernels() -> str:
 
 
 def fits(width: int, of_values: int, device: torch.device) -> bool:
-    """Return whether there are half-precision kernels for these widths of keys and values."""
+    """Return whether half-precision kernels exist for these widths of keys and values."""
     if width % 8 or of_values % 8:
         return False
     if torch.cuda.get_device_capability(device)[0] == 9:
@@ -87,11 +89,12 @@ def attend4(
     key_offsets: Tensor | None = None,
     key_longest: int = 0,
 ) -> Tensor:
-    """Compute causal attention inside segments with widths that satisfy `fits`.
+    """Compute causal attention within segments, for widths that `fits` accepts.
 
-    query [N, Hq, D], key [N, Hkv, D], value [N, Hkv, Dv] → [N, Hq, Dv]; offsets [S+1] int32;
-    window: tokens, including the token itself. key_offsets and key_longest are for segments with
-    more keys than queries, whose queries are the last positions.
+    Takes query [N, Hq, D], key [N, Hkv, D] and value [N, Hkv, Dv], and returns [N, Hq, Dv].
+    `offsets` is [S+1] int32. `window` is the number of tokens that a token may attend to, including
+    itself. If segments have more keys than queries, pass `key_offsets` and `key_longest`; the
+    queries are then the last positions.
     """
     if key_offsets is None:
         key_offsets, key_longest = offsets, longest
@@ -102,7 +105,7 @@ def attend4(
 
 
 def operator4() -> Any:
-    """Return the operator of PyTorch's dispatcher."""
+    """Return the operator as registered with PyTorch's dispatcher."""
     return torch.ops.keel.flash4.default
 
 
@@ -118,7 +121,8 @@ def _attend(
     scale: float,
     reach: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs and logsumexps [Hq, N] float32. reach: tokens to look back; −1: all."""
+    """Return the outputs and the logsumexps [Hq, N] float32. `reach` is how many tokens to look
+    back, or −1 for all of them."""
     out, lse = _empty_outputs(query, value)
     arguments = _arguments((offsets, key_offsets, longest, key_longest), scale, reach)
     _kernels()._flash_attn_fwd(query, key, value, **arguments, out=out, lse=lse, return_lse=True)
@@ -145,7 +149,8 @@ def _backward(
     scale: float,
     reach: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value. slope: [N, Hq, Dv]."""
+    """Return the gradients for query, key and value. `slope` [N, Hq, Dv] is the gradient of the
+    output."""
     grads = {f"d{name}": _empty(x) for name, x in zip("qkv", (query, key, value), strict=True)}
     if len(key) != len(query):  # kernels may skip keys outside all windows
         grads["dk"].zero_()
@@ -207,15 +212,15 @@ def _kernels() -> Any:
 
 
 class HeadWidths(NamedTuple):
-    """Numbers and widths of an attention layer's heads."""
+    """How many heads an attention layer has, and how wide they are."""
 
     heads: int
-    """Query heads."""
+    """The number of query heads."""
     kv_heads: int
     width: int
     value_width: int
     window: int | None = None
-    """Tokens."""
+    """The length of the attention window in tokens, or None without a window."""
 
     def __str__(self) -> str:
         widths = " and ".join(str(n) for n in dict.fromkeys((self.width, self.value_width)))
@@ -224,7 +229,8 @@ class HeadWidths(NamedTuple):
 
 
 def head_shapes(model: PreTrainedModel, ranks: int = 1) -> tuple[HeadWidths, ...]:
-    """Return the head shapes of all layers on each of `ranks` (see `keel.model.ulysses`)."""
+    """Return the different head shapes in the model, if its heads are split over `ranks` (see
+    `keel.model.ulysses`)."""
     text: Any = model.config.get_text_config()
     heads = text.num_attention_heads // ranks
     if getattr(text, "kv_lora_rank", None) is not None:  # each head gets keys from the latent
@@ -242,22 +248,24 @@ def head_shapes(model: PreTrainedModel, ranks: int = 1) -> tuple[HeadWidths, ...
 
 
 _PROBE = (1, 130, 64, 7, 300, 65)
-"""Lengths of the segments for the comparison."""
+"""The segment lengths used for the comparison."""
 FOLLOWS = (-1, -1, 1, 1, -1, 4)
-"""Second comparison with shared prefixes (`keel.model.layers.contexts`): fewer queries than keys,
-and keys outside all windows."""
+"""Which segment each one follows in a second comparison with shared prefixes
+(`keel.model.layers.contexts`). It covers segments with fewer queries than keys, and keys that no
+window reaches."""
 WINDOW = 100
-"""Longest window of the comparison; a model's window would cover all tokens."""
+"""The longest window used in the comparison, since a model's own window would cover all tokens."""
 OFF = 0.02
-"""Maximum relative error; bfloat16 is off by 0.003, a wrong gradient by 0.2."""
+"""The largest relative error allowed. bfloat16 is off by 0.003, while a wrong gradient is off by
+0.2."""
 
 
 @cache
 def disagreement(shapes: tuple[HeadWidths, ...], device: torch.device, dtype: torch.dtype) -> str:
     """Return why FlashAttention-4 cannot be used for these heads, or "".
 
-    Compares results and gradients with plain float32 attention on random inputs. Version 4.0.0b36
-    silently gave wrong gradients for a head size of 16.
+    The results and gradients on random inputs are compared with plain float32 attention. Version
+    4.0.0b36, for example, returned wrong gradients for a head size of 16 without any error.
     """
     drawn = torch.Generator(device).manual_seed(0)
     for shape in shapes:
@@ -292,9 +300,9 @@ def disagreement(shapes: tuple[HeadWidths, ...], device: torch.device, dtype: to
 def plain(
     query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], window: int | None = None
 ) -> Tensor:
-    """Compute plain causal attention inside segments.
+    """Compute causal attention within segments with plain PyTorch operations.
 
-    query [N, Hq, D], key [N, Hkv, D], value [N, Hkv, Dv] → [N, Hq, Dv].
+    Takes query [N, Hq, D], key [N, Hkv, D] and value [N, Hkv, Dv], and returns [N, Hq, Dv].
     """
     shared = query.shape[1] // key.shape[1]
     outputs: list[Tensor] = []

@@ -1,7 +1,7 @@
-"""Faster layers on a GPU: RMS norms in one kernel, and less memory traffic around experts.
+"""Faster layers for GPUs: RMS norms that run as one kernel, and experts with less memory traffic.
 
-transformers implements both as a dozen elementwise operations, which together take longer than the
-GEMMs. On a CPU, and for layers with other formulas, transformers' code runs.
+transformers implements both with a dozen elementwise operations, which together take longer than
+the GEMMs. On a CPU, and for layers with other formulas, transformers' code is used.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from transformers.integrations.moe import (
 from keel.model.transformers_internals import become, gated, spread_by_transformers
 
 EXPERTS = "keel_grouped"
-"""Name of the experts implementation in transformers' registry."""
+"""The name under which the experts implementation is registered with transformers."""
 
 
 def use_fused_layers(model: PreTrainedModel) -> None:
-    """Replace supported norms and experts of `model`, without changing weights."""
+    """Replace the norms and experts in `model` that are supported, without changing weights."""
     known: dict[type[nn.Module], bool] = {}
     for module in model.modules():
         kind = type(module)
@@ -43,7 +43,8 @@ def use_fused_layers(model: PreTrainedModel) -> None:
 
 
 def fuses_norms(model: nn.Module) -> bool:
-    """Return whether all RMS norms of `model`, which may be on meta, can be single kernels."""
+    """Return whether all RMS norms in `model` can run as single kernels. The model may be on the
+    meta device."""
     norms = {
         type(module): module for module in model.modules() if "RMSNorm" in type(module).__name__
     }
@@ -57,7 +58,8 @@ def fuses_experts(model: nn.Module) -> bool:
 
 
 def _experts_forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Run experts for transformers: hidden [T, d], chosen and weights [T, K] → [T, d]."""
+    """Compute the experts for transformers, from hidden [T, d], chosen and weights [T, K] to [T,
+    d]."""
     fast = hidden.is_cuda and hidden.dtype == torch.bfloat16 and _has_triton()
     if not fast or spread_by_transformers(experts):
         return grouped_mm_experts_forward(experts, hidden, chosen, weights)
@@ -131,7 +133,7 @@ class _Combine(Function):
 
 @cache  # one class for all layers, so that they share compiled code
 def _fused_norm(kind: type[nn.Module]) -> type[nn.Module]:
-    """Derive a class from `kind` whose forward is one kernel on a GPU."""
+    """Derive a class from `kind` whose forward runs as one kernel on a GPU."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         weight = self.weight
@@ -146,7 +148,7 @@ def _fused_norm(kind: type[nn.Module]) -> type[nn.Module]:
 
 @torch.no_grad()
 def _is_rms_norm(module: nn.Module) -> bool:
-    """Return whether the module computes weight · x / rms(x), not (1 + weight) · x / rms(x)."""
+    """Return whether the module computes weight · x / rms(x), and not (1 + weight) · x / rms(x)."""
     weight = getattr(module, "weight", None)
     if "RMSNorm" not in type(module).__name__ or not hasattr(module, "variance_epsilon"):
         return False
@@ -164,7 +166,7 @@ def _is_rms_norm(module: nn.Module) -> bool:
 
 
 def _is_plain(experts: Any) -> bool:
-    """Return whether experts have SiLU, joint gate and up weights, and no biases."""
+    """Return whether the experts use SiLU, have joint gate and up weights, and have no biases."""
     flags = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
     if any(getattr(experts, name, None) is not value for name, value in flags.items()):
         return False

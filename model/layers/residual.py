@@ -1,8 +1,10 @@
-"""A float32 residual stream (`model.residual_dtype`), as in `keel.rollout.engine.patches`.
+"""A residual stream in float32 (`model.residual_dtype`), like that in
+`keel.rollout.engine.patches`.
 
-In half precision the stream is rounded after each block, twice per layer, and engine and trainer
-round differently. In float32 only the rounding inside blocks remains: inputs and activations are
-still half precision, but the last GEMM of attention and MLP adds its float32 sums to the stream.
+In half precision, the stream is rounded after each block, twice per layer, and the engine and the
+trainer round differently. In float32, only the rounding inside blocks is left: inputs and
+activations are still in half precision, but the last GEMM in attention and in the MLP adds its
+float32 sums to the stream.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from transformers import PreTrainedModel
 from keel.model.transformers_internals import override
 
 OUTPUTS = ("self_attn.o_proj", "mlp.down_proj")
-"""Modules of a decoder layer that add to the stream; experts sum in half precision."""
+"""The modules in a decoder layer that add to the stream. Experts are summed in half precision."""
 
 
 def use_float32_residual(model: PreTrainedModel) -> None:
-    """Make the residual stream of `model`'s decoder float32, without changing weights."""
+    """Make the decoder of `model` keep its residual stream in float32, without changing weights."""
     if model.dtype == torch.float32:  # nothing to do
         return
     decoder: Any = model.get_decoder()
@@ -38,7 +40,8 @@ def use_float32_residual(model: PreTrainedModel) -> None:
 
 
 def summed(input: Tensor, weight: Tensor) -> Tensor:
-    """Compute input [..., k] · weight [n, k]ᵀ → [..., n], with unrounded float32 sums."""
+    """Compute input [..., k] · weight [n, k]ᵀ → [..., n], and return the float32 sums without
+    rounding."""
     if not input.is_cuda:
         return linear(input.float(), weight.float())
     out = torch.mm(input.flatten(0, -2), weight.T, out_dtype=torch.float32)
@@ -47,7 +50,8 @@ def summed(input: Tensor, weight: Tensor) -> Tensor:
 
 class _Layer(nn.Module):
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Cast here, because the compiled `forward` would be compiled again for the first layer."""
+        """Cast the input here, because the compiled `forward` would otherwise be compiled a second
+        time for the first layer."""
         return super().__call__(hidden_states.float(), *args, **kwargs)
 
 
@@ -55,7 +59,7 @@ class _Norm(nn.Module):
     weight: Tensor
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return half precision, the input dtype of blocks."""
+        """Return the norm in half precision, which the blocks take as input."""
         return super().forward(hidden_states).to(self.weight.dtype)
 
 
