@@ -437,7 +437,6 @@ def plan_model(
 
 
 def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelFacts]:
-    """Load the model's tokenizer and facts. Raises ConfigError."""
     settings = config.model
     if settings.path == TINY_MODEL:
         check_residual(config, settings.tiny.family)
@@ -545,7 +544,6 @@ def _has_chats(config: Config) -> bool:
 
 
 def _chat_note(config: Config, tokenizer: Any, chat: TemplateChat | None) -> str:
-    """Describe how conversations are rendered and how tool calls are parsed."""
     if not _has_chats(config):
         return "none: raw prompts"
     lacking = ", since the tokenizer has no chat template" if not tokenizer.chat_template else ""

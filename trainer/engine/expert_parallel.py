@@ -113,7 +113,6 @@ class ExpertLayers:
         ]
 
     def _find(self, name: str) -> tuple[str, Any] | None:
-        """Return the name and module of the AutoEP layer that a tensor belongs to."""
         parts = name.split(".")
         for length in range(len(parts) - 1, 0, -1):
             prefix = ".".join(parts[:length])

@@ -107,7 +107,6 @@ def _grpo(
 def _nll(
     batch: MicroBatch, inputs: Inputs, logp: Tensor, _: object, total_sequences: int, *rest: object
 ) -> NllOutput:
-    """Compute the negative log-likelihood of given conversations."""
     return nll_loss(
         logp,
         inputs.sequence_R,

@@ -253,7 +253,7 @@ class PolicyNetwork(nn.Module):
 
             logp [R]: log-probability of each sampled token among the ids in its sampling mask
             entropy [R]: entropy of that distribution, without gradient
-            log_mass [m]: log mass of the masks (`kept_mass`); empty without gradients or masks
+            log_mass [m]: log mass of the masks chosen by `probes`; m = 0 without gradients or masks
             loss []: loss of the indexers, summed over layers and tokens
             held [2]: attention within the indexers' top k (`SparsePass.held`), over all layers
         """
