@@ -36,7 +36,7 @@ class Rewrite:
     messages: tuple[Message, ...]
     """All messages in the new context, including the opening."""
     added: tuple[Message, ...] = ()
-    """Those of the messages that are new to the conversation."""
+    """The messages in the new context that are new to the conversation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class AskFirst:
     """A rewrite to apply first if the current context leaves no room for the answer, for example
     because of a long tool result."""
     fallback: Rewrite
-    """Text to use if the answer is empty because it was cut during the thinking."""
+    """A rewrite to use if the answer is empty because it was cut during the thinking."""
 
     def rewritten_by(self, opening: Sequence[Message], answer: str) -> Rewrite:
         """Return a context of the opening and the policy's summary as a user message."""

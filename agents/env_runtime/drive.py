@@ -1,15 +1,17 @@
-"""Runs an agent program and reports how it ended: `python start.py drive`, Python 3.9 or later.
+"""Runs an agent program and reports how it ended. It is started as `python start.py drive` and
+supports Python 3.9 or later.
 
-One JSON line on standard input is the request, one on standard output the result. The program's
-prints go to standard error. In a sandbox without a network the endpoint is a unix socket, and
-connections to a port of the sandbox's loopback are forwarded to it.
+The request is one line of JSON on standard input, and the result is one line on standard output.
+What the program prints goes to standard error. In a sandbox without a network, the endpoint is a
+unix socket. Connections to a loopback port in the sandbox are then forwarded to it.
 
     → {"command": ["my-agent", "--task", "{prompt}"], "env": {…}, "prompt": "…", "task": {…},
        "socket": "/…/keel.sock" or null, "memory_mib": 2048 or null}
     ← {"exit": 0, "last": "its last line", "verdict": "text of $KEEL_VERDICT" or null}
        or {"cannot": "why it was not started"}
 
-It then waits to be killed, so that the program's descendants are still below it.
+After the result, this process waits to be killed, so that the program's descendants can still be
+found below it.
 """
 
 from __future__ import annotations

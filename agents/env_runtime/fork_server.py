@@ -1,7 +1,7 @@
-"""Imports an environment once and forks a process for each episode: `python start.py fork-server`,
-Python 3.9 or later on Linux.
+"""Imports an environment once and forks a process for each episode. It is started as `python
+start.py fork-server` and needs Linux and Python 3.9 or later.
 
-JSON messages over the socket (SOCK_SEQPACKET) that is standard input:
+Standard input is a socket (SOCK_SEQPACKET) that carries JSON messages:
 
     → {"id": 1, "do": "load", "target": "my_env:Shop", "paths": […], "memory_mib": 2048,
        "action": null}
@@ -12,11 +12,13 @@ JSON messages over the socket (SOCK_SEQPACKET) that is standard input:
     → {"id": 3, "do": "reap", "pid": 12}
     ← {"id": 3, "is": {"status": 0}}        once it has ended; negative: the signal that ended it
 
-In place of "is": "cannot" (forking is unsafe, and why), and the errors of start.py. A forked
-process then speaks the protocol of start.py; `run` is code that it executes instead.
+Instead of "is", a reply may have "cannot" (the reason why forking is unsafe) or one of the errors
+in start.py. A forked process then uses the protocol of start.py, or executes the code in `run` if
+there is any.
 
-inner: settings of `keel.agents.env_runtime.isolate`. The reported process is then the first one of
-a PID namespace, and exits with the program's status, or 128 plus the signal that ended it.
+`inner` has the settings for `keel.agents.env_runtime.isolate`. With it, the reported process is the
+first one in a PID namespace. It exits with the program's status, or with 128 plus the number of the
+signal that ended the program.
 """
 
 from __future__ import annotations

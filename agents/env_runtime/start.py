@@ -1,7 +1,7 @@
-"""Entry point of an episode's process: `python start.py`, Python 3.9 or later.
+"""Entry point of an episode's process, `python start.py`. It supports Python 3.9 or later.
 
-JSON lines over the initial standard input and output; the environment's prints go to standard
-error.
+Messages are JSON lines on the original standard input and output. What the environment prints goes
+to standard error.
 
     → {"id": 1, "do": "open", "target": "my_env:Shop", "kind": "auto", "arguments": {…},
        "paths": […], "seed": 3, "memory_mib": 2048, "task": {…}}
@@ -15,11 +15,11 @@ error.
     → {"id": 5, "do": "close"}
     ← {"id": 5, "is": {}}
 
-In place of "is": "refused" (the target is no environment, and how to fix it), "raised" with "at"
-(the environment's own exception), or "memory".
+Instead of "is", a reply may have "refused" (why the target is not an environment, and how to fix
+it), "raised" with "at" (an exception in the environment's own code), or "memory".
 
-Other modes: `fork-server` (fork_server.py), `drive` (drive.py), and `call module:function`, which
-runs an agent program that is a function.
+There are three other modes. `fork-server` runs fork_server.py, `drive` runs drive.py, and `call
+module:function` runs an agent program that is a function.
 """
 
 from __future__ import annotations

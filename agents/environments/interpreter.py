@@ -42,9 +42,9 @@ _CURE = "python -m pip install jupyter_client ipykernel"
 class Interpreter:
     """An environment with one tool and no verdict.
 
-    `cell_s` is the time limit for a cell, and `ending_s` for its end after an interrupt. If a
-    call's time (`agents.call_s`) is too short for a cell, its interrupt and the start of a new
-    kernel, the limits are lowered (`split_call_time`), so that an endless cell does not end the
+    `cell_s` is the time limit for a cell, and `ending_s` for its end after an interrupt. A call's
+    time (`agents.call_s`) may be too short for a cell, its interrupt and the start of a new kernel.
+    The cell's limit is then lowered (`split_call_time`), so that an endless cell does not end the
     episode. `files` is a folder with the files for all tasks. The policy can read all of it.
     """
 

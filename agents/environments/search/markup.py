@@ -1,7 +1,7 @@
 """Extracts the visible text from untrusted HTML.
 
 Python's own parser takes quadratic time for deliberately broken input (minutes for 100 kB of `<a
-`). This one takes linear time, because it never repeats a search that found nothing.
+`). This one avoids that by never repeating a search that found nothing.
 """
 
 from __future__ import annotations
