@@ -83,14 +83,12 @@ BRIEF: dict[str, Brief] = {
 
 
 class Game:
-    """One game, with gymnasium's interface.
+    """A single game with gymnasium's interface.
 
-    The rewards sum to the game's own result, 1 for a win, or to its progress if it is unfinished.
-
-    Args:
-        game: The game's id, for example `2048-v0-easy`.
-        options: Arguments of the game's class, for example `{"max_number": 7}`.
-        brief: Use the short rules and observations of `BRIEF`.
+    If the game ends, the rewards sum to its own result, which is 1 for a win. Otherwise they sum to
+    the progress made so far. `game` is the game's id, for example `2048-v0-easy`, and `options` are
+    arguments for its class, for example `{"max_number": 7}`. With `brief`, the short rules and
+    observations in `BRIEF` are used.
     """
 
     def __init__(self, game: str, options: dict[str, Any] | None = None, brief: bool = False):

@@ -35,7 +35,11 @@ class Solution:
 
 
 class AuthorWorkshop:
-    """The tools and verifiers of the folder `environment`. `within_s` is each request's limit."""
+    """Runs the tools and verifiers in an author's folder.
+
+    The task's reward names the folder as `environment`, and `within_s` limits the time for each
+    request.
+    """
 
     def opening(self, task: Mapping[str, Any], seed: int) -> None:
         self._folder = Folder(Path(task["reward"]["environment"]))
@@ -105,7 +109,8 @@ def _some(kind: Any) -> str:
 
 
 def _tables(database: Any) -> list[tuple[str, str, str]]:
-    """Return each table of a SQLite database: name, CREATE statement and quoted name."""
+    """Return the name, the CREATE statement and the quoted name of each table in an SQLite
+    database."""
     rows = database.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'").fetchall()
     return [(name, sql, '"' + name.replace('"', '""') + '"') for name, sql in rows]
 

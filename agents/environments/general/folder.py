@@ -1,11 +1,12 @@
-"""The folder of an author's environment:
+"""The folder of an environment that an author has written. It contains these files:
 
 database.json      or database.sqlite
-tools.py           typed functions over `database`, the tools
-task.json          {"name", "category", "tasks": [{"question", "tools": [names]}, …]}, easy first
-solve.py           solve_0(tools), solve_1(tools), …: no policy's, and read by no environment
-verify.py          verify_0(answer, database), …: a bool, or one for each thing demanded
-provenance.json    how it was made
+tools.py           the tools, which are typed functions over `database`
+task.json          {"name", "category", "tasks": [{"question", "tools": [names]}, …]},
+                   with easy tasks first
+solve.py           solve_0(tools), solve_1(tools), …, which no environment or policy reads
+verify.py          verify_0(answer, database), …, which return a bool or one for each demand
+provenance.json    how the environment was made
 """
 
 from __future__ import annotations

@@ -31,17 +31,14 @@ AROUND = 160
 
 
 class Search:
-    """Tasks from JSONL with a question and an answer or criteria.
+    """An environment for questions from JSONL that come with an answer or criteria.
 
-    Args:
-        corpus: A folder.
-        index: The folder's index. Made if it is missing.
-        library: Instead of a corpus, `module:name` of a function that returns a `Library`.
-        options: The function's arguments.
-        results: Maximum number of results of one search.
-        page_characters: Length of one page.
-        cite: Tell the policy how to cite.
-        ready: Library to use instead of `corpus`, `index` and `library`.
+    `corpus` is a folder with documents, and `index` the path of its index, which is built if it is
+    missing. Instead of a corpus, `library` can name a function (`module:name`) that is called with
+    `options` and returns a `Library`, or `ready` can be the library itself.
+
+    A search returns at most `results` hits, and documents are shown in pages of `page_characters`.
+    With `cite`, the policy is told how to cite.
     """
 
     def __init__(
@@ -173,12 +170,11 @@ class Search:
 def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Index the corpus. Return the arguments and the paths that the sandbox must be able to read.
+    """Index the corpus before a run, outside the sandbox.
 
-    Called before a run, outside the sandbox. Raises ValueError and OSError.
-
-    Args:
-        without: Files with answers, which the corpus must not contain.
+    Returns the arguments and the paths that the sandbox must be able to read. `without` are files
+    with answers, which the corpus must not contain. Raises ValueError or OSError as `ensure_index`
+    does.
     """
     arguments = dict(arguments)
     if not (corpus := arguments.pop("corpus", "")):
