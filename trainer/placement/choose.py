@@ -139,7 +139,6 @@ class _Reasons:
 
     @property
     def _sizes(self) -> list[int]:
-        """List the micro-batch sizes that were tried."""
         tried = self._search.options.micro_batches(self._trainer.ranks)
         return [n for values in tried for n in values.values()]
 

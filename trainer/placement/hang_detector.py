@@ -166,7 +166,6 @@ class HangDetector:
     def _poll_ray(
         self, name: str, health: ProcessHealth, elapsed_s: float, messages: list[str]
     ) -> str:
-        """Return why Ray is unusable, or an empty string."""
         subject = f"{name} (process {health.process.pid} on {self._host})"
         with suppress(*EXITED):
             if not has_exited(health.process):

@@ -253,8 +253,8 @@ class Options:
 
     @property
     def sharing(self) -> Values:
-        """Whether trajectories share their prompts in training. They do wherever that is possible,
-        because packing shares a prompt only if this saves time."""
+        """Share prompts in training wherever that is possible, because packing shares a prompt only
+        if this saves time."""
         shared = not no_sharing(self.config, head_size=self.facts.head_size)
         return self.open({"trainer.share_prompts": shared})
 
@@ -347,8 +347,8 @@ class Options:
 
     @cached_property
     def _units(self) -> dict[int, int]:
-        """Maps a number of tokens to the number of trajectories that it holds. The tokens are those
-        of one trajectory at its length limit, or of a group that shares a prompt."""
+        """Map micro-batch units, in tokens, to the number of trajectories in each. A unit is one
+        trajectory at its length limit, or a group that shares a prompt."""
         longest, count = self.config.max_context, self.config.algorithm.group_size
         shares = with_values(self.config, self.sharing).trainer.share_prompts
         units = {longest: 1}
@@ -360,8 +360,8 @@ class Options:
         return units
 
     def frugal(self) -> Iterator[Values]:
-        """Yield the values that need the least memory. An empty set follows, in case those values
-        break the rules of the recipe."""
+        """Yield the values that need the least memory, and then none, in case those values break
+        the rules of the recipe."""
         config = self.config
 
         def legal(seats: Values) -> bool:
@@ -558,7 +558,6 @@ class LayoutSearch:
         return self._ranks[local]
 
     def _placed(self, values: Values) -> Placement | None:
-        """Place the actors. Returns None if the knobs break a rule or there are too few GPUs."""
         seats = tuple(values.get(knob) for knob in _SEATS)
         if seats not in self._placements:
             try:

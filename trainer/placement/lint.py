@@ -61,7 +61,6 @@ def ignored_knobs(config: Config, chosen: Set[str], overrides: Sequence[str] = (
 
 
 def _combinations(config: Config) -> Iterator[str]:
-    """Warn about knobs that do not go together."""
     algorithm, trainer, top_p = config.algorithm, config.trainer, config.rollout.sampling.top_p
     samples = bool(config.data.sources)
     updates = algorithm.updates_per_batch

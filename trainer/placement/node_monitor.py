@@ -219,7 +219,6 @@ class ClusterMonitor:
                 self._nodes[node] = _Node(host, monitor, NodeHealth(actors={}, host=host))
 
     def _alive_nodes(self) -> Mapping[str, str]:
-        """Return the ids and hosts of the nodes that Ray considers alive."""
         nodes = ray_timeouts.bounded(ray.nodes, ray_timeouts.CALL_S, "list its nodes")
         return {n["NodeID"]: n["NodeManagerHostname"] for n in nodes if n["Alive"]}
 

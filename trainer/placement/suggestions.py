@@ -112,5 +112,4 @@ def with_knob(section: Any, path: list[str], value: Any) -> Any:
 
 
 def _override(change: Change) -> str:
-    """Format the change as it is written on the command line."""
     return " ".join(f"{knob}={str(v).lower()}" for knob, v in change.items())

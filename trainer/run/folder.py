@@ -184,7 +184,6 @@ class RunFolder:
         return aside
 
     def _set_damaged_aside(self) -> None:
-        """Rename damaged checkpoints so that the run does not overwrite them."""
         newest = checkpoint.latest(self._checkpoints)
         self._last_step = checkpoint.step_of(newest) if newest else 0
         for path, problems in self.damaged.items():

@@ -308,7 +308,6 @@ def _usage_lines(trajectory: Trajectory) -> list[str]:
 
 
 def _message_text(message: Mapping[str, Any]) -> str:
-    """Format a message with its reasoning and tool calls."""
     role, text = message["role"], str(message.get("raw") or message.get("content") or "")
     if "raw" not in message and (reasoning := message.get("reasoning_content")):
         text = f"<think>{reasoning}</think>{text}"

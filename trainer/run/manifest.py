@@ -228,7 +228,6 @@ def _digest_json(content: Mapping[str, Any]) -> str:
 
 
 def _digest(path: Path, start: int) -> str:
-    """Compute the digest of the piece that begins at `start`."""
     digest, remaining = hashlib.sha256(), PIECE
     with path.open("rb", buffering=0) as file:
         file.seek(start)

@@ -139,7 +139,6 @@ _SIGNALS = _Signals()
 
 
 def _send_later(seconds: float) -> threading.Timer:
-    """Send SIGTERM to the main thread after a delay."""
     main = threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGTERM))

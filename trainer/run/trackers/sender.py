@@ -187,7 +187,6 @@ def has_abandoned_threads() -> bool:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    """Read the saved progress. Returns an empty result if the file is missing or damaged."""
     with suppress(OSError, ValueError):
         state = json.loads(path.read_text())
         if isinstance(state, dict):
