@@ -1,1 +1,1 @@
-"""Multi-turn conversations: environments, tools, their processes, and context management."""
+"""Runs multi-turn conversations with environments and tools, and manages their context."""

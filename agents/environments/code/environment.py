@@ -104,9 +104,9 @@ class Repository:
         self._shell("git init -q . && git add -A && " + _COMMIT, _CHECK_S)
 
     def _refuse_copies(self) -> None:
-        """Raise RuntimeError if a copy of the project is found.
+        """Raise RuntimeError if the episode could read a copy of the project.
 
-        All prefixes are checked, since an episode can read those of other instances too.
+        The prefixes of all instances are checked, since they are readable as well.
         """
         listed = os.path.join(self._folder, "packages")
         sources: list[Packages] = []
@@ -174,7 +174,7 @@ class Repository:
     def _file_tool(self, request: Mapping[str, Any]) -> str:
         """Run a file tool in a process with the permissions of the policy's commands.
 
-        In this process, a link could be followed into its memory.
+        If it ran in this process, links could give the policy access to the process's memory.
         """
         words = [sys.executable, "-I", "-S", files.__file__]
         stdin = json.dumps(request).encode()

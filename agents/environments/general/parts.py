@@ -53,9 +53,9 @@ def tools_child(folder: Folder, seed: int) -> Child:
 
 
 def tools_of(source: str, database: Any) -> dict[str, Tool]:
-    """Return the public functions in a tools.py.
+    """Run a tools.py and return its public functions as tools.
 
-    Raises InvalidEnvironment if a function lacks type hints.
+    Raises InvalidEnvironment if there are none or one lacks type hints.
     """
     tree = parsed(source, "tools")
     module = ModuleType("tools")

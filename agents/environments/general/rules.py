@@ -108,9 +108,9 @@ def _names(node: ast.AST) -> Iterator[tuple[str, bool]]:
 
 
 def function(source: str, part: Part, name: str) -> tuple[ast.Module, ast.FunctionDef]:
-    """Return the source of the function `name` with the imports directly before it.
+    """Return the function `name`, both as a module with the imports directly before it and alone.
 
-    Raises InvalidEnvironment if there is none.
+    Raises InvalidEnvironment if there is no such function.
     """
     pieces = _pieces(parsed(source, part), part)
     if name not in pieces:
