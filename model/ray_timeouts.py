@@ -1,8 +1,9 @@
-"""Deadlines for Ray calls that wait for another process.
+"""Adds deadlines to Ray calls that wait for another process.
 
 If Ray's node process (raylet) or control service (GCS) hangs, `ray.put`, `ray.nodes`,
-`ray.shutdown` and an actor's `method.remote` with large arguments never return and ignore Ctrl-C.
-So each call runs on another thread, which is abandoned if the call never returns.
+`ray.shutdown` and an actor's `method.remote` with large arguments never return, and Ctrl-C does not
+interrupt them. Each call therefore runs on another thread, which is abandoned if the call does not
+return.
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ from ray.exceptions import (
 )
 
 NAME = "KEEL_PROCESS"
-"""Environment variable that identifies an actor's process; see `process_name`."""
+"""The environment variable that identifies an actor's process (see `process_name`)."""
 CALL_S = 60.0
-"""Timeout for an answer from Ray's own processes."""
+"""How long to wait for an answer from Ray's own processes."""
 POLL_S = 0.2
 _PUT_S = 120.0
-"""Timeout for a transfer to or from the object store. A bucket of weights takes about a second."""
+"""How long a transfer to or from the object store may take. A bucket of weights takes about a
+second."""
 _GRACE_S = 10.0
-"""Extra time for a call that has its own timeout."""
+"""How much longer to wait for a call that has a timeout of its own."""
 _WAIT_POLL_S = 1.0
-"""Longest single `ray.wait`."""
+"""The longest time that a single `ray.wait` may take."""
 _LEFT = "this process has left its cluster"
 _NODE_GONE = re.compile(
     r"ip: (?P<address>\S+).*its node has died.*actor's node was terminated \w+: (?P<why>[^.\n]*)",
@@ -52,30 +54,33 @@ T = TypeVar("T")
 
 
 class RayLost(RuntimeError):
-    """One of Ray's own processes died or hangs, so Ray is unusable."""
+    """Raised if one of Ray's own processes has died or hangs, so that Ray cannot be used any
+    more."""
 
 
 class Unanswered(TimeoutError):
-    """Ray's own processes on this machine did not answer in time."""
+    """Raised if Ray's own processes on this machine did not answer in time."""
 
 
 GONE = (RayActorError, WorkerCrashedError, OutOfMemoryError, NodeDiedError, LocalRayletDiedError)
-"""Errors for an actor that no longer exists. `OutOfMemoryError`: Ray killed it because its machine
-ran out of memory."""
+"""The errors that Ray raises for an actor that no longer exists. `OutOfMemoryError` means that Ray
+killed it because its machine ran out of memory."""
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether a process, node or object was lost, or Ray failed to answer."""
+    """Return whether the error means that a process, node or object was lost, or that Ray did not
+    answer."""
     return isinstance(cause(error), (*GONE, ObjectLostError, Unanswered))
 
 
 def cause(error: BaseException) -> BaseException:
-    """Return the error that a remote call raised, or `error` if it is not from a remote call."""
+    """Return the error that was raised in a remote call, or `error` itself if it did not come from
+    one."""
     return error.cause if isinstance(error, RayTaskError) else error
 
 
 def death_reason(error: RayError) -> str:
-    """Return why an actor died, or "" if Ray's message only guesses."""
+    """Return why an actor died, or "" if Ray's message is only a guess."""
     text = str(error)
     if isinstance(error, ActorUnavailableError):
         details = text.partition("RPC error: ")[2].partition(" rpc_code")[0]
@@ -87,30 +92,30 @@ def death_reason(error: RayError) -> str:
 
 class _State:
     lost = ""
-    """Why Ray is unusable; "" while it works."""
+    """Why Ray cannot be used, or "" while it works."""
     leaving = left = False
-    """True while this process leaves its cluster, and after it has left."""
+    """`leaving` is True while this process leaves its cluster, and `left` after it has left."""
     start = secrets.token_hex(4)
-    """Id that distinguishes this start's actors from others on the cluster."""
+    """An id that distinguishes the actors of this start from others on the same cluster."""
 
 
 class PollClock:
-    """Measures the time between polls, each capped at twice its nominal length.
+    """Measures the time between polls, and counts at most twice the planned time for each.
 
-    The time during which this process was stopped or its machine slept therefore does not count.
+    Time during which this process was stopped or its machine slept is therefore mostly ignored.
     """
 
     def __init__(self, poll_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock, self._last = 2 * poll_s, clock, clock()
 
     def elapsed(self) -> float:
-        """Seconds since the previous poll, capped."""
+        """Return the seconds since the previous poll, up to the limit."""
         last, self._last = self._last, self._clock()
         return min(self._last - last, self._limit)
 
 
 class Deadline:
-    """Time budget of a wait that polls."""
+    """The time that is left for a wait that polls."""
 
     def __init__(
         self,
@@ -121,31 +126,34 @@ class Deadline:
         self._polls, self._remaining = PollClock(poll_s, clock), seconds
 
     def remaining(self) -> float:
-        """Seconds left, at least 0. Call it once per poll."""
+        """Return the seconds that are left, at least 0. Call this once per poll."""
         self._remaining -= self._polls.elapsed()
         return max(0.0, self._remaining)
 
 
 def mark_lost(reason: str) -> None:
-    """Make all current and future calls raise `RayLost`. The first reason is kept."""
+    """Declare Ray lost, so that all current and future calls raise `RayLost`.
+
+    If this is called again, the first reason is kept.
+    """
     _State.lost = _State.lost or reason
 
 
 def lost_reason() -> str:
-    """Return the reason passed to `mark_lost`, or "" if Ray is believed to work."""
+    """Return the reason that was passed to `mark_lost`, or "" if Ray seems to work."""
     return _State.lost
 
 
 def joined() -> None:
-    """Reset the state for a new cluster, or a new start on one."""
+    """Reset the state after joining a new cluster, or for a new start on the same one."""
     _State.lost, _State.start, _State.left = "", secrets.token_hex(4), False
 
 
 def shut_down(act: Callable[[], Any], seconds: float, what: str) -> None:
-    """Leave the cluster by `act`, with errors suppressed as in `attempt`.
+    """Leave the cluster by calling `act`, whose errors are suppressed as in `attempt`.
 
-    All other calls then raise `RayLost` until there is another cluster: Ray itself would start one
-    for a late caller.
+    All other calls then raise `RayLost` until a cluster is joined again. Otherwise, Ray itself
+    would start a new cluster for a call that comes late.
     """
     _State.leaving = _State.left = ray.is_initialized()
     try:
@@ -155,27 +163,29 @@ def shut_down(act: Callable[[], Any], seconds: float, what: str) -> None:
 
 
 def _unusable() -> str:
-    """Return why calls must not be made or waited for, or ""."""
+    """Return why Ray must not be called or waited for, or ""."""
     left = _State.leaving or (_State.left and not ray.is_initialized())
     return _State.lost or (_LEFT if left else "")
 
 
 def start() -> str:
-    """Return the id of this start, which its actors carry in their environment."""
+    """Return the id of this start, which its actors have in their environment."""
     return _State.start
 
 
 def process_name(mark: str, start: str) -> str:
-    """Return the actor name in a process's `NAME` variable, or "" if another start created it."""
+    """Return the actor name from a process's `NAME` variable, or "" if the actor belongs to another
+    start."""
     owner, _, name = mark.partition("/")
     return name if owner == start else ""
 
 
 def bounded(call: Callable[[], T], seconds: float, what: str, *, leaving: bool = False) -> T:
-    """Return the result of `call`, or raise its error.
+    """Run `call` on another thread, and return its result or raise its error.
 
-    Raises `Unanswered` naming `what` after `seconds`, and `RayLost` as soon as Ray is lost.
-    leaving: `call` shuts Ray down, and is exempt from the check for that.
+    Raises `Unanswered`, with a message that contains `what`, if it takes longer than `seconds`.
+    Raises `RayLost` as soon as Ray is lost. Set `leaving` for a call that shuts Ray down, which
+    must not be stopped by its own effect.
     """
 
     def check() -> None:
@@ -201,7 +211,7 @@ def bounded(call: Callable[[], T], seconds: float, what: str, *, leaving: bool =
 
 
 class _Task:
-    """A call for another thread, with its result or error."""
+    """A call to run on another thread, with its result or error."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.call, self.done = call, threading.Event()
@@ -217,7 +227,8 @@ class _Task:
 
 
 class _Caller:
-    """A reusable daemon thread for calls; a call that hangs keeps its thread."""
+    """A daemon thread that runs calls and is then used again. If a call hangs, its thread is never
+    used again."""
 
     _idle: ClassVar[list[_Caller]] = []
 
@@ -227,7 +238,7 @@ class _Caller:
 
     @classmethod
     def run(cls, task: _Task) -> None:
-        """Start `task` on an idle or new thread."""
+        """Run `task` on an idle thread, or on a new one."""
         try:
             caller = cls._idle.pop()
         except IndexError:
@@ -241,7 +252,10 @@ class _Caller:
 
 
 def awaited(future: Future[T]) -> T:
-    """Wait for a future that has its own timeout. Raises `RayLost` as soon as Ray is lost."""
+    """Wait for the result of a future that has a timeout of its own.
+
+    Raises `RayLost` as soon as Ray is lost.
+    """
     while not future.done():
         if reason := _unusable():
             raise RayLost(reason)
@@ -250,7 +264,10 @@ def awaited(future: Future[T]) -> T:
 
 
 def get(ref: Any, *, seconds: float) -> Any:
-    """Call `ray.get`. Raises `GetTimeoutError` after `seconds`, or the remote call's error."""
+    """Call `ray.get` with a deadline.
+
+    Raises `GetTimeoutError` after `seconds`, or the error raised in the remote call.
+    """
     ready, _ = wait([ref], seconds=seconds)
     if not ready:
         raise GetTimeoutError(f"no answer within {seconds:g} s")
@@ -258,7 +275,7 @@ def get(ref: Any, *, seconds: float) -> Any:
 
 
 def wait(refs: Sequence[Any], *, seconds: float | Deadline) -> tuple[list[Any], list[Any]]:
-    """Call `ray.wait` for the first of `refs`."""
+    """Call `ray.wait` with a deadline, until the first of `refs` is ready."""
     deadline = seconds if isinstance(seconds, Deadline) else Deadline(seconds)
     remaining = deadline.remaining()
     while True:
@@ -276,19 +293,19 @@ def wait(refs: Sequence[Any], *, seconds: float | Deadline) -> tuple[list[Any], 
 
 
 def put(value: Any) -> Any:
-    """Call `ray.put`."""
+    """Call `ray.put` with a deadline."""
     return bounded(lambda: ray.put(value), _PUT_S, "store an object")
 
 
 def call(method: Any, *arguments: Any, **named: Any) -> Any:
-    """Call `method.remote` of an actor and return the reference to its result."""
+    """Call `method.remote` for an actor with a deadline, and return the reference to its result."""
     return bounded(lambda: method.remote(*arguments, **named), CALL_S, "accept a call of an actor")
 
 
 def attempt(act: Callable[[], Any], seconds: float, what: str, *, leaving: bool = False) -> None:
     """Run a clean-up call like `bounded`, but suppress its errors.
 
-    An error here would hide the original one, or skip the remaining clean-up. If Ray does not
+    An error raised here would hide the original error or prevent further clean-up. If Ray does not
     answer, it counts as lost from then on.
     """
     try:
@@ -300,7 +317,8 @@ def attempt(act: Callable[[], Any], seconds: float, what: str, *, leaving: bool 
 
 
 def kill(actor: Any) -> None:
-    """Call `ray.kill` and suppress errors. If Ray is lost, `end_ray` ends the actor."""
+    """Call `ray.kill` with a deadline and suppress errors. If Ray is lost, `end_ray` ends the actor
+    instead."""
     attempt(lambda: ray.kill(actor), CALL_S, "end an actor")
 
 
@@ -309,8 +327,8 @@ def create(
 ) -> Any:
     """Create an actor of class `kind`.
 
-    name: human-readable name, which the environment of its process has in `NAME`;
-    options: Ray's actor options.
+    `name` is a readable name, which is stored in the variable `NAME` in the environment of its
+    process. `options` are Ray's actor options.
     """
     actor_options = dict(options)
     runtime = dict(actor_options.pop("runtime_env", {}))

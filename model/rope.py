@@ -1,4 +1,4 @@
-"""Rotary embeddings that depend on the context length."""
+"""Fixes rotary embeddings that depend on the context length."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def fix_long_rope(model: nn.Module, context: int) -> None:
-    """Set LongRoPE (Phi-3.5, Phi-4-mini) to the frequencies of an engine with `context` tokens.
+    """Make LongRoPE (Phi-3.5, Phi-4-mini) use the same frequencies as an engine with `context`
+    tokens.
 
-    LongRoPE has frequencies for short and long contexts. vLLM chooses by `max_model_len`, but
-    transformers by the highest position of each forward pass, so that probabilities would depend on
-    packing.
+    LongRoPE has different frequencies for short and long contexts. vLLM chooses them by
+    `max_model_len`, but transformers by the highest position in each forward pass, so probabilities
+    would depend on packing.
     """
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)

@@ -1,4 +1,5 @@
-"""Runs chat templates under resource limits first: they are programs, and come with a model."""
+"""Tries out chat templates under resource limits, because they are programs that come with a
+model."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from typing import Any, NoReturn
 from keel.configs.schema import ConfigError
 
 CPU_S = 10
-"""CPU time limit; rendering a few short conversations takes milliseconds."""
+"""Limit for CPU time in seconds. Rendering a few short conversations takes milliseconds."""
 WALL_S = 30.0
 MEMORY = 2**30
-"""Memory limit in bytes, in addition to the current use."""
+"""Limit for memory in bytes, on top of what the process already uses."""
 _MAX_TEXT = 2**20
-"""Maximum characters of all conversations."""
+"""Largest number of characters in all rendered conversations together."""
 _DONE, _FAILED, _MEMORY, _LONG = 0, 1, 3, 4
-"""Exit codes of the child process."""
+"""The exit codes that the child process uses."""
 
 _CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 _TOOL = {
@@ -77,9 +78,9 @@ def _render_all(tokenizer: Any) -> Iterator[str]:
 
 
 def _run_limited(count: Callable[[], int]) -> str:
-    """Run `count` in a forked child under the limits; return how it exceeded them, or "".
+    """Run `count` under the limits in a forked child. Return which limit it exceeded, or "".
 
-    The fork has the tokenizer without loading it, and runs pure Python only.
+    The child already has the tokenizer because of the fork, and runs only pure Python.
     """
     child = os.fork()
     if child == 0:
@@ -119,7 +120,7 @@ def _child(count: Callable[[], int]) -> NoReturn:
 
 
 def _limit(kind: int, soft: int, hard: int) -> None:
-    """Set a resource limit, at most the current hard limit, which only root may raise."""
+    """Set a resource limit, but not above the current hard limit, which only root may raise."""
     _, current = resource.getrlimit(kind)
     if current != resource.RLIM_INFINITY:
         soft, hard = min(soft, current), min(hard, current)

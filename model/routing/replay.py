@@ -36,15 +36,16 @@ from keel.rl.metrics import Mean
 from keel.rl.types import NO_ROUTE
 
 REMEMBERED = 8
-"""Number of closed contexts whose layers can be recomputed."""
+"""The number of closed contexts whose layers can still be recomputed."""
 _HOOKED = "keel_hooked"
-"""Attribute that marks a router with hooks."""
+"""Attribute that marks a router to which hooks were added."""
 _DETECTED = 1024
-"""Number of closed contexts whose recomputation is detected, to raise an error."""
+"""The number of closed contexts for which recomputation is noticed, so that an error can be
+raised."""
 
 _SUSPECT_ROWS = 16
-"""With one expert per token, minimum number of tokens for rejecting a layer of zeros. With more,
-zeros are rejected as repeated experts."""
+"""With one expert per token, a layer of zeros is rejected only if it has at least this many tokens.
+With more experts, zeros are rejected anyway, because experts must not be repeated."""
 
 
 @contextmanager
@@ -91,7 +92,8 @@ def replay_routes(
 
 @contextmanager
 def record_routes(module: nn.Module) -> Iterator[RouteRecording]:
-    """Record the experts that the live routers choose inside the block, replayed or not."""
+    """Record which experts the live routers choose inside the block, even where routes are
+    replayed."""
     routers = router_modules(module)
     _hook(routers)
     recording = RouteRecording(routers)
@@ -103,7 +105,7 @@ def record_routes(module: nn.Module) -> Iterator[RouteRecording]:
 
 
 class Replay:
-    """One `replay_routes` context. Metrics may be read inside the block or after it."""
+    """Handles one `replay_routes` block. Its metrics may be read inside the block or after it."""
 
     def __init__(self, routers: list[nn.Module], routes: Tensor, *, by_token: bool = False) -> None:
         self._layer_of = WeakKeyDictionary({router: at for at, router in enumerate(routers)})
@@ -117,12 +119,14 @@ class Replay:
         self._counts: list[Tensor] = []
         self._counts_tokens = by_token
         self._by_token_2N: Tensor | None = None
-        """Per token: recorded experts that the live router also chooses, and recorded layers."""
+        """For each token, how many recorded experts the live router also chooses, and how many
+        layers were recorded."""
 
     def overlap_N(self) -> Tensor | None:
         """Return the fraction of each token's recorded experts that the live router also chooses.
 
-        Over all layers, on the device; NaN for a token without routes. None without `by_token`.
+        The fraction is over all layers and stays on the device. It is NaN for a token without
+        routes. Returns None unless `by_token` was set.
         """
         if self._by_token_2N is None:
             return None
@@ -144,7 +148,7 @@ class Replay:
         }
 
     def apply(self, router: nn.Module, output: Any, *, again: bool) -> Any:
-        """Return the router's output for the recorded experts. again: a recomputation."""
+        """Return the router's output for the recorded experts. `again` marks a recomputation."""
         family = ROUTERS[type(router).__name__]
         layer = self._layer_of[router]
         live = family.experts(output)
@@ -167,7 +171,7 @@ class Replay:
         return family.replay(router, output, recorded.where(known, live))
 
     def owns(self, router: nn.Module, node: int) -> bool:
-        """Return whether the autograd node was created while `router` was replayed here."""
+        """Return whether the autograd node was created while this object replayed `router`."""
         closed = self._stop is not None and node >= self._stop
         return router in self and node >= self._start and not closed
 
@@ -175,13 +179,13 @@ class Replay:
         return router in self._layer_of
 
     def close(self) -> bool:
-        """End the context. Return whether a backward pass may need it."""
+        """End the block, and return whether a backward pass may still need the routes."""
         self._stop = next_node_number()
         self._on_device = None
         return self._stop > self._start
 
     def forgotten(self) -> Replay:
-        """Drop the routes and return a copy without metrics, which only detects recomputation."""
+        """Drop the routes, and return a copy without metrics that only notices recomputation."""
         self._routes_LNK = self._on_device = None
         stub = copy(self)
         stub._counts, stub._by_token_2N = [], None
@@ -196,7 +200,8 @@ class Replay:
             )
 
     def _layer(self, layer: int, device: torch.device) -> Tensor:
-        """Return [tokens, K] int64. All layers are copied to the device together."""
+        """Return the experts in one layer, [tokens, K] int64. All layers are copied to the device
+        together."""
         if self._on_device is None or self._on_device.device != device:
             routes = self._routes_LNK
             if routes is None:
@@ -209,7 +214,7 @@ class Replay:
 
 
 class RouteRecording:
-    """Experts of each router in each forward pass of `record_routes`."""
+    """The experts that each router chose in each forward pass inside a `record_routes` block."""
 
     def __init__(self, routers: list[nn.Module]) -> None:
         self._passes: dict[nn.Module, list[Tensor]] = {router: [] for router in routers}
@@ -219,7 +224,8 @@ class RouteRecording:
             self._passes[router].append(experts.detach())
 
     def routes(self, index: int = -1) -> Tensor:
-        """Return [tokens, L, K] int64 of one forward pass, by default the last."""
+        """Return the routes from one forward pass, [tokens, L, K] int64. The default is the last
+        pass."""
         return torch.stack([passes[index] for passes in self._passes.values()], dim=1)
 
 
@@ -229,7 +235,7 @@ _open: list[Replay] = []
 _closed: deque[Replay] = deque(maxlen=_DETECTED)
 _recordings: list[RouteRecording] = []
 _logits: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
-"""Output of a gate until its router returns."""
+"""The output of each gate, kept until its router returns."""
 
 
 def _hook(routers: list[nn.Module]) -> None:
@@ -273,7 +279,7 @@ def _remember(replay: Replay) -> None:
 
 
 def _check_routes(routes: Tensor | NDArray[Any], routers: list[nn.Module]) -> None:
-    """Validate `routes` [tokens, L, K]; values only if they are in host memory."""
+    """Validate `routes` [tokens, L, K]. Values are checked only if they are in host memory."""
     dtype = routes.dtype
     floating = dtype.is_floating_point if isinstance(dtype, torch.dtype) else dtype.kind not in "iu"
     if routes.ndim != 3 or floating or dtype == torch.bool:

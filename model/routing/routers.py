@@ -1,7 +1,7 @@
-"""The routers of mixture-of-experts models: where they are, and how they weigh experts.
+"""The routers in mixture-of-experts models: how to find them, and how they weigh experts.
 
-`ROUTERS` has the replay functions of each router class, by class name so that no model code is
-imported. docs/adding-a-model-family.md shows how to add one.
+`ROUTERS` contains the replay functions for each router class. The keys are class names, so that no
+model code has to be imported. docs/adding-a-model-family.md shows how to add a class.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ Output = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Replay functions of a router class, which must have `top_k` and `num_experts`."""
+    """The functions needed to replay a router class, whose instances must have `top_k` and
+    `num_experts`."""
 
     experts: Callable[[Output], Tensor]
-    """Return the chosen experts, [tokens, K], from the router's output."""
+    """Returns the chosen experts [tokens, K], given the router's output."""
     replay: Callable[[Any, Output, Tensor], Output]
-    """(router, output, experts [tokens, K] int64) → the output for these experts, with weights from
-    the current scores, differentiable."""
+    """Returns the output for the given experts, called as (router, output, experts [tokens, K]
+    int64). The weights come from the current scores and are differentiable."""
     gate: str = ""
-    """Submodule that computes the logits, if the router's output lacks them; they are prepended to
-    that output. Calling the submodule again is not possible: under ZeRO-3 that is a collective, in
-    which ranks without routes to replay would not take part."""
+    """The submodule that computes the logits, if the router's output does not include them. The
+    logits are then prepended to the output. The submodule cannot simply be called again, because
+    under ZeRO-3 this is a collective, in which ranks without routes to replay would not take part.
+    """
 
 
 def _triple(weigh: Callable[[Any, Tensor, Tensor], Tensor]) -> Router:
-    """Build a router with transformers' output (logits, weights, experts)."""
+    """Build a `Router` for classes with transformers' usual output (logits, weights, experts)."""
 
     def replay(router: Any, output: Output, experts: Tensor) -> Output:
         logits, weights, _live = output
@@ -43,7 +45,8 @@ def _triple(weigh: Callable[[Any, Tensor, Tensor], Tensor]) -> Router:
 
 
 def _softmax(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """Softmax over all experts, normalised over the chosen ones if configured."""
+    """Apply the softmax over all experts. If the model is configured so, normalise over the chosen
+    ones."""
     weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
     return weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights
 
@@ -54,7 +57,8 @@ def _softmax_normalised(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _softmax_scaled(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """DeepSeek-V2. Group limits affect the choice of experts, not their weights."""
+    """Compute the weights as in DeepSeek-V2, where group limits affect only which experts are
+    chosen."""
     weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
     return weights * router.routed_scaling_factor
 
@@ -64,7 +68,8 @@ def _softmax_of_chosen(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _sigmoid_scaled(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """DeepSeek-V3. The correction bias affects the choice of experts, not their weights."""
+    """Compute the weights as in DeepSeek-V3, where the correction bias affects only which experts
+    are chosen."""
     weights = logits.sigmoid().gather(1, experts)
     if router.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -77,7 +82,7 @@ def _sigmoid_normalised(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _autoep(router: Any, output: Output, experts: Tensor) -> Output:
-    """DeepSpeed AutoEP, which returns (weights, experts, tokens per expert)."""
+    """Build the output of DeepSpeed AutoEP, which is (weights, experts, tokens per expert)."""
     logits, weights, _live, counts = output
     logits = logits.float()
     scores = logits.sigmoid() if router.score_func == "sigmoid" else logits.softmax(-1)
@@ -122,18 +127,17 @@ def is_moe(config: Any) -> bool:
 
 
 def router_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the routers in `module` in layer order; none for a dense model.
+    """Return the routers in `module` in layer order, or none for a dense model.
 
-    Raises:
-        ValueError: it has routers or experts of a family that is not in `ROUTERS`.
+    Raises ValueError if the routers or experts belong to a family that is not in `ROUTERS`.
     """
     return list(_named_routers(module).values())
 
 
 def moe_layers(model_or_config: Any) -> tuple[int, ...]:
-    """Return the ascending indices of MoE layers.
+    """Return the indices of the MoE layers in ascending order.
 
-    A config's model is built on the meta device, because each family has its own rule.
+    The model is built on the meta device to find them, because each family has its own rule.
     """
     model = model_or_config
     if not isinstance(model, nn.Module):

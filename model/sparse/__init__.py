@@ -1,1 +1,1 @@
-"""DeepSeek Sparse Attention: attention to the keys that a small indexer selects."""
+"""DeepSeek Sparse Attention, in which a small indexer selects the keys to attend to."""

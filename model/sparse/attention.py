@@ -52,37 +52,39 @@ from keel.model.torch_internals import running_node
 from keel.model.transformers_internals import become
 
 _SUPPORTED = "DeepseekV32Attention"
-"""The supported attention class of transformers."""
+"""The attention class in transformers that is supported."""
 _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}
-"""Size limit of the largest tensor of a chunk."""
+"""Size limit in bytes for the largest tensor needed by a chunk."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SparsePass:
-    """Options and results of one forward pass; the keyword `sparse` of the decoder."""
+    """Options for a forward pass and its results. The decoder receives it as the keyword
+    `sparse`."""
 
     dense: bool = False
-    """Attend to all earlier tokens, as in the indexer's warm-up, with the loss of Eq. 3."""
+    """Whether to attend to all earlier tokens, as in the indexer's warm-up. The loss is then Eq.
+    3."""
     loss: bool = False
-    """Compute the indexers' loss: Eq. 4, or Eq. 3 with `dense`."""
+    """Whether to compute the indexers' loss, which is Eq. 4, or Eq. 3 with `dense`."""
     chunk: int | None = None
-    """Queries per chunk; None: by `_CHUNK_BYTES`."""
+    """Number of queries in a chunk. By default it is derived from `_CHUNK_BYTES`."""
     recorded_LNk: Tensor | None = None
-    """Positions in the segment that an engine selected for each token in each layer; rows of `NONE`
-    use the live selection. See `recorded_selection`."""
+    """The positions in the segment that an engine selected for each token in each layer. Rows of
+    `NONE` use the live selection. `recorded_selection` builds this tensor."""
     losses: list[Tensor] = field(default_factory=list[Tensor])
-    """Σ_t KL of each layer, with graph."""
+    """Σ_t KL for each layer, with its autograd graph."""
     held: list[Tensor] = field(default_factory=list[Tensor])
-    """[2] per layer with dense attention and loss: the attention on the top k, summed over queries
-    with more than k keys, and the number of these queries."""
+    """[2] for each layer with dense attention and loss: the attention that falls on the top k keys,
+    summed over queries with more than k keys, and the number of these queries."""
 
     def loss_sum(self) -> Tensor:
-        """Return Σ over layers and queries of KL, in nats."""
+        """Return the sum of the KL divergences over layers and queries, in nats."""
         return torch.stack(self.losses).sum()
 
 
 def sparse_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the attention modules with an indexer, in layer order."""
+    """Return the attention modules that have an indexer, in layer order."""
     return [m for m in model.modules() if isinstance(getattr(m, "indexer", None), nn.Module)]
 
 
@@ -91,9 +93,9 @@ def indexers(model: nn.Module) -> list[nn.Module]:
 
 
 def use_sparse_attention(model: PreTrainedModel) -> None:
-    """Make the sparse attention layers of `model` run over packed segments, by chunks.
+    """Make the sparse attention layers in `model` run over packed segments, one chunk at a time.
 
-    Raises ValueError for an unsupported family.
+    Raises ValueError if the model family is not supported.
     """
     layers = sparse_layers(model)
     unknown = {type(layer).__name__ for layer in layers} - {_SUPPORTED}
@@ -123,7 +125,7 @@ def _forward(
     sparse: SparsePass | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """hidden_states [1, N, D] of packed segments → ([1, N, D], None)."""
+    """Run the layer on packed segments: hidden_states [1, N, D] → ([1, N, D], None)."""
     if segments is None:
         raise UnsupportedAttention("sparse attention needs the keyword `segments`")
     alone = segments.group is None and segments.contexts is None
@@ -153,10 +155,10 @@ def _forward(
 def _index_inputs(
     indexer: Any, hidden: Tensor, low: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute query [N, J, d], weight [N, J] float32 and key [N, d] of Eq. 1.
+    """Compute the inputs for Eq. 1: query [N, J, d], weight [N, J] float32 and key [N, d].
 
-    The rotary embedding rotates halves of the first dimensions; the main attention rotates pairs of
-    the last ones.
+    The indexer's rotary embedding rotates halves of the first dimensions, while the main attention
+    rotates pairs in the last ones.
     """
     rope = indexer.qk_rope_head_dim
     query = indexer.wq_b(low).unflatten(-1, (indexer.n_heads, -1))
@@ -179,7 +181,7 @@ def _attend(
     segments: Segments,
     sparse: SparsePass,
 ) -> Tensor:
-    """query [N, H, r + rope] and key [N, r + rope] → [N, H, r]."""
+    """Attend with query [N, H, r + rope] to key [N, r + rope], and return [N, H, r]."""
     top_k = layer.indexer.index_topk
     rows = segments.token_of_row
     per_query = [x.index_select(0, rows) for x in (query, *index[:2])]
@@ -219,10 +221,10 @@ def _attend(
 
 @dataclass(frozen=True, slots=True)
 class ChunkAttention:
-    """Attention of a chunk of queries.
+    """Attention for a chunk of queries.
 
-    Returns outputs [B, c, H, r], KL [B, c], and the fraction of attention on the top k [B, c], or
-    −1 if not computed.
+    Returns the outputs [B, c, H, r], the KL divergences [B, c], and the fraction of attention on
+    the top k [B, c], or −1 if it was not computed.
     """
 
     scaling: float
@@ -285,7 +287,8 @@ class ChunkAttention:
 def selection(
     query: Tensor, weight: Tensor, key: Tensor, top_k: int, size: int, *, first: int = 0
 ) -> Tensor:
-    """Select keys for all queries by chunks, [B, L, k] int32; `first` as in `by_chunks`."""
+    """Select keys for all queries, one chunk at a time, [B, L, k] int32. `first` is explained in
+    `by_chunks`."""
 
     def chunk(first: int, query: Tensor, weight: Tensor, key: Tensor) -> tuple[Tensor]:
         chosen = select(first, index_scores(query, weight, key), top_k)
@@ -295,7 +298,7 @@ def selection(
 
 
 def _replayed(recorded: Tensor, live: Tensor) -> Tensor:
-    """Return the recorded selection, with the live one in rows that were not recorded."""
+    """Return the recorded selection. Rows that were not recorded get the live selection."""
     width = max(recorded.shape[-1], live.shape[-1])
     recorded, live = (
         nn.functional.pad(x, (0, width - x.shape[-1]), value=NONE) for x in (recorded, live)
@@ -304,9 +307,10 @@ def _replayed(recorded: Tensor, live: Tensor) -> Tensor:
 
 
 def _chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int) -> int:
-    """Return the number of queries whose largest float32 tensor fits `_CHUNK_BYTES`.
+    """Return how many queries to process at once, so that their largest float32 tensor fits
+    `_CHUNK_BYTES`.
 
-    keys: total over all rows.
+    `keys` is the total number of keys over all rows.
     """
     rows, width = len(query), query.shape[-1]
     heads = max(query.shape[2], index_q.shape[2])
@@ -315,9 +319,10 @@ def _chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int) -> int:
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (0, 1), (2, 3), … of x [N, H, d].
+    """Rotate the pairs (0, 1), (2, 3), … in x [N, H, d].
 
-    The result has the first elements of all pairs before the second ones, for queries and keys.
+    In the result, the first elements of all pairs come before the second ones, for queries and keys
+    alike.
     """
     half = x.shape[-1] // 2
     cos, sin = cos[:, None, :half], sin[:, None, :half]
@@ -326,7 +331,7 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + d/2) of x [N, H, d]."""
+    """Rotate the pairs (i, i + d/2) in x [N, H, d]."""
     one, two = x.chunk(2, -1)
     return x * cos[:, None] + torch.cat([-two, one], -1) * sin[:, None]
 
@@ -346,10 +351,10 @@ def by_chunks(
 ) -> tuple[Tensor, ...]:
     """Apply `chunk` to `size` queries at a time.
 
-    Queries [B, L, …] and keys [B, first + L, …] give outputs [B, L, …].
-
-    Only inputs and outputs are saved; the backward pass recomputes one chunk at a time. `first` is
-    the position of the first query; keys start at 0. Gradients of keys are summed in float32.
+    From queries [B, L, …] and keys [B, first + L, …], it computes outputs [B, L, …]. Only inputs
+    and outputs are saved, and the backward pass recomputes one chunk at a time. `first` is the
+    position of the first query, while keys start at position 0. The gradients for keys are summed
+    in float32.
     """
     plan = _Plan(chunk, size, len(queries), first)
     return _ByChunks.apply(plan, *queries, *keys)  # type: ignore[return-value]
@@ -360,14 +365,14 @@ class _Plan:
     chunk: _ChunkFunction
     size: int
     queries: int
-    """Number of per-query tensors; the others are per key."""
+    """The number of tensors with one entry per query. The other tensors have one entry per key."""
     first: int
 
     def starts(self, tensors: Sequence[Tensor]) -> range:
         return range(0, tensors[0].shape[1], self.size)
 
     def part(self, at: int, start: int) -> slice:
-        """Return the slice of tensor `at` for the chunk that begins at `start`."""
+        """Return the slice of tensor `at` that the chunk beginning at `start` needs."""
         stop = start + self.size
         return slice(start, stop) if at < self.queries else slice(0, self.first + stop)
 
@@ -432,12 +437,13 @@ class _ByChunks(Function):
 def recorded_selection(
     model: nn.Module, selected_NLk: NDArray[Any], position_N: NDArray[Any]
 ) -> Tensor:
-    """Validate a recorded selection and return it as `SparsePass.recorded_LNk`.
+    """Validate a recorded selection and return it in the form of `SparsePass.recorded_LNk`.
 
-    selected_NLk: selected positions of a packed row's N tokens; position_N: their own positions.
+    `selected_NLk` contains the positions selected for the N tokens in a packed row, and
+    `position_N` the tokens' own positions.
 
-    Raises ValueError naming the first token and layer with an invalid selection (later tokens,
-    repeated positions, a wrong number of positions), and for a wrong number of layers.
+    Raises ValueError if a selection is invalid (later tokens, repeated positions or a wrong number
+    of positions), naming the first such token and layer, or if the number of layers is wrong.
     """
     modules = indexers(model)
     if selected_NLk.ndim != 3 or selected_NLk.shape[:2] != (len(position_N), len(modules)):
@@ -480,10 +486,11 @@ _TOLERANCE = 1e-4
 
 @cache
 def check_sparse_attention() -> None:
-    """Compare with transformers on a model of a few hundred weights, once per process.
+    """Compare with transformers' implementation on a model with a few hundred weights, once per
+    process.
 
-    Raises RuntimeError if results differ or modules were renamed, since training would then be of
-    a different model than the checkpoint's.
+    Raises RuntimeError if results differ or modules were renamed, because Keel would then train a
+    different model from the one in the checkpoint.
     """
     message = (
         f"transformers {transformers.__version__} is not compatible with Keel's sparse attention "
@@ -499,7 +506,8 @@ def check_sparse_attention() -> None:
 
 @torch.no_grad()
 def _difference() -> float:
-    """Return the largest difference of hidden states, for a segment with 4 of 12 keys selected."""
+    """Return the largest difference between hidden states, for a segment in which 4 of 12 keys are
+    selected."""
     tokens, top_k = 12, 4
     config = AutoConfig.for_model(
         "deepseek_v32",

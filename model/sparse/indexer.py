@@ -17,25 +17,28 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 NONE = -1
-"""Padding of a selection."""
+"""The value that pads a selection."""
 
 
 def products(remaining: Tensor, right: Tensor) -> Tensor:
     """Multiply matrices [B, m, d] and [B, d, n] → [B, m, n] in float32.
 
-    A bfloat16 logit of 20 is off by up to 0.06. Gradients have the precision of the inputs.
+    In bfloat16, a logit of 20 would be off by up to 0.06. Gradients have the precision of the
+    inputs.
     """
     return _Products.apply(remaining, right)  # type: ignore[return-value]
 
 
 def own_products(query: Tensor, key: Tensor) -> Tensor:
-    """Multiply with keys per query: query [B, c, H, d], key [B, c, k, d] → [B, c, H, k]."""
+    """Multiply each query with its own keys: query [B, c, H, d], key [B, c, k, d] → [B, c, H,
+    k]."""
     each = products(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2))
     return each.unflatten(0, query.shape[:2])
 
 
 class _Products(Function):
-    """A GPU multiplies half precision into float32; on a CPU the inputs are cast."""
+    """Matrix product with a float32 result. A GPU multiplies half-precision inputs directly, while
+    on a CPU they are cast first."""
 
     @staticmethod
     def forward(ctx: Any, remaining: Tensor, right: Tensor) -> Tensor:
@@ -53,26 +56,27 @@ class _Products(Function):
 
 
 def index_scores(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
-    """Compute I of Eq. 1 in float32.
+    """Compute the scores I from Eq. 1 in float32.
 
-    query [B, c, J, d], weight [B, c, J], key [B, s, d] → [B, c, s].
+    Takes query [B, c, J, d], weight [B, c, J] and key [B, s, d], and returns [B, c, s].
     """
     each = products(query.flatten(1, 2), key.transpose(1, 2)).relu()
     return (weight.float().unsqueeze(2) @ each.unflatten(1, query.shape[1:3])).squeeze(2)
 
 
 def selected_scores(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
-    """Compute I with separate keys per query, key [B, c, k, d] → [B, c, k]."""
+    """Compute the scores I if each query has its own keys, key [B, c, k, d] → [B, c, k]."""
     each = own_products(query, key).relu()  # [B, c, J, k]
     return (weight.float().unsqueeze(2) @ each).squeeze(2)
 
 
 def select(first: int, scores: Tensor, top_k: int) -> Tensor:
-    """Select the `top_k` largest scores [B, c, s] of each query among keys up to its position.
+    """Select the `top_k` largest scores [B, c, s] for each query, among keys up to its position.
 
-    Returns unordered [B, c, min(k, s)] int32, padded with `NONE`. `first`: position of the first
-    query. Ties go to the later token, so that the selection does not depend on batching; scores
-    are exactly 0 if no head is active.
+    Returns the positions [B, c, min(k, s)] int32, in no particular order and padded with `NONE`.
+    `first` is the position of the first query. Among equal scores, which occur because a score is
+    exactly 0 if no head is active, the later token is chosen, so that the selection does not depend
+    on batching.
     """
     seen = causal_mask(first, scores)
     # Adding 0.0 turns −0.0 into 0.0.
@@ -85,15 +89,16 @@ def select(first: int, scores: Tensor, top_k: int) -> Tensor:
 
 
 def causal_mask(first: int, scores: Tensor) -> Tensor:
-    """Return [c, s], True where a query may see a key; `first`: position of the first query."""
+    """Return [c, s], which is True where a query may see a key. `first` is the position of the
+    first query."""
     queries = torch.arange(first, first + scores.shape[1], device=scores.device)
     return torch.arange(scores.shape[2], device=scores.device) <= queries[:, None]
 
 
 def divergence(target: Tensor, scores: Tensor, among: Tensor) -> Tensor:
-    """Compute KL(target ‖ softmax(scores)) over the entries `among`, in nats: [..., s] → [...].
+    """Compute KL(target ‖ softmax(scores)) over the entries in `among`, in nats: [..., s] → [...].
 
-    `target` has probabilities, 0 outside `among`; it gets no gradient.
+    `target` contains probabilities, which are 0 outside `among`, and gets no gradient.
     """
     target = target.detach().float()
     logs = scores.masked_fill(~among, -torch.inf).log_softmax(-1).masked_fill(~among, 0.0)
@@ -101,12 +106,14 @@ def divergence(target: Tensor, scores: Tensor, among: Tensor) -> Tensor:
 
 
 def gather_keys(keys: Tensor, chosen: Tensor) -> Tensor:
-    """Gather keys [B, s, d] at chosen [B, c, k] → [B, c, k, d]; `NONE` gives an arbitrary key."""
+    """Gather the chosen keys, from keys [B, s, d] and chosen [B, c, k] to [B, c, k, d]. Where
+    `chosen` is `NONE`, the key is arbitrary."""
     return _Gather.apply(keys, chosen)  # type: ignore[return-value]
 
 
 class _Gather(Function):
-    """Sums gradients in float32, because all queries may select a key."""
+    """Gathers keys, and sums their gradients in float32, because all queries may select the same
+    key."""
 
     @staticmethod
     def forward(ctx: Any, keys: Tensor, chosen: Tensor) -> Tensor:
