@@ -1,4 +1,4 @@
-"""All sources of a recipe: read, deduplicated, and split into training and held-out prompts."""
+"""Reads all data sources in a recipe, removes duplicates, and splits off held-out prompts."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ from keel.rl.types import Prompt
 _CheckReward = Callable[[Mapping[str, Any]], None]
 _CountTokens = Callable[[Prompt], int]
 _MAX_TOKEN_CHARACTERS = 512
-"""Upper bound for one token: runs of spaces or of a sign are the longest in vocabularies."""
+"""The most characters that one token can have. The longest are runs of spaces or of one sign."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceReport:
-    """Counts of a source's prompts."""
+    """How many prompts a source has, and how many were dropped for which reason."""
 
     read: int
     skipped: int
-    """Malformed lines."""
+    """Lines that were malformed."""
     duplicates: int
-    """Repeated questions within the source."""
+    """Questions that occurred earlier in the same source."""
     long: int
-    """Prompts over `data.max_prompt_tokens`."""
+    """Prompts longer than `data.max_prompt_tokens`."""
     heldout: int
     leaked: int
-    """Questions held out by another source."""
+    """Questions that another source holds out."""
     train: int
     skipped_reasons: tuple[str, ...] = ()
     rated_out: int = 0
-    """Prompts with a pass rate out of bounds."""
+    """Prompts whose pass rate is out of bounds."""
     unrated: tuple[str, ...] = ()
-    """IDs of prompts without a pass rate, which are dropped."""
+    """IDs of the prompts that were dropped because they have no pass rate."""
     unknown: tuple[str, ...] = ()
-    """IDs in the table of pass rates that the source does not have."""
+    """IDs in the pass-rate table that do not occur in the source."""
     unread: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Unused column → where it first occurred."""
+    """Maps each unused column to the place where it first occurred."""
     unanswered: int = 0
-    """As in `Loaded`."""
+    """As in `Loaded.unanswered`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """The prompts of a run."""
+    """All prompts for a run."""
 
     train: PromptStream
     heldout: Mapping[str, tuple[Prompt, ...]]
-    """Source name → its held-out prompts, if any. They never train."""
+    """Maps source names to their held-out prompts, which are never used for training."""
     reserved: frozenset[str]
-    """The held-out `Item.questions`."""
+    """The `Item.questions` of all held-out prompts."""
     report: Mapping[str, SourceReport]
 
 
 @dataclass(slots=True)
 class _Split:
-    """One source while it is processed."""
+    """The state of one source while it is being processed."""
 
     source: SourceConfig
     loaded: Loaded
@@ -86,15 +86,15 @@ def load_dataset(
 ) -> Dataset:
     """Read every source and set its held-out prompts aside.
 
-    Every distinct question is used once, since procedural generators repeat themselves, and a
-    question held out by any source trains in none.
+    Each distinct question is used only once, because procedural generators repeat themselves. A
+    question held out by one source is not used for training in any other.
 
-    count_tokens: length of a prompt with its chat template; None skips the check.
-    check_reward: raises ValueError for a bad reward spec; None skips the check.
-    hub_answers: see `load_jsonl`.
+    `count_tokens` returns the length of a prompt with its chat template, and `check_reward` raises
+    ValueError for a bad reward spec. If either is None, that check is skipped. `hub_answers` is
+    described in `load_jsonl`.
 
-    Raises ConfigError for sources that cannot be read, prompts that are too long (under
-    `long_prompts: error`) and sources with too few distinct questions.
+    Raises ConfigError if a source cannot be read or has too few distinct questions, or if a prompt
+    is too long (under `long_prompts: error`).
     """
 
     def load(source: SourceConfig) -> Loaded:
@@ -189,7 +189,7 @@ def _split(
 
 
 def _filter_by_pass_rate(split: _Split) -> None:
-    """Keep only training prompts with a known pass rate within the source's bounds."""
+    """Keep only the training prompts whose pass rate is known and within the source's bounds."""
     source, path = split.source, data_path(split.source.pass_rates)
     try:
         table = read_pass_rates(path)
@@ -220,8 +220,8 @@ def _ids(items: Iterable[Item]) -> set[str]:
 def _heldout_questions(items: list[Item], source: SourceConfig, seed: int, count: int) -> set[str]:
     """Choose `count` questions to hold out.
 
-    Generated items are independent, so the first ones are taken and stay the same when the source
-    grows. Files may be ordered, so there a hash decides.
+    Generated items are independent, so the first ones are taken; they stay the same if the source
+    grows. Files may be sorted, so their questions are chosen by hash.
     """
     questions = [item.question for item in items]
     if source.has_rows:

@@ -1,4 +1,5 @@
-"""Selects specialists' completions to learn from: right, complete, distinct and balanced."""
+"""Selects completions by specialist models to train on: correct, complete, distinct and
+balanced."""
 
 from __future__ import annotations
 
@@ -17,31 +18,31 @@ from keel.data.results import aligned
 from keel.rl.evaluation import FAIL
 
 Kind = tuple[str, bool]
-"""Domain, and True for the thinking mode."""
+"""A domain, and whether the completion was sampled in thinking mode."""
 SAMPLED = ("wrong", "not scored", "cut off", "other parts", "said before")
 LEFT_OUT = (*SAMPLED, "longer ones", "for balance")
-"""Reasons to leave a completion out, in the order of the checks."""
+"""Why a completion may be left out, in the order of the checks."""
 
 
 @dataclass(frozen=True, slots=True)
 class DistilledCandidate:
-    """A specialist's completion."""
+    """A completion by a specialist model."""
 
     kind: Kind
     prompt: str
     tokens: int
     why_not: str
-    """A reason from LEFT_OUT, or ""."""
+    """Why the completion is left out: a reason from `LEFT_OUT`, or "" if it is kept."""
     line: Mapping[str, Any]
-    """The line for `keel sft` (`source: trajectories`), with the specialist's name."""
+    """The line to write for `keel sft` (`source: trajectories`). It names the specialist."""
 
 
 def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list[str]:
-    """Write the selected completions to `out`, one per line; return a human-readable report.
+    """Write the selected completions to `out`, one per line, and return a report for the user.
 
-    sampled: specialist → folder of `keel eval` on the prompts to train on.
-    Raises ConfigError if a folder cannot be read, no completion has a named part, or no completion
-    is left.
+    `sampled` maps each specialist to the folder in which `keel eval` stored its completions to the
+    training prompts. Raises ConfigError if a folder cannot be read, a named reward part does not
+    occur, or no completion is left.
     """
     bounds = _bounds(config)
     parts: set[str] = set()
@@ -89,7 +90,7 @@ def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list
 
 
 def candidates(sampled: Mapping[str, Path], least: float) -> Iterator[DistilledCandidate]:
-    """Yield all completions in the order of specialists and prompts. Raises ConfigError."""
+    """Yield all completions, ordered by specialist and then by prompt. Raises ConfigError."""
     for specialist, folder in sampled.items():
         for request in read_evaluation(folder):
             for sample in request.samples:
@@ -116,7 +117,7 @@ def candidates(sampled: Mapping[str, Path], least: float) -> Iterator[DistilledC
 
 
 def _bounds(config: SelectConfig) -> list[tuple[str, float, float]]:
-    """Part, least, most."""
+    """Return the name of a reward part with its lower and upper bound."""
     least, most = config.least_parts, config.most_parts
     names = dict.fromkeys((*least, *most))
     return [(name, least.get(name, -math.inf), most.get(name, math.inf)) for name in names]
@@ -127,7 +128,10 @@ def _balanced(
     balance: float,
     counts: Mapping[Kind, Counter[str]],
 ) -> list[tuple[int, DistilledCandidate]]:
-    """Limit each kind to `balance` times the smallest; prompts' first completions come first."""
+    """Keep at most `balance` times as many completions of each kind as the rarest kind has.
+
+    The first completion to each prompt is preferred over further ones.
+    """
     sizes = Counter(one.kind for _, one in chosen)
     if not balance or not sizes:
         return list(chosen)
@@ -143,7 +147,7 @@ def _balanced(
 
 
 def _content(candidate: DistilledCandidate) -> str:
-    """Identifies the conversation, to find duplicates."""
+    """Return a text that is the same for duplicate conversations."""
     messages: Sequence[Mapping[str, Any]] = candidate.line["messages"]
     return json.dumps([candidate.kind[1], messages], sort_keys=True)
 

@@ -34,31 +34,35 @@ _SCORED_BY = re.compile(
     r"(model|rewards)\.|data\.sources\[.*\]\.(rewards|environment|budget|length)\.|"
     r"data\.sources\[.*\]\.(thinking|system|raw)"
 )
-"""Further knobs on which completions and scores depend, except RESUMABLE_KNOBS."""
+"""Other settings that affect completions and scores, apart from `RESUMABLE_KNOBS`."""
 RIGHT = "(right)"
-"""Stands for every passing answer, so that two spellings of the right answer count as one."""
+"""Replaces every passing answer, so that two spellings of the right answer count as one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A prompt sampled in a variant, with its completions."""
+    """A prompt sampled in one variant, with its completions."""
 
     variant: str
     source: str
     domain: str
     id: str
-    """`Prompt.prompt_id`."""
+    """The prompt's `Prompt.prompt_id`."""
     digest: str
-    """Digest of the recipe's prompt, before a variant changes it."""
+    """A digest of the prompt in the recipe, before the variant changes it."""
     samples: Sequence[Mapping[str, Any]]
-    """Each completion: correct, error, parts, tokens, thinking (characters), finish_reason, answer,
-    messages, turns in an environment, and `record`, the further keys that `keel sft` needs."""
+    """One dict for each completion.
+
+    Its keys are correct, error, parts, tokens, thinking (a number of characters), finish_reason,
+    answer, messages, turns (in an environment), and `record` with the additional keys that `keel
+    sft` needs.
+    """
     missing: Sequence[str]
-    """The reason for each requested completion that is missing."""
+    """For each completion that was requested but is missing, the reason."""
     prompt: Sequence[Mapping[str, Any]] = ()
-    """The recipe's messages."""
+    """The messages from the recipe."""
     expected: str = ""
-    """`Prompt.expected`."""
+    """The prompt's `Prompt.expected`."""
 
     @property
     def number(self) -> int:
@@ -70,18 +74,19 @@ class Asked:
 
     @property
     def right(self) -> list[bool]:
-        """One per completion; missing completions are wrong."""
+        """Whether each completion is right. Missing completions count as wrong."""
         return [passed(s["correct"]) for s in self.samples] + [False] * len(self.missing)
 
     @property
     def steps(self) -> list[int | None]:
-        """Turns of each completion; None if it was cut off, is missing or has no turns."""
+        """How many turns each completion took; None if it was cut off, is missing or has no
+        turns."""
         ended = [s.get("turns") if s["finish_reason"] == "stop" else None for s in self.samples]
         return ended + [None] * len(self.missing)
 
     @property
     def answers(self) -> list[str]:
-        """One per completion; empty for missing completions."""
+        """The answer from each completion, which is empty for a missing one."""
         given = [RIGHT if passed(s["correct"]) else str(s["answer"]) for s in self.samples]
         return given + [""] * len(self.missing)
 
@@ -98,8 +103,9 @@ def asked_of(
 ) -> Asked:
     """Collect the completions to one prompt.
 
-    answer: a completion's final answer in comparable form; "" if there is none.
-    thinking: its whole thinking. tokenizer: digest of the policy's tokenizer, if known.
+    `answer` returns a completion's final answer in a form that can be compared, or "" if there is
+    none. `thinking` returns all of its thinking. `tokenizer` is a digest of the policy's tokenizer,
+    if known.
     """
     samples = [
         {
@@ -130,9 +136,9 @@ def asked_of(
 
 
 def _messages_and_record(prompt: Prompt, trajectory: Trajectory, tokenizer: str) -> dict[str, Any]:
-    """The completion's messages, and its record with the prompt's messages as `asked`.
+    """Return a completion's messages and its record, which stores the prompt's messages as `asked`.
 
-    An agent program's record also has the messages of each of its conversations.
+    For an agent program the record also contains the messages from each of its conversations.
     """
     record = trajectory_record(prompt, trajectory, tokenizer=tokenizer)
     if trajectory.dialogues:
@@ -143,7 +149,7 @@ def _messages_and_record(prompt: Prompt, trajectory: Trajectory, tokenizer: str)
 
 
 def read_evaluation(folder: Path) -> list[Asked]:
-    """Read `samples.jsonl`. Raises ConfigError naming file and line."""
+    """Read `samples.jsonl`. Raises ConfigError with the file and line number of a bad line."""
     path = folder / "samples.jsonl"
     try:
         data = path.read_bytes()
@@ -166,7 +172,7 @@ def read_evaluation(folder: Path) -> list[Asked]:
 
 
 def asked_in(line: Any) -> Asked:
-    """Parse a line of `samples.jsonl`. Raises ValueError if it is malformed."""
+    """Parse one line from `samples.jsonl`. Raises ValueError if it is malformed."""
     if not isinstance(line, dict):
         raise ValueError("it is not a JSON object")
     columns, known = cast(dict[str, Any], line), {field.name: field for field in fields(Asked)}
@@ -179,10 +185,14 @@ def asked_in(line: Any) -> Asked:
 
 
 class EvaluationFolder:
-    """The folder of one evaluation, as a context manager that locks it."""
+    """The folder for one evaluation. As a context manager it locks the folder."""
 
     def __init__(self, config: Config, policy: str, name: str) -> None:
-        """policy: human-readable name. name: folder in `run.dir`/eval, unless `eval.dir` is set."""
+        """Choose the folder without opening it.
+
+        `policy` is a readable name for the model. `name` is the name of the folder under
+        `run.dir`/eval; it is not used if `eval.dir` is set.
+        """
         self._given = bool(config.eval.dir)
         under = Path(config.run.dir).expanduser() / "eval" / name
         self.path = Path(config.eval.dir).expanduser() if self._given else under
@@ -226,9 +236,9 @@ class EvaluationFolder:
         self._opened.close()
 
     def waiting(self, variant: str, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Prompts not yet sampled in this variant.
+        """Return the prompts that have not been sampled in this variant yet.
 
-        Raises ConfigError if a sampled prompt of the same id had another text.
+        Raises ConfigError if a prompt was sampled under the same ID with a different text.
         """
         known = {one.id: one.digest for one in self.asked if one.variant == variant}
         for prompt in prompts:
@@ -240,7 +250,7 @@ class EvaluationFolder:
         return [prompt for prompt in prompts if prompt.prompt_id not in known]
 
     def add(self, request: Asked) -> None:
-        """Append the completions to a prompt in a variant."""
+        """Append the completions to one prompt in one variant."""
         self._lines.add(asdict(request))
         self.asked.append(request)
         self._count(request)
@@ -254,12 +264,13 @@ class EvaluationFolder:
         self._number, self._passes = self._number + request.number, self._passes + request.passes
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write the results, which marks the evaluation as complete."""
+        """Write the results file, which also marks the evaluation as complete."""
         content = {"settings": self._settings, "results": result}
         self._folder.write("results.json", json.dumps(content, indent=1) + "\n")
 
     def _take(self, folder: WorkFolder, stack: ExitStack) -> bool:
-        """Open the folder if it is new or an unfinished evaluation with the same settings."""
+        """Open the folder if it is new or contains an unfinished evaluation with the same
+        settings."""
         with ExitStack() as held:
             held.enter_context(folder)
             if (self.path / "results.json").exists() or folder.changed(self._settings):
@@ -269,6 +280,6 @@ class EvaluationFolder:
 
 
 def _next(path: Path) -> Path:
-    """`step_20` → `step_20.2` → `step_20.3`."""
+    """Return the next name in the series `step_20`, `step_20.2`, `step_20.3`."""
     name, _, number = path.name.partition(".")
     return path.with_name(f"{name}.{int(number or 1) + 1}")

@@ -1,4 +1,4 @@
-"""Prompts as loaders return them, with their origins and the skipped lines."""
+"""The prompts that loaders return, with their origins and the lines that were skipped."""
 
 from __future__ import annotations
 
@@ -13,30 +13,34 @@ from keel.configs.system_prompts import system_prompt, with_system
 from keel.rl.types import Prompt
 
 MAX_SHOWN = 5
-"""Malformed lines that an error lists."""
+"""How many malformed lines an error message lists."""
 MAX_MALFORMED = 1000
-"""Malformed lines after which reading stops."""
+"""How many malformed lines are collected before reading stops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """A prompt and its origin."""
+    """A prompt, with the place that it comes from."""
 
     prompt: Prompt
     origin: str
-    """`file:line`, or task and index, for messages."""
+    """Where the prompt comes from, for messages: `file:line`, or the task and index."""
     bare: tuple[Mapping[str, Any], ...] = ()
-    """Messages before the source's template, if it adds nothing of the row."""
+    """The messages before the source's template is applied, if it adds nothing else from the
+    row."""
 
     @property
     def question(self) -> str:
-        """Digest of the question, regardless of ID, source, template, system message and white
-        space. Equal questions are not split between training and evaluation."""
+        """A digest of the question that ignores ID, source, template, system message and white
+        space.
+
+        Prompts with the same question are never split between training and evaluation.
+        """
         return _question(self.bare or self.prompt.messages)
 
     @property
     def questions(self) -> frozenset[str]:
-        """The question without and with its template, which another source may have as a prompt."""
+        """The question with and without its template, since another source may have either one."""
         templated = {_question(self.prompt.messages)} if self.bare else set[str]()
         return frozenset({self.question, *templated})
 
@@ -50,25 +54,26 @@ def _question(messages: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """The prompts of one source."""
+    """All prompts from one source."""
 
     items: tuple[Item, ...]
     skipped: tuple[str, ...] = ()
-    """One reason for each malformed line."""
+    """For each malformed line, why it was skipped."""
     unread: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Unused column → where it first occurred."""
+    """Maps each unused column to the place where it first occurred."""
     unanswered: int = 0
-    """Rows that only functions judge, if other rows have something to be judged by."""
+    """How many rows only the user's functions can judge, although other rows have an answer or
+    tests."""
 
 
 def first_of(lines: Sequence[str], limit: int = 10) -> list[str]:
-    """The first lines, and the number of further ones."""
+    """Return the first few lines, followed by one that says how many more there are."""
     more = len(lines) - limit
     return [*lines[:limit], f"and {more:,} more"] if more > 0 else list(lines)
 
 
 def malformed(lines: Sequence[str], knob: str) -> ConfigError:
-    """Error for malformed lines, each with its place."""
+    """Build the error for malformed lines, which lists where they are."""
     cure = "repair them, or set on_bad_line: skip"
     if len(lines) == 1:
         return ConfigError(f"{lines[0]} ({knob}; {cure})")
@@ -80,8 +85,11 @@ def malformed(lines: Sequence[str], knob: str) -> ConfigError:
 def with_source_system(
     source: SourceConfig, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any], ...]:
-    """Prepend the source's system messages. A template for an environment is added by
-    `keel.agents.episode`, which knows its tools."""
+    """Prepend the source's system messages to a prompt.
+
+    If there is an environment, `keel.agents.episode` adds its template instead, because it knows
+    the tools.
+    """
     template = "none" if source.environment.enabled else source.system_template
     return with_system(system_prompt(template), with_system(source.system, messages))
 
@@ -89,7 +97,7 @@ def with_source_system(
 def without_source_system(
     source: SourceConfig, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any], ...]:
-    """Inverse of `with_source_system`."""
+    """Undo `with_source_system`."""
     added, (first, *rest) = with_source_system(source, ()), messages
     if not added:
         return tuple(messages)
@@ -98,5 +106,5 @@ def without_source_system(
 
 
 def digest(text: str) -> str:
-    """A short hash that is stable across processes, unlike Python's."""
+    """Return a short hash that, unlike Python's own, is the same in every process."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

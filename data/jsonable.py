@@ -14,11 +14,14 @@ from typing import Any, cast
 import numpy as np
 
 _Json = Any
-"""None, bool, int, float, str, lists of these, and dicts of these with text keys."""
+"""None, bool, int, float, str, and lists and dicts of these. Dict keys are strings."""
 
 
 def to_jsonable(value: Any, path: str = "value") -> _Json:
-    """Encode a value. Raises TypeError naming the path of an unsupported one."""
+    """Encode a Python value as JSON data.
+
+    Raises TypeError with the path to an unsupported value.
+    """
     if isinstance(value, np.generic):
         value = cast(Any, value).item()
     if value is None or isinstance(value, (bool, int, float)):

@@ -38,13 +38,13 @@ MATCHES = {
     "schema": (),
     "regex": (),
 }
-"""`match` → the keys that it reads besides `answer`."""
+"""Maps each value of `match` to the keys that it uses in addition to `answer`."""
 _CODE_KEYS = (
     *("tests", "subtasks", "reference", "language", "partial"),
     *("time_limit_s", "memory_mib", "tolerance"),
 )
 _REWARD_KEYS = ("answer", "criteria", "tests", "refuse", "reward")
-"""A row has exactly one of these."""
+"""The keys that say how to judge a row. Each row has exactly one of them."""
 _KNOWN = frozenset(
     ("id", "prompt", "messages", "match", "environment", *_REWARD_KEYS, *_CODE_KEYS)
 ) | frozenset(key for keys in MATCHES.values() for key in keys)
@@ -55,12 +55,13 @@ def load_jsonl(
     check_reward: Callable[[Mapping[str, Any]], None] | None = None,
     hub_answers: Callable[[], bool] = lambda: True,
 ) -> Loaded:
-    """Read the prompts of `source.path`, at most `source.size` rows (0: all).
+    """Read the prompts from `source.path`, up to `source.size` rows (0 reads all).
 
-    check_reward: raises ValueError for a bad reward spec. hub_answers: whether the hub can be
-    reached; otherwise its cache is read.
-    Raises ConfigError with file:line for malformed lines, unless `on_bad_line: skip`, and for a
-    file that is missing or holds no prompt.
+    `check_reward` raises ValueError for a bad reward spec. If `hub_answers` is False, the hub
+    cannot be reached and its local cache is read instead.
+
+    Raises ConfigError if the file is missing or contains no prompt. Unless `on_bad_line: skip` is
+    set, it is also raised for malformed lines, with their places.
     """
     knob = f"data.sources[{source.name}]"
     if source.source == "jsonl":
@@ -113,7 +114,10 @@ def load_jsonl(
 def _item(
     keyed: KeyedRow, columns: Columns, row: Row, source: SourceConfig, *, functions: bool
 ) -> Item:
-    """Build the item of a row. functions: the source weights custom functions. Raises BadLine."""
+    """Build a prompt from a row. Raises BadLine.
+
+    `functions` says whether the source gives weight to functions by the user.
+    """
     record = keyed.known
     label = keyed.as_text.get("id", str(row.number))
     if not isinstance(label, str) or not label:
@@ -154,7 +158,7 @@ def _item(
 
 
 def _reward(row: KeyedRow, columns: Columns, source: SourceConfig) -> dict[str, Any]:
-    """Build the reward spec of a row, which may lack one if an environment grades it."""
+    """Build a row's reward spec. It may be missing if an environment grades the row."""
     record = row.known
     graded = source.environment.grades
     keys = [key for key in _REWARD_KEYS if key in record]
@@ -207,7 +211,7 @@ def _check_reward(prompt: Prompt, check: Callable[[Mapping[str, Any]], None] | N
 def _messages(
     record: dict[str, Any], columns: Columns, source: SourceConfig
 ) -> list[dict[str, Any]]:
-    """The messages of a row; empty without a prompt if the source has a template."""
+    """Return a row's messages, or none if it has no prompt but the source has a template."""
     prompt = record.get("prompt")
     if "messages" in record and "prompt" in record:
         raise BadLine("has both `prompt` and `messages`; keep one")
@@ -228,7 +232,7 @@ def _messages(
 def _in_template(
     row: KeyedRow, columns: Columns, messages: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Apply the source's template to the last user message, or make that from the template."""
+    """Put the last user message into the source's template, or use the template as that message."""
     if not messages:
         return [{"role": "user", "content": columns.fill_template(row, None)}]
     *before, last = messages
@@ -238,7 +242,7 @@ def _in_template(
 
 
 def _after_mark(answer: str, source: SourceConfig) -> str:
-    """The answer after the last `answer_after` mark, if the source has one."""
+    """Return the text after the last `answer_after` mark, if the source defines such a mark."""
     mark = source.answer_after
     if not mark:
         return answer

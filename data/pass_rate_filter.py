@@ -27,7 +27,7 @@ _SECTIONS = (
     *("model.", "data.", "rewards.", "rollout.sampling.", "agents.", "eval.", "run.seed"),
     *("endpoint.tells_thinking", "endpoint.extra"),
 )
-"""Knobs on which a pass rate depends, except RESUMABLE_KNOBS."""
+"""Settings that affect pass rates, apart from `RESUMABLE_KNOBS`."""
 _SAMPLING_KNOBS = (
     "eval.temperature",
     "eval.top_p",
@@ -36,11 +36,11 @@ _SAMPLING_KNOBS = (
     "rollout.timeout_s",
 )
 _MAX_REASONS = 5
-"""Maximum reasons for missing completions to list."""
+"""How many reasons for missing completions the report lists."""
 
 
 def settings_of(config: Config, policy: str) -> dict[str, str]:
-    """The settings on which the pass rates depend: knob → value, and the policy."""
+    """Return the settings that affect the pass rates, by name, together with the policy."""
     knobs = {
         knob: repr(value)
         for knob, value in flatten_config(config).items()
@@ -50,12 +50,17 @@ def settings_of(config: Config, policy: str) -> dict[str, str]:
 
 
 class FilterFolder:
-    """The folder of one filter, as a context manager that locks it."""
+    """The folder in which `keel filter` stores its results. As a context manager it locks the
+    folder."""
 
     def __init__(
         self, config: Config, prompts: Mapping[str, Sequence[Prompt]], policy: str
     ) -> None:
-        """prompts: training source → its prompts to sample. policy: human-readable name."""
+        """Prepare the folder without opening it.
+
+        `prompts` maps each training source to the prompts to sample. `policy` is a readable name
+        for the model.
+        """
         given = config.filter.dir
         self.path = (
             Path(given).expanduser() if given else Path(config.run.dir).expanduser() / "filter"
@@ -72,8 +77,11 @@ class FilterFolder:
         self._number = 0  # running total of kept prompts: progress is logged after each prompt
 
     def __enter__(self) -> Self:
-        """Raises ConfigError if the folder cannot be written, is in use, or belongs to another
-        policy, other settings or other prompts."""
+        """Lock the folder and read the pass rates already stored in it.
+
+        Raises ConfigError if the folder cannot be written, is in use, or belongs to a different
+        policy or to different settings or prompts.
+        """
         with ExitStack() as stack:
             folder = stack.enter_context(WorkFolder(self.path, "filter.dir", "filter"))
             if changed := folder.changed(self._settings):
@@ -97,12 +105,12 @@ class FilterFolder:
 
     @property
     def waiting(self) -> list[Prompt]:
-        """Prompts without a scored completion, in the sources' order."""
+        """Return the prompts that have no scored completion yet, in the order of the sources."""
         known = {name for name, rate in self._rates.items() if rate.known}
         return [prompt for name, (prompt, _) in self._prompts.items() if name not in known]
 
     def record(self, prompt: Prompt, groups: Sequence[ScoredGroup]) -> None:
-        """Append the pass rate of a prompt."""
+        """Append a prompt's pass rate to the table."""
         rate = pass_rate_of(prompt, self._prompts[prompt.prompt_id][1], groups)
         self._lines.add(rate.line())
         self._number += self._keeps(rate) - self._keeps(self._rates.get(rate.id))
@@ -112,7 +120,7 @@ class FilterFolder:
         return f"{self._number:,} kept so far"
 
     def finish(self) -> str:
-        """Write the kept prompts; return a human-readable report."""
+        """Write the kept prompts and return a report for the user."""
         kept = self._kept()
         folder = self.path / "kept"
         folder.mkdir(exist_ok=True)
@@ -144,7 +152,7 @@ class FilterFolder:
         return rate is not None and rate.within(*bounds)
 
     def _table(self) -> list[str]:
-        """One row per source, and per domain that differs from a single source."""
+        """Build a table with a row for each source and for each domain with several sources."""
         rates = list(self._rates.values())
         rows = {name: [r for r in rates if r.source == name] for name in self._sources}
         of = Counter(source.domain_name for source in self._sources.values())
@@ -168,7 +176,7 @@ class FilterFolder:
         return lines
 
     def _left_out(self) -> list[str]:
-        """The reasons for prompts not kept and for missing completions."""
+        """List why prompts were not kept and why completions are missing."""
         least, most = self._filter.least_pass_rate, self._filter.most_pass_rate
         rates = list(self._rates.values())
         counts = {
@@ -209,7 +217,7 @@ class FilterFolder:
 
 
 def _line(prompt: Prompt, source: SourceConfig, rate: PassRate) -> str:
-    """The prompt as a line for `source: jsonl`, given the same name, system and environment."""
+    """Convert a prompt to a line for `source: jsonl` with the same name, system and environment."""
     record = {
         "id": prompt.prompt_id.removeprefix(f"{source.name}/"),
         "messages": [dict(message) for message in without_source_system(source, prompt.messages)],

@@ -22,22 +22,25 @@ from keel.rl.types import Prompt, ScoredGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRate:
-    """The pass rate of one prompt."""
+    """How often the policy solved one prompt."""
 
     id: str
-    """`Prompt.prompt_id`."""
+    """The prompt's `Prompt.prompt_id`."""
     source: str
     domain: str
     samples: int
-    """Completions requested."""
+    """How many completions were requested."""
     passes: int
     score: float | None
-    """Mean of `correct` over the completions, as in `evaluation`; None without a completion."""
+    """The mean of `correct` over the completions, as in `keel.rl.evaluation`.
+
+    It is None if there are no completions.
+    """
     unscored: int
     dropped: Mapping[str, int]
-    """Reason → missing completions."""
+    """Maps each reason to the number of completions that are missing because of it."""
     digest: str
-    """Digest of the messages and the reward spec."""
+    """A digest of the prompt's messages and reward spec."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.passes <= self.samples or self.samples < 1:
@@ -49,11 +52,15 @@ class PassRate:
 
     @property
     def known(self) -> bool:
-        """True if any completion has a score; otherwise a rate of 0 says nothing."""
+        """Return whether any completion has a score.
+
+        Without one, a pass rate of 0 means nothing.
+        """
         return self.unscored < self.samples
 
     def within(self, least: float, most: float) -> bool:
-        """True if the prompt can be solved and its rate is in the range to train on."""
+        """Return whether the prompt was solved at least once and its rate is in the range to train
+        on."""
         return self.passes > 0 and least <= self.rate <= most
 
     def line(self) -> dict[str, Any]:
@@ -61,7 +68,7 @@ class PassRate:
 
 
 def pass_rate_of(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) -> PassRate:
-    """Compute the pass rate of a prompt over all groups of its completions."""
+    """Compute a prompt's pass rate from all groups of its completions."""
     result = evaluation(groups)
     score, passes = result["score"].value, result["pass@1"]
     samples = sum(len(group.parts_G) + len(group.group.dropped) for group in groups)
@@ -84,9 +91,10 @@ def digest_of(prompt: Prompt) -> str:
 
 
 def read_pass_rates(path: Path) -> dict[str, PassRate]:
-    """Prompt id → its last line, without an unfinished line at the end.
+    """Read the table. If an ID occurs several times, its last line counts.
 
-    Raises ValueError naming file and line.
+    An unfinished line at the end is ignored. Raises ValueError with the file and line number of any
+    other malformed line.
     """
     try:
         data = path.read_bytes()
@@ -105,7 +113,10 @@ def read_pass_rates(path: Path) -> dict[str, PassRate]:
 
 
 def check_same(prompt: Prompt, rate: PassRate, path: Path) -> None:
-    """Raises ValueError if the rate belongs to another prompt with the same id."""
+    """Check that a pass rate belongs to this prompt.
+
+    Raises ValueError if it was measured on a different prompt with the same ID.
+    """
     if rate.digest != digest_of(prompt):
         raise ValueError(
             f"{path}: the pass rate of {prompt.prompt_id} belongs to another prompt: the data "

@@ -1,4 +1,4 @@
-"""Generated prompts: reasoning_gym's tasks with their verifiers, and an environment's episodes."""
+"""Generated prompts: tasks from reasoning_gym with their verifiers, and environment episodes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ REFUSED_TASKS = {
     "game_of_life_halting": "its verifier accepts every answer that is not empty",
     "puzzle24": "its verifier ignores which numbers to use; take countdown",
 }
-"""Tasks with exploitable verifiers (reasoning_gym 0.1.25), and tasks better written as sources.
-`tests/rewards/rules/test_rules.py` tries nonsense on all others."""
+"""Tasks that Keel refuses because their verifiers can be exploited (reasoning_gym 0.1.25).
+
+Some others are refused because they are better configured as a source of their own.
+`tests/rewards/rules/test_rules.py` tries nonsense answers on all tasks that remain.
+"""
 
 GENERATOR_ERRORS = (
     ArithmeticError,
@@ -32,12 +35,12 @@ GENERATOR_ERRORS = (
 )
 
 _MAX_CACHED = 4
-"""Task datasets to cache: building one may filter a hundred thousand words."""
+"""How many task datasets to cache. Building one may mean filtering a hundred thousand words."""
 _CACHE: dict[str, Any] = {}
 
 
 def load_reasoning_gym(source: SourceConfig, *, seed: int) -> Loaded:
-    """Generate items 0 … size−1 of a task, seeded by `params.seed` or the run's seed.
+    """Generate items 0 to size − 1 of a task, with the seed `params.seed` or else the run's seed.
 
     Item i does not depend on `size`. Raises ConfigError for an unknown task or option.
     """
@@ -80,7 +83,10 @@ def _cached_dataset(dataset_type: type, config: Any) -> Any:
 
 
 def check_params(knob: str, config_type: type, params: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an unknown option, and for `size`, which is a knob of the source."""
+    """Check the options for a task.
+
+    Raises ConfigError for an unknown option, and for `size`, which is a setting of the source.
+    """
     options = [field.name for field in fields(config_type) if field.name != "size"]
     for name in params:
         if name == "size":
@@ -129,9 +135,10 @@ def _describe(error: Exception) -> str:
 
 
 def load_episodes(source: SourceConfig) -> Loaded:
-    """Tasks 0 … size − 1 of an environment, which opens the conversation itself.
+    """Return prompts for tasks 0 to size − 1 of an environment that opens the conversation itself.
 
-    The message here only names the task; `keel.agents.probe` refuses an environment that leaves it.
+    The message in each prompt only names the task, and the environment has to replace it.
+    `keel.agents.probe` refuses an environment that does not.
     """
     items: list[Item] = []
     for index in range(source.size):

@@ -1,4 +1,4 @@
-"""Summaries of an evaluation by variant and set, and paired comparison of two evaluations."""
+"""Summarizes an evaluation by variant and set, and compares two evaluations prompt by prompt."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from keel.rl.evaluation import pass_at_k, passed
 
 
 def summary(request: Sequence[Asked], pass_at: Sequence[int], submissions: int) -> dict[str, Any]:
-    """Summarise the completions to some prompts.
+    """Summarize the completions to a set of prompts.
 
-    pass_at: each k of pass@k and maj@k (and fewest@k, if every completion has turns), at most the
-    completions per prompt. submissions: see `contest_score`; 0 leaves it out.
+    `pass_at` lists the values of k for pass@k and maj@k, and for fewest@k if every completion has
+    turns. No k may exceed the number of completions per prompt. `submissions` is passed to
+    `contest_score`; with 0 that score is left out.
     """
     samples = [sample for one in request for sample in one.samples]
     tokens = [sample["tokens"] for sample in samples]
@@ -57,10 +58,11 @@ def summary(request: Sequence[Asked], pass_at: Sequence[int], submissions: int) 
 
 
 def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> float:
-    """Score of a prompt, 0 … 1: the best submission counts for each subtask.
+    """Score a prompt from 0 to 1, where the best submission counts for each subtask.
 
-    Completions that fail a test shown in the task, were cut off, have no score or decline are not
-    submitted; of the others, those with the longest thinking are (DeepSeek-V3.2, appendix D).
+    Completions are not submitted if they fail a test shown in the task, were cut off, have no score
+    or decline. Of the others, those with the longest thinking are submitted (DeepSeek-V3.2,
+    appendix D).
     """
     fit = [
         sample
@@ -80,14 +82,14 @@ def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> flo
 
 
 def _parts(sample: Mapping[str, Any]) -> Mapping[str, float]:
-    """The reward parts; older releases did not store them."""
+    """Return a completion's reward parts, which files from older releases do not contain."""
     return sample.get("parts", {})
 
 
 def results(
     request: Sequence[Asked], pass_at: Sequence[int], submissions: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """Variant → set (see `sets_of`) → `summary`."""
+    """Return a `summary` for each variant and each set (see `sets_of`)."""
     result: dict[str, dict[str, Any]] = {}
     for variant in dict.fromkeys(one.variant for one in request):
         chosen = [one for one in request if one.variant == variant]
@@ -99,7 +101,11 @@ def results(
 
 
 def sets_of(request: Sequence[Asked]) -> dict[str, list[int]]:
-    """Set → indices of its prompts: sources, `domain …` if not a single source, and `all`."""
+    """Group the prompts into sets and return the indices of the prompts in each.
+
+    There is a set for each source, one for each domain with several sources (`domain …`), and
+    `all`.
+    """
     sources = dict.fromkeys(one.source for one in request)
     of_one = {s for s in sources if all(o.source == s for o in request if o.domain == s)}
     domains = sorted({one.domain for one in request} - of_one)
@@ -111,7 +117,7 @@ def sets_of(request: Sequence[Asked]) -> dict[str, list[int]]:
 
 
 def table(result: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """`results` as a human-readable table."""
+    """Format `results` as a table for the user."""
     head = ["", "prompts", "pass@1", "95 %"]
     names = dict.fromkeys(name for sets in result.values() for of in sets.values() for name in of)
     at_k = ("pass@", "maj@", "fewest@")
@@ -139,7 +145,7 @@ def table(result: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns of text: the first to the left, the others to the right."""
+    """Align the columns of a text table: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -153,9 +159,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def compared(
     first: Sequence[Asked], second: Sequence[Asked]
 ) -> dict[str, dict[str, tuple[int, Difference]]]:
-    """Variant → set → number of pairs and difference of pass@1, over the prompts in both.
+    """Compare pass@1 on the prompts that two evaluations share, for each variant and set.
 
-    Raises ValueError without a common prompt, or if prompts of the same name differ.
+    Each entry contains the number of pairs and the difference. Raises ValueError if no prompt is
+    shared, or if prompts with the same name differ.
     """
     earlier = {(one.variant, one.id): one for one in first}
     pairs = [(earlier[key], one) for one in second if (key := (one.variant, one.id)) in earlier]
@@ -181,7 +188,7 @@ def compared(
 
 
 def compared_table(result: Mapping[str, Mapping[str, tuple[int, Difference]]]) -> list[str]:
-    """`compared` as a human-readable table."""
+    """Format `compared` as a table for the user."""
     rows = [["", "pairs", "pass@1", "95 %", "p"]]
     for variant, sets in result.items():
         for name, (pairs, of) in sets.items():
@@ -198,7 +205,7 @@ def compared_table(result: Mapping[str, Mapping[str, tuple[int, Difference]]]) -
 
 
 def compare(first: str, second: str) -> str:
-    """Compare two folders of `keel eval`; return a human-readable table. Raises ConfigError."""
+    """Compare two folders written by `keel eval` and return a table. Raises ConfigError."""
     before, after = (read_evaluation(Path(folder)) for folder in (first, second))
     try:
         lines = compared_table(compared(before, after))

@@ -1,4 +1,4 @@
-"""Statistics of an evaluation: intervals, paired differences, maj@k and fewest@k."""
+"""Statistics for evaluations: confidence intervals, paired differences, maj@k and fewest@k."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from math import comb
 import numpy as np
 
 _Z = 1.959964
-"""Two-sided 95 % quantile of the normal distribution."""
+"""The two-sided 95 % quantile of the normal distribution."""
 _RESAMPLES = 4000
-"""Bootstrap resamples, and sign flips."""
+"""How many bootstrap resamples and sign flips to draw."""
 _VOTES = 200
-"""Random subsets of k completions for maj@k."""
+"""How many random subsets of k completions to draw for maj@k."""
 _CHUNK = 1 << 22
-"""Maximum random numbers per draw."""
+"""The most random numbers to draw at once."""
 
 
 def pass_interval(passes_P: Sequence[int], samples_P: Sequence[int]) -> tuple[float, float]:
-    """95 % interval of pass@1 over the population of prompts.
+    """Compute the 95 % interval for pass@1 over the population of prompts.
 
-    Completions to one prompt are correlated: Wilson's interval with the effective number p(1−p)/v,
-    v the variance of p between prompts (Dean and Pagano, 2015), or the number of prompts if none or
-    all completions pass. Raises ValueError without a completion.
+    Completions to the same prompt are correlated. The function therefore uses Wilson's interval
+    with the effective number p(1−p)/v, where v is the variance of p between prompts (Dean and
+    Pagano, 2015). If all or no completions pass, it uses the number of prompts. Raises ValueError
+    if there are no completions.
     """
     passes, samples = np.asarray(passes_P, float), np.asarray(samples_P, float)
     total, prompts = samples.sum(), len(samples)
@@ -45,20 +46,20 @@ def pass_interval(passes_P: Sequence[int], samples_P: Sequence[int]) -> tuple[fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Difference of the means of two measurements of the same prompts: second − first."""
+    """The second mean minus the first, for two measurements on the same prompts."""
 
     mean: float
     low: float
     high: float
-    """95 % bootstrap interval over prompts."""
+    """The upper end of the 95 % bootstrap interval over prompts; `low` is the lower end."""
     p: float
-    """p-value of the sign-flip permutation test over prompts."""
+    """The p-value from the sign-flip permutation test over prompts."""
 
 
 def paired_difference(first_P: Sequence[float], second_P: Sequence[float]) -> Difference:
-    """Compare two measurements of the same prompts, deterministically.
+    """Compare two measurements on the same prompts. The result is deterministic.
 
-    Raises ValueError if they are empty or differ in length.
+    Raises ValueError if they are empty or have different lengths.
     """
     if len(first_P) != len(second_P) or not len(first_P):
         raise ValueError(f"{len(first_P)} and {len(second_P)} measurements are no pairs")
@@ -78,10 +79,11 @@ def paired_difference(first_P: Sequence[float], second_P: Sequence[float]) -> Di
 
 
 def majority_at_k(answers: Sequence[str], right: str, k: int) -> float:
-    """maj@k: chance that the most frequent of k `answers` is `right` (Wang et al., 2023).
+    """Estimate maj@k: how likely the most frequent of k `answers` is `right` (Wang et al., 2023).
 
-    Tied answers share it; empty answers do not count. Exact if k equals the number of answers,
-    otherwise over `_VOTES` seeded draws. Raises ValueError unless 1 ≤ k ≤ that number.
+    Tied answers share the probability, and empty answers do not count. The result is exact if k is
+    the number of answers; otherwise it is averaged over `_VOTES` seeded draws. Raises ValueError
+    unless 1 ≤ k ≤ the number of answers.
     """
     if not 1 <= k <= len(answers):
         raise ValueError(f"maj@{k} of {len(answers)} answers: k must be from 1 to their number")
@@ -93,11 +95,12 @@ def majority_at_k(answers: Sequence[str], right: str, k: int) -> float:
 
 
 def fewest_steps_at_k(steps: Sequence[int | None], right: Sequence[bool], k: int) -> float:
-    """Chance that the finished trajectory with the fewest steps among k is right.
+    """Compute how likely it is that, among k trajectories, the finished one with the fewest steps
+    is right.
 
-    Parallel-fewest-step, DeepSeek-V3.2 (2025), section 4.4. Exact; ties are broken uniformly, and k
-    unfinished trajectories are wrong. steps: None for an unfinished trajectory. Raises ValueError
-    unless 1 ≤ k ≤ the number of trajectories.
+    This is Parallel-fewest-step from DeepSeek-V3.2 (2025), section 4.4. The result is exact. Ties
+    are broken uniformly, and k unfinished trajectories count as wrong. `steps` is None for an
+    unfinished trajectory. Raises ValueError unless 1 ≤ k ≤ the number of trajectories.
     """
     total = len(steps)
     if len(right) != total or not 1 <= k <= total:

@@ -1,4 +1,4 @@
-"""The order of training prompts: shuffled, mixed by weight, and resumable."""
+"""Puts training prompts in order: shuffled, mixed by weight, and resumable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATE_FORMAT = 1
 class _Streamed(Protocol):
     @property
     def prompt_id(self) -> str:
-        """Unique among all sources."""
+        """An ID that is unique across all sources."""
         ...
 
 
@@ -26,11 +26,10 @@ T = TypeVar("T", bound=_Streamed)
 class Stream(Generic[T]):
     """An endless stream of prompts or conversations from weighted sources.
 
-    Each source yields every prompt once per epoch, in an order that depends on the epoch. Sources
-    are interleaved so that after any number of prompts each has given its share to within one (with
-    three or more sources, slightly more). The position is therefore one count per source.
-
-    A batch may span two epochs and then hold a prompt twice.
+    Each source yields every prompt once per epoch, in a new order for each epoch. The sources are
+    interleaved so that at any time each has given its share to within one prompt (slightly more
+    with three or more sources). The position can therefore be stored as one count per source. A
+    batch that spans two epochs may contain the same prompt twice.
     """
 
     def __init__(
@@ -41,8 +40,11 @@ class Stream(Generic[T]):
         seed: int,
         content: Callable[[T], str],
     ) -> None:
-        """weights: relative; sources of weight 0 are skipped. content: text that must be unchanged
-        for a run to resume."""
+        """Set up the stream at its beginning.
+
+        `weights` are relative, and sources with weight 0 are skipped. `content` returns the text of
+        a prompt, which must be unchanged when a run resumes.
+        """
         self._content = content
         self._sources = {name: tuple(sources[name]) for name in sources if weights[name] > 0}
         if not self._sources:
@@ -59,17 +61,17 @@ class Stream(Generic[T]):
         self._cached_identity: dict[str, Any] | None = None
 
     def __len__(self) -> int:
-        """Number of distinct prompts."""
+        """Return the number of distinct prompts."""
         return sum(map(len, self._sources.values()))
 
     @property
     def sources(self) -> Mapping[str, Sequence[T]]:
-        """Source name → its prompts, for sources that train."""
+        """Maps the sources that are used for training to their prompts."""
         return self._sources
 
     @property
     def drawn(self) -> Mapping[str, int]:
-        """Number of prompts drawn from each source."""
+        """How many prompts have been drawn from each source so far."""
         return dict(self._drawn)
 
     def take(self, n: int) -> list[T]:
@@ -77,13 +79,17 @@ class Stream(Generic[T]):
         return [self._requeued.popleft() if self._requeued else self._next() for _ in range(n)]
 
     def draws(self, since: Mapping[str, int], until: Mapping[str, int]) -> list[T]:
-        """The prompts drawn between two positions (as in `drawn`). Leaves the stream unchanged."""
+        """Return the prompts drawn between two positions (as in `drawn`), without moving the
+        stream."""
         other = copy(self)
         other._drawn, other._requeued, other._orders = dict(since), deque(), dict(self._orders)
         return other.take(sum(until.values()) - sum(since.values()))
 
     def state(self, unfinished: Sequence[T] = ()) -> dict[str, Any]:
-        """The position as JSON data. `unfinished` prompts, already taken, are resumed first."""
+        """Return the position as JSON data.
+
+        The `unfinished` prompts have been taken already, and come first after a restore.
+        """
         return {
             "format": _STATE_FORMAT,
             "drawn": dict(self._drawn),
@@ -94,7 +100,7 @@ class Stream(Generic[T]):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position.
 
-        Raises ValueError with the differences if prompts, weights or seed have changed.
+        Raises ValueError with the differences if the prompts, weights or seed have changed.
         """
         if state.get("format") != _STATE_FORMAT:
             raise ValueError(
@@ -118,7 +124,7 @@ class Stream(Generic[T]):
         self._requeued = deque(known[prompt_id] for prompt_id in state["unfinished"])
 
     def _identity(self) -> dict[str, Any]:
-        """Digest of the data that the position refers to, with one entry per source."""
+        """Return a digest of the data in each source, to check that a saved position still fits."""
         if self._cached_identity is not None:
             return self._cached_identity
         identity: dict[str, Any] = {"seed": self._seed}
@@ -141,7 +147,7 @@ class Stream(Generic[T]):
         return self._order(name, epoch)[position]
 
     def _order(self, name: str, epoch: int) -> tuple[T, ...]:
-        """Shuffle by hash, which is the same in every Python and numpy version."""
+        """Shuffle by hash, so that the order does not depend on the Python or numpy version."""
         cached = self._orders.get(name)
         if cached is None or cached[0] != epoch:
             key = f"{self._seed}/{name}/{epoch}/"

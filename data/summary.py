@@ -1,4 +1,4 @@
-"""Human-readable summary of the data sources."""
+"""Writes the part of a run's summary that describes the data sources."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from keel.data.dataset import Dataset
 from keel.data.items import first_of
 
 _PLACEHOLDER = re.compile(r"(?<![\w\\^{}])\{[a-z_]\w*\}(?!\})", re.IGNORECASE)
-"""A name in braces, except in TeX such as `\\boxed{answer}`."""
+r"""Matches a name in braces, but not in TeX such as `\boxed{answer}`."""
 
 
 def literal_lines(config: Config) -> list[str]:
-    """Warnings about placeholders in system messages, which are not filled in."""
+    """Warn about placeholders in system messages, because they are not filled in."""
     sources = [("data", s) for s in config.data.sources] + [("sft", s) for s in config.sft.sources]
     return [
         f"{section}.sources[{source.name}].system: {match[0]} is not filled in; use "
@@ -25,7 +25,7 @@ def literal_lines(config: Config) -> list[str]:
 
 
 def unread_lines(config: Config, dataset: Dataset) -> list[str]:
-    """Warnings about unused columns."""
+    """Warn about columns that are not used."""
     return [
         f"data.sources[{source.name}]: nothing reads {', '.join(f'`{name}`' for name in unread)} "
         f"({next(iter(unread.values()))}); data.sources[].columns, a template or your reward "
@@ -36,14 +36,14 @@ def unread_lines(config: Config, dataset: Dataset) -> list[str]:
 
 
 def _epochs(config: Config, source: SourceConfig, prompts: int) -> float:
-    """Epochs that a run trains on a source with this many prompts."""
+    """Return for how many epochs a run trains on a source with this many prompts."""
     weights = {one.name: config.data.weight_of(one) for one in config.data.sources}
     share = weights[source.name] / (sum(weights.values()) or 1.0)
     return share * config.run.steps * config.algorithm.prompts_per_step / max(1, prompts)
 
 
 def small_lines(config: Config, dataset: Dataset) -> list[str]:
-    """Warnings about sources that repeat a prompt within a batch."""
+    """Warn about sources so small that a batch contains the same prompt twice."""
     return [
         f"data.sources[{source.name}]: {prompts:,} prompts to train on, each {times:.3g} times in "
         "a batch; lower algorithm.prompts_per_step"

@@ -1,1 +1,1 @@
-"""Conversations for supervised fine-tuning: read, selected, rendered and split."""
+"""Reads, selects, renders and splits conversations for supervised fine-tuning."""

@@ -1,4 +1,4 @@
-"""Conversations from files: chats, and trajectories of Keel's runs and evaluations."""
+"""Reads conversations from files: chats, and trajectories from Keel's runs and evaluations."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ _TRAJECTORY_KEYS = KNOWN | {
     *("variant", "source", "digest", "samples", "missing", "prompt", "specialist"),
     "other_conversations",
 }
-"""Keys of trajectories and evaluations."""
+"""The keys by which trajectory and evaluation files are recognized."""
 _PARSED = frozenset({"messages", "conversations", "tools"})
-"""Keys that a table may hold as JSON."""
+"""The keys whose values may be JSON text in a table."""
 _BOOLEANS = {"true": True, "false": False}
 _REQUIRED = frozenset({"messages", "conversations", "prompt", "completion"})
 R = TypeVar("R")
 _Line = tuple[str, dict[str, Any]]
-"""`file:line`, and the object there."""
+"""A place such as `file:line`, and the object found there."""
 
 
 def read_rows(
     source: ConversationsConfig, hub_answers: Callable[[], bool] = lambda: True
 ) -> ReadSource:
-    """Read the chats of a file, a folder or a dataset of the hub.
+    """Read chats from a file, a folder or a dataset on the hub.
 
-    Raises ConfigError with file:line, unless `on_bad_line: skip`.
+    Raises ConfigError with file and line for a malformed row, unless `on_bad_line: skip` is set.
     """
     knob = f"sft.sources[{source.name}]"
     for key in source.columns:
@@ -72,8 +72,10 @@ def read_rows(
 
 
 def _keyed(row: Row, first: bool, source: ConversationsConfig) -> dict[str, Any]:
-    """Map a row to the keys of conversations. Raises BadLine, or ConfigError if the first row shows
-    that `columns` is wrong."""
+    """Rename a row's columns to the keys of a conversation.
+
+    Raises BadLine for a bad row, or ConfigError if the first row shows that `columns` is wrong.
+    """
     if isinstance(row.record, BadLine):
         raise row.record
     record, knob = row.record, f"sft.sources[{source.name}].columns"
@@ -110,7 +112,7 @@ def _keyed(row: Row, first: bool, source: ConversationsConfig) -> dict[str, Any]
 
 
 def _cell(key: str, value: Any) -> Any:
-    """Decode a cell of a table, which may be text. Raises BadLine."""
+    """Decode a table cell that may be plain text or JSON. Raises BadLine."""
     if not isinstance(value, str):
         return value
     if key == "thinking":
@@ -119,13 +121,13 @@ def _cell(key: str, value: Any) -> Any:
 
 
 def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSource:
-    """Read the trajectories of a run (`trajectories/`) or an evaluation (`samples.jsonl`) that meet
-    the source's reward.
+    """Read the trajectories that meet the source's reward condition.
 
-    tokenizer: digest of the learner's. Trajectories sampled with another one, in another mode or
-    without the source's system message are rendered again from their messages.
+    They come from a run (`trajectories/`) or an evaluation (`samples.jsonl`). `tokenizer` is a
+    digest of the learner's tokenizer. Trajectories that were sampled with a different tokenizer, in
+    a different mode or without the source's system message are rendered again from their messages.
 
-    Raises ConfigError as `read_rows`, and if there is nothing to read.
+    Raises ConfigError like `read_rows`, and also if there is nothing to read.
     """
     path = data_path(source.path)
     if not path.is_dir():
@@ -164,7 +166,7 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSou
 
 
 def _others(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The further conversations of an agent program. Raises BadLine."""
+    """Return the other conversations that an agent program had. Raises BadLine."""
     others: Any = record.get("other_conversations", [])
     if not isinstance(others, list) or not all(
         isinstance(other, dict) and isinstance(cast(Any, other).get("messages"), list)
@@ -175,7 +177,7 @@ def _others(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_learnable(messages: Any) -> bool:
-    """Return whether a conversation has a message to learn, or is malformed (reported later)."""
+    """Return whether a conversation has a message to learn. Malformed ones pass and fail later."""
     if not isinstance(messages, list):
         return True
     entries = (cast(dict[str, Any], m) for m in cast(list[Any], messages) if isinstance(m, dict))
@@ -183,7 +185,7 @@ def _is_learnable(messages: Any) -> bool:
 
 
 def _as_sampled(record: Mapping[str, Any], source: ConversationsConfig, tokenizer: str) -> bool:
-    """Return whether to learn exactly the sampled tokens."""
+    """Return whether to learn exactly the tokens that were sampled."""
     modes = {"as-written": None, "with": True, "without": False}
     mode = modes[source.thinking]
     same = record.get("tokenizer") and record["tokenizer"] == tokenizer
@@ -195,7 +197,10 @@ def _read(
     rows: Iterable[tuple[str, R]],
     records: Callable[[str, R], Iterable[_Line]],
 ) -> ReadSource:
-    """rows: each with its place. records: the conversations of a row; raises BadLine."""
+    """Read the conversations in `rows`, each given with its place.
+
+    `records` extracts the conversations from a row and may raise BadLine.
+    """
     # With a limit per prompt, `size` applies after it.
     size = 0 if source.most_per_prompt else source.size
     strict = source.on_bad_line == "error"
@@ -237,7 +242,10 @@ def _example(at: str, record: Mapping[str, Any], source: ConversationsConfig) ->
 
 
 def _files(folder: Path) -> list[Path]:
-    """Files of a run or evaluation folder, by step, without unpacked ones of `keel report`."""
+    """Return the files in a run or evaluation folder, ordered by step.
+
+    Files that `keel report` unpacked are left out.
+    """
     samples = folder / "samples.jsonl"
     if samples.is_file():
         return [samples]
@@ -248,7 +256,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _of_evaluation(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """One record per completion of an evaluated prompt. Raises BadLine."""
+    """Return a record for each completion to an evaluated prompt. Raises BadLine."""
     for sample in cast(list[Any], line["samples"]):
         if not isinstance(sample, dict) or "record" not in sample:
             raise BadLine(
@@ -264,7 +272,7 @@ def _of_evaluation(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _drop_reason(record: Mapping[str, Any], source: ConversationsConfig) -> str:
-    """Reason to not learn a trajectory, or "". Raises BadLine."""
+    """Return why a trajectory is not learned, or "" if it is. Raises BadLine."""
     if "trajectories" in record and "messages" in record:
         raise BadLine(
             "is a group from a file for `keel report` (step_….tokens.jsonl.gz); read "

@@ -22,7 +22,7 @@ from keel.data.rows.read import BadLine, kind_of
 from keel.rl.turns import Message
 
 FORMS = ("messages", "prompt", "conversations")
-"""Keys that identify the format of a line."""
+"""The keys by which each conversation format is recognized."""
 _SHAREGPT = {
     "human": "user",
     "user": "user",
@@ -43,20 +43,19 @@ _MESSAGE_KEYS = frozenset(
 )
 _SHAREGPT_KEYS = frozenset({"from", "value", "weight"})
 _FOREIGN_WEIGHTS = ("loss", "train", "loss_mask")
-"""Other programs' names of `weight`."""
+"""What other programs call the key `weight`."""
 _THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
 def conversation_of(
     record: Mapping[str, Any], system: str, *, rendered: bool = True
 ) -> tuple[list[Message], list[int]]:
-    """The messages of a line in one format, and the indices of those to learn.
+    """Read the conversation on a line, and find which of its messages to learn.
 
-    system: the source's system message, for conversations without one. rendered: the template
-    writes the tokens, so a message to learn must have content. Otherwise the tokens are known and
-    may be just the end of a turn or a malformed call.
-
-    Raises BadLine.
+    `system` is the source's system message, which is added to conversations that have none. If
+    `rendered` is True, the template produces the tokens, so every message to learn needs content.
+    Otherwise the tokens are known and may be just the end of a turn or a malformed call. Raises
+    BadLine.
     """
     forms = [key for key in FORMS if key in record]
     if len(forms) != 1:
@@ -103,7 +102,7 @@ def conversation_of(
 
 
 def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tools of a line in the form of chat templates. Raises BadLine."""
+    """Return the tools on a line in the form that chat templates expect. Raises BadLine."""
     value = record.get("tools") or []
     if isinstance(value, str):
         value = _json(value, "tools")
@@ -121,7 +120,10 @@ def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def thinking_of(record: Mapping[str, Any], messages: Sequence[Message], mode: str) -> bool:
-    """Return whether to render with thinking. mode: the source's setting. Raises BadLine."""
+    """Return whether to render a line in thinking mode; `mode` is the source's setting.
+
+    Raises BadLine.
+    """
     value = record.get("thinking")
     if value is not None and not isinstance(value, bool):
         raise BadLine(f"`thinking` must be true or false, is {kind_of(value)}")
@@ -131,7 +133,7 @@ def thinking_of(record: Mapping[str, Any], messages: Sequence[Message], mode: st
 
 
 def unread_of(record: Mapping[str, Any], known: frozenset[str] = KNOWN) -> frozenset[str]:
-    """Unused keys of a line and its messages."""
+    """Return the keys in a line and its messages that are not used."""
     keys = {
         f"{form}[].{key}"
         for form in (*FORMS, "completion")
@@ -157,7 +159,7 @@ def _object(message: Any, at: str) -> dict[str, Any]:
 
 
 def _entry(message: Any, at: str) -> dict[str, Any]:
-    """One message as written. Raises BadLine for another program's message weight."""
+    """Check a message as it was written. Raises BadLine if it has another program's weight key."""
     entry = _object(message, at)
     if wrong := next((key for key in _FOREIGN_WEIGHTS if entry.get(key) is not None), ""):
         raise BadLine(f"`{at}.{wrong}` is unknown; use `weight`, 1 to learn a message or 0")
@@ -165,7 +167,7 @@ def _entry(message: Any, at: str) -> dict[str, Any]:
 
 
 def _either(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """The messages of `prompt` or `completion`."""
+    """Return the messages in `prompt` or `completion`, which may also be plain text."""
     if isinstance(record[key], str):
         role = "user" if key == "prompt" else "assistant"
         return [{"role": role, "content": record[key]}]
@@ -215,7 +217,7 @@ def _message(entry: Mapping[str, Any], at: str) -> dict[str, Any]:
 
 
 def text_of(value: Any, at: str) -> str:
-    """A message's content: text, a list of text parts, or null. Raises BadLine."""
+    """Return a message's content, given as text, a list of text parts, or null. Raises BadLine."""
     if value is None:
         return ""
     if isinstance(value, list):
@@ -233,7 +235,7 @@ def text_of(value: Any, at: str) -> str:
 
 
 def calls_of(calls: Any, at: str) -> list[dict[str, Any]]:
-    """A message's tool calls, with their arguments as objects. Raises BadLine."""
+    """Return a message's tool calls, with their arguments parsed to objects. Raises BadLine."""
     if not isinstance(calls, list):
         raise BadLine(f"`{at}` must be a list, is {kind_of(calls)}")
     return [_call(call, f"{at}[{place}]") for place, call in enumerate(cast(list[Any], calls))]
@@ -254,10 +256,10 @@ def _call(entry: Any, at: str) -> dict[str, Any]:
 
 
 def _name_results(messages: Sequence[dict[str, Any]]) -> None:
-    """Give IDs to calls, and to each result the ID and name of its call.
+    """Give every tool call an ID, and every result the ID and name of its call.
 
-    A result without an ID answers the first open call, or the first of its name; calls made since
-    the last user message come before older ones. Raises BadLine.
+    A result without an ID answers the first open call, or the first one with the same name. Calls
+    made since the last user message come before older ones. Raises BadLine.
     """
     open_calls: dict[str, str] = {}
     older: set[str] = set()  # open calls from before the last user message

@@ -1,4 +1,4 @@
-"""Loads sources of conversations: reads, renders, deduplicates, splits off held-out ones."""
+"""Loads conversation sources: reads and renders them, removes duplicates, and holds some out."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from keel.rl.sft import SftExample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Counts of a source's conversations and tokens."""
+    """How many conversations and tokens a source has."""
 
     learned: int
     heldout: int
     tokens: int
-    """Tokens of the training conversations, context included."""
+    """How many tokens the training conversations have, including context that is not learned."""
     learned_tokens: int
     contexts: int
     longest: int
     documents: int
-    """For text: documents of the training windows."""
+    """For text sources, how many documents the training windows come from."""
     sampled: int
-    """Conversations with the exact tokens that a policy sampled."""
+    """How many conversations keep the exact tokens that a policy sampled."""
     left_out: Mapping[str, int]
-    """Reason → count."""
+    """Maps each reason to the number of conversations left out because of it."""
     skipped: tuple[str, ...]
     unread: frozenset[str]
 
     def lines(self, name: str) -> Iterator[str]:
-        """Describe the source called `name`."""
+        """Describe the source called `name` in lines for the user."""
         kind = "windows" if self.documents else "conversations"
         line = f"{name}: {self.learned:,} {kind} to learn from, {self.heldout:,} held out"
         if self.documents:
@@ -62,7 +62,7 @@ class Report:
 class Lessons:
     train: Stream[SftExample]
     heldout: Mapping[str, tuple[SftExample, ...]]
-    """Source name → its held-out conversations, if any."""
+    """Maps source names to their held-out conversations; sources without any are missing."""
     report: Mapping[str, Report]
 
 
@@ -80,18 +80,17 @@ def load_lessons(
 ) -> Lessons:
     """Read every source and split off its held-out conversations.
 
-    Conversations are deduplicated, and a question that one source holds out is not learned from any
-    other. Of a document too long for the held-out set, only the last windows are held out.
+    Duplicates are removed, and a question that one source holds out is not learned from any other.
+    If a document is too long for the held-out set, only its last windows are held out.
 
-    reserved: further held-out questions (`Example.question`): the recipe's held-out prompts.
-    reserved_ids: ids of these prompts, since an environment changes the first message and
-    trajectories name the prompt that they answer.
-    tokenizer: digest of the model's tokenizer. solve: see `worked_solutions`.
-    encoded: tokenization of text sources.
-    hub_answers: False reads previously downloaded files instead of asking a hub.
+    `reserved` contains the questions (`Example.question`) that the recipe's prompts hold out.
+    `reserved_ids` contains the IDs of these prompts, because an environment may change the first
+    message, while a trajectory still names its prompt. `tokenizer` is a digest of the model's
+    tokenizer, `solve` is described in `worked_solutions`, and `encoded` tokenizes text sources. If
+    `hub_answers` is False, previously downloaded files are read instead of asking a hub.
 
-    Raises ConfigError if a source cannot be read, a conversation is too long (under
-    `long_conversations: error`) or cannot be rendered by the chat template, or a source is empty.
+    Raises ConfigError if a source is empty or cannot be read, or if a conversation cannot be
+    rendered with the chat template or is too long (under `long_conversations: error`).
     """
 
     def read(source: ConversationsConfig) -> ReadSource:
@@ -144,7 +143,7 @@ def load_lessons(
 
 
 def content_of(lesson: SftExample) -> str:
-    """Identifies a conversation, so that a resumed run detects changed data."""
+    """Return a text that identifies a conversation, so that a resumed run detects changed data."""
     tokens = hashlib.blake2b(digest_size=16)
     for segment in lesson.segments:
         tokens.update(segment.token_ids_T.tobytes())
@@ -157,19 +156,19 @@ class _Usable:
     lesson: SftExample
     question: str
     key: str
-    """Unit of holding out: the question, or the window of a text."""
+    """What is held out as a unit: a question, or one window of a text."""
     prompt_id: str
     sampled: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A source between reading and splitting."""
+    """A source that has been read but not split yet."""
 
     read: ReadSource
     usable: list[_Usable]
     held: set[str]
-    """Held-out `_Usable.key`s."""
+    """The `_Usable.key` values that are held out."""
     left_out: Mapping[str, int]
 
     @property
@@ -206,7 +205,10 @@ def _part(
     usable: list[_Usable] = []
     long = beyond = 0
     most, taken = source.most_per_prompt, defaultdict[str, set[str]](set)
-    """Trajectories taken of each prompt; one of an agent program may be several conversations."""
+    """How many trajectories to take for each prompt, and how many have been taken.
+
+    One trajectory by an agent program may contain several conversations.
+    """
     for example in distinct.values():
         if most and source.size and len(usable) >= source.size:
             break
@@ -254,7 +256,7 @@ def _part(
 
 
 def _other_mode(example: Example, render: Render) -> str:
-    """A hint to change `thinking` if the chat template can render the conversation that way."""
+    """Suggest changing `thinking` if the chat template can render the conversation that way."""
     try:
         render(replace(example, thinking=not example.thinking))
     except ValueError:
@@ -268,11 +270,11 @@ def _other_mode(example: Example, render: Render) -> str:
 def _held(
     source: ConversationsConfig, usable: list[_Usable], seed: int, skipped: Sequence[str]
 ) -> set[str]:
-    """The `_Usable.key`s to hold out.
+    """Choose which `_Usable.key` values to hold out.
 
-    Takes whole questions and documents in a seeded order while they fit, then the end of one more
-    document, or the remaining question with the fewest conversations. Raises ConfigError if the
-    source has fewer than `holdout`.
+    Whole questions and documents are taken in a seeded order as long as they fit. The rest is
+    filled with the end of one more document, or with the remaining question that has the fewest
+    conversations. Raises ConfigError if the source has fewer than `holdout`.
     """
     knob, missing = f"sft.sources[{source.name}].holdout", source.holdout
     if missing > len(usable):

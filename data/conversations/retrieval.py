@@ -16,15 +16,16 @@ _KEYS = string.ascii_lowercase
 _FILLER = ".,-~"
 _ASK = "?"
 _ASKING_SHARE = 0.25
-"""Share of the text that asks for letters."""
+"""The share of the text that asks for letters."""
 
 
 def retrieval_texts(
     count: int, *, length: int, seed: int, letters: int = len(_KEYS), digits: int = 10
 ) -> Iterator[str]:
-    """Generate `count` texts of `length` characters from the first `letters` and `digits`.
+    """Generate `count` texts that are `length` characters long.
 
-    Raises ValueError if the length is too short, or for too many letters or digits.
+    They use the first `letters` letters and the first `digits` digits. Raises ValueError if the
+    length is too short for them, or if there are not that many letters or digits.
     """
     if length < 16:
         raise ValueError(f"length = {length}: must be at least 16")
@@ -49,14 +50,14 @@ def _text(draw: random.Random, length: int, letters: int, digits: int) -> str:
 
 
 def answers(text: str) -> list[int]:
-    """Positions of the asked digits."""
+    """Return the positions of the digits that a reader can predict."""
     return [at + 2 for at, mark in enumerate(text[:-2]) if mark == _ASK and text[at + 2] != _ASK]
 
 
 def pieces(text: str) -> Iterator[tuple[str, bool]]:
-    """Split `text` so that each asked digit is a separate piece, flagged True.
+    """Split `text` so that each predictable digit is a piece of its own, flagged True.
 
-    Tokenizing the pieces separately makes such a digit a separate token with any tokenizer.
+    If the pieces are tokenized separately, such a digit is a token of its own with any tokenizer.
     """
     begin = 0
     for place in answers(text):

@@ -1,4 +1,4 @@
-"""Worked solutions of reasoning_gym questions."""
+"""Conversations that show worked solutions to reasoning_gym questions."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from keel.data.conversations.types import Example, ReadSource
 from keel.data.procedural import GENERATOR_ERRORS, check_params
 
 _SEED_OFFSET = 1 << 41
-"""Separates these questions from those of a recipe's prompts."""
+"""Added to the seed so that these questions differ from those in a recipe's prompts."""
 _SEED_STRIDE = 1 << 20
-"""Distance between the questions of consecutive run seeds."""
+"""The distance between the questions for consecutive run seeds."""
 Solve = Callable[[str, Mapping[str, Any]], Mapping[str, Any] | None]
-"""(task, entry) → the assistant's message, or None without a known solution."""
+"""Returns the assistant's message for a task and entry, or None if no solution is known."""
 
 
 def worked_solutions(source: ConversationsConfig, solve: Solve, *, seed: int) -> ReadSource:
-    """Generate `source.size` questions and keep those with a known solution.
+    """Generate `source.size` questions and keep those whose solution is known.
 
-    Seeded by `params.seed`, or by the run's seed. Raises ConfigError if reasoning_gym rejects the
-    task, or if no question has a known solution.
+    The seed is `params.seed`, or else the run's seed. Raises ConfigError if reasoning_gym rejects
+    the task, or if no question has a known solution.
     """
     # Importing builds a hundred tasks.
     from reasoning_gym import factory  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]

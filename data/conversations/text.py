@@ -1,6 +1,6 @@
-"""Text sources: documents of files and generated texts, cut into windows of tokens.
+"""Text sources: cuts documents and generated texts into windows of tokens.
 
-Each window is a separate context. Consecutive windows of a document overlap by one token, so that
+Each window is a separate context. Consecutive windows in a document overlap by one token, so that
 every token except the first is learned exactly once.
 """
 
@@ -30,22 +30,22 @@ from keel.data.rows.read import (
 from keel.rl.sft import supervised_segment
 
 _WHOLE = (".txt", ".md")
-"""Files that are one document; in other files (`KINDS`) each row is one."""
+"""Extensions of files that form one document. In other files (`KINDS`), each row is a document."""
 _MAX_SHOWN = 3
-"""Maximum ignored files to list by name."""
+"""How many ignored files to list by name."""
 Encode = Callable[[str], Sequence[int]]
-"""Text → token ids, without special ids at the beginning or end."""
+"""Converts text to token IDs, without special IDs at the beginning or end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The tokenization of documents."""
+    """How to tokenize documents."""
 
     encode: Encode
     before: tuple[int, ...] = ()
-    """The tokenizer's ids at the beginning of every document; not learned."""
+    """The IDs that the tokenizer puts before every document. They are not learned."""
     after: tuple[int, ...] = ()
-    """Ids at the end of every document."""
+    """The IDs that follow every document."""
 
     def __post_init__(self) -> None:
         if None in self.after:
@@ -56,10 +56,10 @@ class Encoded:
 
 
 def read_text(source: ConversationsConfig, by: Encoded, *, window: int) -> ReadSource:
-    """Read the documents of `source.path` in windows of at most `window` tokens.
+    """Read the documents in `source.path` as windows with at most `window` tokens.
 
-    Raises ConfigError naming file and line for a malformed document, unless `on_bad_line: skip`,
-    and if there is no text.
+    Raises ConfigError if there is no text. Unless `on_bad_line: skip` is set, it is also raised for
+    a malformed document, with its file and line.
     """
     knob = f"sft.sources[{source.name}]"
     files, others = _files(data_path(source.path), f"{knob}.path")
@@ -96,7 +96,8 @@ def read_text(source: ConversationsConfig, by: Encoded, *, window: int) -> ReadS
 
 
 def made_texts(source: ConversationsConfig, by: Encoded, *, seed: int) -> ReadSource:
-    """Generate `source.size` texts of one window each; learn only the predictable digits."""
+    """Generate `source.size` texts of one window each, and mark only predictable digits as
+    learned."""
     try:
         texts = list(retrieval_texts(source.size, length=source.length, seed=seed, **source.params))
     except ValueError as error:
@@ -114,9 +115,9 @@ def made_texts(source: ConversationsConfig, by: Encoded, *, seed: int) -> ReadSo
 
 
 def _files(path: Path, knob: str) -> tuple[list[Path], list[Path]]:
-    """The files to read, and the folder's files of other kinds, without hidden files.
+    """Return the files to read, and the other files in the folder. Hidden files are ignored.
 
-    Raises ConfigError naming `knob`.
+    Raises ConfigError with the setting `knob` if there are none.
     """
     kinds = f"{' and '.join(_WHOLE)}, one document each; {', '.join(KINDS)}, with a `text` a row"
     if not path.is_dir():
@@ -149,7 +150,7 @@ def _is_read(file: Path) -> bool:
 
 
 def _documents(file: Path, knob: str) -> Iterator[tuple[str, str | BadLine]]:
-    """Yield each document's position, and its text or the error."""
+    """Yield each document's place together with its text, or with the error if it is malformed."""
     if _is_whole(file):
         yield str(file), _whole(file, knob)
         return
@@ -182,7 +183,7 @@ def _text_of(record: Mapping[str, Any]) -> str | BadLine:
 def _windows(
     at: str, document: str, tokens: Sequence[int], unlearned: int, size: int
 ) -> Iterator[Example]:
-    """Cut a document into windows. unlearned: number of tokens at its beginning not to learn."""
+    """Cut a document into windows. The first `unlearned` tokens in it are not learned."""
     name = digest(document)
     step = max(1, size - 1)
     for index, start in enumerate(range(0, len(tokens) - 1, step)):

@@ -1,4 +1,4 @@
-"""Conversations between their file and the tokens to learn."""
+"""Data types for conversations, from their file to the tokens to learn."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from keel.rl.types import Segment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A conversation as written, or a window of a text."""
+    """A conversation as it was written, or one window of a text."""
 
     origin: str
-    """`file:line`, or task and index, for messages."""
+    """Where the conversation comes from, for messages: `file:line`, or the task and index."""
     messages: tuple[Message, ...] = ()
     trained: tuple[int, ...] = ()
-    """Indices of the messages to learn."""
+    """The indices of the messages to learn."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Tools in the form of chat templates."""
+    """The tools, in the form that chat templates expect."""
     thinking: bool = False
     segments: tuple[Segment, ...] = ()
-    """Tokens that a policy with the same tokenizer sampled, or the window of a text."""
+    """Tokens sampled by a policy with the same tokenizer, or the window of a text."""
     document: str = ""
-    """Digest of the whole text, which serves as the question."""
+    """A digest of the whole text, which is used as the question."""
     window: int = 0
-    """Index of the window in its document."""
+    """The window's index within its document."""
     prompt_id: str = ""
-    """`keel.rl.types.Prompt.prompt_id` of a sampled conversation."""
+    """The `keel.rl.types.Prompt.prompt_id` that a sampled conversation answers."""
     unread: frozenset[str] = field(default_factory=frozenset[str])
-    """Unused keys of the line."""
+    """The keys in the line that are not used."""
 
     @staticmethod
     def of_text(origin: str, document: str, window: int, segment: Segment) -> Example:
@@ -41,8 +41,10 @@ class Example:
 
     @property
     def question(self) -> str:
-        """Digest of the first question, as in `keel.data.items.Item.question`. Conversations with
-        equal questions are not split between training and evaluation."""
+        """A digest of the first question, computed like `keel.data.items.Item.question`.
+
+        Conversations with the same question are never split between training and evaluation.
+        """
         if self.document:
             return self.document
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
@@ -54,7 +56,7 @@ class Example:
 
     @property
     def content(self) -> str:
-        """Digest of the whole conversation, for deduplication."""
+        """A digest of the whole conversation, used to find duplicates."""
         if self.document:
             return f"{self.document}/{self.window}"
         whole = [list(self.messages), self.tools, self.trained, self.thinking]
@@ -63,15 +65,17 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadSource:
-    """The conversations of one source."""
+    """The conversations that were read from one source."""
 
     examples: tuple[Example, ...]
     skipped: tuple[str, ...] = ()
-    """One reason for each malformed line."""
+    """For each malformed line, why it was skipped."""
     unselected: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Reason for dropping trajectories → their number."""
+    """Maps each reason to the number of trajectories dropped because of it."""
 
 
 Render = Callable[[Example], Sequence[Segment]]
-"""Renders a conversation as contexts with marked tokens to learn. Raises ValueError if the model's
-template cannot express it."""
+"""Renders a conversation as contexts in which the tokens to learn are marked.
+
+Raises ValueError if the model's template cannot express the conversation.
+"""

@@ -1,1 +1,1 @@
-"""Rows of files, whatever the files are."""
+"""Reads rows from data files in any supported format."""

@@ -19,40 +19,44 @@ from keel.data.rows.proposal import ANSWERS, PROMPTS
 from keel.data.rows.read import BadLine, Row, kind_of
 
 WRITTEN_BY_KEEL = frozenset(("pass_rate", "provenance"))
-"""Columns that Keel writes and does not read."""
+"""Columns that Keel writes but never reads."""
 _PARSED = frozenset(
     (
         *("messages", "choices", "tests", "subtasks", "criteria", "reward", "environment"),
         *("tolerance", "partial", "refuse", "time_limit_s", "memory_mib"),
     )
 )
-"""Keys other than text, which a table may hold as JSON."""
+"""Keys that do not hold text, so a table may store them as JSON."""
 _SIMILARITY = 0.85
-"""Similarity from which on a column is taken for a misspelt key."""
+"""How similar a column's name must be to a key to be reported as a misspelling."""
 _PLACEHOLDER = re.compile(r"\{\{(\w[\w .-]*)\}\}|\{(\w[\w .-]*)\}")
 MISSING: Any = object()
-"""Value of a column that a row does not have."""
+"""The value for a column that a row does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyedRow:
-    """A row by keys."""
+    """A row whose columns have been mapped to keys."""
 
     known: dict[str, Any]
     as_text: dict[str, Any]
-    """The same with numbers as written."""
+    """The known keys again, with numbers written as in the file."""
     further: dict[str, Any]
-    """Columns that belong to no key."""
+    """The columns that do not belong to any key."""
     record: dict[str, Any]
-    """The whole row with numbers as written, for templates."""
+    """The whole row for use in templates, with numbers written as in the file."""
     of_table: bool
 
 
 class Columns:
-    """The columns of one source."""
+    """Maps the columns in one source to keys, and keeps track of those that are not used."""
 
     def __init__(self, source: SourceConfig, known: Collection[str]) -> None:
-        """known: keys with a meaning. Raises ConfigError for others in `columns`."""
+        """Read the source's settings.
+
+        `known` contains the keys that have a meaning. Raises ConfigError if `columns` uses any
+        others.
+        """
         self._source, self._knob = source, f"data.sources[{source.name}]"
         self._column = {key: source.columns.get(key, key) for key in sorted(known)}
         for key in source.columns:
@@ -65,18 +69,18 @@ class Columns:
         nested = {name.partition(".")[0] for name in source.columns.values() if "." in name}
         self._used = template | nested
         self.only_prompt = template <= {"prompt", self._column["prompt"]}
-        """The template uses no column besides the prompt."""
+        """Whether the template uses no column other than the prompt."""
         self._never_seen = {key: name for key, name in source.columns.items() if name}
         self._seen: set[str] = set()
         self._rows = 0
         self._near: dict[str, str] = {}
         self.unread: dict[str, str] = {}
-        """Unused column → where it first occurred."""
+        """Maps each unused column to the place where it first occurred."""
         self._names: tuple[str, ...] = ()
-        """Columns of the last row."""
+        """The columns in the last row."""
 
     def keyed(self, row: Row) -> KeyedRow:
-        """Raises BadLine."""
+        """Map a row's columns to keys. Raises BadLine if the row cannot be read."""
         if isinstance(row.record, BadLine):
             raise row.record
         known = self._pick(row.record)
@@ -99,13 +103,16 @@ class Columns:
         )
 
     def unused(self, row: KeyedRow, used: Collection[str]) -> dict[str, Any]:
-        """Columns of keys that have no meaning in this row, i.e. are not in `used`."""
+        """Return the columns whose keys are not in `used`, i.e. have no meaning in this row."""
         columns = {self._column[key]: value for key, value in row.known.items() if key not in used}
         return {name: value for name, value in columns.items() if name in row.record}
 
     def note_unread(self, row: KeyedRow, at: str, *, functions: bool) -> None:
-        """Record unused columns. functions: the source weights functions, which see all columns.
-        Raises BadLine for a misspelt key."""
+        """Record the columns in a row that are not used.
+
+        `functions` says whether the source gives weight to functions, which can see all columns.
+        Raises BadLine for a misspelt key.
+        """
         for name in row.further:
             near = self._near_key(name)
             if near and near not in row.known and name not in self._used:
@@ -117,7 +124,7 @@ class Columns:
                 self.unread.setdefault(name, at)
 
     def check_seen(self) -> None:
-        """Raise ConfigError for a column in `columns` that no row had."""
+        """Check that every column named in `columns` has occurred; raise ConfigError otherwise."""
         for key, name in self._never_seen.items():
             raise ConfigError(
                 f"{self._knob}.columns.{key} = {name!r}: no row of {self._source.path} has this "
@@ -125,8 +132,11 @@ class Columns:
             )
 
     def missing(self, key: str) -> BadLine:
-        """Error for a key that the last row lacks. Raises ConfigError if the recipe is wrong: no
-        row so far has the column, or the first row has another name for it."""
+        """Build the error for a key that the last row does not have.
+
+        Raises ConfigError if the recipe is wrong, because no row so far has the column or because
+        the first row has it under a different name.
+        """
         name, has = self._column[key], ", ".join(self._names)
         if name in self._names:
             return BadLine(f"no {self.label(key)}: it is null, or empty")
@@ -154,13 +164,15 @@ class Columns:
         return BadLine(f"no {self.label(key)}{hint}")
 
     def label(self, key: str) -> str:
-        """A key with its column, for messages."""
+        """Describe a key and its column for messages."""
         name = self._column[key]
         return f"`{key}`" if name == key else f"`{key}` ({self._knob}.columns: {name!r})"
 
     def fill_template(self, row: KeyedRow, prompt: str | None) -> str:
-        """Fill the source's template from a row. `{prompt}` is `prompt`, if given.
-        Raises BadLine naming a missing column."""
+        """Fill in the source's template from a row. If `prompt` is given, it replaces `{prompt}`.
+
+        Raises BadLine with the name of a missing column.
+        """
 
         def replacement(match: re.Match[str]) -> str:
             if match[1]:
@@ -185,7 +197,10 @@ class Columns:
         return _PLACEHOLDER.sub(replacement, self._source.template_text)
 
     def _pick(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """The known keys of a record, without nulls, which stand for missing values."""
+        """Return the known keys in a record.
+
+        Nulls are left out because they mean missing values.
+        """
         values = {key: look_up(record, name) for key, name in self._column.items() if name}
         return {k: v for k, v in values.items() if v is not None and v is not MISSING}
 
@@ -203,7 +218,7 @@ def _placeholders(template: str) -> set[str]:
 
 
 def look_up(record: Mapping[str, Any], name: str) -> Any:
-    """A column by name, or by a dotted path into an object; or `MISSING`."""
+    """Find a column by its name or by a dotted path into an object. Returns `MISSING` if absent."""
     if name in record or "." not in name:
         return record.get(name, MISSING)
     value: Any = record
@@ -215,14 +230,14 @@ def look_up(record: Mapping[str, Any], name: str) -> Any:
 
 
 def _parse_cell(key: str, value: Any) -> Any:
-    """Decode a cell of a table: JSON for keys other than text. Raises BadLine."""
+    """Decode a table cell, which holds JSON for keys other than text. Raises BadLine."""
     if key in _PARSED and isinstance(value, str):
         value = parse_json(key, value.lower() if value in ("True", "False") else value)
     return without_nulls(value)
 
 
 def parse_json(key: str, text: str) -> Any:
-    """Parse a cell. Raises BadLine."""
+    """Parse a table cell as JSON. Raises BadLine."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -230,7 +245,7 @@ def parse_json(key: str, text: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Remove nulls from objects: tables fill in the keys that other rows have."""
+    """Remove nulls from objects, since tables add the keys that other rows have."""
     if isinstance(value, dict):
         pairs = cast(dict[str, Any], value).items()
         return {key: without_nulls(each) for key, each in pairs if each is not None}

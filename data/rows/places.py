@@ -1,8 +1,8 @@
-"""Finds the files of a folder or of a dataset on the hub.
+"""Finds the data files in a folder or in a dataset on the hub.
 
-A folder is written by `save_to_disk` of the package `datasets`, or laid out like the hub's:
-`data/train-00000-of-00002.parquet`, `main/test.jsonl`, `train/part1.csv`. The name of a file or its
-folder gives the split, and the folder the subset.
+A folder may have been written by `save_to_disk` from the package `datasets`. Otherwise it is laid
+out as on the hub: `data/train-00000-of-00002.parquet`, `main/test.jsonl`, `train/part1.csv`. The
+split is taken from the name of a file or its folder, and the subset from the folder.
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ from keel.data.rows.read import kind_of_file
 
 _HUB_TIMEOUT_S = 30.0
 _CONVERTED = "refs/convert/parquet"
-"""Revision with the hub's conversion of every public dataset, as `subset/split/0000.parquet`."""
+"""The revision in which the hub stores its Parquet conversion, as `subset/split/0000.parquet`."""
 _PLAIN_FOLDERS = ("data", "default")
-"""Folders that do not name a subset."""
+"""Folder names that are not the name of a subset."""
 _SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "eval"), "test"),
 }
-"""Names of splits."""
+"""The names that a split may have."""
 _METADATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\..+")
 
 
 class FilesNotFound(ValueError):
-    """Raised if there are no files of the split or subset, or several subsets."""
+    """Raised if the split or subset has no files, or if there are several subsets to choose
+    from."""
 
 
 class _Source(Protocol):
-    """The settings of a source of prompts or conversations that locate its files."""
+    """The settings that say where a source's files are."""
 
     @property
     def name(self) -> str: ...
@@ -68,8 +69,11 @@ class _Source(Protocol):
 def files_of(
     source: _Source, hub_answers: Callable[[], bool], sources: str = "data.sources"
 ) -> list[Path]:
-    """The files of a source, in order. sources: the knob that holds it. Raises ConfigError with the
-    existing alternatives."""
+    """Return a source's files in order.
+
+    `sources` is the setting that contains the source. Raises ConfigError with the alternatives that
+    exist.
+    """
     knob = f"{sources}[{source.name}]"
     try:
         if source.source == "hub":
@@ -90,7 +94,10 @@ def files_of(
 
 
 def choose_files(names: Iterable[str], split: str, subset: str) -> list[str]:
-    """Choose the files of a split (train, if empty) and a subset. Raises FilesNotFound."""
+    """Choose the files for a subset and a split, which is train by default.
+
+    Raises FilesNotFound.
+    """
     files = (PurePosixPath(name) for name in names)
     known = sorted(str(f) for f in files if kind_of_file(Path(f)) and f.name not in _METADATA)
     if not known:
@@ -126,18 +133,18 @@ def choose_files(names: Iterable[str], split: str, subset: str) -> list[str]:
 
 
 def cached_places() -> list[Path]:
-    """Folders of the hub's datasets in the local cache."""
+    """Return the folders in the local cache that hold datasets from the hub."""
     return sorted(Path(constants.HF_HUB_CACHE).glob("datasets--*"))
 
 
 def _stem(name: str) -> str:
-    """The name of a file without its extension and shard number."""
+    """Return a file's name without its extension and shard number."""
     shard = _SHARD.fullmatch(name)
     return shard[1] if shard else name.partition(".")[0]
 
 
 def _split_of(name: str) -> str:
-    """The split in the name of a file or folder, or ""."""
+    """Return the split that a file or folder name contains, or ""."""
     stem = _stem(name)
     if _SHARD.fullmatch(name):
         return _SPLITS.get(stem, stem)
@@ -145,7 +152,7 @@ def _split_of(name: str) -> str:
 
 
 def _check_parts(names: list[str]) -> list[str]:
-    """Raise FilesNotFound if a shard is missing."""
+    """Check that no shard is missing; raise FilesNotFound otherwise."""
     for name in names:
         if shard := _SHARD.fullmatch(PurePosixPath(name).name):
             count = sum(_stem(PurePosixPath(each).name) == shard[1] for each in names)
@@ -165,7 +172,7 @@ def _list_files(folder: Path) -> list[str]:
 
 
 def _saved(folder: Path, split: str) -> list[Path]:
-    """Files of a folder written by `save_to_disk`; empty for other folders."""
+    """Return the files in a folder written by `save_to_disk`, or none for any other folder."""
     index = folder / "dataset_dict.json"
     if index.is_file():
         splits: list[str] = _read(index).get("splits") or []
@@ -190,7 +197,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _of_hub(source: _Source, hub_answers: Callable[[], bool]) -> list[Path]:
-    """Download the files of a dataset unless they are cached. Raises FilesNotFound."""
+    """Download a dataset's files unless they are cached. Raises FilesNotFound."""
     repo: dict[str, Any] = {"repo_id": source.path, "repo_type": "dataset"}
     try:
         if not hub_answers():
@@ -219,7 +226,7 @@ def _of_hub(source: _Source, hub_answers: Callable[[], bool]) -> list[Path]:
 
 @contextmanager
 def _progress() -> Iterator[None]:
-    """Show the progress of a download, unless the user has disabled that."""
+    """Show a download's progress, unless the user has turned that off."""
     quiet = are_progress_bars_disabled()
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
         enable_progress_bars()
@@ -236,7 +243,7 @@ def _names(repo: str, revision: str | None) -> list[str]:
 
 
 def _from_cache(source: _Source, repo: dict[str, Any]) -> list[Path]:
-    """Files of the newest cached revision. Raises FilesNotFound."""
+    """Return the files from the newest cached revision. Raises FilesNotFound."""
     problem = "it was not downloaded before"
     cache = Path(constants.HF_HUB_CACHE) / f"datasets--{source.path.replace('/', '--')}"
     for revision in (constants.DEFAULT_REVISION, _CONVERTED):

@@ -1,4 +1,4 @@
-"""Proposes the settings of a source from the first rows of a file, for `keel new`."""
+"""Suggests settings for a data source from the first rows in a file. Used by `keel new`."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from keel.data.rows.read import BadLine, kind_of_file, rows_of_files, rows_of_li
 
 Judged = Literal["maths", "text", "tests", "criteria", "refuse", "reward", "nothing"]
 MAX_ROWS = 2_000
-"""Rows to read."""
+"""How many rows to read."""
 PROMPTS = (
     *("prompt", "messages", "question", "problem", "query", "instruction", "input", "task"),
     *("conversation", "conversations", "text"),
 )
-"""Likely columns of the prompt, in order of preference."""
+"""Columns that are likely to contain the prompt, the most likely first."""
 ANSWERS = (
     *("answer", "final_answer", "ground_truth", "reward_model.ground_truth", "expected_answer"),
     *("target", "label", "solution", "gold", "output", "response", "completion", "reply"),
 )
-"""Likely columns of the answer."""
+"""Columns that are likely to contain the answer, the most likely first."""
 JUDGED: tuple[Judged, ...] = ("tests", "criteria", "refuse", "reward")
-"""Keys other than an answer that a completion is judged by."""
+"""Keys other than an answer by which a completion can be judged."""
 _MARKS = ("####", "Answer:", "answer is")
-"""Marks before the answer in worked solutions."""
+"""Marks that come before the answer in worked solutions."""
 _MIN_SHARE = 0.9
-"""Share of the answers that must be mathematics, or contain a mark."""
+"""The share of answers that must be mathematical, or contain a mark."""
 _PROSE_CHARACTERS = 100
-"""Mean length from which on answers are prose that cannot be compared as text."""
+"""Answers with at least this mean length are prose, which cannot be compared as text."""
 _NUMBER = re.compile(
     r"[-+−$€£(\[{]*\s*(\\[a-zA-Z]+|\d|\.\d|[a-zA-Z](?![a-zA-Z])).{0,60}", flags=re.DOTALL
 )
@@ -42,27 +42,27 @@ _WORD = re.compile(r"(?<!\\)\b(?!sqrt|frac|pi|sin|cos|tan|log|ln|exp|cm|km|kg)[^
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """Settings that fit the first rows of a source."""
+    """Settings that suit the first rows in a source."""
 
     kind: Literal["jsonl", "file", "hub"]
-    """`data.sources[].source`."""
+    """The value for `data.sources[].source`."""
     columns: Mapping[str, str]
-    """Key → column, if the names differ."""
+    """Maps keys to columns, where their names differ."""
     answer_after: str
     judged: Judged
-    """What completions are judged by: an answer that is mathematics or other text, one of the keys
-    in `JUDGED`, or nothing."""
+    """How to judge completions: by a mathematical or textual answer, by a key in `JUDGED`, or not
+    at all."""
     environment: bool
-    """Rows have an `environment`."""
+    """Whether rows have an `environment`."""
     boxed: bool
-    """The prompts ask for a boxed answer."""
+    """Whether the prompts ask for a boxed answer."""
     longest: int
-    """UTF-8 bytes of the longest prompt."""
+    """The length of the longest prompt in UTF-8 bytes."""
     rows: int
     whole: bool
-    """`rows` is the total number."""
+    """Whether `rows` counts all rows in the source."""
     names: Sequence[str]
-    """All columns."""
+    """The names of all columns."""
 
 
 def propose(
@@ -73,10 +73,10 @@ def propose(
     answer: str = "",
     hub_answers: Callable[[], bool] = lambda: True,
 ) -> Proposal:
-    """Read the first rows of a file, a folder or a dataset of the hub.
+    """Suggest settings from the first rows in a file, a folder or a dataset on the hub.
 
-    prompt, answer: known columns, if any. Raises ConfigError if nothing can be read, no column
-    looks like a prompt, or a known one does not exist.
+    `prompt` and `answer` are the columns, if they are known. Raises ConfigError if nothing can be
+    read, no column looks like a prompt, or a given column does not exist.
     """
     kind = _kind(path)
     source = SourceConfig(name="data", source=kind, path=path, subset=subset)
@@ -133,7 +133,7 @@ def propose(
 
 
 def all_maths(answers: Sequence[str]) -> bool:
-    """Return whether nearly all answers are numbers or formulas without prose."""
+    """Return whether nearly all answers are numbers, or formulas without prose."""
     good = sum(bool(_NUMBER.fullmatch(a.strip())) and not _WORD.search(a) for a in answers)
     return bool(answers) and good >= _MIN_SHARE * len(answers)
 
@@ -148,7 +148,7 @@ def _kind(path: str) -> Literal["jsonl", "file", "hub"]:
 
 
 def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the keys of nested objects, as in `reward_model.ground_truth`."""
+    """Add the keys from nested objects under dotted names such as `reward_model.ground_truth`."""
     inner = {
         f"{name}.{key}": each
         for name, value in record.items()
@@ -159,14 +159,17 @@ def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _column(name: str, likely: Sequence[str], names: Sequence[str], knob: str, flag: str) -> str:
-    """The known column, or the most likely existing one. Raises ConfigError."""
+    """Return the given column, or the most likely one. Raises ConfigError if there is none."""
     if name and name not in names:
         raise ConfigError(f"{flag} {name}: {knob} has no such column; it has {', '.join(names)}")
     return name or next((each for each in likely if each in names), "")
 
 
 def _judged(answer: str, names: Sequence[str], knob: str) -> tuple[Judged, str]:
-    """The kind of judgement, and the column of the answer. Keel's keys have priority."""
+    """Decide how to judge completions and which column has the answer.
+
+    Keel's own keys come first.
+    """
     for key in JUDGED:
         if key in names and not answer and "answer" not in names:
             return key, ""

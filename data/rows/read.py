@@ -30,46 +30,49 @@ _LINES, _LISTS, _SHEETS = (".jsonl", ".ndjson"), (".json",), {".csv": ",", ".tsv
 _TABLES = (".parquet", ".arrow")
 KINDS = (*_LINES, *_LISTS, *_SHEETS, *_TABLES)
 READ_ERRORS = (OSError, EOFError, zlib.error)
-"""Raised for a file that cannot be read or decompressed."""
+"""The errors that a file raises if it cannot be read or decompressed."""
 _OTHER_DELIMITERS = ";\t|,"
-"""Delimiters of files named .csv: spreadsheets write `;` where the comma is the decimal mark."""
+"""Other delimiters in .csv files. Spreadsheets write `;` where the comma is the decimal mark."""
 _UNCLOSED = "unexpected end of data"
-"""Message of `csv` for a quote that is open at the end of a file."""
+"""The message from `csv` for a quote that is still open at the end of a file."""
 _MAX_CELL = 1 << 30
-"""Characters; Python's default limit is 131,072."""
+"""How many characters a cell may have. Python's default limit is 131,072."""
 _TABLE_BATCH = 1024
-"""Rows of a table converted at a time."""
+"""How many rows in a table to convert at a time."""
 _SMALL_TASKS = "small-tasks"
-"""Folder of the recipes that use the tasks of `keel.examples.small`."""
+"""The folder with the recipes that use the tasks in `keel.examples.small`."""
 _SURROGATE = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")
 
 
 class BadLine(ValueError):
-    """Raised for a row that cannot be used."""
+    """Raised if a row cannot be used."""
 
 
 class Row(NamedTuple):
-    """One row of a file."""
+    """One row in a data file."""
 
     at: str
-    """`file:line`, or `file, row 3` in a table."""
+    """Where the row is, as `file:line`, or `file, row 3` for a table."""
     number: int
-    """Line number, or row number in a list, a table or several files."""
+    """The line number. In a list, a table or several files it is the row number."""
     record: dict[str, Any] | BadLine
-    """The row's columns, or why it cannot be read."""
+    """The row's columns, or the error that says why it cannot be read."""
     written: dict[str, Any] | None
-    """The record with numbers as written; None for a table, whose rows have all columns, so that
-    an empty cell means no value."""
+    """The record with numbers as they were written.
+
+    It is None for a table, where every row has all columns and an empty cell means that there is no
+    value.
+    """
 
 
 def kind_of_file(path: Path) -> str:
-    """The extension without `.gz`; "" for an unknown one."""
+    """Return a file's extension without `.gz`, or "" if it is unknown."""
     name = path.name.lower().removesuffix(".gz")
     return next((kind for kind in KINDS if name.endswith(kind)), "")
 
 
 def kind_of(value: object) -> str:
-    """Describe the type of a JSON value."""
+    """Name the type of a JSON value, for messages."""
     if value is None:
         return "missing or null"
     if isinstance(value, str):
@@ -79,12 +82,15 @@ def kind_of(value: object) -> str:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open for reading, decompressing `.gz`."""
+    """Open a file for reading, and decompress it if it ends in `.gz`."""
     return cast(BinaryIO, gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
 
 
 def check_file(path: Path, knob: str) -> None:
-    """Raise ConfigError with the nearest name if a file does not exist."""
+    """Check that a file exists.
+
+    Raises ConfigError with the most similar name if it does not.
+    """
     if path.is_file():
         return
     problem = "is a folder" if path.is_dir() else "no such file"
@@ -97,7 +103,10 @@ def check_file(path: Path, knob: str) -> None:
 
 
 def lines_of(path: Path, knob: str) -> Iterator[tuple[int, bytes]]:
-    """The non-blank lines with their numbers. Raises ConfigError naming `knob`."""
+    """Yield the lines that are not blank, with their numbers.
+
+    Raises ConfigError with the setting `knob` if the file cannot be read.
+    """
     check_file(path, knob)
     try:
         with open_file(path) as file:
@@ -113,11 +122,11 @@ def lines_of(path: Path, knob: str) -> Iterator[tuple[int, bytes]]:
 def object_of(
     line: bytes, *, replace_surrogates: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parse a line as an object, and again with numbers as written: `match: exact` tells 0.10 from
-    0.1.
+    """Parse a line as an object, and once more with numbers as they were written.
 
-    replace_surrogates: read lone surrogates, which a policy may sample, as replacement characters,
-    like tokenizers (`keel.rollout.chat.encoding`). Raises BadLine.
+    The second form is needed because `match: exact` distinguishes 0.10 from 0.1. With
+    `replace_surrogates`, lone surrogates become replacement characters, as in tokenizers
+    (`keel.rollout.chat.encoding`); a policy may sample them. Raises BadLine.
     """
     try:
         text = line.decode(errors="surrogatepass") if replace_surrogates else line.decode()
@@ -146,7 +155,10 @@ def object_of(
 
 
 def rows_of_lines(path: Path, knob: str) -> Iterator[Row]:
-    """Rows of JSON lines in a file of any name. Raises ConfigError, also for a single list."""
+    """Yield the rows in a JSON-lines file, whatever its name.
+
+    Raises ConfigError if the file cannot be read or is a single list.
+    """
     lines = lines_of(path, knob)
     first = list(islice(lines, 2))
     if _is_list([line for _, line in first]):
@@ -160,7 +172,7 @@ def rows_of_lines(path: Path, knob: str) -> Iterator[Row]:
 
 
 def rows_of_files(paths: list[Path], knob: str) -> Iterator[Row]:
-    """Rows of all files in order. Raises ConfigError naming `knob` and the file."""
+    """Yield the rows from all files in order. Raises ConfigError with `knob` and the file."""
     number = 0
     for path in paths:
         check_file(path, knob)
@@ -203,8 +215,11 @@ def _row(at: str, number: int, line: bytes) -> Row:
 
 
 def _is_list(first: list[bytes]) -> bool:
-    """Return whether a file is one list, by its first lines: on one line or continued over many.
-    A complete list followed by another line is a malformed line instead."""
+    """Return whether a JSON file is a single list, judging by its first lines.
+
+    The list may be on one line or continue over many. If a complete list is followed by another
+    line, the file is treated as malformed lines instead.
+    """
     if not first or not first[0].strip().startswith(b"["):
         return False
     try:
@@ -223,7 +238,7 @@ def _begins_list(path: Path) -> bool:
 
 
 def _list_rows(path: Path) -> Iterator[Row]:
-    """The objects of a list, each at the line where it begins."""
+    """Yield the objects in a list, each with the line on which it begins."""
     with open_file(path) as file:
         text = file.read().decode("utf-8-sig")
     decode = json.JSONDecoder().raw_decode
@@ -258,8 +273,11 @@ def _skip_blanks(text: str, place: int) -> int:
 
 
 def _sheet_rows(path: Path, delimiter: str) -> Iterator[Row]:
-    """The rows of a CSV file, each at the line where it begins. The first row that is not blank is
-    the header; if it lacks the delimiter, another one is tried."""
+    """Yield the rows in a CSV file, each with the line on which it begins.
+
+    The first row that is not blank is the header. If it does not contain the delimiter, other
+    delimiters are tried.
+    """
     csv.field_size_limit(_MAX_CELL)
     with open_file(path) as file:
         lines = (line.decode("utf-8-sig", "replace") for line in file)
@@ -288,8 +306,11 @@ def _sheet_rows(path: Path, delimiter: str) -> Iterator[Row]:
 
 
 def _cells(path: Path, reader: Any) -> Iterator[tuple[int, list[str] | BadLine]]:
-    """The rows of a `csv.reader` with their first lines. Raises ConfigError for a quote that is
-    never closed, since the rest of the file is in its cell."""
+    """Yield the rows from a `csv.reader` with the line on which each begins.
+
+    Raises ConfigError if a quote is never closed, because its cell then swallows the rest of the
+    file.
+    """
     while True:
         line = reader.line_num + 1
         try:
@@ -307,8 +328,11 @@ def _cells(path: Path, reader: Any) -> Iterator[tuple[int, list[str] | BadLine]]
 
 
 def _table_rows(path: Path, knob: str) -> Iterator[dict[str, Any]]:
-    """Rows of a Parquet or Arrow file as JSON data: times and decimals as text, NaN as null, and
-    without binary columns such as images."""
+    """Yield the rows in a Parquet or Arrow file as JSON data.
+
+    Times and decimals become text, NaN becomes null, and binary columns such as images are left
+    out.
+    """
     try:
         arrow: Any = importlib.import_module("pyarrow")
         parquet: Any = importlib.import_module("pyarrow.parquet")
@@ -334,7 +358,7 @@ def _table_rows(path: Path, knob: str) -> Iterator[dict[str, Any]]:
 
 
 def _batches(arrow: Any, source: Any) -> Any:
-    """Open an Arrow stream, as written by `datasets`, or an Arrow file."""
+    """Open an Arrow file, or an Arrow stream as `datasets` writes it."""
     if source.read(6) != b"ARROW1":
         source.seek(0)
         return arrow.ipc.open_stream(source)
@@ -345,7 +369,7 @@ def _batches(arrow: Any, source: Any) -> Any:
 
 
 def _text_columns(arrow: Any, schema: Any) -> list[str]:
-    """Names of the columns without binary data."""
+    """Return the names of the columns that contain no binary data."""
 
     def binary(kind: Any) -> bool:
         inner = [kind.field(index).type for index in range(kind.num_fields)]
