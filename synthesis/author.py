@@ -24,20 +24,21 @@ MOST_SAID = 300
 TOO_LONG = re.compile(
     r"context.?(length|window|size)|max(imum)?[ _]model[ _]len|prompt is too long", re.IGNORECASE
 )
-"""Matches the error of OpenAI, vLLM, SGLang and llama.cpp for a full context."""
+"""Matches the errors that OpenAI, vLLM, SGLang and llama.cpp return when the context is full."""
 
 
 class AuthorLost(RuntimeError):
-    """A model did not answer after all retries. The next start retries the task."""
+    """Raised if a model does not answer after all retries. The task is tried again at the next
+    start."""
 
 
 class BudgetSpent(RuntimeError):
-    """The next call might exceed the budget."""
+    """Raised if the next call might exceed the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallUsage:
-    """Tokens and price of one call."""
+    """The tokens and the price of one call."""
 
     model: str
     purpose: str
@@ -58,10 +59,11 @@ class AuthorReply:
     calls: tuple[ToolCall | Malformed, ...] = ()
     reasoning: str = ""
     cut: bool = False
-    """The reply exceeded `max_tokens`, or the conversation the context; its calls must not run."""
+    """Whether the reply exceeded `max_tokens` or the conversation exceeded the context. Tool calls
+    in such a reply must not run."""
 
     def message(self) -> Message:
-        """Return the reply as a message of the next request."""
+        """Return the reply as a message for the next request."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.calls:
             message["tool_calls"] = [_as_json(call) for call in self.calls]
@@ -76,18 +78,21 @@ class Author(Protocol):
     async def ask(
         self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
     ) -> AuthorReply:
-        """Return the reply. Tokens are counted under `purpose`. If the conversation exceeds the
-        context, the reply is empty and cut. Raises AuthorLost, BudgetSpent."""
+        """Send a conversation and return the model's reply. `purpose` is the name under which the
+        tokens are counted. If the conversation exceeds the context, the reply is empty and marked
+        as cut. Raises AuthorLost or BudgetSpent."""
         ...
 
 
 class SynthesisBudget:
-    """Tokens and money spent, and reserved for calls in flight. Belongs to one event loop."""
+    """Tracks the tokens and money that are spent or reserved for calls in flight. An instance
+    belongs to one event loop."""
 
     def __init__(
         self, limits: CostConfig, spent: Sequence[CallUsage], record: Callable[[CallUsage], None]
     ) -> None:
-        """`spent` is the usage of earlier starts; `record` saves the usage of each new call."""
+        """`spent` is the usage from earlier starts. `record` is called to save the usage of each
+        new call."""
         self._limits, self._record = limits, record
         self.tokens = sum(usage.tokens for usage in spent)
         self.usd = sum(usage.usd for usage in spent)
@@ -95,8 +100,8 @@ class SynthesisBudget:
 
     @contextmanager
     def call(self, tokens: int, usd: float) -> Any:
-        """Reserve the budget of a call and yield the function that records its usage. Raises
-        BudgetSpent."""
+        """Reserve the maximum cost of a call and yield a function that records what it really used.
+        Raises BudgetSpent if the budget does not allow the call."""
         for name, limit, now, held, more in (
             ("tokens", self._limits.tokens, self.tokens, self._held_tokens, tokens),
             ("usd", self._limits.usd, self.usd, self._held_usd, usd),
@@ -121,10 +126,10 @@ class SynthesisBudget:
 
 
 class EndpointAuthor:
-    """A model behind an OpenAI-compatible endpoint. Belongs to one event loop."""
+    """A model behind an OpenAI-compatible endpoint. An instance belongs to one event loop."""
 
     def __init__(self, config: AuthorConfig, budget: SynthesisBudget) -> None:
-        """Raises ValueError if its key is not set."""
+        """Create the client. Raises ValueError if the variable for the API key is not set."""
         key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
         if config.api_key_env and not key:
             raise ValueError(
@@ -202,13 +207,13 @@ class EndpointAuthor:
                 return reply
 
     def another(self, changes: Mapping[str, Any]) -> EndpointAuthor:
-        """Return an author with other settings that shares the budget and is closed with this one.
-        Raises ValueError."""
+        """Return an author with other settings that shares this one's budget and is closed together
+        with it. Raises ValueError if the settings are invalid."""
         self._others.append(EndpointAuthor(replace(self._config, **changes), self._budget))
         return self._others[-1]
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections of this author and all others created from it."""
         for other in self._others:
             await other.close()
         await self._client.close()
@@ -226,13 +231,13 @@ class EndpointAuthor:
 
 
 def most_tokens(text: str) -> int:
-    """Upper bound of the tokens of a text, one per byte."""
+    """Return an upper bound for the number of tokens in a text: one per byte."""
     return len(text.encode(errors="replace"))
 
 
 def _read(text: str, request: int) -> tuple[AuthorReply | None, tuple[int, int]]:
-    """Return the reply and the tokens of prompt and reply, or upper bounds if the endpoint does not
-    count them."""
+    """Return the reply and its numbers of prompt and completion tokens. Upper bounds are used if
+    the endpoint does not report them."""
     try:
         body = _encodable(json.loads(text))
         choice = body["choices"][0]
@@ -255,13 +260,12 @@ def _read(text: str, request: int) -> tuple[AuthorReply | None, tuple[int, int]]
 
 
 def _too_long(error: openai.APIStatusError) -> bool:
-    """Return whether a request was rejected because it exceeds the context."""
     reply = f"{error.message} {error.code}"
     return error.status_code in (400, 413) and TOO_LONG.search(reply) is not None
 
 
 def _count(reply: Any, bound: int) -> int:
-    """Return the reported token count if it is a positive number, else the bound."""
+    """Return the reported token count if it is a positive number, otherwise the upper bound."""
     return reply if type(reply) is int and reply > 0 else bound
 
 
@@ -279,12 +283,11 @@ def _call(entry: Mapping[str, Any]) -> ToolCall | Malformed:
 
 
 def _amount(value: float) -> str:
-    """Format an amount of tokens or dollars."""
     return f"{int(value):,}" if value == int(value) else f"{value:,.6g}"
 
 
 def _encodable(value: Any) -> Any:
-    """Replace unpaired surrogates, which no request can encode, by `?`."""
+    """Replace unpaired surrogates with `?`, because no request can encode them."""
     return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 

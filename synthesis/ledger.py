@@ -20,46 +20,48 @@ from keel.configs.work_folder import WorkFolder
 from keel.synthesis.author import CallUsage
 
 REASONS = 5
-"""Maximum reasons listed per gate."""
+"""Maximum number of reasons to list per gate."""
 MOST_SAID = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOutcome:
-    """Result of a task."""
+    """The outcome of making one task."""
 
     key: str
     outcome: Literal["kept", "refused"]
     gate: str = ""
-    """The gate that rejected it."""
+    """Name of the gate that rejected the task."""
     reason: str = ""
     seconds: float = 0.0
     drafts: Sequence[Sequence[str]] = ()
-    """(gate, reason) of rejected drafts."""
+    """The (gate, reason) pairs of its rejected drafts."""
 
 
 class Rejected(Exception):
-    """A gate rejected the task, which is a normal outcome."""
+    """Raised if a gate rejects a task, which is a normal outcome."""
 
     def __init__(self, gate: str, reason: str) -> None:
         super().__init__(f"{gate}: {reason}")
         self.gate, self.reason = gate, reason
         self.drafts: Sequence[Rejected] = ()
-        """Drafts rejected before this one."""
+        """Drafts that were rejected before this one."""
 
 
 class Ledger:
-    """Creates and locks the folder; rejects the folder of another synthesis."""
+    """Records the outcomes and usage in a folder, which it creates and locks. It refuses a folder
+    that belongs to another synthesis."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """`settings` are the settings that tasks depend on, as JSON."""
+        """`settings` are those that the tasks depend on, as JSON."""
         self.folder = folder
         self._settings = settings
         self.outcomes: dict[str, TaskOutcome] = {}
         self.spent: list[CallUsage] = []
 
     def __enter__(self) -> Self:
-        """Raises ConfigError if the folder cannot be written, is in use, or has other settings."""
+        """Open the folder. Raises ConfigError if it cannot be written, is in use, or has other
+        settings."""
         with ExitStack() as stack:
             folder = stack.enter_context(WorkFolder(self.folder, "dir", "synthesis"))
             self._outcomes, self._usage = map(folder.lines, ("outcomes.jsonl", "usage.jsonl"))
@@ -84,17 +86,17 @@ class Ledger:
         self._opened.close()
 
     def used(self, usage: CallUsage) -> None:
-        """Record the usage of a call."""
+        """Record the usage of a model call."""
         self.spent.append(usage)
         self._usage.add(asdict(usage))
 
     def add(self, outcome: TaskOutcome) -> None:
-        """Record the outcome of a task whose files are already in the folder."""
+        """Record the outcome of a task. Its files must already be in the folder."""
         self._outcomes.add(asdict(outcome))
         self.outcomes[outcome.key] = outcome
 
     def report(self) -> dict[str, Any]:
-        """Return the totals, and write them to report.json."""
+        """Return the totals and write them to report.json."""
         by_gate: dict[str, Counter[str]] = {}
         for outcome in self.outcomes.values():
             if outcome.outcome == "refused":

@@ -1,4 +1,4 @@
-"""A model that calls tools turn by turn: set-up agents, authors and answerers."""
+"""Let a model call tools turn by turn, as set-up agents, authors and answerers do."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolLoopResult:
-    """Result of a tool loop."""
+    """The conversation of a tool loop and how it ended."""
 
     messages: tuple[Message, ...]
     """All messages, including the initial ones."""
     ended: Literal["stop", "done", "turns", "length"]
-    """Reason of the end: no more calls, a tool ended it, turn limit, or a truncated reply."""
+    """Why the loop ended: the model made no more calls, a tool ended it, the turn limit was
+    reached, or a reply was truncated."""
 
     @property
     def answer(self) -> str:
-        """Text of the last assistant message."""
+        """The text of the last assistant message."""
         last = self.messages[-1]
         return str(last.get("content") or "") if last["role"] == "assistant" else ""
 
@@ -41,11 +42,9 @@ async def work(
     most_turns: int,
     purpose: str,
 ) -> ToolLoopResult:
-    """Run a model with tools until it stops.
-
-    `call` runs a call whose arguments match the tool's schema, with its own timeout; other calls
-    are answered with an error. Raises the errors of `author` and `call`.
-    """
+    """Run a model with tools until it stops. `call` runs each call whose arguments match the tool's
+    schema and has its own timeout. Any other call is answered with an error. Raises the errors of
+    `author` and `call`."""
     history, schemas = list(messages), arguments_of(tools)
     for _ in range(most_turns):
         reply = await author.ask(history, purpose=purpose, tools=tools)
@@ -72,7 +71,8 @@ async def _result(one: ToolCall | Malformed, schemas: Arguments, call: Call) -> 
 
 
 async def gather_or_cancel(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """Return all results. If one raises, cancel the others to save tokens."""
+    """Wait for all coroutines and return their results. If one raises, the others are cancelled to
+    save tokens."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -84,7 +84,7 @@ async def gather_or_cancel(*work: Coroutine[Any, Any, T]) -> list[T]:
 
 
 def tool_spec_of(value: Mapping[str, Any]) -> ToolSpec:
-    """Return the spec of an environment's tool."""
+    """Return the tool spec for a tool of an environment."""
     return ToolSpec(
         name=value["name"], description=value["description"], parameters=value["parameters"]
     )

@@ -1,1 +1,2 @@
-"""Proofs: revision by the policy, and tasks for verifiers."""
+"""Proof tasks: an environment in which the policy revises its proofs, and training tasks for
+verifiers."""

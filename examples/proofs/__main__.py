@@ -26,12 +26,12 @@ gap with the passage it is in. End with the score of the solution: \boxed{1} if 
 correct, \boxed{0.5} if it is correct as a whole, with minor errors or with details left out, \
 \boxed{0} if it has a fatal error or a severe gap."""
 BANDS = ((0.25, "wrong"), (0.75, "partly right"), (2.0, "right"))
-"""Upper score of each quality band."""
+"""Upper score of each band into which proofs are sorted by quality."""
 
 
 def graded(path: Path) -> Iterator[tuple[str, str, float]]:
-    """Yield problem, solution and score of each proof in a file of `keel eval`. Raises ValueError
-    with the line."""
+    """Yield the problem, solution and score of each proof in a file that `keel eval` wrote. Raises
+    ValueError with the number of an invalid line."""
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             request: Mapping[str, Any] = json.loads(line.decode("utf-8", "surrogatepass"))
@@ -80,7 +80,7 @@ def tasks(proofs: Iterator[tuple[str, str, float]], each: int) -> Iterator[dict[
 
 
 def _problem(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the user's question. Raises ValueError."""
+    """Return the question in the user's message. Raises ValueError if there is none."""
     request = [str(m["content"]) for m in messages if m.get("role") == "user"]
     if not request:
         raise ValueError("its prompt is not written down: evaluate again")

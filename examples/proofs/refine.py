@@ -1,8 +1,9 @@
-"""Environment in which the policy revises its own proof.
+"""An environment in which the policy revises its own proof.
 
-A proof with its self-evaluation is returned until the evaluation finds no flaw or the revisions are
-used up (DeepSeek-V3.2, appendix D; DeepSeekMath-V2, section 2.3). The last proof is graded by the
-prompt's spec of kind `proof`, and every revision is trained on.
+The policy evaluates each proof itself. It gets the proof and the evaluation back until the
+evaluation finds no flaw or no revisions are left (DeepSeek-V3.2, appendix D; DeepSeekMath-V2,
+section 2.3). The last proof is graded with the prompt's spec of kind `proof`, and every revision is
+trained on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ for."""
 
 
 class Refine:
-    """Has no tools. Arguments: most, the number of revisions."""
+    """The revision environment, which has no tools. Its argument `most` is the maximum number of
+    revisions."""
 
     def __init__(self, most: int = 4) -> None:
         if most < 1:
@@ -28,7 +30,7 @@ class Refine:
         self.most, self.used, self.claimed = most, 0, 0.0
 
     def reply(self, text: str) -> str | None:
-        """Return the next request, or None if the proof is final."""
+        """Return the request for the next revision, or None if the proof is final."""
         proof = read_proof(text.strip())
         self.claimed = 0.0 if isinstance(proof, str) else proof.score
         if self.claimed == 1 or self.used == self.most:
@@ -41,5 +43,6 @@ class Refine:
     def verdict(
         self, messages: Sequence[Mapping[str, Any]], finish_reason: str
     ) -> dict[str, float]:
-        """Parts: `claimed`, the last self-evaluation; `revised`, the share of revisions used."""
+        """Return two reward parts: `claimed` is the last self-evaluation, and `revised` the
+        fraction of revisions used."""
         return {"claimed": self.claimed, "revised": self.used / self.most}

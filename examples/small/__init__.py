@@ -1,2 +1,2 @@
-"""Small tasks of the agent families, generated from a seed in seconds, for very small models and
-for trying recipes."""
+"""Small tasks for each agent family. They are generated from a seed in seconds, for very small
+models and for trying out recipes."""

@@ -28,7 +28,7 @@ from keel.examples.small import pace, prices, towers
 from keel.examples.small import programs as tests
 
 NOBODY = AuthorConfig(base_url="http://127.0.0.1:9/v1", model="none")
-"""Placeholder; no model is called."""
+"""Placeholder author. No model is called."""
 MOST = {"general": 1000, "search": 4000, "code": 1000, "programs": 270, "lessons": 100_000}
 
 
@@ -42,8 +42,8 @@ def make(
     lessons: int = 1200,
     seed: int,
 ) -> int:
-    """Make the tasks and conversations, and keep existing ones. Returns the exit status. Raises
-    ConfigError, OSError."""
+    """Make the tasks and conversations that do not exist yet, and return the exit status. Raises
+    ConfigError or OSError."""
     _made(folder / "general", lambda new: prices.write(new / "prices", general, seed))
     _made(folder / "search", lambda new: towers.write(new, search, seed))
     _made(folder / "programs", lambda new: tests.write(new, programs, seed))

@@ -1,8 +1,8 @@
-"""Scripted conversations about the small tasks for the tiny model's cold start.
+"""Scripted conversations about the small tasks, for the cold start of the tiny model.
 
-Each task is worked out with tools once and guessed once. Named by
-`data.sources[].environment.demonstrations`. Names and numbers are drawn separately, so no
-conversation is about a training or held-out task.
+Each task is solved once with tools and guessed once. Recipes select these functions with
+`data.sources[].environment.demonstrations`. Names and numbers are drawn separately from those in
+the tasks, so no conversation is about a training or held-out task.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from keel.rl.turns import Message
 from keel.synthesis.code.pipeline import PROMPT
 
 SUM = "State the final answer to the following arithmetic problem: {sum} ="
-"""Prompt of reasoning_gym's chain_sum."""
+"""Prompt of the reasoning_gym task chain_sum."""
 
 
 class Stand:
-    """Tools of an environment as the policy sees them, called in this process."""
+    """An environment's tools as the policy sees them, called in this process."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Stand:
 def price_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Conversations for `keel.examples.small.prices`; hasty ones submit a guess."""
+    """Return conversations for `keel.examples.small.prices`. The hasty ones submit a guess."""
     (spec,) = (tool.spec for tool in tools_of(prices.TOOLS, {}).values())
     specs = [
         *(
@@ -98,10 +98,8 @@ def price_demonstrations(
 def tower_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Conversations for `keel.examples.small.towers`; hasty ones invent a name.
-
-    arguments: the environment's arguments.
-    """
+    """Return conversations for `keel.examples.small.towers`. The hasty ones invent a name.
+    `arguments` are those of the environment."""
     about = {key: arguments[key] for key in ("results", "cite") if key in arguments}
 
     def draw_one(draw: random.Random) -> Demonstration:
@@ -124,7 +122,8 @@ def tower_demonstrations(
 def pace_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Conversations for `keel.examples.small.pace`; hasty ones edit a file without reading it."""
+    """Return conversations for `keel.examples.small.pace`. The hasty ones edit a file without
+    reading it."""
     tools = methods_of(object.__new__(Repository))
     specs = [Tool(name, method).spec for name, method in tools.items()]
 
@@ -162,8 +161,8 @@ def pace_demonstrations(
 def sum_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Conversations for reasoning_gym's chain_sum with an interpreter; hasty ones drop the last
-    number."""
+    """Return conversations in which chain_sum from reasoning_gym is solved with an interpreter. The
+    hasty ones drop the last number."""
     spec = Tool("python", methods_of(object.__new__(Interpreter))["python"]).spec
 
     def draw_one(draw: random.Random) -> Demonstration:
@@ -189,8 +188,6 @@ def sum_demonstrations(
 
 
 class _OneDocument:
-    """A `Library` with a single document."""
-
     def __init__(self, value: Mapping[str, str]) -> None:
         name = f"{towers.FILE}#{value['id']}"
         self._document = Document(name=name, title=value["title"], text=value["text"])

@@ -1,7 +1,7 @@
 """Conversations about the small tasks for `keel sft`, each with and without thinking.
 
-Some are worked out and some hasty. The thinking states which one follows, so that reinforcement can
-act on the thinking too.
+Some are careful and some hasty. The thinking says which kind follows, so that reinforcement
+learning can act on the thinking too.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from keel.rl.turns import Message, ToolSpec
 
 LOOK, GUESS = "look", "guess"
 WORKED = 0.6
-"""Share of worked-out conversations."""
+"""Fraction of conversations that are worked out carefully."""
 SEARCH = {"results": 1, "cite": False}
-"""Arguments of the search environment in the recipes."""
+"""Arguments that the recipes pass to the search environment."""
 Ways = tuple[Sequence[Message], Sequence[Message], Sequence[ToolSpec]]
-"""A careful and a hasty conversation about a task, and its tools."""
+"""A careful and a hasty conversation about the same task, with its tools."""
 
 
 def write(folder: Path, count: int, seed: int) -> None:
-    """Write a file of `count` conversations per family and mode into a new folder."""
+    """Write `count` conversations for each family and mode into a new folder."""
     folder.mkdir(parents=True)
     # Disjoint from the seeds of cold starts, which start at 0.
     far = 1 << 20
@@ -71,7 +71,7 @@ def _ways(shown: Demonstration) -> Ways:
 
 
 def _programs(count: int, draw: random.Random) -> list[Ways]:
-    """Hasty programs use an invented number."""
+    """Return conversations about the programs. The hasty ones contain an invented number."""
     made: list[Ways] = []
     known = every_program(draw)
     for program in (known[n % len(known)] for n in range(count)):

@@ -1,4 +1,4 @@
-"""Names that a very small model can spell."""
+"""Generate names that a very small model can spell."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def name(draw: random.Random) -> str:
 
 
 def names(draw: random.Random, count: int) -> list[str]:
-    """Return distinct names, of 4,900 possible ones."""
+    """Return distinct names, of which there are 4,900."""
     result: dict[str, None] = {}
     while len(result) < count:
         result[name(draw)] = None

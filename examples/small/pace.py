@@ -1,5 +1,5 @@
-"""Small code tasks: a repository whose commits each change a number, and the issues that ask for
-it. All gates of `keel.synthesis.code.pipeline` apply."""
+"""Small code tasks: a repository in which each commit changes a number, and the issues that ask for
+these changes. The tasks pass all gates in `keel.synthesis.code.pipeline`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keel.configs.synthesis import CodeSourceConfig, CodeTasksConfig
 
 GIT_S = 60.0
 PYTHON = str(Path(sys.executable).parent.resolve() / Path(sys.executable).name)
-"""Python of this environment, resolved through links."""
+"""The Python interpreter of this environment, with symbolic links resolved."""
 SOURCE = "def pace():\n    return {pace}\n"
 TESTS = """\
 from pace import pace
@@ -52,7 +52,7 @@ def draw_paces(draw: random.Random, count: int) -> list[int]:
 
 
 def write(folder: Path, count: int, seed: int) -> None:
-    """Write a git repository with `count` changes into a new folder. Raises OSError,
+    """Write a git repository with `count` changes into a new folder. Raises OSError or
     CalledProcessError."""
     folder.mkdir(parents=True)
     env = {"PATH": os.environ["PATH"], "HOME": str(folder), "GIT_CONFIG_NOSYSTEM": "1"}
@@ -72,7 +72,7 @@ def write(folder: Path, count: int, seed: int) -> None:
 
 
 def synthesis(repository: Path) -> CodeTasksConfig:
-    """Return the settings of `keel synthesize` for it."""
+    """Return the settings with which `keel synthesize` makes tasks from the repository."""
     # Skip installed plugins, which take time.
     env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     source = CodeSourceConfig(

@@ -1,5 +1,5 @@
-"""Small general tasks: prices of a shop, and the cheaper of two items, in the format of
-`keel.agents.environments.general.folder`."""
+"""Small general tasks: look up prices in a shop, or find the cheaper of two items. The format is
+that of `keel.agents.environments.general.folder`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def price(item: str) -> int:
 
 @dataclass(frozen=True)
 class PriceQuestion:
-    """Asks for the price of one item, or for the cheaper of two."""
+    """A question about the price of one item or the cheaper of two."""
 
     items: tuple[str, ...]
 
@@ -56,7 +56,7 @@ class PriceQuestion:
 
 
 def draw_prices(draw: random.Random) -> dict[str, int]:
-    """Draw distinct two-digit prices."""
+    """Draw distinct two-digit prices at random."""
     return dict(zip(names(draw, ITEMS), draw.sample(range(10, 100), ITEMS), strict=True))
 
 

@@ -15,7 +15,7 @@ INPUTS = (0, 5, -8, 31)
 
 @dataclass(frozen=True)
 class NumberProgram:
-    """The operation of a task."""
+    """The operation that a task asks for."""
 
     sign: str
     number: int
@@ -44,7 +44,7 @@ def answer(source: str) -> str:
 
 
 def line(program: NumberProgram) -> Mapping[str, Any]:
-    """Return the JSONL line of a task."""
+    """Return a task as a JSONL line."""
     tests = [{"stdin": f"{n}\n", "stdout": f"{program.after(n)}\n"} for n in INPUTS]
     name = f"{SIGNS[program.sign]}-{program.number}"
     return {"id": name, "prompt": program.question, "tests": tests}

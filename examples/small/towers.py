@@ -1,4 +1,4 @@
-"""Small search tasks: a corpus of buildings and their builders, and questions about it."""
+"""Small search tasks: a corpus about buildings and their builders, and questions about it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILE = "towers.jsonl"
 
 
 def draw_towers(draw: random.Random, count: int) -> dict[str, str]:
-    """Draw buildings and their builders."""
+    """Draw buildings and their builders at random."""
     return {tower: name(draw) for tower in names(draw, count)}
 
 
@@ -23,7 +23,7 @@ def document(tower: str, builder: str) -> dict[str, str]:
 
 
 def line(tower: str, builder: str) -> dict[str, Any]:
-    """Return the JSONL line of a task."""
+    """Return a task as a JSONL line."""
     where = {"evidence": [f"{FILE}#{tower}"]}
     return {
         "id": tower,
@@ -35,7 +35,8 @@ def line(tower: str, builder: str) -> dict[str, Any]:
 
 
 def write(folder: Path, count: int, seed: int) -> None:
-    """Write `corpus`, and `tasks.jsonl` with one question per document, into a new folder."""
+    """Write the folder `corpus` and a `tasks.jsonl` with one question per document into a new
+    folder."""
     towers = draw_towers(random.Random(f"towers {seed}"), count)
     (folder / "corpus").mkdir(parents=True)
     _write(folder / "corpus" / FILE, towers, document)

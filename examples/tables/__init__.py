@@ -1,1 +1,1 @@
-"""Code-interpreter tasks: generated tables, and questions with computed answers."""
+"""Code-interpreter tasks: questions about generated tables, with computed answers."""

@@ -1,8 +1,9 @@
-"""Write code-interpreter tasks over generated tables: `python -m keel.examples.tables --count 2000
+"""Write code-interpreter tasks about generated tables: `python -m keel.examples.tables --count 2000
 tables.jsonl`.
 
-A line has the question, its answer rule, and the text of its files. The seed is random unless
-given, because the policy can read this code and could recompute the answers from a known seed.
+Each line contains a question, the rule for its answer, and the text of the files. The seed is
+random unless given, because the policy can read this code and could recompute the answers from a
+known seed.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ SCENES: dict[str, tuple[Callable[[random.Random], Any], Callable[[Any], Files], 
     "shop": (shop.draw_shop, shop.files_of, shop.ABOUT, shop.QUESTIONS),
     "stations": (stations.draw_network, stations.files_of, stations.ABOUT, stations.QUESTIONS),
 }
-"""Functions that draw and write the data, and their questions."""
+"""For each kind of data, the functions that draw it, write it, and ask about it."""
 
 
 def tasks(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield `count` JSONL lines, cycling through all kinds of questions; the same for the same
-    seed."""
+    """Yield `count` JSONL lines, cycling through all kinds of questions. The same seed gives the
+    same lines."""
     kinds = [(scene, ask) for scene, (_, _, _, questions) in SCENES.items() for ask in questions]
     for number in range(count):
         scene, ask = kinds[number % len(kinds)]
@@ -50,7 +51,7 @@ def _draw_answer(
     ask: Callable[[Any, random.Random], Answer | None],
     draw: random.Random,
 ) -> tuple[Any, Answer]:
-    """Draw data until the question has one clear answer."""
+    """Draw data repeatedly until the question has one clear answer."""
     for _ in range(MOST_DRAWS):
         data = make(draw)
         if (answer := ask(data, draw)) is not None and answer.clear:

@@ -1,4 +1,5 @@
-"""A shop's orders, products and customers, in three files that have to be joined."""
+"""Questions about a shop, whose orders, products and customers are in three files that have to be
+joined."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ CATEGORIES = ("tea", "paper", "tools", "lamps", "seeds", "glass", "wool", "maps"
 REGIONS = ("north", "south", "east", "west", "coast", "hills")
 WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 DAY_FORMATS = ("%Y-%m-%d", "%d.%m.%Y", "%d %b %Y")
-"""Unambiguous date formats."""
+"""Date formats that cannot be misread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +27,16 @@ class Order:
     product: str
     units: int
     discount: int | None
-    """In percent."""
+    """Discount in percent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shop:
     orders: tuple[Order, ...]
     products: dict[str, tuple[str, float]]
-    """Name → category and price."""
+    """The category and price of each product, by name."""
     customers: dict[str, str]
-    """Name → region."""
+    """The region of each customer, by name."""
     day_format: str
 
     def revenue(self, order: Order) -> float:

@@ -1,4 +1,5 @@
-"""Readings of weather stations, with gaps, and the stations in a nested file."""
+"""Questions about weather stations. One file contains readings with gaps, and a nested file
+describes the stations."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class Reading:
 class Network:
     readings: tuple[Reading, ...]
     stations: dict[str, tuple[str, int]]
-    """Name → country and altitude in metres."""
+    """The country and the altitude in metres of each station, by name."""
 
     def temperatures(self, station: str) -> list[tuple[datetime, float]]:
         return [

@@ -1,4 +1,4 @@
-"""Parts of a table task."""
+"""What all table tasks share: answers and their rules."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 Files = dict[str, str]
-"""File contents by name."""
+"""The contents of each file, by name."""
 CLEAR = 0.002
-"""Minimum lead of the largest value as a fraction of the range."""
+"""Minimum distance between the two largest values, as a fraction of the range of all values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Answer:
 
     @property
     def clear(self) -> bool:
-        """Return whether the rounded answer differs from its neighbours in the last decimal."""
+        """Whether the rounded answer differs from its neighbours in the last decimal."""
         if isinstance(self.value, str) or not self.decimals:
             return True
         return round(abs(self.value) * 10**self.decimals) not in (1, 2)
@@ -44,7 +44,8 @@ class Answer:
 
 
 def clear_first(values: Mapping[str, float], question: str) -> Answer | None:
-    """Return the name with the largest value, or None without a clear winner."""
+    """Return the name with the largest value as the answer, or None if no value is clearly the
+    largest."""
     first, second, *_ = sorted(values.values(), reverse=True)
     if first - second <= CLEAR * (first - min(values.values())):
         return None

@@ -1,4 +1,4 @@
-"""A change that may become a task."""
+"""Code changes that may become tasks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from keel.agents.environments.code.tree import Entry, Tree
 from keel.configs.synthesis import CodeSourceConfig
 
 NO_PACKAGES = ("setup", "conftest", "noxfile", "docs", "doc", "examples", "tasks", "versioneer")
-"""Root modules that are not part of the installed project."""
+"""Modules in the root folder that are not part of the installed project."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A repository before and after a change, and the issue."""
+    """A repository before and after a change, together with the issue that asked for it."""
 
     key: str
     source: CodeSourceConfig
@@ -26,16 +26,16 @@ class Candidate:
     after: Tree
     issue: str
     version: str
-    """Version before the change, if known."""
+    """Version of the project before the change, if known."""
     origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Origin of the change, for human readers."""
+    """Where the change comes from, for human readers."""
 
     @property
     def language(self) -> ProjectLanguage:
         return LANGUAGES[self.source.language]
 
     def changed(self, of: Callable[[str], bool]) -> dict[str, Entry | None]:
-        """Return changed paths with their new entry, or None for removed ones."""
+        """Return the changed paths with their new contents, or None for a removed file."""
         paths = {*self.base, *self.after}
         return {
             path: self.after.get(path)
@@ -45,19 +45,20 @@ class Candidate:
 
     @property
     def gold(self) -> dict[str, Entry | None]:
-        """The change without tests and without files that decide how tests run."""
+        """The part of the change that solves the task, without tests and the files that decide how
+        tests run."""
         return self.changed(lambda path: not is_grading(self.language, path))
 
     @property
     def harness(self) -> dict[str, Entry | None]:
-        """Changed tests and files that decide how they run."""
+        """The part of the change in tests and in the files that decide how tests run."""
         return self.changed(lambda path: is_grading(self.language, path))
 
     def test_files(self) -> list[str]:
         return [path for path in self.harness if matches(path, self.language.tests)]
 
     def patch(self, paths: Sequence[str]) -> str:
-        """Return a unified diff."""
+        """Return changes as a unified diff."""
         return "".join(_diff(path, self.base.get(path), self.after.get(path)) for path in paths)
 
     @property
@@ -84,12 +85,12 @@ class Candidate:
 
 
 class Source(Protocol):
-    """The changes of a project."""
+    """A project whose changes become candidates."""
 
     keys: Sequence[str]
 
     def load(self, key: str) -> Candidate:
-        """Raises Rejected."""
+        """Load a candidate. Raises Rejected if it cannot become a task."""
         ...
 
 

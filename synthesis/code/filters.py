@@ -1,4 +1,5 @@
-"""Gates for a change that need no test run: static filters, leaked copies, and a judge model."""
+"""Gates for changes that need no test run: static filters, a search for leaked copies, and a judge
+model."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ from keel.synthesis.code.sandboxes import Prefix
 from keel.synthesis.ledger import Rejected
 
 TELLING = 12
-"""Minimum length of a line that identifies the change."""
+"""Minimum number of characters for a line to identify the change."""
 _PATCH = re.compile(r"^(diff --git |@@ -\d+,?\d* \+\d+|--- a/|\+\+\+ b/)", re.MULTILINE)
 _LINK = re.compile(r"https?://\S*/(?:commit|pull|compare|merge_requests)/\S*")
 
 
 def check_change(candidate: Candidate, limits: CodeTasksConfig) -> None:
-    """Check the change and its issue, cheapest first. Raises Rejected."""
+    """Check a change and its issue, cheapest checks first. Raises Rejected if a check fails."""
     language, gold = candidate.language, candidate.gold
     sources = [path for path in gold if path.endswith(language.suffixes)]
     if not candidate.test_files():
@@ -60,7 +61,8 @@ def check_change(candidate: Candidate, limits: CodeTasksConfig) -> None:
 
 
 def reveals(issue: str, added: list[str], most: float) -> None:
-    """Raises Rejected for an issue that contains the change or a link to it."""
+    """Check that the issue contains neither the change nor a link to it. Raises Rejected if it
+    does."""
     if _PATCH.search(issue):
         raise Rejected("reveals", "the issue contains a patch")
     if _LINK.search(issue):
@@ -79,17 +81,16 @@ def added_and_removed(patch: str) -> tuple[list[str], list[str]]:
 
 
 LEAST = 3
-"""Minimum matching lines that count as a copy."""
+"""Minimum number of matching lines for a file to count as a copy."""
 MOST_BYTES = 8 << 20
-"""Size limit of a searched file."""
+"""Maximum size in bytes of a file to search."""
 
 
 def check_leaks(candidate: Candidate, built: Prefix, prefix: Path, most: float) -> None:
-    """Reject a change whose lines are in installed files or in files left by the set-up.
-
-    A prefix is built from one commit and also serves earlier ones with the same manifests. `most`
-    is the allowed share of the change's lines in one file. Raises Rejected.
-    """
+    """Check that the changed lines are not in installed packages or in files left by the set-up. A
+    prefix is built from one commit and is also used for earlier commits with the same manifests, so
+    it may contain the solution. `most` is the largest fraction of the lines that one file may
+    contain. Raises Rejected if a file contains more."""
     lines = _telling_lines(candidate)
     if len(lines) < LEAST:
         return
@@ -109,7 +110,7 @@ def check_leaks(candidate: Candidate, built: Prefix, prefix: Path, most: float) 
 
 
 def _telling_lines(candidate: Candidate) -> Sequence[bytes]:
-    """Return added lines that appear nowhere in the repository before the change."""
+    """Return the added lines that appear nowhere in the repository before the change."""
     added, _ = added_and_removed(candidate.patch(list(candidate.gold)))
     result = {line.strip().encode() for line in added if len(line.strip()) >= TELLING}
     before = [entry[1] for entry in candidate.base.values()]
@@ -123,7 +124,7 @@ def _has(data: bytes, lines: Sequence[bytes], most: float) -> bool:
 
 TRIES = 2
 MOST_CHARACTERS = 20_000
-"""Characters shown of each patch."""
+"""Maximum number of characters of each patch to show the judge."""
 QUESTION = """\
 A programmer gets a repository and the issue below, and changes the code. Hidden tests then \
 decide. Judge whether that is a fair task, from 1 (not at all) to 5 (entirely):
@@ -149,7 +150,8 @@ Say in a few words why, then end with a line of JSON: {{"clear": 3, "solvable": 
 
 
 async def judge(candidate: Candidate, author: Author, least: int) -> dict[str, int]:
-    """Return the judge's marks. Raises Rejected for a mark below `least`, or without marks."""
+    """Ask the judge and return its marks. Raises Rejected if a mark is below `least` or if the
+    reply contains no marks."""
     text = QUESTION.format(
         issue=candidate.issue,
         gold=candidate.patch(list(candidate.gold))[:MOST_CHARACTERS],
@@ -168,7 +170,7 @@ async def judge(candidate: Candidate, author: Author, least: int) -> dict[str, i
 
 
 def marks_of(text: str) -> dict[str, int] | None:
-    """Return the marks from the last JSON object of a reply, or None."""
+    """Return the marks in the last JSON object of a reply, or None if there are none."""
     for result in reversed(re.findall(r"\{[^{}]*\}", text)):
         try:
             value = json.loads(result)

@@ -42,7 +42,8 @@ from keel.synthesis.code.sources import ArchiveSource, GitSource
 from keel.synthesis.ledger import Rejected
 
 LEAST_S, SLOWER = 30.0, 10.0
-"""Timeout of an episode's tests: a base, plus a multiple of their time here."""
+"""The timeout for the tests in an episode is LEAST_S seconds plus SLOWER times the time they took
+here."""
 TASKS = "tasks.jsonl"
 PROMPT = """\
 The repository of {name} lies in {repo}. Resolve this issue:
@@ -57,10 +58,10 @@ not count. There is no network."""
 
 
 class CodePipeline:
-    """A `Pipeline`."""
+    """Makes code tasks. Implements `keel.commands.synthesize.Pipeline`."""
 
     def __init__(self, config: CodeTasksConfig, author: Author, folder: Path) -> None:
-        """Raises ConfigError."""
+        """Prepare the pipeline. Raises ConfigError if a source or the sandbox cannot be used."""
         if not config.sources:
             raise ConfigError("code.sources: name at least one project")
         self._config, self._author, self._folder = config, author, folder
@@ -153,7 +154,7 @@ class CodePipeline:
         return str(found["where"])
 
     async def _proved(self, candidate: Candidate, reward: Mapping[str, Any]) -> None:
-        """Require that the gold patch, made with the policy's own tools, scores 1."""
+        """Check that the gold patch scores 1 when it is made with the policy's own tools."""
         async with self._rooms.episode(reward) as hosted:
             for call in calls_of(candidate):
                 reply = await hosted.call(call, timeout_s=AROUND_S)
@@ -176,7 +177,7 @@ class CodePipeline:
             file.write(f"{self._lines[key]}\n")
 
     def _write_lines(self) -> None:
-        """Write the lines in order; new ones are appended at first."""
+        """Write the lines in order. New lines are appended while tasks are being made."""
         lines = "".join(f"{self._lines[key]}\n" for key in sorted(self._lines))
         if lines:
             write(self._folder / TASKS, lines.encode())
@@ -187,7 +188,7 @@ def source_of(value: CodeSourceConfig) -> Source:
 
 
 def calls_of(candidate: Candidate) -> list[ToolCall]:
-    """Return the policy's tool calls that make the gold patch."""
+    """Return the tool calls with which a policy would make the gold patch."""
     calls: list[tuple[str, dict[str, Any]]] = []
     for path, entry in candidate.gold.items():
         if path in candidate.base:
@@ -201,31 +202,31 @@ def calls_of(candidate: Candidate) -> list[ToolCall]:
 
 
 def line_of(instance: Mapping[str, Any]) -> str:
-    """Return the line of tasks.jsonl."""
+    """Return a task's line in tasks.jsonl."""
     fields = {"id": instance["key"], **{name: instance[name] for name in ("prompt", "reward")}}
     return json.dumps(fields, ensure_ascii=False)
 
 
 Results = Mapping[str, Any]
-"""Results of one run, from `keel.agents.environments.code.grading.Results`."""
+"""The results of one test run, as in `keel.agents.environments.code.grading.Results`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestOutcomes:
-    """Names of tests by outcome. A test that is missing from a run failed there."""
+    """Test names sorted by outcome. A test that is missing from a run counts as failed in it."""
 
     f2p: list[str]
     p2p: list[str]
     p2f: list[str]
     flaky: list[str]
     canary: bool
-    """True if the canaries behaved as expected in every run."""
+    """Whether the canary tests behaved as expected in every run."""
     inside: bool
-    """True if the canaries inside hidden test files behaved as expected."""
+    """Whether the canary tests inside the hidden test files behaved as expected."""
     seconds: float
-    """Seconds of the slowest run."""
+    """Duration of the slowest run in seconds."""
     about: str
-    """Counts of the first runs, for messages."""
+    """Describe the counts of the first runs for messages."""
 
 
 def outcomes_of(before: Sequence[Results], after: Sequence[Results]) -> TestOutcomes:

@@ -1,4 +1,4 @@
-"""Sealed instances of candidates, and the sandboxes that run them."""
+"""Store candidates as sealed instances and run them in sandboxes."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from keel.synthesis.ledger import Rejected
 
 OPEN_S = 180.0
 AROUND_S = 180.0
-"""Timeout in seconds for the work around the tests of a call."""
+"""Seconds added to the test timeout of a call for the work around the tests."""
 SETUP_FILES_MIB = 2048
 _PACKAGE = "keel.agents.environments.code"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """A project's installed dependencies and its test command."""
+    """The installed dependencies of a project and its test command."""
 
     name: str
-    """Folder in `prefixes`."""
+    """Name of the folder in `prefixes`."""
     setup: str
     test: str
     generated: Tree = field(default_factory=dict[str, Entry])
@@ -44,7 +44,7 @@ class Prefix:
 
 
 def instance_of(candidate: Candidate, built: Prefix, tests_s: float) -> dict[str, Any]:
-    """Return the instance without the gold patch and without test names."""
+    """Return the instance for a candidate, without the gold patch and without test names."""
     base = overlay(built.generated, candidate.base)
     changed = sorted(path for path in candidate.test_files() if candidate.after.get(path))
     language = candidate.language
@@ -68,7 +68,7 @@ def instance_of(candidate: Candidate, built: Prefix, tests_s: float) -> dict[str
 
 
 def _has_tests(path: str, language: ProjectLanguage) -> bool:
-    """Return whether the file name, not its folder, matches a test pattern."""
+    """Return whether the name of a file, not of its folder, matches a test pattern."""
     names = [one for one in language.tests if not one.endswith("/") and "*" in one]
     return matches(path, names)
 
@@ -87,10 +87,12 @@ def _gone(changed: Mapping[str, Entry | None]) -> list[str]:
 
 
 class CodeSandboxes:
-    """Sandboxes of one folder of tasks: an episode's, and one with network for the set-up."""
+    """Opens the sandboxes for one folder of tasks: those for episodes, and those with network
+    access for set-ups."""
 
     def __init__(self, config: CodeTasksConfig, folder: Path) -> None:
-        """Sandboxes read only `folder/environment`. Raises ConfigError."""
+        """Prepare the sandboxes, which can read only `folder/environment`. Raises ConfigError if
+        this machine cannot run them."""
         self.folder = (folder / "environment").absolute()
         for name in ("sealed", "prefixes", "packages"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -110,7 +112,7 @@ class CodeSandboxes:
 
     @asynccontextmanager
     async def episode(self, reward: Mapping[str, Any]) -> AsyncGenerator[Hosted]:
-        """Open an episode as the policy's."""
+        """Open an episode as it is opened for the policy."""
         program = self._program("environment:Repository", self._closed)
         async with _opened(program, reward) as hosted:
             yield hosted
@@ -119,7 +121,8 @@ class CodeSandboxes:
     async def workshop(
         self, draft: Mapping[str, Any], *, sets_up: bool = False
     ) -> AsyncGenerator[Hosted]:
-        """Open a workshop; with `sets_up` it has network access and may write to the prefix."""
+        """Open a workshop, where set-ups and tests run. With `sets_up` it has network access and
+        may write to the prefix."""
         wrap, readable = self._closed, tuple[Path, ...]()
         prefix: Path | None = None
         if sets_up:
@@ -140,7 +143,7 @@ class CodeSandboxes:
                 prefix.chmod(0o755)
 
     def sealed(self, name: str, instance: Mapping[str, Any]) -> dict[str, Any]:
-        """Write a sealed instance and return the reward spec that opens it."""
+        """Write a sealed instance to the folder and return the reward spec that opens it."""
         key = secrets.token_bytes(32)
         write(self.folder / "sealed" / name, seal(dict(instance), key))
         return {"kind": ENVIRONMENT, "instance": name, "key": key.hex()}
@@ -181,7 +184,7 @@ async def _opened(program: Program, reward: Mapping[str, Any]) -> AsyncGenerator
 async def call_workshop(
     hosted: Hosted, name: str, timeout_s: float, **arguments: Any
 ) -> dict[str, Any]:
-    """Return the JSON result of a workshop's method. Raises Rejected if it fails."""
+    """Call a method of a workshop and return its JSON result. Raises Rejected if the call fails."""
     call = ToolCall(call_id="1", name=name, arguments=arguments)
     result = await hosted.call(call, timeout_s=timeout_s)
     if result.failed:
@@ -190,7 +193,7 @@ async def call_workshop(
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file atomically, readable by everyone."""
+    """Write a file atomically and make it readable for everyone."""
     new = path.with_name(f".{path.name}.new")
     new.write_bytes(data)
     new.chmod(0o644)

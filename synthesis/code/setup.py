@@ -1,8 +1,8 @@
-"""Builds prefixes: a project's dependencies, installed once for all candidates with the same
+"""Build prefixes: the dependencies of a project, installed once for all candidates with the same
 manifests.
 
-The language's own set-up is tried first. If no test passes then, a set-up agent with bash in the
-same sandbox submits scripts, which are run from scratch.
+The language's own set-up is tried first. If no test passes with it, a set-up agent with bash in the
+same sandbox submits scripts, each of which is run from scratch.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ What came of it: {why}
 
 
 class PrefixBuilder:
-    """Builds prefixes on demand and keeps them in the folder."""
+    """Builds prefixes when they are needed and keeps them in the folder."""
 
     def __init__(
         self, config: CodeTasksConfig, author: Author, folder: Path, rooms: CodeSandboxes
@@ -104,7 +104,8 @@ class PrefixBuilder:
         self._projects = {normalize_name(source.name) for source in config.sources}
 
     async def of(self, candidate: Candidate) -> Prefix:
-        """Return the prefix of a candidate. Raises Rejected if no test passes."""
+        """Return the prefix for a candidate, and build it if needed. Raises Rejected if no test
+        passes."""
         name = self._name(candidate)
         async with self._locks.setdefault(name, asyncio.Lock()):
             record = self._records / f"{name}.json"
@@ -176,8 +177,8 @@ class PrefixBuilder:
     async def _try_setup(
         self, hosted: Hosted, candidate: Candidate, expected: Prefix
     ) -> tuple[Prefix | None, str]:
-        """Set up in `hosted` and run the tests as episodes will; return the prefix, or the reason
-        of the failure."""
+        """Run a set-up in `hosted` and then the tests as episodes will. Returns the prefix, or the
+        reason for the failure."""
         within_s = self._config.setup_s
         result = await call_workshop(
             hosted, "set_up", within_s + AROUND_S, script=expected.setup, within_s=within_s

@@ -1,4 +1,4 @@
-"""Candidates from git repositories and from archives of releases."""
+"""Find candidates in git repositories and in archives of releases."""
 
 from __future__ import annotations
 
@@ -31,14 +31,12 @@ _NUMBER = re.compile(r"\s*\((?:#|gh-)\d+\)\s*$", re.IGNORECASE)
 
 
 class GitSource:
-    """First-parent commits of a git repository that refer to an issue.
-
-    Nothing of the repository runs: only plumbing commands are used, since even `git log` may run a
-    configured program.
-    """
+    """Takes candidates from the first-parent commits of a git repository that refer to an issue. No
+    code from the repository runs: only plumbing commands are used, since even `git log` may run a
+    configured program."""
 
     def __init__(self, source: CodeSourceConfig) -> None:
-        """Raises ConfigError."""
+        """Read the repository. Raises ConfigError if it cannot be used."""
         self._source = source
         self._issues = _issues(source)
         if not Path(source.git).expanduser().is_dir():
@@ -94,7 +92,7 @@ class GitSource:
         )
 
     def _tree(self, commit: str) -> Tree:
-        """Read the tree without `git archive`, which honours export-ignore."""
+        """Read the files in a commit without `git archive`, which honours export-ignore."""
         modes: dict[str, tuple[str, str]] = {}
         for line in self._git("ls-tree", "-r", "-z", "--full-tree", commit).split("\0")[:-1]:
             about, _, path = line.partition("\t")
@@ -121,7 +119,8 @@ class GitSource:
         return str(folder / ".git" if (folder / ".git").exists() else folder)
 
     def _log_fields(self, what: Sequence[str], *which: str) -> list[list[str]]:
-        """Return the formatted fields of commits; messages contain no NUL bytes."""
+        """Return the formatted fields of each commit. They are separated by NUL bytes, which
+        messages cannot contain."""
         form = "".join(f"%x00{word}" for word in what)
         parts = self._git("rev-list", f"--format={form}%x00", *which).split("\0")
         size = len(what) + 1  # plus the line with the commit hash
@@ -142,7 +141,7 @@ class GitSource:
 
 
 def issue_text(message: str) -> str:
-    """Return a commit message as an issue: without trailers, merge line and its own number."""
+    """Turn a commit message into an issue: remove trailers, merge line and its own number."""
     lines = [
         line.rstrip()
         for line in message.splitlines()
@@ -180,16 +179,17 @@ UNREADABLE = (
     *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError),
     *(NotImplementedError, RuntimeError),  # of zipfile: methods it lacks, a password
 )
-"""Errors of unpacking an archive."""
+"""Errors raised when an archive cannot be unpacked."""
 MOST_BYTES = 256 << 20
-"""Size limit of an unpacked archive."""
+"""Maximum size in bytes of an unpacked archive."""
 
 
 class ArchiveSource:
-    """A source with one candidate: two releases, whose changelog difference is the issue."""
+    """A source with a single candidate: the change between two releases, with the difference of
+    their changelogs as its issue."""
 
     def __init__(self, source: CodeSourceConfig) -> None:
-        """Raises ConfigError."""
+        """Check the archives. Raises ConfigError if they cannot be used."""
         self._source = source
         self._paths = [Path(path).expanduser() for path in source.archives]
         for path in self._paths:
@@ -217,7 +217,7 @@ def version_of(path: Path) -> str:
 
 
 def changelog_additions(base: Tree, after: Tree) -> str:
-    """Return the lines added to the newer changelog."""
+    """Return the lines that the newer changelog adds to the older one."""
     for path in sorted(after, key=lambda path: (path.count("/"), path)):
         name = path.lower()
         entry = after[path]
@@ -287,5 +287,6 @@ def _zipped(data: bytes) -> list[tuple[str, str, bytes]]:
 
 
 def _kind(mode: int) -> str:
-    """Return the kind of a zip member from its Unix mode, 0 if packed elsewhere."""
+    """Return the file type of a zip member from its Unix mode, which is 0 if the archive was not
+    packed on Unix."""
     return "l" if stat.S_ISLNK(mode) else "x" if mode & 0o100 else "f"

@@ -1,4 +1,5 @@
-"""Writes one environment: database, tools, a simple task, then harder ones step by step."""
+"""Build one environment with an author: a database, tools, a simple task, and then harder tasks one
+by one."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ from keel.synthesis.ledger import Rejected
 from keel.synthesis.tool_loop import gather_or_cancel, work
 
 SHOWN = 6000
-"""Maximum characters of the database in later prompts."""
+"""Maximum number of characters of the database that later prompts show."""
 
 
 class EnvironmentWriter:
-    """Builds one environment in a folder of `rooms.making`. None of the author's code runs in this
+    """Builds one environment in a folder below `rooms.making`. The author's code never runs in this
     process."""
 
     def __init__(
@@ -54,10 +55,10 @@ class EnvironmentWriter:
         self._passed: list[int] = []
         self._messages: list[Message] = []
         self.drafts: list[Rejected] = []
-        """Rejected drafts."""
+        """Drafts that a gate has rejected."""
 
     async def run(self) -> None:
-        """Build the environment and leave its finished folder. Raises Rejected, AuthorLost,
+        """Build the environment and leave the finished folder. Raises Rejected, AuthorLost or
         BudgetSpent."""
         kind = await self._database()
         (shown,) = await self._rooms.workshop(
@@ -92,7 +93,7 @@ class EnvironmentWriter:
         self._provenance()
 
     async def _database(self) -> str:
-        """Build the database and return its kind: .json or .sqlite."""
+        """Build the database and return its suffix, .json or .sqlite."""
         config, kind = self._config, ""
 
         async def call(call: ToolCall) -> ToolResult:
@@ -140,7 +141,7 @@ class EnvironmentWriter:
         return kind
 
     def _taken(self, text: str) -> str:
-        """Decode and store the submitted database, which is untrusted."""
+        """Decode the submitted database, which is untrusted, and store it."""
         try:
             reply = json.loads(text)
             kind, data = reply["name"], base64.b64decode(reply["data"], validate=True)
@@ -152,8 +153,8 @@ class EnvironmentWriter:
         return kind
 
     async def _revised(self, purpose: str, hold: Callable[[AuthorReply], Awaitable[None]]) -> None:
-        """Ask the author and check the reply, with a new attempt after each rejection. Raises
-        Rejected."""
+        """Ask the author and check the reply. After each rejection the author revises it. Raises
+        Rejected if no revisions are left."""
         for remaining in reversed(range(self._config.revisions + 1)):
             reply = await self._author.ask(self._messages, purpose=purpose)
             self._messages.append(reply.message())
@@ -212,7 +213,7 @@ class EnvironmentWriter:
         self._passed.append(passed)
 
     async def _earlier_hold(self, specs: gates.Specs) -> None:
-        """Require that new tools do not change the solutions of earlier tasks."""
+        """Check that the new tools leave the solutions of earlier tasks unchanged."""
         for number in range(len(self._tasks)):
             found = await gates.solved(
                 self._rooms, self._path, specs, self._files["solve.py"], number
@@ -257,11 +258,12 @@ async def check_task(
     reference: Reference,
     seed: int,
 ) -> tuple[Any, int, int]:
-    """Pass task `number` of a folder through every gate.
+    """Check a task with every gate. Returns the solution's answer, the number of its calls, and how
+    many attempts passed.
 
-    `earlier` are the answers of earlier tasks and `before` the attempts that passed at the last of
-    them. Returns the solution's answer, its number of calls, and the passing attempts. Raises
-    Rejected, and RecursionError for values nested too deeply.
+    `number` is the task in the folder, `earlier` are the answers to earlier tasks, and `before`
+    says how many attempts passed the previous one. Raises Rejected, or RecursionError if values are
+    nested too deeply.
     """
     solved = await gates.solved(rooms, path, specs, solution, number)
     again = await gates.solved(rooms, path, specs, solution, number, seed=seed + 1)
@@ -299,12 +301,12 @@ class Reference(Protocol):
     name: str
 
     async def passed(self, rooms: GeneralSandboxes, environment: Path, number: int) -> int:
-        """Return how many of `rooms.config.attempts` attempts pass."""
+        """Attempt a task `rooms.config.attempts` times and return how many attempts pass."""
         ...
 
 
 class ModelReference:
-    """A model that solves tasks with the tools."""
+    """A model that attempts tasks with their tools."""
 
     def __init__(self, author: Author) -> None:
         self.name, self._author = author.name, author
@@ -346,10 +348,8 @@ GATE = "form"
 def sections(
     reply: AuthorReply, expected: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return the first code block below each heading, or its text without a code block.
-
-    Raises Rejected for a reply without a required section.
-    """
+    """Split a reply at its headings. Each section is the first code block below its heading, or the
+    text if there is no code block. Raises Rejected if a required section is missing."""
     if reply.cut:
         raise Rejected(GATE, "the reply was cut off by author.max_tokens or the context; be brief")
     text = _outside_blocks(reply.content)
@@ -368,12 +368,13 @@ def sections(
 
 
 def _outside_blocks(text: str) -> str:
-    """Blank the code blocks, so that comments in code are not read as headings."""
+    """Blank out the code blocks, so that comments in code are not taken for headings."""
     return _BLOCK.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
 
 
 def renamed(source: str, name: str, number: int) -> str:
-    """Rename the only function `name` to the name of task `number`. Raises Rejected."""
+    """Rename the only function `name` so that its name includes the task's `number`. Raises
+    Rejected if there is not exactly one."""
     changed, count = re.subn(
         rf"^def {name}(?=\s*\()", f"def {name}_{number}", source, flags=re.MULTILINE
     )

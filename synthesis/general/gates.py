@@ -1,4 +1,4 @@
-"""Gates for environments and tasks. Each raises `Rejected` with its name."""
+"""Gates for environments and tasks. Each gate raises `Rejected` with its own name."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from keel.synthesis.ledger import Rejected
 from keel.synthesis.tool_loop import gather_or_cancel, tool_spec_of
 
 Specs = Mapping[str, Mapping[str, Any]]
-"""Tools by name: description, parameters, and whether they return `text` or `json`."""
+"""The description and parameters of each tool by name, and whether it returns `text` or `json`."""
 CallAnswerer = Callable[[ToolCall], Awaitable[Mapping[str, str]]]
-"""Answers a solution's call with {"text" or "failed": …}."""
+"""A function that answers a tool call of a solution with {"text" or "failed": …}."""
 PROBES = 5
-"""Generated calls per tool."""
+"""Number of generated calls per tool."""
 MOST_CALLS = 1000
 MOST_REPLAYED = 200
 MOST_TEXTS = 400
@@ -33,7 +33,7 @@ HASH_SEEDS = (1, 2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolutionResult:
-    """Result of a solution."""
+    """What running a solution gave."""
 
     answer: Any
     results: Results
@@ -44,7 +44,7 @@ class SolutionResult:
 
 
 async def typed(rooms: GeneralSandboxes, environment: Path) -> Specs:
-    """Require type hints, docstrings and valid schemas for all tools."""
+    """Check that all tools have type hints, docstrings and valid schemas."""
     specs: dict[str, dict[str, Any]] = await rooms.workshop(
         "typed", environment, "describe", each_s=rooms.config.call_s
     )
@@ -64,10 +64,8 @@ async def deterministic(
     *,
     seed: int,
 ) -> None:
-    """Require the same results in two processes with different hash seeds.
-
-    Replays the solution's calls, and generated ones with arguments from the database.
-    """
+    """Check that tools return the same results in two processes with different hash seeds. The
+    calls are those of the solution and generated ones with arguments from the database."""
     texts = await texts_of(rooms, environment)
     draw = random.Random(seed)
     probes = [
@@ -111,8 +109,8 @@ async def solved(
     *,
     seed: int = 0,
 ) -> SolutionResult:
-    """Run the solution in a process with only the tools; its calls go through the environment like
-    a policy's."""
+    """Run the solution in a process that has only the tools. Its calls go through the environment
+    like those of a policy."""
     results: list[tuple[ToolCall, Mapping[str, str]]] = []
     with lost_to("solution"):
         async with general(rooms, environment, number, seed=seed) as (policy, _):
@@ -131,11 +129,9 @@ async def solved(
 async def grounded(
     rooms: GeneralSandboxes, specs: Specs, solution: str, number: int, found: SolutionResult
 ) -> None:
-    """Require that the answer changes if the tools return other names, numbers, or fewer entries.
-
-    The author has seen the database and could write the answer into the solution. If the solution
-    fails on changed results, nothing is concluded.
-    """
+    """Check that the answer changes if the tools return other names, other numbers or fewer
+    entries. The author has seen the database and could have written the answer into the solution. A
+    solution that fails on changed results passes, because that proves nothing."""
 
     async def over(change: Leaf, entries: Leaf = as_it_is) -> str:
         replay = ResultReplay(found.results, change, entries)
@@ -164,7 +160,7 @@ async def grounded(
 async def _run_solution(
     rooms: GeneralSandboxes, specs: Specs, solution: str, number: int, request: CallAnswerer
 ) -> Any:
-    """Run a solution whose calls `asked` answers, and return its answer."""
+    """Run a solution, answering its calls with `asked`, and return its answer."""
     given = {
         "source": solution,
         "number": number,
@@ -198,7 +194,7 @@ async def _run_solution(
 
 
 def _call(reply: Mapping[str, Any], count: int, specs: Specs) -> ToolCall:
-    """Raises Rejected for an invalid call."""
+    """Read a call from a reply. Raises Rejected if the call is invalid."""
     arguments = reply.get("arguments")
     if not isinstance(arguments, dict):
         raise Rejected("solution", "a call has no keyword arguments")
@@ -209,14 +205,14 @@ def _call(reply: Mapping[str, Any], count: int, specs: Specs) -> ToolCall:
 
 
 def general(rooms: GeneralSandboxes, environment: Path, number: int, *, seed: int = 0) -> Any:
-    """Open the environment as the policy does."""
+    """Open the environment in the same way as for the policy."""
     arguments = {"folder": str(environment), "verify_s": rooms.config.verify_s}
     reward = {"general": {"task": number}}
     return rooms.open("environment:General", reward=reward, arguments=arguments, seed=seed)
 
 
 async def verified(rooms: GeneralSandboxes, environment: Path, number: int, *answers: Any) -> None:
-    """Require that `verify` accepts the solution's answers."""
+    """Check that `verify` accepts the solution's answers."""
     found = await verdicts("verified", rooms, environment, number, answers)
     for answer, verdict in zip(answers, found, strict=True):
         if isinstance(verdict, str):
@@ -230,7 +226,7 @@ async def verified(rooms: GeneralSandboxes, environment: Path, number: int, *ans
 
 
 async def not_empty(rooms: GeneralSandboxes, environment: Path, number: int, answer: Any) -> None:
-    """Require that `verify` rejects empty answers of any form."""
+    """Check that `verify` rejects empty answers of any form."""
     empty = [*EMPTY, *(one for one in hollow(answer) if one != answer)]
     await _refused("empty", rooms, environment, number, [(repr(one), one) for one in empty])
 
@@ -238,8 +234,8 @@ async def not_empty(rooms: GeneralSandboxes, environment: Path, number: int, ans
 async def not_mutated(
     rooms: GeneralSandboxes, environment: Path, number: int, answer: Any, *, seed: int
 ) -> None:
-    """Require that `verify` rejects the answer with any single change, and most random answers of
-    its form."""
+    """Check that `verify` rejects the answer after any single change, and most random answers of
+    the same form."""
     changed = mutations(answer)
     await _refused("mutated", rooms, environment, number, changed)
     others = plausible(answer, await texts_of(rooms, environment), seed)
@@ -256,13 +252,13 @@ async def not_mutated(
 async def not_easier(
     rooms: GeneralSandboxes, environment: Path, number: int, earlier: Sequence[Any]
 ) -> None:
-    """Require that `verify` rejects the answers of earlier tasks."""
+    """Check that `verify` rejects the answers to earlier tasks."""
     named = [(f"the answer of task {n}", answer) for n, answer in enumerate(earlier)]
     await _refused("easier", rooms, environment, number, named)
 
 
 def harder(before: int | None, passed: int, attempts: int) -> None:
-    """Require fewer passing attempts of the reference policy than at the previous task."""
+    """Check that fewer attempts of the reference policy pass than for the previous task."""
     if attempts and before is not None and passed >= before:
         raise Rejected(
             "harder",
@@ -274,7 +270,7 @@ def harder(before: int | None, passed: int, attempts: int) -> None:
 async def verdicts(
     gate: str, rooms: GeneralSandboxes, environment: Path, number: int, answers: Sequence[Any]
 ) -> list[dict[str, bool] | str]:
-    """Return, per answer, the demands met, or the error of `verify`."""
+    """Return for each answer which demands it meets, or the error that `verify` raised."""
     if not answers:
         return []
     return await rooms.workshop(
@@ -292,7 +288,7 @@ def passes(verdict: dict[str, bool] | str) -> bool:
 
 
 async def texts_of(rooms: GeneralSandboxes, environment: Path) -> list[str]:
-    """Return strings of the database."""
+    """Return strings from the database."""
     return await rooms.workshop(
         "database",
         environment,
@@ -316,7 +312,8 @@ async def _refused(
 
 
 def _drawn(schema: Any, texts: Sequence[str], draw: random.Random) -> Any:
-    """Return a random value of a schema made from type hints, or None for any other schema."""
+    """Draw a random value for a schema that was made from type hints. Returns None for any other
+    schema."""
     if not isinstance(schema, dict):
         return None
     schema = cast(Mapping[str, Any], schema)
@@ -349,19 +346,17 @@ def _short(value: Any) -> str:
 
 
 Leaf = Callable[[Any], Any]
-"""Maps a string, number or boolean to another of its kind."""
+"""A function that maps a string, number or boolean to another one of the same kind."""
 Results = Sequence[tuple[ToolCall, Mapping[str, str]]]
-"""Calls, each with its result: {"text" or "failed": …}."""
+"""Tool calls with their results, each {"text" or "failed": …}."""
 
 
 class ResultReplay:
-    """Answers a solution's calls with changed versions of recorded results.
-
-    An argument that repeats a changed value is mapped back to the true one.
-    """
+    """Answers the calls of a solution with altered versions of recorded results. If an argument
+    repeats an altered value, it is mapped back to the true one."""
 
     def __init__(self, results: Results, change: Leaf, entries: Leaf) -> None:
-        """`entries` changes whole results before `change` changes their leaves."""
+        """`entries` alters whole results. After that `change` alters their leaves."""
         self._change, self._entries = change, entries
         self._known = {_key(call.name, call.arguments): said for call, said in results}
         self._true: dict[str, Any] = {}
@@ -391,7 +386,7 @@ class ResultReplay:
 
 
 def map_leaves(change: Leaf, value: Any) -> Any:
-    """Return the value with every leaf changed."""
+    """Return a copy of a value in which every leaf is changed."""
     if isinstance(value, dict):
         return {name: map_leaves(change, one) for name, one in cast(dict[str, Any], value).items()}
     if isinstance(value, list):
@@ -404,8 +399,8 @@ def as_it_is(value: Any) -> Any:
 
 
 def halve_entries(value: Any) -> Any:
-    """Return half of the entries of a list, of the lists in an object, of a flat object, or of the
-    lines of a text, to change counts."""
+    """Drop half of the entries of a list, of the lists in an object, of a flat object, or of the
+    lines in a text, so that counts change."""
     if isinstance(value, list):
         each = cast(list[Any], value)
         return each[: len(each) // 2]
@@ -427,7 +422,7 @@ def _other_name(value: Any) -> Any:
 
 
 def _other_digits(value: Any) -> Any:
-    """Change digits in texts, such as times and prices."""
+    """Change the digits in texts, such as times and prices."""
     if isinstance(value, str):
         return re.sub(r"[0-9]", lambda found: str(9 - int(found[0])), value)
     return value
@@ -440,7 +435,7 @@ def _next_number(value: Any) -> Any:
 
 
 def _other_order(value: Any) -> Any:
-    """Reverse the order of numbers."""
+    """Change numbers so that their order is reversed."""
     return 1000 - value if type(value) in (int, float) else value
 
 
@@ -464,8 +459,8 @@ Place = tuple[str | int, ...]
 
 
 def mutations(answer: Any) -> list[tuple[str, Any]]:
-    """Return (description, answer) pairs with one value, key or entry changed; at most `MOST`,
-    evenly chosen."""
+    """Return (description, answer) pairs in which one value, key or entry is changed. If there are
+    more than `MOST`, an evenly spaced selection is returned."""
     found = list(_changed(answer))
     step = max(1.0, len(found) / MOST)
     return [found[int(n * step)] for n in range(min(len(found), MOST))]
@@ -505,7 +500,7 @@ def _others(value: Any) -> list[Any]:
 
 
 def hollow(answer: Any) -> list[Any]:
-    """Return answers of the same form with empty values."""
+    """Return answers of the same form whose values are empty."""
     return [
         map_leaves(lambda _: None, answer),
         map_leaves(lambda _: "", answer),
@@ -518,7 +513,8 @@ def _zero(value: Any) -> Any:
 
 
 def plausible(answer: Any, texts: Sequence[str], seed: int) -> list[Any]:
-    """Return answers of the same form with strings drawn from `texts` and nearby numbers."""
+    """Return answers of the same form with strings drawn from `texts` and numbers near the true
+    ones."""
     draw = random.Random(seed)
     found: list[Any] = []
     leaves = [

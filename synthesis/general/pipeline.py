@@ -23,7 +23,8 @@ from keel.synthesis.ledger import Rejected
 
 
 class GeneralPipeline:
-    """Implements `keel.commands.synthesize.Pipeline`. A key is a category and a number."""
+    """Makes general tasks. Implements `keel.commands.synthesize.Pipeline` with a category and a
+    number as the key."""
 
     def __init__(
         self,
@@ -34,7 +35,8 @@ class GeneralPipeline:
         reference: Author | Reference,
         seed: int,
     ) -> None:
-        """The reference's attempts measure the difficulty of a task. Raises ConfigError."""
+        """Prepare the pipeline. The attempts of `reference` measure the difficulty of a task.
+        Raises ConfigError if a setting cannot be used."""
         if not config.categories:
             raise ConfigError("general.categories is empty. Name the topics of the tasks")
         self.keys: Sequence[str] = [
@@ -60,7 +62,7 @@ class GeneralPipeline:
         await self._rooms.__aexit__(*error)
 
     async def make(self, key: str) -> Sequence[Rejected] | None:
-        """See `keel.commands.synthesize.Make`."""
+        """Make one task. See `keel.commands.synthesize.Make`."""
         done, path = self._done / key, self._rooms.making / key
         if done.exists():  # an earlier start ended before it wrote the ledger
             return None

@@ -1,4 +1,4 @@
-"""Sandboxes for the author's code."""
+"""Sandboxes that run the author's code."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from keel.synthesis.ledger import Rejected
 PACKAGE = "keel.agents.environments.general"
 MEMORY_MIB = 2048
 STARTING = 8
-"""Maximum concurrent sandbox starts."""
+"""Maximum number of sandboxes that start at the same time."""
 SLACK_S = 30.0
-"""Slack in seconds on top of the inner timeouts."""
+"""Seconds added to the timeouts inside the sandbox."""
 
 
 class GeneralSandboxes:
-    """Sandboxes that read only the folder `making`. Use as an async context manager."""
+    """Opens sandboxes that read only the folder `making`. Use it as an async context manager."""
 
     def __init__(self, making: Path, config: GeneralConfig) -> None:
-        """Raises ConfigError if this machine has no sandbox."""
+        """Prepare the sandboxes. Raises ConfigError if this machine cannot run any."""
         self.making, self.config = making, config
         making.mkdir(parents=True, exist_ok=True)
         making.chmod(0o755)  # as root, Keel runs the sandbox as another user
@@ -78,8 +78,9 @@ class GeneralSandboxes:
         hash_seed: int | None = None,
         seed: int = 0,
     ) -> AsyncGenerator[tuple[Hosted, Opening]]:
-        """Yield an environment of the package and its opening, optionally with its own hash seed.
-        Raises EnvironmentLost."""
+        """Open an environment from the package and yield it with its first messages and tools.
+        `hash_seed` sets the hash seed of its process. Raises EnvironmentLost if the environment
+        crashes or hangs."""
         program = self._program(target, arguments or {}, hash_seed)
         parent = self._parent if hash_seed is None else None
         hosted = Hosted(program, starting=self._starting, fork_server=parent)
@@ -106,11 +107,9 @@ class GeneralSandboxes:
         hash_seed: int | None = None,
         seed: int = 0,
     ) -> Any:
-        """Call a method of `checks.AuthorWorkshop` on an environment.
-
-        `each_s` is the timeout of each of the `times` executions of the author's code. Raises
-        Rejected by `gate` if that code fails.
-        """
+        """Call a method of `checks.AuthorWorkshop` on an environment. The method runs the author's
+        code `times` times, each with the timeout `each_s`. Raises Rejected by `gate` if that code
+        fails."""
         called = ToolCall(call_id="c", name=name, arguments=dict(arguments or {}))
         reward = {"environment": str(environment), "within_s": each_s}
         with lost_to(gate):
@@ -124,7 +123,7 @@ class GeneralSandboxes:
 
 
 class lost_to:
-    """Turns the loss of a sandbox into a rejection by `gate`, because the code in it caused it."""
+    """Reject the task by `gate` if a sandbox is lost, because the code in it caused the loss."""
 
     def __init__(self, gate: str) -> None:
         self._gate = gate

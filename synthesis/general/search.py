@@ -1,4 +1,4 @@
-"""Search for authors: a folder of documents, or the user's own function."""
+"""Search for authors, in a folder of documents or with the user's own function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keel.configs.synthesis import GeneralConfig
 from keel.rl.turns import ToolSpec
 
 Search = Callable[[str], Awaitable[str]]
-"""Maps a query to text. Raises ValueError with a message for the author."""
+"""A function that maps a query to text. Raises ValueError with a message for the author."""
 
 SEARCH = ToolSpec(
     name="search",
@@ -32,14 +32,14 @@ SEARCH = ToolSpec(
     },
 )
 PASSAGE = 1200
-"""Characters of a passage."""
+"""Number of characters in a passage."""
 PASSAGES = 5
 MOST_SAID = 12_000
 DEADLINE_S = 60.0
 
 
 def search_of(config: GeneralConfig) -> Search | None:
-    """Return the configured search, or None. Raises ConfigError."""
+    """Return the search that is configured, or None. Raises ConfigError if it cannot be used."""
     if config.documents:
         try:
             documents = Documents(Path(config.documents).expanduser())
@@ -72,7 +72,8 @@ def search_of(config: GeneralConfig) -> Search | None:
 
 
 def _start(function: Callable[[str], Any], query: str) -> Future[Any]:
-    """Run the function on a daemon thread, so that a hanging search does not block the exit."""
+    """Run a function on a daemon thread, so that a search that hangs does not keep the process from
+    exiting."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
 
@@ -87,10 +88,10 @@ def _start(function: Callable[[str], Any], query: str) -> Future[Any]:
 
 
 class Documents:
-    """Passages of a folder of text, in the index that policies search too."""
+    """Searches the passages in a folder of text, with the same index that policies search."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ValueError, OSError for a folder that cannot be read."""
+        """Index the folder. Raises ValueError or OSError if it cannot be read."""
         self._index = SearchIndex(ensure_index(folder))
 
     def __len__(self) -> int:

@@ -1,1 +1,1 @@
-"""Questions that need several documents of a corpus (`keel synthesize`, family `search`)."""
+"""Questions that need several documents from a corpus (`keel synthesize`, family `search`)."""

@@ -1,4 +1,4 @@
-"""Agents that try to answer a question, and the verifier that judges all answers."""
+"""Agents that try to answer a question, and the verifier that judges all their answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keel.synthesis.search.workspace import Workspace, list_schema, object_schem
 from keel.synthesis.tool_loop import gather_or_cancel
 
 LONGEST = 300
-"""Characters of an answer."""
+"""Maximum number of characters in an answer."""
 UNKNOWN = "unknown"
 _SYSTEM = """\
 Answer the question between the fences{how}. End with the answer alone, a name or a number as it \
@@ -41,7 +41,8 @@ class Answerer:
 async def answer(
     desk: Workspace, answerer: Answerer, question: str, *, at_length: bool = False
 ) -> str:
-    """Return the answer, or "" without one. With `at_length` the answer is a text, not a name."""
+    """Ask an agent and return its answer, or "" if it gives none. With `at_length` the answer is a
+    text rather than a name."""
     expected = (_OPEN if at_length else _SYSTEM).format(how=_HOW[answerer.tools], unknown=UNKNOWN)
     worked = await desk.work(
         answerer.author,
@@ -61,10 +62,8 @@ async def answer(
 async def candidates(
     desk: Workspace, answerers: Sequence[Answerer], question: str, right: Callable[[str], bool]
 ) -> list[str]:
-    """Return the distinct answers of all agents.
-
-    Raises Rejected if one of them would be rewarded (`right`), or if none has an answer.
-    """
+    """Ask all agents and return their distinct answers. Raises Rejected if `right` accepts one of
+    them, or if no agent answers."""
     reply = await gather_or_cancel(*(answer(desk, one, question) for one in answerers))
     if easy := [one for one in reply if one and right(one)]:
         raise Rejected(
@@ -87,7 +86,7 @@ answer sounds says nothing.
 Hand in a verdict for each answer with the tool `decide`: the reason, and the document that you \
 opened and the words in it that decide."""
 LABELS = [*ascii_uppercase, *(f"A{letter}" for letter in ascii_uppercase)]
-"""Labels of answers, enough for all spellings and agents."""
+"""Labels for the answers. There are enough for all spellings and agents."""
 _DECIDE = ToolSpec(
     name="decide",
     description="Hand in the verdicts.",
@@ -117,11 +116,11 @@ async def verify(
     passes: int,
     seed: str,
 ) -> list[dict[str, Verdict]]:
-    """Return the verdicts of each pass, by answer.
+    """Ask the verifier in several passes and return its verdict on each answer.
 
     `truths` are the accepted spellings of the author's answer, which the verifier cannot tell apart
-    from the others. Raises Rejected unless every truth is right and every candidate wrong in every
-    pass.
+    from the others. Raises Rejected unless it finds every truth right and every candidate wrong in
+    every pass.
     """
     answers = [*truths, *candidates]
     draw, seen = random.Random(seed), list[dict[str, Verdict]]()

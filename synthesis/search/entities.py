@@ -1,7 +1,7 @@
-"""Rare named entities of a corpus, at which questions start.
+"""Find rare named entities in a corpus, from which questions start.
 
-A heuristic finds titles, quoted names, runs of katakana, and words that are always capitalized;
-alternatively the author proposes names. Rare names appear in few documents.
+A heuristic finds titles, quoted names, runs of katakana, and words that are always capitalized.
+Alternatively the author proposes names. A name is rare if few documents contain it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.workspace import Workspace, list_schema, object_schema, text_schema
 
 MOST_LOOKED_AT = 50_000
-"""Documents searched, from the first on."""
+"""Maximum number of documents to search, starting with the first."""
 LONGEST = 60
 LEAST, LEAST_SIGNS = 4, 2
-"""Minimum letters of a name, and minimum CJK characters."""
+"""Minimum number of letters in a name, and of characters in a CJK name."""
 _QUOTED = re.compile(r"[《「『“]([^《》「」『』“”\n]{2,40})[》」』”]")
 _KATAKANA = re.compile(r"[ァ-ヺー][ァ-ヺー・]{2,30}[ァ-ヺー]")
 _WORD = re.compile(r"[^\W\d_][\w'’-]*")
@@ -39,13 +39,13 @@ _ENDS = re.compile(r"[.!?:;\n“\"(。]\s*$|^\s*$")
 class Entity:
     name: str
     document: str
-    """A document that contains it."""
+    """A document that contains the entity."""
 
 
 def rare_entities(
     index: SearchIndex, *, count: int, most_documents: int, seed: int
 ) -> list[Entity]:
-    """Return up to `count` rare entities, drawn by the seed."""
+    """Return up to `count` rare entities, chosen at random by the seed."""
     result = _candidates(index)
     names = sorted(result)
     random.Random(seed).shuffle(names)
@@ -54,7 +54,7 @@ def rare_entities(
 
 
 def _candidates(index: SearchIndex) -> dict[str, str]:
-    """Return names with the first document that contains each."""
+    """Return names, each with the first document that contains it."""
     result, plain, alone = dict[str, str](), set[str](), set[str]()
     for document in islice(index.documents(), MOST_LOOKED_AT):
         names = [match[1] for match in _QUOTED.finditer(document.text)]
@@ -73,8 +73,8 @@ def _candidates(index: SearchIndex) -> dict[str, str]:
 
 
 def _capitalised(text: str, plain: set[str], alone: set[str]) -> Iterator[str]:
-    """Yield runs of capitalized words; collect lower-case words in `plain` and single-word names in
-    `alone`."""
+    """Yield runs of capitalized words. Lower-case words are collected in `plain`, and names of a
+    single word in `alone`."""
     run: list[re.Match[str]] = []
     for word in [*_WORD.finditer(text), None]:
         if word is not None and (capital := word[0][0].isupper()) is False:
@@ -118,8 +118,8 @@ _NAMES = ToolSpec(
 async def propose_entity(
     desk: Workspace, author: Author, document: str, most_documents: int
 ) -> str:
-    """Return the author's first proposed name that is in the document and rare. Raises Rejected,
-    AuthorLost, BudgetSpent."""
+    """Ask the author for names and return the first one that is in the document and rare. Raises
+    Rejected, AuthorLost or BudgetSpent."""
     result: list[str] = []
 
     def hand_in(value: Mapping[str, Any], search: Search) -> None:

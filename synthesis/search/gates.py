@@ -1,4 +1,4 @@
-"""Gates for a question before anyone tries to answer it. None of them asks a model."""
+"""Gates for a question before anyone tries to answer it. None of them needs a model."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.question import Draft, Evidence
 
 ALIKE = 0.8
-"""Share of common terms from which two questions count as the same."""
+"""Fraction of common terms from which two questions count as the same."""
 RARE = 0.05
-"""Largest share of documents with a term that links two documents; at least two documents."""
+"""A term links two documents only if at most this fraction of all documents contains it. Two
+documents are always allowed."""
 UNLIKELY = 0.02
-"""Language probability below which a question is in another language."""
+"""A question is in another language if the probability of the requested language is below this."""
 
 
 def check_evidence(
     evidence: Sequence[Evidence], search: Search, *, depth: int, breadth: int
 ) -> None:
-    """Require that every fact is quoted from an opened document. Raises Rejected."""
+    """Check that every fact is quoted from a document that the author opened. Raises Rejected if
+    one is not."""
     for one in evidence:
         document = search.opened.get(one.document)
         if document is None:
@@ -43,7 +45,8 @@ def check_evidence(
 
 
 def _apart(evidence: Sequence[Evidence], search: Search) -> dict[str, list[tuple[int, int]]]:
-    """Return per document the merged [start, end) ranges of its quotes, in letters and digits."""
+    """Return the merged [start, end) ranges of the quotes from each document, counted in letters
+    and digits."""
     result: dict[str, list[tuple[int, int]]] = {}
     for name in {one.document for one in evidence}:
         whole = squeeze(search.opened[name].text)
@@ -64,8 +67,8 @@ def _apart(evidence: Sequence[Evidence], search: Search) -> dict[str, list[tuple
 
 
 def check_chain(evidence: Sequence[Evidence], search: Search, index: SearchIndex) -> None:
-    """Require that documents are linked: a rare term quoted from one appears in another. Raises
-    Rejected."""
+    """Check that the documents are linked: a rare term quoted from one of them appears in another.
+    Raises Rejected if they are not."""
     documents = {one.document: search.opened[one.document] for one in evidence}
     most = max(2, int(RARE * len(index)))
     rare: dict[str, set[str]] = {name: set() for name in documents}
@@ -93,8 +96,8 @@ def check_chain(evidence: Sequence[Evidence], search: Search, index: SearchIndex
 
 
 def check_answer(draft: Draft, index: SearchIndex, *, depth: int) -> None:
-    """Require that the answer is in the evidence, not in the question, and not in the first hit of
-    a search for it. Raises Rejected."""
+    """Check that the answer is in the evidence, but neither in the question nor in the first result
+    of a search for the question. Raises Rejected if it is not."""
     spellings = [squeeze(one) for one in (draft.answer, *draft.also)]
     if not all(spellings):
         raise Rejected("evidence", "the answer, or another spelling of it, has no letter or digit")
@@ -109,7 +112,7 @@ def check_answer(draft: Draft, index: SearchIndex, *, depth: int) -> None:
 
 
 def check_language(text: str, language: str) -> None:
-    """Raises Rejected if a question is not in the requested language."""
+    """Check that a question is in the requested language. Raises Rejected if it is not."""
     best, likely = detected(text)
     if best != language and likely.get(language, 0.0) < UNLIKELY:
         raise Rejected("language", f"the question is in {best!r} instead of {language!r}")
@@ -117,15 +120,15 @@ def check_language(text: str, language: str) -> None:
 
 @dataclass(slots=True)
 class AcceptedQuestions:
-    """Accepted questions."""
+    """The questions accepted so far."""
 
     questions: dict[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
-    """Normalized question → terms."""
+    """The terms of each normalized question."""
     facts: set[tuple[str, frozenset[str]]] = field(default_factory=set[tuple[str, frozenset[str]]])
-    """Answers with their documents."""
+    """The answers with their documents."""
 
     def check(self, question: str, answer: str, documents: Iterable[str]) -> None:
-        """Raises Rejected for a duplicate or near-duplicate."""
+        """Check that a question is new. Raises Rejected for a duplicate or near-duplicate."""
         reply, result = squeeze(question), frozenset(terms(question))
         if reply in self.questions:
             raise Rejected("duplicate", "the question exists already")

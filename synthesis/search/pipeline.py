@@ -37,16 +37,16 @@ from keel.synthesis.search.workspace import Workspace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Starting point of a task."""
+    """The starting point for a task."""
 
     entity: Entity
     language: str
     open: bool
-    """True if it becomes a request with a rubric."""
+    """Whether the task is an open request with a rubric."""
 
 
 class SearchPipeline:
-    """Implements `keel.commands.synthesize.Pipeline`."""
+    """Makes search tasks. Implements `keel.commands.synthesize.Pipeline`."""
 
     def __init__(
         self,
@@ -57,7 +57,8 @@ class SearchPipeline:
         *,
         seed: int,
     ) -> None:
-        """`another` returns the author with other settings. Raises ValueError for invalid ones."""
+        """Prepare the pipeline. `another` returns an author with other settings. Raises ValueError
+        if such settings are invalid."""
         self._config, self._author, self._folder, self._seed = config, author, folder, seed
         self._answerers = [
             Answerer(
@@ -73,7 +74,7 @@ class SearchPipeline:
         self.keys: Sequence[str] = ()
 
     async def __aenter__(self) -> Self:
-        """Raises ConfigError for an unusable corpus."""
+        """Open the corpus. Raises ConfigError if it cannot be used."""
         config = self._config
         value = Path(config.index).expanduser() if config.index else None
         try:
@@ -209,7 +210,7 @@ class SearchPipeline:
         return self._folder / "tasks.jsonl"
 
     def _drawn(self, index: SearchIndex) -> dict[str, Start]:
-        """Return the start of each task, by key."""
+        """Return the starting point of each task by its key."""
         config = self._config
         if config.entities == "author":
             names = [Entity(name="", document=one.name) for one in index.documents()]
@@ -241,7 +242,7 @@ class SearchPipeline:
         return starts
 
     def _read_kept(self) -> None:
-        """Read accepted tasks of earlier starts, and remove an incomplete last line."""
+        """Read the tasks accepted at earlier starts, and remove an incomplete last line."""
         if not self._file.exists():
             return
         data = self._file.read_bytes()

@@ -1,4 +1,4 @@
-"""The author of a question, its evidence, and the rule that rewards an answer."""
+"""Let an author write a question with its evidence, and make the rule that rewards an answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keel.synthesis.author import Author
 from keel.synthesis.search.workspace import Workspace, list_schema, object_schema, text_schema
 
 MOST = 12
-"""Maximum facts of a question, and spellings of an answer."""
+"""Maximum number of facts in a question, and of spellings of an answer."""
 _SYSTEM = """\
 You write questions for people who are good at research. A question has one short answer, a name \
 or a number, that stands in a document word for word. It can only be answered by looking up \
@@ -42,18 +42,18 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """An untested question."""
+    """A question that has not been tested yet."""
 
     question: str
     answer: str
     also: tuple[str, ...]
-    """Other correct spellings."""
+    """Other correct spellings of the answer."""
     evidence: tuple[Evidence, ...]
     language: str
 
     @property
     def spellings(self) -> list[str]:
-        """All correct spellings that the rule distinguishes, the answer first."""
+        """All correct spellings that the rule distinguishes. The answer itself comes first."""
         result: dict[str, str] = {}
         for one in (self.answer, *self.also):
             result.setdefault(normalize_answer(one), one)
@@ -80,7 +80,8 @@ _SUBMIT = ToolSpec(
     ),
 )
 Gate = Callable[[Draft, Search], None]
-"""Raises Rejected. `Search` is the author's, with the documents it opened."""
+"""A function that raises Rejected if a draft fails. `Search` is the author's, with the documents it
+opened."""
 
 
 async def write_question(
@@ -93,7 +94,8 @@ async def write_question(
     breadth: int,
     gate: Gate,
 ) -> Draft:
-    """Raises Rejected by a gate, AuthorLost, BudgetSpent."""
+    """Ask the author for a question that passes the gates. Raises Rejected by a gate, AuthorLost or
+    BudgetSpent."""
     drafts: list[Draft] = []
 
     def hand_in(value: Mapping[str, Any], search: Search) -> None:
@@ -127,9 +129,9 @@ def evidence_of(value: Mapping[str, Any]) -> tuple[Evidence, ...]:
 
 
 _NUMBER = re.compile(r"[-+−]?(?:0|[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*)(?:\.\d*[1-9])?\s*%?")
-"""A number compared by value; `3.10`, `007` and `192.168.0.1` are names."""
+"""Matches numbers that are compared by value. `3.10`, `007` and `192.168.0.1` are names instead."""
 _SIGNS = ("'’‘ʼ`´", "-‐‑‒–—−", '"“”„')
-"""Interchangeable punctuation marks."""
+"""Punctuation marks that are interchangeable."""
 _ONE_OF = {sign: f"[{re.escape(signs)}]" for signs in _SIGNS for sign in signs}
 _FIRST = {ord(sign): signs[0] for signs in _SIGNS for sign in signs}
 
@@ -141,7 +143,8 @@ def normalize_answer(text: str) -> str:
 
 
 def rule_of(right: Sequence[str]) -> dict[str, str]:
-    """Return the JSONL rule of an answer: numbers by value, texts by their accepted spellings."""
+    """Return the JSONL rule for an answer. Numbers are compared by value, and texts with their
+    accepted spellings."""
     by_value = {"answer": right[0], "match": "math"}
     if all(map(_NUMBER.fullmatch, right)) and all(map(accepts(by_value), right)):
         return by_value
@@ -150,7 +153,7 @@ def rule_of(right: Sequence[str]) -> dict[str, str]:
 
 
 def accepts(rule: dict[str, str]) -> Callable[[str], bool]:
-    """Return a predicate that is true if an answer scores 1."""
+    """Return a function that tells whether an answer scores 1."""
     verify = verifier_for({"kind": "answer", **rule})
     return lambda answer: verify(answer) == 1
 

@@ -1,4 +1,5 @@
-"""Open requests with a rubric, kept if an answer with search scores higher than one without."""
+"""Open requests with a rubric. A request is kept if an answer with search scores higher than one
+without."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from keel.synthesis.tool_loop import gather_or_cancel
 
 LEAST_CRITERIA, MOST_CRITERIA = 3, 8
 READS = 3
-"""Replies of the judge that are parsed before giving up."""
+"""Number of judge replies to try to parse before giving up."""
 _SYSTEM = """\
 You write requests that people make of an assistant that can search: to explain, compare, sum up \
 or advise. A good one needs at least {breadth} facts from at least {depth} documents, and nobody \
@@ -54,11 +55,11 @@ _SUBMIT = ToolSpec(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRequest:
-    """An open request."""
+    """A request without a single correct answer, and the rubric for its answers."""
 
     text: str
     spec: Mapping[str, Any]
-    """Reward spec of kind `rubric`."""
+    """The reward spec of kind `rubric`."""
     evidence: tuple[Evidence, ...]
 
     @property
@@ -67,7 +68,7 @@ class OpenRequest:
 
 
 Gate = Callable[[OpenRequest, Search], None]
-"""Raises Rejected."""
+"""A function that raises Rejected if a request fails."""
 
 
 async def write_request(
@@ -80,7 +81,7 @@ async def write_request(
     breadth: int,
     gate: Gate,
 ) -> OpenRequest:
-    """Raises Rejected, AuthorLost, BudgetSpent."""
+    """Ask the author for an open request. Raises Rejected, AuthorLost or BudgetSpent."""
     written: list[OpenRequest] = []
 
     def hand_in(value: Mapping[str, Any], search: Search) -> None:
@@ -119,8 +120,8 @@ async def check_gain(
     least: float,
     passes: int,
 ) -> dict[str, float]:
-    """Return the mean scores with tools and without. Raises Rejected if the gain is
-    below `least`."""
+    """Return the mean scores of answers with and without tools. Raises Rejected if the difference
+    is below `least`."""
     with_tools, without = await gather_or_cancel(
         *(
             answer(
