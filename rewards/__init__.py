@@ -1,1 +1,1 @@
-"""Rewards: verifiers, judges and functions, and their composition into a score."""
+"""Computes rewards with verifiers, judges and functions, and combines them into a score."""

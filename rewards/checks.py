@@ -1,4 +1,4 @@
-"""Checks of a recipe's rewards before the run starts."""
+"""Checks the rewards in a recipe before the run starts."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from keel.rewards.workers.pool import WorkerPool
 from keel.rl.types import ENVIRONMENT, FUNCTIONS, Prompt
 
 REFERENCES = 16
-"""Maximum number of reference solutions to run per source."""
+"""How many reference solutions to run for each source."""
 REFERENCES_S = 20.0
-"""No reference solution of a source is started after this many seconds."""
+"""After this many seconds, no further reference solution is started for a source."""
 FAILED = "failed on a sample completion"
-"""Prefix of the result of a function that failed."""
+"""Starts the message about a function that failed."""
 _CODE_ERRORS = ("NameError", "ImportError", "ModuleNotFoundError")
-"""Errors of a function that do not depend on the completion."""
+"""Errors in a function's own code, which no completion could avoid."""
 
 
 def check_spec(spec: Mapping[str, Any]) -> None:
-    """Raise ValueError for a reward spec that nothing can verify or judge. Runs nothing."""
+    """Check that a reward spec can be verified or judged, without running anything.
+
+    Raises ValueError if it cannot.
+    """
     kind = spec.get("kind")
     if kind in (ENVIRONMENT, FUNCTIONS):
         return
@@ -52,12 +55,14 @@ def check_spec(spec: Mapping[str, Any]) -> None:
 def try_functions(
     prompts: Sequence[Prompt], weights: Mapping[str, float], *, timeout_s: float
 ) -> dict[str, str]:
-    """Call each user's function twice in a worker, with the first prompt and a sample completion.
+    """Call each of the user's functions twice in a worker, with the first prompt.
 
-    The completion holds the right answer if the prompt has one; a function of groups gets two. The
-    first call may load a model, the second has `timeout_s`. Returns a message per function, since
-    the sample may not suit it. Raises ValueError for errors that no completion
-    could avoid, such as a NameError.
+    The sample completion contains the right answer if the prompt has one. A function that takes a
+    whole group gets two completions. The first call may load a model, and the second has to finish
+    within `timeout_s`.
+
+    Returns a message for each function, since a failure may only mean that the sample does not suit
+    it. Raises ValueError for errors that no completion could avoid, such as a NameError.
     """
     names = [name for name in weights if is_function(name)]
     if not names or not prompts:
@@ -93,7 +98,7 @@ def try_functions(
 
 
 def sample_completion(prompt: Prompt, *, wrong: bool = False) -> TextTrajectory:
-    """A plausible completion: the right answer if the prompt has one, unless `wrong`."""
+    """Make up a plausible completion. It contains the right answer, if known, unless `wrong`."""
     answer = prompt.reward.get("answer")
     if isinstance(entry := prompt.reward.get("entry"), Mapping):
         answer = cast(Mapping[str, Any], entry).get("answer")
@@ -113,10 +118,10 @@ def sample_completion(prompt: Prompt, *, wrong: bool = False) -> TextTrajectory:
 def check_prompts(
     prompts: Sequence[Prompt], weights: Mapping[str, float], *, code: CodeSettings
 ) -> str:
-    """Check a source's prompts against their weights, and run reference solutions on their tests.
+    """Check a source's prompts against its weights, and run reference solutions on their tests.
 
-    Returns a summary of the runs, or "". Raises ValueError naming the prompt, and if this machine
-    cannot isolate programs.
+    Returns a summary of the reference runs, or "" if there were none. Raises ValueError with the
+    name of a bad prompt, and also if this machine cannot isolate programs.
     """
     kinds = {str(prompt.reward.get("kind")): prompt for prompt in reversed(prompts)}
     for kind, first in kinds.items():

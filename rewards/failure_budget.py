@@ -1,4 +1,4 @@
-"""Reports each kind of reward error once, and stops the run when a function fails too often."""
+"""Reports each kind of reward error once, and stops a run if a function fails too often."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 WINDOW = 200
-"""Number of recent completions over which the failure rate is taken."""
+"""The failure rate is measured over this many recent completions."""
 MIN_WINDOW = 20
-"""Denominator of the failure rate while fewer completions have been scored."""
+"""The failure rate is computed as if there were at least this many completions."""
 MAX_REPORTS = 5
-"""Distinct errors reported per function or kind of verifier."""
+"""How many different errors to report for each function or kind of verifier."""
 
 _PACKAGE = str(Path(__file__).absolute().parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
@@ -25,19 +25,19 @@ _DUMP_FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
 
 class RewardStopped(RuntimeError):
-    """Raised when too many completions could not be scored."""
+    """Raised if too many completions could not be scored."""
 
 
 class FailureRate:
-    """Failure rate of the last `WINDOW` completions. Not thread-safe."""
+    """Tracks the failure rate over the last `WINDOW` completions. It is not thread-safe."""
 
     def __init__(self, max_fraction: float) -> None:
-        """max_fraction: tolerated share of failures; 0 tolerates none, 1 tolerates all."""
+        """Set the tolerated share of failures: 0 tolerates none, and 1 tolerates all."""
         self._max_fraction = max_fraction
         self._failed: deque[bool] = deque(maxlen=WINDOW)
 
     def add(self, failed: bool) -> str:
-        """Record one completion. Return a summary if the rate is now exceeded, else ""."""
+        """Record one completion. Returns a summary if the failure rate is now too high, or ""."""
         self._failed.append(failed)
         failures, total = sum(self._failed), len(self._failed)
         if not failed or failures <= self._max_fraction * max(total, MIN_WINDOW):
@@ -46,10 +46,14 @@ class FailureRate:
 
 
 class FailureBudget:
-    """Counts and reports the reward errors of one run. Thread-safe."""
+    """Counts and reports the reward errors in one run. It is thread-safe."""
 
     def __init__(self, max_fraction: float, report: Callable[[str], None]) -> None:
-        """max_fraction: tolerated share of a function's completions; report: prints one line."""
+        """Set the limit for failures and where to report them.
+
+        `max_fraction` is the share of its completions on which a function may fail. `report` is
+        called with each line to print.
+        """
         self._max_fraction = max_fraction
         self.report = report
         self._rates: dict[str, FailureRate] = {}
@@ -59,11 +63,11 @@ class FailureBudget:
     def record(
         self, name: str, prompt_id: str, errors: Sequence[tuple[str, str]], *, counted: bool
     ) -> None:
-        """Record (error, location) of each completion of a prompt; error is "" for a success.
+        """Record the error and its location for each completion of a prompt.
 
-        counted: whether `name` is a user's function. A verifier that cannot parse a completion is
-        the policy's failure, so verifiers are reported but never stop the run.
-        Raises RewardStopped once a counted function exceeds the budget.
+        The error is "" if there was none. `counted` says whether `name` is a user's function. Other
+        verifiers are reported but never stop the run, because it is the policy's fault if they
+        cannot parse a completion. Raises RewardStopped if a counted function has failed too often.
         """
         lines: list[str] = []
         stop = ""
@@ -96,7 +100,7 @@ def to_standard_error(text: str) -> None:
 
 
 def error_location(error: BaseException) -> str:
-    """Innermost frame of user code in a traceback, as `my_rewards.py:12 in brief`."""
+    """Find the innermost frame of user code in a traceback, e.g. `my_rewards.py:12 in brief`."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return ""
@@ -105,7 +109,7 @@ def error_location(error: BaseException) -> str:
 
 
 def dump_location(dump: str) -> str:
-    """Innermost frame of user code in a `faulthandler` dump; "" if it holds no frame."""
+    """Find the innermost frame of user code in a `faulthandler` dump, or return ""."""
     frames = _DUMP_FRAME.findall(dump)  # innermost first
     if not frames:
         return ""
@@ -122,5 +126,5 @@ def _is_library(file: str) -> bool:
 
 
 def _printable(text: str) -> str:
-    """Replace control characters: the text may quote a completion that contains escapes."""
+    """Replace control characters, because the text may quote a completion that contains escapes."""
     return "".join(c if c.isprintable() else "�" for c in text.replace("\n", " "))

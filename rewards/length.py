@@ -34,14 +34,15 @@ from keel.rl.types import Trajectory
 
 Floats = NDArray[np.float64]
 KEPT_LEAD = 0.5
-"""Share of its lead over wrong completions that a right one keeps at least."""
+"""The share of its lead over wrong completions that a right completion always keeps."""
 _LENGTH, _LENGTH_COST = "length", "length_cost"
-"""Parts of domains with a length rule: the adjustment of the reward, and the cost behind it."""
+"""Reward parts for domains with a length rule: the adjustment of the reward, and the cost behind
+it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthRule:
-    """One domain's rule; see `keel.configs.schema.LengthConfig` for the fields."""
+    """The length rule for one domain. `keel.configs.schema.LengthConfig` explains the fields."""
 
     linear: float = 0.0
     overlong: float = 0.0
@@ -68,7 +69,10 @@ class LengthRule:
 
     @staticmethod
     def from_knobs(knobs: Mapping[str, Any], *, limit: int) -> LengthRule:
-        """Build from the fields of `LengthConfig`. limit: replaces a limit of 0."""
+        """Create the rule from the fields of `LengthConfig`.
+
+        `limit` is used if their limit is 0.
+        """
         fields = dict(knobs)
         fields["limit"] = fields["limit"] or limit
         fields["margin"] = fields["margin"] or max(1, fields["limit"] // 5)
@@ -79,7 +83,7 @@ class LengthRule:
         return self.linear > 0 or self.overlong > 0
 
     def cost(self, tokens_G: NDArray[np.int64]) -> Floats:
-        """Sum of both costs, [G] ≥ 0, in units of reward."""
+        """Return the sum of both costs for each completion, [G] ≥ 0, in units of reward."""
         return self._linear(tokens_G) + self._overlong(tokens_G)
 
     def _linear(self, tokens_G: NDArray[np.int64]) -> Floats:
@@ -93,7 +97,10 @@ class LengthRule:
     def adjustment(
         self, rewards_G: Floats, correct_G: Floats, tokens_G: NDArray[np.int64]
     ) -> Floats:
-        """Adjustment of each reward, [G]. rewards_G: without length; correct_G: 0 … 1."""
+        """Return how much to add to each reward, [G].
+
+        `rewards_G` holds the rewards without the length rule, and `correct_G` is from 0 to 1.
+        """
         right = correct_G >= self.correct_threshold
         every = np.ones_like(right)
         if self.may_outweigh:
@@ -116,7 +123,8 @@ class LengthRule:
 def with_length(
     scores: Sequence[Score], trajectories: Sequence[Trajectory], rule: LengthRule
 ) -> list[Score]:
-    """Apply a length rule to a group's scores and add the parts `length` and `length_cost`."""
+    """Adjust the scores in a group by a length rule, and add the parts `length` and
+    `length_cost`."""
     tokens = np.array([trajectory.sampled_tokens for trajectory in trajectories], np.int64)
     crashed = np.array([each.finish_reason == "crash" for each in trajectories], np.bool_)
     tokens[crashed] = tokens.max(initial=0)  # a crash must not gain by being short
@@ -134,7 +142,7 @@ def with_length(
 
 
 def _centred(cost: Floats, members: NDArray[np.bool_]) -> Floats:
-    """mean − cost among `members`, 0 for the others."""
+    """Return mean − cost for the `members` of a group, and 0 for the others."""
     added = np.zeros_like(cost)
     if members.any():
         inside = cost[members]

@@ -1,4 +1,4 @@
-"""Reward functions passed to `keel.train`, pickled for the worker processes that call them."""
+"""Passes reward functions given to `keel.train` to the worker processes by pickling them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
 PREFIX = "python."
-"""Prefix of such a function's name in a recipe."""
+"""Starts the name that such a function has in a recipe."""
 FOLDER = "KEEL_PASSED_FUNCTIONS"
-"""Environment variable that holds the folder of this process's pickled functions."""
+"""Environment variable with the folder that holds this process's pickled functions."""
 
 
 def named(function: Callable[..., Any]) -> str:
-    """Name of a function in recipes. Raises ValueError for a lambda or a partial."""
+    """Return a function's name for use in recipes. Raises ValueError for a lambda or a partial."""
     name = getattr(function, "__name__", type(function).__name__)
     if not name.isidentifier():
         raise ValueError(f"reward {name}: the function has no name; define it with def")
@@ -29,9 +29,10 @@ def named(function: Callable[..., Any]) -> str:
 
 @contextmanager
 def passing(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
-    """Make `functions` loadable in worker processes started inside. Not reentrant.
+    """Make `functions` available to worker processes that are started inside the block.
 
-    Raises ValueError for a function that cannot be pickled and for duplicate names.
+    Blocks cannot be nested. Raises ValueError for duplicate names, and for a function that cannot
+    be pickled.
     """
     pickles: dict[str, bytes] = {}
     for function in functions:
@@ -57,7 +58,7 @@ def passing(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
 
 @cache
 def _load(path: Path) -> Any:
-    """Load once per process, so that a function keeps its globals between calls."""
+    """Load a function once in each process, so that it keeps its globals between calls."""
     return pickle.loads(path.read_bytes())  # written by `passing` in our own process
 
 

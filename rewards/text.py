@@ -1,7 +1,7 @@
-"""Finds the answer in a completion. Nothing inside `<think>` ever counts.
+"""Finds the answer in a completion. Text inside `<think>` never counts.
 
-Rollouts write every model family's thinking marks as `<think>`. All functions take untrusted text
-and run in time linear in its length.
+Rollouts replace every model family's thinking marks with `<think>`. All functions accept untrusted
+text and run in linear time.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _RAISED = re.compile("([⁺⁻]?[⁰¹²³⁴-⁹]+)|([₊₋]?[₀-₉]+)")
 
 
 def _last_turn(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The policy's last message; empty if absent."""
+    """Return the policy's last message, or an empty one if there is none."""
     turns = [message for message in messages if message.get("role") == "assistant"]
     return turns[-1] if turns else {}
 
 
 def final_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the policy's last message without thinking; "" if the thinking never ended."""
+    """Return the policy's last message without thinking, or "" if the thinking never ended."""
     message = _last_turn(messages)
     raw = message.get("raw")
     text = str(message.get("content") or "")
@@ -44,7 +44,8 @@ def outside_think(text: str) -> str:
 
 
 def blank(text: str) -> bool:
-    """Return whether a text is invisible: white space, format and control characters, fillers."""
+    """Return whether nothing in a text is visible: only white space, control characters or
+    fillers."""
     return all(unicodedata.category(c)[0] in "ZC" or c in _INVISIBLE for c in text)
 
 
@@ -71,14 +72,16 @@ def thinking_text(messages: Sequence[Mapping[str, Any]]) -> str:
 def every_turn(
     of: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Apply `of` (`final_text` or `thinking_text`) to each of the policy's turns and join the
-    results as paragraphs, without tool calls and other messages."""
+    """Apply `of` to each of the policy's turns and join the results as paragraphs.
+
+    `of` is `final_text` or `thinking_text`. Tool calls and other messages are left out.
+    """
     turns = [message for message in messages if message.get("role") == "assistant"]
     return "\n\n".join(filter(None, (of([message]) for message in turns)))
 
 
 def marked_answer(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{…}`, else of the last `<answer>`, else None."""
+    r"""Return the content of the last `\boxed{…}`, or else of the last `<answer>`, or None."""
     start = text.rfind(BOXED)
     if start >= 0:
         return _braced(text, start + len(BOXED))
@@ -88,7 +91,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def marked_answers(text: str) -> list[str]:
-    r"""Return the contents of all outermost `\boxed{…}`, else of all `<answer>`."""
+    r"""Return the contents of all outermost `\boxed{…}`, or else of all `<answer>` tags."""
     boxes: list[str] = []
     starts: list[int] = []  # of the open braces' contents
     box_depth = -1  # of the outermost open box
@@ -106,7 +109,7 @@ def marked_answers(text: str) -> list[str]:
 
 
 def _braced(text: str, start: int) -> str | None:
-    """Return the text from `start` to its closing brace, or None."""
+    """Return the text from `start` to its closing brace, or None if that is missing."""
     depth = 1
     for match in re.finditer(r"\\.|[{}]", text[start:], flags=re.DOTALL):
         if match[0] in "{}":
@@ -117,18 +120,21 @@ def _braced(text: str, start: int) -> str | None:
 
 
 def answer_in(text: str) -> str:
-    """Return the marked answer in a final text, else all of the text."""
+    """Return the marked answer in a final text, or the whole text if nothing is marked."""
     marked = marked_answer(text)
     return text.strip() if marked is None else marked
 
 
 def normalise(text: str) -> str:
-    """Normalise Unicode and white space, keeping raised digits: 10² is 10^2, not 102."""
+    """Normalize Unicode and white space.
+
+    Raised digits are kept, so 10² becomes 10^2 and not 102.
+    """
     return " ".join(unicodedata.normalize("NFKC", raised(text)).split())
 
 
 def raised(text: str) -> str:
-    """Write x² and x₂ as x^2 and x_2."""
+    """Rewrite raised and lowered digits: x² becomes x^2, and x₂ becomes x_2."""
 
     def replacement(match: re.Match[str]) -> str:
         digits = unicodedata.normalize("NFKC", match[0]).replace("−", "-")

@@ -1,1 +1,1 @@
-"""Rewards for programs, from hidden tests."""
+"""Rewards programs for passing hidden tests."""

@@ -27,12 +27,14 @@ from operator import *
 from string import *
 from typing import *
 """
-"""Names that LeetCode's solutions use without importing them. Built-ins take precedence: `pow` is
-not `math.pow`."""
+"""Names that solutions on LeetCode use without importing them.
+
+Built-in functions take precedence, so `pow` is not `math.pow`.
+"""
 
 
 def from_jsonable(value: object) -> object:
-    """Decode a value encoded by `keel.data.jsonable.to_jsonable`. Verifiers use it too."""
+    """Decode a value that `keel.data.jsonable.to_jsonable` encoded. Verifiers use this as well."""
     if isinstance(value, list):
         return [from_jsonable(item) for item in value]
     if isinstance(value, dict):
@@ -74,7 +76,7 @@ def to_jsonable(value):
 
 
 def _find(name, names):
-    """Return `f`, or `Solution.f` of a fresh Solution."""
+    """Return the function `f`, or the method `Solution.f` of a new Solution object."""
     holder, _, method = name.rpartition(".")
     if not holder:
         return names[name]

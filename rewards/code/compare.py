@@ -1,7 +1,7 @@
-"""Compares a program's output with the expected one.
+"""Compares a program's output with the expected output.
 
-The output is untrusted, so both sides are plain data, never objects with custom equality, and the
-work is bounded by the expected value's shape.
+The output is untrusted. Both sides are therefore plain data without custom equality, and the
+expected value limits how much work a comparison takes.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
 _REL_TOLERANCE = 1e-9
-"""Default tolerance between floating-point numbers."""
+"""The default tolerance when comparing floating-point numbers."""
 _MAX_COMPARISONS = 500_000
-"""Budget for matching unordered items whose order rounding has changed: some tenths of a second,
-enough for 300 pairs whose first components all agree up to rounding."""
+"""How many comparisons to spend on matching unordered items whose order rounding has changed.
+
+This takes some tenths of a second. It is enough for 300 pairs whose first components all agree up
+to rounding.
+"""
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
 def same_value(expected: Any, value: Any, tolerance: float | None = None) -> bool:
-    """Compare two values in the JSON form of `keel.rewards.code.call_driver`.
+    """Compare two values in the JSON form used by `keel.rewards.code.call_driver`.
 
-    Lists equal tuples; sets and dicts are unordered; numbers differ from booleans. tolerance:
-    absolute or relative to the expected number; only absolute if that is an integer, and none
-    between two integers. Values that exceed `_MAX_COMPARISONS` differ.
+    Lists equal tuples, sets and dicts are unordered, and numbers differ from booleans. `tolerance`
+    is absolute, or relative to the expected number. If that is an integer it is only absolute, and
+    two integers must be equal. Values that need more than `_MAX_COMPARISONS` comparisons count as
+    different.
     """
     try:
         return _same(expected, value, tolerance, _Budget(_MAX_COMPARISONS))
@@ -69,8 +73,11 @@ def _same(expected: Any, value: Any, tolerance: float | None, budget: _Budget) -
 
 
 class _Items:
-    """Unordered items of equal number. Sorted, equal ones have the same position, or a close one if
-    rounding has changed the order; then they are matched."""
+    """Compares two unordered collections with the same number of items.
+
+    Both are sorted, so that equal items end up in the same position. If rounding has changed the
+    order, items are matched with others nearby.
+    """
 
     def __init__(
         self, expected: list[Any], value: list[Any], tolerance: float | None, budget: _Budget
@@ -93,7 +100,7 @@ class _Items:
         return rounded and all(map(self._find_match, unmatched))
 
     def _find_match(self, first: int) -> bool:
-        """Extend the bipartite matching by an item, along a shortest augmenting path."""
+        """Add an item to the bipartite matching, along a shortest augmenting path."""
         reached: dict[int, int] = {}  # value → the expected item it was reached from
         pending = deque([first])
         while pending:
@@ -115,7 +122,7 @@ class _Items:
         return False
 
     def _near(self, i: int) -> Iterator[int]:
-        """All positions, by distance from `i`."""
+        """Return all positions, ordered by their distance from `i`."""
         for distance in range(len(self._values)):
             for j in (i + distance, i - distance) if distance else (i,):
                 self._budget.take(1)
@@ -129,9 +136,9 @@ class _Items:
 
 
 def same_text(expected: str, output: str, tolerance: float | None = None) -> bool:
-    """Compare outputs up to white space at the ends of lines and of the text.
+    """Compare two outputs, ignoring white space at the ends of lines and of the text.
 
-    tolerance: compare word by word, with numbers as in `same_value`.
+    With a `tolerance` they are compared word by word, and numbers as in `same_value`.
     """
     if tolerance is None:
         return _lines(expected) == _lines(output)
@@ -142,7 +149,7 @@ def same_text(expected: str, output: str, tolerance: float | None = None) -> boo
 
 
 def min_output(expected: str, tolerance: float | None = None) -> int:
-    """Minimum size in bytes of an output that `same_text` accepts."""
+    """Return the size in bytes of the smallest output that `same_text` can accept."""
     if tolerance is None:
         return len("\n".join(_lines(expected)).encode(errors="replace"))
     return max(0, 2 * len(expected.split()) - 1)  # a number may be written in fewer digits
@@ -194,7 +201,10 @@ def _close_words(expected: str, value: str, tolerance: float) -> bool:
 
 
 def _items_of(value: Any) -> tuple[str, list[Any]]:
-    """Kind and items of a collection; kind "" for other values and "?" for a malformed one."""
+    """Return a collection's kind and items.
+
+    The kind is "" for other values and "?" if malformed.
+    """
     if isinstance(value, list):
         return "~tuple", cast(list[Any], value)
     if not isinstance(value, dict):
@@ -208,7 +218,7 @@ def _items_of(value: Any) -> tuple[str, list[Any]]:
 
 
 def _values_in(value: Any) -> Iterator[Any]:
-    """A value and everything nested in it."""
+    """Yield a value and everything nested inside it."""
     pending = [value]
     while pending:
         value = pending.pop()
@@ -217,7 +227,7 @@ def _values_in(value: Any) -> Iterator[Any]:
 
 
 def _sort_key(item: Any) -> tuple[int, Any]:
-    """Sort key for unordered items. Numbers sort by value, so that 9.999999 is next to 10.0."""
+    """Return a sort key for unordered items. Numbers sort by value, so 9.999999 is next to 10.0."""
     if _is_number(item):
         return 0, math.inf if math.isnan(item) else item
     kind, inside = _items_of(item)

@@ -1,6 +1,6 @@
-"""Reads the reward spec of a programming task, and finds the program in a completion.
+"""Parses the reward spec of a programming task, and finds the program in a completion.
 
-`keel.rewards.code.verifier` shows the spec.
+The spec is described in `keel.rewards.code.verifier`.
 """
 
 from __future__ import annotations
@@ -21,20 +21,25 @@ allow_long_integers()  # in tests and in return values
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Language:
-    """How to build and run programs in a language; commands as in `Sandbox.run`."""
+    """How to compile and run programs in one language, with commands as in `Sandbox.run`."""
 
     source: str
-    """Name of the source file in `{box}`."""
+    """The name of the source file in `{box}`."""
     run: tuple[str, ...]
     compile: tuple[str, ...] = ()
-    """Writes the file `program` in the current folder, which `run` finds in `{box}`; empty for
-    interpreted languages."""
+    """Command that writes the file `program` to the current folder. `run` finds it in `{box}`.
+
+    It is empty for interpreted languages.
+    """
     extra: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-    """Further files in `{box}`."""
+    """Other files to put in `{box}`."""
     calls: tuple[str, ...] = ()
-    """Calls functions by the protocol of `keel.rewards.code.call_driver`; empty if unsupported."""
+    """Command that calls functions as described in `keel.rewards.code.call_driver`.
+
+    It is empty if the language does not support calls.
+    """
     bounded: bool = True
-    """Limit address space, which some runtimes cannot live with."""
+    """Whether to limit the address space. Some runtimes cannot work with such a limit."""
 
 
 _LAUNCH = b"""
@@ -71,7 +76,7 @@ _LANGUAGES: dict[str, Language] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeTest:
-    """A test of a program's output or, with `call`, of a function's return value."""
+    """A test that checks a program's output or, if `call` is set, a function's return value."""
 
     stdin: bytes = b""
     stdout: str = ""
@@ -80,20 +85,26 @@ class CodeTest:
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     returns: Any = None
     sample: bool = False
-    """Shown in the task."""
+    """Whether the task shows this test to the policy."""
     subtask: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeTask:
-    """A parsed spec."""
+    """A programming task, parsed from its reward spec."""
 
     language: Language
     tests: tuple[CodeTest, ...]
     partial: bool
-    """Score the share of passed tests; otherwise all must pass, and a failure ends the run."""
+    """Whether to score the share of tests that pass.
+
+    Otherwise all tests must pass, and the first failure ends the run.
+    """
     subtasks: Mapping[str, float]
-    """Share of the score for passing all tests of a subtask; the shares sum to 1."""
+    """Maps each subtask to the share of the score for passing all its tests.
+
+    The shares sum to 1.
+    """
     reference: str | None
     tolerance: float | None
     limits: Mapping[str, Any]
@@ -103,13 +114,13 @@ class CodeTask:
 
 
 def code_block(text: str) -> str | None:
-    """Content of the last fenced code block; None without one or if it is cut off."""
+    """Return the last fenced code block, or None if there is none or it is cut off."""
     blocks = code_blocks(text)
     return blocks[-1] if blocks else None
 
 
 def code_blocks(text: str) -> list[str]:
-    """Contents of all fenced code blocks; empty if the last one is cut off."""
+    """Return all fenced code blocks, or none if the last one is cut off."""
     blocks: list[str] = []
     fence: re.Match[str] | None = None
     inside: list[str] = []
@@ -148,7 +159,7 @@ _STDIN_KEYS, _CALL_KEYS = ("stdin", "stdout"), ("call", "args", "kwargs", "retur
 
 
 def read_task(spec: Mapping[str, Any]) -> CodeTask:
-    """Parse a spec. Raises ValueError naming the key and the test."""
+    """Parse a reward spec. Raises ValueError with the key and the test that is wrong."""
     _check_keys(spec, _KEYS, "code reward")
     name = spec.get("language", "python")
     if not isinstance(name, str) or name not in _LANGUAGES:
@@ -224,7 +235,7 @@ def _read_test(test: Any, where: str, language: Language) -> CodeTest:
 
 
 def _subtasks(spec: Mapping[str, Any], tests: Sequence[CodeTest]) -> dict[str, float]:
-    """Read `CodeTask.subtasks` from the points of each."""
+    """Compute `CodeTask.subtasks` from the points for each subtask."""
     entries, named = spec.get("subtasks"), {test.subtask for test in tests} - {""}
     if entries is None:
         if named:

@@ -33,29 +33,29 @@ from keel.rewards.sandbox.watch import Limits, SandboxOutcome
 from keel.rewards.text import outside_think
 
 _SAMPLES, _SUBTASK = "samples", "subtask/"
-"""Names of parts: all tests that the task shows, and the prefix of a subtask."""
+"""Names of reward parts: one for all tests that the task shows, and the prefix for subtasks."""
 _MAX_CHARACTERS = 1 << 18
-"""Longer programs are wrong."""
+"""Programs longer than this count as wrong."""
 _OUT_OF_TIME = "the completion ran out of time"
 _COMPILE_LIMITS = Limits(
     time_s=20.0, memory_mib=2048, processes=16, files_mib=256, output_kib=64 << 10
 )
-"""Compilers are trusted, but not their input."""
+"""Limits for compilers. They are trusted, but the source that they compile is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeSettings:
-    """The recipe's `rewards.code`."""
+    """The settings in the recipe's `rewards.code`."""
 
     isolation: str = "bubblewrap"
     completion_s: float = 10.0
-    """Time limit for all tests of a completion; tests that do not fit count as failed."""
+    """Time limit for all tests of one completion. Tests that do not fit in it count as failed."""
     limits: Limits = field(default_factory=Limits)
-    """Limits of a run, unless the prompt sets its own."""
+    """Limits for one run. A prompt may set its own."""
 
     @staticmethod
     def from_knobs(knobs: Mapping[str, Any]) -> CodeSettings:
-        """Build from the fields of `keel.configs.schema.CodeConfig`."""
+        """Create the settings from the fields of `keel.configs.schema.CodeConfig`."""
         limits = dict(knobs)
         names = ("isolation", "completion_s")
         settings = {name: limits.pop(name) for name in names if name in limits}
@@ -64,30 +64,33 @@ class CodeSettings:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """Result of one test."""
+    """The result of one test."""
 
     passed: bool
     reason: str = ""
-    """Reason of the failure, which may quote the program."""
+    """Why the test failed. The text may quote the program."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeVerdict:
-    """Score of a program, 0 … 1, with the result of each test in the spec's order."""
+    """A program's score from 0 to 1, and the result of each test in the order of the spec."""
 
     score: float
     per_test: tuple[CaseResult, ...]
     reason: str = ""
-    """The first failure, or ""."""
+    """Describe the first failed test, or return "" if all passed."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
-    """`samples`, 1 if all shown tests passed, and `subtask/NAME`, the share of the score earned for
-    each subtask; empty if the spec has neither."""
+    """Reward parts for the tests that the task shows and for subtasks.
+
+    `samples` is 1 if all shown tests passed, and `subtask/NAME` is the share of the score earned
+    for a subtask. There are no parts if the spec has neither.
+    """
 
 
 def verify_code(
     spec: Mapping[str, Any], answer_text: str, settings: CodeSettings | None = None
 ) -> CodeVerdict:
-    """Verify the last code block of an answer, outside its thinking.
+    """Run the last code block in an answer, ignoring its thinking, on the hidden tests.
 
     Raises ValueError for a bad spec, IsolationError (a ValueError) if this machine cannot isolate
     programs, and RuntimeError if the sandbox itself fails.
@@ -104,7 +107,10 @@ def verify_code(
 
 
 def check_outputs(spec: Mapping[str, Any], settings: CodeSettings, *, name: str) -> None:
-    """Raise ValueError if a test expects more output than a program may print."""
+    """Check that no test expects more output than a program may print.
+
+    Raises ValueError if one does.
+    """
     limit = settings.limits.output_kib
     task = read_task(spec)
     for index, test in enumerate(task.tests):
@@ -117,9 +123,10 @@ def check_outputs(spec: Mapping[str, Any], settings: CodeSettings, *, name: str)
 
 
 def check_reference(spec: Mapping[str, Any], settings: CodeSettings, *, name: str) -> None:
-    """Raise ValueError for a bad spec and for a `reference` that fails the tests.
+    """Run the `reference` program in a spec on the tests, if there is one.
 
-    name: of the prompt, for the message.
+    `name` identifies the prompt in messages. Raises ValueError if the spec is malformed or the
+    program fails a test.
     """
     try:
         task = read_task(spec)
@@ -143,7 +150,7 @@ def _zero(task: CodeTask, reason: str) -> CodeVerdict:
 
 
 def _failed(task: CodeTask, results: Sequence[CaseResult]) -> set[str]:
-    """Subtasks with a failed test."""
+    """Return the subtasks that have a failed test."""
     return {
         test.subtask for test, result in zip(task.tests, results, strict=False) if not result.passed
     }
@@ -158,7 +165,7 @@ def _score(task: CodeTask, results: Sequence[CaseResult]) -> float:
 
 
 def _parts(task: CodeTask, results: Sequence[CaseResult]) -> dict[str, float]:
-    """Build `CodeVerdict.parts` from the results of all tests."""
+    """Compute `CodeVerdict.parts` from the results of all tests."""
     failed = _failed(task, results)
     parts = {f"{_SUBTASK}{k}": v * (k not in failed) for k, v in task.subtasks.items()}
     shown = [r.passed for test, r in zip(task.tests, results, strict=True) if test.sample]
@@ -166,7 +173,7 @@ def _parts(task: CodeTask, results: Sequence[CaseResult]) -> dict[str, float]:
 
 
 class _Attempt:
-    """Runs one program through its tests."""
+    """Compiles a program and runs it on its tests."""
 
     def __init__(self, task: CodeTask, code: str, sandbox: Sandbox, settings: CodeSettings) -> None:
         self._task = task
@@ -206,7 +213,7 @@ class _Attempt:
         return [CaseResult(False, reason)] * (len(self._task.tests) - len(results))
 
     def _compile(self) -> str:
-        """Compile the program. Returns the error, or ""."""
+        """Compile the program. Returns the error, or "" if there is none."""
         # The binary comes out through a pipe: no folder is shared with the sandbox.
         words = ["/bin/sh", "-c", '"$@" >&2 && exec cat program', "sh"]
         outcome = self._sandbox.run(
@@ -233,7 +240,7 @@ class _Attempt:
         return CaseResult(True)
 
     def _call(self, start: int) -> list[CaseResult]:
-        """Run the calls from test `start` on in one process, until it exits."""
+        """Run the calls from test `start` on in one process, until the process exits."""
         tests: list[CodeTest] = []
         for test in self._task.tests[start:]:
             if not test.call:

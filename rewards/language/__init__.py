@@ -1,1 +1,1 @@
-"""Rewards for answering in the prompt's language."""
+"""Rewards a completion for answering in the language of its prompt."""

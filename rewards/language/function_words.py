@@ -1,4 +1,4 @@
-"""Function words of many languages, which tell running text from code and formulas."""
+"""Function words in many languages, used to tell running text from code and formulas."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ ada adalah akan atau bahwa dalam dan dari dengan di ini itu juga ke kita maka ol
 tidak untuk yang
 """
 KEYWORDS = frozenset(_KEYWORDS.split())
-"""Keywords of programming languages. Many are English words too, so they are no evidence."""
+"""Keywords from programming languages. Many are English words too, so they prove nothing."""
 FUNCTION_WORDS = frozenset(_FUNCTION_WORDS.split()) - KEYWORDS
-"""English, German, French, Spanish, Portuguese, Italian, Polish, Dutch, Swedish, Turkish and
-Indonesian function words."""
+"""Function words in English, German, French, Spanish, Portuguese, Italian, Polish, Dutch, Swedish,
+Turkish and Indonesian."""
 COMMANDS = frozenset({"because", "chi", "det", "hat", "le", "ne", "nu", "sin", "to"})
 """Function words that are also LaTeX commands."""

@@ -40,20 +40,20 @@ _SCRIPT_LETTERS = {
     name: regex.compile(rf"(?=[\p{{L}}\p{{M}}]){signs}") for name, signs in _SCRIPTS.items()
 }
 _WEIGHT = {"han": 3.0, "kana": 2.0, "hangul": 2.0}
-"""Alphabetic letters that one character is worth, so that texts compare by words."""
+"""How many alphabetic letters a character in other scripts counts as, so that words compare."""
 _USED_WITH = {"kana": {"han"}, "hangul": {"han"}}
-"""Script → scripts used together with it."""
+"""Maps each script to the scripts that are used together with it."""
 
 _SENTENCES = regex.compile(r"[\p{Sentence_Terminal}…\n]+")
 
 _MIN_PROMPT_LETTERS, _MIN_SENTENCE_LETTERS = 8.0, 20.0
-"""Minimum number of letters to detect the language of a prompt and of a sentence."""
+"""How many letters a prompt or a sentence must have for its language to be detected."""
 _CODE_WEIGHT = 0.25
-"""Weight of letters in comments and strings of code blocks, which are often English."""
+"""The weight given to letters in code comments and strings, which are often English."""
 _MAX_DETECTED = 400
-"""Characters of a sentence passed to the detector."""
+"""How many characters of a sentence are passed to the language detector."""
 _MIN_LIKELIHOOD = 0.1
-"""A sentence is foreign if the prompt's language and its kin are less likely than this."""
+"""A sentence is foreign if the prompt's language and related ones are less likely than this."""
 _KIN = (
     {"no", "nb", "nn", "da"},
     {"hr", "bs", "sr", "sl"},
@@ -64,15 +64,16 @@ _KIN = (
     {"pt", "gl"},
     {"ru", "bg"},
 )
-"""Groups of languages that short sentences do not tell apart."""
+"""Groups of related languages that cannot be told apart by a short sentence."""
 _RARE = frozenset({"an", "br", "eo", "ht", "la", "lb", "oc", "qu", "rw", "se", "vo", "wa"})
-"""Languages excluded from detection: they are found in short sentences of others."""
+"""Languages that are not detected, because short sentences in others are mistaken for them."""
 
 
 def language(spec: Mapping[str, Any]) -> Callable[[str], float]:
-    """Verifier of `TextTrajectory.dumps()`, over all turns.
+    """Build a verifier that scores the output of `TextTrajectory.dumps()` over all turns.
 
-    spec: `prompt`, its text, and `of`: "answer", "thinking", or "both" for the mean of the two.
+    `spec` contains the text of the `prompt`, and `of` says what to measure: "answer", "thinking",
+    or "both" for their mean.
     """
     prompt, of = str(spec["prompt"]), str(spec["of"])
     _detector()  # loaded before the deadline of the first completion starts
@@ -88,7 +89,7 @@ def language(spec: Mapping[str, Any]) -> Callable[[str], float]:
 
 
 def language_share(prompt: str, text: str) -> float:
-    """Share of the letters of `text` that are in the language of `prompt`."""
+    """Return which share of the letters in `text` is in the language of `prompt`."""
     allowed, language = _prompt_language(prompt)
     if not allowed:
         return 1.0
@@ -106,7 +107,7 @@ def language_share(prompt: str, text: str) -> float:
 
 @lru_cache(maxsize=16)  # siblings share their prompt
 def _prompt_language(prompt: str) -> tuple[frozenset[str], str]:
-    """Scripts and language to answer in; no scripts if the prompt is too short."""
+    """Return the scripts and language to answer in. If the prompt is too short, there are none."""
     words = words_of(prompt)
     scripts = _letters_by_script(words)
     if sum(scripts.values()) < _MIN_PROMPT_LETTERS:
@@ -116,7 +117,7 @@ def _prompt_language(prompt: str) -> tuple[frozenset[str], str]:
 
 
 def _letters_by_script(text: str) -> dict[str, float]:
-    """Script → weighted number of its letters."""
+    """Count the letters in each script, with their weights."""
     counts: dict[str, float] = {}
     for character, count in Counter(text).items():
         if name := _script(character):
@@ -126,18 +127,18 @@ def _letters_by_script(text: str) -> dict[str, float]:
 
 @lru_cache(maxsize=1 << 14)
 def _script(character: str) -> str:
-    """Script of a letter or mark; "" for other characters and shared ones."""
+    """Return the script of a letter or mark, or "" for shared and other characters."""
     return next((name for name, letter in _SCRIPT_LETTERS.items() if letter.match(character)), "")
 
 
 def detected(text: str) -> tuple[str, Mapping[str, float]]:
-    """The most likely language of a text, and the probability of each language."""
+    """Return the most likely language of a text, and the probability of every language."""
     probabilities = dict(_detector()(text[:_MAX_DETECTED]))
     return max(probabilities, key=lambda name: probabilities[name]), probabilities
 
 
 def _main_script(scripts: Mapping[str, float]) -> str:
-    """The script of a text; text with kana is Japanese even if most of it is Han."""
+    """Return the main script in a text. Text with kana is Japanese even if most of it is Han."""
     for script, others in _USED_WITH.items():
         total = sum(scripts.values())
         both = scripts.get(script, 0.0) + sum(scripts.get(name, 0.0) for name in others)
@@ -183,23 +184,23 @@ _LATIN = regex.compile(r"\p{Script=Latin}")
 _GREEK = regex.compile(r"\p{Script=Greek}{1,2}")
 
 _ASIDE_RUN = 3
-"""Consecutive set-aside words from which on they may be text in disguise."""
+"""This many words set aside in a row may be text in disguise."""
 _MIN_WORDS, _MIN_FUNCTION_WORDS = 3, 2
 _FUNCTION_WORDS_SHARE = 0.15
-"""Minimum share of function words in running text."""
+"""The share of words in running text that must be function words."""
 _MIN_LETTERS = 6
-"""Minimum letters of running text in a script other than Latin."""
+"""How many letters running text must have if it is not in Latin script."""
 
 
 def words_of(text: str) -> str:
-    """A text without code, formulas, links, tags and identifiers."""
+    """Remove code, formulas, links, tags and identifiers from a text."""
     return "".join(_prose_and_code(text))
 
 
 def _prose_and_code(text: str) -> tuple[str, str]:
-    """Words outside code blocks, and running text inside them.
+    """Return the words outside code blocks, and the running text inside them.
 
-    A formula must end in its paragraph; a code block may also end with the text.
+    A formula must end in the paragraph in which it begins. A code block may also end with the text.
     """
     prose: list[str] = []
     code: list[str] = []
@@ -242,7 +243,7 @@ def _prose_and_code(text: str) -> tuple[str, str]:
 
 
 def _without_identifiers(text: str) -> str:
-    """Remove identifiers, links and tags, unless they read as text: `DAS IST DIE ANTWORT`."""
+    """Remove identifiers, links and tags, unless they read as text, like `DAS IST DIE ANTWORT`."""
     parts: list[str] = []
     row: list[str] = []
     end = 0
@@ -270,7 +271,7 @@ def _without_identifiers(text: str) -> str:
 
 
 def _running_text(text: str) -> Iterator[str]:
-    """Running text in code or formulas, one sentence each."""
+    """Return the running text inside code or formulas, with one sentence in each item."""
     for run in _RUN.finditer(re.sub(r"\\[A-Za-z]+|\w{0,40}[\d_]\w{0,40}", " | ", text)):
         if _is_running_text(run[0]):
             yield f". {run[0]}. "

@@ -1,1 +1,1 @@
-"""Rule-based verifiers, one per kind of answer."""
+"""Rule-based verifiers, one for each kind of answer."""

@@ -1,4 +1,4 @@
-"""Finds the choice that a completion names as its answer."""
+"""Finds out which choice a completion gives as its answer to a multiple-choice question."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keel.rewards.rules.statements import plain, squeezed
 from keel.rewards.text import WRAPPED, marked_answers, normalise
 
 _MAX_CHARACTERS = 32_768
-"""A longer text is wrong."""
+"""Texts longer than this count as wrong."""
 
 # "The correct answer is (B)", "**Answer:** B. Paris": up to the end of the sentence, but not to a
 # decimal point. "B is the answer because Rome is older" states nothing after "is".
@@ -47,7 +47,8 @@ _NOT = re.compile(
 
 
 def _exclusions(choice: str) -> re.Pattern[str]:
-    """Pattern of exclusions such as "not A" and "A and C are wrong"; "not A or B" is ambiguous."""
+    """Match exclusions such as "not A" and "A and C are wrong", but not the ambiguous "not A or
+    B"."""
     option = rf"(?:(?:the|option|choice|answer)\s+){{0,2}}[\W]{{0,3}}{choice}[)*\]]{{0,3}}"
     return re.compile(
         rf"\b{_OUT}\s+{option}(?:(?:\s?,\s?(?:and\s|or\s)?|\s(?:and|or)\s){option})*"
@@ -60,16 +61,16 @@ def _exclusions(choice: str) -> re.Pattern[str]:
 
 
 def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    r"""Test for the choice `answer`.
+    r"""Build a verifier that checks whether a completion selects the right choice.
 
-    spec: `answer`, a letter or the text of a choice; `choices`, a list of texts (lettered from A)
-    or an object from letters to texts; without it, only letters count.
+    In `spec`, `answer` is a letter or the text of a choice. `choices` is a list of texts, which are
+    lettered from A, or an object that maps letters to texts. Without `choices` only letters are
+    recognized.
 
-    The answer is the marked text (`\boxed{}`, `<answer>`), else what follows "answer is" or
-    "answer:", else the last line, else the whole text. Letters (`B`, `(B)`, `option B`) and texts
-    of choices count there; two different ones are wrong.
-
-    Raises ValueError for malformed choices and for an answer that is not among them.
+    The verifier looks at marked text (`\boxed{}`, `<answer>`) first, then at what follows "answer
+    is" or "answer:", then at the last line, and then at the whole text. There it recognizes letters
+    (`B`, `(B)`, `option B`) and the texts of choices. Naming two different choices is wrong. Raises
+    ValueError for malformed choices, and for an answer that is not among them.
     """
     texts = _texts(spec.get("choices"))
     letters = set(texts) if texts else set(string.ascii_uppercase)
@@ -122,7 +123,7 @@ def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _texts(choices: Any) -> dict[str, str]:
-    """Read choices as letter → text."""
+    """Read the choices as a mapping from letters to texts."""
     if choices is None:
         return {}
     if isinstance(choices, list):
@@ -161,8 +162,10 @@ def _right(answer: str, letters: set[str], by_text: Mapping[str, str]) -> str:
 
 
 def _standing_alone(text: str) -> str:
-    """Pattern of a text that is not part of a longer word or number: the choice 5 is not in 2.5,
-    -5, 5 %, 5!, <5 or a fraction."""
+    """Match a text only where it is not part of a longer word or number.
+
+    The choice 5, for example, does not occur in 2.5, -5, 5 %, 5!, <5 or a fraction.
+    """
     if not text[0].isdigit() and not text[-1].isdigit():
         return rf"(?<!\w){re.escape(text)}(?!\w)"
     before = r"(?<![\w+±√^<>{×·-])(?<!\d[.,/:*])(?<![<>*×·+]\s)(?<!\\cdot)(?<!\\cdot\s)(?<!\\times)"
@@ -174,7 +177,7 @@ def _standing_alone(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Normalise a choice for comparison: notation of formulas, case of words."""
+    """Normalize the case and the formula notation in a choice, so that choices can be compared."""
     if "\\" in text or "^" in text or "," in text:
         text = squeezed(plain(text))
     return _one_line(text).strip("$").rstrip(".!").strip().casefold()

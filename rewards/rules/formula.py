@@ -1,8 +1,9 @@
-r"""Values of LaTeX formulas, read once and then evaluated at sample points.
+"""Parses LaTeX formulas and compares them by their values at sample points.
 
-A formula is read only if the grammar covers all of it, in time linear in its length. Two formulas
-are equal if they agree to 80 digits at points whose coordinates are drawn from the names of their
-symbols. Nothing is expanded and every number is bounded, so `(x+y+z)^{500}` costs one power.
+A formula is accepted only if the grammar covers all of it, and parsing takes linear time. Two
+formulas are equal if they agree to 80 digits at points whose coordinates are derived from the names
+of their symbols. Nothing is expanded and every number is bounded, so `(x+y+z)^{500}` costs just one
+power.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _DIGITS = 100
 _context: Any = mpmath.mp.clone()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 _context.dps = _DIGITS
 _MOST_DIGITS = 1_500
-"""Precision for sums of very different terms."""
+"""The precision used for sums whose terms have very different sizes."""
 _LARGEST = 10**15
-"""Limit for exponents and for arguments of functions."""
+"""The largest exponent and the largest argument that a function may have."""
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<command>\\[A-Za-z]+|\\[|])"
     r"|(?P<word>[a-z]{4,})|(?P<name>[A-Z]{2,}(?![a-z_'])|[A-Za-z])|(?P<other>\S))"
@@ -36,30 +37,31 @@ Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega
 _OPAQUE = """
 vec hat mathbf mathcal mathbb mathfrak overrightarrow tilde widehat dot overline bar
 """
-"""Commands whose argument is a part of a name."""
+"""Commands whose argument becomes part of a symbol's name."""
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _OPENS_FUNCTION = frozenset("fghEFGP")
-"""Letters before a bracket that are functions; `x(x+1)` and `n(n+1)` are products."""
+"""Letters that denote functions if a bracket follows. `x(x+1)` and `n(n+1)` are products."""
 
 Value = Any
-"""A number of mpmath."""
+"""A number from mpmath."""
 Node = Callable[[int], Value]
-"""From the number of a sample point to the value there."""
+"""Computes the value of a formula at the sample point with the given number."""
 
 
 class Unreadable(ValueError):
-    """Raised for text outside the grammar, and for formulas without a bounded value."""
+    """Raised if a text is not in the grammar or a formula has no bounded value."""
 
 
 class LostTerm(Exception):
-    """Raised if a term of a sum is too small for the precision."""
+    """Raised if a term in a sum is too small for the current precision."""
 
 
 @dataclass(frozen=True)
 class Formula:
-    """A formula that has been read.
+    """A parsed formula.
 
-    work: operations on constants that a question may ask for, such as `binom`, `!` or `sin`.
+    `work` contains the operations on constants that a question might ask for, such as `binom`, `!`
+    or `sin`.
     """
 
     node: Node
@@ -69,7 +71,7 @@ class Formula:
     imaginary: bool = False
 
     def at(self, point: int) -> Value | None:
-        """The value at a point; None outside the domain or beyond the bounds."""
+        """Return the value at a point, or None outside the domain or if the value is too large."""
         try:
             value = self.node(point)
             if 0 < abs(value) < _digit(10 - _context.dps):  # rounding errors shrink with precision
@@ -80,7 +82,7 @@ class Formula:
             return None
 
     def constant(self) -> Value | None:
-        """The value of a formula without symbols; None for others."""
+        """Return the value of a formula without symbols, or None if it has any."""
         try:
             return None if self.names else self.at(0)
         except LostTerm:
@@ -88,18 +90,21 @@ class Formula:
 
 
 def number(value: Any) -> Value:
-    """A fraction as a number of mpmath."""
+    """Convert a fraction to a number from mpmath."""
     return _context.mpf(value.numerator) / value.denominator
 
 
 def close(remaining: Value, right: Value) -> bool:
-    """Compare two values up to the last 20 digits of the larger one."""
+    """Return whether two values agree, apart from the last 20 digits of the larger one."""
     bound = max(abs(remaining), abs(right)) * _digit(20 - _context.dps)
     return bool(remaining == right or abs(remaining - right) <= bound < _context.inf)
 
 
 def equal(one: Formula, other: Formula, *, ratio: bool = False) -> bool:
-    """Compare two formulas by their values at sample points. ratio: up to a constant factor."""
+    """Return whether two formulas have the same values at all sample points.
+
+    With `ratio` they may differ by a constant factor.
+    """
     symbols = bool(one.names or other.names)
     for digits in (_DIGITS, _MOST_DIGITS):
         with _context.workdps(digits):
@@ -130,7 +135,7 @@ def _agree(one: Formula, other: Formula, points: range, *, ratio: bool) -> bool:
 
 
 def read(text: str) -> Formula:
-    """Read all of `text`. Raises Unreadable."""
+    """Parse a text as a formula. Raises Unreadable unless the grammar covers all of it."""
     reader = _Reader(text)
     try:
         node = reader.expression()
@@ -142,7 +147,7 @@ def read(text: str) -> Formula:
 
 
 class _Reader:
-    """Recursive descent over the tokens. Each method returns the node of the text it has read."""
+    """A recursive-descent parser. Each method returns the node for the text that it has read."""
 
     def __init__(self, text: str) -> None:
         self.tokens = [(m.lastgroup or "", m[m.lastgroup or 0]) for m in _TOKEN.finditer(text)]
@@ -168,7 +173,7 @@ class _Reader:
         return token
 
     def skip(self, *tokens: str) -> bool:
-        """Take these tokens if they come next."""
+        """Read these tokens if they come next."""
         for place, token in enumerate(tokens, self.at):
             if self.tokens[place][1] != token:
                 return False
@@ -176,8 +181,11 @@ class _Reader:
         return True
 
     def expression(self, level: int = 0) -> Node:
-        r"""A sum (level 0), a product (1), the argument of `\sin` without brackets (2) or a power
-        (3)."""
+        r"""Read an expression.
+
+        Level 0 is a sum, 1 a product, 2 the argument of a function without brackets such as `\sin`,
+        and 3 a power.
+        """
         symbols = self.symbols
         if self.token in ("+", "-"):
             negative = self.take() == "-"
@@ -221,7 +229,7 @@ class _Reader:
         return _apply(_power, node, self.exponent()) if self.skip("^") else node
 
     def argument(self) -> Node:
-        r"""A group in braces, or one token as in `\frac12` and `x^2`."""
+        r"""Read a group in braces or, as in `\frac12` and `x^2`, a single token."""
         if self.kind == "number" and len(self.token) > 1:
             self.tokens[self.at : self.at + 1] = [("number", digit) for digit in self.token]
         return self.atom()
@@ -321,7 +329,7 @@ class _Reader:
         return lambda point: _coordinate(point, name)
 
     def raw(self) -> str:
-        """The text of the next group or token, as a part of a name."""
+        """Read the next group or token as plain text, to be used as part of a name."""
         start, depth = self.at, 0
         while True:
             depth += {"{": 1, "}": -1}.get(self.take(), 0)
@@ -329,14 +337,17 @@ class _Reader:
                 return "".join(token for _, token in self.tokens[start : self.at]).strip("{}")
 
     def worked(self, name: str, symbols: int, node: Node) -> Node:
-        """Note an operation unless symbols have been read since there were so many."""
+        """Record an operation on constants, unless a symbol has been read since it began."""
         if self.symbols == symbols:
             self.work.add(name)
         return node
 
 
 def _coordinate(point: int, name: str) -> Value:
-    """The value of a symbol at a point, drawn from its name: positive at points 0 and 3."""
+    """Return a symbol's value at a point, derived from its name.
+
+    It is positive at points 0 and 3.
+    """
     drawn = crc32(f"{point} {name}".encode())
     sign = -1 if point % 3 and drawn >> 8 & 1 else 1
     return _context.mpf(sign * (3 * (drawn % 100_003) + 50_000)) / 150_000

@@ -16,17 +16,18 @@ from keel.rewards.code.spec import code_blocks
 from keel.rewards.text import marked_answer
 
 _MAX_CHARACTERS = 32_768
-"""A longer text is wrong."""
+"""Texts longer than this count as wrong."""
 
 _ONE_LINE = re.compile(r"^[ \t]*```(?:json)?[ \t]*([^`\s][^`\n]*)```[ \t]*$", re.MULTILINE)
 
 
 def schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    r"""Test for JSON that is valid under the schema `answer`, including its formats.
+    r"""Build a verifier that checks for JSON that is valid under the schema in `answer`.
 
-    The JSON is the whole answer if that parses, else the marked text (`\boxed{}`, `<answer>`,
-    `<json>`), or the last fenced code block in it that parses. References must lead into the schema
-    itself; nothing is fetched. Raises ValueError for an invalid schema.
+    Formats are checked too. If the whole answer parses, it is the JSON. Otherwise the verifier uses
+    the marked text (`\boxed{}`, `<answer>`, `<json>`) or the last fenced code block that parses.
+    References must stay within the schema, and nothing is downloaded. Raises ValueError for an
+    invalid schema.
     """
     # Imported late: this takes a fifth of a second.
     from jsonschema import Draft202012Validator, FormatChecker, SchemaError  # noqa: PLC0415
@@ -80,7 +81,7 @@ def schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Candidates for the JSON in an answer; the first that parses is used."""
+    """Yield the parts of an answer that may be the JSON. The first one that parses is used."""
     yield text
     blocks = _blocks(text)
     outside = text
@@ -129,14 +130,14 @@ def _refuse(constant: str) -> NoReturn:
 _PLANES = "".join(f"{chr(plane << 16)}-{chr((plane << 16) + 0xFFFD)}" for plane in range(1, 14))
 _UCSCHAR = re.compile(f"[\u00a0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef{_PLANES}\U000e1000-\U000efffd]")
 _IPRIVATE = re.compile("[\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
-"""Non-ASCII characters allowed in an IRI, and in its query only. RFC 3987, 2.2."""
+"""Non-ASCII characters that an IRI may only have in its query (RFC 3987, section 2.2)."""
 
 
 def _is_iri(rule: str, value: object) -> bool:
-    """Return whether a text is an IRI, or with the rule `URI_reference` a reference.
+    """Return whether a text is an IRI or, with the rule `URI_reference`, a reference.
 
-    An IRI becomes a URI by percent-encoding its non-ASCII characters (RFC 3987, 3.1): the grammars
-    allow `ucschar` and `pct-encoded` in the same places.
+    Percent-encoding the non-ASCII characters turns an IRI into a URI (RFC 3987, section 3.1),
+    because the grammars allow `ucschar` and `pct-encoded` in the same places.
     """
     from rfc3986_validator import validate_rfc3986  # pyright: ignore # noqa: PLC0415
 

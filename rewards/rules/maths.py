@@ -22,27 +22,29 @@ from keel.rewards.rules.statements import plain, squeezed
 from keel.rewards.text import BOXED, marked_answer
 
 MAX_CHARACTERS = 2_048
-"""A longer answer is wrong, unless the right one is about that long."""
+"""Answers longer than this are wrong, unless the right answer is about as long."""
 _MOST_ITEMS = 64
 _PLACES = 6
-"""Decimals are compared after rounding to so many places; below 1e-5, to so many digits."""
+"""How many decimal places to compare. Numbers below 1e-5 are compared to as many digits."""
 
 
 def mathematical(
     right: str, *, tolerance: float | None = None, ready: bool = True
 ) -> Callable[[str], bool]:
-    r"""A test for the value of `right`: numbers, formulas, sets and intervals are compared up to
-    their form, words as text.
+    r"""Build a verifier that compares an answer with `right` by value.
 
-    An answer marked with `\boxed{}` has to be all of the mark, and several boxes without a
-    correction between them are a list. Of other texts, the last statement counts, and it must
-    assert one answer. Where `right` is a number the answer must be a number: `70 - 67` is not 3,
-    but `i^2` is -1. Decimals are compared to six places (below 1e-5 to six digits), a unit or a
-    remark after a number is set aside, and 50 % is both 50 and 1/2 where `right` has the sign.
+    Numbers, formulas, sets and intervals may be written in any form, and words are compared as
+    text. If the answer is marked with `\boxed{}`, all of the marked text must be the answer;
+    several boxes without a correction between them form a list. In an unmarked text the last
+    statement counts, and it must assert a single answer.
 
-    tolerance: between numbers, relative to the right one, and absolute where that is 0. ready:
-    read `right` now, so that no completion's deadline pays for it.
-    Raises ValueError for a tolerance that is not between 0 and 1.
+    If `right` is a number, the answer must be a number too: `70 - 67` is not accepted for 3, but
+    `i^2` is for -1. Decimals are compared to six places (six digits below 1e-5), and a unit or
+    remark after a number is ignored. If `right` has a percent sign, 50 % equals both 50 and 1/2.
+
+    `tolerance` is relative to the right number, or absolute if that is 0. With `ready`, the right
+    answer is parsed now, so that it does not take time from a completion's deadline. Raises
+    ValueError unless `tolerance` is from 0 to 1.
     """
     if tolerance is not None and not (type(tolerance) is float and 0 < tolerance < 1):
         raise ValueError(f"tolerance = {tolerance!r} must be a number between 0 and 1")
@@ -85,7 +87,7 @@ _CALCULUS = re.compile(r"\\(?:sum|prod|int|lim|iint|det)(?![a-z])|\\begin\s*\{vm
 
 
 def _worked_out(text: str) -> Answer:
-    """Read the known answer, with its sums, integrals, limits and determinants evaluated."""
+    """Parse the known answer and evaluate its sums, integrals, limits and determinants."""
     if not _CALCULUS.search(text):
         return parse(text)
     from latex2sympy2_extended import latex2sympy  # noqa: PLC0415  # pyright: ignore
@@ -104,10 +106,10 @@ def _worked_out(text: str) -> Answer:
 
 
 class Number(NamedTuple):
-    """A rational number and its spelling.
+    """A rational number and how it was written.
 
-    form: integer, decimal, fraction, ratio or scientific. lowest: of a fraction, whether it is in
-    lowest terms. unit: the words after it, in the singular.
+    `form` is integer, decimal, fraction, ratio or scientific. `lowest` says whether a fraction is
+    in lowest terms. `unit` contains the words after the number, in the singular.
     """
 
     value: Fraction
@@ -118,12 +120,15 @@ class Number(NamedTuple):
 
     @property
     def share(self) -> Fraction:
-        """The value, a hundredth of it for a percentage."""
+        """The value, divided by 100 if it is a percentage."""
         return self.value / 100 if self.percent else self.value
 
 
 class Several(NamedTuple):
-    """Values in brackets; "," opens a list without any, "∨" alternatives, "matrix" rows."""
+    """Several values in brackets.
+
+    `opening` is "," for a list without brackets, "∨" for alternatives, and "matrix" for rows.
+    """
 
     opening: str
     closing: str
@@ -131,19 +136,21 @@ class Several(NamedTuple):
 
 
 Cut = tuple[float, bool, Formula]
-"""An end of an interval: where it is, whether it comes right after that number, and its formula."""
+"""One end of an interval: its value, whether it lies just after that number, and its formula."""
 
 
 class Region(NamedTuple):
-    """Real numbers: those between the first cut and the second, the third and the fourth, …"""
+    """A set of real numbers, from the first cut to the second, from the third to the fourth,
+    etc."""
 
     cuts: tuple[Cut, ...]
 
 
 class Relation(NamedTuple):
-    """Sides and the signs between them.
+    """An equation or inequality, with its sides and the signs between them.
 
-    name: the first side if it is a name, as in `x = 3` and `f(x) = x^2`. value: the last side.
+    `name` is the first side if that is a name, as in `x = 3` and `f(x) = x^2`. `value` is the last
+    side.
     """
 
     sides: tuple[str, ...]
@@ -153,7 +160,7 @@ class Relation(NamedTuple):
 
 
 Answer = Number | Formula | Several | Region | Relation | str
-"""An answer that has been read; a text is outside this grammar, and compared as text."""
+"""A parsed answer. It is plain text, and compared as such, if the grammar does not cover it."""
 
 _FRACTION = (
     r"\\frac\s?\{\s*(?P<minus>-?)(?P<top>\d{1,4000})\s*\}"
@@ -189,7 +196,7 @@ def _number(match: re.Match[str]) -> Number | str:
 
 
 def _ungrouped(text: str) -> list[Answer]:
-    """The list in `100,200`, which may also be one number."""
+    """Read `100,200` as a list, although it may also be a single number."""
     spaced = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", ", ", text)
     return [] if spaced == text else [parse(spaced)]
 
@@ -200,7 +207,10 @@ _BEGIN = re.compile(
 
 
 def parse(text: str, depth: int = 0) -> Answer:
-    """Read all of an answer in plain notation, or return it unchanged."""
+    """Parse an answer in plain notation.
+
+    It is returned unchanged if not all of it can be parsed.
+    """
     text, depth = text.strip(), depth + 1
     if match := _NUMBER.fullmatch(text):
         return _number(match)
@@ -227,7 +237,7 @@ _OPENING, _CLOSING = "([{⦃⟨", ")]}⦄⟩"
 
 
 def _split(text: str, marks: str) -> tuple[list[str], str]:
-    """Split at marks outside brackets. Returns the parts and the marks between them."""
+    """Split a text at marks outside brackets. Returns the parts and the marks between them."""
     parts, signs, depth, start = list[str](), "", 0, 0
     for match in re.finditer(rf"[(\[{{⦃⟨)\]}}⦄⟩{marks}]", text):
         if match[0] in _OPENING:
@@ -250,7 +260,7 @@ def _matrix(match: re.Match[str], depth: int) -> Answer:
 
 
 def _listed(text: str, parts: list[str], marks: str, depth: int) -> Answer:
-    """Read values between commas, semicolons, ∧ and ∨ (of logic), and ¦ (the word "or")."""
+    """Read values separated by commas, semicolons, the logical ∧ and ∨, or ¦ (the word "or")."""
     parts = [part for part in parts if part]
     if not 1 < len(parts) <= _MOST_ITEMS:
         return parse(parts[0], depth) if len(parts) == 1 else text
@@ -271,7 +281,7 @@ def _listed(text: str, parts: list[str], marks: str, depth: int) -> Answer:
 
 
 def _items(parts: Sequence[str], depth: int) -> list[Answer]:
-    """Read the parts of a list; 0, ±4 has three items."""
+    """Read the items in a list. One with ± counts twice, so 0, ±4 has three items."""
     items: list[Answer] = []
     for part in parts:
         item = parse(part, depth)
@@ -339,7 +349,7 @@ def _related(text: str, parts: list[str], signs: str, depth: int) -> Answer:
 
 
 def _constant(text: str) -> Any:
-    """The value of a constant; None for anything else."""
+    """Return the value of a constant, or None for anything else."""
     answer = _as_formula(parse(text, 5))
     return answer.constant() if answer else None
 
@@ -348,7 +358,7 @@ _DISTANCE = re.compile(r"\|\s*(\d*)\s*[A-Za-z]\s*([+-][^|]*)?\|")
 
 
 def _inequality(sides: tuple[str, ...], signs: str) -> Region | None:
-    """The region of one name, as in `1 < x < 2`, `x \\ne 3` and `|2x - 1| < 3`."""
+    r"""Read an inequality in one variable, such as `1 < x < 2`, `x \ne 3` or `|2x - 1| < 3`."""
     if signs[0] in ">≥":
         sides, signs = sides[::-1], signs.translate(_FLIPPED)[::-1]
     if signs not in ("≠", "<", "≤", "<<", "<≤", "≤<", "≤≤"):
@@ -400,7 +410,10 @@ def _outside(region: Region) -> Region:
 
 
 def _combined(rule: Callable[[list[bool]], bool], regions: Sequence[Region]) -> Region | None:
-    """The numbers for which `rule` holds, given in which regions they are; None for symbols."""
+    """Combine regions: `rule` says whether a number belongs, given which regions contain it.
+
+    Returns None if an end depends on a symbol or there are too many of them.
+    """
     cuts = sorted((cut for region in regions for cut in region.cuts), key=lambda cut: cut[:2])
     if len(cuts) > 2 * _MOST_ITEMS or any(cut[2].names for cut in cuts):
         return None
@@ -479,7 +492,7 @@ _DENIED = re.compile(
 
 
 def _measured(text: str, depth: int) -> Answer:
-    """A formula, or a value with a unit or a remark after it."""
+    """Read a formula, or a value with a unit or a remark after it."""
     if (match := _SHORT.fullmatch(text)) and (number := _NUMBER.fullmatch(match["number"])):
         value = _number(number)
         if isinstance(value, Number) and {*_SHORT_UNITS.split()}.issuperset(
@@ -519,7 +532,7 @@ def _unit(words: str) -> str:
 
 
 def _same(gold: Answer, given: Answer, tolerance: float | None = None) -> bool:
-    """Compare two answers."""
+    """Return whether two parsed answers are equal."""
     if isinstance(given, Several) and given.opening == "∨" and not isinstance(gold, Several):
         return all(_same(gold, item) for item in given.items)  # 1/2 or 0.5
     if isinstance(gold, Relation):
@@ -552,7 +565,10 @@ _EQUIVALENT_FORMS = {"ratio": "fraction", "fraction": "ratio", "scientific": "de
 
 
 def _same_number(gold: Number, given: Answer, tolerance: float | None) -> bool:
-    """Compare with a number, which must be written as one, in powers of ten only if `gold` is."""
+    """Return whether an answer is the number `gold` and is written as a number.
+
+    Powers of ten are only allowed if `gold` has them.
+    """
     if isinstance(given, Formula):
         right = formula.number(gold.share)
         value = given.constant()
@@ -600,7 +616,7 @@ def _same_formula(gold: Formula, given: Answer, tolerance: float | None = None) 
 
 
 def _rounded(right: Any, given: Any) -> bool:
-    """Compare two numbers to six decimal places, tiny ones to six digits."""
+    """Compare two numbers to six decimal places, or to six digits if they are tiny."""
     larger = max(abs(right), abs(given))
     return bool(abs(right - given) * 10**_PLACES <= (larger if larger * 10**5 < 1 else 0.5))
 
@@ -632,7 +648,7 @@ def _same_several(gold: Several, given: Answer) -> bool:
 
 
 def _same_item(one: Answer, other: Answer) -> bool:
-    """Compare two values of lists, whose units must agree: 3 red and 4 blue."""
+    """Compare two list items. Their units must agree, as in 3 red and 4 blue."""
     if isinstance(one, Number) and isinstance(other, Number) and one.unit and other.unit:
         return one.unit == other.unit and _same(one, other)
     return _same(one, other)
@@ -643,7 +659,7 @@ def _in_order(gold: Sequence[Answer], given: Sequence[Answer]) -> bool:
 
 
 def _in_any_order(gold: Sequence[Answer], given: Sequence[Answer], *, once: bool) -> bool:
-    """Compare two lists in any order. once: repeated values count once, as in a set."""
+    """Compare two lists in any order. With `once`, repeated values count once, as in a set."""
     remaining = list(given)
     for one in gold:
         place = next((n for n, two in enumerate(remaining) if _same_item(one, two)), None)
@@ -655,7 +671,7 @@ def _in_any_order(gold: Sequence[Answer], given: Sequence[Answer], *, once: bool
 
 
 def _same_names(gold: Several, given: Several) -> bool:
-    """Compare the values of several names, in order if one side has no names."""
+    """Compare the values of several variables. If one side has no names, the order counts."""
     sides = gold.items, given.items
     named = [{item.name: item.value for item in side if _names(item)} for side in sides]
     if [*map(len, named)] == [*map(len, sides)]:
@@ -697,7 +713,8 @@ def _as_formula(answer: Answer) -> Formula | None:
 
 
 def _region(answer: Answer, *, point: bool = False) -> Region | None:
-    """An interval in brackets as a region; with point, also a number or a set of numbers."""
+    """Read an interval in brackets as a region. With `point`, a number or set of numbers is
+    allowed."""
     if isinstance(answer, Region):
         return answer
     if point and (end := _as_formula(answer)):

@@ -25,12 +25,13 @@ from keel.rewards.language.function_words import FUNCTION_WORDS, KEYWORDS
 from keel.rewards.text import WRAPPED, answer_in, normalise
 
 _MAX_CHARACTERS = 32_768
-"""A longer answer is wrong, unless the right one is that long."""
+"""Answers longer than this are wrong, unless the right answer is as long."""
 MOST_PARTIAL = 0.9
-"""Maximum partial credit.
+"""The most partial credit that an answer can get.
 
-Some verifiers give 1 − 1e-16, or more than 1, to the right answer with words after it: the share of
-letters in place. The cap keeps such answers a tenth below the exact one, and from passing.
+Some verifiers score the share of letters in place. They give 1 − 1e-16, or even more than 1, to the
+right answer with words after it. The limit keeps such answers a tenth below the exact one and
+prevents them from passing.
 """
 _EVALUATED_TASKS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """Tasks whose verifier evaluates the answer as a Python literal."""
@@ -50,7 +51,7 @@ _NAN_TASKS = frozenset({"complex_arithmetic"})
 """Tasks whose verifier accepts "nan": `min(1.0, nan)` is 1.0."""
 
 _SAME_WORDS_TASKS = frozenset({"knights_knaves", "letter_jumble", "word_sorting"})
-"""Tasks with one right answer whose verifier ignores some words or the text after the last one."""
+"""Tasks with only one right answer, whose verifier ignores some words or trailing text."""
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?"
 _TIME = r"\d+:\d+(?::\d+(?:\.\d+)?)?(?: ?UTC[-+]?[\d:]*)?"
@@ -80,14 +81,15 @@ _SHAPES = {
         "tower_of_hanoi": rf"{_MOVE}(?:\s*\n\s*{_MOVE})*",
     }.items()
 }
-"""Shape of the whole answer, after `_bare`, for verifiers that ignore unparsable parts."""
+"""The form that the whole answer must have after `_bare`, if a verifier ignores what it cannot
+parse."""
 _SPLIT_TASKS = frozenset({"polynomial_equations", "survo"})
-"""Tasks whose verifiers ignore each part that is not a number, such as `*7` in `*7 8 9*`."""
+"""Tasks whose verifiers ignore parts that are not numbers, such as `*7` in `*7 8 9*`."""
 
 _WORD = re.compile(r"\w+")
 _FILLERS = "a an and but hence is so the then therefore thus while"
 _OPTIONAL_WORDS = {"knights_knaves": frozenset(_FILLERS.split())}
-"""Words that an answer may omit or repeat."""
+"""Words that an answer may leave out or repeat."""
 
 _BEFORE = re.compile(_LEAD, re.IGNORECASE)
 _AROUND = re.compile(
@@ -96,14 +98,14 @@ _AROUND = re.compile(
     re.DOTALL,
 )
 _MAX_NESTING = 8
-"""Nested marks and phrases to remove from around an answer."""
+"""How many layers of marks and phrases to remove from around an answer."""
 
 _NAMES = (
     "sin cos tan sec csc cot asin acos atan acot sinh cosh tanh asinh acosh atanh coth exp log ln "
     "sqrt Abs sign erf erfc erfi gamma Ei li Si Ci Rational Integer"
 )
 _NO_UNITS = (FUNCTION_WORDS | KEYWORDS) - {"byte", "long", "of", "per"}
-"""Words after a number that are not units: `20 or so`."""
+"""Words after a number that are not units, as in `20 or so`."""
 _FUNCTIONS = frozenset(_NAMES.split())
 _CONSTANTS = frozenset({"pi"})
 _MAX_EXPONENT = 1000
@@ -115,10 +117,11 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
 
 
 def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
-    """The task's verifier, with partial credit up to `MOST_PARTIAL`.
+    """Build the verifier for a task, with partial credit up to `MOST_PARTIAL`.
 
-    Full marks require a score of exactly 1, as every task gives its own answers, and nothing around
-    the answer. spec: `task`, `params` (the generator's options), `entry`.
+    Full marks require a score of exactly 1, which every task gives to its own answers, and an
+    answer with nothing around it. `spec` contains the `task`, the generator's options as `params`,
+    and the `entry`.
     """
     task = str(spec.get("task"))
     entry_data = from_jsonable(spec.get("entry"))
@@ -147,7 +150,7 @@ def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
 
 @lru_cache(maxsize=64)
 def _score_answer(task: str, params: str) -> Callable[[str, Any], float]:
-    """`score_answer` of a task with the generator's options; some tasks load a dictionary."""
+    """Return the task's `score_answer` for these options. Some tasks load a dictionary for it."""
     from reasoning_gym.factory import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
         DATASETS,  # pyright: ignore[reportUnknownVariableType]
     )
@@ -162,10 +165,11 @@ def _score_answer(task: str, params: str) -> Callable[[str, Any], float]:
 
 
 def _may_be_verified(task: str, answer: str, right: str) -> bool:
-    """Return whether an answer is safe for the task's verifier. The known answer always is.
+    """Return whether an answer is safe to pass to the task's verifier.
 
-    A part of the known answer need not be: where sympy could not solve an integral, the answer
-    contains `Integral`, and a policy could state the question that way.
+    The known answer always is, but a part of it need not be. If sympy could not solve an integral,
+    for example, the known answer contains `Integral`, and a policy could just repeat the question
+    in that form.
     """
     if right and normalise(answer) == normalise(right):
         return True
@@ -181,7 +185,7 @@ def _may_be_verified(task: str, answer: str, right: str) -> bool:
 
 
 def _is_all_answer(task: str, answer: str, right: str) -> bool:
-    """Return whether an answer that the verifier accepts is an answer and nothing else."""
+    """Return whether an accepted answer contains nothing but the answer."""
     text = answer.strip() if task in _SPLIT_TASKS else _bare(answer)
     words = _WORD.findall(text.casefold())
     if task in _SAME_WORDS_TASKS:
@@ -197,7 +201,7 @@ def _is_all_answer(task: str, answer: str, right: str) -> bool:
 
 
 def _bare(answer: str) -> str:
-    r"""Remove marks and phrases around an answer: `**$20$**`, `\text{…}`, "The answer is …."."""
+    r"""Remove marks and phrases around an answer: `**$20$**`, `\text{…}`, "The answer is …"."""
     text = WRAPPED.sub(r" \1 ", answer)
     for _ in range(_MAX_NESTING):
         before, text = text, text.strip().rstrip(".,").rstrip()
@@ -234,7 +238,8 @@ def _is_symbolic(node: ast.AST) -> bool:
 
 
 def _is_tower(node: ast.AST) -> bool:
-    """Return whether a power such as `9**9**9` is too large: sympy evaluates while parsing."""
+    """Return whether a power such as `9**9**9` is too large, since sympy evaluates it when
+    parsing."""
     if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)):
         return False
     exponents = [n.value for n in ast.walk(node.right) if isinstance(n, ast.Constant)]

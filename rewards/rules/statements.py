@@ -1,10 +1,12 @@
-r"""The answer that a text states, and one notation for the many ways to write it.
+r"""Finds the answer that a text states, and rewrites answers in a single notation.
 
-For text without a mark, `statements` extracts a number or formula, and `asserts` compares words; a
+In text without a mark, `statements` extracts a number or formula, and `asserts` compares words. A
 negation, an alternative or a question means that there is no answer. `boxes` returns the marked
-ones. `plain` writes signs for commands (`\leq` is ≤, `\{` is ⦃), upright letters and functions as
-the usual ones, numbers in digits, and no layout. The result consists of formulas
-(`keel.rewards.rules.formula`) between the signs that `keel.rewards.rules.maths` splits at.
+answers.
+
+`plain` replaces commands with signs (`\leq` is ≤, `\{` is ⦃), writes letters, functions and numbers
+in one way, and removes layout. Its result consists of formulas (`keel.rewards.rules.formula`) and
+the signs at which `keel.rewards.rules.maths` splits an answer.
 """
 
 from __future__ import annotations
@@ -53,8 +55,10 @@ _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 1
 
 
 def plain(text: str) -> str:
-    """Write an answer in one notation: signs for commands, upright letters as the usual ones, and
-    numbers in digits."""
+    """Rewrite an answer in plain notation.
+
+    Commands become signs, upright letters become ordinary ones, and numbers are written in digits.
+    """
     text = re.sub("[¼-¾⅐-⅞]", lambda match: f" {unicodedata.normalize('NFKC', match[0])}", text)
     text = unicodedata.normalize("NFKC", raised(text)).translate(_SIGNS).strip()
     text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
@@ -157,7 +161,7 @@ _RULES = [(re.compile(pattern), replacement) for pattern, replacement in _REPLAC
 
 
 def squeezed(text: str) -> str:
-    """A text in plain notation without white space and needless braces, for comparing texts."""
+    """Remove white space and unnecessary braces from a text in plain notation, to compare texts."""
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\s|\{(?=\w\})|(?<=\{\w)\}", "", text)
     words = "\\" not in text and re.search(r"[^\W\d_]{2}", text)
@@ -189,7 +193,7 @@ _WRAPPED = re.compile(r"\\(?:text\w*|math(?:rm|bf|it|sf)|mbox)\s*\{([^{}]*)\}")
 
 
 def undressed(text: str) -> str:
-    """Strip Markdown, delimiters, styles and "The answer is" from an answer."""
+    """Remove Markdown, delimiters, styles and phrases like "The answer is" from an answer."""
     text = _BOLD.sub(r"\2", text).strip()
     text = text[match.end() :] if (match := _LEAD.match(text)) else text
     for _ in range(6):
@@ -204,7 +208,7 @@ def undressed(text: str) -> str:
 
 
 def spelled(text: str) -> str:
-    """Return the answer as it reads when typeset."""
+    """Return an answer as it reads when it is typeset."""
     text = _WRAPPED.sub(r" \1 ", text.replace("\\left", "").replace("\\right", ""))
     text = normalise(re.sub(r"[$\\]\s|[~$]", " ", text))
     if "\\" not in text and re.search(r"[^\W\d_]{2}", text):  # \Delta is not \delta, nor R r
@@ -260,8 +264,10 @@ _OPERATOR = re.compile(
 
 
 def boxes(text: str, marked: str) -> list[str]:
-    """Return the content of the last mark and of the boxes before it that no word corrects; none
-    if the words around the last one deny it."""
+    """Return the last marked answer, and those before it that no word corrects.
+
+    The result is empty if the words around the last one deny it.
+    """
     start = text.rfind(BOXED)
     if start < 0:
         return [marked]
@@ -276,7 +282,8 @@ def boxes(text: str, marked: str) -> list[str]:
 
 
 def _claim(text: str) -> tuple[str, bool]:
-    """Return the sentence that states the answer, and whether the text around it is in doubt."""
+    """Return the sentence that states the answer, and whether the text around it casts doubt on
+    it."""
     text = _BOLD.sub(r"\2", text).strip(" \n")
     if leads := list(_ANSWER.finditer(text)):
         line, _, rest = text[leads[-1].end() :].partition("\n")
@@ -288,9 +295,9 @@ def _claim(text: str) -> tuple[str, bool]:
 
 
 def statements(text: str, *, exclaims: bool) -> list[str]:
-    """Candidates for the answer of an unmarked text; empty if the text is in doubt.
+    """Return possible answers from a text without marks, or none if the text expresses doubt.
 
-    exclaims: a final "!" may be a factorial.
+    `exclaims` says whether a final "!" may be a factorial.
     """
     text = text if exclaims else text.rstrip("! ")
     text = _DISPLAY.sub(lambda match: f" ${' '.join(match[0].strip()[2:-2].split())}$", text)
@@ -319,14 +326,15 @@ _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'’-]+[^\W\d_]+)*")
 
 
 def words_of(right: str) -> str:
-    """The words of an answer that consists of words; "" for others."""
+    """Return the words in an answer that consists only of words, or "" for any other answer."""
     spelling = spelled(right)
     is_words = _WORDS.fullmatch(spelling) and not re.search(r"\\(?!text|math)", right)
     return spelling if is_words and not right.isupper() else ""
 
 
 def asserts(text: str, words: str) -> bool:
-    """Return True if the sentence that states the answer ends with these words, without doubt."""
+    """Return whether the sentence that states the answer ends with these words and leaves no
+    doubt."""
     sentence, doubt = _claim(text.rstrip("! "))
     sentence = undressed(re.sub(r"\$|\\[()\[\]]", "", sentence))
     spelling = spelled(sentence)

@@ -1,4 +1,4 @@
-"""Verifiers: functions from a completion to how correct it is, built from reward specs."""
+"""Builds verifiers from reward specs. A verifier says how correct a completion is."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ from keel.rewards.text import (
 from keel.rl.turns import THINK
 
 Verifier = Callable[[str], float | Mapping[str, float]]
-"""From a final text (without thinking) to its score, 0 … 1, or to parts that include `correct`. May
-raise, hang or crash on hostile text, which `keel.rewards.workers.pool` contains."""
+"""Scores a final text (without thinking) from 0 to 1, or returns parts that include `correct`.
+
+It may raise, hang or crash on hostile text, which `keel.rewards.workers.pool` contains.
+"""
 
 _MAX_CHARACTERS = 32_768
-"""A longer text is wrong, unless the right answer is that long."""
+"""Texts longer than this are wrong, unless the right answer is as long."""
 _MATCH_TIMEOUT_S = 0.5
 
 
 def verifier_for(
     spec: Mapping[str, Any], code: CodeSettings | None = None, *, ready: bool = True
 ) -> Verifier:
-    """Build the verifier of a prompt's reward spec, or of a part of the whole trajectory.
+    """Build the verifier for a reward spec, or for a part that measures the whole trajectory.
 
-    ready: prepare it for use now; False only checks the spec (`mathematical`).
-    Raises ValueError for a malformed spec.
+    If `ready` is False, the spec is checked but the verifier is not prepared for use (see
+    `mathematical`). Raises ValueError for a malformed spec.
     """
     kind = str(spec.get("kind"))
     if kind in _TRAJECTORY_KINDS:
@@ -56,7 +58,7 @@ def verifier_for(
 
 
 def _answer(spec: Mapping[str, Any], *, ready: bool = True) -> Verifier:
-    """Compare with a known `answer` by `match`, one of `_MATCHES`."""
+    """Build a verifier that compares with a known `answer` by `match`, one of `_MATCHES`."""
     match, right = spec.get("match", "math"), spec.get("answer")
     if not isinstance(match, str) or match not in _MATCHES:
         raise ValueError(f"reward spec has match {match!r}; use one of {', '.join(_MATCHES)}")
@@ -67,7 +69,7 @@ def _answer(spec: Mapping[str, Any], *, ready: bool = True) -> Verifier:
 
 
 def _code(spec: Mapping[str, Any], settings: CodeSettings) -> Verifier:
-    """Run a program against hidden tests (`keel.rewards.code.verifier`)."""
+    """Build a verifier that runs a program on hidden tests (`keel.rewards.code.verifier`)."""
     read_task(spec)
     open_sandbox(settings.isolation)
 
@@ -79,7 +81,7 @@ def _code(spec: Mapping[str, Any], settings: CodeSettings) -> Verifier:
 
 
 def _exact(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    r"""Compare the answer as text, up to Unicode form, white space and `\text{…}`."""
+    r"""Build a verifier that compares text, up to Unicode form, white space and `\text{…}`."""
     expected = normalise(spec["answer"])
     longest = max(_MAX_CHARACTERS, 4 * len(spec["answer"]))
 
@@ -94,9 +96,9 @@ def _exact(spec: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _regex(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Match the whole answer against a regular expression; a timeout is wrong.
+    """Build a verifier that matches the whole answer against a regular expression.
 
-    Raises ValueError for a pattern that Python's `re` does not accept.
+    A timeout counts as wrong. Raises ValueError for a pattern that Python's `re` does not accept.
     """
     # Imported late to keep workers light.
     import regex as timed_regex  # noqa: PLC0415
@@ -136,7 +138,10 @@ KINDS: dict[str, Callable[[Mapping[str, Any], CodeSettings], Verifier]] = {
     "answer": lambda spec, _: _answer(spec),
     "code": _code,
 }
-"""Kinds of reward specs; judged ones are in `keel.rewards.judge.specs`."""
+"""The kinds of reward specs with a verifier.
+
+Those for a judge are in `keel.rewards.judge.specs`.
+"""
 
 
 def _language(spec: Mapping[str, Any]) -> Verifier:
@@ -150,15 +155,18 @@ _TRAJECTORY_KINDS: dict[str, Callable[[Mapping[str, Any]], Verifier]] = {
     "function": function,
     "language": _language,
 }
-"""Parts computed from `TextTrajectory.dumps()`. Not allowed in prompts: data must not name code."""
+"""Verifiers that score the output of `TextTrajectory.dumps()`.
+
+Prompts cannot use them, because data must not be able to name code.
+"""
 
 
 def keeps_format(raw: str, *, thinking: bool, finished: bool) -> bool:
     """Return whether a completion is finished and well formed.
 
-    It needs one closed think block before the answer (none with thinking off) and an answer that is
-    not blank and is marked at most once. raw: the sampled text, whose `<think>` may be missing
-    because many chat templates end with it.
+    It needs one closed think block before the answer, or none if thinking is off. The answer must
+    not be blank and may be marked only once. `raw` is the sampled text; it may lack the opening
+    `<think>`, because many chat templates already end with that.
     """
     final = outside_think(raw)
     if not finished or blank(final) or max(final.count(BOXED), final.count("</answer>")) > 1:

@@ -1,1 +1,1 @@
-"""Isolation of untrusted programs and environments."""
+"""Runs untrusted programs and environments in isolation."""

@@ -1,4 +1,4 @@
-"""Command-line arguments of bubblewrap that all sandboxes share."""
+"""Builds the bubblewrap arguments that all sandboxes share."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ SYSTEM_FILES = [
     for word in ("--ro-bind-try", name, name)
 ]
 PROGRAMS = ("bin", "include", "lib", "lib32", "lib64", "libexec", "libx32", "share/zoneinfo")
-"""Folders of /usr that programs and compilers need. Other data there may hold answers."""
+"""Folders in /usr that programs and compilers need. Other folders there may contain answers."""
 DEVICES = ("null", "full", "random", "urandom")
 
 
 class IsolationError(ValueError):
-    """Raised if this machine cannot isolate programs; names the knob and the fix."""
+    """Raised if this machine cannot isolate programs. The message names the setting and a fix."""
 
 
 def namespaces(root: bool, *, network: bool = False) -> list[str]:
-    """New namespaces without capabilities over them.
+    """Return arguments for new namespaces in which the program has no capabilities.
 
-    root: bubblewrap runs as root; it keeps the capabilities to become the program's user and
-    drops them then (`unprivileged`). network: keep the machine's network.
+    If `root` is set, bubblewrap runs as root. It then keeps the capabilities to switch to the
+    program's user, and drops them afterwards (see `unprivileged`). If `network` is set, the
+    machine's network stays available.
     """
     words = ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
     words += ["--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
@@ -44,7 +45,7 @@ def namespaces(root: bool, *, network: bool = False) -> list[str]:
 
 
 def system(folders: Sequence[str] = ()) -> list[str]:
-    """Mount these folders of /usr read-only, or all of it."""
+    """Return arguments that mount these folders in /usr read-only, or all of /usr."""
     words = ["--ro-bind", "/usr", "/usr"]
     if folders:
         words = ["--perms", "0755", "--dir", "/usr"]
@@ -60,7 +61,7 @@ def system(folders: Sequence[str] = ()) -> list[str]:
 
 
 def make_folders(folders: Iterable[str]) -> list[str]:
-    """Create mount points explicitly: those made implicitly are accessible to root only."""
+    """Return arguments that create mount points, since only root can access implicit ones."""
     words: list[str] = []
     created: set[str] = set()
     for folder in folders:
@@ -72,7 +73,7 @@ def make_folders(folders: Iterable[str]) -> list[str]:
 
 
 def hide(folders: Iterable[str]) -> list[str]:
-    """Cover mounted folders with empty read-only ones."""
+    """Return arguments that cover mounted folders with empty read-only ones."""
     words: list[str] = []
     for folder in folders:
         words += ["--perms", "0555", "--size", "4096", "--tmpfs", folder, "--remount-ro", folder]
@@ -80,7 +81,10 @@ def hide(folders: Iterable[str]) -> list[str]:
 
 
 def package_folders(folders: Iterable[str]) -> list[str]:
-    """Folders of Python packages below library folders; packages include this one and its tasks."""
+    """Return the folders for Python packages below library folders.
+
+    The packages include Keel itself and its tasks.
+    """
     paths = [
         str(path)
         for folder in folders
@@ -100,7 +104,7 @@ def private_folder(folder: str, mib: int) -> list[str]:
 
 
 def unprivileged(root: bool) -> list[str]:
-    """Command prefix, inside the sandbox, that drops root's privileges."""
+    """Return a command prefix that drops root's privileges inside the sandbox."""
     if not root:
         return []
     user = _unused_user()
@@ -109,7 +113,7 @@ def unprivileged(root: bool) -> list[str]:
 
 
 def _unused_user() -> str:
-    """A random user ID from the free range, so that per-user limits hold for one run."""
+    """Pick a random user ID from the free range, so that limits per user apply to one run only."""
     spans = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     first, _, count = max((tuple(map(int, span)) for span in spans), key=lambda span: span[2])
     return str(first + count // 4 + secrets.randbelow(count // 4))
@@ -123,7 +127,7 @@ def tool(name: str) -> str:
 
 
 def memory_file(stack: ExitStack, data: bytes) -> int:
-    """A read-only descriptor of sealed memory that holds `data`."""
+    """Return a read-only descriptor for sealed memory that contains `data`."""
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
     fd = os.memfd_create("keel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""Finds the files that a program needs besides the system: its interpreter and environment."""
+"""Finds the files outside the system folders that a program needs, such as its interpreter."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _QUERY = (
 )
 _QUERY_TIMEOUT_S = 30.0
 _PARTS = ("bin", "lib", "lib64", "share", "ssl", "pyvenv.cfg")
-"""Contents of an interpreter's folder, which may hold unrelated files too."""
+"""The parts of an interpreter's folder to use, since it may also contain unrelated files."""
 _MAX_LINKS = 40
 _PYTHON = re.compile(r"python[0-9.]*t?")
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxRuntime:
-    """An executable and the paths it reads."""
+    """An executable together with the paths that it reads."""
 
     executable: str
-    """Absolute but not resolved: a virtual environment is identified by the link's name."""
+    """The absolute path with its links, because a virtual environment is identified by the link."""
     paths: tuple[Path, ...]
-    """Files and folders outside /usr, with symbolic links under every name."""
+    """Files and folders outside /usr. Those behind symbolic links are listed under every name."""
 
 
 @lru_cache(maxsize=64)
 def runtime(program: str) -> SandboxRuntime:
-    """Inspect a Python interpreter, a script with a `#!` line, or any other executable.
+    """Find out what a Python interpreter, a script with a `#!` line or another executable needs.
 
     Raises FileNotFoundError if it does not exist.
     """
@@ -84,7 +84,8 @@ def _python(path: Path) -> SandboxRuntime:
 
 
 def _names(path: Path) -> Iterator[Path]:
-    """A path, each step of its symbolic links, and its target, except those under /usr."""
+    """Return a path, every step along its symbolic links, and its target, except those under
+    /usr."""
     names, real = [path], path.resolve()
     while path.is_symlink() and len(names) < _MAX_LINKS:
         path = Path(os.path.normpath(path.parent / os.readlink(path)))

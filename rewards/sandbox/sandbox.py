@@ -69,13 +69,13 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class _Python:
-    """The interpreter inside: the one that this process's environment was made from."""
+    """The Python interpreter inside the sandbox, on which this process's environment is based."""
 
     executable: str
     parts: tuple[str, ...]
     """Folders to mount in addition to `PROGRAMS`."""
     hidden: tuple[str, ...]
-    """Package folders within mounted ones: tasks with their answers may lie there."""
+    """Package folders to hide inside mounted ones, because they may contain tasks with answers."""
 
     @staticmethod
     def current() -> _Python:
@@ -94,7 +94,10 @@ class _Python:
 
 
 class Sandbox:
-    """Runs programs under one kind of isolation. Made by `open_sandbox`; holds nothing open."""
+    """Runs programs under one kind of isolation. Create it with `open_sandbox`.
+
+    It holds no open resources.
+    """
 
     def __init__(self, isolation: _Isolation) -> None:
         self.isolation: _Isolation = isolation
@@ -121,13 +124,11 @@ class Sandbox:
     ) -> SandboxOutcome:
         """Run `command` in an empty writable folder.
 
-        command: `{box}` stands for the read-only folder of `files`, `{python}` for the interpreter.
-        files: name → content; all are executable.
-        lines: end the run after this many lines of output. Wall time is then limited per line, and
-            CPU time by the sum over the lines.
-        bounded: limit address space; some runtimes reserve terabytes of it.
-        within_s: the caller's remaining wall time.
-
+        In `command`, `{box}` stands for the read-only folder with the `files`, and `{python}` for
+        the interpreter. `files` maps names to contents, and all of them are executable. The run
+        ends after `lines` lines of output, if that is set. Wall time is then limited for each line,
+        and CPU time for all lines together. `bounded` says whether to limit address space, since
+        some runtimes reserve terabytes. `within_s` is the wall time that the caller has left.
         Raises RuntimeError if the sandbox itself fails.
         """
         with ExitStack() as stack:
@@ -207,7 +208,10 @@ class Sandbox:
         limits: Limits,
         share: Callable[[bytes], str],
     ) -> list[str]:
-        """share: makes data readable inside and returns its file descriptor."""
+        """Build the bubblewrap command.
+
+        `share` makes data readable inside the sandbox and returns its file descriptor.
+        """
         words = [self._bwrap, *namespaces(self._root), *system(PROGRAMS)]
         parents = [str(Path(part).parent) for part in self._python.parts]
         words += make_folders(("/etc", "/dev", _BOX, *parents))
@@ -238,7 +242,7 @@ def _reap(status: bytes, outcome: SandboxOutcome) -> None:
 
 @lru_cache(maxsize=2)
 def open_sandbox(isolation: str) -> Sandbox:
-    """Return a sandbox that has been tested: a probe inside looked for ways out.
+    """Return a sandbox after a probe inside it has looked for ways out.
 
     Raises IsolationError if this machine does not support `isolation`.
     """

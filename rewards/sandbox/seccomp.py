@@ -1,8 +1,9 @@
-"""Seccomp filter of sandboxed programs.
+"""Builds the seccomp filter for sandboxed programs.
 
-It refuses what would bypass the namespaces and limits: memory that no process limit counts
-(`memfd_create`, System V shared memory), new namespaces, sockets, the memory of other processes,
-key rings shared between users, and kernel interfaces with a record of vulnerabilities.
+The filter refuses calls that would bypass the namespaces and limits. These concern memory that no
+process limit counts (`memfd_create`, System V shared memory), new namespaces, sockets, other
+processes' memory, key rings shared between users, and kernel interfaces with a history of
+vulnerabilities.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ _DENIED = {
     "vmsplice": (278, 75),
 }
 _UNKNOWN = 453
-"""First call number newer than this table (Linux 6.6). C libraries fall back to older calls."""
+"""The first call number that is too new for this table (Linux 6.6). C libraries use older calls
+instead."""
 _UNCOUNTED = {
     "ioprio_set": (251, 30),
     "sched_setaffinity": (203, 122),
@@ -90,25 +92,28 @@ _UNCOUNTED = {
     "setpriority": (141, 140),
     "setsockopt": (54, 208),
 }
-"""Refused if memory and CPU time are counted from outside. A socket pair holds some 200 KiB of
-uncounted memory, and more with larger buffers or with sockets in transit."""
+"""Calls that are refused if memory and CPU time are measured from outside.
+
+A socket pair holds about 200 KiB that nothing counts, and more with larger buffers or with sockets
+in transit.
+"""
 _PRETENDED = {
     "futimesat": (261, None),
     "utime": (132, None),
     "utimensat": (280, 88),
     "utimes": (235, None),
 }
-"""Succeed without any effect: they would change timestamps of the machine's devices."""
+"""Calls that succeed without doing anything, because they would change timestamps on devices."""
 _MMAP = (9, 222)
 _PRLIMIT64 = (302, 261)
 _RT_SIGACTION = (13, 134)
 _CLONE = (56, 220)
 _CLONE3 = (435, 435)
 _MACHINES = {"x86_64": 0, "aarch64": 1}
-"""`platform.machine()` → column of the tables above."""
+"""Maps `platform.machine()` to a column in the tables above."""
 LOCAL = (socket.AF_UNIX,)
 FORKING = ("mount", "unshare")
-"""Calls permitted to a process that gives its children new namespaces."""
+"""Calls that a process needs to put its children into new namespaces."""
 NETWORK = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 
 _AUDIT_ARCH = (0xC000003E, 0xC00000B7)
@@ -129,13 +134,13 @@ def seccomp_filter(
     permitted: Sequence[str] = (),
     counted: bool = False,
 ) -> bytes:
-    """Classic BPF program for `bwrap --seccomp`.
+    """Return a classic BPF program for `bwrap --seccomp`.
 
-    machine: `platform.machine()`. sockets: permitted socket families, such as `LOCAL`. permitted:
-    denied calls to permit, such as `FORKING`. counted: also refuse what would hide memory or CPU
-    time from a watch outside.
-
-    Raises ValueError for a machine whose call numbers are unknown.
+    `machine` is the value of `platform.machine()`, and `sockets` lists the socket families to
+    allow, such as `LOCAL`. `permitted` lists calls to allow although they are usually denied, such
+    as `FORKING`. With `counted`, the filter also refuses calls that hide memory or CPU time from
+    measurement outside the sandbox. Raises ValueError if the call numbers for the machine are
+    unknown.
     """
     if machine not in _MACHINES:
         raise ValueError(f"no system call table for {machine}, only {', '.join(_MACHINES)}")
