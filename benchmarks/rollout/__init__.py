@@ -1,1 +1,1 @@
-"""Engine throughput and the cost of recording."""
+"""Measures engine throughput and how much recording costs."""

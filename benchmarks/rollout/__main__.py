@@ -46,7 +46,8 @@ WARM_TOKENS = 24
 
 
 def variables(arm: Arm, *, gpu: bool) -> dict[str, str]:
-    """Environment variables of an arm's process; stock vLLM keeps its default sampler."""
+    """Return the environment variables for an arm's process. Stock vLLM keeps its default
+    sampler."""
     result = environment(RolloutConfig(threads=2), gpu=gpu)
     if not arm.keel:
         del result["VLLM_USE_FLASHINFER_SAMPLER"]
@@ -58,7 +59,7 @@ def variables(arm: Arm, *, gpu: bool) -> dict[str, str]:
 
 
 class Process:
-    """Process of an arm, with one line of JSON per answer."""
+    """Runs one arm in a child process that writes each reply as a line of JSON."""
 
     def __init__(self, arm: Arm, folder: Path, size: Size, out: Path, *, gpu: bool) -> None:
         self.arm = arm
@@ -83,7 +84,7 @@ class Process:
         self._answers.put(None)
 
     def run(self, salt: str) -> dict[str, Any]:
-        """Return the results of a run; raises RuntimeError if it failed."""
+        """Return the results of one run. Raises RuntimeError if it failed."""
         assert self._process.stdin is not None
         print(salt, file=self._process.stdin, flush=True)
         return self.answer(RUN_S)
@@ -108,7 +109,8 @@ class Process:
 
 
 def serve(child: dict[str, Any]) -> None:
-    """Run an arm's engine; reply to each salt on stdin with the JSON results of a run."""
+    """Run an arm's engine. For each salt read from stdin, run the benchmark once and print the
+    results as JSON."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # library output goes to the log
     arm, size = ARMS[child["arm"]], Size(**child["size"])
@@ -133,7 +135,7 @@ def serve(child: dict[str, Any]) -> None:
 
 
 class Report:
-    """Results so far, saved after each change."""
+    """The results so far, saved after each change."""
 
     def __init__(self, path: Path, head: dict[str, Any]) -> None:
         self._path = path
@@ -187,7 +189,7 @@ def play_rounds(ready: dict[str, Process], rounds: int, report: Report) -> None:
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Medians over the rounds, and medians of ratios within a round."""
+    """Return medians over the rounds, and medians of the ratios within each round."""
     result: dict[str, dict[str, float]] = {}
     for name in ARMS:
         rows = [row for row in rounds if name in row]

@@ -1,4 +1,4 @@
-"""Engines under test, `vllm.LLM` and Keel's engine, and their timing."""
+"""Drivers that run and time the engines under test: `vllm.LLM` and Keel's engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from keel.rollout.spec import EngineSpec
 
 RUN_TIMEOUT_S = 240.0
 GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Batch sizes with a CUDA graph; each adds start-up time."""
+"""Batch sizes for which a CUDA graph is captured. Each adds to the start-up time."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Arm:
     name: str
     keel: bool
     record: bool = False
-    """Record sampling masks and routes."""
+    """Whether to record sampling masks and routes."""
     recorder: Literal["auto", "packed"] = "auto"
     gpu_only: bool = False
     changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Changes of vLLM's engine arguments."""
+    """Changes to vLLM's engine arguments."""
 
 
 PACKED = Arm("packed", keel=True, recorder="packed", record=True, gpu_only=True)
@@ -51,16 +51,16 @@ ARMS = {
 
 class Driver(Protocol):
     def run(self, prompts: list[Prompt], completion: int) -> list[Group]:
-        """Sample completions; stock vLLM returns no groups."""
+        """Sample completions. Stock vLLM returns no groups."""
         ...
 
     def on_thread(self, call: Callable[[], Any]) -> Any:
-        """Return the result of `call` on the thread that steps the engine."""
+        """Run `call` on the thread that steps the engine, and return its result."""
         ...
 
 
 class Stock:
-    """`vllm.LLM` as its users call it."""
+    """Drives `vllm.LLM` in the way its users call it."""
 
     def __init__(self, arm: Arm, folder: str, size: Size) -> None:
         from transformers import AutoTokenizer  # noqa: PLC0415
@@ -95,7 +95,7 @@ class Stock:
 
 
 class Keel:
-    """`EngineThread` around a `VllmEngine`, as in a rollout worker."""
+    """Drives an `EngineThread` with a `VllmEngine`, as in a rollout worker."""
 
     def __init__(self, arm: Arm, folder: str, size: Size) -> None:
         from keel.rollout.engine import vllm_engine  # noqa: PLC0415
@@ -156,7 +156,8 @@ def sampling(size: Size, completion: int) -> SamplingConfig:
 
 
 def engine_args(arm: Arm, folder: str, size: Size) -> dict[str, Any]:
-    """Engine arguments with a KV cache that avoids preemption and lets all arms share the GPU."""
+    """Return engine arguments with a KV cache that is large enough to avoid preemption and lets all
+    arms share the GPU."""
     if not torch.cuda.is_available():
         return {
             "kv_cache_memory_bytes": 2**28,
@@ -176,7 +177,7 @@ def engine_args(arm: Arm, folder: str, size: Size) -> dict[str, Any]:
 
 
 def timed_run(driver: Driver, size: Size, salt: str) -> dict[str, Any]:
-    """Time one batch from the first request to the last group."""
+    """Measure the time of one batch, from the first request to the last group."""
     prompts = make_prompts(size, salt)
     cpu = driver.on_thread(time.thread_time)
     began = time.perf_counter()
@@ -193,7 +194,8 @@ def timed_run(driver: Driver, size: Size, salt: str) -> dict[str, Any]:
 
 
 def mean_kept(groups: Sequence[Group]) -> float:
-    """Mean number of ids per sampled token in the recorded sampling masks; 0 without masks."""
+    """Return the mean number of ids per sampled token in the recorded sampling masks, or 0 without
+    masks."""
     segments = [s for group in groups for t in group.trajectories for s in t.segments]
     sampled = sum(int(segment.trainable_T.sum()) for segment in segments)
     masks = [s.sampling_mask for s in segments if s.sampling_mask is not None]

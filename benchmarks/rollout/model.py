@@ -1,4 +1,4 @@
-"""Sizes and prompts of the rollout benchmark."""
+"""The model and the prompts for the rollout benchmark."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from keel.rl.types import Prompt
 
 @dataclass(frozen=True)
 class Size(Mixture):
-    """Sizes of the model and of one timed run."""
+    """Sizes of the model and of a timed run."""
 
     expert: int = 640
     words: int = 151_669
-    """Entries of the tokenizer."""
+    """Number of entries in the tokenizer."""
     prompts: int = 16
     group: int = 16
     prompt: int = 128
-    """Tokens."""
+    """Number of tokens per prompt."""
     completion: int = 512
-    """Tokens; every completion has this length."""
+    """Number of tokens in every completion."""
     top_p: float = 0.95
     top_k: int = 512
     mean_kept: float = 8.0
@@ -38,7 +38,7 @@ class Size(Mixture):
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens of one run."""
+        """Number of tokens sampled in one run."""
         return self.sequences * self.completion
 
 
@@ -68,7 +68,8 @@ def write(folder: Path, size: Size) -> dict[str, float]:
 
 
 def logit_spread(size: Size) -> float:
-    """Find the standard deviation of normal logits at which truncation keeps `mean_kept` ids."""
+    """Find the standard deviation of normally distributed logits for which truncation keeps
+    `mean_kept` ids."""
     generator = torch.Generator().manual_seed(1)
     ranked = torch.randn(256, size.words, generator=generator).topk(size.top_k).values
     low, high = 0.1, 30.0
@@ -82,7 +83,8 @@ def logit_spread(size: Size) -> float:
 
 
 def make_prompts(size: Size, salt: str) -> list[Prompt]:
-    """Make prompts of random words; each salt gives prompts that are not in the prefix cache."""
+    """Make prompts of random words. Each salt gives prompts that are not in the prefix cache
+    yet."""
     draw = random.Random(salt)
     texts = [random_words(draw, size.words, size.prompt) for _ in range(size.prompts)]
     return [

@@ -177,7 +177,7 @@ class _FastPath(Scheduler):
     # The batch.
 
     def _new_batch(self) -> DecodeBatch | None:
-        """Return a batch with the running requests, or nothing unless all of them only decode."""
+        """Return a batch with the running requests, or None unless all of them only decode."""
         if (
             not self._possible
             or not self.running

@@ -1,6 +1,6 @@
-"""Model Runner V2 on a CPU with Triton's interpreter, about 40 tokens a second.
+"""Runs Model Runner V2 on a CPU with Triton's interpreter, at about 40 tokens per second.
 
-Runs the GPU code except CUDA graphs and asynchronous scheduling.
+This covers the GPU code except CUDA graphs and asynchronous scheduling.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 ENVIRONMENT = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
-"""Must be set before torch is imported."""
+"""Environment variables that must be set before torch is imported."""
 
 
 def lend_triton() -> None:
-    """Let vLLM use Triton on a CPU. Call before importing vLLM."""
+    """Let vLLM use Triton on a CPU. Call this before importing vLLM."""
     from triton.backends import backends  # noqa: PLC0415
 
     none: Any = SimpleNamespace(is_active=lambda: False)
@@ -27,7 +27,7 @@ def lend_triton() -> None:
 
 
 def _sort_by_numpy() -> None:
-    """Sort by numpy; the interpreter takes seconds to sort a thousand numbers."""
+    """Sort with numpy, because the interpreter takes seconds to sort a thousand numbers."""
     import numpy as np  # noqa: PLC0415
     import triton.language as tl  # noqa: PLC0415
     from triton.runtime.interpreter import TensorHandle  # noqa: PLC0415
@@ -41,7 +41,7 @@ def _sort_by_numpy() -> None:
 
 
 def install(recorder: str) -> None:
-    """Let vLLM use Triton and the engine use `recorder`. Call before importing vLLM."""
+    """Let vLLM use Triton and the engine use `recorder`. Call this before importing vLLM."""
     lend_triton()
 
     from keel.rollout.recording import base  # noqa: PLC0415
@@ -60,7 +60,7 @@ def install(recorder: str) -> None:
 
 
 def _reuse_steps_without_graphs() -> None:
-    """Reuse steps by calling the model where a GPU replays a graph."""
+    """Reuse steps by calling the model where a GPU would replay a graph."""
     from vllm.config.compilation import CUDAGraphMode  # noqa: PLC0415
     from vllm.forward_context import set_forward_context  # noqa: PLC0415
 

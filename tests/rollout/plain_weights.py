@@ -1,6 +1,7 @@
-"""Makes vLLM on a CPU keep weights in the tensors that they were loaded into, as on a GPU.
+"""Makes vLLM on a CPU keep weights in the tensors into which they were loaded, as on a GPU.
 
-vLLM's CPU build otherwise packs them, and copies do not update packed weights. Slow.
+vLLM's CPU build normally packs the weights, and copying into them does not update the packed ones.
+The model is slow without packing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 
 
 def install() -> None:
-    """Call before building an engine."""
+    """Patch vLLM. Call this before building an engine."""
     import vllm.model_executor.layers.utils as layers  # noqa: PLC0415
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (  # noqa: PLC0415
         CPUUnquantizedExperts,
@@ -36,7 +37,8 @@ def _experts(
     topk_ids: Tensor,
     **_: Any,
 ) -> None:
-    """`output` [T, H] from hidden states [T, H], w1 [E, 2I, H], w2 [E, H, I]; the others [T, K]."""
+    """Compute `output` [T, H] from the hidden states [T, H], w1 [E, 2I, H] and w2 [E, H, I]. The
+    other arguments are [T, K]."""
     output.zero_()
     for expert in range(len(w1)):
         token, slot = (topk_ids == expert).nonzero(as_tuple=True)

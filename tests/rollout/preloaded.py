@@ -1,4 +1,5 @@
-"""Heavy imports of engines; `tests.rollout.remote_engine` forks engines after importing this."""
+"""Imports the slow modules that engines need. `tests.rollout.remote_engine` imports this once and
+then forks engines."""
 
 from keel.model.imports import heavy_imports
 

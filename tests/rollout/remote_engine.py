@@ -31,13 +31,15 @@ from tests.waiting import wait_for
 DEADLINE_S = 600
 Kind = Literal["", "fast", "native", "packed", "plain"]
 Item = tuple[Prompt, int, SamplingConfig | None, bool] | TurnRequest
-"""A prompt, its group size, its sampling (None: the engine's) and whether to record; or a turn."""
+"""Either a prompt with its group size, its sampling parameters (None means the engine's) and
+whether to record it, or a turn."""
 TRUNCATED = SamplingConfig(temperature=0.8, top_p=0.9, top_k=12, max_tokens=40)
 OPEN = SamplingConfig(temperature=1.3, max_tokens=24)
 
 
 def engine_spec(folder: Path, **changes: Any) -> EngineSpec:
-    """Prefill chunks of 48 tokens, and a KV cache that overflows with a few sequences."""
+    """Return a spec with prefill chunks of 48 tokens and a KV cache that a few sequences fill
+    up."""
     config = {
         "sampling": TRUNCATED,
         "max_num_seqs": 16,
@@ -59,7 +61,8 @@ def engine_spec(folder: Path, **changes: Any) -> EngineSpec:
 
 
 def prompts(count: int, *, shared: int, own: int, tag: str = "p") -> list[Prompt]:
-    """Prompts with a common prefix of `shared` characters and `own` individual ones."""
+    """Make prompts that begin with the same `shared` characters and continue with `own` individual
+    ones."""
     common = ("The quick brown fox jumps over the lazy dog. " * 9)[:shared]
     return [
         Prompt(
@@ -178,7 +181,7 @@ def _updates() -> list[str]:
 
 
 def _stop_copying() -> None:
-    """Act as with `copy_weights: false`."""
+    """Load later updates as with `copy_weights: false`."""
 
     def reset(wrapper: Any) -> None:
         worker = wrapper.worker
@@ -197,7 +200,7 @@ def _fingerprint() -> dict[str, str]:
 
 
 def _submit_and_pause(items: Sequence[Item]) -> list[Future[Any]]:
-    """Submit, run 20 steps, and pause until the next command."""
+    """Submit requests, run 20 steps, and pause until the next command."""
     _WATCH.pause_at = _WATCH.steps + 20
     futures = _submit(items)
     wait_for(lambda: _WATCH.steps >= _WATCH.pause_at, "20 steps")
@@ -215,7 +218,7 @@ def _expire_deadlines() -> None:
 def _sample_across(
     items: Sequence[Item], version: int, buckets: Sequence[Any], cut: bool
 ) -> list[Any]:
-    """Update the weights during sampling; `cut` expires deadlines during the update."""
+    """Update the weights while sampling. With `cut`, deadlines also expire during the update."""
     futures = _submit_and_pause(items)
     _ENGINE.begin_update()
     if cut:
@@ -256,12 +259,12 @@ def _take_watch() -> Watch:
 
 @dataclass(frozen=True)
 class RemoteEngine:
-    """Engine in another process."""
+    """Controls an engine in another process."""
 
     process: ProcessPoolExecutor
     shims: tuple[str, ...]
     sleeps: bool
-    """True if the engine can sleep; tests/gpu/test_sleep.py covers GPUs."""
+    """True if the engine can sleep. On GPUs, sleep is tested in tests/gpu/test_sleep.py instead."""
 
     def sample(
         self,
@@ -273,7 +276,7 @@ class RemoteEngine:
         return self.sample_items([(prompt, group_size, sampling, record) for prompt in prompts])
 
     def sample_items(self, items: Sequence[Item]) -> list[Any]:
-        """Submit all items together."""
+        """Submit all items at once."""
         return self.process.submit(_sample, items).result(timeout=DEADLINE_S)
 
     def cancel(self, prompts: Sequence[Prompt], group_size: int) -> int:
@@ -287,7 +290,7 @@ class RemoteEngine:
     def update_in_place(
         self, version: int, tensors: dict[str, torch.Tensor], bucket: int = 40_000
     ) -> None:
-        """Update from GPU memory of this process, on the engine's GPU."""
+        """Update the weights from this process's GPU memory, on the engine's GPU."""
         on_gpu = ((name, tensor.cuda()) for name, tensor in tensors.items())
         checksum, buckets = Checksum(), list(pack_flat(on_gpu, bucket))
         for _, flat in buckets:
@@ -301,23 +304,23 @@ class RemoteEngine:
         done.result(timeout=DEADLINE_S)
 
     def warnings(self) -> list[str]:
-        """Warnings that the engine logged."""
+        """Return the warnings that the engine logged."""
         return self.process.submit(_warnings).result(timeout=DEADLINE_S)
 
     def updates(self) -> list[str]:
-        """Update method of each worker; see `WeightsExtension.keel_way`."""
+        """Return the update method of each worker (see `WeightsExtension.keel_way`)."""
         return self.process.submit(_updates).result(timeout=DEADLINE_S)
 
     def stop_copying(self) -> None:
-        """Do all later updates through vLLM's loader."""
+        """Load all later updates through vLLM's loader."""
         self.process.submit(_stop_copying).result(timeout=DEADLINE_S)
 
     def blocks(self) -> int:
-        """Number of blocks in the KV cache."""
+        """Return the number of blocks in the KV cache."""
         return self.process.submit(_blocks).result(timeout=DEADLINE_S)
 
     def fingerprint(self) -> dict[str, str]:
-        """A hash of each parameter."""
+        """Return a hash of each parameter."""
         return self.process.submit(_fingerprint).result(timeout=DEADLINE_S)
 
     def sleep(self) -> None:
@@ -332,7 +335,7 @@ class RemoteEngine:
         *,
         cut: bool = False,
     ) -> list[Group]:
-        """Update the weights during sampling; `cut` also expires the deadlines."""
+        """Update the weights while sampling. With `cut`, the deadlines expire as well."""
         items = [(prompt, group_size, None, True) for prompt in prompts]
         return self.items_across_update(items, version, tensors, cut=cut)
 
@@ -349,7 +352,7 @@ class RemoteEngine:
         return done.result(timeout=DEADLINE_S)
 
     def sample_cut(self, prompts: Sequence[Prompt], group_size: int) -> list[Group]:
-        """Expire the deadlines during sampling."""
+        """Let the deadlines expire while sampling."""
         items = [(prompt, group_size, None, True) for prompt in prompts]
         return self.process.submit(_sample_cut, items).result(timeout=DEADLINE_S)
 
@@ -357,7 +360,7 @@ class RemoteEngine:
         return self.process.submit(_stats).result(timeout=DEADLINE_S)
 
     def watch(self) -> Watch:
-        """Events since the last call."""
+        """Return the events counted since the last call."""
         return self.process.submit(_take_watch).result(timeout=DEADLINE_S)
 
 
@@ -374,10 +377,10 @@ def running_engine(
 ) -> Iterator[RemoteEngine]:
     """Run an engine in a separate process.
 
-    without: shim to omit. blocks: size of the KV cache on a GPU. variables: added to the
-    environment. kind: on a CPU, "fast" (V1 recorder with the packed recorder's scheduler), a GPU
-    recorder with interpreted kernels, or "plain" (`plain_weights`). amx: overrides vLLM's AMX
-    detection.
+    `without` is a shim to leave out, `blocks` is the size of the KV cache on a GPU, and `variables`
+    are added to the environment. `kind` selects a variant on a CPU: "fast" (the V1 recorder with
+    the packed recorder's scheduler), a GPU recorder with interpreted kernels, or "plain"
+    (`plain_weights`). `amx` overrides vLLM's AMX detection.
     """
     saved = dict(os.environ)
     # torch and vLLM read these on import.

@@ -1,4 +1,4 @@
-"""Completions from an endpoint, and its errors."""
+"""Tests completions from an endpoint, and how its errors are handled."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_prompt_errors_drop_after_other_successes(
 
 
 def spells(request: dict[str, Any]) -> Reply:
-    """Right, but for words with an e."""
+    """Answer correctly, except for words that contain an e."""
     word = re.findall(r": (\w+)", request["messages"][-1]["content"])[-1]
     return words(word if "e" in word else word[::-1], tokens=len(word))
 
@@ -228,7 +228,7 @@ def test_an_endpoint_is_evaluated_and_filters(
 def test_eval_resumes_after_a_busy_endpoint(
     endpoint: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Missing completions are not counted as wrong; the next start fetches them."""
+    """Missing completions must not count as wrong. The next start requests them again."""
 
     def busy(request: dict[str, Any]) -> Reply:
         full = "a" in request["messages"][-1]["content"].rpartition(":")[2]

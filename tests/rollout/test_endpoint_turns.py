@@ -1,4 +1,4 @@
-"""Episodes with a model behind an endpoint: `keel filter` of tasks with tools."""
+"""Tests episodes with a model behind an endpoint, by running `keel filter` on tasks with tools."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def called(arguments: str) -> Reply:
 
 @dataclass
 class Model:
-    """Writes a malformed call, then a call, then its result. Guesses the second sum.
+    """Fake model that makes a malformed call, then a valid call, and then answers with the result.
 
-    While `busy`, does not reply to the first.
+    It guesses the second sum. While `busy` is set, it does not reply to the first one.
     """
 
     busy: bool = True
@@ -173,7 +173,7 @@ def test_waiting_for_a_slot_is_not_counted() -> None:
 
 
 class Queued:
-    """Fake `EndpointCompletions` that runs queued coroutines later."""
+    """Fake `EndpointCompletions` that runs its queued coroutines later."""
 
     def __init__(self) -> None:
         self._queue: list[tuple[Coroutine[Any, Any, Any], Future[Any]]] = []

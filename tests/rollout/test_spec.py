@@ -1,4 +1,4 @@
-"""Engine options that depend on GPUs."""
+"""Tests the engine options that depend on GPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keel.rollout.spec import EngineSpec, captured_sizes, environment, parallel_
 
 
 def test_several_gpus_use_worker_processes() -> None:
-    """vLLM's default inside a placement group is Ray, which finds no free GPU."""
+    """Inside a placement group vLLM uses Ray by default, which finds no free GPU."""
     args = parallel_args(RolloutConfig(tensor_parallel=2))
     assert args == {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     assert parallel_args(RolloutConfig()) == {"tensor_parallel_size": 1}
@@ -38,7 +38,7 @@ def test_capture_sizes_cover_joining_turns(seqs: int, most: int) -> None:
 
 
 def test_engine_memory_share() -> None:
-    """With `run.gpu_gib`, a larger GPU gives the engine no more memory."""
+    """With `run.gpu_gib`, the engine must not get more memory on a larger GPU."""
     source = SourceConfig(name="q", source="jsonl", path="q.jsonl", rewards={"correct": 1.0})
     config = Config(
         run=RunConfig(gpu_gib=40.0),
@@ -52,7 +52,7 @@ def test_engine_memory_share() -> None:
 
 
 def test_batch_invariance_is_set_before_import() -> None:
-    """Only on GPUs."""
+    """The variable must be set on GPUs only."""
     config = RolloutConfig()
     is_set = {
         (gpu, on): VARIABLE in environment(config, gpu=gpu, batch_invariant=on)

@@ -1,4 +1,4 @@
-"""Engines need the pinned vLLM, and patches check its signatures."""
+"""Tests that engines require the pinned vLLM version and that patches check vLLM's signatures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random mixture of experts and weight updates for it."""
+"""A tiny random mixture-of-experts model and weight updates for it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ TEMPLATE = (
 
 
 def make_model(folder: Path, *, seed: int = 0, head_dim: int = 32) -> Qwen3MoeForCausalLM:
-    """Four layers, one of them dense, with a byte tokenizer; saved to `folder`.
+    """Make a model with four layers, one of them dense, and a byte tokenizer, and save it to
+    `folder`.
 
-    Wide initial weights and a scaled head make distributions as peaked as in trained models.
+    Wide initial weights and a scaled head make its distributions as peaked as those of trained
+    models.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate((END, "<|im_start|>", *alphabet))}
@@ -64,7 +66,7 @@ def make_model(folder: Path, *, seed: int = 0, head_dim: int = 32) -> Qwen3MoeFo
 
 
 def perturbed(model: Qwen3MoeForCausalLM, *, seed: int) -> dict[str, torch.Tensor]:
-    """Perturb `model` in place; return its weights under checkpoint names."""
+    """Perturb `model` in place, and return its weights under the names used in checkpoints."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -74,7 +76,7 @@ def perturbed(model: Qwen3MoeForCausalLM, *, seed: int) -> dict[str, torch.Tenso
 
 
 def checkpoint_tensors(model: Qwen3MoeForCausalLM) -> dict[str, torch.Tensor]:
-    """Return the weights with one tensor per expert, named like a checkpoint."""
+    """Return the weights under the names used in checkpoints, with one tensor per expert."""
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         stem, _, leaf = name.rpartition(".experts.")

@@ -1,7 +1,8 @@
-"""Small tokenizers with the control tokens of real families, and templates with their facts.
+"""Small tokenizers that imitate those of real model families, with their chat templates.
 
-The templates are written for these tests and are minimal: the marks, separators and rules of a
-family's turns, tools and thinking, and none of its instructions to the model.
+The tokenizers have the control tokens of each family. The templates are written for these tests and
+are minimal: they contain a family's marks, separators and rules for turns, tools and thinking, but
+none of its instructions to the model.
 """
 
 from __future__ import annotations
@@ -412,11 +413,12 @@ FAMILIES |= {
     ),
 }
 PLAIN = tuple(name for name in FAMILIES if name not in NAMES)
-"""Families whose calls are in no format that is read."""
+"""Families whose call format Keel cannot parse."""
 ENDS = {"phi": "<|end|>", "gemma": "<end_of_turn>"}
-"""What ends a turn, by generation_config.json, where the tokenizer's eos_token does not."""
+"""Tokens that end a turn according to generation_config.json, for families whose eos_token does not
+end it."""
 WITHOUT_THINKING = ("hermes", "llama3")
-"""Their templates know no `reasoning_content`."""
+"""Families whose templates do not support `reasoning_content`."""
 
 
 @cache

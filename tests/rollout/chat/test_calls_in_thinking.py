@@ -15,7 +15,7 @@ from tests.rollout.chat.test_conversations import CALLS, answers, say
 from tests.rollout.chat.test_parsing import ENDS, parse
 
 THINKING = ("tiny", "qwen3", "glm", "deepseek-v3.2")
-"""Families with marked thinking that calls do not remove."""
+"""Families with thinking marks whose thinking is kept after calls."""
 
 
 def inside(name: str) -> Any:

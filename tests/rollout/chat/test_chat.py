@@ -1,4 +1,4 @@
-"""Conversations that grow: an extension is what one render of the whole would be."""
+"""Tests that extending a conversation gives the same ids as rendering all of it at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.rollout.chat.families import (
 
 USER = [{"role": "user", "content": "Where to?"}]
 ONE_CALL = ("llama3", "harmony")
-"""Their templates know one call a turn."""
+"""Families whose templates support only one call per turn."""
 WORDS = st.text("ab }\n.é", max_size=6)
 
 
@@ -130,7 +130,7 @@ def test_without_thinking_a_user_message_extends(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["tiny", "qwen3", "glm"])
 def test_cut_thinking_is_closed_first(name: str) -> None:
-    """The closing mark is untrained context."""
+    """The closing mark is added as context and is not trained."""
     chat, encode = chat_of(name), tokenizer_of(name).encode
     opening = chat.opening(USER, [CITY], thinking=True)
     begin = "\n<think>" if name == "glm" else "<think>\n"
@@ -247,7 +247,7 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
 
 
 def test_unmatched_turn_ends_name_both_fixes() -> None:
-    """A base model with its family's template."""
+    """This happens when a base model is used with the template of its family."""
     tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
     tokenizer.eos_token = "<|endoftext|>"
     tokenizer.chat_template = (

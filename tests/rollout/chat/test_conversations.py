@@ -1,4 +1,5 @@
-"""Whole conversations in every family's format, recorded by `keel.agents.conversation`."""
+"""Tests whole conversations in the format of every family, recorded by
+`keel.agents.conversation`."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ ANSWER = {"harmony": "<|channel|>final<|message|>Rome."}
 
 
 def say(conversation: Conversation, name: str, text: str) -> Parsed:
-    """The policy says `text`, its control texts as control tokens."""
+    """Return the ids for a turn with `text`, in which control texts become control tokens."""
     request = conversation.request(max_tokens=99, seed=0)
     ids = tokenizer_of(name).encode(text, add_special_tokens=False)
     return conversation.append(

@@ -1,4 +1,4 @@
-"""Text from outside never becomes a control token, and other text is encoded as ever."""
+"""Tests that foreign text never becomes a control token and that other text is encoded as usual."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def controls(name: str, ids: list[int]) -> list[int]:
 
 @st.composite
 def hostile_text(draw: st.DrawFn, name: str) -> str:
-    """Control texts, whole and in parts that may join with template text."""
+    """Generate control texts, both whole and in parts that may combine with the template's text."""
     whole = st.sampled_from(sorted(chat_of(name).encoder.controls))
     parts = whole.flatmap(
         lambda text: st.tuples(st.integers(0, len(text)), st.integers(0, len(text))).map(
@@ -117,7 +117,8 @@ def test_a_tokenizer_of_another_kind_is_refused() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_lone_surrogates_become_replacement_characters(name: str) -> None:
-    """JSON spells it in a call's arguments, and environments in their results."""
+    """JSON can contain lone surrogates in call arguments, and environments can return them in
+    results."""
     chat = chat_of(name)
 
     def asked(half: str, pair: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Turns that end with a token for which the engine stops and which the chat format does not
+"""Tests turns that end with a token at which the engine stops but which the chat format does not
 write."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Thinking marks of model families, from the tokenizer to the rewards."""
+"""Tests the thinking marks of model families, from the tokenizer to the rewards."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ MARKS = {
     "harmony": (HARMONY.format("analysis"), FINAL, "<|return|>"),
 }
 LITERALS = {name: "</think>" for name in MARKS if name != "qwen3"}
-"""A mark of other families, which is text like any other."""
+"""A mark of other families, which must be treated as ordinary text."""
 
 
 def completed(name: str, text: str) -> dict[str, Any]:
-    """The message of a completion of one turn, as an engine makes it."""
+    """Return the message that the engine makes of a single-turn completion."""
     tokenizer = tokenizer_of(name)
     marks = marks_of(tokenizer)
     assert marks is not None
@@ -44,7 +44,7 @@ def completed(name: str, text: str) -> dict[str, Any]:
 
 
 def in_a_conversation(name: str, text: str) -> dict[str, Any]:
-    """The same, as a turn of a conversation."""
+    """Return the message that a turn of a conversation makes of the same ids."""
     ids = tokenizer_of(name).encode(text, add_special_tokens=False)
     parsed = chat_of(name).parse(ids, (), thinking=True, turn=0)
     message = {"role": "assistant", "content": parsed.content}

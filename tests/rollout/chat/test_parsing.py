@@ -1,4 +1,4 @@
-"""Parsing a turn into thinking, text, calls and malformed calls."""
+"""Tests how a turn is parsed into thinking, text, calls and malformed calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ ENDS = {
 def parse(
     name: str, text: str, *, thinking: bool = False, inside: bool = False, cut: bool = False
 ) -> Parsed:
-    """A turn of this text, its control texts as control tokens, ended unless `cut`."""
+    """Parse a turn with this text, in which control texts become control tokens. The turn is ended
+    unless `cut`."""
     end = "" if cut else ENDS.get(name, "<|im_end|>")
     ids = tokenizer_of(name).encode(text + end, add_special_tokens=False)
     chat = chat_of(name, tools_in_thinking=inside)

@@ -1,4 +1,5 @@
-"""Conversations that are given, in the ids that rollouts would have: by every family's format."""
+"""Tests that existing conversations get the same ids as in a rollout, in the format of every
+family."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tests.rollout.chat.families import CITY, NAMES, WITHOUT_THINKING, chat_of, 
 WORDS = ["Rome", "800 yuan.", "Is it (really)?", "a <|im_end|> b", "zwölf", "x\n\ny", '{"a": 1}']
 ONE_CALL = ("llama3", "harmony")
 TAGS = ("deepseek-v3.1", "deepseek-v3.2", "glm", "tiny", "qwen3")
-"""Formats in which `<think>` in a text cannot be taken for thinking."""
+"""Formats in which `<think>` in a text cannot be mistaken for thinking."""
 
 SEEDS = 2
 COLD_STARTS = [
@@ -33,7 +34,7 @@ COLD_STARTS = [
 
 
 def conversation(draw: random.Random, name: str, *, thinking: bool) -> list[Message]:
-    """Questions, answers and calls in any number."""
+    """Generate a conversation with any number of questions, answers and calls."""
 
     def text() -> str:
         more = ["so <think> it is"] if name in TAGS else []
@@ -63,7 +64,7 @@ def conversation(draw: random.Random, name: str, *, thinking: bool) -> list[Mess
 
 
 def sampled(name: str, messages: list[Message], contexts: list[Context], *, thinking: bool) -> Any:
-    """Segments of an episode whose policy samples the turns of `contexts`."""
+    """Return the segments of an episode in which the policy samples the turns of `contexts`."""
     turns = [
         context.ids[start:stop]
         for context in contexts
@@ -191,7 +192,7 @@ OPENS = """\
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif -%}
 """
-"""Always thinks, and omits thinking from the history."""
+"""A template that always opens thinking and omits it from the history."""
 
 
 @pytest.mark.parametrize("thinking", [True, False])

@@ -1,4 +1,4 @@
-"""Which thinking stays, against the rule that DeepSeek publishes."""
+"""Tests which thinking is kept, compared with the rule that DeepSeek publishes."""
 
 from __future__ import annotations
 

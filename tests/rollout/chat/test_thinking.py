@@ -1,4 +1,4 @@
-"""Thinking marks inside calls are text; other marks delimit thinking."""
+"""Tests that thinking marks inside calls are text and that other marks delimit thinking."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_unclosed_calls_are_reported() -> None:
     st.booleans(),
 )
 def test_marks_decide_without_calls(parts: list[str], opened: bool) -> None:
-    """Equals a reading of one mark after the other."""
+    """The result must equal that of reading one mark after the other."""
     text = "".join(parts)
     first = next((part for part in parts if part in ("<think>", "</think>")), "")
     thinks = first == "</think>" or (opened and not text.lstrip().startswith("<think>"))

@@ -1,4 +1,4 @@
-"""Prompts to ids, text to messages, recordings to segments."""
+"""Tests the conversion of prompts to ids, texts to messages and recordings to segments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.rollout.chat.families import tokenizer_of
 
 
 class FakeTokenizer:
-    """One id per character; begins and ends raw texts."""
+    """Tokenizer with one id per character, which adds start and end tokens to raw texts."""
 
     chat_template = "custom"
     eos_token_id = 0

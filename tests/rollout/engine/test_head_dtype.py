@@ -1,4 +1,4 @@
-"""The engine computes logits with a float32 head, like the trainer."""
+"""Tests that the engine computes logits with a float32 head, as the trainer does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 
 
 def make_head_only(folder: Path, dtype: Dtype) -> Qwen3ForCausalLM:
-    """Model whose layer adds nothing, so that only the head can differ."""
+    """Make a model whose layer adds nothing, so that only the head can cause a difference."""
     vocabulary = make_model(folder).config.vocab_size
     torch.manual_seed(2)
     config = Qwen3Config(
@@ -46,7 +46,8 @@ def make_head_only(folder: Path, dtype: Dtype) -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def largest_error(folder: Path, dtype: Dtype, head: Literal["float32", "model"]) -> float:
-    """Largest error of recorded log-probabilities against a float32 head, in nats."""
+    """Return the largest error of the recorded log-probabilities in nats, compared with a float32
+    head."""
     model = make_head_only(folder, dtype)
     spec = replace(engine_spec(folder, sampling=OPEN, head_dtype=head), dtype=dtype)
     worst = 0.0

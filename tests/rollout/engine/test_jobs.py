@@ -1,4 +1,4 @@
-"""Results of an engine's jobs."""
+"""Tests the results of an engine's jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests made from a template equal those that vLLM would make."""
+"""Tests that requests copied from a template equal those that vLLM would make."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_oldest_conversations_are_forgotten(monkeypatch: pytest.MonkeyPatch)
 
 
 class Engine:
-    """The parts of vLLM that a request passes before it is scheduled."""
+    """The parts of vLLM that a request passes through before it is scheduled."""
 
     def __init__(self) -> None:
         from vllm import SamplingParams  # noqa: PLC0415

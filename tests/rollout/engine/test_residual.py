@@ -1,4 +1,4 @@
-"""`model.residual_dtype: float32` keeps block outputs in float32."""
+"""Tests that block outputs stay in float32 with `model.residual_dtype: float32`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray actor around an engine thread, without an engine."""
+"""Tests the Ray actor of an engine thread, without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of the judge server, its log excerpt and its restart limit."""
+"""Tests the judge server's options, log excerpt and restart limit."""
 
 from __future__ import annotations
 

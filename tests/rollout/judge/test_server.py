@@ -1,4 +1,4 @@
-"""Judge server of a run: the vLLM server with the tiny model."""
+"""Tests the judge server of a run, with vLLM and the tiny model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BLUE, RED, GREEN = (f"<think></think>{answer}" for answer in ("Blue.", "Red, I t
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> JudgeConfig:
-    """Tiny model with random weights; the schema alone shapes its replies."""
+    """Tiny model with random weights. Only the schema determines the form of its replies."""
     model = ensure_tiny_model(
         TinyModelConfig(
             max_context=6144,
@@ -69,7 +69,7 @@ def cluster() -> Iterator[None]:
 
 
 def processes_of(model: str) -> list[int]:
-    """The reaper, the server and their descendants."""
+    """Return the reaper, the server and their descendants."""
     pids: list[int] = []
     parents: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*"):
@@ -99,7 +99,8 @@ def gone(pids: list[int]) -> bool:
 
 @pytest.fixture(scope="module")
 def failing(config: JudgeConfig, tmp_path_factory: pytest.TempPathFactory) -> JudgeProcess:
-    """Server of a missing model. Starts in parallel with the good one to save time."""
+    """A server whose model does not exist. It starts in parallel with the working server to save
+    time."""
     folder = tmp_path_factory.mktemp("failing")
     missing = replace(config, model=str(folder / "nowhere"))
     return JudgeProcess(missing, gpu=False, host="127.0.0.1", key="k", log=folder / "judge.log")

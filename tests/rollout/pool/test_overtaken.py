@@ -1,4 +1,4 @@
-"""Requests that a failing update overtakes on its way to an engine's thread."""
+"""Tests requests that are still on the way to an engine's thread when a weight update fails."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ CONFIG = RolloutConfig(
 
 
 class ThreadEngine:
-    """A real thread. If it `fails`, its group and its update's error arrive when the test says."""
+    """Engine with a real thread. If `fails` is set, the test decides when the results of its group
+    and its update arrive."""
 
     def __init__(self, *, fails: bool) -> None:
         self.fake, self.fails = FakeEngine(), fails

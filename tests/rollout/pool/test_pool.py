@@ -1,4 +1,4 @@
-"""The pool with fake engines: balance, deaths, weights, shutdown."""
+"""Tests the pool with fake engines: load balancing, engine deaths, weight updates and shutdown."""
 
 from __future__ import annotations
 
@@ -359,7 +359,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """A clock by which engines are silent after 10 s."""
+    """A fake clock, with which engines count as unresponsive after 10 s."""
     clock = Clock()
     monkeypatch.setattr(RolloutConfig, "silent_s", 10.0)
     for module in (pool_module, engine_supervisor, dispatcher):

@@ -1,4 +1,4 @@
-"""Errors of an engine's actor, as the pool sees them. Starts no Ray."""
+"""Tests how the pool sees errors of an engine's actor. Ray is not started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.rollout.pool.fake_engines import failed
 
 
 class Ref:
-    """A call that has failed."""
+    """Reference to an actor call that has failed."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -35,7 +35,7 @@ def raised(error: Exception) -> RayTaskError:
 
 
 def outcomes(error: Exception) -> list[BaseException | None]:
-    """The errors of an actor's call and of a weight transfer."""
+    """Return the errors that an actor call and a weight transfer raise."""
     cause: Any = error.cause if isinstance(error, RayTaskError) else error
     futures = [as_future(cast(Any, Ref(error))), with_engine_errors(failed(cause))]
     return [future.exception(timeout=300) for future in futures]

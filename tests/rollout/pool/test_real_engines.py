@@ -1,4 +1,5 @@
-"""The pool on Ray actors with real engines: samples, survives a kill, cancels, takes weights."""
+"""Tests the pool with real engines in Ray actors: sampling, a killed engine, cancellation and
+weight updates."""
 
 from __future__ import annotations
 
@@ -62,13 +63,14 @@ def actors(pool: RolloutPool) -> list[Any]:
 
 
 def stats(pool: RolloutPool, name: str) -> list[float]:
-    """Value of each engine."""
+    """Return a statistic for each engine."""
     values = ray.get([actor.stats.remote() for actor in actors(pool)], timeout=PATIENCE_S)
     return [each[name] for each in values]
 
 
 def all_work(pool: RolloutPool) -> None:
-    """Sample until each engine has: one that is late may have the other do all of it at first."""
+    """Sample until each engine has done some work, because one engine may do all of it while
+    another starts late."""
     tries = count()
 
     def worked() -> bool:

@@ -1,4 +1,4 @@
-"""Engines that share their GPUs with the trainer (`rollout.time_share`)."""
+"""Tests engines that share their GPUs with the trainer (`rollout.time_share`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.waiting import PATIENCE_S, wait_for
 
 
 def sleepers(answer: Any = None, **options: Any) -> World:
-    """A pool with the weights of version 0."""
+    """A pool that has loaded the weights of version 0."""
     world = World(answer, time_share=True, **options)
     world.pool.start()
     world.pool.sleep().result(timeout=PATIENCE_S)  # engines come up asleep
@@ -49,7 +49,7 @@ def test_sleep_resolves_when_all_engines_sleep() -> None:
 
 
 def test_an_update_waits_for_restarting_engines() -> None:
-    """They start in the trainer's memory."""
+    """Restarting engines use the memory that the trainer needs next."""
     world = sleepers(never)
     world.pool.submit(prompt("p"), group_size=2)
     start: Future[EngineStarted] = Future()

@@ -1,4 +1,4 @@
-"""Engines that answer but finish no step."""
+"""Tests the detection of engines that still answer but finish no steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.waiting import wait_for
 
 
 class Watched:
-    """A slot with a scripted engine, polled every `POLL_S`."""
+    """A slot with a scripted engine that is polled every `POLL_S` seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -28,7 +28,8 @@ class Watched:
         self.detector = StallDetector(lambda: self.now)
 
     def run(self, seconds: float, *, steps: Sequence[int] = ()) -> float | None:
-        """Return when the engine counts as stuck. `steps`: finished steps at each poll."""
+        """Poll until the engine counts as stuck. `steps` is the number of finished steps at each
+        poll."""
         begin, counts = self.now, list(steps)
         while self.now < begin + seconds:
             if counts:

@@ -1,4 +1,4 @@
-"""Turns of conversations in the pool."""
+"""Tests how the pool samples turns of conversations."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Tests that every recorder passes: the V1 recorder on a CPU, the GPU recorders in `tests/gpu`.
+"""Tests that every recorder must pass: the V1 recorder on a CPU, and the GPU recorders in
+`tests/gpu`.
 
-An engine in a separate process samples a tiny random mixture of experts; transformers computes the
-expected recording in float32.
+An engine in a separate process samples from a tiny random mixture-of-experts model, and
+transformers computes the expected recording in float32.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from tests.rollout.tiny_model import checkpoint_tensors, perturbed
 
 
 class RecorderContract:
-    """Tests of an engine that keeps sampling masks.
+    """Tests for an engine that records sampling masks.
 
-    Subclasses provide the fixtures `reference`, `engine`, `tolerance` and `open_engine`
-    (untruncated sampling). Weight updates come last; the final one breaks the engine.
+    Subclasses provide the fixtures `reference`, `engine`, `tolerance` and `open_engine` (which
+    samples without truncation). Weight updates are tested last, because the final one breaks the
+    engine.
     """
 
     way = ""
-    """Expected part of `RemoteEngine.updates`; empty accepts any."""
+    """Part of `RemoteEngine.updates` that is expected. Empty accepts anything."""
 
     def check(
         self,
@@ -142,7 +144,7 @@ class RecorderContract:
         *,
         size: int,
     ) -> None:
-        """Check that cut completions are recorded and leave no state."""
+        """Check that completions cut at a deadline are recorded and leave no state behind."""
         self.check([replace(group, dropped=()) for group in groups], reference, tolerance)
         longest = TRUNCATED.max_tokens
         answers = [t for group in groups for t in group.trajectories]
@@ -188,7 +190,7 @@ class RecorderContract:
     def test_turns_across_weight_updates(
         self, engine: RemoteEngine, reference: Reference, tolerance: Tolerance
     ) -> None:
-        """Rows of earlier turns keep the weights that first computed them."""
+        """Routes of earlier turns must be those of the weights that first computed them."""
         play = Conversations(9, own=60, tag="b")
         version = int(engine.stats()["version"])
         engine.watch()
@@ -227,7 +229,7 @@ class RecorderContract:
     def test_deadline_cuts_during_a_weight_update(
         self, engine: RemoteEngine, reference: Reference, tolerance: Tolerance
     ) -> None:
-        """Cut completions end with a token of the new weights."""
+        """Completions that are cut must end with a token sampled from the new weights."""
         asked = prompts(5, shared=40, own=9, tag="g")
         reference.older[int(engine.stats()["version"])] = copy.deepcopy(reference.model)
         tensors = perturbed(reference.model, seed=3)
@@ -254,9 +256,9 @@ class RecorderContract:
     def test_non_finite_completions_are_dropped(
         self, engine: RemoteEngine, reference: Reference
     ) -> None:
-        """The next weight update is sampled normally.
+        """After the next weight update, sampling must work again.
 
-        With a single NaN logit, GPU kernels may treat its id as never sampled.
+        If only one logit is NaN, GPU kernels may treat its id as never sampled.
         """
         tensors = checkpoint_tensors(reference.model)
         asked = prompts(1, shared=0, own=9, tag="q")

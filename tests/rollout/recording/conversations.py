@@ -1,4 +1,4 @@
-"""Conversations of several turns with random tool outputs."""
+"""Conversations with several turns and random tool outputs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.rollout.remote_engine import TRUNCATED
 from tests.rollout.tiny_model import VOCABULARY
 
 TOKENS = 20
-"""Tokens per turn."""
+"""Number of tokens per turn."""
 
 
 class Conversations:
-    """`count` concurrent conversations."""
+    """A number of concurrent conversations (`count`)."""
 
     def __init__(self, count: int, *, own: int, tag: str) -> None:
-        """own: tokens of each opening."""
+        """Start the conversations. `own` is the number of tokens in each opening."""
         self.draw = np.random.default_rng(len(tag) + own)
         self.tag = tag
         self.records = [SegmentRecord(f"{tag}{i}", self.words(own)) for i in range(count)]
@@ -31,7 +31,7 @@ class Conversations:
         return self.draw.integers(3, VOCABULARY, count).tolist()
 
     def ask(self) -> list[TurnRequest]:
-        """Requests for the next turn of each conversation."""
+        """Return the requests for the next turn of each conversation."""
         requests = [
             record.request(f"{self.tag}{i}", max_tokens=TOKENS, seed=100 * i + record.turns)
             for i, record in enumerate(self.records)
@@ -47,7 +47,7 @@ class Conversations:
         self.results += results
 
     def answer(self) -> None:
-        """Append tool outputs of 1 to 9 tokens."""
+        """Append a tool output of 1 to 9 tokens to each conversation."""
         for record in self.records:
             record.extend([*record.ids, *self.words(int(self.draw.integers(1, 10)))])
 

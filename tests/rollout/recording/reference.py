@@ -19,14 +19,14 @@ from tests.rollout.tiny_model import DENSE_LAYER
 class Tolerance:
     logp: float = 1e-4
     tie: float = 1e-5
-    """Scores or probabilities closer than this may be in either order."""
+    """If two scores or probabilities differ by less than this, either order is accepted."""
     rare: float = 2e-3
-    """Largest share of ties."""
+    """Largest accepted fraction of ties."""
 
 
 @dataclass
 class Report:
-    """Numbers of decisions and of ties."""
+    """Number of decisions and number of ties among them."""
 
     routes: int = 0
     route_ties: int = 0
@@ -42,7 +42,7 @@ class Report:
 
 
 class Reference:
-    """transformers in float32, one trajectory at a time."""
+    """Computes the expected recording with transformers in float32, one trajectory at a time."""
 
     def __init__(self, model: Qwen3MoeForCausalLM) -> None:
         self.model = model
@@ -67,9 +67,9 @@ class Reference:
         report: Report,
         tolerance: Tolerance,
     ) -> None:
-        """Check masks and log-probabilities under the weights that sampled each token.
+        """Check masks and log-probabilities with the weights that sampled each token.
 
-        Routes are checked under the weights that sampled the next token.
+        Routes are checked with the weights that sampled the next token.
         """
         for segment in trajectory.segments:
             self._check_segment(segment, sampling, report, tolerance)
@@ -157,10 +157,10 @@ def trajectory_of(segment: Segment) -> Trajectory:
 
 
 def _truncate(row: torch.Tensor, top_k: int, top_p: float, slack: float) -> torch.Tensor:
-    """Return which ids survive top-k and then top-p.
+    """Return which ids top-k followed by top-p keeps.
 
-    A positive `slack` widens both bounds, a negative one narrows them. Ids closer than
-    `slack` count as ties.
+    A positive `slack` loosens both bounds and a negative one tightens them. Ids within `slack` of a
+    bound count as ties.
     """
     if top_k:
         row = row.masked_fill(row < row.topk(top_k).values[-1] - slack, -torch.inf)
@@ -183,7 +183,7 @@ def check_groups(
     sampling: SamplingConfig,
     tolerance: Tolerance,
 ) -> Report:
-    """Check all trajectories; ties must be rare."""
+    """Check all trajectories, and that ties are rare."""
     report = Report()
     for group in groups:
         assert not group.dropped

@@ -1,4 +1,4 @@
-"""Recordings under random concurrent requests equal the float32 reference."""
+"""Tests that recordings under random concurrent requests equal the float32 reference."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Packed recorder on Model Runner V2 with interpreted kernels against the float32 reference.
+"""Compares the packed recorder on Model Runner V2, with interpreted kernels, to the float32
+reference.
 
-Covers the parts of the contract that depend on route storage and scheduling; the GPU tests cover
-all of it. Takes minutes and runs only with TRITON_INTERPRET=1.
+This covers the parts of the contract that depend on route storage and scheduling; the GPU tests
+cover all of it. The tests take minutes and run only with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""V1 recorder on a CPU against the float32 reference."""
+"""Compares the V1 recorder on a CPU to the float32 reference."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TestV1Recorder(RecorderContract):
 
 
 def test_engine_needs_the_expert_shim(folder: Path, reference: Reference) -> None:
-    """The reload check at start-up detects the defect."""
+    """Without the shim, the reload check at start-up must detect the bug."""
     with (
         pytest.raises(RuntimeError, match="prepack_experts"),
         running_engine(engine_spec(folder), gpu=False, without="prepack_experts"),

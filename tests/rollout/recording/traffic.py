@@ -1,6 +1,7 @@
-"""Random concurrent requests: groups, turns, cancellations, deadlines and weight updates.
+"""Sends random concurrent requests to an engine: groups, turns, cancellations, deadlines and weight
+updates.
 
-Runs in the engine process.
+This module runs in the engine's process.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SAMPLINGS = (
 WORDS = "The quick brown fox jumps over the lazy dog. " * 9
 CONVERSATIONS, MAX_OPEN = 10, 14
 WINDOW, LONGEST = 256, 190
-"""Tokens of a context, and of a conversation that continues."""
+"""Number of tokens in a context window, and in the longest conversation that is continued."""
 
 
 @dataclass(kw_only=True)
@@ -54,10 +55,10 @@ class Outcome:
 
 
 def traffic(seed: int, actions: int, tokens: int, updates: Sequence[Sequence[Any]]) -> Outcome:
-    """Perform at least `actions` actions, and more until there is enough data.
+    """Perform at least `actions` random actions, and more until there is enough data.
 
-    Enough means `tokens` recorded tokens, a preemption and a cancelled completion. updates: buckets
-    of the weight updates, which happen at random times among the first actions.
+    Enough means `tokens` recorded tokens, a preemption and a cancelled completion. `updates` are
+    the buckets of the weight updates, which happen at random times among the first actions.
     """
     return Traffic(seed).run(actions, tokens, updates)
 
@@ -145,7 +146,7 @@ class Traffic:
                 flight.deadline = 0.0
 
     def _gather(self) -> int:
-        """Collect finished requests; return the number of open ones."""
+        """Collect finished requests, and return how many are still open."""
         for future, asked in [*self._open.items()]:
             if not future.done():
                 continue

@@ -1,4 +1,4 @@
-"""Checks of cascade attention: covered steps and layers. Imports vLLM."""
+"""Checks which steps and layers use cascade attention. This module imports vLLM."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def uncovered_layers_keep_vllms_attention(patch: Any) -> None:
 
 
 def first_layer_plans_the_step(patch: Any) -> None:
-    """Each pass plans again, also the captured one."""
+    """Each forward pass must plan again, including one captured in a graph."""
     calls: list[Any] = []
     patch.setattr(backend, "plan", lambda *_: calls.append("plan"))
     patch.setattr(backend, "attend", lambda _, query, *rest: calls.append(query))

@@ -1,7 +1,7 @@
 """A scheduler, a model runner that checks its inputs, and random requests.
 
-Tokens are a function of the request's name and the position, so all correct schedules give the same
-completions and recordings.
+Each token is a function of the request's name and the position, so all correct schedules give the
+same completions and recordings.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def number(*parts: object) -> int:
 
 
 def token_of(name: str, place: int) -> int:
-    """Token at `place` of a completion; 0 ends it."""
+    """Return the token at `place` in a completion. Token 0 ends the completion."""
     value = number(name, place) % 251
     return END if value < 3 and place > 5 else value + 1
 
@@ -53,15 +53,15 @@ def logp_of(name: str, place: int) -> float:
 
 
 class Runner:
-    """Model runner that tracks requests and checks its inputs."""
+    """Model runner that keeps track of requests and checks its inputs."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, int] = {}
-        """Number of known tokens of each request, with its prompt."""
+        """Number of known tokens of each request, including its prompt."""
         self.prompts: dict[str, int] = {}
         self.blocks: dict[str, int] = {}
         self.reused = 0
-        """Steps that `keel.rollout.vllm_fast.step_reuse` would reuse."""
+        """Number of steps that `keel.rollout.vllm_fast.step_reuse` would reuse."""
         self._last: tuple[Any, dict[str, int]] | None = None
 
     def _check_reuse(self, step: Any, computed: dict[str, int]) -> None:
@@ -142,7 +142,7 @@ def make_config(folder: Path) -> Any:
 
 
 class Play:
-    """Scheduler under random events that are equal for every scheduler class."""
+    """Runs a scheduler with random events that are the same for every scheduler class."""
 
     def __init__(self, config: Any, kind: type[Scheduler], *, ahead: bool, blocks: int) -> None:
         config.scheduler_config.async_scheduling = ahead
@@ -165,7 +165,7 @@ class Play:
         self.scheduler.return_sampling_mask = True
         self.recordings: dict[str, PackedRecording] = getattr(self.scheduler, "recordings", {})
         self.flushes = 0
-        """Number of flushed decode batches."""
+        """Number of decode batches that were flushed."""
         if (flush := getattr(self.scheduler, "keel_flush", None)) is not None:
             self.scheduler.keel_flush = lambda: self.counted(flush)  # type: ignore[attr-defined]
         self.hasher = get_request_block_hasher(BLOCK, sha256)
@@ -176,11 +176,11 @@ class Play:
         self.ended: dict[str, str] = {}
         self.contexts: dict[str, list[int]] = {}
         self.cached: dict[str, int] = {}
-        """Context tokens from the prefix cache."""
+        """Number of context tokens that came from the prefix cache."""
         self.versions: dict[str, list[int]] = {}
         self.version = self.preempted = 0
         self.longest: dict[str, int] = {}
-        """Largest allowed length of each cut completion."""
+        """Largest allowed length of each completion that was cut."""
 
     def add(
         self,
@@ -191,7 +191,8 @@ class Play:
         *,
         detokenize: bool = False,
     ) -> None:
-        """context: start of the prompt. detokenize: vLLM decodes the text while sampling."""
+        """Add a request. `context` is the start of the prompt, and `detokenize` makes vLLM decode
+        the text while sampling."""
         ids = [number(name) % 100 + i for i in range(prompt)]
         self.contexts[name] = ids = [*(context or ()), *ids][:prompt]
         params = SamplingParams(
@@ -218,7 +219,7 @@ class Play:
         flush()
 
     def step(self) -> None:
-        """Step like `EngineCore.step` or `step_with_batch_queue`."""
+        """Run a step as `EngineCore.step` or `step_with_batch_queue` does."""
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
             self.preempted += len(scheduled.preempted_req_ids or ())
@@ -237,7 +238,7 @@ class Play:
                     self.ended[output.request_id] = str(output.finish_reason)
 
     def pause_and_reset(self) -> None:
-        """Act like `VllmEngine.begin_update` and `finish_update`."""
+        """Do the same as `VllmEngine.begin_update` and `finish_update`."""
         self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         for _ in range(8):
             if not self.scheduler.has_requests() and not self.queue:
@@ -250,7 +251,7 @@ class Play:
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def cut(self, name: str) -> None:
-        """Act like `VllmEngine.cut`: end with the next token or with those in flight."""
+        """End a request with its next token or with those in flight, as `VllmEngine.cut` does."""
         if name in self.answers and name not in self.ended:
             begun = end_at_next_token(self.scheduler, name)
             request = self.scheduler.requests[name]

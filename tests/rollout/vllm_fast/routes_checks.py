@@ -1,4 +1,4 @@
-"""Checks that routes stay with their tokens under the fast scheduler."""
+"""Checks that routes stay with their tokens when the fast scheduler is used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.rollout.vllm_fast.play import BLOCK, Play, Runner
 
 
 class RoutedRunner(Runner):
-    """Stores (weight version, position) of each token in its KV slot."""
+    """Model runner that stores (weight version, position) for each token in its KV slot."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -48,7 +48,8 @@ def slots_of(blocks: Any, places: np.ndarray) -> np.ndarray:
 
 
 class RoutedPlay(Play):
-    """Reads the table like a recorder: at the end and before preemptions."""
+    """Reads the stored values as a recorder does: at the end of a request and before
+    preemptions."""
 
     def __init__(self, config: Any, kind: type[Scheduler], *, ahead: bool, blocks: int) -> None:
         super().__init__(config, kind, ahead=ahead, blocks=blocks)
@@ -83,7 +84,7 @@ class RoutedPlay(Play):
 
 
 def routes_belong_to_the_sampling_weights(config: Any, ahead: bool, blocks: int) -> None:
-    """Many preemptions, and a weight update every 17 steps."""
+    """Run with many preemptions and a weight update every 17 steps."""
     for seed in range(6):
         kind = AsyncFastScheduler if ahead else FastScheduler
         play = RoutedPlay(config, kind, ahead=ahead, blocks=blocks)

@@ -1,4 +1,4 @@
-"""Checks that the fast scheduler gives the same results as vLLM's."""
+"""Checks that the fast scheduler gives the same results as vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["make_config"]
 
 
 def check_whole(play: Play, names: Sequence[str]) -> None:
-    """Check completions, recordings and that all KV blocks are free."""
+    """Check the completions and recordings, and that all KV blocks are free."""
     for name in names:
         answer = play.answers[name]
         assert answer == [token_of(name, place) for place in range(len(answer))]
@@ -88,7 +88,7 @@ def most_steady_steps_are_fast(config: Any) -> None:
 def most_steps_of_turns_are_fast(config: Any, waiting: int) -> None:
     """Turns of conversations start and end every few steps.
 
-    waiting: number of conversations above the batch size.
+    `waiting` is the number of conversations beyond the batch size.
     """
     steps: list[int] = []
     for kind in (AsyncScheduler, AsyncFastScheduler):
@@ -152,7 +152,7 @@ def detokenized_requests_run_alongside(config: Any, ahead: bool) -> None:
 
 
 def waiting_requests_join_soon(config: Any) -> None:
-    """A request arrives while long ones run."""
+    """A request arrives while long requests are running."""
     play = Play(config, AsyncFastScheduler, ahead=True, blocks=400)
     for index in range(11):
         play.add(f"quiet{index}", 20, 200)
@@ -169,7 +169,7 @@ def waiting_requests_join_soon(config: Any) -> None:
 
 
 def free_slots_start_requests_at_once(config: Any, ahead: bool) -> None:
-    """A request arrives during another's chunked prefill."""
+    """A request arrives during the chunked prefill of another one."""
     kinds = (AsyncScheduler, AsyncFastScheduler) if ahead else (Scheduler, FastScheduler)
     for prompt in (64, 100, 128):
         for before in range(6):

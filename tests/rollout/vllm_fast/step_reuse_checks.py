@@ -1,4 +1,4 @@
-"""Checks of step reuse. Imports vLLM."""
+"""Checks which steps are reused. This module imports vLLM."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def steps(patch: pytest.MonkeyPatch) -> tuple[Runner, StepReuse]:
 
 
 def steps_with_other_work_are_not_reused(patch: pytest.MonkeyPatch) -> None:
-    """Covers every field of `SchedulerOutput`."""
+    """The check covers every field of `SchedulerOutput`."""
     usual = output()
     others: dict[str, Any] = {
         "num_scheduled_tokens": dict(EACH),

@@ -1,4 +1,5 @@
-"""Runs `cascade_checks.py`, which imports vLLM. Kernel tests: tests/gpu/test_cascade.py."""
+"""Runs `cascade_checks.py`, which imports vLLM. The kernels are tested in
+tests/gpu/test_cascade.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels compile for Hopper, without a GPU."""
+"""Tests that the kernels compile for Hopper, without using a GPU."""
 
 from __future__ import annotations
 

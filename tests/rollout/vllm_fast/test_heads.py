@@ -1,4 +1,4 @@
-"""Attention heads covered by the cascade kernels."""
+"""Tests which attention heads the cascade kernels support."""
 
 from __future__ import annotations
 

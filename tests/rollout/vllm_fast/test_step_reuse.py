@@ -1,4 +1,5 @@
-"""Runs `step_reuse_checks.py`, which imports vLLM. Kernel tests: tests/gpu/test_step_reuse.py."""
+"""Runs `step_reuse_checks.py`, which imports vLLM. The kernels are tested in
+tests/gpu/test_step_reuse.py."""
 
 from __future__ import annotations
 
