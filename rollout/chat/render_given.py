@@ -126,7 +126,7 @@ def _check_shown(
     first: int,
     way: tuple[bool, bool | None],
 ) -> None:
-    """Check that `write` shows every message of the system, the user and the tools.
+    """Check that `write` shows every message that was not written by the assistant.
 
     A template may skip unknown roles, or a system message that is not the first one. The check
     replaces contents with probe words, and runs once for each sequence of roles and way of

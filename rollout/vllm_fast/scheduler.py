@@ -10,10 +10,10 @@ only decode. For anything else (an abort, a preemption, a pause) the batch is fl
 written back to the requests, and vLLM schedules the whole step. Flushed tokens are delivered
 together with the request's next token, as in speculative decoding.
 
-A finished request is delivered at once, but its place in the batch stays unused for a while, and so
-do places while other requests wait to begin. Waiting requests begin once the loss from unused
-places equals the cost of a step in which requests begin. The total loss is therefore at most twice
-the minimum.
+The batch continues when a request finishes, which is delivered at once, and also while other
+requests wait to begin. In both cases some of its places stay unused. Waiting requests begin once
+the loss from unused places equals the cost of a step in which requests begin. The total loss is
+therefore at most twice the minimum.
 
 `_FastPath` is mixed into vLLM's scheduler, which still makes all decisions.
 """

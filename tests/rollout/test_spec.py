@@ -52,7 +52,7 @@ def test_engine_memory_share() -> None:
 
 
 def test_batch_invariance_is_set_before_import() -> None:
-    """The variable must be set on GPUs only."""
+    """The variable must be set on GPUs only, and only if batch invariance is on."""
     config = RolloutConfig()
     is_set = {
         (gpu, on): VARIABLE in environment(config, gpu=gpu, batch_invariant=on)

@@ -30,7 +30,7 @@ COLD_STARTS = [
     (trip_demonstrations, {"level": 0}),
     (guess_demonstrations, {"options": {"min_number": 1, "max_number": 9, "max_turns": 9}}),
 ]
-"""What makes demonstrations, and the arguments of its environment."""
+"""Functions that generate demonstrations, each with the arguments for its environment."""
 
 
 def conversation(draw: random.Random, name: str, *, thinking: bool) -> list[Message]:
