@@ -1,8 +1,10 @@
-"""The folder of `keel eval`, written prompt by prompt so that a stopped evaluation resumes.
+"""Manages the folder in which `keel eval` stores its results.
+
+It is written prompt by prompt, so that a stopped evaluation can resume.
 
 samples.jsonl   one line per prompt and variant: its completions and their scores
 results.json    summary by variant and set
-settings.json   the settings on which the completions depend
+settings.json   the settings that affect the completions
 """
 
 from __future__ import annotations

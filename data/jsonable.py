@@ -1,7 +1,8 @@
-"""Lossless encoding of Python values as JSON.
+"""Encodes Python values as JSON without loss.
 
 Verifiers compare types: a grid of tuples is not a grid of lists, and `{1: …}` is not `{"1": …}`.
-Such values become `{"~tuple": […]}`; `keel.rewards.code.call_driver` decodes them.
+Such values are therefore encoded like `{"~tuple": […]}`, and `keel.rewards.code.call_driver`
+decodes them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Prompts from the rows of files. A row has one prompt and the answer, tests or criteria to
-judge completions by.
+"""Reads prompts from the rows in files.
+
+Each row has one prompt, together with the answer, tests or criteria by which to judge completions.
 
     {"prompt": "What is 2+2?", "answer": "4"}
     {"messages": [{"role": "user", "content": "…"}], "answer": "B", "match": "exact", "id": "a7"}
@@ -11,10 +12,10 @@ judge completions by.
     {"prompt": "…", "refuse": true}
     {"prompt": "…", "reward": {"kind": "proof"}}
 
-docs/data.md, docs/rewards.md and docs/rubrics.md describe the keys. An object `environment` is for
-the source's environment only. Other keys are available to templates and, in
-`prompt.reward["columns"]`, to the user's reward functions; a source that weights such a function
-needs nothing else to be judged by. Keys that nothing uses are reported.
+docs/data.md, docs/rewards.md and docs/rubrics.md describe the keys. The object `environment` is
+passed only to the source's environment. Templates can use all other keys, and the user's reward
+functions find them in `prompt.reward["columns"]`. A source with such a function needs no other way
+to judge completions. Keys that nothing uses are reported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""The folder of `keel filter`, written prompt by prompt so that a stopped filter resumes.
+"""Manages the folder in which `keel filter` stores its results.
+
+It is written prompt by prompt, so that a stopped filter can resume.
 
 pass_rates.jsonl      the table (`keel.data.pass_rates`)
 kept/<source>.jsonl   the prompts to train on, in the format of `source: jsonl`
-settings.json         the settings on which the rates depend
+settings.json         the settings that affect the pass rates
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The table of `keel filter`: one JSON line per prompt with the results of its completions.
+"""The table that `keel filter` writes, with one JSON line for each prompt.
 
     {"id": "sums/7", "source": "sums", "domain": "maths", "samples": 100, "passes": 12,
      "pass_rate": 0.12, "score": 0.15, "unscored": 1, "dropped": {"late: …": 1}, "digest": "…"}
 
-`passes` and `unscored` follow `keel.rl.evaluation`: a missing or unscored completion does not pass.
+`passes` and `unscored` are counted as in `keel.rl.evaluation`, where a missing or unscored
+completion does not pass.
 """
 
 from __future__ import annotations

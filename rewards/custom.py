@@ -1,13 +1,13 @@
-"""User-defined rewards: `rewards: {my_module.my_reward: 0.5}` in a recipe.
+"""Calls reward functions that users define, as in `rewards: {my_module.my_reward: 0.5}`.
 
     def my_reward(prompt, trajectory):
         return 1.0 if trajectory.answer.endswith(".") else 0.0
 
 The function takes a `keel.rl.types.Prompt` and a `TextTrajectory` and returns a number from 0 to 1.
-It runs in the worker processes, under the same deadline as the verifiers; its output goes to
-`rewards/worker_*.log` in the run folder. It may be async: calls in one process share an event loop
-and run one after another. A function whose second parameter is called `trajectories` receives the
-whole group and returns one number per trajectory.
+It runs in the worker processes and has the same deadline as the verifiers. What it prints goes to
+`rewards/worker_*.log` in the run folder. It may be async; calls in one process then share an event
+loop and run one after another. A function whose second parameter is called `trajectories` receives
+a whole group and returns one number for each trajectory.
 """
 
 from __future__ import annotations

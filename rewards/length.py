@@ -1,6 +1,6 @@
-"""Length costs, and the treatment of completions that were cut off.
+"""Adjusts rewards for length, and handles completions that were cut off.
 
-Costs are in units of reward; n is the number of sampled tokens of all turns:
+There are two costs in units of reward, where n is the number of tokens sampled in all turns:
 
     linear:   linear  · max(0, n − target) / (limit − target)
     overlong: overlong · clip((n − (limit − margin)) / margin, 0, 1)
@@ -10,13 +10,13 @@ c_i = mean(cost) − cost_i. The mean reward of right and of wrong completions i
 a group whose completions all have one length.
 
 `overlong` is the soft overlong punishment of DAPO (arXiv 2503.14476, Eq. 13), with L_max = limit
-and L_cache = margin. DAPO subtracts it from every completion; `overlong_charges: all` centres it
-over the whole group, which gives the same advantages. `right`, which is not in DAPO, centres it
-like `linear`: a wrong completion loses nothing by being cut off.
+and L_cache = margin. DAPO subtracts it from every completion. `overlong_charges: all` centres
+it over the whole group, which gives the same advantages. `overlong_charges: right`, which is not in
+DAPO, centres it like `linear`, so that a wrong completion loses nothing by being cut off.
 
 All c of a group are then scaled down, if needed, until every right completion keeps half of its
 lead over each wrong one (not in DAPO either). With `may_outweigh` nothing is scaled and both costs
-are centred over the whole group: a short wrong completion may then beat a long right one.
+are centred over the whole group. A short wrong completion may then beat a long right one.
 """
 
 from __future__ import annotations

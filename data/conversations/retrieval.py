@@ -1,9 +1,9 @@
-"""Synthetic text that needs retrieval from far back.
+"""Generates text that can only be predicted by looking far back.
 
     ..x7-,.,a0--.-. … ?a0,?x7?…
 
-Distinct letters, each followed by a digit, are placed in random filler; the last part asks for the
-letters in another order. Only the digit after an asked letter is predictable.
+Distinct letters, each followed by a digit, are scattered in random filler. The last part asks for
+the letters in a different order. Only the digit after such a letter is predictable.
 """
 
 from __future__ import annotations

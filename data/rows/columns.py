@@ -1,8 +1,9 @@
-"""Maps the columns of a file to the keys of a prompt.
+"""Maps the columns in a file to the keys of a prompt.
 
-`data.sources[].columns` names the column of a key: `{prompt: question, answer: solution}`. A dot
-looks into an object (`answer: reward_model.ground_truth`). An empty name means that the key is not
-in the file, even if a column has its name.
+`data.sources[].columns` says which column contains a key, as in `{prompt: question, answer:
+solution}`. A name with a dot refers to a value inside an object (`answer:
+reward_model.ground_truth`). An empty name means that the file does not have the key, even if a
+column has the same name.
 """
 
 from __future__ import annotations

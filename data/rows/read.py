@@ -1,7 +1,8 @@
-"""Rows of files, with their places for messages.
+"""Reads the rows in data files and records their places for messages.
 
-`.jsonl`, `.ndjson`: one object per line. `.json`: a list of objects, or lines. `.csv`, `.tsv`: with
-a header. All of these may be compressed (`.gz`). `.parquet`, `.arrow`: read by pyarrow.
+`.jsonl` and `.ndjson` files have one object per line, and `.json` files may also contain a list.
+`.csv` and `.tsv` files have a header. All of these may be compressed (`.gz`). `.parquet` and
+`.arrow` files are read with pyarrow.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 # pyright: basic
 """Calls a program's functions and prints their results, inside the sandbox.
 
-Nothing of this package can be imported there, and its output is as untrusted as the program's.
+This module cannot import the rest of the package there, and its output is as untrusted as the
+program's.
 
-Standard input: a JSON list of `[name, args, kwargs]`. Standard output: one line of JSON per call,
-`{"returned": …}` or `{"raised": "…"}`; or one `{"broken": "…"}` if the source does not load. The
-program's own output is discarded. Values beyond JSON are encoded as by `keel.data.jsonable`. The
-names of `_PREAMBLE` are available like built-ins.
+Standard input is a JSON list of `[name, args, kwargs]`. Standard output has one line of JSON for
+each call, `{"returned": …}` or `{"raised": "…"}`, or a single `{"broken": "…"}` if the source
+cannot be loaded. Whatever the program prints itself is discarded. Values that JSON does not support
+are encoded as in `keel.data.jsonable`. Programs can use the names in `_PREAMBLE` like built-ins.
 """
 
 import builtins

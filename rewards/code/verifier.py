@@ -1,8 +1,8 @@
 """Runs programs against hidden tests.
 
-Expected outputs never enter the sandbox: a program gets an input, and its output is compared here.
-It cannot read the expected output, and the sandbox holds no verdict that it could forge. The result
-of a call comes out as data; a forged one is just another wrong value.
+Expected outputs never enter the sandbox. A program gets an input, and its output is compared
+outside, so it can neither read the expected output nor forge a verdict. The result of a call is
+returned as data, and a forged result is just another wrong value.
 
 Spec (`Prompt.reward`):
 
@@ -12,9 +12,9 @@ Spec (`Prompt.reward`):
                {"call": "add", "args": [1, 2], "kwargs": {}, "returns": 3},
                {"call": "Solution.add", "args": [1, 2], "returns": 3}]}
 
-Only `kind` and `tests` are required. `call` is for Python; all calls share one process until it
-exits. `"sample": true` marks a test that the task shows, and `"subtask": NAME` assigns one to a
-subtask, whose points are in `"subtasks": {NAME: points, …}`.
+Only `kind` and `tests` are required. `call` is only supported for Python, and all calls share one
+process until it exits. `"sample": true` marks a test that the task shows. `"subtask": NAME` assigns
+a test to a subtask, whose points are in `"subtasks": {NAME: points, …}`.
 """
 
 from __future__ import annotations

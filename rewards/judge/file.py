@@ -1,9 +1,10 @@
-"""`keel judge`: judges a file of answers as a run would, to try a rubric.
+"""Implements `keel judge`, which judges answers in a file like a run would, to try out a rubric.
 
     {"prompt": "…", "answer": "…", "criteria": [{"name": "…", "text": "…", "weight": 1}]}
 
-A line may have `messages` instead of `prompt`, `reward` (a whole spec) instead of `criteria`, or
-neither if a rubric for all lines is given; and `reference`, `thinking` and `id`.
+A line may have `messages` instead of `prompt`, and `reward` (a whole spec) instead of `criteria`.
+It needs neither of these two if there is a rubric for all lines. `reference`, `thinking` and `id`
+are optional.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Questions to the judge and the strict reading of its replies.
+"""Builds the questions to the judge and parses its replies strictly.
 
-Trusted text and a policy's text are kept apart. The system message holds the instructions, the task
-and the criteria. The answer is alone in the user's message: one line of JSON
-(`keel.rewards.judge.untrusted`) between two lines with a random word that is new in each call. What
-siblings share comes first in the system message, so that a prefix cache serves a whole group.
+Trusted text is kept apart from a policy's text. The system message contains the instructions, the
+task and the criteria. The user message contains only the answer, as one line of JSON
+(`keel.rewards.judge.untrusted`) between two lines with a random word that is new in each call. The
+text that all answers in a group share comes first in the system message, so that the group can use
+the same prefix cache.
 """
 
 from __future__ import annotations

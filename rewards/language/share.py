@@ -1,20 +1,20 @@
-"""Share of a completion's words that are in the prompt's language, 0 … 1.
+"""Measures which share of a completion's words, from 0 to 1, is in the prompt's language.
 
 Code, formulas, links, tags, identifiers and single Latin letters are set aside, except for running
 text inside them: `$Das ist die Antwort$` is a sentence. Running text is
 
-- in a script other than Latin: a few words, since no keyword or variable is written so;
+- in scripts other than Latin: a few words, since keywords and variables are not written in them;
 - in Latin script: three or more words separated by spaces and commas only. Two of them, and a
   share, must be function words ("the", "und", "que") or have non-ASCII letters outside a list.
 
-Lists of nouns (`pip install numpy pandas torch`, `apple, banana, cherry`) are set aside: missing
-some words is better than penalising honest code.
+Lists of nouns (`pip install numpy pandas torch`, `apple, banana, cherry`) are set aside, because
+missing some words is better than penalising honest code.
 
 The remaining text is split into sentences. A sentence counts by its letters in the prompt's script,
 and not at all if a language detector (py3langid) is sure of another language. Short sentences are
 judged by their script alone. If prompt or completion have too few words, the share is 1.
 
-Everything here takes untrusted text and runs in time linear in its length.
+All functions accept untrusted text and run in linear time.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-r"""Comparison of an answer with the known one by value: `\frac12`, `1/2` and `0.5` are equal.
+r"""Compares an answer with the known one by value, so that `\frac12`, `1/2` and `0.5` are equal.
 
-Both texts go the same way: `plain` writes them in one notation, `parse` reads the whole of it as a
-number, formula, list, set, region or relation, or else keeps it as text, and `_same` compares two
-readings. Plain numbers are exact fractions, `keel.rewards.rules.formula` evaluates formulas, and a
-text equals only itself. math-verify's parser works out sums, integrals and determinants of the
-known answer, once, and never of a completion.
+Both texts are processed in the same way. `plain` rewrites a text in one notation. `parse` reads all
+of it as a number, formula, list, set, region or relation, or keeps it as text if that is
+impossible. `_same` compares the two results. Plain numbers are exact fractions,
+`keel.rewards.rules.formula` evaluates formulas, and a text is equal only to itself. math-verify's
+parser evaluates sums, integrals and determinants once in the known answer, but never in a
+completion.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Verifiers of reasoning_gym's tasks, guarded against hostile and padded answers.
+"""Wraps the verifiers from reasoning_gym and guards them against hostile and padded answers.
 
-Some verifiers call `eval` on the answer, and others sympy's `parse_expr`, which does the same:
-`__import__("os").system(…)` would run. Answers that are not plain literals or formulas are rejected
-before such a verifier sees them.
+Some verifiers call `eval` on the answer, and others call sympy's `parse_expr`, which has the same
+effect: `__import__("os").system(…)` would run. Before such a verifier sees an answer, anything that
+is not a plain literal or formula is rejected.
 
-Other verifiers search for the right answer in the text, or read only its beginning, and accept
-anything around it: a second answer, a "not", a list of candidates. For those, full marks require
-that the answer is all of the text.
+Other verifiers search for the right answer in the text, or read only its beginning. They accept
+anything around it, such as a second answer, a "not" or a list of candidates. For those, an answer
+gets full marks only if there is no other text.
 """
 
 from __future__ import annotations

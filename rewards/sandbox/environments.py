@@ -1,11 +1,12 @@
-"""Sandboxes for environments: one process tree per episode, with a channel to it.
+"""Sandboxes for environments. Each episode has one process tree and a channel to it.
 
-As for programs of completions, with these differences: an environment reads its interpreter and the
-folders it is given, may open Unix sockets (for Jupyter kernels), has a private /proc and
-pseudo-terminals if the machine lets bubblewrap mount them, and network access on request.
+They work like the sandboxes for programs in completions, with a few differences. An environment can
+read its interpreter and the folders that it is given, and may open Unix sockets (for Jupyter
+kernels). It has a private /proc and pseudo-terminals if bubblewrap can mount them on this machine,
+and network access if requested.
 
 The first process inside is a shell that reaps whatever the program leaves behind. When it exits,
-all others are killed, and only then does the outer process exit.
+all others are killed, and the outer process exits last.
 """
 
 from __future__ import annotations

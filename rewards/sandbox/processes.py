@@ -1,7 +1,7 @@
-"""Process trees of sandboxes: resource usage, killing, reaping, and a shared memory limit.
+"""Measures, kills and reaps the process trees in sandboxes, and limits their memory.
 
-psutil has no subreaper, and its `children` reads every process of the machine: 2.3 ms among 114
-processes against 0.2 ms here, twenty times a second per program.
+psutil cannot set a subreaper, and its `children` reads every process on the machine. With 114
+processes that takes 2.3 ms instead of 0.2 ms here, twenty times a second for each program.
 """
 
 from __future__ import annotations

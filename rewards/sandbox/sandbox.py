@@ -1,12 +1,13 @@
 """Runs untrusted programs.
 
-`bubblewrap` gives each run separate namespaces: no network, no view of other processes, a read-only
-system without our files, and a private folder that is deleted afterwards. CPU and wall time,
-memory, processes, files and output are limited, and `keel.rewards.sandbox.seccomp` closes the ways
-around the limits. Sources, inputs and the filter travel as memory files, so nothing is written
-outside and nothing needs cleaning up; the sandbox dies with this process.
+`bubblewrap` puts each run into separate namespaces. The program has no network, cannot see other
+processes, and gets a read-only system without our files and a private folder that is deleted
+afterwards. CPU and wall time, memory, processes, files and output are limited, and
+`keel.rewards.sandbox.seccomp` blocks calls that would get around the limits.
 
-Started by root, the program runs as an unused user ID; otherwise, in a user namespace.
+Sources, inputs and the seccomp filter are passed as memory files, so nothing is written outside the
+sandbox and there is nothing to clean up. The sandbox ends when this process does. If this process
+runs as root, the program runs under an unused user ID. Otherwise it runs in a user namespace.
 """
 
 from __future__ import annotations

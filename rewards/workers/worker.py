@@ -10,12 +10,13 @@ process that has handled a policy's text must not send pickles.
     → {"error": "ValueError: …", "at": "my.py:12 in f"}    instead of a score
     → {"refused": "…"}             instead of "ready": the spec cannot be read
 
-`first_s` is the deadline of the first completion. A timer signal ends the process at a deadline,
-whatever it is stuck in and even if its parent is gone; the parent then starts another. The stack at
-that moment, or of a crash, goes to the file descriptor DUMP.
+`first_s` is the time limit for the first completion, and `timeout_s` for the others. At a deadline
+a timer signal ends the process, whatever it is doing and even if its parent is gone. The parent
+then starts another process. When that happens, or in a crash, the stack is written to the file
+descriptor DUMP.
 
-Standard output is for the user's functions. Verifiers print about every completion that they cannot
-parse, so their output is discarded.
+Only the user's functions may print to standard output. Verifiers print something about every
+completion that they cannot parse, so their output is discarded.
 """
 
 from __future__ import annotations
