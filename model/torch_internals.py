@@ -1,4 +1,5 @@
-"""Private PyTorch APIs (2.11 to 2.13) used by model and trainer. No other file uses any."""
+"""The private PyTorch APIs (2.11 to 2.13) that the model and trainer use. No other file uses
+any."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ _USED: dict[Any, tuple[str, ...]] = {
 
 
 def check_torch() -> None:
-    """Raise `RuntimeError` if this version of PyTorch lacks any of these APIs."""
+    """Check that this version of PyTorch has all of these APIs.
+
+    Raises `RuntimeError` if one is missing.
+    """
     missing = [
         f"{owner.__name__}.{name}"
         for owner, names in _USED.items()
@@ -43,7 +47,7 @@ def check_torch() -> None:
 
 
 def next_node_number() -> int:
-    """Return the sequence number of the next autograd node."""
+    """Return the sequence number that the next autograd node will get."""
     return autograd._get_sequence_nr()
 
 
@@ -55,12 +59,12 @@ def running_node() -> int | None:
 
 
 def storage_id(storage: UntypedStorage) -> int:
-    """Return an id that all tensors of a living storage share."""
+    """Return an id that is the same for all tensors sharing a storage, while the storage exists."""
     return storage._cdata
 
 
 def varlen_operator() -> Any:
-    """Return the dispatcher's operator of PyTorch's varlen attention."""
+    """Return PyTorch's varlen attention operator, as registered with the dispatcher."""
     import torch.nn.attention.varlen  # noqa: PLC0415  (registers it)
 
     return torch.ops.torch_attn._varlen_attn.default
@@ -77,10 +81,11 @@ def flash_gradients(
     longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of causal attention in segments after a forward pass by other kernels.
+    """Return the gradients of causal attention in segments, if other kernels computed the forward
+    pass.
 
-    query [N, Hq, D], key and value [N, Hkv, D]; `grad` of `out` [N, Hq, D]; sums: logsumexps
-    [Hq, N] float32.
+    `query` is [N, Hq, D], and `key` and `value` are [N, Hkv, D]. `grad` is the gradient of `out`
+    [N, Hq, D], and `sums` are the logsumexps [Hq, N] float32.
     """
     none = torch.zeros(2, dtype=torch.uint64, device=query.device)  # random state for dropout
     return torch.ops.aten._flash_attention_backward(
@@ -90,44 +95,45 @@ def flash_gradients(
 
 
 def all_to_all(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """Send row j to rank j and receive row i from rank i: [n, …] → [n, …].
+    """Send row j to rank j and receive row i from rank i, [n, …] → [n, …].
 
-    Differentiable and compilable, unlike the one of `torch.distributed.nn`.
+    Unlike the function in `torch.distributed.nn`, this one is both differentiable and compilable.
     """
     return collectives.all_to_all_single_autograd(rows, None, None, group)
 
 
 def limit_all_groups(timeout_s: float) -> None:
-    """Set the timeout of all process groups of this process."""
+    """Set the timeout for all process groups in this process."""
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 def nccl_options(timeout: timedelta) -> Any:
-    """Return options of a `ProcessGroupNCCL`."""
+    """Return options for a `ProcessGroupNCCL`."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return options
 
 
 def on_device(handle: tuple[Any, ...], index: int | None) -> tuple[Any, ...]:
-    """Replace the GPU index in a handle by `reduce_tensor` with this process's index."""
+    """Replace the GPU index in a handle from `reduce_tensor` with the index that this process
+    uses."""
     at = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
     return (*handle[:at], index, *handle[at + 1 :])
 
 
 _VARIANTS = 64
-"""Maximum graphs per function. Different layers, rows of one token, shared prompts, passes without
-gradient and the reference policy need separate graphs; beyond PyTorch's default of 8 a function
-runs uncompiled. With ZeRO 2, when one of two ranks did, gradients were wrong, probably because of
-their order."""
+"""How many graphs a function may have. Different layers, rows with one token, shared prompts,
+passes without gradient and the reference policy each need their own graph. With more graphs than
+the limit, which is 8 by default, PyTorch runs the function uncompiled. When that happened on one of
+two ranks under ZeRO 2, gradients were wrong, probably because of their order."""
 
 
 def specialise_and_recompute() -> None:
     """Configure torch.compile.
 
-    Floats such as a norm's epsilon become constants of the graph, elementwise operations are
-    recomputed in the backward pass wherever that saves memory, and a function may have `_VARIANTS`
+    Floats such as the epsilon of a norm become constants in the graph. Elementwise operations are
+    recomputed in the backward pass wherever this saves memory. A function may have `_VARIANTS`
     graphs.
     """
     import torch._dynamo.config as dynamo  # noqa: PLC0415  (slow to load)

@@ -1,4 +1,4 @@
-"""Checks that a model can be trained, from its config and files, before an engine starts."""
+"""Checks from the config and files whether a model can be trained, before an engine starts."""
 
 from __future__ import annotations
 
@@ -37,19 +37,20 @@ from keel.model.sparse.attention import use_sparse_attention
 from keel.model.transformers_internals import left_out, loaded_as
 
 _LAYER = re.compile(r".*?\.\d+\.")
-"""Prefix of a tensor's name up to the layer index."""
+"""Matches the beginning of a tensor's name, up to the layer index."""
 _LAYER_LISTS = ("layers", "h")
-"""Names of the list of decoder layers; "h" is for GPT-2."""
+"""The names that the list of decoder layers may have. "h" is used by GPT-2."""
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 _ROWS = 256
-"""Rows to compare."""
+"""The number of rows to compare."""
 _RENAMED = 0.01
-"""Fraction of ids that may differ within a model family, such as reserved tokens with new names."""
+"""The fraction of ids that may differ within a model family, such as reserved tokens that got new
+names."""
 
 _TRAINABLE: set[str] = set()
-"""Configs, as text, that passed `check_trainable` in this process."""
+"""The configs, as text, that have passed `check_trainable` in this process."""
 _FITTING: set[tuple[str, str]] = set()
-"""Configs and file states (`_state`) that passed `check_weights_fit`."""
+"""The configs and file states (`_state`) that have passed `check_weights_fit`."""
 
 
 def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
@@ -77,7 +78,10 @@ def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
 
 
 def check_trainable(path: str, config: PreTrainedConfig) -> None:
-    """Raise ConfigError if routers, attention or the output layer of the model are unsupported."""
+    """Check that the trainer supports the model's routers, attention and output layer.
+
+    Raises ConfigError if it does not.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config.get_text_config())
     try:
@@ -92,7 +96,10 @@ def check_trainable(path: str, config: PreTrainedConfig) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder's layers. Raises ValueError if their list has an unknown name."""
+    """Return the layers in the decoder.
+
+    Raises ValueError if the list of layers has an unknown name.
+    """
     decoder = model.get_decoder()
     for name in _LAYER_LISTS:
         if isinstance(layers := getattr(decoder, name, None), nn.ModuleList):
@@ -102,9 +109,10 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def check_weights_fit(path: str, config: PreTrainedConfig) -> None:
-    """Raise ConfigError if names or shapes of a folder's tensors do not match `config`.
+    """Check that the tensors in a folder have the names and shapes that `config` requires.
 
-    transformers would initialise missing tensors randomly, and ignore unused ones.
+    Raises ConfigError if they do not. Otherwise, transformers would initialise missing tensors
+    randomly and ignore unused ones.
     """
     text = config.get_text_config()
     if text is not config or not Path(path).is_dir() or missing_weights(path):
@@ -131,7 +139,7 @@ def check_weights_fit(path: str, config: PreTrainedConfig) -> None:
 
 
 def _has_own_head(path: str, loaded: Mapping[str, tuple[str, bool]]) -> bool:
-    """Return whether a folder's output layer differs from the embedding in the first rows."""
+    """Return whether the output layer in a folder differs from the embedding in the first rows."""
     embedding = next((name for name in loaded if name.endswith(_EMBEDDING)), None)
     if _HEAD not in loaded or embedding is None:
         return False
@@ -140,7 +148,7 @@ def _has_own_head(path: str, loaded: Mapping[str, tuple[str, bool]]) -> bool:
 
 
 def _state(path: str) -> str:
-    """Return names, sizes and times of a folder's files."""
+    """Return the names, sizes and times of the files in a folder."""
     files = [(file.name, file.stat()) for file in sorted(Path(path).iterdir())]
     return repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files])
 
@@ -151,7 +159,8 @@ def _find_mismatch(
     shapes: Mapping[str, tuple[int, ...]],
     loaded: Mapping[str, tuple[str, bool]],
 ) -> str:
-    """Describe the first mismatch, or return "". shapes, loaded: by checkpoint name."""
+    """Describe the first mismatch, or return "". The keys of `shapes` and `loaded` are checkpoint
+    names."""
     state = model.state_dict(keep_vars=True)
     optional, unused = left_out(model)
     # By id, because tied tensors count once; buffers have defaults.
@@ -164,7 +173,7 @@ def _find_mismatch(
         return f"{len(missing)} of {len(state)} tensors are missing, such as {missing[0]}{prefixed}"
     layers = {match[0] for name in state if (match := _LAYER.match(name))}
     unexpected: dict[str, list[str]] = {}
-    """Unused tensors of layers, by their name within the layer."""
+    """Unused tensors in layers, by their name within the layer."""
     for name, (target, whole) in loaded.items():
         if target in state:
             shape = tuple(state[target].shape)
@@ -188,8 +197,9 @@ def _any(patterns: Sequence[str], name: str) -> bool:
 def _try_packed(model: PreTrainedModel) -> None:
     """Run the packed decoder on the meta device.
 
-    Only a forward pass shows which features attention needs and whether it gets the segments.
-    Experts are skipped, because routing depends on data. Raises UnsupportedAttention.
+    Only a forward pass shows which features attention needs and whether it receives the segments.
+    Experts are skipped, because routing depends on data. Raises UnsupportedAttention if a feature
+    is not supported.
     """
     for module in model.modules():
         if hasattr(module, "gate_up_proj"):
@@ -208,7 +218,10 @@ def _try_packed(model: PreTrainedModel) -> None:
 
 
 def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Raise ConfigError if a tokenizer's ids differ from the model's own tokenizer."""
+    """Check that a tokenizer assigns the same ids as the model's own tokenizer.
+
+    Raises ConfigError if it does not.
+    """
     try:
         local = AutoTokenizer.from_pretrained(path, **hub_options(path))
     except (OSError, ValueError):
@@ -226,7 +239,10 @@ def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, name: str) 
 
 
 def check_ids(token_ids: Sequence[int] | NDArray[np.int32], vocabulary: int, what: str) -> None:
-    """Raise ConfigError for a token id outside the embedding."""
+    """Check that all token ids are within the embedding.
+
+    Raises ConfigError if one is not.
+    """
     ids = np.asarray(token_ids, np.int64)
     wrong = ids[(ids < 0) | (ids >= vocabulary)]
     if len(wrong):

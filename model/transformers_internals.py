@@ -1,4 +1,4 @@
-"""Private transformers APIs (5.17 to 5.19). No other file uses any."""
+"""The private transformers APIs (5.17 to 5.19) that Keel uses. No other file uses any."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 def check_transformers(model: PreTrainedModel) -> str:
     """Return a warning if `model` will be slower with this version of transformers, or "".
 
-    Raises `RuntimeError` if the list of float32 weights is missing; they would be rounded.
+    Raises `RuntimeError` if the list of float32 weights is missing, because these weights would be
+    rounded.
     """
     if not hasattr(PreTrainedModel, "_keep_in_fp32_modules_strict"):
         raise RuntimeError(
@@ -31,14 +32,16 @@ def check_transformers(model: PreTrainedModel) -> str:
 
 
 def always_float32(model: PreTrainedModel) -> list[str]:
-    """Return names of modules and parameters that always stay in float32."""
+    """Return the names of modules and parameters that always stay in float32."""
     return sorted(model._keep_in_fp32_modules_strict or ())
 
 
 def loaded_as(model: PreTrainedModel, names: Iterable[str]) -> Mapping[str, tuple[str, bool]]:
-    """Map checkpoint names to (state dict name, True if loaded without conversion).
+    """Map each checkpoint name to (state dict name, whether the tensor is loaded without
+    conversion).
 
-    Empty for families whose tensors are split when loaded, and if the private API has changed.
+    The mapping is empty for families whose tensors are split when loaded, and if the private API
+    has changed.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
@@ -68,14 +71,16 @@ def loaded_as(model: PreTrainedModel, names: Iterable[str]) -> Mapping[str, tupl
 def left_out(
     model: PreTrainedModel | type[PreTrainedModel],
 ) -> tuple[list[str], list[str]]:
-    """Return patterns of tensors that a checkpoint may lack, and of unused ones."""
+    """Return patterns for tensors that a checkpoint may lack, and patterns for tensors that are not
+    used."""
     missing = model._keys_to_ignore_on_load_missing or ()
     unused = model._keys_to_ignore_on_load_unexpected or ()
     return sorted(missing), sorted(unused)
 
 
 def gated(experts: Any, packed: Tensor) -> Tensor | None:
-    """Apply the experts' activation to gate and up, [N, 2·I] → [N, I]; None if unknown."""
+    """Apply the experts' activation to gate and up, [N, 2·I] → [N, I]. Returns None if it is
+    unknown."""
     apply = getattr(experts, "_apply_gate", None)
     return None if apply is None else apply(packed)
 
@@ -86,15 +91,15 @@ def spread_by_transformers(experts: Any) -> bool:
 
 
 def become(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Change the class of `module` to its subclass `kind`, keeping weights and hooks.
+    """Change the class of `module` to its subclass `kind`, and keep its weights and hooks.
 
-    torch.compile then sees one forward function for all such modules.
+    torch.compile then sees the same forward function for all such modules.
     """
     module.__class__ = kind
 
 
 def override(module: nn.Module, methods: type) -> None:
-    """Override methods of `module` with a mixin class (see `become`)."""
+    """Override methods of `module` with those of a mixin class (see `become`)."""
     become(module, _overridden(type(module), methods))
 
 

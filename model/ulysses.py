@@ -1,11 +1,12 @@
-"""Ulysses sequence parallelism: a packed row split over ranks, with all-to-alls around attention.
+"""Ulysses sequence parallelism, which splits a packed row over ranks and exchanges data around
+attention.
 
-Each of n ranks has an n-th of the row's tokens. Embeddings, experts, routers and the head need only
-these. For attention, one all-to-all exchanges tokens for heads, so that each rank has the whole row
-with an n-th of the heads, and a second one reverses it. DeepSpeed Ulysses (Jacobs et al., 2023).
-
-DeepSpeed's `DistributedAttention` exchanges query, key and value separately and cannot be compiled;
-its layer for transformers needs keys and values of one width, which latent attention does not have.
+Each of n ranks has an n-th of the tokens in the row, which is all that embeddings, experts, routers
+and the head need. For attention, an all-to-all exchanges tokens for heads, so that each rank has
+the whole row with an n-th of the heads. A second all-to-all reverses this. The method is DeepSpeed
+Ulysses (Jacobs et al., 2023). DeepSpeed's own `DistributedAttention` exchanges query, key and value
+separately and cannot be compiled. Its layer for transformers requires keys and values of the same
+width, which latent attention does not have.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ T = TypeVar("T", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """This rank's part of every packed row: consecutive *input* tokens."""
+    """This rank's part of every packed row, which consists of consecutive *input* tokens."""
 
     rank: int = 0
-    """Index of the part."""
+    """The index of this part."""
     size: int = 1
     group: ProcessGroup | None = None
-    """Ranks that share a row."""
+    """The ranks that share a row."""
 
     @staticmethod
     def join(size: int) -> Slice:
-        """Create this process's slice among `size` consecutive ranks. All ranks must call it."""
+        """Create the slice for this process, where `size` consecutive ranks share a row. All ranks
+        must call this."""
         if size == 1:
             return WHOLE
         group, _ = dist.new_subgroups(size)
@@ -46,23 +48,25 @@ class Slice:
         return Slice(dist.get_rank(group), size, group)
 
     def bounds(self, tokens: int) -> tuple[int, int]:
-        """Return start and stop of the part. Parts have equal length and may exceed the row."""
+        """Return where the part starts and stops. All parts have the same length and may extend
+        beyond the row."""
         length = -(-tokens // self.size)
         return self.rank * length, (self.rank + 1) * length
 
     def cut(self, whole: NDArray[T], filling: int | bool) -> NDArray[T]:
-        """Return this rank's part of a per-token array, padded beyond the end of the row."""
+        """Return this rank's part of a per-token array, with padding beyond the end of the row."""
         start, stop = self.bounds(len(whole))
         part = whole[start:stop]
         rest = np.full((stop - start - len(part), *whole.shape[1:]), filling, whole.dtype)
         return np.concatenate([part, rest]) if len(rest) else part
 
     def filled(self, tokens: int) -> int:
-        """Return the number of padding tokens over all parts."""
+        """Return how many padding tokens all parts contain together."""
         return -tokens % self.size
 
     def gather(self, part: Tensor, where: slice, total: int) -> Tensor:
-        """Gather [..., r] at `where` of each rank to [..., total], without gradient."""
+        """Gather the columns `where` from each rank's [..., r] into [..., total], without
+        gradient."""
         if self.group is None:
             return part.detach()
         whole = part.new_zeros(*part.shape[:-1], total)
@@ -72,17 +76,18 @@ class Slice:
 
 
 WHOLE = Slice()
-"""The slice of a rank that does not share its rows."""
+"""The slice for a rank that does not share its rows."""
 
 
 def heads_for_tokens(
     query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange this rank's tokens [P, H, D] for all tokens with H/n heads, [n·P, H/n, D].
+    """Exchange this rank's tokens with all heads [P, H, D] for all tokens with H/n heads [n·P, H/n,
+    D].
 
-    Head counts and widths may differ between the three. If n does not divide the heads of key and
-    value, they are repeated to match each rank's query heads. Raises ValueError if n
-    does not divide the query's heads.
+    Query, key and value may have different numbers and widths of heads. If n does not divide the
+    number of key and value heads, they are repeated to match each rank's query heads. Raises
+    ValueError if n does not divide the number of query heads.
     """
     size = dist.get_world_size(group)
     heads, shared = query.shape[1], key.shape[1]
@@ -101,12 +106,13 @@ def heads_for_tokens(
 
 
 def tokens_for_heads(output: Tensor, group: ProcessGroup) -> Tensor:
-    """Exchange [n·P, H/n, D] of all tokens for [P, H, D] of this rank's tokens."""
+    """Exchange all tokens with this rank's heads [n·P, H/n, D] for this rank's tokens with all
+    heads [P, H, D]."""
     size = dist.get_world_size(group)
     received = _exchange(output.unflatten(0, (size, -1)).flatten(1), group)
     return received.reshape(size, -1, *output.shape[1:]).transpose(0, 1).flatten(1, 2)
 
 
 def _exchange(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """Send row j to rank j and receive row i from rank i: [n, …] → [n, …]."""
+    """Send row j to rank j and receive row i from rank i, [n, …] → [n, …]."""
     return all_to_all(rows.contiguous(), group)

@@ -1,1 +1,2 @@
-"""The support head: log-probabilities over sampling masks alone, on CPUs and as GPU kernels."""
+"""The support head, which computes log-probabilities only over sampling masks, on CPUs and with GPU
+kernels."""

@@ -45,29 +45,29 @@ from keel.model.head.kernels import (
 )
 
 CHUNK_TOKENS = 2048
-"""Number of tokens that share one plan."""
+"""The number of tokens that share one plan."""
 UNION_FLOOR = 128
-"""Mean number of kept ids below which gather is chosen without computing the union."""
+"""If tokens kept fewer ids than this on average, gather is chosen without computing the union."""
 ALIGNMENT = 64
-"""Unions are padded to a multiple of this, because GEMMs of other widths use slower kernels."""
+"""Unions are padded to a multiple of this, because GEMMs use slower kernels for other widths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive tokens with one plan, and their entries (positions in the kept ids)."""
+    """Consecutive tokens that share a plan, and their entries (positions in the kept ids)."""
 
     tokens: tuple[int, int]
     entries: tuple[int, int]
     union: Tensor | None = None
-    """[U] int64, ascending ids that any of the tokens kept, padded with unused zeros to a multiple
-    of `ALIGNMENT`. None: gather."""
+    """[U] int64, the ids that any of the tokens kept, ascending and padded with unused zeros to a
+    multiple of `ALIGNMENT`. None means that the plan is gather."""
     column: Tensor | None = None
-    """[entries] int64, position of each entry's id in `union`."""
+    """[entries] int64, the position of each entry's id in `union`."""
 
 
 @dataclass(frozen=True)
 class SupportPlan:
-    """Sampling masks on the device, in chunks."""
+    """The sampling masks on the device, divided into chunks."""
 
     vocabulary: int
     ids: Tensor
@@ -75,14 +75,15 @@ class SupportPlan:
     offsets: Tensor
     """[T+1] int64."""
     token: Tensor
-    """[E] int32, token of each entry."""
+    """[E] int32, the token that each entry belongs to."""
     chunks: tuple[Chunk, ...]
     full: Tensor | None
-    """[F] int64, tokens without truncation. None: all are truncated."""
+    """[F] int64, the tokens whose sampling was not truncated. None means that all were
+    truncated."""
 
     @cached_property
     def transposed(self) -> Transposed:
-        """Entries of all gather chunks, sorted by id."""
+        """The entries of all gather chunks, sorted by id."""
         if all(chunk.union is None for chunk in self.chunks):
             return transpose_entries(self.ids, self.token, self.vocabulary)
         spans = [
@@ -98,8 +99,9 @@ class SupportPlan:
 def union_is_cheaper(entries: int, tokens: int, union: int, d: int) -> bool:
     """Return whether one GEMM over `union` rows is faster than reading one row per entry.
 
-    Compares the seconds of one pass, fitted on an H200 for d from 640 to 2,048. Forward and both
-    gradients scale alike, and other devices rarely change the choice.
+    The estimate compares the seconds for one pass, with constants fitted on an H200 for d from 640
+    to 2,048. The forward pass and both gradients scale alike, and on other devices the choice is
+    rarely different.
     """
     gather = entries * (9e-11 + d * 2.35e-13)
     product = tokens * union * (4e-13 + d * 4e-15) + 6.5e-5
@@ -111,8 +113,8 @@ def build_plan(
 ) -> SupportPlan:
     """Choose a plan for each chunk of tokens.
 
-    kept_ids [E] and kept_offsets [T+1] are integers on any device; from the host, planning does not
-    synchronise. Ids must be in [0, vocabulary) and unique within a token.
+    kept_ids [E] and kept_offsets [T+1] are integers on any device. If they are on the host,
+    planning does not synchronise. Ids must be in [0, vocabulary) and unique within a token.
     """
     host_offsets = kept_offsets.cpu().numpy()
     sizes = np.diff(host_offsets)
@@ -138,7 +140,7 @@ def _chunks(
     d: int,
     device: torch.device,
 ) -> tuple[Chunk, ...]:
-    """Build the chunks, with adjacent gather chunks merged to save launches."""
+    """Build the chunks. Adjacent gather chunks are merged, to launch fewer kernels."""
     tokens = len(host_offsets) - 1
     chunks: list[Chunk] = []
     gathered = 0
@@ -164,7 +166,8 @@ def _chunks(
 def _find_union(
     kept_ids: Tensor, tokens: tuple[int, int], span: tuple[int, int], vocabulary: int, d: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the union of the tokens' masks and each entry's position in it, if that is faster."""
+    """Return the union of the tokens' masks and the position of each entry in it, if using it is
+    faster."""
     count, entries = tokens[1] - tokens[0], span[1] - span[0]
     # The union is at least as large as the mean mask.
     if entries < UNION_FLOOR * count or not union_is_cheaper(entries, count, entries // count, d):
@@ -307,7 +310,7 @@ def _union_gradients(
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
 ) -> None:
-    """Write rows of grad_hidden, and add to grad_weight and grad_bias."""
+    """Write the chunk's rows of grad_hidden, and add to grad_weight and grad_bias."""
     (first, last), (start, stop) = chunk.tokens, chunk.entries
     assert chunk.union is not None
     dense = torch.zeros(
@@ -332,12 +335,12 @@ def fused_head(
     bias: Tensor | None = None,
     shape: HeadShape | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (log π(target), entropy) of each token over its sampling mask, both [T] float32.
+    """Return (log π(target), entropy) for each token over its sampling mask, both [T] float32.
 
-    The log-probability is differentiable in hidden, weight and bias; the entropy is not.
-
-    hidden [T, d] and weight [V, d] in bfloat16, float16 or float32; targets [T] integers; bias [V].
-    The ids of a sampling mask must be unique. A target outside its mask has log-probability −inf.
+    The log-probability is differentiable with respect to hidden, weight and bias, but the entropy
+    is not. hidden [T, d] and weight [V, d] are in bfloat16, float16 or float32, targets [T] are
+    integers, and bias is [V]. The ids in a sampling mask must be unique. A target outside its mask
+    has log-probability −inf.
     """
     return _SupportHead.apply(  # type: ignore[return-value]
         hidden if hidden.stride(-1) == 1 else hidden.contiguous(),

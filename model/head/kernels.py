@@ -32,11 +32,13 @@ import triton.language as tl
 from torch import Tensor
 
 LONG_ROW = 256
-"""Sorted entries per part. One program sums fewer than twice as many, plus any number of parts."""
+"""The number of sorted entries in a part. One program sums fewer than twice as many entries, plus
+any number of parts."""
 
 
 class _Tiling(NamedTuple):
-    """Entries and columns that a program holds, and its warps; tuned on an H200."""
+    """How many entries and columns a program processes, and with how many warps. The values were
+    tuned on an H200."""
 
     entries: int
     columns: int
@@ -57,16 +59,17 @@ class HeadShape(NamedTuple):
 
 
 class Transposed(NamedTuple):
-    """Entries sorted by id: the tokens that kept each row of the vocabulary."""
+    """The entries sorted by id, which shows for each row of the vocabulary which tokens kept it."""
 
     entry: Tensor
-    """[E] int64, original position of each sorted entry."""
+    """[E] int64, where each sorted entry was before sorting."""
     token: Tensor
-    """[E] int32, token of each sorted entry."""
+    """[E] int32, the token that each sorted entry belongs to."""
     ids: Tensor
-    """[E] int32, ascending ids."""
+    """[E] int32, the ids in ascending order."""
     row_start: Tensor
-    """[V+1] int32: row v has the sorted entries row_start[v] … row_start[v+1]−1."""
+    """[V+1] int32. Row v of the vocabulary has the sorted entries row_start[v] …
+    row_start[v+1]−1."""
 
 
 @triton.jit
@@ -79,7 +82,7 @@ def _shape_logit(dot, scale, softcap, inverse_temperature, CAPPED: tl.constexpr)
 
 @triton.jit
 def _logit_slope(z, scale, softcap, inverse_temperature, CAPPED: tl.constexpr):
-    """d z / d dot, as a function of z."""
+    """Return d z / d dot, computed from z."""
     slope = scale * inverse_temperature
     if CAPPED:
         tanh = z / (softcap * inverse_temperature)
@@ -275,7 +278,7 @@ def _bias_gradient_kernel(out, coefficient, entry_of, row_start, BLOCK: tl.const
 
 
 def entry_tokens(offsets: Tensor, entries: int) -> Tensor:
-    """Return [E] int32, the token of each entry. offsets [T+1] int64."""
+    """Return the token that each entry belongs to, [E] int32, given offsets [T+1] int64."""
     out = torch.empty(entries, device=offsets.device, dtype=torch.int32)
     if entries:
         _token_kernel[(offsets.numel() - 1,)](out, offsets, BLOCK=128, num_warps=1)
@@ -283,9 +286,9 @@ def entry_tokens(offsets: Tensor, entries: int) -> Tensor:
 
 
 def transpose_entries(ids: Tensor, token: Tensor, vocabulary: int) -> Transposed:
-    """Sort entries by id, without synchronising. ids, token [E] int32.
+    """Sort entries by id, without synchronising. `ids` and `token` are [E] int32.
 
-    The result does not depend on weights, so it can be reused between passes.
+    The result does not depend on weights, so several passes can use it.
     """
     sorted_ids, entry = torch.sort(ids, stable=True)
     rows = torch.arange(vocabulary + 1, device=ids.device, dtype=torch.int32)
@@ -324,9 +327,9 @@ def span_statistics(
     offsets: Tensor,
     targets: Tensor,
 ) -> None:
-    """Write logp, entropy and lse [T] float32 for tokens with a non-empty span.
+    """Write logp, entropy and lse, [T] float32, for tokens with a non-empty span.
 
-    A target outside its span has logp = −inf.
+    If a target is outside its span, its logp is −inf.
     """
     if targets.numel():
         _span_kernel[(targets.numel(),)](
@@ -343,7 +346,7 @@ def logit_coefficients(
     grad_logp: Tensor,
     shape: HeadShape,
 ) -> Tensor:
-    """Return [E] float32: dL/d(hidden · weight + bias) of each entry."""
+    """Return dL/d(hidden · weight + bias) for each entry, [E] float32."""
     out = torch.empty_like(logits)
     if logits.numel():
         _coefficient_kernel[(triton.cdiv(logits.numel(), 1024),)](
@@ -362,7 +365,10 @@ def hidden_gradient(
     offsets: Tensor,
     tiling: _Tiling = _HIDDEN_GRADIENT,
 ) -> None:
-    """Write all rows of `out` [T, d], with zeros for empty spans. offsets [T+1] index ids."""
+    """Write the gradient of hidden to all rows of `out` [T, d], with zeros for empty spans.
+
+    `offsets` [T+1] index into `ids`.
+    """
     tokens, d = out.shape
     if tokens:
         _hidden_gradient_kernel[(tokens, triton.cdiv(d, tiling.columns))](
@@ -379,7 +385,8 @@ def weight_gradient(
     transposed: Transposed,
     tiling: _Tiling = _WEIGHT_GRADIENT,
 ) -> None:
-    """Write all rows of `out` [V, d]: `base`, which may be `out`, plus the entries' gradients."""
+    """Write the sum of `base` and the gradient of weight to all rows of `out` [V, d]. `base` may be
+    `out` itself."""
     vocabulary, d = out.shape
     columns = triton.cdiv(d, tiling.columns)
     parts = transposed.ids.numel() // LONG_ROW
@@ -398,14 +405,14 @@ def weight_gradient(
 
 
 def bias_gradient(out: Tensor, coefficient: Tensor, transposed: Transposed) -> None:
-    """Add the entries' gradients to `out` [V] float32."""
+    """Add the gradient of bias to `out` [V] float32."""
     _bias_gradient_kernel[(out.numel(),)](
         out, coefficient, transposed.entry, transposed.row_start, BLOCK=128, num_warps=1
     )
 
 
 _BLOCK_LOGITS = 1 << 27
-"""Size of one block of logits over all tokens; 512 MiB in float32."""
+"""The number of logits in a block over all tokens, which take 512 MiB in float32."""
 
 
 @triton.jit
@@ -462,7 +469,7 @@ def _block_coefficient_kernel(
 
 
 def gemm(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right with float32 sums and a float32 result."""
+    """Return left @ right, summed in float32 and with a float32 result."""
     right = right.to(left.dtype)
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
@@ -504,9 +511,10 @@ def full_gradients(
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of hidden [T, d] in float32; add to grad_weight [V, d] and grad_bias [V].
+    """Return the gradient of hidden [T, d] in float32, and add to grad_weight [V, d] and grad_bias
+    [V].
 
-    lse and grad_logp are [T] float32.
+    `lse` and `grad_logp` are [T] float32.
     """
     tokens, d = hidden.shape
     grad_hidden = torch.zeros((tokens, d), device=hidden.device, dtype=torch.float32)

@@ -25,7 +25,7 @@ LOGIT_SCALE: Mapping[str, Callable[[Any], float]] = {
     "granitemoeshared": lambda config: 1 / config.logits_scaling,
     "hyperclovax": lambda config: config.logits_scaling,
 }
-"""Factor that a family's forward applies to the output of its lm_head, by `model_type`."""
+"""The factor by which a family's forward multiplies the output of its lm_head, by `model_type`."""
 
 _SCALE_KNOBS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
@@ -104,7 +104,7 @@ def install_support_head(model: PreTrainedModel) -> SupportHead:
 
 
 def logit_shape(config: Any) -> dict[str, Any]:
-    """Return `scale` and `softcap` for a transformers config."""
+    """Return the `scale` and `softcap` that a transformers config specifies for logits."""
     config = config.get_text_config()
     if config.model_type in LOGIT_SCALE:
         scale = LOGIT_SCALE[config.model_type](config)

@@ -38,23 +38,25 @@ and backward. CPU: measured, they cost the same at V/|S| of 14 to 19 for V of 15
 CUDA: measured on an H200 (88 ns per pair, 0.04 ns per logit), halved in favour of gather, which
 needs less memory."""
 GATHER_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
-"""Elements of a [pairs, d] block of the gather plan; on a CPU it fits the cache."""
+"""Number of elements in a [pairs, d] block of the gather plan. On a CPU the block fits into the
+cache."""
 GEMM_ELEMENTS = {"cpu": 2**18, "cuda": 2**27}
-"""Elements of a [rows, V] block of the gemm plan; on CUDA 512 MiB of float32."""
+"""Number of elements in a [rows, V] block of the gemm plan. On CUDA this is 512 MiB in float32."""
 GEMM_ROWS = 128
-"""Minimum rows of that block; with fewer, reading the head limits the GEMM."""
+"""Smallest number of rows in that block. With fewer, the GEMM would be limited by reading the
+head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """Computation of logits from W·h in a model family; most use the defaults."""
+    """How a model family computes logits from W·h. The defaults fit most families."""
 
     bias: Tensor | None = None
-    """[V], added to W·h."""
+    """[V] a bias that is added to W·h."""
     scale: float = 1.0
-    """Factor of W·h + bias."""
+    """The factor by which W·h + bias is multiplied."""
     softcap: float | None = None
-    """c: scaled logits become c·tanh(z/c)."""
+    """The constant c if scaled logits z are capped to c·tanh(z/c)."""
 
     def __post_init__(self) -> None:
         if self.softcap is not None and not self.softcap > 0:
@@ -176,7 +178,7 @@ def _on_gpu(
 
 
 class _KeptHead(Function):
-    """Truncated tokens. Saves two floats and two integers per (token, id) pair."""
+    """Computes truncated tokens. It saves two floats and two integers for each (token, id) pair."""
 
     @staticmethod
     def forward(
@@ -230,7 +232,7 @@ class _KeptHead(Function):
 
 
 class _FullHead(Function):
-    """Tokens without truncation. Saves one float per token."""
+    """Computes tokens whose sampling was not truncated. It saves one float per token."""
 
     @staticmethod
     def forward(
@@ -305,7 +307,7 @@ def _full_logits(
 
 
 def _shape_logits(logits: Tensor, temperature: float, scale: float, softcap: float | None) -> None:
-    """Apply scale, cap and temperature in place."""
+    """Apply the scale, cap and temperature in place."""
     if softcap is None:
         logits.mul_(scale / temperature)
     else:
@@ -315,14 +317,15 @@ def _shape_logits(logits: Tensor, temperature: float, scale: float, softcap: flo
 def _slope(
     logits: Tensor, temperature: float, scale: float, softcap: float | None
 ) -> Tensor | float:
-    """Return the derivative of tempered logits with respect to raw ones, from the tempered ones."""
+    """Return the derivative of the final logits with respect to W·h + bias, computed from the final
+    logits."""
     if softcap is None:
         return scale / temperature
     return (1 - (logits * (temperature / softcap)).square_()).mul_(scale / temperature)
 
 
 def _row_reduce(values: Tensor, pairs: _Pairs, how: str) -> Tensor:
-    """Reduce [nnz] to [T] over each token's pairs."""
+    """Reduce the values of all pairs [nnz] to one value per token [T]."""
     rows = len(pairs.host_offsets) - 1
     if how == "max":
         out = values.new_full((rows,), -torch.inf)
@@ -344,9 +347,9 @@ class _Pairs:
     ids: Tensor
     """[nnz] int64 vocabulary ids."""
     rows: Tensor
-    """[nnz] int64, row of `hidden` of each pair; ascending."""
+    """[nnz] int64, the row of `hidden` that each pair uses, ascending."""
     host_offsets: NDArray[np.int64]
-    """[T+1] start of each token's pairs, on the host."""
+    """[T+1] where each token's pairs start, on the host."""
 
 
 # The arithmetic at (token, id) pairs. `_pair_plan` chooses between two plans with equal results:
@@ -358,19 +361,19 @@ class _Pairs:
 
 
 def _accumulate_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of sums: float64 for float64, else float32."""
+    """Return the dtype in which to sum: float64 for float64 inputs, and float32 otherwise."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _rows_at_once(vocab: int, device: torch.device) -> int:
-    """Return the number of rows in a block of full-vocabulary logits."""
+    """Return how many rows to include in a block of full-vocabulary logits."""
     return max(GEMM_ROWS, _by_device(GEMM_ELEMENTS, device) // vocab)
 
 
 def _pair_plan(
     pairs: int, rows: int, vocab: int, device: torch.device
 ) -> Literal["gather", "gemm"]:
-    """Choose gemm if the pairs are at least 1/GATHER_COST of all rows·vocab logits."""
+    """Choose the gemm plan if the pairs are at least 1/GATHER_COST of all rows·vocab logits."""
     return "gemm" if pairs * _by_device(GATHER_COST, device) >= rows * vocab else "gather"
 
 
@@ -438,19 +441,20 @@ def _gemm_grads(
 
 
 def _gemm_operand(tensor: Tensor) -> Tensor:
-    """Cast for `_matmul`: only a GPU multiplies half precision into float32."""
+    """Cast an operand for `_matmul`, because only a GPU multiplies half precision into float32."""
     return tensor if tensor.is_cuda else tensor.to(_accumulate_dtype(tensor))
 
 
 def _matmul(remaining: Tensor, right: Tensor) -> Tensor:
-    """Multiply with sums *and result* in float32; a bfloat16 logit of 20 is off by up to 0.06."""
+    """Multiply with float32 sums *and* a float32 result. In bfloat16, a logit of 20 would be off by
+    up to 0.06."""
     if remaining.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(remaining, right, out_dtype=torch.float32)
     return remaining @ right
 
 
 def _flat(pairs: _Pairs, row: slice, pair: slice, vocab: int) -> Tensor:
-    """Return the positions of the pairs in the flattened [rows, V] block of a chunk."""
+    """Return where the pairs are in the flattened [rows, V] block of a chunk."""
     return (pairs.rows[pair] - row.start) * vocab + pairs.ids[pair]
 
 
@@ -463,7 +467,7 @@ def _gather_chunks(count: int, dim: int, device: torch.device) -> Iterator[slice
 def _gemm_chunks(
     offsets: NDArray[np.int64], vocab: int, device: torch.device
 ) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of rows with the slices of their pairs."""
+    """Yield slices of rows, each with the slice of their pairs."""
     rows, step = len(offsets) - 1, _rows_at_once(vocab, device)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
@@ -521,7 +525,8 @@ def _check_shapes(
 def _check_values(
     targets: Tensor, kept_ids: Tensor, offsets: NDArray[np.int64], vocab: int
 ) -> None:
-    """Require ids and targets in range, each target in its mask, and no repeated id in a mask."""
+    """Check that ids and targets are in range, that each target is in its mask, and that no mask
+    repeats an id."""
     if offsets[0] != 0 or offsets[-1] != len(kept_ids):
         raise ValueError(
             f"kept_offsets runs from {offsets[0]} to {offsets[-1]}: must run from 0 to the "

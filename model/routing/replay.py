@@ -1,17 +1,18 @@
 """Keep Routing: the trainer routes each token to the experts that the rollout engine recorded.
 
 DeepSeek-V3.2 (2025), section 3.1. Only the choice of experts is replayed. Their weights come from
-the current scores at the recorded indices, so gradient reaches the router. Rows of −1 were not
-recorded and use the live router.
+the current scores at the recorded indices, so gradients reach the router. Rows of −1 were not
+recorded, and the live router decides there.
 
 **Activation recomputation.** A checkpointed layer runs its router again inside the backward pass,
-and must then use the routes of the forward pass that it repeats. Autograd numbers its nodes in the
-order of creation. A context records the range of numbers created in it, and a router that runs in
-a backward pass finds the context of the running node. So backward may run inside the with-block or
-after it, in any order, with reentrant and non-reentrant checkpoints, and a layer that ran without
-replay is recomputed without replay. The routes of the last `REMEMBERED` closed contexts are kept;
-recomputing an older one is an error. A reentrant checkpoint nested in another is not supported,
-because its nodes are created too late.
+and must then use the same routes as in the forward pass. Autograd numbers its nodes in the order in
+which they are created. A replay context records the range of numbers created inside it, and a
+router that runs in a backward pass finds the context to which the running node belongs. The
+backward pass may therefore run inside the with-block or after it, in any order, with reentrant and
+non-reentrant checkpoints. A layer that ran without replay is also recomputed without replay. The
+routes from the last `REMEMBERED` closed contexts are kept, and recomputing an older one is an
+error. Nested reentrant checkpoints are not supported, because the nodes of the inner one are
+created too late.
 """
 
 from __future__ import annotations
@@ -134,11 +135,11 @@ class Replay:
         return same_N / (layers_N * self._experts)
 
     def metrics(self, *, ends: int = 0) -> dict[str, Mean]:
-        """Return metrics of the forward passes, without recomputation. Synchronises once.
+        """Return the metrics for the forward passes, not counting recomputation. Synchronises once.
 
         routing/overlap            fraction of recorded experts that the live router also chooses
-        routing/fallback_fraction  fraction of (token, layer) rows that were not recorded, except
-                                   for `ends` tokens, the last of each segment, which were no inputs
+        routing/fallback_fraction  fraction of (token, layer) rows that were not recorded. `ends`
+                                   tokens, the last in each segment, do not count
         """
         same, recorded = torch.stack(self._counts).sum(0).tolist() if self._counts else (0, 0)
         routable = self._rows - ends * len(self._calls)

@@ -1,1 +1,2 @@
-"""A small mixture-of-experts model that is built and trained locally, without a download."""
+"""A small mixture-of-experts model that is built and trained locally, without downloading
+anything."""

@@ -1,4 +1,4 @@
-"""The tiny model: its architecture, and a cache of cold-started models."""
+"""Builds the tiny model, and caches models that have been through the cold start."""
 
 from __future__ import annotations
 
@@ -37,14 +37,16 @@ from keel.model.tiny.demonstrations import demonstrated, script_digest
 from keel.model.tiny.tokenizer import build_tokenizer, vocab_rows
 
 _CODE_VERSION = 3
-"""Increment it whenever the tokenizer, the model, the solutions or the training change."""
+"""Increase this whenever the tokenizer, the model, the solutions or the training changes."""
 _START_S = 180.0
-"""Time limit for imports, questions, CUDA and the disk, in addition to the training's limit."""
+"""How long imports, questions, CUDA and disk access may take, in addition to the time limit for
+training."""
 _STOP_S = 30.0
 
 
 def model_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    """Build the config: all layers are MoE layers, and embeddings are not tied."""
+    """Build the model's config. All layers are MoE layers, and the output layer is not tied to the
+    embedding."""
     shared: dict[str, Any] = {
         "vocab_size": vocab_rows(tokenizer),
         "hidden_size": config.hidden_size,
@@ -97,9 +99,9 @@ def model_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) ->
 def build_model(
     config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast, *, seed: int
 ) -> PreTrainedModel:
-    """Build a float32 model with random weights that depend on `config` and `seed` only.
+    """Build a float32 model with random weights, which depend only on `config` and `seed`.
 
-    Does not change the caller's random state.
+    The caller's random state does not change.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -177,7 +179,7 @@ def make_folder(
 
 
 def _remove_damaged(folder: Path) -> None:
-    """Remove an incomplete cached model. Raises ConfigError if the cache is read-only."""
+    """Remove a cached model that is incomplete. Raise ConfigError if the cache is read-only."""
     place = folder.with_name(f".{folder.name}-{os.getpid()}-damaged")
     try:
         folder.rename(place)
@@ -200,7 +202,8 @@ def _sync_to_disk(path: Path) -> None:
 
 
 def content_key(config: TinyModelConfig, curriculum: Curriculum, *, device: str = "cpu") -> str:
-    """Hash everything that the cold-started weights depend on, including CPU or GPU rounding."""
+    """Return a hash of everything that the weights depend on, including whether they are trained on
+    CPU or GPU."""
     model, sources = asdict(config), curriculum.sources
     del model["cache_dir"], model["cold_start"]["max_seconds"]
     if config.family == "qwen3_moe":
@@ -230,7 +233,7 @@ def content_key(config: TinyModelConfig, curriculum: Curriculum, *, device: str 
 
 
 def default_cache_dir() -> Path:
-    """Return `keel` in the user's cache folder (XDG base directories)."""
+    """Return the folder `keel` in the user's cache folder (XDG base directories)."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "keel"
 
@@ -302,7 +305,7 @@ def _child(parent: Connection, make: Callable[..., None], device: str) -> None:
 
 
 def _picklable(error: Exception) -> Exception:
-    """Return the error in a form that survives the pipe."""
+    """Return the error in a form that can be sent through the pipe."""
     if type(error) in (TimeoutError, ValueError, ConfigError):
         return error
     return RuntimeError(f"model.tiny.cold_start on a GPU: {type(error).__name__}: {error}")

@@ -31,42 +31,45 @@ from keel.model.tiny.solutions import solution
 from keel.model.tiny.tokenizer import TURN_END
 
 _DATA_SEED = 1 << 40
-"""Offset of the question seeds, far from the seeds of a recipe's prompts."""
+"""Added to the seeds of questions, to keep them far from the seeds of a recipe's prompts."""
 SEED_STRIDE = 16384
-"""Minimum distance between the question seeds of consecutive run seeds."""
+"""Smallest distance between the question seeds that belong to consecutive run seeds."""
 _NUMPY_SEEDED = frozenset({"pool_matrix"})
-"""Tasks that draw with NumPy, whose seeds are below 2**32."""
+"""Tasks that draw random numbers with NumPy, whose seeds must be below 2**32."""
 _WORKED_ONLY = 0.7
-"""Fraction of the steps before hasty solutions are mixed in."""
+"""The fraction of steps before hasty solutions are added."""
 _WARMUP = 0.1
-"""Fraction of the steps with a rising learning rate; a cosine decay to zero follows."""
+"""The fraction of steps in which the learning rate rises. After that it decays to zero along a
+cosine."""
 IGNORED = -100
 _MARKER = "\x00"
 
 Demonstrate = Callable[[str, int], Sequence[ScriptedPair]]
-"""Returns about the given number of scripted conversations of a source."""
+"""A function that returns about the requested number of scripted conversations for a source."""
 Progress = Callable[[int, float, float], None]
-"""Called after each step with the number of steps, the loss in nats per token, and the seconds."""
+"""A function that is called after each step with the number of steps so far, the loss in nats per
+token, and the seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curriculum:
-    """Content of the cold start; the recipe's `ColdStartConfig` has its hyperparameters."""
+    """What the cold start teaches. Its hyperparameters are in the recipe's `ColdStartConfig`."""
 
     seed: int
-    """Seed of questions and initial weights."""
+    """The seed for the questions and the initial weights."""
     sources: Sequence[SourceConfig] = ()
     heldout_questions: Collection[str] = ()
-    """Questions to exclude."""
+    """Questions that must not be used."""
     demonstrate: Demonstrate | None = None
-    """Source of scripted conversations; must be picklable for training on a GPU."""
+    """The function that provides scripted conversations. It must be picklable for training on a
+    GPU."""
     tools_in_thinking: bool = False
-    """Put tool calls into the thinking block, see `conversation_ids`."""
+    """Whether tool calls go into the thinking block (see `conversation_ids`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedIds:
-    """Token ids, and which of them to learn."""
+    """Token ids, and a mask of those to learn."""
 
     ids: Sequence[int]
     learned: Sequence[bool]
@@ -74,7 +77,8 @@ class MaskedIds:
 
 @dataclass(frozen=True, slots=True)
 class ExamplePair:
-    """One task solved both ways; both are equal for tasks without taught solutions."""
+    """One task, solved once carefully and once hastily. Both solutions are the same for tasks
+    without taught solutions."""
 
     worked: MaskedIds
     hasty: MaskedIds
@@ -90,9 +94,10 @@ _NOTHING = (
 def taught_sources(
     sources: Sequence[SourceConfig], *, demonstrating: bool = True
 ) -> list[SourceConfig]:
-    """Return the sources that can be taught. Raises ConfigError if none can.
+    """Return the sources that can be taught. `demonstrating` says that scripted conversations are
+    available.
 
-    demonstrating: scripted conversations are available.
+    Raises ConfigError if no source can be taught.
     """
     taught = [
         source
@@ -106,9 +111,9 @@ def taught_sources(
 
 
 def system_of(source: SourceConfig) -> str:
-    """Return the system message of the source's questions, as in rollouts, or "".
+    """Return the system message for the source's questions, as in rollouts, or "".
 
-    A template for an environment is omitted, because it needs the tools.
+    If the message is a template for an environment, it is left out, because it needs the tools.
     """
     template = "none" if source.environment.enabled else source.system_template
     messages = with_system(system_prompt(template), with_system(source.system, ()))
@@ -122,10 +127,12 @@ def make_examples(
     count: int,
     max_context: int | None = None,
 ) -> list[ExamplePair]:
-    """Make about `count` examples from questions and scripted conversations, by source weight.
+    """Make about `count` examples from questions and scripted conversations, in proportion to
+    source weights.
 
-    max_context: the model's context length; None: unlimited. Raises ConfigError if there is nothing
-    to learn, all questions of a source are held out, or a script's conversations are unusable.
+    `max_context` is the model's context length, or None if it is unlimited. Raises ConfigError if
+    there is nothing to learn, if all questions from a source are held out, or if a script's
+    conversations cannot be used.
     """
     demonstrate = curriculum.demonstrate
     taught = taught_sources(curriculum.sources, demonstrating=demonstrate is not None)
@@ -197,7 +204,8 @@ def train(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use one thread: small GEMMs gain nothing from more, and their rounding depends on it."""
+    """Use a single thread, because small GEMMs do not profit from more, and the rounding depends on
+    their number."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -208,7 +216,7 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _dense_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Attend to all earlier tokens, because the indexer is untrained."""
+    """Make the model attend to all earlier tokens, because its indexer is not trained yet."""
     indexers: list[Any] = [module for module in model.modules() if hasattr(module, "index_topk")]
     saved = [indexer.index_topk for indexer in indexers]
     for indexer in indexers:
@@ -227,7 +235,7 @@ def _scripted_examples(
     tools_in_thinking: bool,
     max_context: int | None,
 ) -> list[ExamplePair]:
-    """Tokenise scripted conversations. Raises ConfigError naming an unusable one."""
+    """Tokenise scripted conversations. Raise ConfigError if one of them cannot be used."""
     at = (
         f"data.sources[{source.name}].environment.demonstrations = "
         f"{source.environment.demonstrations!r}"
@@ -268,7 +276,7 @@ def _scripted_examples(
 def _question_examples(
     source: SourceConfig, tokenizer: PreTrainedTokenizerFast, curriculum: Curriculum, count: int
 ) -> list[ExamplePair]:
-    """Make examples from a reasoning_gym task; none if its questions have no answers."""
+    """Make examples from a reasoning_gym task, or none if its questions have no answers."""
     # The import takes a second and builds a hundred tasks.
     import reasoning_gym  # noqa: PLC0415
 
@@ -327,7 +335,7 @@ def _batches(
     config: ColdStartConfig,
     rng: random.Random,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield inputs and targets of each step, [B, T] int64, padded on the right."""
+    """Yield the inputs and targets for each step, [B, T] int64, padded on the right."""
     order: list[int] = []
     for step in range(config.steps):
         worked_only = step < _WORKED_ONLY * config.steps

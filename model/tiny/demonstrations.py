@@ -22,11 +22,12 @@ from keel.model.tiny.tokenizer import THINK_END, THINK_START, TURN_END
 from keel.rl.turns import Message, ToolSpec
 
 _MAX_RATIO = 100
-"""Conversations per requested one above which a script counts as endless."""
+"""If a script yields more than this many conversations for each requested one, it counts as
+endless."""
 
 
 class ScriptedPair(Protocol):
-    """One task in an environment, solved carefully and hastily."""
+    """One task in an environment, solved once carefully and once hastily."""
 
     @property
     def tools(self) -> Sequence[ToolSpec]: ...
@@ -42,7 +43,10 @@ def demonstrated(source: SourceConfig) -> bool:
 
 
 def demonstrate(config: Config, source: str, count: int) -> Sequence[ScriptedPair]:
-    """Run a source's script for about `count` conversations. Raises ConfigError if it fails."""
+    """Run a source's script to get about `count` conversations.
+
+    Raises ConfigError if the script fails.
+    """
     (config_of,) = (each for each in config.data.sources if each.name == source)
     script = demonstrator(config_of)
     arguments = deepcopy(dict(config_of.environment.arguments))  # the episodes need the original
@@ -63,7 +67,10 @@ def demonstrate(config: Config, source: str, count: int) -> Sequence[ScriptedPai
 
 
 def demonstrator(source: SourceConfig) -> Callable[..., Any]:
-    """Import the source's script. Raises ConfigError."""
+    """Import the source's script.
+
+    Raises ConfigError if this fails.
+    """
     module, _, name = source.environment.demonstrations.partition(":")
     with _script_errors(source):
         _script_file(source)
@@ -71,7 +78,8 @@ def demonstrator(source: SourceConfig) -> Callable[..., Any]:
 
 
 def script_digest(source: SourceConfig) -> str:
-    """Hash the files of the script and of its environment; "" for scripts of Keel."""
+    """Return a hash of the files that the script and its environment consist of, or "" for scripts
+    that are part of Keel."""
     with _script_errors(source):
         script = _script_file(source)
     if script is None:
@@ -84,7 +92,8 @@ def script_digest(source: SourceConfig) -> str:
 
 
 def _script_file(source: SourceConfig) -> Path | None:
-    """Find the script's file, importable from the environment's folder; None for scripts of Keel.
+    """Find the script's file and make it importable from the environment's folder, or return None
+    for scripts that are part of Keel.
 
     Raises ImportError if another module hides the file in that folder.
     """
@@ -144,14 +153,15 @@ def conversation_ids(
     thinking: bool,
     tools_in_thinking: bool = False,
 ) -> tuple[list[int], list[bool]]:
-    """Tokenise a conversation as rollouts do: each turn after the ids of the turns before.
+    """Tokenise a conversation as rollouts do, where each turn is appended to the ids of earlier
+    turns.
 
     Returns the ids up to the last assistant turn, and a mask of the assistant's tokens. With
-    tools_in_thinking, turns with calls leave the thinking block open for the next turn
+    `tools_in_thinking`, turns with calls leave the thinking block open for the next turn
     (`agents.tools_in_thinking`).
 
     Raises ValueError if there is no assistant turn, or if later messages change how the template
-    renders earlier ones (a second user message would remove thinking).
+    renders earlier ones. For example, a second user message would remove thinking.
     """
     ids: list[int] = []
     by_policy: list[bool] = []
@@ -194,7 +204,8 @@ def conversation_ids(
 
 
 def _with_calls_in_thinking(message: Mapping[str, Any], turn: str, *, continues: bool) -> str:
-    """Move the turn's calls into its thinking block, which the previous turn may have opened."""
+    """Move the calls in a turn into its thinking block, which may have been opened in the previous
+    turn."""
     reasoning = str(message.get("reasoning_content") or "").strip("\n")
     thought = ("" if continues else f"{THINK_START}\n") + (f"{reasoning}\n" if reasoning else "")
     after = turn.rpartition(THINK_END)[2].lstrip("\n")

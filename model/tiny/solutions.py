@@ -17,17 +17,17 @@ Metadata = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Taught:
-    """A taught task, as functions of an entry's metadata."""
+    """How to solve a task that is taught. The functions take the metadata of an entry."""
 
     working: Callable[[Metadata], str]
     hasty: Callable[[Metadata], str]
-    """Return an answer that is wrong, or right by luck."""
+    """Returns an answer that is usually wrong."""
     covers: Callable[[Metadata], bool] = lambda metadata: True
-    """Return whether the entry can be taught."""
+    """Returns whether the entry can be taught."""
 
 
 def _chain_covers(metadata: Metadata) -> bool:
-    """Accept integers with + and − and no parentheses."""
+    """Return whether the expression contains only integers, + and −, without parentheses."""
     return re.fullmatch(r"-?\d+( [+-] -?\d+)*", str(metadata["expression"])) is not None
 
 
@@ -43,7 +43,7 @@ def _chain_working(metadata: Metadata) -> str:
 
 
 def _chain_hasty(metadata: Metadata) -> str:
-    """Forget the last term."""
+    """Return the result without the last term."""
     shorter = " ".join(str(metadata["expression"]).split(" ")[:-2])
     return _chain_working({"expression": shorter}).split("\n")[-1] if shorter else "0"
 
@@ -89,11 +89,11 @@ TAUGHT: Mapping[str, Taught] = {
         hasty=lambda m: " ".join(str(number) for row in m["matrix"] for number in row),
     ),
 }
-"""Taught tasks by reasoning_gym name."""
+"""The tasks that are taught, by their names in reasoning_gym."""
 
 
 def solution(task: str, entry: Mapping[str, Any], *, worked: bool) -> str:
-    """Return the teacher's turn for `entry`, without the end-of-turn mark."""
+    """Return the teacher's turn for `entry`, without the mark that ends the turn."""
     metadata, steps, answer = entry["metadata"], "", str(entry["answer"])
     taught = TAUGHT.get(task)
     if taught is not None and taught.covers(metadata):

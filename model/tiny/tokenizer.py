@@ -1,8 +1,9 @@
-"""The tiny model's tokenizer: bytes, a few phrases and chat marks, built without a download.
+"""The tiny model's tokenizer, which knows bytes, a few phrases and chat marks, and needs no
+download.
 
 Every byte is a token, so any text can be encoded exactly. Digits and letters are separate tokens,
-as arithmetic and spelling need. The fixed sentences of taught tasks are one token each, so that a
-prompt has about 20 tokens instead of hundreds.
+which arithmetic and spelling need. Fixed sentences in taught tasks are one token each, so a prompt
+has about 20 tokens instead of hundreds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ THINK_START = "<think>"
 THINK_END = "</think>"
 
 MARKS = (END_OF_TEXT, _TURN_START, TURN_END, THINK_START, THINK_END)
-"""Ids 0–4. Thinking marks are not special tokens, so decoding always keeps them."""
+"""The texts with ids 0–4. Thinking marks are not special tokens, so decoding always keeps them."""
 
 PHRASES = (
     "State the final answer to the following arithmetic problem: ",
@@ -59,12 +60,12 @@ PHRASES = (
     "@play",
     "Guess a number from ",
 )
-"""Texts that are one token each; ASCII only, and not part of a word or number (`lower` would break
-the spelling of `flower`). Append new ones, so that ids do not change. More than three more enlarge
-the embedding and change all random weights."""
+"""Texts that are encoded as one token each. They must be ASCII and must not be part of a word or
+number (`lower` would break the spelling of `flower`). Append new ones at the end, so that ids do
+not change. With more than three more, the embedding grows and all random weights change."""
 
 VOCAB_MULTIPLE = 32
-"""Block size of the embedding's rows, for CPU kernels."""
+"""The number of rows in the embedding is a multiple of this, which suits CPU kernels."""
 
 CHAT_TEMPLATE = """\
 {%- set ns = namespace(last_user=-1) -%}
@@ -129,7 +130,7 @@ is a token: `@name argument, argument: description` lists a tool, and a call is 
 
 
 def build_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Build the tokenizer, with additional one-token ASCII texts from model.tiny.phrases."""
+    """Build the tokenizer, with further one-token ASCII texts from model.tiny.phrases."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     texts = tuple(dict.fromkeys((*PHRASES, *more)))
@@ -160,5 +161,6 @@ def build_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def vocab_rows(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the size of the embedding: the vocabulary, rounded up to `VOCAB_MULTIPLE`."""
+    """Return the number of rows in the embedding, which is the vocabulary size rounded up to
+    `VOCAB_MULTIPLE`."""
     return -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
