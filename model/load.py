@@ -107,10 +107,11 @@ class ModelFacts:
 def load_tokenizer(
     path: str, *, chats: bool = True, chat_template: str = ""
 ) -> PreTrainedTokenizerBase:
-    """Load and check the tokenizer of a local folder or hub model.
+    """Load and check the tokenizer from a local folder or hub model.
 
-    chats: require a chat template, or DeepSeek-V3.2's tokenizer, whose chats are formatted by code.
-    chat_template: replaces the tokenizer's template if not empty.
+    If `chats` is set, the tokenizer must have a chat template, or be DeepSeek-V3.2's, whose chats
+    are formatted by code. If `chat_template` is not empty, it replaces the tokenizer's own
+    template.
 
     Raises:
         ConfigError: the tokenizer is missing or has no EOS token, or the chat template is missing
@@ -180,13 +181,13 @@ def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
-    """Load the causal language model of a local folder or hub model on the CPU.
+    """Load the causal language model from a local folder or hub model to the CPU.
 
-    dtype: of the weights in memory (`torch.bfloat16` or its name).
+    `dtype` is the data type for the weights in memory (`torch.bfloat16` or its name).
 
     Raises:
-        ConfigError: it cannot be loaded, is not a causal language model, or has NaN or infinite
-            weights.
+        ConfigError: the model cannot be loaded, is not a causal language model, or has NaN or
+            infinite weights.
     """
     config = load_model_config(path)
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -252,10 +253,11 @@ def precision(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tens
 
 
 def load_model_config(path: str) -> PreTrainedConfig:
-    """Load the config of a local folder or hub model.
+    """Load the config from a local folder or hub model.
 
     Raises:
-        ConfigError: config.json is missing or invalid, or not of a causal language model.
+        ConfigError: config.json is missing or invalid, or does not belong to a causal language
+            model.
     """
     config = _load_config(path)
     check_causal(config, path)
@@ -266,10 +268,11 @@ _FACTS: dict[str, ModelFacts] = {}
 
 
 def facts_of(config: PreTrainedConfig) -> ModelFacts:
-    """Compute facts about a causal language model on the meta device, cached in the process.
+    """Compute facts about a causal language model on the meta device, and cache them in the
+    process.
 
     Raises:
-        ConfigError: the number of experts per token is not in `config`.
+        ConfigError: `config` does not contain the number of experts per token.
     """
     key = as_text(config)
     if key not in _FACTS:

@@ -139,19 +139,21 @@ def policy_logprobs(
     *,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute log π_θ of the n trainable tokens of a micro-batch, and their masks' entropy.
+    """Compute log π_θ for the n trainable tokens in a micro-batch, and the entropy over their
+    masks.
 
     Args:
-        hidden_ND: final hidden states of the packed row, [N, d] or [1, N, d].
+        hidden_ND: the final hidden states of the packed row, [N, d] or [1, N, d].
         head: the model's support head.
-        batch: the micro-batch, or its `head_inputs` to share between passes.
-        temperature: the τ that the rollout engine sampled with.
+        batch: the micro-batch, or its `head_inputs`, which several passes can share.
+        temperature: the temperature τ that the rollout engine used for sampling.
 
     Returns:
-        Two [n] float32 tensors in the order of `trainable_rows`; the entropy has no gradient.
-        Without trainable tokens (padding of a rank) both are empty, but the first one still has a
-        graph with zero gradients. Include its sum in the loss, so that the hooks of ZeRO and data
-        parallelism run.
+        Two [n] float32 tensors in the order of `trainable_rows`. The entropy has no gradient.
+
+    If there are no trainable tokens (on a rank that got only padding), both are empty, but the
+    first one still has a graph with zero gradients. Include its sum in the loss, so that the hooks
+    of ZeRO and data parallelism run.
     """
     hidden_ND = hidden_ND.reshape(-1, hidden_ND.shape[-1])
     inputs = batch if isinstance(batch, HeadInputs) else head_inputs(batch)
@@ -173,13 +175,15 @@ def policy_logprobs(
 def kept_mass(
     hidden_ND: Tensor, head: Head, inputs: HeadInputs, logp: Tensor, *, temperature: float = 1.0
 ) -> Tensor:
-    r"""Compute log Σ_{v∈S} π(v), the mass of the sampling mask, for each probe: [m] float32.
+    """Compute log Σ_{v∈S} π(v), the log-probability that the sampling mask has in total, for each
+    probe.
 
-    logp: [n] from `policy_logprobs`, over the masks. The mass follows from a second pass over the
-    whole vocabulary, π(o) = π(o | S) · Σ_{v∈S} π(v); gradient flows through both.
+    `logp` [n] comes from `policy_logprobs` and is normalised over the masks. The result is [m]
+    float32. It is computed with a second pass over the whole vocabulary, since π(o) = π(o | S) ·
+    Σ_{v∈S} π(v), and gradients flow through both passes.
 
-    At sampling time the mass is at least `top_p`. Mass that later leaves S changes no ratio over S,
-    but shows here (`keel.rl.offpolicy.kept_mass_shortfall`).
+    At sampling time, the mass is at least `top_p`. If mass later leaves S, the ratios over S do not
+    change, but this value does (`keel.rl.offpolicy.kept_mass_shortfall`).
     """
     hidden_ND = hidden_ND.reshape(-1, hidden_ND.shape[-1])
     probes = inputs.probes

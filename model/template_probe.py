@@ -46,10 +46,10 @@ _CONVERSATIONS = (_QUESTION[1:], _QUESTION, _TURNS * 4, _WITH_CALL)
 def check_template(tokenizer: Any, name: str) -> None:
     """Render a few conversations in a child process with limits on time, memory and text.
 
-    A template that raises passes.
+    A template that raises an error passes this check. `name` says where the template comes from.
 
     Raises:
-        ConfigError: it exceeds a limit. `name`: source of the template.
+        ConfigError: the template exceeds a limit.
         RuntimeError: the child process failed for another reason.
     """
     if reason := _run_limited(lambda: sum(map(len, _render_all(tokenizer)))):

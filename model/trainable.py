@@ -54,11 +54,11 @@ _FITTING: set[tuple[str, str]] = set()
 
 
 def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
-    """Return facts about the model of `config` after checking that it can be trained.
+    """Check that the model described by `config` can be trained, and return facts about it.
 
     Raises:
-        ConfigError: the trainer does not support it, transformers cannot build it, or the weights
-            at `path` are quantised or do not match.
+        ConfigError: the trainer does not support the model, transformers cannot build it, or the
+            weights at `path` are quantised or do not match.
     """
     try:
         if (text := as_text(config)) not in _TRAINABLE:

@@ -65,8 +65,8 @@ class Slice:
         return -tokens % self.size
 
     def gather(self, part: Tensor, where: slice, total: int) -> Tensor:
-        """Gather the columns `where` from each rank's [..., r] into [..., total], without
-        gradient."""
+        """Join the parts [..., r] of all ranks into [..., total], without gradient. `where` gives
+        the columns that this rank's part fills."""
         if self.group is None:
             return part.detach()
         whole = part.new_zeros(*part.shape[:-1], total)

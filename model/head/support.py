@@ -33,10 +33,10 @@ from torch.autograd.function import once_differentiable
 from keel.model.device import to_device
 
 GATHER_COST = {"cpu": 16, "cuda": 1000}
-"""Number of logits that the gemm plan computes in the time of one pair of the gather plan, forward
-and backward. CPU: measured, they cost the same at V/|S| of 14 to 19 for V of 150, 300 and 32,000.
-CUDA: measured on an H200 (88 ns per pair, 0.04 ns per logit), halved in favour of gather, which
-needs less memory."""
+"""The gemm plan computes this many logits in the time that the gather plan needs for one pair,
+forward and backward. On a CPU, measurements show that both cost the same at V/|S| from 14 to 19,
+for V of 150, 300 and 32,000. On CUDA, the value measured on an H200 (88 ns per pair, 0.04 ns per
+logit) is halved in favour of gather, which needs less memory."""
 GATHER_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
 """Number of elements in a [pairs, d] block of the gather plan. On a CPU the block fits into the
 cache."""

@@ -1,17 +1,17 @@
 """Sparse attention over packed segments, for DeepSeek-V3.2 in transformers.
 
-Eq. 1 and 2 of DeepSeek-V3.2 (2025). Multi-head latent attention in its MQA form: all query heads
-attend to one latent entry per token, so a selected key is read once for all heads. Attention runs
-on chunks of queries, so that no tensor of queries × keys exists.
+This implements Eq. 1 and 2 of DeepSeek-V3.2 (2025). Multi-head latent attention is computed in its
+MQA form, in which all query heads attend to one latent entry per token, so a selected key is read
+once for all heads. Queries are processed in chunks, so that no tensor of queries × keys exists.
 
-The selection is not differentiable, and the indexer's input is detached: the indexer learns from
-its own loss only, and the other weights from the language model's loss only.
+The selection is not differentiable, and the indexer's input is detached. The indexer therefore
+learns only from its own loss, and the other weights only from the language model's loss.
 
-**Index replay.** Like Keep Routing for experts, the trainer attends to the positions that the
-rollout engine selected, and computes everything else live. A recorder provides, for each input
-token and each layer with an indexer, the attended positions in the token's segment: [T, L, k],
-padded with −1. Rows of −1 were not recorded and use the live selection. A context of at most k
-tokens needs no record, because all of it is selected.
+**Index replay.** As Keep Routing does for experts, the trainer attends to the positions that the
+rollout engine selected, and computes everything else live. The engine records, for each input token
+and each layer with an indexer, the positions in the token's segment that it attended to, as [T, L,
+k] padded with −1. Where a row is −1, nothing was recorded and the live selection is used. Contexts
+with at most k tokens need no record, because all their tokens are selected.
 """
 
 from __future__ import annotations

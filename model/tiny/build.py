@@ -115,15 +115,16 @@ def ensure_tiny_model(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Path:
-    """Return the folder of the cold-started model, training it first if it is not cached.
+    """Return the folder with the cold-started model, and train the model first if it is not cached.
 
-    The folder has a config, tokenizer and weights for transformers and vLLM. Processes that need
-    the same model concurrently may all train it; the first one to finish wins. With `device="cuda"`
-    a separate process trains it, so the GPU's memory is free again afterwards.
+    The folder contains a config, tokenizer and weights for transformers and vLLM. If several
+    processes need the same model at the same time, each may train it, and the first to finish
+    provides it. With `device="cuda"`, a separate process trains the model, so that GPU memory is
+    free again afterwards.
 
     Raises:
         ConfigError: the sources have nothing to teach.
-        TimeoutError: the cold start exceeded `config.cold_start.max_seconds`.
+        TimeoutError: the cold start took longer than `config.cold_start.max_seconds`.
         RuntimeError: the process on the GPU died.
     """
     root = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
@@ -247,11 +248,11 @@ def train_in_process(
 ) -> None:
     """Run `make(device=…, progress=…)` in a new process and raise its errors here.
 
-    Uses TF32 and deterministic kernels: the same arguments give the same weights on one kind of
-    GPU, as far as PyTorch has such kernels.
+    The process uses TF32 and deterministic kernels, as far as PyTorch has them, so the same
+    arguments give the same weights on one kind of GPU.
 
     Raises:
-        TimeoutError: not finished after `timeout_s` plus the time to start.
+        TimeoutError: it did not finish within `timeout_s` plus the time to start.
         RuntimeError: the process died.
     """
     # Spawned: this process may have threads, and CUDA does not survive a fork.

@@ -1,10 +1,10 @@
-"""Supervised warm-up of the tiny model: the answer format, and some skill.
+"""Supervised warm-up for the tiny model, which teaches it the answer format and some skill.
 
-The teacher has two habits. At first it works out every question, and the model learns to do the
-same. Later it is hasty on a fraction of the questions: it skips the working and answers wrongly.
-The model picks up both habits in the teacher's proportion, so it starts reinforcement learning
-with slightly fewer right answers than the worked fraction, whatever the seed. It can then improve
-by always working out the question, and by making fewer mistakes.
+At first, the teacher works out every question, and the model learns to do the same. Later, the
+teacher answers a fraction of the questions hastily: it skips the working and gives a wrong answer.
+The model adopts both habits in the same proportion, so when reinforcement learning starts, it is
+right slightly less often than the teacher works questions out, whatever the seed. It can then
+improve by always working out the question and by making fewer mistakes.
 """
 
 from __future__ import annotations

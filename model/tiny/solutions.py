@@ -1,8 +1,8 @@
-"""The cold-start teacher's solutions of reasoning_gym questions.
+"""The solutions to reasoning_gym questions that the teacher gives in the cold start.
 
 A *worked* solution has its steps inside `<think>` and is right. A *hasty* one has an empty thinking
-block and a typical mistake. For other tasks both give the right answer without steps, which teaches
-the format only.
+block and a typical mistake. For tasks without taught solutions, both give the right answer without
+steps, which only teaches the format.
 """
 
 from __future__ import annotations
