@@ -75,7 +75,6 @@ def run(command: str, *arguments: Any) -> int:
 
 
 def _saved(command: str, *arguments: Any) -> str:
-    """Describe what an interrupted command has saved."""
     if command not in ("train", "sft", "pretrain"):
         return "finished results are saved"
     recipe, overrides, *_ = arguments

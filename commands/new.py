@@ -255,7 +255,6 @@ def _lengths(
     defaults: _Defaults,
     think: bool,
 ) -> tuple[int, int]:
-    """Choose token limits for prompts and completions that fit into the model's context."""
     context, tokens = context_of(model), flags.max_tokens
     usual = defaults.thinking_tokens if think else defaults.tokens
     if model == TINY_MODEL:
@@ -513,7 +512,6 @@ def _checked_model(name: str) -> str:
 
 
 def _free(path: str) -> str:
-    """Raise ConfigError if the file already exists or its folder does not."""
     if Path(path).exists():
         raise ConfigError(f"{path}: exists already. Name another file, or remove it")
     if not Path(path).parent.is_dir():

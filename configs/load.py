@@ -260,7 +260,6 @@ def parse_yaml(text: str) -> yaml.Node | None:
 
 
 def _size(node: yaml.Node | None, known: dict[int, int]) -> int:
-    """Return the number of values below `node` after aliases are expanded."""
     if id(node) not in known:
         known[id(node)] = 1  # ends the recursion of an alias that contains itself
         below: list[yaml.Node] = []
@@ -302,7 +301,6 @@ def _override_value(text: str) -> tuple[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """Copy a value so that the cached original cannot be changed."""
     if isinstance(value, dict):
         return {key: _copied(one) for key, one in cast(dict[Any, Any], value).items()}
     return [_copied(one) for one in cast(list[Any], value)] if isinstance(value, list) else value
@@ -449,7 +447,6 @@ def _set_knob(
 
 
 def _index(items: list[Any], step: str, path: str, origin: str) -> int:
-    """Return the position of the list entry that `step` names by index or by `name`."""
     names = [
         str(cast(dict[str, Any], item).get("name", i)) if isinstance(item, dict) else str(i)
         for i, item in enumerate(items)

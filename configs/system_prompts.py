@@ -41,10 +41,11 @@ _PYTHON = (
 def system_prompt(
     template: SystemTemplate, *, tools: Sequence[str] = (), calls: int = 20, seconds: float = 120.0
 ) -> str:
-    """Return the system prompt, which is empty for "none".
+    """Return a built-in system prompt, or "" for the template "none".
 
-    `tools` are the names of the offered tools; `python` adds a paragraph. `calls` is the maximum
-    number of calls inside the thinking, and `seconds` the time limit for one cell.
+    `tools` are the names of the offered tools. If `python` is among them, a paragraph explains it.
+    `calls` is the maximum number of calls inside the thinking, and `seconds` is the time limit for
+    one cell.
     """
     prompt = {
         "none": "",

@@ -20,8 +20,8 @@ class EnvironmentConfig:
     `path/to/file.py:Shop`."""
     kind: Literal["auto", "class", "functions", "game", "openenv"] = "auto"
     """Interface of `target`. auto: a class with `reset` and `step` is a game, any other class
-    offers its public methods as tools, a module its functions; OpenEnv environments and server
-    addresses are detected."""
+    offers its public methods as tools, and a module offers its functions. OpenEnv environments and
+    server addresses are detected."""
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Keyword arguments for the class."""
     command: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class EnvironmentConfig:
     """`module:function` that scripts conversations for the cold start of the tiny model: one of
     `keel.agents.environments.demonstrations` or yours (docs/environments.md)."""
     python: str = ""
-    """Python interpreter that runs the environment, 3.9 or later; Keel need not be installed in it.
+    """Python interpreter that runs the environment, 3.9 or later. Keel need not be installed in it.
     Empty: Keel's own. The command of a program is also looked up next to it."""
     folder: str = ""
     """Working directory, which is also first on the module path. Empty: the current directory."""
@@ -67,9 +67,9 @@ class EnvironmentConfig:
     cannot escape a bad reward by crashing the environment. zero-in-grading-too: also for crashes
     while grading, for graders that run the policy's output."""
     on_failure: Literal["zero", "drop"] = "zero"
-    """program: reward of a trajectory whose program fails by its exit status or a signal after a
-    turn of the policy. zero: the minimum reward. drop: leave it out. Failures of an engine or the
-    endpoint are always left out."""
+    """program: reward for a trajectory whose program exits with an error status or a signal after
+    the policy's first turn. zero: the minimum reward. drop: leave it out. Failures of an engine or
+    the endpoint are always left out."""
     open_s: float = knob(60.0, gt=0)
     """Timeout in seconds for starting the environment and opening a task. For a program, the time
     until its first request."""
@@ -142,8 +142,8 @@ class AgentsConfig:
     call_s: float = knob(60.0, gt=0)
     """Timeout in seconds for one tool call."""
     tools_in_thinking: bool = False
-    """Call tools inside the reasoning, which continues after each result, and nowhere else.
-    DeepSeek-V3.2, Appendix B, Table 8."""
+    """Let the policy call tools inside its reasoning, which continues after each result, and
+    nowhere else. DeepSeek-V3.2, Appendix B, Table 8."""
     max_thinking_calls: int = knob(20, ge=1)
     """Maximum number of calls inside the reasoning per trajectory. More calls return an error."""
     context: Literal["none", "summary", "discard-75", "discard-all"] = "none"
@@ -152,7 +152,7 @@ class AgentsConfig:
     max_rewrites: int = knob(4, ge=0)
     """Maximum number of times that the context is summarized or discarded per trajectory."""
     summary_tokens: int = knob(1024, ge=1)
-    """summary: number of tokens reserved for the summary and its request."""
+    """summary: number of tokens to reserve for the summary and the request to write it."""
     max_concurrent_episodes: int = knob(256, ge=1)
     """Maximum number of open episodes, each with its own process. An evaluation may open the same
     number in addition."""

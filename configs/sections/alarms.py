@@ -10,7 +10,7 @@ from keel.configs.sections.base import check_bounds, knob, require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmsConfig:
-    """Thresholds for metrics. A run that crosses one prints a warning and continues; only
+    """Thresholds for metrics. A run that crosses one prints a warning and continues. Only
     `stop_below` stops it. 0 turns an alarm off. docs/alarms.md"""
 
     missing: float = knob(0.001, ge=0)
@@ -42,7 +42,7 @@ class AlarmsConfig:
     every: int = knob(20, ge=1)
     """Number of steps before an alarm that persists or returns is reported again."""
     stop_below: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Source → minimum `eval/<source>/pass@1`. If the value falls below it, the run saves a
+    """Minimum `eval/<source>/pass@1` for each source. If the value falls below it, the run saves a
     checkpoint and stops. Use it for abilities that must not be lost, such as refusing harmful
     requests. docs/alarms.md"""
 

@@ -104,8 +104,9 @@ class SourceConfig:
     subset: str = ""
     """file, hub: subset of a dataset that has several."""
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
-    """jsonl, file, hub: key → column, such as `{prompt: question, answer: solution}`. A dot selects
-    a field of an object. '': ignore the column with the name of the key."""
+    """jsonl, file, hub: the column to read for each key, such as `{prompt: question, answer:
+    solution}`. A dot selects a field of an object. '': ignore the column that has the name of the
+    key."""
     template: str = ""
     """jsonl, file, hub: text of the prompt, with `{column}` for the value of a column and `{{x}}`
     for a literal {x}. boxed: `{prompt}` and a request to reason step by step and to answer within

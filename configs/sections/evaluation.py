@@ -93,9 +93,9 @@ class EvalConfig:
     """Evaluations during training and with `keel eval`."""
 
     file: str = ""
-    """File of evaluation prompts (`--eval FILE` on the command line). Adds a source with `holdout:
-    all` that is read and scored like the recipe's first file source; the run's config.yaml lists it
-    in `data.sources`."""
+    """File with evaluation prompts (`--eval FILE` on the command line). It adds a source with
+    `holdout: all` that is read and scored like the recipe's first file source. The run's
+    config.yaml lists it in `data.sources`."""
     samples: int = knob(1, ge=1)
     """Number of completions per held-out prompt. pass@1 is the fraction that is fully correct."""
     temperature: float = knob(1.0, ge=0, le=10)

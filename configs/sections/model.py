@@ -39,7 +39,7 @@ class TinyModelConfig:
     """Shape of the tiny mixture-of-experts model, whose random weights depend on the run's seed."""
 
     family: Literal["qwen3_moe", "deepseek_v32"] = "qwen3_moe"
-    """Architecture. deepseek_v32 has latent and sparse attention; no engine serves it at this size,
+    """Architecture. deepseek_v32 has latent and sparse attention. No engine serves it at this size,
     so it can only be trained on given text (docs/sparse-attention.md)."""
     hidden_size: int = knob(64, ge=32)
     """Hidden size, a multiple of 32."""
@@ -48,7 +48,7 @@ class TinyModelConfig:
     heads: int = knob(4, ge=1)
     """Number of attention heads per layer."""
     kv_heads: int = knob(2, ge=1)
-    """qwen3_moe: number of key and value heads; must divide `heads`."""
+    """qwen3_moe: number of key and value heads. It must divide `heads`."""
     head_dim: int = knob(32, ge=1)
     """Size of one attention head."""
     latent_size: int = knob(64, ge=1)
@@ -67,8 +67,8 @@ class TinyModelConfig:
     initializer_range: float = knob(0.05, gt=0, le=1)
     """Standard deviation of the random weights. Use about 0.02 for hidden sizes of 512 and more."""
     phrases: tuple[str, ...] = ()
-    """Texts that become one token each, such as tool descriptions; all other text is one token per
-    byte. Shortens conversations to what a small model can handle."""
+    """Texts that become one token each, such as tool descriptions. All other text is one token per
+    byte. This shortens conversations to what a small model can handle."""
     max_context: int = knob(512, ge=32)
     """Maximum sequence length (prompt and completion) in tokens."""
     cache_dir: str = ""
@@ -134,12 +134,12 @@ class ModelConfig:
     overflows at 65,504: the loss is scaled, and steps with overflowing gradients are skipped."""
     batch_invariant: bool = False
     """Use vLLM's batch-invariant kernels in engines and trainer. Hidden states on the same weights
-    are then bit-identical, so probability ratios are 1 except for rounding in the float32 head. For
-    Llama, Qwen2 and Qwen3 on GPUs; slower (docs/stability.md)."""
+    are then bit-identical, so probability ratios are 1 except for rounding in the float32 head.
+    Works with Llama, Qwen2 and Qwen3 on GPUs, and is slower (docs/stability.md)."""
     residual_dtype: Literal["model", "float32"] = "model"
     """Precision of the residual stream in engines and trainer. float32 avoids rounding at each
-    addition, so the two differ less (docs/stability.md), for slightly more time and memory. For
-    Llama, Mistral, Mixtral, Qwen2 and Qwen3 with one GPU per engine."""
+    addition, so engine and trainer differ less (docs/stability.md), but takes slightly more time
+    and memory. Works with Llama, Mistral, Mixtral, Qwen2 and Qwen3 if each engine has one GPU."""
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
 
     def __post_init__(self) -> None:

@@ -72,8 +72,8 @@ class JudgeConfig:
     base_url: str = ""
     """URL of the endpoint, such as `http://localhost:8000/v1`. Empty: no judge, or `serve`."""
     model: str = ""
-    """Model name at the endpoint; with `serve` a local folder or a hub name. Cached replies belong
-    to this name, whatever the URL."""
+    """Name of the model at the endpoint. With `serve`, a local folder or a hub name. Cached replies
+    belong to this name, whatever the URL."""
     serve: bool = False
     """Start a vLLM server of `model` with the run and stop it at the end."""
     server: JudgeServerConfig = field(default_factory=JudgeServerConfig)

@@ -13,8 +13,8 @@ class SamplingConfig:
     """Sampling parameters. Keel offers only those that the engine can record exactly."""
 
     temperature: float = knob(1.0, ge=0.01, le=10)  # vLLM raises lower values to 0.01
-    """Sampling temperature; engine and trainer both divide the logits by it. Greedy sampling is not
-    offered, because its probabilities carry no gradient."""
+    """Sampling temperature, by which engine and trainer both divide the logits. Greedy sampling is
+    not offered, because its probabilities carry no gradient."""
     top_p: float = knob(1.0, gt=0, le=1)
     """Nucleus sampling: keep the most likely ids whose cumulative probability reaches this. 1:
     off."""
@@ -54,11 +54,12 @@ CUT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
-    """vLLM engines, their limits and weight updates."""
+    """vLLM engines, their limits, and how they receive new weights."""
 
     engines: int = knob(1, ge=1)
-    """Number of vLLM engines, one Ray actor each. auto: one next to each trainer rank or on the
-    GPUs without one, whichever the time model predicts to be faster; 1 on a CPU."""
+    """Number of vLLM engines, each of which is one Ray actor. auto: one next to each trainer rank,
+    or one on each GPU without a rank, whichever the time model predicts to be faster; 1 on a CPU.
+    """
     tensor_parallel: int = knob(1, ge=1)
     """Number of GPUs per engine."""
     colocated: bool = False
@@ -77,16 +78,16 @@ class RolloutConfig:
     close to 1. auto: if the time model predicts it to be faster than sharing the memory; never on a
     CPU."""
     recorder: Literal["auto", "native", "packed", "v1"] = "auto"
-    """Recording of routes and sampling masks. native: what vLLM's Model Runner V2 returns (GPUs).
-    packed: the same as arrays per step, with a scheduler that skips uneventful steps. v1: for CPUs.
-    auto: packed on GPUs if every layer has full attention and `tensor_parallel` is 1, otherwise
-    native; v1 on a CPU."""
+    """How routes and sampling masks are recorded. native: as vLLM's Model Runner V2 returns them
+    (GPUs). packed: the same data as arrays per step, with a scheduler that skips uneventful steps.
+    v1: for CPUs. auto: packed on GPUs if every layer has full attention and `tensor_parallel` is 1,
+    otherwise native; v1 on a CPU."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """Sampling parameters of training. Evaluations use `eval`."""
+    """Sampling parameters for training. Evaluations use those in `eval`."""
     max_num_seqs: int = knob(128, ge=1)
-    """Maximum number of sequences per engine iteration, as in vLLM. auto: all that a step needs,
-    or equal waves if the KV cache cannot hold them, and 128 for evaluations of models with a small
-    cache; 128 on a CPU."""
+    """Maximum number of sequences per engine iteration, as in vLLM. auto: all that a step needs, or
+    waves of equal size if the KV cache cannot hold them all, and 128 for evaluations of models with
+    a small cache; 128 on a CPU."""
     max_num_batched_tokens: int = knob(4096, ge=1)
     """Maximum number of tokens per engine iteration, as in vLLM. Longer prompts are prefilled in
     chunks."""
@@ -97,7 +98,7 @@ class RolloutConfig:
     together. Needs `recorder: packed`, `enable_prefix_caching`, engines of one GPU, and full
     attention in every layer."""
     enforce_eager: bool = False
-    """GPU: disable CUDA graphs (slower, starts sooner)."""
+    """GPU: disable CUDA graphs. The engine starts sooner but is slower."""
     gpu_memory_utilization: float = knob(0.85, gt=0, lt=1)
     """GPU: fraction of its memory for weights, activations and KV cache. auto: enough that no
     sequence waits, or the rest that the trainer leaves on a shared GPU."""
@@ -110,8 +111,8 @@ class RolloutConfig:
     pause and resume with the new weights; each token records its version. drain: finish them first,
     so that each completion has a single version."""
     timeout_s: float = knob(600.0, gt=0)
-    """Timeout in seconds for a group, from when its engine starts it; weight updates and sleep do
-    not count. Its completions are then cut as by `max_tokens` and counted
+    """Timeout in seconds for a group, counted from when its engine starts it. Weight updates and
+    sleep do not count. After the timeout its completions are cut as by `max_tokens` and counted
     (`rollout/deadline_cuts`). A completion without a token is dropped."""
     weight_transfer: Literal["auto", "direct", "store"] = "auto"
     """Transport of new weights to the engines. direct: from the trainer ranks over NCCL, or in
@@ -129,11 +130,9 @@ class RolloutConfig:
 
     @property
     def silent_s(self) -> float:
-        """Seconds without a group after which an engine is considered dead.
-
-        A live engine cuts or drops a late group within `CUT_S`; a weight update may keep it busy
-        for `update_timeout_s`, and its clock excludes work between steps.
-        """
+        """Seconds without a group after which an engine is considered dead. A live engine cuts or
+        drops a late group within `CUT_S`. A weight update may keep it busy for `update_timeout_s`.
+        Work between steps does not count."""
         return 1.05 * self.timeout_s + CUT_S + max(CUT_S, self.update_timeout_s)
 
     def cascades(self, *, full_attention: bool) -> bool:

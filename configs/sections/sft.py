@@ -34,12 +34,14 @@ class ConversationsConfig:
     subset: str = ""
     """file, hub: subset of a dataset that has several."""
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
-    """jsonl, file, hub: key → column, such as `{prompt: instruction, completion: output}`. A dot
-    selects a field of an object. '': ignore the column with the name of the key."""
+    """jsonl, file, hub: the column to read for each key, such as `{prompt: instruction, completion:
+    output}`. A dot selects a field of an object. '': ignore the column that has the name of the
+    key."""
     task: str = ""
-    """solutions: reasoning_gym task."""
+    """solutions: name of the reasoning_gym task."""
     params: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """solutions: parameters of the task. retrieval: `letters` and `digits`, the number of each."""
+    """solutions: parameters of the task. retrieval: `letters` and `digits`, the number of letters
+    and of digits."""
     length: int = knob(0, ge=0)
     """retrieval: number of characters per text."""
     size: int = knob(0, ge=0)
@@ -128,7 +130,7 @@ class SftConfig:
     """Maximum number of tokens per step, contexts included. 0: `conversations_per_step`
     conversations of any length."""
     epochs: float = knob(0.0, ge=0)
-    """Number of passes over the conversations; replaces `run.steps`. 0: use `run.steps`."""
+    """Number of passes over the conversations, which replaces `run.steps`. 0: use `run.steps`."""
     mean: Literal["tokens", "conversations"] = "tokens"
     """How the loss is averaged in a step: over all trained tokens, or over conversations, each of
     which is averaged over its own tokens first."""

@@ -17,9 +17,9 @@ class TrainerConfig:
     """Trainer ranks, ZeRO, parallelism and AdamW."""
 
     ranks: int = knob(1, ge=1)
-    """Number of data-parallel trainer processes, one GPU each if there are GPUs. auto: the number
-    of GPUs if each is shared with an engine, otherwise the fastest number by the time model;
-    1 on a CPU."""
+    """Number of data-parallel trainer processes, with one GPU each if there are GPUs. auto: the
+    number of GPUs if each is shared with an engine, otherwise the number that the time model
+    predicts to be fastest; 1 on a CPU."""
     min_ranks: int = knob(0, ge=0)
     """Minimum number of ranks to continue with when nodes are lost and not replaced within
     `run.elastic_wait_s`. The number of engines shrinks in proportion, the batch stays the same, and
@@ -35,9 +35,10 @@ class TrainerConfig:
     """Number of consecutive ranks to spread each micro-batch's tokens over (Ulysses), for contexts
     too long for one. Must divide `ranks` and the number of attention heads."""
     micro_batch_tokens: int = knob(8192, ge=1)
-    """Maximum number of tokens per packed micro-batch; a longer segment gets its own. A rank holds
-    1/`sequence_parallel` of them. auto: as many as fit while the time model predicts a gain, at
-    most 65,536; 8192 on a CPU. Halved when a step runs out of memory."""
+    """Maximum number of tokens in a packed micro-batch. A longer segment gets a micro-batch of its
+    own. Each rank holds 1/`sequence_parallel` of the tokens. auto: as many as fit while the time
+    model predicts a gain, at most 65,536; 8192 on a CPU. The number is halved when a step runs out
+    of memory."""
     lr: float = knob(1e-6, gt=0)
     """Peak learning rate, after the warmup."""
     warmup_steps: int = knob(0, ge=0)
@@ -49,18 +50,18 @@ class TrainerConfig:
     weight_decay: float = knob(0.0, ge=0)
     """AdamW weight decay, applied to matrices only."""
     beta1: float = knob(0.9, ge=0, lt=1)
-    """Adam β1, decay rate of the gradient mean."""
+    """Adam β1, the decay rate for the mean of the gradient."""
     beta2: float = knob(0.95, ge=0, lt=1)
-    """Adam β2, decay rate of the mean squared gradient."""
+    """Adam β2, the decay rate for the mean of the squared gradient."""
     eps: float = knob(1e-8, gt=0)
     """Adam ε, added to the denominator."""
     grad_clip: float = knob(1.0, ge=0)
     """Maximum gradient norm. 0: no clipping."""
     attention: Literal["sparse", "warm-up", "dense"] = "sparse"
-    """Training mode of models with sparse attention; others ignore it (docs/sparse-attention.md).
-    sparse: train everything, as rollouts need it, because engines attend sparsely. warm-up: train
-    only the indexers, from dense attention. dense: train everything except the indexers, with dense
-    attention."""
+    """How models with sparse attention are trained. Other models ignore it
+    (docs/sparse-attention.md). sparse: train everything, which rollouts require because engines
+    attend sparsely. warm-up: train only the indexers, from dense attention. dense: train everything
+    except the indexers, with dense attention."""
     indexer_loss: float = knob(1.0, ge=0)
     """Weight of the indexer loss (DeepSeek-V3.2, Eq. 3 and 4): summed over layers, averaged over
     the tokens of a step. It trains the indexers only. 0: leave them unchanged."""
@@ -70,13 +71,14 @@ class TrainerConfig:
     tokens or more if the package is installed and passes a gradient check at start-up."""
     share_prompts: bool = False
     """Compute the common prefix of a group's trajectories once per micro-batch where that makes a
-    step shorter: the same gradient with fewer tokens. The prefix needs at least 16 tokens and equal
-    recorded routes. Not for trajectories of several contexts, latent or sparse attention, or
-    `model.batch_invariant`. auto: on GPUs where supported; never on a CPU. docs/performance.md"""
+    step shorter. The gradient is the same, with fewer tokens. The prefix needs at least 16 tokens
+    and equal recorded routes. Not for trajectories of several contexts, latent or sparse attention,
+    or `model.batch_invariant`. auto: on GPUs where supported; never on a CPU. docs/performance.md
+    """
     activation_checkpointing: bool = False
-    """Recompute the activations of decoder layers in the backward pass: less memory, about a third
-    more compute. auto: if they would not fit, or only in micro-batches that are too small; never on
-    a CPU."""
+    """Recompute the activations of decoder layers in the backward pass, which takes less memory but
+    about a third more compute. auto: if they would not fit, or only in micro-batches that are too
+    small; never on a CPU."""
     keep_attention: bool = False
     """With `activation_checkpointing` and `zero_stage` 0 to 2: keep the attention output instead of
     recomputing it. Costs one more layer input of memory and saves a seventh of the time at 65,536

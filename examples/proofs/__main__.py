@@ -80,7 +80,6 @@ def tasks(proofs: Iterator[tuple[str, str, float]], each: int) -> Iterator[dict[
 
 
 def _problem(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the question in the user's message. Raises ValueError if there is none."""
     request = [str(m["content"]) for m in messages if m.get("role") == "user"]
     if not request:
         raise ValueError("its prompt is not written down: evaluate again")

@@ -60,8 +60,8 @@ class Workspace:
         hand_in: tuple[ToolSpec, HandIn] | None = None,
     ) -> ToolLoopResult:
         """Run an agent on a task. `material` is untrusted text that the task is about. `hand_in` is
-        the tool that ends the work, with its check; a rejected submission may be repeated `tries`
-        times. Raises Rejected, AuthorLost or BudgetSpent."""
+        the tool that ends the work, together with its check. The agent may repeat a rejected
+        submission up to `tries` times. Raises Rejected, AuthorLost or BudgetSpent."""
         search = self.search()
         at_hand = {name: Tool(name, method) for name, method in methods_of(search).items()}
         offered = [tool_spec_of(tool.spec) for tool in at_hand.values()] if tools else []
