@@ -31,19 +31,21 @@ def support_logprobs(
     *,
     temperature: float = 1.0,
 ) -> Tensor:
-    r"""Compute the log-probability of each target over its sampling mask.
+    """Compute the log-probability of each target over its sampling mask.
 
         log π(o) = z_o/τ − logsumexp_{v∈S} z_v/τ,   z = W h
 
-    Exact and differentiable in `hidden` and `weight`; O(nnz·d) for short sampling masks. Keep
-    Sampling Mask, DeepSeek-V3.2 (2025), section 3.1.
+    The result is exact and differentiable with respect to `hidden` and `weight`. For short sampling
+    masks, the cost is O(nnz·d). This is Keep Sampling Mask from DeepSeek-V3.2 (2025), section 3.1.
 
-    Shapes: hidden [T, d], row t predicting targets[t]; weight [V, d]; targets [T]; kept_ids [nnz];
-    kept_offsets [T+1]. The mask of token t is `kept_ids[kept_offsets[t]:kept_offsets[t+1]]`, empty
-    for the whole vocabulary. Returns [T] float32.
+    Shapes: `hidden` is [T, d], and its row t predicts `targets[t]`. `weight` is [V, d], `targets`
+    [T], `kept_ids` [nnz] and `kept_offsets` [T+1]. The mask of token t is
+    `kept_ids[kept_offsets[t]:kept_offsets[t+1]]`, where an empty mask stands for the whole
+    vocabulary. Returns [T] float32. If `hidden` is on a GPU, the integer tensors may stay on the
+    CPU, which avoids a synchronisation.
 
-    The integer tensors may be on the CPU with `hidden` on a GPU, which avoids a synchronisation.
-    Raises ValueError like `keel.model.head.support.support_head`, which also returns the entropy.
+    Raises ValueError in the same cases as `keel.model.head.support.support_head`, which also
+    returns the entropy.
     """
     return support_head(hidden, weight, targets, kept_ids, kept_offsets, temperature=temperature)[0]
 

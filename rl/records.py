@@ -1,9 +1,9 @@
-"""Trajectories as JSON lines that `keel sft` can learn from.
+"""Writes trajectories as JSON lines, from which `keel sft` can learn, and reads them back.
 
-A line is a conversation in the `messages` form (docs/sft.md), which any program can read, plus
-`segments`: the sampled tokens, valid for the tokenizer whose digest is in `tokenizer`. If an agent
-program held several conversations, the line has the first one with sampled messages, and
-`other_conversations` has the `messages` and `tools` of the rest.
+Each line is a conversation in the `messages` form (docs/sft.md), which any program can read. It
+also has `segments` with the sampled tokens, which are valid for the tokenizer whose digest is in
+`tokenizer`. If an agent program held several conversations, the line contains the first one with
+sampled messages, and `other_conversations` has the `messages` and `tools` of the rest.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The interface between a conversation and the engine that samples its turns.
 
-Conversations are token ids on both sides. A turn extends the ids that the engine already holds:
-sampled tokens are never rendered and tokenised again. `Chat` implements a model's format,
-`TurnRequest` and `TurnResult` describe one turn of sampling.
+Both sides represent a conversation as token ids. A turn extends the ids that the engine already
+holds, so sampled tokens are never rendered and tokenised again. `Chat` implements a model's chat
+format, while `TurnRequest` and `TurnResult` describe the sampling of one turn.
 """
 
 from __future__ import annotations

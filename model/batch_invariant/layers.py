@@ -1,12 +1,12 @@
 """Decoder layers whose forward pass is bit-identical to the engine's.
 
-With `model.batch_invariant`, engines use vLLM's batch-invariant kernels, and the trainer uses the
-same ones, operation by operation, on weights joined like the engine's (query, key and value; gate
-and up). A token's hidden states are then equal to the last bit in any micro-batch. Only the float32
-head still differs, by some millionths of a nat.
+With `model.batch_invariant`, engines use vLLM's batch-invariant kernels. The trainer uses the same
+kernels for each operation, on weights that are joined as in the engine (query, key and value; gate
+and up). The hidden states of a token are then equal to the last bit in any micro-batch. Only the
+float32 head still differs, by some millionths of a nat.
 
-Gradients come from plain formulas in one-pass kernels (`keel.model.batch_invariant.kernels`), and
-for attention from PyTorch.
+Gradients are computed from plain formulas in one-pass kernels
+(`keel.model.batch_invariant.kernels`), and for attention with PyTorch.
 """
 
 from __future__ import annotations

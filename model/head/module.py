@@ -1,4 +1,4 @@
-"""The support head as a module that replaces a model's output layer."""
+"""The support head as a module that can replace a model's output layer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SupportHead(nn.Linear):
     """An output layer that scores targets over sampling masks (`support_head`).
 
     It has the same `Parameter` objects and names as the layer that it replaces, so tied embeddings
-    stay tied and checkpoints do not change. As a module, its weight is gathered by ZeRO-3.
+    stay tied and checkpoints do not change. It is a module so that ZeRO-3 gathers its weight.
     """
 
     def __init__(
@@ -59,10 +59,11 @@ class SupportHead(nn.Linear):
         temperature: float = 1.0,
         memo: dict[Any, Any] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return (log-probabilities, entropies) of `targets`, both [T] float32; see `support_head`.
+        """Return the log-probabilities and entropies of `targets`, both [T] float32 (see
+        `support_head`).
 
-        Without targets it returns W·h + bias like the layer it replaces, before the family's
-        scaling and capping, so that `model(...).logits` and `model.generate` still work.
+        Without targets, it returns W·h + bias before the family's scaling and capping, like the
+        layer that it replaces, so that `model(...).logits` and `model.generate` still work.
         """
         if targets is None:
             return super().forward(hidden)
@@ -82,7 +83,9 @@ class SupportHead(nn.Linear):
 
 
 def install_support_head(model: PreTrainedModel) -> SupportHead:
-    """Replace the model's output layer by a `SupportHead` and return it. Idempotent.
+    """Replace the model's output layer with a `SupportHead` and return it.
+
+    Calling this again has no effect.
 
     Raises:
         ValueError: the output layer is not a `nn.Linear`, or the config scales logits and the

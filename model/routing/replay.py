@@ -57,22 +57,23 @@ def replay_routes(
 
     Args:
         module: a module with routers, such as a transformers model.
-        routes: [tokens, L, K] integers, input-aligned. tokens are all rows that the routers get
-            (batch × length, flattened); L counts MoE layers only, in layer order. Rows of −1 use
-            the live router. Routes in host memory are validated and copied to the device once;
-            routes on a device are not validated.
-        by_token: also compute `Replay.overlap_N`.
+        routes: [tokens, L, K] integers, input-aligned. The tokens are all rows that the routers get
+            (batch × length, flattened), and L counts only MoE layers, in layer order. Rows of −1
+            use the live router. Routes in host memory are validated and copied to the device once,
+            while routes on a device are not validated.
+        by_token: whether to compute `Replay.overlap_N` too.
 
     Yields:
         A `Replay` with metrics.
 
     Raises:
-        ValueError: on entry, naming token and layer, for invalid routes: wrong number of layers or
-            experts per token, out of range, partly −1, a repeated expert in a row, or a whole layer
-            of zeros; also for a model family that is not in `keel.model.routing.routers.ROUTERS`.
-            In the forward pass, for a wrong number of tokens.
-        RuntimeError: on exit, if a router never ran in the block, so that its routes were not
-            applied; on entry, if one of the routers is already being replayed.
+        ValueError: the routes are invalid or the model family is not in
+            `keel.model.routing.routers.ROUTERS`. Routes are invalid if they have the wrong number
+            of layers or experts per token, or if they contain a value out of range, a row that is
+            partly −1, a repeated expert, or a whole layer of zeros. The error names the token and
+            layer. The forward pass raises it too, if the number of tokens is wrong.
+        RuntimeError: one of the routers is already being replayed, or, when the block ends, a
+            router never ran in it, so that its routes were not applied.
     """
     routers = router_modules(module)
     if not routers:

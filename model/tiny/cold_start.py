@@ -162,11 +162,13 @@ def train(
 ) -> float:
     """Train `model` in place with AdamW for `config.steps` batches and return the last loss.
 
-    Only tokens of solutions have a loss. On a CPU, the same arguments give bit-identical weights on
-    one kind of machine; for GPUs see `keel.model.tiny.build`.
+    Only the tokens of solutions contribute to the loss. On a CPU, the same arguments give
+    bit-identical weights on one kind of machine. `keel.model.tiny.build` describes what holds for
+    GPUs.
 
     Raises:
-        TimeoutError: after `config.max_seconds`; a partly trained model would not match its config.
+        TimeoutError: training took longer than `config.max_seconds`. A partly trained model is not
+            returned, because it would not match its config.
     """
     # One call for all experts, instead of the default loop.
     model.set_experts_implementation("grouped_mm")

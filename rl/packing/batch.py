@@ -38,7 +38,8 @@ class MicroBatch:
     """The number of sampled tokens |o_i| in each trajectory, including segments in other
     micro-batches."""
     sequence_weight_S: NDArray[np.float32]
-    """Weight of each trajectory in the loss, 1 on average over the step; see `pack`."""
+    """The weight of each trajectory in the loss, which is 1 on average over the step (see
+    `pack`)."""
     routes_NLK: NDArray[np.int16] | None = None
     """The recorded experts, input-aligned. The trainer uses its own router for rows of −1."""
     sampling_mask: SamplingMasks | None = None

@@ -1,11 +1,12 @@
 """Packs the common prefix of a group's trajectories once.
 
-A prompt with eight completions then costs the network one prompt. Keys and values at a position
-depend only on the tokens before it, so trajectories with the same leading tokens, routed to the
-same experts, have the same keys and values there in every layer, and the gradient of the prefix is
-the sum of theirs. The prefix becomes a segment without trainable tokens, and the rest of each
-trajectory a segment that follows it (`MicroBatch.follows`). The last token before the first sampled
-one stays with the rest, because its prediction differs between trajectories.
+For a prompt with eight completions, the network then processes the prompt once instead of eight
+times. Keys and values at a position depend only on the tokens before it. If trajectories start with
+the same tokens and route them to the same experts, their keys and values there are the same in
+every layer, and the gradient of the prefix is the sum of their gradients. The prefix becomes a
+segment without trainable tokens, and the rest of each trajectory becomes a segment that follows it
+(`MicroBatch.follows`). The last token before the first sampled one stays with the rest, because its
+prediction differs between trajectories.
 """
 
 from __future__ import annotations
