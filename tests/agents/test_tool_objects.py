@@ -427,7 +427,7 @@ def test_offered_selects_the_tools() -> None:
         for target, arguments in (
             ("shop:Offers", {"offered": ["three"]}),
             ("shop:Offers", {"offered": [broken]}),
-            ("shop:Opens", {"said": [{"role": "human", "content": "Buy."}]}),
+            ("shop:Opens", {"observations": [{"role": "human", "content": "Buy."}]}),
         ):
             with pytest.raises(EnvironmentLost) as caught:
                 async with episode(target, arguments=arguments):

@@ -165,8 +165,8 @@ def completions(monkeypatch: pytest.MonkeyPatch) -> Completions:
     client: Any = SimpleNamespace(chat=SimpleNamespace(completions=completions))
 
     @contextmanager
-    def connected(*_: Any, **__: Any) -> Iterator[chat.Conversation]:
-        yield chat.Conversation(client, "m")
+    def connected(*_: Any, **__: Any) -> Iterator[chat.ChatSession]:
+        yield chat.ChatSession(client, "m")
 
     monkeypatch.setattr(chat, "connected", connected)
     return completions
