@@ -181,7 +181,7 @@ def add_new(command: argparse.ArgumentParser) -> None:
     )
     add("--gpus", type=int, metavar="N", help="GPUs per machine (default: those here; 0: none)")
     add("--nodes", type=int, default=1, metavar="N", help="number of machines")
-    add("--gpu-gib", type=float, metavar="GIB", help="memory per GPU if there is none here")
+    add("--gpu-gib", type=float, metavar="GIB", help="memory per GPU, for a machine without GPUs")
     add("--steps", type=int, metavar="N", help="training steps (default: 200; 50 on a CPU)")
     help_ = "tokens per completion (default: 1024 or 4096; 128 or 256 on a CPU)"
     add("--max-tokens", type=int, metavar="N", help=help_)

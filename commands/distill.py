@@ -108,9 +108,8 @@ def chain(config: DistillConfig) -> list[Link]:
 def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = None) -> int:
     """Run the stages that are not finished yet and return an exit status.
 
-    `run` executes a `keel` command. The status is that of the stage that failed, or of `keel train`
-    after a signal. Raises ConfigError before anything runs if the recipe for any remaining stage is
-    invalid.
+    `run` executes a `keel` command. If a stage fails or a signal stops it, its exit status is
+    returned. Raises ConfigError before anything runs if the recipe of a remaining stage is invalid.
     """
     lessons, auto = _checked(config)
     links, root = chain(config), Path(config.dir).expanduser()

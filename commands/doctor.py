@@ -64,7 +64,7 @@ class Diagnosis:
     kind: Kind
     words: str
     cure: str = ""
-    """How to fix the problem. Empty only if there is none."""
+    """How to fix the problem; empty if everything is fine."""
 
 
 def fine(words: str) -> Diagnosis:

@@ -69,7 +69,7 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
 def _check_comparable(
     config: Config, sets: Mapping[str, Sequence[Prompt]], baseline: Sequence[Asked]
 ) -> None:
-    """Raise ConfigError if the results cannot be compared with those of the baseline."""
+    """Raise ConfigError if the results and the baseline cannot be compared."""
     digests = {one.id: one.digest for one in baseline}
     common = [p for prompts in sets.values() for p in prompts if p.prompt_id in digests]
     problem = "" if common else "it has none of these prompts"

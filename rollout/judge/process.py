@@ -129,7 +129,11 @@ class VllmServer:
         if not output.closed:
             select.select([output], [], [], STOP_TIMEOUT_S)
             output.close()
-        self._reaper.wait()
+        try:
+            self._reaper.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._reaper.kill()
+            self._reaper.wait()
 
     def _healthy(self) -> bool:
         # http.client ignores proxy settings, which must not apply here.
