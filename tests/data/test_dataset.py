@@ -8,13 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reasoning_gym.algorithmic import spell_backward
 
 from keel.configs.schema import ConfigError, DataConfig, SourceConfig
-from keel.configs.system_prompts import system_prompt
-from keel.data import procedural
 from keel.data.dataset import Dataset, load_dataset
-from keel.data.items import first_of
 from keel.data.jsonl import load_jsonl
 from keel.data.procedural import load_reasoning_gym
 from keel.rl.types import Prompt
@@ -40,25 +36,6 @@ def trained(dataset: Dataset) -> set[str]:
 
 def held(dataset: Dataset, name: str = "sums") -> list[str]:
     return [question(prompt) for prompt in dataset.heldout[name]]
-
-
-def test_reasoning_gym_prompts() -> None:
-    dataset = load(gym(kl_coef=0.1, thinking=False, system="Be brief.", domain="maths", holdout=8))
-    assert len(dataset.train) == 32
-    prompt = dataset.heldout["sums"][0]
-    assert prompt.prompt_id == "sums/0"
-    assert prompt.messages[0] == {"role": "system", "content": "Be brief."}
-    assert (prompt.domain, prompt.kl_coef, prompt.thinking) == ("maths", 0.1, False)
-    assert prompt.reward["kind"] == "reasoning_gym"
-    assert prompt.reward["entry"]["question"] == question(prompt)
-    json.dumps(dict(prompt.reward))
-
-
-def test_system_template_precedes_system() -> None:
-    dataset = load(gym(system="Be brief.", system_template="reasoning", holdout=1))
-    system, _ = dataset.heldout["sums"][0].messages
-    template = system_prompt("reasoning")
-    assert system == {"role": "system", "content": f"{template}\n\nBe brief."}
 
 
 # Many duplicates.
@@ -116,12 +93,6 @@ def test_files_are_split_by_the_seed(tmp_path: Path) -> None:
     report = dataset.report["sums"]
     assert (report.read, report.skipped, report.duplicates, report.train) == (32, 1, 1, 24)
     assert report.skipped_reasons[0].startswith(f"{path}:32: ")
-
-
-def test_first_of() -> None:
-    lines = [f"line {n}" for n in range(2012)]
-    assert first_of(lines[:10]) == lines[:10]
-    assert first_of(lines) == [*lines[:10], "and 2,002 more"]
 
 
 def test_template_is_ignored_in_comparisons(tmp_path: Path) -> None:
@@ -187,20 +158,6 @@ def test_long_prompts() -> None:
         load(gym(holdout=30), max_prompt_tokens=1, long_prompts="drop")
 
 
-def test_very_long_prompts_are_not_tokenized(tmp_path: Path) -> None:
-    path = tmp_path / "long.jsonl"
-    path.write_text(json.dumps({"prompt": "word " * 100_000, "answer": "1"}) + "\n")
-    source = SourceConfig(name="long", source="jsonl", path=str(path))
-    asked: list[Prompt] = []
-    with pytest.raises(ConfigError, match=r"long/1 .* 976 "):
-        load_dataset(
-            DataConfig(sources=(source,), max_prompt_tokens=100),
-            seed=0,
-            count_tokens=lambda prompt: asked.append(prompt) or 0,
-        )
-    assert not asked
-
-
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
@@ -216,38 +173,3 @@ def test_very_long_prompts_are_not_tokenized(tmp_path: Path) -> None:
 def test_invalid_tasks(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(gym(**knobs))
-
-
-def test_prompts_are_deterministic() -> None:
-    assert load(gym()).train.take(50) == load(gym()).train.take(50)
-
-
-def test_tasks_are_cached(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    read, seen = spell_backward.read_data_file, list[str]()
-    monkeypatch.setattr(spell_backward, "read_data_file", lambda n: (seen.append(n), read(n))[1])
-    monkeypatch.setattr(procedural, "_CACHE", {})
-    words, sums = gym("words", "spell_backward", 3), gym()
-    first = load_reasoning_gym(words, seed=0)
-    assert load_reasoning_gym(words, seed=0) == first and len(seen) == 1
-    assert load_reasoning_gym(words, seed=1) != first and len(seen) == 2
-    longer = load_reasoning_gym(replace(words, params={"min_word_len": 9}), seed=0)
-    assert all(len(item.prompt.reward["entry"]["answer"]) >= 9 for item in longer.items)
-    for seed in range(procedural._MAX_CACHED):  # evict older entries
-        load_reasoning_gym(sums, seed=seed)
-    assert load_reasoning_gym(words, seed=0) == first and len(seen) == 4
-    assert len(procedural._CACHE) == procedural._MAX_CACHED
-
-
-def test_holdout_all() -> None:
-    test = gym("test", size=20, params={"min_terms": 5, "max_terms": 6})
-    dataset = load(gym(size=40), replace(test, holdout="all"))
-    report = dataset.report["test"]
-    assert report.heldout == len(dataset.heldout["test"]) > 0 == report.train
-    assert list(dataset.train.sources) == ["sums"]
-
-
-def test_unused_sources_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"\[sums\]\.weight = 0.*holdout: all"):
-        gym(weight=0)

@@ -1,4 +1,4 @@
-"""Resuming an evaluation, and reading its completions."""
+"""Resuming an evaluation."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from pathlib import Path
 import pytest
 
 from keel.configs.load import load_config
-from keel.configs.schema import ConfigError
-from keel.data.eval_store import Asked, EvaluationFolder, read_evaluation
+from keel.data.eval_store import Asked, EvaluationFolder
 
 
 @pytest.mark.parametrize(
     "override",
     [
         "data.sources[spelling].budget.max_tokens=40",
-        "data.sources[spelling].length.truncated=zero",
         "data.max_prompt_tokens=70",
         "rollout.timeout_s=77",
         "eval.temperature=0.3",
@@ -28,33 +26,6 @@ def test_settings_of_an_evaluation(override: str, tmp_path: Path) -> None:
 
     assert settings("run.steps=7", "data.sources[spelling].weight=2") == settings()
     assert settings(override) != settings()
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "[1]",
-        '{"variant": "recipe", "id": "s/1"}',
-        '{"variant": "", "source": "", "domain": "", "id": "", "digest": "", "samples": [], '
-        '"missing": [], "mood": 1}',
-    ],
-)
-def test_malformed_lines(line: str, tmp_path: Path) -> None:
-    (tmp_path / "samples.jsonl").write_text(line + "\n")
-    with pytest.raises(ConfigError, match=r"samples\.jsonl:1: "):
-        read_evaluation(tmp_path)
-
-
-def test_folders_without_an_evaluation(tmp_path: Path) -> None:
-    inside = tmp_path / "run" / "eval" / "step_000020"
-    inside.mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"RUN/eval/step_000020$"):
-        read_evaluation(tmp_path / "run")
-    (inside / "samples.jsonl").touch()
-    with pytest.raises(ConfigError, match=rf"{inside}$"):
-        read_evaluation(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"samples\.jsonl"):
-        read_evaluation(inside / "samples.jsonl")
 
 
 def test_progress(tmp_path: Path) -> None:
@@ -72,7 +43,6 @@ def test_progress(tmp_path: Path) -> None:
         )
 
     with EvaluationFolder(config, "the model", "model") as out:
-        assert "pass@1" not in out.progress()
         out.add(asked(0, 1.0, 0.0))
         out.add(asked(1, 1.0, missing=1))
         assert out.progress() == "pass@1 so far 0.500"

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from keel.configs.schema import ConfigError, EnvironmentConfig, SourceConfig
-from keel.data.items import MAX_MALFORMED, MAX_SHOWN
-from keel.data.jsonl import MATCHES, load_jsonl
+from keel.data.jsonl import load_jsonl
 from keel.rewards.checks import check_spec
-from keel.rewards.rules import verifiers
 
 GOOD = '{"prompt": "2+2?", "answer": "4"}'
 SCHEMA = {"type": "object", "properties": {"n": {"minimum": 1}}}
@@ -124,11 +121,6 @@ def test_reward_of_a_line(tmp_path: Path, line: dict[str, Any], reward: dict[str
     assert reward_of(tmp_path, json.dumps({"prompt": "a", **line})) == reward
 
 
-def test_numbers_keep_their_spelling(tmp_path: Path) -> None:
-    line = '{"prompt": "a", "answer": "B", "match": "choice", "choices": [0.10, "x"]}'
-    assert reward_of(tmp_path, line)["choices"] == ["0.10", "x"]
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -144,17 +136,6 @@ def test_invalid_answers(tmp_path: Path, line: str) -> None:
     path = write(tmp_path, GOOD, '{"prompt": "x", ' + line[1:])
     with pytest.raises(ConfigError, match=r"prompts\.jsonl:2: "):
         load_jsonl(source(path), check_spec)
-
-
-def test_invalid_reward(tmp_path: Path) -> None:
-    def check(spec: Mapping[str, Any]) -> None:
-        if spec["kind"] != "answer":
-            raise ValueError("no good")
-
-    path = write(tmp_path, GOOD, '{"prompt": "x", "reward": {"kind": "magic"}}')
-    with pytest.raises(ConfigError, match=r"prompts\.jsonl:2: no good"):
-        load_jsonl(source(path), check)
-    assert len(load_jsonl(source(path, on_bad_line="skip"), check).items) == 1
 
 
 BAD_LINES = {
@@ -206,62 +187,6 @@ def test_several_bad_lines(tmp_path: Path) -> None:
     _, *lines = str(caught.value).splitlines()
     assert [line.partition(": ")[0] for line in lines[:5]] == [f"  {path}:{n}" for n in range(2, 7)]
     assert len(lines) == 6
-
-
-def test_many_bad_lines(tmp_path: Path) -> None:
-    path = write(tmp_path, *["{"] * (MAX_MALFORMED + 9))
-    with pytest.raises(ConfigError, match=f"{MAX_MALFORMED - MAX_SHOWN:,} more$"):
-        load_jsonl(source(path))
-    with pytest.raises(ConfigError, match=f"{MAX_MALFORMED + 9}"):
-        load_jsonl(source(path, on_bad_line="skip"))
-
-
-def test_every_match_is_allowed() -> None:
-    assert list(MATCHES) == list(verifiers._MATCHES)
-
-
-def test_ids_are_unique(tmp_path: Path) -> None:
-    path = write(tmp_path, '{"id": "2", "prompt": "a", "answer": "b"}', GOOD)
-    with pytest.raises(ConfigError, match=r"jsonl:2: .*file/2"):
-        load_jsonl(source(path))
-
-
-def test_two_system_messages(tmp_path: Path) -> None:
-    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    path = write(tmp_path, json.dumps({"messages": chat, "answer": "4"}))
-    assert len(load_jsonl(source(path)).items) == 1
-    with pytest.raises(ConfigError, match=r"data.sources\[file\].system"):
-        load_jsonl(source(path, system="Be brief."))
-
-
-def test_size_limits_lines(tmp_path: Path) -> None:
-    path = write(tmp_path, GOOD, "", GOOD, "{")
-    assert len(load_jsonl(source(path, size=2)).items) == 2
-
-
-def test_bundled_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keel's own files are found from any folder; a local file of the same name comes first."""
-    monkeypatch.chdir(tmp_path)
-    bundled = Path("configs/mixed/code.jsonl")
-    assert len(load_jsonl(source(bundled)).items) == 12
-    for missing in ("configs/mixed/cod.jsonl", "rewards/rules/maths.py"):
-        with pytest.raises(ConfigError, match="no such file"):
-            load_jsonl(source(Path(missing)))
-    bundled.parent.mkdir(parents=True)
-    bundled.write_text(GOOD)
-    assert len(load_jsonl(source(bundled)).items) == 1
-
-
-def test_files_without_prompts(tmp_path: Path) -> None:
-    path = write(tmp_path, "", "  ")
-    with pytest.raises(ConfigError, match="empty"):
-        load_jsonl(source(path))
-    with pytest.raises(ConfigError, match=r"prompts\.jsonl:1: "):
-        load_jsonl(source(write(tmp_path, "{"), on_bad_line="skip"))
-    with pytest.raises(ConfigError, match=r"no such file .*prompts.jsonl"):
-        load_jsonl(source(tmp_path / "prompt.jsonl"))
-    with pytest.raises(ConfigError, match="folder"):
-        load_jsonl(source(tmp_path))
 
 
 @pytest.mark.parametrize(

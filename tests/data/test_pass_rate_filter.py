@@ -116,12 +116,6 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
             FilterFolder(first, {"sums": some}, "the base model").__enter__()
 
 
-def test_unwritable_folder(tmp_path: Path) -> None:
-    (tmp_path / "filter").touch()
-    with pytest.raises(ConfigError, match=r"filter\.dir"):
-        opened(config(tmp_path)).__enter__()
-
-
 def test_kept_prompts_round_trip(tmp_path: Path) -> None:
     lines = tmp_path / "lines.jsonl"
     system = {"role": "system", "content": "Mine."}
@@ -159,26 +153,3 @@ def test_kept_prompts_round_trip(tmp_path: Path) -> None:
     )
     read = load_dataset(DataConfig(sources=again), seed=0).train.sources
     assert read == dataset(first).train.sources
-
-
-def test_sources_without_training(tmp_path: Path) -> None:
-    def source(name: str, **more: Any) -> SourceConfig:
-        return SourceConfig(name=name, source="reasoning_gym", task="gcd", size=3, **more)
-
-    with opened(config(tmp_path, source("a"), source("test", weight=0, holdout=1))) as out:
-        report = out.finish()
-    assert [path.name for path in (tmp_path / "filter" / "kept").iterdir()] == ["a.jsonl"]
-    assert "left out: test" in report and "\ntest " not in report
-
-
-def test_domain_rows(tmp_path: Path) -> None:
-    def rows(*names: str) -> list[str]:
-        given = [
-            SourceConfig(name=name, source="reasoning_gym", task="gcd", size=3, domain="maths")
-            for name in names
-        ]
-        with opened(config(tmp_path / "-".join(names), *given)) as out:
-            return [row.split("  ")[0] for row in out._table()[1:]]
-
-    assert rows("maths", "aops") == ["maths", "aops", "domain maths"]
-    assert rows("maths") == ["maths"] and rows("aops") == ["aops", "domain maths"]

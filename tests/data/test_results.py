@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from keel.data.eval_store import Asked
-from keel.data.results import compared, contest_score, results, sets_of, table
+from keel.data.results import compared, contest_score, results, table
 
 
 def sample(thinking: int, small: float, large: float, **more: Any) -> dict[str, Any]:
@@ -38,21 +37,6 @@ def test_unfit_completions_are_not_submitted(unfit: dict[str, Any]) -> None:
     assert contest_score(samples, 1) == pytest.approx(0.3)
     fit = sample(99, 0.3, 0.7, parts={"samples": 1.0, "refusal": 0.0})
     assert contest_score([fit, samples[1]], 1) == pytest.approx(1)
-
-
-def test_contest_without_subtasks() -> None:
-    plain = {"error": 0.0, "finish_reason": "stop", "parts": {}}
-    samples = [
-        {**plain, "correct": 0.0, "thinking": 9},
-        {**plain, "correct": 1.0, "thinking": 3},
-    ]
-    assert [contest_score(samples, n) for n in (1, 2)] == [0, 1]
-
-
-def test_contest_of_older_releases() -> None:
-    plain = {"error": 0.0, "finish_reason": "stop"}  # neither parts nor thinking
-    samples = [{**plain, "correct": 0.0}, {**plain, "correct": 1.0}]
-    assert [contest_score(samples, n) for n in (1, 2)] == [0, 1]
 
 
 def asked(source: str, samples: list[dict[str, Any]], missing: int = 0, number: int = 0) -> Asked:
@@ -99,13 +83,3 @@ def test_compared_by_domain() -> None:
         "all": (4, 0.5),
     }
     assert sets.keys() == results(both(0), [1])["recipe"].keys()
-
-
-def test_domains_of_several_sources() -> None:
-    def of(*names: str) -> list[str]:
-        some = [replace(asked(name, [], 0, n), domain="maths") for n, name in enumerate(names)]
-        code = [replace(asked("code", [], 0, 9), domain="code")]
-        return list(sets_of([*some, *code]))
-
-    assert of("maths", "aops") == ["maths", "aops", "code", "domain maths", "all"]
-    assert of("maths") == ["maths", "code", "all"]

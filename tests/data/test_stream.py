@@ -45,15 +45,6 @@ def test_past_draws(first: int, then: int) -> None:
     assert running.drawn == until
 
 
-def test_past_draws_do_not_sort(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Called at each step, with up to a million prompts."""
-    running = stream(a=50, b=30)
-    running.take(10)
-    since, taken = running.drawn, ids(running.take(10))
-    monkeypatch.setattr("keel.data.stream.digest", lambda _: pytest.fail("an order is made"))
-    assert ids(running.draws(since, running.drawn)) == taken
-
-
 @settings(deadline=None)
 @given(first=st.integers(0, 40), then=st.integers(0, 40))
 def test_restored_stream_continues(first: int, then: int) -> None:
@@ -89,11 +80,6 @@ def test_epochs() -> None:
     assert len(only_a) == 20
 
 
-def test_seed() -> None:
-    assert ids(stream(seed=1).take(20)) == ids(stream(seed=1).take(20))
-    assert ids(stream(seed=1).take(20)) != ids(stream(seed=2).take(20))
-
-
 @settings(deadline=None)
 @given(count=st.integers(1, 100))
 def test_weights(count: int) -> None:
@@ -118,10 +104,3 @@ def test_states_of_other_data(other: dict[str, Any], named: str) -> None:
         stream(**other).restore(state)
     with pytest.raises(ValueError, match="format 0"):
         stream().restore(state | {"format": 0})
-
-
-def test_sources_without_prompts() -> None:
-    with pytest.raises(ValueError, match="'a'"):
-        stream(a=0)
-    with pytest.raises(ValueError, match="weight"):
-        PromptStream({"a": prompts("a", 1)}, weights={"a": 0.0}, seed=0)

@@ -92,28 +92,6 @@ def test_request_and_reply(endpoint: Server) -> None:
     assert kept[0].usd == pytest.approx(57e-6)
 
 
-def test_lone_surrogates_are_replaced(endpoint: Server) -> None:
-    """Models and files may contain lone surrogates."""
-    endpoint.reset()
-    call = {"id": "1", "function": {"name": "look", "arguments": '{"at": "\\ud83d"}'}}
-    message = {"role": "assistant", "content": "a\ud83d", "tool_calls": [call]}
-    endpoint.behave = lambda _: completion(message)
-    author, _ = author_of(endpoint)
-
-    async def twice() -> AuthorReply:
-        try:
-            first = await author.ask([{"role": "user", "content": "\ude00"}], purpose="test")
-            await author.ask([*ASK, first.message()], purpose="test")
-            return first
-        finally:
-            await author.close()
-
-    answer = asyncio.run(twice())
-    assert answer.content == "a?" and isinstance(answer.calls[0], ToolCall)
-    assert answer.calls[0].arguments == {"at": "?"}
-    assert endpoint.requests[0]["messages"][0]["content"] == "?"
-
-
 def test_calls_in_flight_respect_the_budget(endpoint: Server) -> None:
     endpoint.reset()
     endpoint.behave = lambda _: replace(
@@ -217,9 +195,3 @@ def test_overlong_conversation_is_truncated(endpoint: Server, error: str) -> Non
     first, later = asyncio.run(both())
     assert isinstance(first, AuthorLost) and "author.max_tokens = 8192" in str(first)
     assert later == AuthorReply(content="", cut=True)
-
-
-def test_missing_api_key(endpoint: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AUTHORS_KEY", raising=False)
-    with pytest.raises(ValueError):
-        author_of(endpoint, api_key_env="AUTHORS_KEY")

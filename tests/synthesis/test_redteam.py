@@ -7,12 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from keel.configs.schema import DataConfig, SourceConfig
 from keel.data.dataset import load_dataset
-from keel.data.jsonl import load_jsonl
-from keel.rewards.checks import check_spec
 from keel.synthesis.redteam import FRAMINGS, TOPICS, main, requests
 
 
@@ -41,18 +37,3 @@ def test_each_kind_has_a_file_with_equal_topics(tmp_path: Path) -> None:
         data = load_dataset(DataConfig(sources=(one, other)), seed=0)
         assert len(data.heldout["s"]) == 160 == len(set(groups[kind]))
     assert groups["refuse"] == groups["help"]
-
-
-def test_request_file_is_a_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "redteam.jsonl"
-    assert main([str(path), "--count", "6"]) == 0
-    assert "6 requests" in capsys.readouterr().out
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    loaded = load_jsonl(SourceConfig(name="s", source="jsonl", path=str(path)), check_spec)
-    rewards = [item.prompt.reward for item in loaded.items]
-    assert rewards == [{"kind": "refusal", "refuse": line["refuse"]} for line in lines]
-    assert main([str(path)]) == 2  # existing files stay
-    assert "name a new file" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main([str(tmp_path / "more.jsonl"), "--count", "9999"])
-    assert "templates give from 1 to 320" in capsys.readouterr().err

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
-import logging
-import os
 import shutil
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
 from keel.commands.cli import main
-from keel.commands.synthesize import MOST_LOST, Make, make_all, synthesize, told
+from keel.commands.synthesize import MOST_LOST, Make, make_all, told
 from keel.configs.load import load_synthesis
-from keel.configs.schema import ConfigError
 from keel.synthesis.author import AuthorLost, BudgetSpent, CallUsage
-from keel.synthesis.ledger import Ledger, Rejected, TaskOutcome
-from keel.trainer.run.progress import Wait
+from keel.synthesis.ledger import Ledger, Rejected
 from tests.waiting import PATIENCE_S
 
 KEYS = [f"t{n}" for n in range(8)]
@@ -84,28 +77,6 @@ def test_rejected_drafts_are_counted(tmp_path: Path) -> None:
         assert ledger.report() == report
 
 
-def test_progress_is_shown(tmp_path: Path) -> None:
-    waits: list[Wait] = []
-
-    @contextmanager
-    def show(what: str, *, total: int = 0) -> Iterator[Wait]:
-        waits.append(Wait(what, total=total, unit="tasks", clock=lambda: 0.0))
-        yield waits[-1]
-
-    seen: list[str] = []
-
-    async def make(key: str) -> None:
-        seen.append(waits[-1].text())
-        await even(key)
-
-    made(tmp_path, make, stop_at="t3", at_once=1, show=show)
-    assert seen[-1] == "making tasks · 2 of 8 tasks · 1 in flight, 0 model calls · 0 s"
-    made(tmp_path, make, show=show)
-    assert [(wait.before, wait.done) for wait in waits] == [(0, 3), (3, 8)]
-    made(tmp_path, make, show=show)  # no remaining tasks
-    assert len(waits) == 2
-
-
 def test_stopped_synthesis_resumes(tmp_path: Path) -> None:
     requests: list[str] = []
 
@@ -152,16 +123,6 @@ def test_unreachable_author_stops_synthesis(tmp_path: Path) -> None:
     assert why.startswith(f"{MOST_LOST} tasks in a row") and report["made"] == 0
 
 
-def test_pipeline_bug_is_raised_once(tmp_path: Path, logged: list[logging.LogRecord]) -> None:
-    async def make(key: str) -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        made(tmp_path, make)
-    gc.collect()
-    assert not [record for record in logged if record.name == "asyncio"]
-
-
 def test_usage_outlives_the_process(tmp_path: Path) -> None:
     usage = CallUsage(model="m", purpose="write", prompt_tokens=3, completion_tokens=4, usd=0.5)
     with Ledger(tmp_path, {}) as ledger:
@@ -171,20 +132,6 @@ def test_usage_outlives_the_process(tmp_path: Path) -> None:
         lines: list[str] = []
         told(ledger.report(), lines.append)
     assert "  write: 1 calls, 7 tokens, 0.50 USD" in lines
-
-
-def test_foreign_folders_are_refused(tmp_path: Path) -> None:
-    another = pytest.raises(ConfigError)
-    with Ledger(tmp_path / "a", {"seed": 0}):  # an empty ledger does not claim the folder
-        pass
-    with Ledger(tmp_path / "a", {"seed": 1}) as ledger, another:
-        ledger.add(TaskOutcome(key="t0", outcome="kept"))
-        Ledger(ledger.folder, {"seed": 1}).__enter__()
-    with pytest.raises(ConfigError, match="other settings"):
-        Ledger(tmp_path / "a", {"seed": 2}).__enter__()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError):
-        Ledger(tmp_path / "file" / "in", {}).__enter__()
 
 
 RECIPE = """\
@@ -212,33 +159,6 @@ def test_recipes_are_strict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["synthesize", str(recipe)]) == 2
     error = capsys.readouterr().err
     assert "must be the name of an environment variable" in error and "sk-1-2" not in error
-
-
-@pytest.mark.parametrize(("number", "why"), [(signal.SIGINT, KeyboardInterrupt), (0, ConfigError)])
-def test_slow_preparation_can_be_interrupted(
-    number: int, why: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C interrupts blocking work; an unusable corpus prints only its error."""
-
-    class Corpus:
-        ready = False
-
-        async def __aenter__(self) -> Self:
-            os.kill(os.getpid(), number)
-            if not number:
-                raise ConfigError("no corpus")
-            self.ready = True
-            return self
-
-        async def __aexit__(self, *_: object) -> None: ...
-
-    corpus, lines = Corpus(), list[str]()
-    monkeypatch.setattr("keel.commands.synthesize.open_pipeline", lambda *_: corpus)
-    recipe = tmp_path / "tasks.yaml"
-    recipe.write_text(RECIPE.format(out=tmp_path / "out"))
-    with pytest.raises(why):
-        synthesize(load_synthesis(recipe, []), lines.append)
-    assert not corpus.ready and lines == []
 
 
 @pytest.mark.e2e

@@ -9,13 +9,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from huggingface_hub import constants
 
 from keel.configs.schema import ConfigError, ConversationsConfig
 from keel.data.conversations.load import Lessons
 from keel.data.conversations.types import Example
 from tests.data.conversations.sources import chat, load, said, source, write
-from tests.data.rows.hub import MAIN, NAME, serving
 
 
 def test_duplicates_and_questions(tmp_path: Path) -> None:
@@ -45,10 +43,7 @@ def test_held_out_questions_of_all_sources(tmp_path: Path) -> None:
     assert found.report["t"].left_out == {"held out by another source": 2}
     (question,) = {
         Example(
-            origin="",
-            messages=tuple(chat("q3?", "")["messages"]),
-            trained=(1,),
-            thinking=False,
+            origin="", messages=tuple(chat("q3?", "")["messages"]), trained=(1,), thinking=False
         ).question
     }
     found = load(source(one), reserved={question})
@@ -56,80 +51,9 @@ def test_held_out_questions_of_all_sources(tmp_path: Path) -> None:
     assert found.report["s"].left_out == {"held out by data.sources": 1}
 
 
-def test_repeat(tmp_path: Path) -> None:
-    one = write(tmp_path / "a.jsonl", *(chat(f"q{i}?", f"a{i}") for i in range(4)))
-    two = write(tmp_path / "b.jsonl", *(chat(f"p{i}?", f"b{i}") for i in range(8)))
-    three = write(tmp_path / "c.jsonl", chat("r?", "c"))
-    held = source(three, name="only held out", repeat=0, holdout=1)
-    found = load(source(one, repeat=2), source(two, name="t"), held)
-    assert list(found.train.sources) == ["s", "t"] and list(found.heldout) == ["only held out"]
-    found.train.take(16)
-    assert found.train.drawn == {"s": 8, "t": 8}
-
-
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("{", "JSON"),
-        ('{"messages": []}', "`messages`"),
-        (json.dumps(chat("?", "untellable")), r"sft\.sources\[s\]"),
-        (json.dumps(chat("?", "unthinkable", thinking=True)), "thinking: without"),
-        (json.dumps(chat("?", "<think>unthinkable</think>a")), "thinking: without"),
-        (json.dumps(chat("?", "always")), "thinking: with,"),
-    ],
-)
-def test_malformed_conversations(tmp_path: Path, line: str, named: str) -> None:
-    path = write(tmp_path / "a.jsonl", chat("?", "a"), line)
-    with pytest.raises(ConfigError, match=rf"a\.jsonl:2: .*{named}.*on_bad_line: skip"):
-        load(source(path))
-    found = load(source(path, on_bad_line="skip"))
-    (reason,) = found.report["s"].skipped
-    assert reason.startswith(f"{path}:2: ") and found.report["s"].left_out == {"malformed": 1}
-
-
-def test_several_malformed_lines(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", chat("?", "a"), "{", "[")
-    with pytest.raises(ConfigError, match=r"a\.jsonl:2: (.|\n)*jsonl:3: "):
-        load(source(path))
-
-
-def test_long_conversations(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", chat("?", "a"), chat("?", "b" * 50))
-    with pytest.raises(ConfigError, match=r"a\.jsonl:2 .*sft\.max_context_tokens = 40"):
-        load(source(path), max_context_tokens=40)
-    found = load(source(path), max_context_tokens=40, long_conversations="drop")
-    assert found.report["s"].left_out == {"too long": 1}
-
-
-@pytest.mark.parametrize(
-    ("knobs", "named"),
-    [
-        ({"path": "absent.jsonl"}, r"sft\.sources\[s\]\.path"),
-        ({"holdout": 2}, "holdout = 2"),
-        ({"holdout": 3}, "holdout = 3"),
-        ({"source": "trajectories"}, r"a\.jsonl:1"),
-        (
-            {"source": "solutions", "path": "", "task": "chain_sum", "size": 2},
-            r"sft\.sources\[s\]\.task",
-        ),
-        ({"source": "solutions", "path": "", "task": "no_such", "size": 2}, "no_such"),
-    ],
-)
-def test_empty_sources(tmp_path: Path, knobs: dict[str, Any], named: str) -> None:
-    path = write(tmp_path / "a.jsonl", chat("?", "a"), chat("!", "b"))
-    with pytest.raises(ConfigError, match=named):
-        load(source(knobs.pop("path", path), **knobs))
-
-
 @pytest.mark.parametrize(
     ("sizes", "holdout", "held"),
-    [
-        ([9, 1], 1, 1),
-        ([9, 3, 3], 3, 3),
-        ([4, 5, 6], 3, 4),
-        ([3, 5], 4, 5),
-        ([3, 5], 3, 3),
-    ],
+    [([9, 1], 1, 1), ([9, 3, 3], 3, 3), ([4, 5, 6], 3, 4), ([3, 5], 4, 5), ([3, 5], 3, 3)],
 )
 def test_holdout_takes_whole_questions(
     tmp_path: Path, sizes: list[int], holdout: int, held: int
@@ -143,16 +67,6 @@ def test_holdout_takes_whole_questions(
         for part in (found.heldout["s"], found.train.sources["s"])
     ]
     assert not questions[0] & questions[1]
-
-
-def test_errors_of_empty_sources(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", "{", "[")
-    for knobs in ({}, {"holdout": 1}):
-        with pytest.raises(ConfigError, match=r"a\.jsonl:1: "):
-            load(source(path, on_bad_line="skip", **knobs))
-    path = write(tmp_path / "b.jsonl", *(chat("?", f"{i}") for i in range(5)))
-    with pytest.raises(ConfigError, match="holdout = 1"):
-        load(source(path, holdout=1))
 
 
 def test_worked_solutions(tmp_path: Path) -> None:
@@ -209,56 +123,3 @@ def test_tables_and_columns(tmp_path: Path) -> None:
         found = loaded(str(tmp_path / "named.jsonl"), kind, columns=COLUMNS)
         assert texts(found) == ["1+1?2", "2+2?4"]
         assert found.report["told"].unread == {"out"}
-
-
-def test_csv(tmp_path: Path) -> None:
-    """Column names with spaces, and spellings of true and false."""
-    sheet = "prompt , completion, thinking\n1+1?,2,TRUE\n2+2?,4,false\n3+3?,6,\n"
-    (tmp_path / "a.csv").write_text(sheet)
-    assert texts(loaded(str(tmp_path / "a.csv"))) == ["1+1?2", "2+2?4", "3+3?6"]
-    (tmp_path / "a.csv").write_text(sheet + "4+4?,8,maybe\n")
-    with pytest.raises(ConfigError, match=r"a\.csv:5: `thinking`"):
-        loaded(str(tmp_path / "a.csv"))
-
-
-def test_disabled_prompt_column(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", chat("1+1?", "2", prompt="1+1?", prompt_id="x"))
-    with pytest.raises(ConfigError, match=r"columns: \{prompt: ''\}"):
-        loaded(path, "jsonl")
-    found = loaded(path, "jsonl", columns={"prompt": ""})
-    assert texts(found) == ["1+1?2"] and found.report["told"].unread == {"prompt_id"}
-
-
-@pytest.mark.parametrize(
-    ("columns", "said"),
-    [
-        ({"promt": "instruction"}, r"columns\.promt"),
-        (
-            {"prompt": "instruction", "completion": "output"},
-            r"sft\.sources\[told\]\.columns\.completion = 'output'",
-        ),
-        (
-            {},
-            r"columns: \{prompt: instruction, completion: COLUMN\}",
-        ),
-        (
-            {"prompt": "instruction"},
-            r"sft\.sources\[told\]\.columns: \{completion: COLUMN\}",
-        ),
-    ],
-)
-def test_missing_columns(columns: dict[str, str], said: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "named.jsonl", {"instruction": "1+1?", "out": "2"})
-    with pytest.raises(ConfigError, match=said):
-        loaded(path, columns=columns)
-    with pytest.raises(ConfigError, match=r"sft\.sources\[told\]\.path"):
-        loaded(str(tmp_path / "names.jsonl"))
-
-
-def test_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = b'{"prompt": "1+1?", "completion": "2"}\n'
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    with serving(monkeypatch, {MAIN: {"train.jsonl": content}}):
-        assert texts(loaded(NAME, "hub")) == ["1+1?2"]
-        with pytest.raises(ConfigError, match=r"sft\.sources\[told\]\.path"):
-            loaded(NAME, "hub", split="test")

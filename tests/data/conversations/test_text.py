@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from keel.configs.schema import ConfigError, ConversationsConfig, SftConfig
 from keel.data.conversations.load import Lessons, load_lessons
 from keel.data.conversations.retrieval import answers, retrieval_texts
 from keel.data.conversations.text import Encoded
-from keel.rl.sft import SftExample
 
 BEGIN, END = 1, 2
 
@@ -65,38 +63,6 @@ def test_every_token_is_learned_once(tmp_path: Path) -> None:
     assert report.left_out == {"files of other kinds (picture.png)": 1, "repeated": 1}
 
 
-@pytest.mark.parametrize("compressed", [False, True])
-def test_kinds_of_file(tmp_path: Path, compressed: bool) -> None:
-    files = {
-        "BOOK.TXT": "\ufeffaaa",
-        "b.md": "bbb",
-        "CORPUS.JSONL": '{"text": "ccc"}\n',
-        "list.json": '[{"text": "ddd"},\n {"text": "eee"}]',
-        "docs.csv": "id,text\n1,fff\n",
-    }
-    for name, content in files.items():
-        raw = content.encode()
-        path = tmp_path / (f"{name}.gz" if compressed else name)
-        path.write_bytes(gzip.compress(raw) if compressed else raw)
-    arrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
-    parquet.write_table(arrow.Table.from_pylist([{"text": "ggg"}]), tmp_path / "t.parquet")
-    lessons = load(tmp_path)
-    assert set(learned(lessons)) == set("abcdefg") and not lessons.report["s"].left_out
-
-
-def test_whole_documents_are_held_out(tmp_path: Path) -> None:
-    for letter in "abcdef":
-        (tmp_path / f"{letter}.txt").write_text(letter * 9)
-    lessons = load(tmp_path, holdout=4)
-    assert lessons.report["s"].heldout == 4 and lessons.report["s"].learned == 8
-
-    def letters(some: list[SftExample]) -> set[int]:
-        return {int(np.median(lesson.segments[0].token_ids_T)) for lesson in some}
-
-    held = letters(list(lessons.heldout["s"]))
-    assert len(held) == 2 and not held & letters(lessons.train.take(8))
-
-
 def test_end_of_a_long_document_is_held_out(tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("a" * 5 + "b" * 30)
     lessons = load(tmp_path, holdout=2)
@@ -117,12 +83,6 @@ def test_end_of_a_long_document_is_held_out(tmp_path: Path) -> None:
     for holdout in (9, 10):
         with pytest.raises(ConfigError, match=f"holdout = {holdout}"):
             load(tmp_path, holdout=holdout)
-
-
-def test_tokenizer_without_eos() -> None:
-    none: Any = None
-    with pytest.raises(ValueError, match=r"model\.tokenizer"):
-        Encoded(lambda text: list(text.encode()), (), (none,))
 
 
 def test_retrieval_texts() -> None:
@@ -176,36 +136,3 @@ def test_malformed_documents(tmp_path: Path, name: str, content: bytes, named: s
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=named):
         load(tmp_path)
-
-
-def test_skipped_documents(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": 5}\n')
-    (tmp_path / "b.txt").write_text("")
-    report = load(tmp_path, on_bad_line="skip").report["s"]
-    assert (report.learned, report.left_out) == (1, {"malformed": 2})
-    (tmp_path / "a.jsonl").unlink()
-    with pytest.raises(ConfigError, match=r"b\.txt"):
-        load(tmp_path, on_bad_line="skip")
-    (tmp_path / "corpus").write_text("text")
-    for path in ("absent.txt", "corpus"):
-        with pytest.raises(ConfigError, match=path):
-            load(tmp_path / path)
-
-
-@pytest.mark.parametrize(
-    ("knobs", "said"),
-    [
-        ({"source": "text"}, r"path = ''"),
-        ({"source": "retrieval", "size": 3}, "length = 0"),
-        ({"source": "retrieval", "length": 30}, "size = 0: must be at least 1"),
-        ({"source": "text", "path": "a.txt", "length": 3}, "length = 3"),
-        (
-            {"source": "retrieval", "length": 30, "size": 3, "params": {"words": 3}},
-            r"params = ",
-        ),
-        ({"source": "text", "path": "a.txt", "system": "x"}, "system = 'x'"),
-    ],
-)
-def test_invalid_knobs(knobs: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        ConversationsConfig(name="s", **knobs)

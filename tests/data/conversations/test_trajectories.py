@@ -78,9 +78,7 @@ def test_selection_and_tokens(tmp_path: Path) -> None:
         load(source(str(tmp_path), **knobs))
 
 
-def test_most_per_prompt_counts_learned_ones(
-    tmp_path: Path,
-) -> None:
+def test_most_per_prompt_counts_learned_ones(tmp_path: Path) -> None:
     def of(prompt: str, said: str) -> dict[str, Any]:
         return {**trajectory(prompt, 1.0, tokenizer="another"), **chat(f"{prompt}?", said)}
 
@@ -95,27 +93,6 @@ def test_most_per_prompt_counts_learned_ones(
     assert found.report["s"].left_out == left
     found = load(source(path, size=3, **knobs), **drop)
     assert said(found.train.sources["s"]) == {"short", "same", "other"}
-
-
-def test_empty_turns(
-    tmp_path: Path,
-) -> None:
-    empty = {**trajectory("a", 1.0), **chat("go", "")}
-    found = load(source(write(tmp_path / "a.jsonl", empty), source="trajectories"))
-    assert (found.report["s"].learned, found.report["s"].sampled) == (1, 1)
-    path = write(tmp_path / "b.jsonl", {**empty, "tokenizer": "another"})
-    with pytest.raises(ConfigError, match=r"`messages\[1\]`"):
-        load(source(path, source="trajectories"))
-
-
-def test_incomplete_turns_keep_their_tokens(tmp_path: Path) -> None:
-    """Such as a single malformed call, which a template cannot render."""
-    malformed = trajectory("a", 1.0)
-    malformed["messages"][-1]["weight"] = 0
-    path = write(tmp_path / "a.jsonl", malformed, {**malformed, "id": "b", "tokenizer": "another"})
-    report = load(source(path, source="trajectories")).report["s"]
-    assert (report.learned, report.sampled) == (1, 1)
-    assert report.left_out == {"no whole turn": 1}
 
 
 @pytest.mark.parametrize(
@@ -133,17 +110,6 @@ def test_changed_prompts_are_rendered_again(
     path = write(tmp_path / "step.jsonl", trajectory("a1", 1.0, thinking=False))
     found = load(source(path, source="trajectories", **knobs))
     assert found.report["s"].sampled == (not rendered)
-
-
-def test_tokens_only_of_trajectories(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", trajectory("a1", 0.0, tokenizer="another"))
-    found = load(source(path))
-    report = found.report["s"]
-    assert (report.learned, report.sampled) == (1, 0) and "segments" in report.unread
-    for knob in ({"least_reward": 0.5}, {"reward": "style"}, {"cut": True}, {"most_per_prompt": 1}):
-        (name,) = knob
-        with pytest.raises(ConfigError, match=rf"{name} = "):
-            source(path, **knob)
 
 
 def test_held_out_prompts_are_not_learned(tmp_path: Path) -> None:

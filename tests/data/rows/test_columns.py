@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-from keel.configs.load import load_config
-from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
+from keel.configs.schema import ConfigError, SourceConfig
 from keel.configs.sections.evaluation import BOXED
-from keel.data.dataset import load_dataset
 from keel.data.items import Loaded
 from keel.data.jsonl import load_jsonl
-from keel.data.summary import literal_lines, source_lines
 from keel.rewards.checks import check_spec
 from keel.rewards.rules.verifiers import verifier_for
 
@@ -53,17 +50,7 @@ def test_answer_after_a_mark(tmp_path: Path) -> None:
         assert "rows.jsonl:2: `answer`" in error and "data.sources[s].answer_after" in error
 
 
-def test_template_without_its_column(tmp_path: Path) -> None:
-    row = {"question": "How many?", "answer": "24", "hint": "Count."}
-    error = error_of(tmp_path, row, template="boxed", columns={"prompt": "qestion"})
-    assert "data.sources[s].columns.prompt" in error and "`question`" in error
-    assert "columns: {prompt: question}" in error_of(tmp_path, row, template="boxed")
-    assert "{hint}" in error_of(tmp_path, row, template="{question} {hnit}")
-
-
-def test_missing_answers_are_errors_with_functions(
-    tmp_path: Path,
-) -> None:
+def test_missing_answers_are_errors_with_functions(tmp_path: Path) -> None:
     """Otherwise the functions' mean would count as `correct`."""
     whole, lacks = {"task": "a", "gold": "1"}, {"task": "b", "gold": None}
     columns = {"prompt": "task", "answer": "gold"}
@@ -74,25 +61,8 @@ def test_missing_answers_are_errors_with_functions(
     assert len(skipping.items) == len(skipping.skipped) == 1
 
 
-def test_rows_judged_by_functions_only(tmp_path: Path) -> None:
-    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b"}, {"prompt": "c", "answer": None}]
-    made = source(tmp_path, *rows, **OWN)
-    assert load_jsonl(made, check_spec).unanswered == 2
-    data = DataConfig(sources=(made,))
-    dataset = load_dataset(data, seed=0)
-    (line,) = source_lines(Config(data=data), dataset)
-    assert "functions" in line
-    assert load(tmp_path, *rows[1:], **OWN).unanswered == 0
-
-
 def test_functions_receive_columns(tmp_path: Path) -> None:
-    row = {
-        "problem": "a",
-        "solution": 0.10,
-        "answer": "all",
-        "level": 3,
-        "reward_model": {"x": 1},
-    }
+    row = {"problem": "a", "solution": 0.10, "answer": "all", "level": 3, "reward_model": {"x": 1}}
     columns = {"prompt": "problem", "answer": "solution"}
     (item,) = load(tmp_path, row, columns=columns, **OWN).items
     further = {"answer": "all", "level": 3, "reward_model": {"x": 1}}
@@ -100,47 +70,6 @@ def test_functions_receive_columns(tmp_path: Path) -> None:
     nested = {"prompt": "problem", "answer": "reward_model.x"}
     (item,) = load(tmp_path, row, columns=nested, **OWN).items
     assert item.prompt.reward["answer"] == "1"
-
-
-@pytest.mark.parametrize(
-    ("row", "further"),
-    [
-        ({"reference": "r", "language": "de", "partial": True, "match": "m"}, ...),
-        ({"answer": "1", "language": "de", "tolerance": 0.1}, {"language": "de"}),
-        ({"answer": "1", "match": "exact", "tolerance": 0.1}, {"tolerance": 0.1}),
-        (
-            {"criteria": [CRITERION], "reference": "r", "match": "m"},
-            {"match": "m"},
-        ),
-        ({"environment": {"a": 1}}, ...),
-        ({"partial": None}, {}),
-    ],
-)
-def test_unused_keys_are_columns(tmp_path: Path, row: dict[str, Any], further: Any) -> None:
-    given = {"prompt": "a", "id": "1", "topic": "t", **row}
-    (item,) = load(tmp_path, given, **OWN).items
-    assert item.prompt.reward["columns"] == {"topic": "t", **(row if further is ... else further)}
-    renamed = {**given, "ref": given.pop("reference", "r")}
-    (item,) = load(tmp_path, renamed, columns={"reference": "ref"}, **OWN).items
-    assert ("ref" in item.prompt.reward["columns"]) == ("criteria" not in row)
-
-
-@pytest.mark.parametrize(
-    "judged",
-    [
-        {"answer": "4"},
-        {"criteria": [{"name": "n", "text": "t", "weight": 1}]},
-        {"tests": [{"stdin": "1", "stdout": "1"}]},
-        {"refuse": True},
-        {"reward": {"kind": "proof"}},
-        {"reward": {"kind": "verification", "problem": "p", "proof": "q", "score": 1}},
-        {},
-    ],
-    ids=str,
-)
-def test_functions_receive_columns_with_any_reward(tmp_path: Path, judged: dict[str, Any]) -> None:
-    (item,) = load(tmp_path, {"prompt": "a", **judged, "level": 3}, **OWN).items
-    assert item.prompt.reward["columns"] == {"level": 3}
 
 
 def test_null_is_absent(tmp_path: Path) -> None:
@@ -183,11 +112,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"template": "boxed"},
         "template",
     ),
-    (
-        {"messages": [{"role": "user", "content": "a"}] * 2, "answer": "1"},
-        {"raw": True},
-        "raw",
-    ),
+    ({"messages": [{"role": "user", "content": "a"}] * 2, "answer": "1"}, {"raw": True}, "raw"),
 ]
 
 
@@ -196,23 +121,6 @@ def test_unfitting_rows(
     row: dict[str, Any], knobs: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     assert named in error_of(tmp_path, row, **knobs)
-
-
-def test_column_missing_in_one_row(tmp_path: Path) -> None:
-    rows = [{"question": "a", "answer": "1"}, {"asked": "b", "answer": "1"}]
-    columns = {"prompt": "question"}
-    error = error_of(tmp_path, *rows, columns=columns)
-    assert "rows.jsonl:2: " in error and "data.sources[s].columns" in error
-    loaded = load(tmp_path, *reversed(rows), columns=columns, on_bad_line="skip")
-    assert len(loaded.items) == 1 and "rows.jsonl:1: " in loaded.skipped[0]
-
-
-def test_keys_can_be_disabled(tmp_path: Path) -> None:
-    row = {"prompt": "a", "answer": "1", "tests": "public", "tolerence": "wide"}
-    columns = {"tests": "", "tolerance": ""}
-    loaded = load(tmp_path, row, columns=columns)
-    assert loaded.items[0].prompt.reward == {"kind": "answer", "answer": "1", "match": "math"}
-    assert set(loaded.unread) == {"tests", "tolerence"}
 
 
 def test_unread_columns(tmp_path: Path) -> None:
@@ -224,12 +132,6 @@ def test_unread_columns(tmp_path: Path) -> None:
     template = "{level} {topic} {prompt}"
     assert set(load(tmp_path, rows[1], template=template).unread) == {"tools"}
     assert not load(tmp_path, *rows, **OWN).unread
-
-
-def test_nested_columns_count_as_read(tmp_path: Path) -> None:
-    row = {"prompt": "a", "reward_model": {"ground_truth": "1", "style": "rule"}, "level": 1}
-    loaded = load(tmp_path, row, columns={"answer": "reward_model.ground_truth"})
-    assert set(loaded.unread) == {"level"}
 
 
 def test_templates(tmp_path: Path) -> None:
@@ -256,40 +158,3 @@ def test_templates_keep_the_question(tmp_path: Path) -> None:
     assert len({item.question for item in own}) == 3
     plain = load(tmp_path, rows[0]).items[0]
     assert load(tmp_path, rows[0], template="boxed").items[0].question == plain.question
-
-
-def test_raw_prompts(tmp_path: Path) -> None:
-    (item,) = load(tmp_path, {"prompt": "Q: a\nA:", "answer": "b"}, raw=True).items
-    assert (
-        item.prompt.raw and not load(tmp_path, {"prompt": "a", "answer": "b"}).items[0].prompt.raw
-    )
-    for knobs, words in (
-        ({"system": "Be brief."}, r"data.sources\[s\].system = 'Be brief.'"),
-        ({"system_template": "reasoning"}, r"system_template = 'reasoning'"),
-        ({"environment": {"target": "a:B"}}, r"data.sources\[s\].raw = True"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            load_dataset_of(tmp_path, knobs)
-
-
-def load_dataset_of(folder: Path, knobs: dict[str, Any]) -> None:
-    path = source(folder, {"prompt": "a", "answer": "b"}).path
-    one = {"name": "s", "source": "jsonl", "path": path, "raw": True, **knobs}
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(json.dumps({"data": {"sources": [one]}}))
-    load_dataset(load_config(recipe).data, seed=0)
-
-
-@pytest.mark.parametrize(
-    ("system", "named"),
-    [
-        ("Answer in {language}.", "{language}"),
-        ("{rules}", "{rules}"),
-        (r"Write \boxed{answer}, \frac{a}{b}, x_{i}, 2^{n} or \{x\}.", ""),
-        ('Write {"answer": 1}, {} or {{answer}}.', ""),
-    ],
-)
-def test_template_like_system_messages(tmp_path: Path, system: str, named: str) -> None:
-    lines = literal_lines(Config(data=DataConfig(sources=(source(tmp_path, system=system),))))
-    assert len(lines) == bool(named)
-    assert all("data.sources[s].system" in line and named in line for line in lines)

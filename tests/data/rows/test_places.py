@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.utils import (
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    enable_progress_bars,
-)
 
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.jsonl import load_jsonl
-from keel.data.rows import places
 from keel.data.rows.places import FilesNotFound, cached_places, choose_files, files_of
-from tests.data.rows.hub import CONVERTED, MAIN, NAME, serving
+from tests.data.rows.hub import MAIN, NAME, serving
 
 LINES = b'{"question": "1+1?", "answer": "so #### 2"}\n{"question": "1+2?", "answer": "#### 3"}\n'
 GSM8K: dict[str, Any] = {"columns": {"prompt": "question"}, "answer_after": "####"}
@@ -142,15 +135,6 @@ def test_hub_dataset(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [place.name for place in cached_places()] == ["datasets--owner--sums"]
 
 
-def test_converted_dataset(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {MAIN: {"sums.xml": b""}, CONVERTED: {"default/train/0000.jsonl": LINES}}
-    with serving(monkeypatch, files):
-        assert len(load_jsonl(of_hub()).items) == 2
-    assert len(load_jsonl(of_hub(), hub_answers=lambda: False).items) == 2
-    with serving(monkeypatch, {MAIN: {"sums.xml": b""}}):
-        assert "data.sources[s].path" in error_of(of_hub())
-
-
 def test_incomplete_download(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"train/1.jsonl": LINES, "train/2.jsonl": b'{"question": "?", "answer": "#### 9"}'}
     with serving(monkeypatch, {MAIN: parts}):
@@ -158,36 +142,6 @@ def test_incomplete_download(cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (second,) = cache.rglob("2.jsonl")
     second.unlink()
     assert "data.sources[s].path" in error_of(of_hub(), hub_answers=lambda: False)
-
-
-def test_download_progress(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progress bars are otherwise disabled for the live view."""
-    for module in (constants, sys.modules["huggingface_hub.utils.tqdm"]):
-        monkeypatch.setattr(module, "HF_HUB_DISABLE_PROGRESS_BARS", None)
-    shown: list[bool] = []
-
-    def download(**_: Any) -> str:
-        shown.append(not are_progress_bars_disabled())
-        return str(filled(tmp_path / "there", "train.jsonl"))
-
-    monkeypatch.setattr(places, "snapshot_download", download)
-    before = are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        with serving(monkeypatch, {MAIN: {"train.jsonl": LINES}}):
-            assert len(load_jsonl(of_hub()).items) == 2
-        assert shown == [True] and are_progress_bars_disabled()
-    finally:
-        if not before:
-            enable_progress_bars()
-
-
-def test_hub_errors(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(monkeypatch, {MAIN: {}}):
-        pass
-    assert "data.sources[s].path" in error_of(of_hub())
-    error = error_of(of_hub(), hub_answers=lambda: False)
-    assert "data.sources[s].path" in error and "hf download" in error
 
 
 def error_of(source: SourceConfig, **options: Any) -> str:

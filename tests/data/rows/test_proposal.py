@@ -11,7 +11,7 @@ import pytest
 
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.jsonl import load_jsonl
-from keel.data.rows.proposal import MAX_ROWS, Proposal, all_maths, propose
+from keel.data.rows.proposal import Proposal, propose
 
 
 def lines(folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "rows.jsonl") -> str:
@@ -45,18 +45,8 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, str], str]] = {
     "programs": ({"prompt": "Sort.", "tests": [{"stdin": "1", "stdout": "1"}]}, "tests", {}, ""),
     "a rubric": ({"question": "Why?", "criteria": []}, "criteria", {"prompt": "question"}, ""),
     "two verdicts": ({"prompt": "?", "answer": "1", "tests": "x"}, "maths", {"tests": ""}, ""),
-    "two prompts": (
-        {"prompt": "?", "messages": [], "answer": "1"},
-        "maths",
-        {"messages": ""},
-        "",
-    ),
-    "whole solutions": (
-        {"prompt": "?", "solution": "First we note that " * 12},
-        "nothing",
-        {},
-        "",
-    ),
+    "two prompts": ({"prompt": "?", "messages": [], "answer": "1"}, "maths", {"messages": ""}, ""),
+    "whole solutions": ({"prompt": "?", "solution": "First we note that " * 12}, "nothing", {}, ""),
     "prompts alone": ({"prompt": "Write a poem.", "id": 3}, "nothing", {}, ""),
 }
 
@@ -86,14 +76,6 @@ def test_proposed_source_loads(case: str, tmp_path: Path) -> None:
     assert len(prompts[0].reward["answer"]) < 15
 
 
-def test_all_maths() -> None:
-    assert all_maths(["42", "-1.5", "$3", "50%", "1/2", "\\sqrt{2}", "x + 1", "(2, 3)", "3 km"])
-    for text in ("Paris", "the dog", "12 apples and pears", ""):
-        assert not all_maths([text]), text
-    assert all_maths(["1"] * 19 + ["none of them"])
-    assert not all_maths([])
-
-
 def test_named_columns(tmp_path: Path) -> None:
     row = {"prompt": "?", "answer": "wrong one", "text": "ask this", "gold": "7"}
     found = of(tmp_path, row, prompt="text", answer="gold")
@@ -103,27 +85,3 @@ def test_named_columns(tmp_path: Path) -> None:
         of(tmp_path, row, answer="goldd")
     with pytest.raises(ConfigError, match="a, b"):
         of(tmp_path, {"a": 1, "b": 2})
-
-
-def test_kinds_of_source(tmp_path: Path) -> None:
-    sheet = tmp_path / "sums.csv"
-    sheet.write_text("question,answer,boxed\nPut 1+1 into a \\boxed{},2,x\n")
-    found = propose(str(sheet))
-    assert (found.kind, found.boxed, found.judged) == ("file", True, "maths")
-    lines(tmp_path, [{"prompt": "?", "answer": "1"}], "train.jsonl")
-    sheet.unlink()
-    assert propose(str(tmp_path)).kind == "file"
-    for missing in (str(tmp_path / "nothere.jsonl"), "nothere"):
-        with pytest.raises(ConfigError, match="no such file"):
-            propose(missing)
-    with pytest.raises(ConfigError, match="hub"):
-        propose("some-owner/some-data", hub_answers=lambda: False)
-
-
-def test_few_rows_are_read(tmp_path: Path) -> None:
-    path = lines(tmp_path, [{"prompt": "a", "answer": "1"}] * MAX_ROWS + [{"prompt": "b" * 99}] * 2)
-    found = propose(path)
-    assert (found.rows, found.whole, found.longest) == (MAX_ROWS, False, 1)
-    Path(path).write_text("not JSON\n")
-    with pytest.raises(ConfigError, match=r"rows\.jsonl"):
-        propose(path)

@@ -13,7 +13,6 @@ import pytest
 
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.jsonl import load_jsonl
-from keel.data.rows.read import BadLine, object_of
 from keel.rewards.checks import check_spec
 
 ROWS: list[dict[str, Any]] = [
@@ -41,15 +40,6 @@ def error_of(path: Path, **knobs: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         load_jsonl(source(path, **knobs), check_spec)
     return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("line", "column"),
-    [(b'{"a": 1\n', 8), (b'{"a": 1', 8), (b'{"a": 1  \r\n', 8), (b'{"a" 1}\n', 6), (b"x\n", 1)],
-)
-def test_column_of_a_json_error(line: bytes, column: int) -> None:
-    with pytest.raises(BadLine, match=rf"\(column {column}\)$"):
-        object_of(line)
 
 
 TEXTS = {
@@ -113,15 +103,6 @@ def test_tables(name: str, tmp_path: Path) -> None:
     assert f"{path}, row 2: " in error_of(path)
 
 
-@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
-def test_unreadable_tables(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("pyarrow", reason="no pyarrow")
-    (tmp_path / name).write_bytes(b"PAR1 and no table")
-    assert "data.sources[s].path" in error_of(tmp_path / name)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "pip install 'pyarrow" in error_of(tmp_path / name)
-
-
 BAD: dict[str, tuple[str | bytes, str]] = {
     "comma.json": ('[\n{"prompt": "a", "answer": "b"}\n{}]', "comma.json:3: "),
     "cut.json": ('[{"prompt": "a", "answer": "b"},\n{"prompt"', "cut.json:2: "),
@@ -148,12 +129,6 @@ def test_position_of_a_malformed_row(name: str, tmp_path: Path) -> None:
     assert place in error_of(tmp_path / name)
 
 
-def test_empty_split(tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_text("prompt,answer\n1+1?,2\n")
-    (tmp_path / "test.csv").write_text("prompt,answer\n")
-    assert "'test'" in error_of(tmp_path, split="test")
-
-
 def test_skipping_malformed_csv_rows(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text(' prompt,answer \n1+1?,2\n"a"b,2\n2+2?,4\n')
@@ -163,40 +138,3 @@ def test_skipping_malformed_csv_rows(tmp_path: Path) -> None:
     assert reason.startswith(f"{path}:3: ")
     path.write_text('prompt,answer\n1+1?,2\n"a,2\n2+2?,4\n')
     assert "a.csv:3: " in error_of(path, on_bad_line="skip"), "an open quote spans further rows"
-
-
-LISTS = {
-    "list.json": (json.dumps(ROWS), "source: file"),
-    "list.jsonl": (json.dumps(ROWS), "source: file"),
-    "pretty.jsonl": (json.dumps(ROWS, indent=1), "source: file"),
-    "broken.jsonl": ('[{"prompt": "a"},\n{"prompt": "b"}]', "source: file"),
-    "lists.jsonl": ('[{"prompt": "a"}]\n' * 2, "lists.jsonl:1: "),
-    "cut.jsonl": ('[{"prompt": "a"', "cut.jsonl:1: "),
-    "dated.jsonl": ('[2024-01-01] exported\n{"prompt": "a"}\n', "dated.jsonl:1: "),
-}
-
-
-@pytest.mark.parametrize("name", LISTS)
-def test_json_lists_as_lines(name: str, tmp_path: Path) -> None:
-    content, words = LISTS[name]
-    (tmp_path / name).write_text(content)
-    error = error_of(tmp_path / name, source="jsonl")
-    assert words in error and ("source: file" in error) == (words == "source: file")
-
-
-@pytest.mark.parametrize(
-    ("path", "knobs", "named"),
-    [
-        ("a.csv", {"source": "jsonl"}, "source: file"),
-        ("/data/sums", {"source": "hub"}, "owner/name"),
-        ("a", {"source": "jsonl", "split": "test"}, "split"),
-    ],
-)
-def test_wrong_kind_of_source(path: str, knobs: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        source(Path(path), **knobs)
-
-
-def test_similar_file_names(tmp_path: Path) -> None:
-    (tmp_path / "sums.csv").write_text("")
-    assert "sums.csv" in error_of(tmp_path / "sum.csv")

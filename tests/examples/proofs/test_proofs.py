@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from keel.agents.env_process.client import Hosted, Program
 from keel.configs.schema import SourceConfig
 from keel.data.eval_store import asked_of
 from keel.data.jsonl import load_jsonl
@@ -18,7 +16,6 @@ from keel.examples.proofs.__main__ import main
 from keel.examples.proofs.refine import Refine
 from keel.rewards.checks import check_spec
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
-from tests.agents.episodes import run, transcript
 
 
 def answer(score: str, solution: str = "QED") -> str:
@@ -41,31 +38,6 @@ def test_revisions_are_bounded() -> None:
     assert refine.verdict((), "stop") == {"claimed": 0.5, "revised": 1.0}
     with pytest.raises(ValueError):
         Refine(most=0)
-
-
-@pytest.mark.e2e
-def test_as_an_environment() -> None:
-    task = Prompt(
-        prompt_id="p",
-        domain="proofs",
-        messages=({"role": "user", "content": "Prove it."},),
-        reward={"kind": "proof"},
-    )
-
-    async def episode() -> Any:
-        program = Program(target="keel.examples.proofs.refine:Refine", arguments={"most": 1})
-        environment = Hosted(program)
-        try:
-            opening = await environment.open(task, seed=1)
-            assert list(opening.messages) == list(task.messages) and not opening.tools
-            again = await environment.reply({"role": "assistant", "content": answer("0.5")})
-            assert again is not None and again["role"] == "user"
-            assert await environment.reply({"role": "assistant", "content": answer("0.5")}) is None
-            return await environment.verdict(transcript())
-        finally:
-            await environment.close()
-
-    assert run(episode()).parts == {"claimed": 0.5, "revised": 1.0}
 
 
 def evaluation(folder: Path, *graded: tuple[str, float], error: float = 0.0) -> Path:
@@ -119,27 +91,7 @@ def test_graded_proofs_become_tasks(tmp_path: Path, capsys: pytest.CaptureFixtur
     source = SourceConfig(name="v", source="jsonl", path=str(out))
     prompts = [item.prompt for item in load_jsonl(source, check_spec).items]
     pairs = [(prompt.reward["proof"], prompt.reward["score"]) for prompt in prompts]
-    assert pairs == [
-        ("By ? induction.", 1.0),
-        ("Obvious.", 0.0),
-        ("Try 0.", 0.0),
-        ("Half.", 0.5),
-    ]
+    assert pairs == [("By ? induction.", 1.0), ("Obvious.", 0.0), ("Try 0.", 0.0), ("Half.", 0.5)]
     shown = prompts[1].messages[-1]["content"]
     assert "Prove it." in shown and "Obvious." in shown
     assert "Self Evaluation" not in shown and "score" not in shown
-
-
-def test_folder_without_graded_proofs_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = str(tmp_path / "verify.jsonl")
-    assert main([str(tmp_path / "none"), "--out", out]) == 2
-    assert "none/samples.jsonl: No such file" in capsys.readouterr().err
-    failed = evaluation(tmp_path / "a", (answer("1"), 0.0), error=1.0)
-    assert main([str(failed), "--out", out]) == 2
-    assert "no proof with a score" in capsys.readouterr().err
-    with (failed / "samples.jsonl").open("a") as file:
-        file.write('{"id": 3}\n')
-    assert main([str(failed), "--out", out]) == 2
-    assert "samples.jsonl:2: no line of an evaluation of proofs" in capsys.readouterr().err

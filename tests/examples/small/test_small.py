@@ -19,7 +19,7 @@ from keel.configs.load import load_config
 from keel.configs.schema import ConversationsConfig
 from keel.data.conversations.files import read_rows
 from keel.examples.small import demonstrations, lessons, prices, programs, towers
-from keel.examples.small.__main__ import main, make
+from keel.examples.small.__main__ import make
 from keel.model.tiny.demonstrations import conversation_ids
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.turns import ToolCall
@@ -169,12 +169,6 @@ def towers_shown(tower: str, builder: str) -> str:
     """Search result shown in the demonstrations."""
     library = demonstrations._OneDocument(towers.document(tower, builder))
     return Search(ready=library, results=1).search(tower)
-
-
-def test_invalid_counts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["out", "--code", "0"])
-    assert "--code 0: must be from 1 to 1000" in capsys.readouterr().err
 
 
 @pytest.mark.e2e

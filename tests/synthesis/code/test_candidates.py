@@ -5,25 +5,20 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import shutil
 import subprocess
 import tarfile
-import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import pytest
 
 from keel.configs.schema import ConfigError
-from keel.synthesis.author import AuthorLost
-from keel.synthesis.code.candidate import Candidate
 from keel.synthesis.code.filters import check_change, check_leaks, judge
 from keel.synthesis.code.pipeline import outcomes_of
 from keel.synthesis.code.sandboxes import Prefix
-from keel.synthesis.code.setup import PrefixBuilder
-from keel.synthesis.code.sources import ArchiveSource, GitSource, issue_text
+from keel.synthesis.code.sources import ArchiveSource, GitSource
 from keel.synthesis.ledger import Rejected
 from tests.synthesis.authors import ScriptedAuthor
 from tests.synthesis.code.projects import (
@@ -107,22 +102,6 @@ def test_repository_config_runs_no_program(tmp_path: Path) -> None:
     assert ran.exists()
 
 
-@pytest.mark.e2e
-def test_merge_message_and_missing_commit(tmp_path: Path) -> None:
-    squashed = "Merge branch 'adding' (#7)\n\nTotals of nothing are 0."
-    git = repository(tmp_path / "git", ("Begin", BEFORE), (squashed, AFTER))
-    mirror = GitSource(source(git))
-    assert mirror.load(mirror.keys[0]).issue == "Totals of nothing are 0."
-    shutil.rmtree(git / ".git" / "objects")
-    with pytest.raises(Rejected):
-        mirror.load(mirror.keys[0])
-
-
-def test_merge_messages_are_parsed() -> None:
-    said = "Merge pull request #12 from a/b\n\nHandle nothing (#12)\n\nCo-authored-by: B <b@c>\n"
-    assert issue_text(said) == "Handle nothing"
-
-
 def _archive(path: Path, files: Mapping[str, str]) -> str:
     with tarfile.open(path, "w:gz") as archive:
         for name, text in files.items():
@@ -155,91 +134,29 @@ def test_two_releases_with_changelog(tmp_path: Path) -> None:
             ArchiveSource(source(git="", archives=(old, str(broken)))).load("")
 
 
-def test_archive_with_current_folder_and_hard_links(tmp_path: Path) -> None:
-    plain = _archive(tmp_path / "adding-1.0.tar.gz", {**BEFORE, "CHANGES.md": "# 1.0\nFirst.\n"})
-    other, linked = tmp_path / "adding-1.1.tar.gz", {**BEFORE, "CHANGES.md": f"# 1.1\n{ISSUE}\n"}
-    with tarfile.open(other, "w:gz") as archive:
-        for name, text in linked.items():
-            member = tarfile.TarInfo(f"./adding/{name}")
-            member.size = len(text)
-            archive.addfile(member, io.BytesIO(text.encode()))
-        member = tarfile.TarInfo("./adding/NEWS.md")
-        member.type, member.linkname = tarfile.LNKTYPE, "./adding/CHANGES.md"
-        archive.addfile(member)
-        member.linkname = "./adding/nothing"
-    loaded = ArchiveSource(source(git="", archives=(plain, str(other)))).load("")
-    assert loaded.after.keys() == {*linked, "NEWS.md"}
-    assert loaded.after["NEWS.md"] == loaded.after["CHANGES.md"]
-    with tarfile.open(other, "w:gz") as archive:
-        archive.addfile(member)
-    with pytest.raises(Rejected, match="cannot be unpacked"):
-        ArchiveSource(source(git="", archives=(plain, str(other)))).load("")
-
-
-def test_zip_keeps_modes_and_links(tmp_path: Path) -> None:
-    for version in ("1.0", "1.1"):
-        with zipfile.ZipFile(tmp_path / f"adding-{version}.zip", "w") as archive:
-            for name, mode in (("run.sh", 0o100755), ("link", 0o120777), ("CHANGES.md", 0)):
-                member = zipfile.ZipInfo(f"adding/{name}")
-                member.external_attr = mode << 16
-                archive.writestr(member, f"{version}\n{ISSUE}" if mode == 0 else "run.sh")
-    pair = tuple(str(tmp_path / f"adding-{version}.zip") for version in ("1.0", "1.1"))
-    loaded = ArchiveSource(source(git="", archives=pair)).load("")
-    assert {name: kind for name, (kind, _) in loaded.after.items()} == {
-        "run.sh": "x",
-        "link": "l",
-        "CHANGES.md": "f",
-    }
-
-
-@pytest.mark.parametrize(
-    "text", ['project = "x"', "[[project]]", "[project]\nname = ''", "x = " + "[" * 5000]
-)
-def test_foreign_pyproject_is_harmless(text: str) -> None:
-    base = {"pyproject.toml": ("f", text.encode())}
-    change = Candidate(key="k", source=source(), base=base, after={}, issue="", version="1.0")
-    assert change.project == ["adding"]
-
-
 LONG = "\n".join(f"x{n} = {n}" for n in range(500))
 TESTS = {"tests/test_adding.py": NEW_TEST}
 NAMED = {"CMakeLists.txt": "add_library(a new.cpp)", "new.cpp": "int a;", "tests/a.cpp": "int b;"}
-CHEATS: list[tuple[str, str, dict[str, Any]]] = [
-    ("no tests", "touches no test", {"after": {"adding.py": FIXED}}),
-    (
-        "no tests",
-        "only removes tests",
-        {"after": {"adding.py": FIXED, "tests/test_adding.py": None}},
-    ),
-    ("tests only", "no python source", {"after": {**TESTS, "README.md": "Adds!\n"}}),
-    ("binary", "no text", {"after": {**AFTER, "logo.png": b"\x89PNG\0"}}),
-    ("files", "more than 10", {"after": {**AFTER, **{f"f{n}.txt": "f" for n in range(10)}}}),
-    ("lines", "1 to 400 lines", {"after": {**TESTS, "adding.py": LONG}}),
-    ("issue", "fewer than 60", {"issue": "Fix it. (#7)"}),
-    ("issue", "more than 20,000", {"issue": ISSUE * 200}),
-    ("reveals", "has a patch", {"issue": f"{ISSUE}\n@@ -1,3 +1,2 @@\n-a\n+b"}),
-    ("reveals", "links to a change", {"issue": f"{ISSUE} https://git.example.org/a/b/pull/8"}),
-    ("reveals", "lines are in the issue", {"issue": f"{ISSUE} Just write return sum(numbers)"}),
-    (
-        "build",
-        "names a new file",
-        {"before": {"a.txt": ""}, "after": NAMED, "source": source(language="cpp")},
-    ),
+CHEATS: list[tuple[str, dict[str, Any]]] = [
+    ("no tests", {"after": {"adding.py": FIXED}}),
+    ("tests only", {"after": {**TESTS, "README.md": "Adds!\n"}}),
+    ("binary", {"after": {**AFTER, "logo.png": b"\x89PNG\0"}}),
+    ("files", {"after": {**AFTER, **{f"f{n}.txt": "f" for n in range(10)}}}),
+    ("lines", {"after": {**TESTS, "adding.py": LONG}}),
+    ("issue", {"issue": "Fix it. (#7)"}),
+    ("reveals", {"issue": f"{ISSUE}\n@@ -1,3 +1,2 @@\n-a\n+b"}),
+    ("reveals", {"issue": f"{ISSUE} https://git.example.org/a/b/pull/8"}),
+    ("reveals", {"issue": f"{ISSUE} Just write return sum(numbers)"}),
+    ("build", {"before": {"a.txt": ""}, "after": NAMED, "source": source(language="cpp")}),
 ]
 
 
-@pytest.mark.parametrize(("gate", "why", "given"), CHEATS, ids=[why for _, why, _ in CHEATS])
-def test_filters_refuse_candidates(gate: str, why: str, given: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("gate", "given"), CHEATS)
+def test_filters_refuse_candidates(gate: str, given: dict[str, Any]) -> None:
     check_change(candidate(), config())
     with pytest.raises(Rejected) as refused:
         check_change(candidate(**given), config())
     assert refused.value.gate == gate
-
-
-def test_large_repository_is_refused() -> None:
-    much = {**BEFORE, "data.txt": "x" * (3 << 20)}
-    with pytest.raises(Rejected):
-        check_change(candidate(before=much), config(most_tree_mib=1))
 
 
 def test_judge_refuses_low_marks() -> None:
@@ -253,10 +170,7 @@ def test_judge_refuses_low_marks() -> None:
         return marks
 
     assert judged(good) == judged("I like it.", good) == {"clear": 4, "solvable": 5}
-    for replies, _ in (
-        (['{"clear": 5, "solvable": 2}'], "solvable: 2 of 5"),
-        (["no", '{"clear": 5, "solvable": 9}'], "gives no marks"),
-    ):
+    for replies in (['{"clear": 5, "solvable": 2}'], ["no", '{"clear": 5, "solvable": 9}']):
         with pytest.raises(Rejected):
             judged(*replies)
 
@@ -306,26 +220,3 @@ def test_change_installed_by_setup_is_detected(tmp_path: Path) -> None:
     with pytest.raises(Rejected, match="future"):
         check_leaks(one, built, tmp_path, 0.5)
     check_leaks(candidate(), built, tmp_path, 0.5)  # one line is not enough evidence
-
-
-@pytest.mark.e2e
-def test_abandoned_prefix_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Episodes of other tasks could read it, and no list would contain it."""
-    folder = tmp_path / "environment"
-    (folder / "packages").mkdir(parents=True)
-    prefixes = PrefixBuilder(
-        config(source()), ScriptedAuthor([]), tmp_path, cast(Any, Room(folder))
-    )
-
-    async def lost(candidate: Candidate, name: str) -> Prefix:
-        (folder / "prefixes" / name / "lib").mkdir(parents=True)
-        raise AuthorLost("no reply")
-
-    monkeypatch.setattr(prefixes, "_build", lost)
-    with pytest.raises(AuthorLost):
-        asyncio.run(prefixes.of(candidate()))
-    assert not list((folder / "prefixes").glob("*/*"))
-
-
-class Room(NamedTuple):
-    folder: Path

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from keel.agents.environments.code.languages import LANGUAGES
 from keel.synthesis.code.sources import GitSource
 from tests.synthesis.code.projects import ISSUE, config, made, repository, source
 
@@ -73,8 +72,3 @@ def test_project_becomes_a_task(language: str, tmp_path: Path) -> None:
     content: dict[str, Any] = json.loads(path.read_text())
     assert (content["f2p"], content["p2p"], content["canary"]) == expected
     assert content["key"] == GitSource(settings).keys[0]
-
-
-def test_proven_languages_have_a_project() -> None:
-    proven = {name for name, language in LANGUAGES.items() if not language.unproven}
-    assert proven == {*PROJECTS, "python"}

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import stat
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from keel.agents.environments.code import files
 from keel.agents.environments.code.copies import find_packages
-from keel.agents.environments.code.environment import Repository
 from keel.agents.environments.code.grading import Results, grade, graded_tree, read_results
 from keel.agents.environments.code.languages import LANGUAGES, is_grading, matches
 from keel.agents.environments.code.tree import (
@@ -29,9 +24,6 @@ from keel.agents.environments.code.tree import (
     unseal,
     write_tree,
 )
-from keel.synthesis.code import pipeline
-from keel.synthesis.code.pipeline import TASKS
-from keel.synthesis.code.sandboxes import write
 
 TREE: Tree = {
     "a.py": ("f", b"a"),
@@ -176,45 +168,3 @@ def test_installed_packages_are_found_anywhere(tmp_path: Path) -> None:
     packages = find_packages([str(tmp_path)])
     assert {"adding", "deep_one", "single", "packed", "other"} <= set(packages)
     assert "mine" not in packages and "parse" not in packages
-
-
-def test_file_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("a").write_text("1\n2\n3\n")
-    view = {"do": "view", "path": "a", "first": 2, "last": 2}
-    assert files.execute(view) == "     2\t2\n[1 more lines]"
-    edit = {"do": "edit", "path": "a", "old": "2\n", "new": ""}
-    assert files.execute(edit).startswith("a now reads:") and Path("a").read_text() == "1\n3\n"
-    for change, why in (
-        ({"old": "4"}, "in a 0 times"),
-        ({"old": ""}, "is there already"),
-        ({"path": "/dev/null"}, "is no file"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            files.execute({**edit, **change})
-
-
-def test_tasks_are_appended_then_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole: list[int] = []
-
-    def written(path: Path, data: bytes) -> None:
-        whole.append(len(data)) if path.name == TASKS else None
-        write(path, data)
-
-    monkeypatch.setattr(pipeline, "write", written)
-    made: Any = object.__new__(pipeline.CodePipeline)
-    made._folder, made._instances, made._lines = tmp_path, tmp_path / "instances", {}
-    made._instances.mkdir()
-    for key in ("c", "a", "b"):
-        made._keep({"key": key, "prompt": "p", "reward": {}})
-    ids = lambda: [json.loads(x)["id"] for x in (tmp_path / TASKS).read_text().splitlines()]  # noqa: E731
-    assert ids() == ["c", "a", "b"] and not whole, "else a thousandth would write a thousand"
-    asyncio.run(made.__aexit__())
-    assert ids() == ["a", "b", "c"]
-
-
-def test_environment_requires_isolation(tmp_path: Path) -> None:
-    """Outside, it would use the host's /tmp and expose the answers."""
-    with pytest.raises(RuntimeError, match="needs isolation"):
-        Repository(str(tmp_path)).opening({"reward": {}}, 0)
-    assert stat.S_ISDIR(os.stat("/tmp").st_mode)

@@ -16,7 +16,6 @@ from tests.synthesis.code.projects import (
     AFTER,
     BEFORE,
     BROKEN,
-    FIXED,
     ISSUE,
     NEW_TEST,
     OLD_TEST,
@@ -105,18 +104,3 @@ def test_agent_fixes_a_failing_setup(tmp_path: Path) -> None:
     assert prompts[2].startswith("none of 0 tests passes")
     report, _ = made(config(settings), tmp_path / "alone")
     assert "the set-up failed: it cannot be done" in refused(report)["setup"][0]
-
-
-def test_ungradable_gold_patch_is_rejected(tmp_path: Path) -> None:
-    """Tests pass for the commit, but grading restores the changed file."""
-    settings = 'PATH_OF = "first"\n'
-    before = {**BEFORE, "cache/.pytest_cache/x.py": settings, "adding.py": FIXED}
-    test = OLD_TEST + "\n\ndef test_place():\n"
-    test += '    assert "then" in open("cache/.pytest_cache/x.py").read()\n'
-    after = {"cache/.pytest_cache/x.py": 'PATH_OF = "then"\n# A comment, so that it is more.\n'}
-    git = repository(
-        tmp_path / "git", ("Begin", before), (ISSUE, {**after, "tests/test_adding.py": test})
-    )
-    report, lines = made(config(source(git)), tmp_path / "out")
-    assert "the gold patch scores 0" in refused(report)["verdict"][0], lines
-    assert not list((tmp_path / "out" / "environment" / "sealed").iterdir())

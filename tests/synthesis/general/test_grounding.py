@@ -90,9 +90,7 @@ def test_grounded_solutions_pass(
     held(solution, output, monkeypatch)
 
 
-def test_hard_coded_answer_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_hard_coded_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Rejected):
         held(knows, json.dumps(RECORDS), monkeypatch)
 

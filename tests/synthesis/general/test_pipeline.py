@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from keel.agents.types import Transcript
-from keel.commands.cli import main
 from keel.commands.synthesize import make_all
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.synthesis.author import AuthorReply, BudgetSpent
@@ -21,7 +20,6 @@ from keel.synthesis.general.pipeline import GeneralPipeline
 from keel.synthesis.general.sandboxes import GeneralSandboxes
 from keel.synthesis.ledger import Ledger
 from tests.agents.sandboxes import wrap_of
-from tests.rewards.judge.judge_server import Reply, running
 from tests.synthesis.authors import ScriptedAuthor
 from tests.synthesis.general.kit import (
     FRUIT,
@@ -33,7 +31,6 @@ from tests.synthesis.general.kit import (
     VERIFY,
     config,
 )
-from tests.synthesis.test_author import completion
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
@@ -125,12 +122,7 @@ def made(
         with Ledger(out, {}) as ledger:
             async with pipeline:
                 why = await make_all(
-                    pipeline.keys,
-                    pipeline.make,
-                    ledger,
-                    at_once=2,
-                    say=print,
-                    stop=asyncio.Event(),
+                    pipeline.keys, pipeline.make, ledger, at_once=2, say=print, stop=asyncio.Event()
                 )
             return why, ledger.report()
 
@@ -210,21 +202,6 @@ def test_failed_harder_task_keeps_earlier_ones(tmp_path: Path) -> None:
     assert not list((tmp_path / "b/out/tasks").iterdir())
 
 
-def test_deeply_nested_results_are_refused(tmp_path: Path) -> None:
-    """Deep nesting overflows no stack, and the command continues."""
-    deep = (
-        'def deep() -> list:\n    """Deep."""\n    found = []\n'
-        "    for _ in range(900):\n        found = [found]\n    return found\n"
-    )
-    solve = SOLVE.replace("    prices", "    tools.deep()\n    prices", 1)
-    author = ScriptedAuthor(
-        market(task(QUESTIONS[0], solve, VERIFY), tools=[reply(tools=f"{TOOLS}\n\n{deep}")])
-    )
-    why, report, _ = made(tmp_path, author, revisions=0)
-    assert (why, report["kept"]) == ("", 0)
-    assert "nested too deep" in str(report["refused"]["solution"])
-
-
 def test_sqlite_and_resume(tmp_path: Path) -> None:
     """Finished work is kept; unfinished work starts over."""
     tools = TOOLS.replace('database["fruit"]', 'database.execute("SELECT * FROM fruit")')
@@ -259,48 +236,3 @@ def test_sqlite_and_resume(tmp_path: Path) -> None:
     assert (folder / "provenance.json").stat().st_mtime_ns == before
     assert sum(purpose == "tools" for purpose, _ in again.asked) == 1
     assert (folder / "database.sqlite").exists()
-
-
-RECIPE = """\
-family: general
-dir: {dir}/out
-author: {{base_url: "{url}", model: author}}
-reference: {{base_url: "{url}", model: reference}}
-budget: {{tokens: 100000}}
-general:
-  categories: [Fruit markets]
-  documents: {dir}/notes
-  steps: 2
-  attempts: 1
-"""
-
-
-def test_synthesize_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Against a server, with a separate reference model; all usage is counted."""
-    wrap_of()
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes/fruit.txt").write_text("Fruit.")
-    script = market(EASY, HARDER)
-
-    def behave(request: dict[str, Any]) -> Reply:
-        messages, tools = request["messages"], request.get("tools") or []
-        purpose = "attempt" if request["model"] == "reference" else "database"
-        if not tools:
-            purpose = "task" if "QUESTION" in str(messages[-1]).upper() else "tools"
-        answer = script(messages, tools, purpose)
-        answer = AuthorReply(content=answer) if isinstance(answer, str) else answer
-        return completion(dict(answer.message()), prompt_tokens=10, completion_tokens=1)
-
-    with running(behave) as server:
-        recipe = tmp_path / "tasks.yaml"
-        recipe.write_text(RECIPE.format(dir=tmp_path, url=server.url))
-        assert main(["synthesize", str(recipe)]) == 0
-        first = capsys.readouterr().out
-        count = len(server.requests)
-        assert main(["synthesize", str(recipe)]) == 0 and len(server.requests) == count
-    assert "1 of 1: fruit_markets-0 kept" in first and "attempt: 2 calls, 22 tokens" in first
-    report = json.loads((tmp_path / "out/report.json").read_text())
-    assert (report["kept"], report["authors"]) == (1, ["author", "reference"])
-    history = json.loads((tmp_path / "out/tasks/fruit_markets-0/provenance.json").read_text())
-    assert (history["author"], history["reference"]) == ("author", "reference")
-    assert history["passed"] == [1, 0]

@@ -159,10 +159,7 @@ def config_of(folder: Path, **knobs: Any) -> SearchTasksConfig:
 
 
 def world_of(
-    folder: Path,
-    agents: Agents | None = None,
-    author: ScriptedAuthor | None = None,
-    **knobs: Any,
+    folder: Path, agents: Agents | None = None, author: ScriptedAuthor | None = None, **knobs: Any
 ) -> World:
     author = author or ScriptedAuthor(agents or Agents())
     config, out = config_of(folder, **knobs), folder / "out"

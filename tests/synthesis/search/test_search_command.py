@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -72,29 +71,3 @@ def test_recipe_to_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     report = json.loads((out / "report.json").read_text())
     assert report["cost"].keys() == {"question", "answer", "verifier"}
     assert len((out / "tasks.jsonl").read_text().splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("override", "why"),
-    [
-        ("search.corpus=''", "search.corpus = '': name a folder"),
-        (
-            "search.verifier={modell: x}",
-            "search.verifier = {'modell': 'x'}: not what an author has",
-        ),
-        ("search.answerers=[{author: {api_key_env: NO_SUCH_KEY}}]", "NO_SUCH_KEY"),
-        ("search.answerers=[]", "search.answerers = 0: name 1 to 24"),
-        ("search.languages=[english]", "must be ISO 639-1 codes"),
-        ("search.depht=2", "search.depth"),
-    ],
-)
-def test_wrong_recipes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, why: str
-) -> None:
-    path = tmp_path / "recipe.yaml"
-    author = {"base_url": "http://localhost:1/v1", "model": "m"}
-    search = {"corpus": str(tmp_path)}
-    recipe = {"family": "search", "dir": str(tmp_path / "out"), "author": author, "search": search}
-    path.write_text(yaml.safe_dump(recipe))
-    assert main(["synthesize", str(path), override]) == 2
-    assert re.match(r"[\w.]+", why)[0] in (error := capsys.readouterr().err), error  # type: ignore[index]

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from keel.configs.schema import EnvironmentConfig, SourceConfig
-from keel.configs.sections.base import ConfigError
 from keel.data.jsonl import load_jsonl
 from keel.rewards.checks import check_spec
 from keel.rewards.rules.verifiers import verifier_for
@@ -85,46 +84,19 @@ def test_agents_work_blind(tmp_path: Path) -> None:
     assert len([1 for purpose, _ in firsts if purpose == "verifier"]) == 3 and len(orders) > 1
 
 
-CHEATS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    # gate, reason, scripted agents
+CHEATS: dict[str, tuple[str, dict[str, Any]]] = {
     "the truth is not in the evidence": (
         "evidence",
-        "none of the quotes says 'Ada Corvane'",
         {"submits": [submitted(answer="Ada Corvane")]},
     ),
     "a quote is made up": (
         "evidence",
-        "society.html does not say",
         {"submits": [submitted(evidence=[{**EVIDENCE[2], "quote": "founded by Ada Corvane"}])]},
     ),
-    "an unopened document": (
-        "evidence",
-        "'society.html' was not opened",
-        {"opened": ("bridge.md", "people.jsonl#dancu")},
-    ),
-    "one fact, three times": (
-        "breadth",
-        "1 facts are joined",
-        {"submits": [submitted(evidence=[EVIDENCE[2]] * 3)]},
-    ),
-    "one fact, in overlapping quotes": (
-        "breadth",
-        "1 facts are joined",
-        {
-            "submits": [
-                submitted(
-                    evidence=[
-                        EVIDENCE[2],
-                        {**EVIDENCE[2], "quote": "1874 by Tobias Wrenfield"},
-                        {**EVIDENCE[2], "quote": "founded in 1874 by"},
-                    ]
-                )
-            ]
-        },
-    ),
+    "an unopened document": ("evidence", {"opened": ("bridge.md", "people.jsonl#dancu")}),
+    "one fact, three times": ("breadth", {"submits": [submitted(evidence=[EVIDENCE[2]] * 3)]}),
     "one document for all facts": (
         "depth",
-        "1 documents are used",
         {
             "submits": [
                 submitted(
@@ -139,7 +111,6 @@ CHEATS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "unrelated documents": (
         "chain",
-        "'people.jsonl#8' is not linked",
         {
             "opened": ("bridge.md", "society.html", "people.jsonl#8", "people.jsonl#dancu"),
             "submits": [
@@ -158,27 +129,18 @@ CHEATS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "a question that names its answer": (
         "own words",
-        "the question names its answer",
         {"submits": [submitted(question=QUESTION + " Was it Tobias Wrenfield?")]},
-    ),
-    "another spelling in the question": (
-        "own words",
-        "the question names its answer",
-        {"submits": [submitted(question=QUESTION + " Not T. Wrenfield?")]},
     ),
     "one search is enough": (
         "own words",
-        "a search for the question itself shows the answer",
         {"submits": [submitted(question="Who founded the Corvane Society and collected maps?")]},
     ),
     "a spelling that fits everything": (
         "evidence",
-        "has no letter or digit",
         {"submits": [submitted(other_spellings=["…"])]},
     ),
     "another language": (
         "language",
-        "'en' was asked for",
         {
             "submits": [
                 submitted(
@@ -190,45 +152,27 @@ CHEATS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "a candidate that is right": (
         "too easy",
-        "1 of 2 agents answer it rightly",
         {"answers": ["<answer>T. WRENFIELD</answer>", "Mirela Dancu"]},
     ),
     "a candidate that is right in other words": (
         "candidate",
-        "an agent's answer 'Wrenfield, the collector' right",
         {
             "answers": ["Wrenfield, the collector"],
             "verdicts": [{"Wrenfield, the collector": "right"}] * 3,
         },
     ),
-    "an irrefutable candidate": (
-        "candidate",
-        "'Mirela Dancu' unclear",
-        {"verdicts": [{"Mirela Dancu": "unclear"}] * 3},
-    ),
-    "nobody answers": (
-        "no candidate",
-        "no agent has an answer",
-        {"answers": ["<answer>unknown</answer>", ""]},
-    ),
-    "a truth that is wrong": (
-        "truth",
-        "'Tobias Wrenfield' wrong",
-        {"verdicts": [{"Tobias Wrenfield": "wrong"}] * 3},
-    ),
+    "nobody answers": ("no candidate", {"answers": ["<answer>unknown</answer>", ""]}),
+    "a truth that is wrong": ("truth", {"verdicts": [{"Tobias Wrenfield": "wrong"}] * 3}),
     "a different person as another spelling": (
         "truth",
-        "'Ada Corvane' wrong",
         {"submits": [submitted(other_spellings=["T. Wrenfield", "Ada Corvane"])]},
     ),
     "a verifier that disagrees with itself": (
         "agreement",
-        "'Tobias Wrenfield' right in pass 1 and unclear in pass 3",
         {"verdicts": [{}, {}, {"Tobias Wrenfield": "unclear"}]},
     ),
     "a verifier that makes quotes up": (
         "verifier",
-        "society.html does not say",
         {"verdicts": [{"quote": "Everybody knows that it was Tobias Wrenfield"}]},
     ),
 }
@@ -236,11 +180,11 @@ CHEATS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_each_gate_refuses_its_cheat(tmp_path: Path, cheat: str) -> None:
-    gate, why, agents = CHEATS[cheat]
+    gate, agents = CHEATS[cheat]
     world = world_of(tmp_path, Agents(**agents))
     with pytest.raises(Rejected) as caught:
         made(world)
-    assert caught.value.gate == gate, (caught.value, why)
+    assert caught.value.gate == gate, caught.value
     assert world.lines == []
 
 
@@ -250,17 +194,6 @@ def test_author_may_fix_a_rejected_draft(tmp_path: Path) -> None:
     assert len(world.lines) == 1
     results = [said[-1]["content"] for purpose, said in world.author.asked if len(said) > 4]
     assert any(text.startswith("error: ") and "'Ada Corvane'" in text for text in results)
-
-
-def test_entities_by_the_author(tmp_path: Path) -> None:
-    world = world_of(tmp_path, entities="author", count=42)
-
-    async def make() -> None:
-        async with world.pipeline as pipeline:
-            await pipeline.make("people.jsonl#dancu/en")
-
-    asyncio.run(asyncio.wait_for(make(), PATIENCE_S))
-    assert world.lines[0]["provenance"]["entity"] == "Zelenograd"
 
 
 def test_lost_agent_cancels_the_others(tmp_path: Path) -> None:
@@ -286,11 +219,6 @@ def test_lost_agent_cancels_the_others(tmp_path: Path) -> None:
             assert ended == ["lost", "cancelled"]
 
     asyncio.run(asyncio.wait_for(make(), PATIENCE_S))
-
-
-def test_author_without_submission_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(Rejected, match="question"):
-        made(world_of(tmp_path, most_turns=1))
 
 
 @pytest.mark.parametrize(
@@ -333,27 +261,6 @@ def test_concurrent_duplicates_are_kept_once(tmp_path: Path) -> None:
     asyncio.run(made.make("one"))
     with pytest.raises(Rejected):
         asyncio.run(made.make("two"))
-
-
-def test_nearly_the_same_words_with_another_answer(tmp_path: Path) -> None:
-    made(world_of(tmp_path, count=2), 0)
-    other = submitted(question=QUESTION + " Tell!", answer="1874", other_spellings=[])
-    with pytest.raises(Rejected):
-        made(world_of(tmp_path, Agents(submits=[other]), count=2), 1)
-
-
-def test_unusable_corpus(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"search\.count"):
-        made(world_of(tmp_path, count=900))
-    with pytest.raises(ConfigError, match=r"search\.corpus"):
-        made(world_of(tmp_path, corpus=str(tmp_path / "none")))
-
-
-def test_rules() -> None:
-    assert rule_of(["1,874"]) == {"answer": "1,874", "match": "math"}
-    assert rule_of(["3.5 %"])["match"] == "math" and rule_of(["1874 AD"])["match"] == "regex"
-    verify = verifier_for({"kind": "answer", **rule_of(["a.b (c|d)", "林晓梅"])})
-    assert [verify(said) for said in ("A.B (c|d)", "axb (c|d)", "林晓梅。", "c")] == [1, 0, 1, 0]
 
 
 @pytest.mark.parametrize(

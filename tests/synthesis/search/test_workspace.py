@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from keel.agents.environments.search.index import SearchIndex, ensure_index
-from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.answers import Answerer, answer, verify
 from keel.synthesis.search.workspace import Workspace
 from tests.synthesis.authors import ScriptedAuthor
@@ -75,11 +74,3 @@ def test_answers_cannot_instruct_the_verifier(desk: Workspace) -> None:
         verify(desk, verifier, "Who?", ["Ada Pell"], answers[:1], passes=2, seed="1")
     )
     assert [one["Ada Pell"] for one in verdicts] == ["right", "right"]
-
-
-def test_verifier_decides_each_answer_once(desk: Workspace) -> None:
-    one = {"reason": "r", "document": "<|im_start|>.txt", "quote": "the lighthouse keeper was"}
-    both = {"verdicts": [{**one, "answer": "A", "verdict": "right"}] * 2}
-    verifier = ScriptedAuthor([opens("1"), calls("decide", both), calls("decide", both)])
-    with pytest.raises(Rejected, match="verifier"):
-        asyncio.run(verify(desk, verifier, "Who?", ["a"], ["b"], passes=1, seed="1"))
