@@ -1,4 +1,4 @@
-"""Shared setup of all tests: a Ray token, test order, log records, and a summary of skips."""
+"""Shared setup of all tests: a Ray token, test order and log records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,19 +43,6 @@ os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 HANDLED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-
-WANTS = {
-    "takes minutes": "time (TRITON_INTERPRET=1 runs them)",
-    "GPU": "a GPU (on a machine with one: pip install '.[gpu]', python -m pytest -m gpu)",
-    "bwrap is not installed": "bubblewrap (apt-get install bubblewrap)",
-    "setpriv is not installed": "setpriv (apt-get install util-linux)",
-    "isolation": "user namespaces that bubblewrap may make (-rs shows its words)",
-    "no C++ compiler": "g++ (apt-get install g++)",
-    "Triton is not installed": "Triton (make install)",
-    "no pyarrow": "pyarrow (make install)",
-    "no Chromium": "a browser (apt-get install chromium)",
-}
-"""Part of a skip reason → the missing requirement and how to get it. The first match counts."""
 
 
 def pytest_configure() -> None:
@@ -185,19 +171,3 @@ def logged() -> Iterator[list[logging.LogRecord]]:
     logging.getLogger().addHandler(handler)
     yield records
     logging.getLogger().removeHandler(handler)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print one line that counts skipped tests by missing requirement."""
-    wants = Counter(want(report) for report in terminalreporter.getreports("skipped"))
-    if wants:
-        in_order = sorted(wants.items(), key=lambda item: (-item[1], item[0]))
-        summary = "; ".join(f"{count} {why}" for why, count in in_order)
-        terminalreporter.write_line(f"skipped: {summary}")
-
-
-def want(report: pytest.TestReport | pytest.CollectReport) -> str:
-    _, _, reason = report.longrepr if isinstance(report.longrepr, tuple) else (0, 0, "")
-    reason = reason.removeprefix("Skipped: ")
-    known = (f"for want of {what}" for part, what in WANTS.items() if part in reason)
-    return next(known, f"because: {reason}")

@@ -4,25 +4,19 @@ strict build."""
 from __future__ import annotations
 
 import ast
-import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
-from keel.commands import new as new_recipe
-from keel.commands.cli import main, parser
+from keel.commands.cli import parser
 from keel.commands.reference import all_knobs, find_metric, pages, sections
-from keel.configs.load import load_config
-from keel.configs.shipped import shipped
-from tests.trainer.machines import NOTHING, at
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -145,114 +139,10 @@ def test_guides_name_existing_metrics(page: str) -> None:
         assert (ROOT / name).exists() or find_metric(name), name
 
 
-# The commands and recipes of start.md and first-hour.md.
-
-
-def blocks(page: str) -> list[tuple[str, str]]:
-    return [(language, text) for _, language, text in FENCE.findall(PAGES[page])]
-
-
-@pytest.fixture(scope="module")
-def school(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with 300 prompts in the format of the page."""
-    folder = tmp_path_factory.mktemp("school")
-    (rows,) = [text for language, text in blocks("start.md") if language == "json"]
-    lines = [json.loads(line) for line in rows.splitlines()]
-    assert all(line.keys() == {"question", "solution"} for line in lines)
-    more = [
-        {"question": f"{line['question']} ({n})", "solution": line["solution"]}
-        for n in range(149)
-        for line in lines
-    ]
-    text = "".join(json.dumps(row) + "\n" for row in [*lines, *more])
-    (folder / "school.jsonl").write_text(text)
-    return folder
-
-
-def test_start_page_matches_keel_new_and_check(
-    school: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(school)
-    monkeypatch.setattr(new_recipe, "gpus_here", lambda: (0, 0.0))
-    commands = [
-        words
-        for language, text in blocks("start.md")
-        if language == "sh"
-        for line in text.splitlines()
-        if (words := shlex.split(line, comments=True))
-    ]
-    taken: list[SimpleNamespace | Any] = [
-        parser().parse_args(words[1:]) for words in commands if words[0] == "keel"
-    ]
-    assert [arguments.command for arguments in taken] == [
-        *("doctor", "new", "check", "check", "train", "watch", "eval", "eval", "report")
-    ]
-    assert new_recipe.new(taken[1], lambda _: 0) == 0
-    shown = next(t for language, t in blocks("start.md") if language == "yaml")
-    longest = re.compile(r"the longest seen has \d+ bytes")
-    assert longest.sub("", Path("school.yaml").read_text()) == longest.sub("", shown)
-    for arguments in taken:
-        if getattr(arguments, "recipe", "") == "school.yaml":
-            load_config(arguments.recipe, arguments.override)
-    # The whole check except the model, which would come from the hub.
-    with at(NOTHING):
-        few = ["model.path=tiny", "model.tiny.cold_start.steps=0", "run.device=cpu"]
-        few += ["run.gpu_gib=0", "run.gpus_per_node=0", "rollout.sampling.max_tokens=64"]
-        assert main(["check", "school.yaml", *few]) == 0, capsys.readouterr().err
-    assert "270 to train on, 30 held out" in capsys.readouterr().out
-
-
-def test_first_hour_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(new_recipe, "gpus_here", lambda: (0, 0.0))
-    (table,) = [text for language, text in blocks("first-hour.md") if language == "csv"]
-    head, *rows = table.splitlines()
-    Path("sums.csv").write_text(
-        "\n".join([head, *(f"{n}: {row}" for n in range(99) for row in rows)])
-    )
-    lines = [
-        t
-        for language, text in blocks("first-hour.md")
-        if language == "sh"
-        for t in text.splitlines()
-    ]
-    taken: list[Any] = [
-        parser().parse_args(words[1:]) for words in map(shlex.split, lines) if words[0] == "keel"
-    ]
-    for arguments in taken:
-        if arguments.command == "new":
-            assert new_recipe.new(arguments, lambda _: 0) == 0
-        elif getattr(arguments, "recipe", "").endswith(("words.yaml", "sums.yaml")):
-            load_config(arguments.recipe, arguments.override)
-    assert load_config("words.yaml").run.dir == "runs/spell_backward"
-    assert load_config("sums.yaml").data.sources[0].columns == {"prompt": "question"}
-
-
-def test_start_page_reward_works(school: Path) -> None:
-    (code,) = [text for language, text in blocks("start.md") if language == "python"]
-    (first, second) = [text for language, text in blocks("start.md") if language == "yaml"]
-    names: dict[str, Any] = {}
-    exec(compile(code, "my_rewards.py", "exec"), names)
-    worths: Mapping[int, float] = {10: 1.0, 50: 1.0, 75: 0.5, 100: 0.0, 400: 0.0}
-    for words, worth in worths.items():
-        assert names["brief"](None, SimpleNamespace(answer="word " * words)) == worth
-    assert yaml.safe_load(first)["data"]["sources"][0].keys() >= {"rewards", "answer_after"}
-    path = school / "second.yaml"
-    path.write_text(second)
-    assert load_config(path).data.sources[0].rewards == {"correct": 1.0, "my_rewards.brief": 0.2}
-
-
-def test_recipe_from_shipped_defaults_loads(school: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(school)
-    (mine,) = [text for language, text in blocks("recipes.md") if language == "yaml"]
-    Path("mine.yaml").write_text(mine)
-    config, shelf = load_config("mine.yaml"), load_config("qwen3-8b-8x80")
-    assert (config.run.steps, config.run.gpu_gib) == (500, shelf.run.gpu_gib)
-    for language, text in blocks("recipes.md"):
-        for line in text.splitlines() * (language == "sh"):
-            load_config(parser().parse_args(line.split()[1:]).recipe)
-
-
-def test_start_page_names_shipped_recipes() -> None:
-    named = re.findall(r"`defaults: ([\w.-]+)`", PAGES["start.md"])
-    assert named and set(named) <= set(shipped())
+@pytest.mark.parametrize("page", GUIDES)
+def test_commands_parse(page: str) -> None:
+    for language, text in [(language, text) for _, language, text in FENCE.findall(PAGES[page])]:
+        for line in text.replace("\\\n", " ").splitlines() * (language == "sh"):
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["keel"]:
+                parser().parse_args(words[1:])

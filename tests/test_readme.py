@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from transformers import Qwen3MoeConfig
 
-from keel.commands.cli import main, parser
-from keel.configs.load import load_config, load_distillation
+from keel.commands.cli import main
+from keel.configs.load import load_config
 from keel.model.tiny.tokenizer import build_tokenizer
-from keel.trainer.prepare import prepare
-from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.session import closing_summary
 from tests.model.stand_in import stand_in
 from tests.trainer.machines import NOTHING, Accepted, Machine, at
 
@@ -31,7 +27,6 @@ BLOCKS = [
 
 QUICK = ["data.sources[logic].size=40", "data.sources[logic].holdout=16"]
 """Use fewer puzzles; making twenty thousand is slow."""
-FEW = [f"data.sources.{i}.{knob}" for i in (0, 1) for knob in ("size=32", "holdout=8")]
 
 
 def block(start: str) -> str:
@@ -52,42 +47,6 @@ def test_named_paths_exist() -> None:
     files = re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", TEXT)
     assert len(links) > 20 and len(files) > 4
     assert [path for path in (*links, *files) if not (ROOT / path).exists()] == []
-
-
-@pytest.mark.e2e
-def test_make_commands_are_makefile_targets() -> None:
-    """Running `make test` here would recurse, so make prints the commands only."""
-    for words in commands(block("make")):
-        assert words[0] == "make" and len(words) == 2
-        done = subprocess.run(
-            ["make", "--dry-run", words[1]], cwd=ROOT, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        program = {"quickstart": "keel train quickstart", "test": "pytest"}[words[1]]
-        assert program in done.stdout
-
-
-def test_closing_lines_match_the_summary(tmp_path: Path) -> None:
-    """Render the summary of a run with the scores shown in the block."""
-    shown = block("held-out").splitlines()
-    pattern = r"held-out (\S+): ([\d.]+) at step (\d+), ([\d.]+) at step (\d+) \(([+-][\d.]+)\)"
-    found = [re.fullmatch(pattern, line) for line in shown[:-1]]
-    scores = [match.groups() for match in found if match]
-    assert len(scores) == len(shown) - 1 > 1
-    config = prepare("quickstart", [f"run.dir={tmp_path}", *FEW]).config
-    assert {name.split("/")[0] for name, *_ in scores} == {s.name for s in config.data.sources}
-    steps: list[dict[str, float]] = [
-        {"step": int(scores[0][at]), **{f"eval/{row[0]}": float(row[at - 1]) for row in scores}}
-        for at in (2, 4)
-    ]
-    assert steps[-1]["step"] == config.run.steps
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    summary = closing_summary(RunFolder(config), config, config.run.steps, ["train", "quickstart"])
-    differences = [float(number) for number in re.findall(r"\(([+-][\d.]+)\)", summary)]
-    assert differences == pytest.approx([float(row[-1]) for row in scores], abs=0.0011)
-    assert re.sub(r"\([^)]*\)", "", "\n".join(shown[:-1])) in re.sub(r"\([^)]*\)", "", summary)
-    assert re.search(r"^trained model   \S+/model$", summary, flags=re.MULTILINE)
-    assert re.fullmatch(r"trained model   runs/quickstart\S*/model", shown[-1])
 
 
 @pytest.fixture(scope="module")
@@ -144,27 +103,3 @@ def test_my_yaml_is_accepted_for_its_hardware(
     assert "1 node(s) of 8 GPU(s), 139.0 GiB each" in output
     assert "8 trainer rank(s)" in output, output
     assert "school (school.jsonl): 100 to train on, 200 held out" in output
-    # Searching for what would help takes a second or two.
-    monkeypatch.setattr("keel.trainer.placement.layouts.SUGGESTIONS_TRIED", 1)
-    with at(NOTHING):
-        assert main(["check", "my.yaml", model, *QUICK, "run.gpu_gib=70"]) == 0
-        assert main(["check", "my.yaml", model, *QUICK, "run.gpu_gib=16"]) == 2
-    assert "needs" in (error := capsys.readouterr().err) and "run.gpu_gib" in error
-
-
-def test_other_commands_parse() -> None:
-    parsed = [parser().parse_args(words) for _, *words in commands(block("keel new"))]
-    recipes = [arguments.recipe for arguments in parsed if arguments.command == "distill"]
-    assert len(parsed) > 5 and load_distillation(recipes[0]).dir == "runs/distill"
-
-
-def test_job_is_a_valid_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """tests/e2e/test_job.py submits such a job to a cluster."""
-    *_, start, submit = commands(block("export RAY_AUTH_MODE"))
-    assert start == ["ray", "start", "--head"]
-    assert submit[:5] == ["ray", "job", "submit", "--", "keel"]
-    arguments = [word.replace("$PWD", str(tmp_path)) for word in submit[6:]]
-    assert submit[5] == "train"
-    assert main(["check", *arguments, *FEW, "run.device=cpu"]) == 0, capsys.readouterr().err

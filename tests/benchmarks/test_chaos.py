@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos import preload
-from benchmarks.chaos.faults import EVERY, PROCESSES, chosen, kinds
-from benchmarks.chaos.outcome import growth
 from benchmarks.chaos.preload import Preload
 
 HOUR_S = 3600.0
@@ -61,28 +59,3 @@ def test_clock_jump_and_slow_sync_are_isolated(
         assert 0.3 <= waited < HOUR_S / 2
         assert (synced >= 0.5) is slow
     assert faults.ahead_s == -2 * HOUR_S
-
-
-def test_only_named_faults_are_drawn() -> None:
-    there = kinds(preloaded=False, on_disk=False)
-    assert chosen((), there) == list(PROCESSES)
-    assert chosen(["kill engine", "raylet"], there) == [
-        ("kill", "engine"),
-        ("kill", "raylet"),
-        ("freeze", "raylet"),
-        ("moment", "raylet"),
-    ]
-    with pytest.raises(ValueError, match="engines"):
-        chosen(["engines"], there)
-    with pytest.raises(ValueError, match="disk"):
-        chosen(["disk"], there)
-    assert len(set(EVERY)) == len(EVERY) == 24
-
-
-def test_growth_is_that_of_the_later_steps() -> None:
-    sizes = [{"step": float(step), "engine": 700.0 + max(0, 25 - step)} for step in range(101)]
-    sizes += [{"step": 101.0}]
-    of = growth(sizes)["engine"]
-    assert (of["first"], of["last"]) == (725.0, 700.0) and of["per 100 steps"] == 0
-    growing = [{"step": float(step), "engine": 0.5 * step} for step in range(10)]
-    assert growth(growing)["engine"]["per 100 steps"] == 50

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import signal
 import threading
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +17,7 @@ import pytest
 import keel
 from keel.commands import api
 from keel.configs.load import load_config
-from keel.configs.schema import Config, ConfigError, RolloutConfig
-from keel.data.dataset import load_dataset
+from keel.configs.schema import Config, ConfigError
 from keel.data.jsonl import load_jsonl
 from keel.rewards.checks import check_prompts, check_spec
 from keel.rewards.code.verifier import CodeSettings
@@ -93,26 +90,6 @@ def test_errors_name_the_passed_row(
     assert "prompts.jsonl" not in str(caught.value)
 
 
-def test_too_large_holdout_names_the_argument(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def train(recipe: str, overrides: list[str], **_: Any) -> None:
-        load_dataset(load_config(recipe, overrides).data, seed=0)
-
-    monkeypatch.setattr(api.main, "train", train)
-    with pytest.raises(ConfigError, match=r"^keel\.train\(holdout=2\)"):
-        keel.train("quickstart", prompts=ROWS, holdout=2, knobs={"run.dir": tmp_path})
-
-
-def test_columns_of_passed_rows_are_a_knob(requests: list[Config], tmp_path: Path) -> None:
-    knobs = {"run.dir": tmp_path / "run", "data.sources[prompts].columns": {"prompt": "question"}}
-    rows = [{"question": "a", "answer": "1"}]
-    keel.train({"defaults": "quickstart"}, prompts=rows, knobs=knobs)
-    assert requests[0].data.sources[0].columns == {"prompt": "question"}
-    with pytest.raises(ConfigError, match=r"knobs=data\.sources"):
-        keel.train("quickstart", prompts=rows, knobs=[f"run.dir={tmp_path}", "data.sources=[]"])
-
-
 class Table:
     """Fake pandas table; iterating over it yields its columns."""
 
@@ -149,22 +126,6 @@ def test_rows_of_all_kinds_become_the_source(requests: list[Config], tmp_path: P
     assert requests[3] == requests[0]
 
 
-def test_table_rows_have_arrays_and_nulls(requests: list[Config], tmp_path: Path) -> None:
-    message = {"role": "user", "content": "Hi.", "tool_calls": None}
-    turns = np.empty(1, object)
-    turns[0] = message
-    NAType = type("NAType", (), {})
-    rows = [
-        {"prompt": turns, "answer": None, "grade": np.float64("nan"), "most": np.int64(3)},
-        {"prompt": "Hi.", "answer": "1", "grade": float("nan"), "most": NAType()},
-    ]
-    keel.train("quickstart", prompts=Table(rows), knobs={"run.dir": tmp_path / "run"})
-    assert rows_of(requests[0]) == [
-        {"messages": [{"role": "user", "content": "Hi."}], "most": 3},
-        {"prompt": "Hi.", "answer": "1"},
-    ]
-
-
 @pytest.mark.parametrize("base", ["quickstart", "quickstart.yaml", "mine.yaml", Path("mine.yaml")])
 def test_python_recipe_is_saved(
     requests: list[Config], tmp_path: Path, working_folder: Path, base: Any
@@ -177,19 +138,6 @@ def test_python_recipe_is_saved(
         assert (config.run.steps, config.run.dir) == (3, str(tmp_path / "r😀"))
         assert config.data.sources
     assert [path.name for path in working_folder.iterdir()] == ["mine.yaml"]
-
-
-def test_errors_in_a_python_recipe_are_named(tmp_path: Path, requests: list[Config]) -> None:
-    knobs = {"run.dir": tmp_path / "run"}
-    for recipe, match in (
-        ({"run": None}, r"data\.sources = "),
-        ({"defaults": "quickstart", "rn": {}}, "2: rn: "),
-        ({"defaults": "quickstrat"}, "defaults: .*no such file"),
-        ({"model": {"path": {1}}}, "set"),
-    ):
-        with pytest.raises(ConfigError, match=rf"^keel\.train\(recipe={{…}}\):.*{match}"):
-            keel.train(recipe, knobs=knobs)
-    assert not requests
 
 
 def test_functions_have_weights_like_parts(requests: list[Config], tmp_path: Path) -> None:
@@ -212,39 +160,6 @@ def test_functions_have_weights_like_parts(requests: list[Config], tmp_path: Pat
     assert requests[1].data.sources[0].rewards == {"python.brief": 1.0}
     with pytest.raises(ValueError, match=r"python\.brief"):
         load_function("python.brief")
-
-
-@dataclass
-class Near:
-    """Compares by value, so it cannot be hashed."""
-
-    most: int
-
-    def __call__(self, prompt: Any, trajectory: Any) -> float:
-        return 1.0
-
-
-def test_rewards_of_any_kind_and_their_weights(requests: list[Config], tmp_path: Path) -> None:
-    knobs = {"run.dir": tmp_path}
-
-    def plain(prompt: Any, trajectory: Any) -> float:
-        return 1.0
-
-    several: list[Any] = [Near(3), [Near(3), plain], {plain: np.float32(0.5)}]
-    for rewards in several:
-        keel.train("quickstart", rewards=rewards, knobs=knobs)
-    assert [config.data.sources[0].rewards for config in requests] == [
-        {"python.Near": 1.0},
-        {"python.Near": 1.0, "python.plain": 1.0},
-        {"python.plain": 0.5},
-    ]
-
-
-def test_numpy_numbers_are_accepted(tmp_path: Path, requests: list[Config]) -> None:
-    rewards = {"correct": np.float32(0.5)}
-    keel.train(prompts=ROWS, holdout=np.int64(1), rewards=rewards, knobs=[f"run.dir={tmp_path}"])
-    (source,) = requests[0].data.sources
-    assert (source.holdout, dict(source.rewards)) == (1, {"correct": 0.5})
 
 
 def test_unpicklable_function_is_refused(tmp_path: Path) -> None:
@@ -337,39 +252,25 @@ def test_raising_callback_ends_the_run_after_saving(
 
 
 @pytest.mark.parametrize(
-    ("number", "kind", "words"),
-    [
-        (signal.SIGINT, KeyboardInterrupt, "^stopped"),
-        (signal.SIGTERM, keel.Preempted, "SIGTERM"),
-    ],
+    ("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, keel.Preempted)]
 )
 @pytest.mark.parametrize("within", [True, False])
 def test_signal_raises_after_the_run(
     number: signal.Signals,
     kind: type[BaseException],
-    words: str,
     within: bool,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    began: list[int] = []
-
     def train(*_: Any, drive: Any, again: str) -> None:
-        began.append(1)
         with Interrupt(lambda _: None) if within else nullcontext():
             signal.raise_signal(number)
 
     monkeypatch.setattr(api.main, "train", train)
     before = signal.getsignal(number)
     with pytest.raises(kind) as caught:
-        for _ in range(2):
-            keel.train(knobs={"run.dir": tmp_path})
-    assert began == [1] and type(caught.value) is kind and signal.getsignal(number) == before
-    if within or number == signal.SIGTERM:
-        assert re.search(words, str(caught.value))
-    monkeypatch.setattr(api.main, "train", lambda *_, drive, again: None)
-    (tmp_path / "metrics.jsonl").touch()
-    assert keel.train(knobs={"run.dir": tmp_path}).metrics == ()
+        keel.train(knobs={"run.dir": tmp_path})
+    assert type(caught.value) is kind and signal.getsignal(number) == before
 
 
 async def waits(step: int, numbers: Any) -> None: ...
@@ -383,31 +284,17 @@ def yields(step: int, numbers: Any) -> Any:
     ("arguments", "match"),
     [
         ({"prompts": []}, r"prompts=…"),
-        ({"prompts": "Say hi."}, r"prompts=….*str"),
-        ({"prompts": [3]}, "row 1"),
         ({"prompts": ["Hi.", "a\ud800"]}, "row 2"),
-        ({"prompts": [{"prompt": "a", (1, 2): 3}]}, "row 1"),
         ({"holdout": 3}, r"holdout=…"),
-        *(
-            ({"prompts": ROWS, "holdout": holdout}, r"\(holdout=")
-            for holdout in (-1, 0.5, "3", True, None, ROWS * 9)
-        ),
+        ({"prompts": ROWS, "holdout": -1}, r"\(holdout="),
         ({"recipe": ""}, r"recipe=''"),
-        *(({"knobs": knobs}, r"knobs=") for knobs in ("run.steps=3", None, [("run.steps", 3)])),
+        ({"knobs": [("run.steps", 3)]}, r"knobs="),
         ({"knobs": {"run.steps": object()}}, r"knobs=run\.steps"),
-        *(
-            ({"rewards": rewards}, r"rewards=")
-            for rewards in ("correct", 3, [], {}, [None], {1: 0.5}, [lambda p, t: 1.0])
-        ),
-        ({"rewards": {"correct": "1"}}, "weight of correct"),
+        ({"rewards": {1: 0.5}}, r"rewards="),
         ({"rewards": {"correct": math.nan}}, "weight of correct"),
-        ({"rewards": {yields: True}}, "weight of yields"),
         ({"rewards": {"mine": yields}}, "weight of mine"),
-        *(
-            ({"callbacks": callbacks}, r"callbacks=")
-            for callbacks in (3, [waits], lambda metrics: None, [dict], [yields])
-        ),
-        ({"callbacks": [lambda step, metrics, *, view: None]}, "view"),
+        ({"callbacks": [waits]}, r"callbacks="),
+        ({"callbacks": lambda metrics: None}, r"callbacks="),
     ],
 )
 def test_invalid_arguments_are_refused_before_writing(
@@ -417,32 +304,3 @@ def test_invalid_arguments_are_refused_before_writing(
     with pytest.raises(ConfigError, match=match):
         keel.train(**{"recipe": "quickstart", "knobs": [f"run.dir={tmp_path}"], **arguments})
     assert not (tmp_path / "passed").exists()
-
-
-@pytest.mark.parametrize(
-    "recipe", ["mine.yaml", {"run": {"steps": 3}}, {"data": {"max_prompt_tokens": 64}}]
-)
-def test_recipe_needs_no_source_with_prompts(
-    recipe: Any, requests: list[Config], tmp_path: Path
-) -> None:
-    Path("mine.yaml").write_text("run: {steps: 3}\n")
-    keel.train(recipe, prompts=ROWS, knobs={"run.dir": tmp_path / "run"})
-    assert rows_of(requests[0]) == ROWS
-
-
-def test_knobs_by_section_leave_others_unchanged(requests: list[Config], tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    nested = {"run": {"dir": folder, "steps": 7}, "rollout": {"sampling": {"max_tokens": 99}}}
-    dotted = {"run.dir": folder, "run.steps": 7, "rollout.sampling.max_tokens": 99}
-    for knobs in (nested, dotted, {"run": nested["run"], "rollout.sampling": {"max_tokens": 99}}):
-        keel.train("quickstart", knobs=knobs)
-    assert requests[0] == requests[1] == requests[2]
-    assert requests[0].run.steps == 7 and requests[0].rollout.sampling.max_tokens == 99
-    rollout = load_config("quickstart").rollout
-    assert requests[0].rollout.engines == rollout.engines != RolloutConfig().engines
-    assert requests[0].rollout.sampling.top_k == rollout.sampling.top_k != 0
-    keel.train("quickstart", prompts=ROWS, knobs={**nested, "data": {"max_prompt_tokens": 99}})
-    assert [source.name for source in requests[3].data.sources] == ["prompts"]
-    for knobs in ({**nested, "data": {"sources": []}}, [f"run.dir={folder}", "data={sources: []}"]):
-        with pytest.raises(ConfigError, match=r"knobs=data\.sources"):
-            keel.train("quickstart", prompts=ROWS, knobs=knobs)

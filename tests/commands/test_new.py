@@ -11,7 +11,7 @@ import pytest
 
 from keel.commands import new as module
 from keel.commands.cli import main, parser
-from keel.commands.new import context_of, gpus_here, new, scalar
+from keel.commands.new import context_of, new, scalar
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError
 
@@ -66,16 +66,6 @@ def test_flags_make_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert output.out.endswith("next: keel train school.yaml\n")
 
 
-def test_nodes_reward_functions_and_thinking(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--model", "a/b", "--data", "open.jsonl", "--reward", "mine.good", "--think")
-    config = written("my.yaml", *flags, "--gpus", "8", "--nodes", "2", status=2)
-    assert config.data.sources[0].rewards == {"mine.good": 1}
-    assert (config.run.nodes, config.run.gpus_per_node, config.run.gpu_gib) == (2, 8, 80)
-    assert config.data.sources[0].thinking and config.rollout.sampling.max_tokens == 4096
-    output = capsys.readouterr()
-    assert "next:" not in output.out and "keel check my.yaml" in output.err
-
-
 def test_reward_function_adds_to_the_answer() -> None:
     flags = ("--model", "a/b", "--gpus", "0", "--reward", "my_rewards.brief")
     (source,) = written("--data", "school.jsonl", *flags).data.sources
@@ -87,28 +77,6 @@ def test_reward_function_adds_to_the_answer() -> None:
     assert source.rewards == {"correct": 1, "my_rewards.brief": 0.2}
     (source,) = written("x.yaml", "--data", "school.jsonl", *flags[:5], "correct").data.sources
     assert source.rewards == {"correct": 1}
-
-
-def test_environment_needs_no_rows() -> None:
-    flags = ("--model", "a/b", "--gpus", "0", "--environment", "tools/shop.py:Shop")
-    (source,) = written(*flags).data.sources
-    assert (source.name, source.source, source.holdout) == ("shop", "environment", 64)
-    assert source.environment.target == "tools/shop.py:Shop" and source.rewards == {"correct": 1}
-    (source,) = written("x.yaml", *flags, "--reward", "mine.brief").data.sources
-    assert source.rewards == {"correct": 1, "mine.brief": 0.2}
-    (source,) = written("--task", "chain_sum", *flags).data.sources
-    assert (source.source, source.environment.target) == ("reasoning_gym", "tools/shop.py:Shop")
-
-
-def test_prompt_and_completion_share_a_short_context() -> None:
-    Path("small").mkdir()
-    Path("small", "config.json").write_text('{"max_position_embeddings": 512}')
-    flags = ("--model", "./small", "--task", "chain_sum", "--gpus", "1", "--gpu-gib", "80")
-    config = written(*flags)
-    assert (config.data.max_prompt_tokens, config.rollout.sampling.max_tokens) == (256, 256)
-    with pytest.raises(ConfigError, match=r"--max-tokens 300: .* at most 256"):
-        written("x.yaml", *flags, "--max-tokens", "300")
-    assert written("x.yaml", *flags, "--max-tokens", "256").max_context == 512
 
 
 @pytest.mark.parametrize("config", [{}, {"text_config": {}}], ids=["text", "several kinds"])
@@ -127,25 +95,12 @@ def test_completions_fit_the_models_context(config: dict[str, dict[str, int]]) -
     assert context_of("nobody/nothing") == 0
 
 
-def test_tiny_model_takes_any_task() -> None:
-    config = written("--task", "chain_sum", "--yes", "--gpus", "0")
-    assert config.max_context == config.model.tiny.max_context == 512
-    assert config.rollout.sampling.max_tokens == 48
-
-
 def test_odd_file_names_survive(here: Path) -> None:
     odd = "a b\nrun: {steps: 7}.jsonl"
     (here / "school.jsonl").rename(odd)
     config = written("my own.yaml", "--model", "a/b", "--gpus", "0", "--data", odd)
     assert config.data.sources[0].path == odd and config.run.steps == 50
     assert "keel train 'my own.yaml'" in Path("my own.yaml").read_text()
-
-
-def test_rows_for_an_environment() -> None:
-    target = ("--environment", "shop:Shop")
-    config = written("--model", "a/b", "--gpus", "0", "--data", "shop.jsonl", *target)
-    assert config.data.sources[0].environment.target == "shop:Shop"
-    assert not config.data.sources[0].template and config.run.device == "cpu"
 
 
 REFUSED = {
@@ -211,37 +166,6 @@ def test_terminal_is_asked_for_missing_flags(monkeypatch: pytest.MonkeyPatch) ->
     assert Path("its.yaml").exists()
 
 
-def test_invalid_replies_prompt_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    slips = [
-        *("two", "-1", "0"),  # GPUs
-        *("./nope", "a/b"),  # model
-        *("nope.jsonl", "school.jsonl"),  # prompts
-        *("maybe", "NO"),  # thinking
-        *("none", "64"),  # length
-        *("0", "30"),  # steps
-        *("school.jsonl", "my.yaml"),  # file
-    ]
-    terminal = Terminal(monkeypatch, *slips)
-    config = written()
-    assert len(terminal.asked) == len(slips) and len(set(terminal.asked)) == 7
-    assert (config.model.path, config.run.steps) == ("a/b", 30)
-    assert config.rollout.sampling.max_tokens == 64
-    assert not config.data.sources[0].thinking
-    shown = capsys.readouterr().out
-    for part in ("'two': must be", "'./nope' does not exist", "nope.jsonl", "answer y or n"):
-        assert part in shown
-
-
-def test_cpu_defaults_are_small() -> None:
-    config = written("--model", "a/b", "--data", "school.jsonl", "--gpus", "0")
-    algorithm = config.algorithm
-    assert algorithm.prompts_per_step * algorithm.group_size <= 32
-    assert config.rollout.sampling.max_tokens <= 128
-    assert config.data.sources[0].holdout <= 16 and config.run.steps <= 50
-
-
 def test_evaluation_file_never_trains() -> None:
     Path("test.jsonl").write_text(Path("school.jsonl").read_text().replace(" + ", " - "))
     flags = ("--model", "a/b", "--data", "school.jsonl", "--eval", "test.jsonl")
@@ -254,15 +178,6 @@ def test_evaluation_file_never_trains() -> None:
     )
     *_, few = written("x.yaml", *flags, "--gpus", "0").data.sources
     assert 0 < few.size < 300, "an evaluation takes long on a CPU"
-
-
-def test_end_of_input_writes_nothing(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Terminal(monkeypatch, "0")
-    assert main(["new", "x.yaml"]) == 130
-    assert "nothing was written" in capsys.readouterr().err
-    assert not (here / "x.yaml").exists()
 
 
 def test_defaults_are_checked_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,19 +194,3 @@ def test_texts_survive_yaml() -> None:
         path.write_text(f"defaults: quickstart\nmodel: {{path: {scalar(text)}}}\n")
         assert load_config(path).model.path == text
     assert scalar("/models/Qwen3-4B") == "/models/Qwen3-4B"
-
-
-@pytest.mark.e2e
-def test_gpus_are_counted_by_nvidia_smi(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = here / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 81920\necho 24564\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(here), prepend=":")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    count, gib = gpus_here()
-    assert count == 2 and gib == pytest.approx(23.99, abs=0.01)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpus_here() == (0, 0.0)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    tool.write_text("#!/bin/sh\necho no driver\nexit 9\n")
-    assert gpus_here() == (0, 0.0)

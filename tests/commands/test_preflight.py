@@ -45,15 +45,6 @@ def test_files_must_exist_and_small_ones_parse(tmp_path: Path) -> None:
     assert said(tmp_path, source("gsm")) == ""  # deferred, because it is slow
 
 
-def test_sft_conversations_are_checked(tmp_path: Path) -> None:
-    (tmp_path / "chats.csv").write_text("question,reply\nHello?,Hello.\n")
-    override = "sft.sources=[{name: s, source: file, path: PATH, columns: {prompt: question}}]"
-    for path, wrong in (("chatz.csv", "no such file"), ("chats.csv", "chats.csv")):
-        assert wrong in said(
-            tmp_path, override.replace("PATH", path), recipe="sft-quickstart", command="sft"
-        )
-
-
 def test_missing_local_model_is_not_a_hub_name(tmp_path: Path) -> None:
     (tmp_path / "models" / "qwen3").mkdir(parents=True)
     assert "models/qwen4" in said(tmp_path, "model.path=models/qwen4")
@@ -78,12 +69,6 @@ def test_incompatible_resume_is_refused_early(tmp_path: Path) -> None:
     check_continued(*load_recipe("quickstart", other))
 
 
-def test_run_dir_is_a_file_or_sources_are_empty(tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("")
-    assert "is a file" in said(tmp_path, f"run.dir={tmp_path / 'taken'}")
-    assert said(tmp_path, command="sft").startswith("sft.sources: ")
-
-
 def test_missing_reward_module_is_named(tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text("raise SystemExit('is not imported yet')\n")
 
@@ -93,23 +78,3 @@ def test_missing_reward_module_is_named(tmp_path: Path) -> None:
     assert "there is no module 'my_reward'" in weighed("my_reward.brief")
     assert weighed("my_rewards.brief") == weighed("random.random") == ""
     assert "MODULE.FUNCTION" in weighed("'./my_rewards.py:brief'")
-
-
-def test_unexported_model_names_its_run(tmp_path: Path) -> None:
-    wrong = said(tmp_path, "model.path=runs/first/model")
-    assert wrong.startswith("model.path = 'runs/first/model' does not exist")
-    assert "runs/first" in wrong
-    (tmp_path / "runs/first").mkdir(parents=True)
-    (tmp_path / "runs/first/config.yaml").touch()
-    wrong = said(tmp_path, "model.path=runs/first/model")
-    assert "runs/first" in wrong
-    first = said(tmp_path, recipe="pretrain-warm-up", command="pretrain")
-    assert first.endswith("; `keel pretrain pretrain-dense` is that run")
-
-
-def test_missing_output_names_the_earlier_stage(tmp_path: Path) -> None:
-    assert "keel.examples.small small-tasks" in said(
-        tmp_path, recipe="specialists", command="train"
-    )
-    wrong = said(tmp_path, recipe="sft-distilled", command="sft")
-    assert wrong.startswith("sft.sources[distilled].path = 'runs/distill/distilled.jsonl': no such")

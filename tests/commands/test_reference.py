@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import ast
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from keel.commands.cli import main
 from keel.commands.reference import (
     PAGES,
     all_knobs,
@@ -29,7 +24,6 @@ from keel.commands.reference import (
 from keel.commands.synthesize import depends_on
 from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
 from keel.configs.load import load_config
-from keel.configs.other_frameworks import foreign_names
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import AuthorConfig, SynthesisConfig, decides_tasks
 from keel.rewards.judge.results import JUDGE_COUNTS
@@ -37,7 +31,6 @@ from keel.rl.evaluation import evaluation
 from keel.rl.metrics import Mean
 from keel.rl.summary import CUTS
 from keel.trainer.loop import IDLE
-from keel.trainer.run.alarms import ALARMS
 from keel.trainer.sft import MEASURED, evaluation_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -90,23 +83,6 @@ def test_unknown_names_are_answered(name: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         describe(name)
     assert str(caught.value).startswith(f"{name}: no such ") and hint in str(caught.value)
-
-
-def test_command_prints_descriptions(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["knobs", "gpu", "memory"]) == 0
-    assert capsys.readouterr().out == describe("gpu memory") + "\n"
-    assert main(["knobs", "trainer.lrr"]) == 2
-    assert "trainer.lr?" in capsys.readouterr().err
-
-
-@pytest.mark.e2e
-def test_closed_pipe_is_no_error() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-m", "keel.commands.cli", "knobs"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=300)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_every_knob_of_a_recipe_is_described() -> None:
@@ -240,34 +216,3 @@ def test_documented_metrics_match_the_code() -> None:
     names |= {"alarms", "reward/error", "reward/length_cost"}  # of other files
     known = {find_metric(name) for name in names}
     assert [metric.name for metric in metrics() if metric not in known] == []
-
-
-def test_metrics_of_finished_runs_are_described() -> None:
-    names = {alarm.metric for alarm in ALARMS}
-    for path in ROOT.glob("docs/learning/*.jsonl"):
-        for line in path.read_text().splitlines():
-            names |= json.loads(line).keys()
-    assert [name for name in names - {"step", "time"} if find_metric(name) is None] == []
-
-
-def test_specific_metrics_precede_families() -> None:
-    for name, expected in (
-        ("reward/error", "reward/error"),
-        ("reward/my_module.my_reward", "reward/<part>"),
-        ("eval/sums/loss", "eval/<set>/loss"),
-        ("eval/sums/indexer/held", "eval/<set>/indexer/held"),
-    ):
-        metric = find_metric(name)
-        assert metric is not None and metric.name == expected
-    assert find_metric("mismatch/new") is find_metric("throughput") is None
-
-
-def test_advice_names_existing_knobs_and_metrics() -> None:
-    names = {metric.name for metric in metrics()} | KNOBS.keys()
-    names |= {section.name for section in sections()}
-    for metric in metrics():
-        for name in re.findall(r"`([^`]+)`", metric.otherwise):
-            ours = name in names or name.startswith("keel ")
-            assert ours or name in ("rewards", "rewards/", "events.jsonl", "top_p"), name
-    for foreign in foreign_names("metrics"):
-        assert set(foreign.here) <= names and (foreign.here or foreign.note), foreign

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 
 from keel.commands import replay as module
 from keel.commands.cli import main
-from keel.commands.replay import nearest
 from keel.rl.metrics import Mean, Sum
 from keel.rl.types import StepResult
 from keel.trainer.run import checkpoint
@@ -108,57 +106,3 @@ def test_newest_batch_uses_the_checkpoint_before_it(
     first, second = (learner.events for learner in FakeLearner.made)
     assert first == ["base", 1.0, "step_000006", "p", "end"]
     assert second == ["base", 2.0, "step_000002", "p", "end"]
-
-
-def test_unexplained_overflow_is_not_called_finite(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No GPUs are reserved, since engines are not started."""
-    result = StepResult(version=1, metrics={"train/skipped_steps": Sum(1.0)})
-    monkeypatch.setattr(FakeLearner, "step", lambda self, groups, examine: result)
-    original, calls = module.plan_model, []
-
-    @contextmanager
-    def reserved(config: Any, **options: Any) -> Iterator[Any]:
-        calls.append(options["only"])
-        yield SimpleNamespace(options=dict)
-
-    def on_gpu(*args: Any, **options: Any) -> Any:
-        model: Any = original(*args, **options)
-        model.hardware.gpu = True
-        return model
-
-    monkeypatch.setattr(module, "plan_model", on_gpu)
-    monkeypatch.setattr(module, "reserve_gpus", reserved)
-    save_batch(run, 3, GROUPS, [])
-    assert main(["replay", str(run)]) == 0
-    output = capsys.readouterr().out
-    assert "now: the gradient is not finite, and no cause" in output
-    assert "gradient is finite" not in output and calls == [module.RANK]
-
-
-def test_gap_is_reported_and_damaged_checkpoint_skipped(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert nearest(run / "checkpoints", 1) == (
-        None,
-        "from the base model, the weights of that step",
-    )
-    saved(run, 2)
-    (saved(run, 4) / "more").touch()
-    original, words = nearest(run / "checkpoints", 7)
-    assert original is not None and original.name == "step_000002"
-    assert words == "from step_000002; 4 steps earlier, so the numbers may differ"
-    assert "step_000004 is damaged (more: extra" in capsys.readouterr().out
-
-
-def test_missing_batch(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for folder, words, why in (
-        (run / "elsewhere", (), "is not a run folder"),
-        (run, (), "no saved batch"),
-    ):
-        assert main(["replay", str(folder), *words]) == 2
-        assert why in capsys.readouterr().err
-    save_batch(run, 3, GROUPS, [])
-    assert main(["replay", str(run), "4"]) == 2
-    assert "There are: 3" in capsys.readouterr().err

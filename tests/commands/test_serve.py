@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from keel.commands import chat, cli, serve
-from keel.commands.serve import ServedModel, find_model, parse_options, server_options, serving
+from keel.commands import chat, serve
+from keel.commands.serve import ServedModel, find_model, parse_options, server_options
 from keel.configs.load import dump_config, load_config
 from keel.configs.schema import ConfigError
 
@@ -45,26 +44,6 @@ def test_export_keeps_name_and_sampling(tmp_path: Path) -> None:
     assert find_model(write_model(tmp_path / "plain")) == ServedModel(
         path=tmp_path / "plain", name="plain"
     )
-
-
-def test_recipe_of_another_release_serves(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "old")
-    (run / "config.yaml").write_text("gone: 1\nrollout: {sampling: {temperature: 0.5}}\n")
-    assert find_model(run).sampling == {"temperature": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("modes", "thinking"), [([True, True], True), ([False, False], False), ([True, False], None)]
-)
-def test_thinking_is_the_mode_of_all_sources(
-    tmp_path: Path, modes: Sequence[bool], thinking: bool | None
-) -> None:
-    names = [source.name for source in load_config("quickstart").data.sources]
-    changes = [f"data.sources[{n}].thinking={m}" for n, m in zip(names, modes, strict=True)]
-    model = find_model(write_run(tmp_path / "run", *changes))
-    assert model.thinking is thinking
-    options = server_options(model, {}, gpu=True)
-    assert ("default_chat_template_kwargs" in options) == (thinking is not None)
 
 
 @pytest.mark.parametrize(
@@ -104,41 +83,6 @@ def test_command_line_overrides_the_recipe(tmp_path: Path) -> None:
 def test_invalid_option_is_refused(word: str) -> None:
     with pytest.raises(ConfigError, match=word.partition("=")[0]):
         parse_options([word])
-
-
-@pytest.mark.parametrize("port", [None, -1, 65536], ids=["taken", "negative", "too high"])
-def test_unavailable_address_is_named(tmp_path: Path, port: int | None) -> None:
-    model = ServedModel(path=tmp_path, name="m")
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        number = int(other.getsockname()[1]) if port is None else port
-        with (
-            pytest.raises(ConfigError, match=rf"--port {number}: "),
-            serving(model, {}, gpu=False, port=number),
-        ):
-            pass
-
-
-def test_options_stand_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(cli, "find_spec", lambda name: name)
-    monkeypatch.setattr(serve, "serve", lambda *args, **named: calls.append((args, named["port"])))
-    for words in (
-        ["a", "x=1", "y=2", "--port", "1"],
-        ["a", "--port", "1", "x=1", "y=2"],
-        ["--port=1", "a", "x=1", "y=2"],
-    ):
-        assert cli.main(["serve", *words]) == 0
-    assert calls == [((Path("a"), ["x=1", "y=2"]), 1)] * 3
-    with pytest.raises(SystemExit):
-        cli.main(["serve", "a", "--prot", "x=1"])
-
-
-@pytest.mark.parametrize("words", [[], ["a", "--url", "http://b/v1"]], ids=["neither", "both"])
-def test_chat_takes_a_folder_or_an_address(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["chat", *words]) == 2
-    assert "--url" in capsys.readouterr().err
 
 
 class Completions:
@@ -201,12 +145,3 @@ def test_answers_print_no_control_characters(
     completions.parts = ("\x1b]52;c;eA==\x07a\r", "\x9b2J\tb\n", "क्\u200dष\u3000")
     chat.chat(None, url="u", prompt="one", gpu=False)
     assert capsys.readouterr().out == "]52;c;eA==a2J\tb\nक्\u200dष\u3000\n"
-
-
-def test_prompt_is_answered_once(
-    completions: Completions, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chat.chat(None, url="u", prompt="one", gpu=False)
-    assert capsys.readouterr().out == "a b\n"
-    with pytest.raises(RuntimeError, match="no answer"):
-        chat.chat(None, url="u", prompt="fail", gpu=False)

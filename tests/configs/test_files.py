@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any, get_args
 
 import pytest
 
-from keel.configs import paths
 from keel.configs.load import load_config, load_distillation
 from keel.configs.paths import unwritable
 from keel.configs.schema import ConfigError
-from keel.configs.shipped import FOLDERS, HERE, about, list_recipes, shipped
-from keel.configs.system_prompts import PYTHON, SystemTemplate, system_prompt, with_system
+from keel.configs.shipped import shipped
+from keel.configs.system_prompts import with_system
 from keel.configs.work_folder import WorkFolder
 
 
@@ -26,23 +23,6 @@ def test_obstacles_of_a_run_folder_are_named(tmp_path: Path) -> None:
         assert str(tmp_path / "file") in unwritable(tmp_path / inside)
     assert str(tmp_path / "gone") in unwritable(tmp_path / "link" / "run")
     assert unwritable(tmp_path / ("x" * 300))
-
-
-def test_missing_permissions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = set[Path]()
-
-    def access(path: Any, mode: int, **_: Any) -> bool:  # root may write everywhere
-        return not (mode & os.W_OK and Path(path) in closed)
-
-    monkeypatch.setattr(paths.os, "access", access)
-    closed.add(tmp_path)
-    assert str(tmp_path) in unwritable(tmp_path / "runs" / "mine")
-    closed.clear()
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    metrics.parent.mkdir()
-    metrics.touch()
-    closed.add(metrics)
-    assert str(metrics) in unwritable(metrics.parent)
 
 
 def work_folder(path: Path) -> WorkFolder:
@@ -83,24 +63,6 @@ def test_work_folder_is_exclusive_and_names_bad_files(tmp_path: Path) -> None:
         work_folder(tmp_path / "file").__enter__()
 
 
-def test_every_recipe_is_listed_with_a_short_line() -> None:
-    listing = list_recipes()
-    files = [file for folder in FOLDERS for file in HERE.glob(f"{folder}*.yaml")]
-    assert len(files) == len(list(HERE.rglob("*.yaml"))) > 30
-    for file in files:
-        assert f"\n  {file.stem} " in listing and 10 < len(about(file)) < 240
-    assert "model: {path: Qwen/Qwen3-8B}" in list_recipes("qwen3-8b-8x80")
-    with pytest.raises(ConfigError, match="qwen3-8b-8x80"):
-        list_recipes("qwen3-8b-8x8")
-
-
-def test_run_folder_is_a_recipe_and_others_are_not(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a folder"):
-        load_config(tmp_path)
-    (tmp_path / "config.yaml").write_text("defaults: quickstart\nrun: {steps: 7}\n")
-    assert load_config(tmp_path).run.steps == 7
-
-
 def test_neighbouring_files_precede_shipped_recipes(tmp_path: Path) -> None:
     config = load_config("qwen3-8b-8x80")
     assert config.run.dir == "runs/qwen3-8b-8x80" and config.run.gpus_per_node == 8
@@ -118,17 +80,6 @@ def test_neighbouring_files_precede_shipped_recipes(tmp_path: Path) -> None:
     mine.write_text("defaults: qwen3-8b-9x80\n")
     with pytest.raises(ConfigError, match=r"mine\.yaml:1: defaults: "):
         load_config(mine)
-
-
-@pytest.mark.parametrize("template", get_args(SystemTemplate))
-def test_interpreter_is_described_only_with_tools(template: SystemTemplate) -> None:
-    plain = system_prompt(template, tools=["hotels"])
-    described = system_prompt(template, tools=["hotels", PYTHON], seconds=90)
-    assert plain == system_prompt(template)
-    assert described.startswith(plain)
-    assert ("90 seconds" in described) == ("tools" in template)
-    if template == "tools-in-thinking":
-        assert "Up to 12 calls" in system_prompt(template, calls=12)
 
 
 def test_system_prompt_precedes_an_existing_message() -> None:

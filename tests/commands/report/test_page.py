@@ -6,9 +6,7 @@ import base64
 import gzip
 import hashlib
 import json
-import os
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,7 @@ import pytest
 from keel.commands.cli import main
 from keel.commands.report import page as page_module
 from keel.commands.report.folders import read_folder
-from keel.commands.report.page import SCRIPTS, page, report
-from keel.configs.schema import ConfigError
+from keel.commands.report.page import SCRIPTS, page
 from tests.commands.report.runs import ATTACKS, BREAKS, write_evaluation, write_run
 
 
@@ -117,26 +114,6 @@ def test_large_page_is_limited_and_says_so(folder: Path, monkeypatch: pytest.Mon
     assert "trajectories of 2 of 3 steps" in state["notes"][0]
 
 
-def test_large_evaluation_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluation, chunks = read_folder(write_evaluation(tmp_path / "eval", prompts=45))
-    run, few = read_folder(write_run(tmp_path / "run", steps=1))
-    total = sum(chunk.size for some in (chunks, few) for chunk in some.values())
-    monkeypatch.setattr(page_module, "MOST_BYTES", total // 3 + 1)
-    one, other = Parsed(page([(evaluation, chunks), (run, few)])).state["runs"]
-    assert [group["prompt"] for group in one["groups"]] == [f"sums/{at}" for at in range(40, 45)]
-    assert "trajectories of 5 of 45 prompts" in one["notes"][-1]
-    assert other["notes"] == [] and other["groups"]  # all of its steps are there
-
-
-def test_folder_name_is_not_utf_8(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", steps=1)
-    odd = folder.rename(tmp_path / os.fsdecode(b"run \xff"))
-    said = report([str(odd)], None)
-    assert "run ?/report.html" in said
-    (run,) = Parsed((odd / "report.html").read_text()).state["runs"]
-    assert run["name"] == odd.name and run["steps"] == [0, 1]
-
-
 def test_different_recipes_and_evaluation_on_one_page(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,24 +127,3 @@ def test_different_recipes_and_evaluation_on_one_page(
     one, two = (run["knobs"] for run in runs[:2])
     assert {k for k in one if one[k] != two[k]} == {"run.dir", "trainer.lr"}
     assert [len(run["steps"]) for run in runs] == [4, 2, 0]
-
-
-def test_where_a_report_goes(folder: Path, tmp_path: Path) -> None:
-    said = report([str(folder)], None)
-    assert (folder / "report.html").stat().st_size > 0 and str(folder / "report.html") in said
-    with pytest.raises(ConfigError, match="is a folder; name a file"):
-        report([str(folder)], str(tmp_path))
-    with pytest.raises(ConfigError, match=r"cannot be written \(.*/nowhere is no folder\); --out"):
-        report([str(folder)], str(tmp_path / "nowhere" / "r.html"))
-
-
-def test_command_reports_errors(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["report", str(tmp_path / "none")]) == 2
-    assert main(["watch", str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.count("does not exist") == 2
-    page_module.library.cache_clear()
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    assert main(["report", str(write_run(tmp_path / "run"))]) == 2
-    assert "pip install plotly" in capsys.readouterr().err
