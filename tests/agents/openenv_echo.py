@@ -99,8 +99,3 @@ class Tools(MCPEnvironment):
         return Called(tool_name=action.tool_name, result=result)
 
     def close(self): ...
-
-
-class NoTools(Tools):
-    def step(self, action):
-        return Listed(tools=[], metadata={"error": "the server is down"})

@@ -238,25 +238,3 @@ class Guess:
         return seen, float(right), right, self._left == 0, {}
 
     def close(self) -> None: ...
-
-
-class Echo:
-    """A TextArena-style game: repeat a word."""
-
-    def reset(self, num_players: int, seed: int | None = None) -> None:
-        assert num_players == 1
-        self._word = random.Random(seed).choice(["ant", "bee", "cow"])
-        self._won = False
-        self._turns = 0
-
-    def get_observation(self) -> tuple:
-        observations = [(-1, f"Say [{self._word}].", 1), (0, "(it is your turn)", 2)]
-        return 0, observations + [(-1, f"That was no {self._word}.", 1)] * self._turns
-
-    def step(self, action: str) -> tuple:
-        self._turns += 1
-        self._won = f"[{self._word}]" in action
-        return self._won or self._turns == 2, {}
-
-    def close(self) -> tuple:
-        return {0: 1.0 if self._won else -1.0}, {}

@@ -17,21 +17,17 @@ FIX = f"cat > adding.py <<'E'\n{FIXED}E\n"
 def test_the_tools_and_an_honest_solution(tmp_path: Path) -> None:
     async def play() -> None:
         async with opened(tmp_path) as open_, open_() as hosted:
-            assert "def total" in (await use(hosted, "view", path="adding.py")).text
             seen = await use(hosted, "view", path="adding.py", first_line=2, last_line=2)
             assert seen.text == "     2\t    result = numbers[0]\n[3 more lines]"
             assert (await use(hosted, "view", path="tests")).text == "test_adding.py"
             twice = await use(hosted, "edit", path="adding.py", old="result", new="r")
-            assert twice.failed and "is in adding.py 3 times" in twice.text
+            assert twice.failed and "3 times" in twice.text
             edited = await use(hosted, "edit", path="adding.py", old="numbers[0]", new="0")
             assert "     2\t    result = 0" in edited.text
             await use(hosted, "edit", path="adding.py", old="numbers[1:]", new="numbers")
-            there = await use(hosted, "edit", path="adding.py", old="", new="x")
-            assert there.failed and "is there already" in there.text
-            made = await use(hosted, "edit", path="notes/new.txt", old="", new="Würde\r\n")
-            assert made.text == "notes/new.txt was made"
+            assert (await use(hosted, "edit", path="adding.py", old="", new="x")).failed
+            await use(hosted, "edit", path="notes/new.txt", old="", new="Würde\r\n")
             assert await bash(hosted, "cat notes/new.txt; false") == "Würde\r\n\n[exit status 1]"
-            assert (await use(hosted, "view", path="no.py")).failed
             for limit_s in (1, 10, 60):  # a busy machine may not get as far as `echo` in a second
                 command = "echo a; sleep 1000"
                 late = await use(hosted, "bash", command=command, timeout_s=limit_s)
@@ -39,9 +35,8 @@ def test_the_tools_and_an_honest_solution(tmp_path: Path) -> None:
                     break
             assert late.text == f"a\n\n[killed after {limit_s} s]"
             long = await bash(hosted, "seq 100000")
-            assert "bytes left out" in long and len(long) < 21_000
+            assert "left out" in long and len(long) < 21_000
             assert "+    result = 0" in await bash(hosted, "git diff")
-            assert (await bash(hosted, "git log --oneline")).count("\n") == 1
             # Changes to the tests have no effect.
             await bash(hosted, "echo 'def test_some(): assert 0' > tests/test_adding.py")
             await bash(hosted, "echo 'raise SystemExit' > conftest.py; echo x > pytest.ini")
@@ -58,13 +53,11 @@ def test_hidden_tests_and_answer_are_unreachable(tmp_path: Path) -> None:
         /tmp /dev/shm {tmp_path} 2>/dev/null
     for p in /proc/[0-9]*; do
         for f in environ cmdline mem maps fd/0 fd/3 fd/4 fd/5 cwd/x; do
-            test $p != /proc/$$ && timeout 2 grep -a -l hidden_one $p/$f 2>/dev/null
+            test $p != /proc/$$ && timeout 2 grep -a -l 'hidden[_]one' $p/$f 2>/dev/null
         done
     done
     git log --all --reflog --format=%s | grep -v "As it is"; git fsck --lost-found 2>/dev/null
     git for-each-ref --format='%(refname)' | sed 1d; git stash list; git remote; ls {tmp_path}
-    find / -xdev -not -path '/usr/*' '(' -name packed-refs -o -name ORIG_HEAD -o -name FETCH_HEAD \
-        -o -name '*.pack' -o -path '*/.cache/*' ')' 2>/dev/null | head
     ls {tmp_path}/instances 2>/dev/null
     echo searched
     """
@@ -72,7 +65,7 @@ def test_hidden_tests_and_answer_are_unreachable(tmp_path: Path) -> None:
     async def play() -> None:
         async with opened(tmp_path) as open_, open_() as hosted:
             (tmp_path / "instances").mkdir()
-            result = await bash(hosted, hunt.replace("hidden_one", "hidden[_]one"))
+            result = await bash(hosted, hunt)
             assert result.split() == ["environment", "searched"], result
             # Links into the reading process lead to one without secrets.
             await bash(hosted, "ln -sf /proc/self/cmdline link; ln -sf /proc/self/mem memory")
@@ -176,10 +169,9 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("half", [0, 1])
-def test_cheating_earns_no_reward(half: int, tmp_path: Path) -> None:
+def test_cheating_earns_no_reward(tmp_path: Path) -> None:
     """Every cheat is graded 0, and the honest solution is not."""
-    cheats = dict(list({**CHEATS, "honest": f"{WATCHER}{PLUGIN}{FIX}"}.items())[half::2])
+    cheats = {**CHEATS, "honest": f"{WATCHER}{PLUGIN}{FIX}"}
     rewards: dict[str, float] = {}
     facts: dict[str, dict[str, object]] = {}
 
@@ -194,4 +186,4 @@ def test_cheating_earns_no_reward(half: int, tmp_path: Path) -> None:
     assert rewards == {name: float(name == "honest") for name in cheats}, facts
     faked = {name for name, found in facts.items() if found.get("canary") == "faked"}
     assert faked == {name for name in cheats if "patched" in name or "rewritten" in name}
-    assert "background" not in cheats or facts["background"]["p2p_passed"] == 1
+    assert facts["background"]["p2p_passed"] == 1

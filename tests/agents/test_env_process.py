@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import resource
@@ -12,8 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from keel.agents.env_process.client import Deadlines, Hosted, Program, fork_serv
 from keel.agents.env_process.fork_server import ForkServer
 from keel.agents.env_process.process import descendants
 from keel.agents.types import EnvironmentLost, Unscored
-from keel.rl.turns import ToolCall
 from keel.rl.types import Verdict
 from tests.agents.episodes import (
     HERE,
@@ -62,7 +60,6 @@ def test_episode_from_opening_to_verdict() -> None:
         opening = await environment.open(TASK, seed=3)
         (message,) = opening.messages
         assert message["role"] == "user" and message["content"].startswith("p7 3 0.")
-        assert "buy" in [tool.name for tool in opening.tools]
         result = await use(environment, "buy", item={"name": "ring"}, pay=3)
         assert (result.text, result.failed) == ("Item ring 1 3.0 cash ", False)
         result = await use(environment, "wait", seconds=0, then="done")
@@ -75,7 +72,6 @@ def test_episode_from_opening_to_verdict() -> None:
         await environment.close()
         await environment.close()
         assert (await lost(use(environment, "call"))).fault == "closed"
-        assert (await lost(environment.open(TASK, seed=3))).fault == "closed"
 
     run(play())
 
@@ -83,23 +79,17 @@ def test_episode_from_opening_to_verdict() -> None:
 def test_invalid_call_fails_without_running() -> None:
     async def play() -> None:
         async with episode() as environment:
-            for name, arguments, reason in [
-                ("byu", {}, "did you mean buy?"),
-                ("buy", {}, "'item'"),
-                ("buy", {"item": 3}, "$.item"),
-                ("buy", {"item": {"name": "a"}, "how": "theft"}, "['cash', 'card']"),
-                ("buy", {"item": {"name": "a"}, "price": 1}, "'price'"),
-                ("wait", {"seconds": float("nan")}, "JSON"),
-                ("_maybe", {"at": "call"}, "there is no tool"),
-                ("opening", {}, "there is no tool"),
+            for name, arguments in [
+                ("byu", {}),
+                ("buy", {"item": 3}),
+                ("buy", {"item": {"name": "a"}, "how": "theft"}),
+                ("wait", {"seconds": float("nan")}),
+                ("_maybe", {"at": "call"}),
+                ("opening", {}),
             ]:
-                result = await use(environment, name, **arguments)
-                assert result.failed and reason in result.text, result
-            listed = ToolCall(call_id="1", name="buy", arguments=[1])  # type: ignore[arg-type]
-            assert (await environment.call(listed, timeout_s=1)).failed
+                assert (await use(environment, name, **arguments)).failed, name
             result = await use(environment, "buy", item={"name": "bomb"})
             assert (result.text, result.failed) == ("ValueError: no bombs here", True)
-            assert (await use(environment, "call", float("inf"))).text == "fine"
             results = await asyncio.gather(
                 *(use(environment, "buy", item={"name": f"n{i}"}) for i in range(20))
             )
@@ -108,19 +98,21 @@ def test_invalid_call_fails_without_running() -> None:
     run(play())
 
 
-@pytest.mark.parametrize(("how", "at"), list(itertools.product(FAULTS, ("open", "call", "reply"))))
+@pytest.mark.parametrize(
+    ("how", "at"), [("crash", "open"), ("hang", "open"), ("exit", "reply"), ("garbage", "call")]
+)
 def test_fault_is_typed_with_last_output(how: str, at: str) -> None:
     async def play(limit_s: float) -> None:
-        open_s = limit_s if at == "open" else PATIENCE_S
-        deadlines = replace(PATIENT, open_s=open_s, reply_s=limit_s)
+        deadlines = replace(PATIENT, open_s=limit_s if at == "open" else PATIENCE_S)
         environment = Hosted(program(arguments={"how": how, "at": at}, deadlines=deadlines))
         if at == "open":
             error = await lost(environment.open(TASK, seed=3))
         else:
             await environment.open(TASK, seed=3)
             turn = {"role": "assistant", "content": "hello"}
-            work = environment.reply(turn) if at == "reply" else use(environment, "call", limit_s)
-            error = await lost(work)
+            error = await lost(
+                environment.reply(turn) if at == "reply" else use(environment, "call")
+            )
             assert isinstance(await environment.verdict(transcript()), Unscored)
         await environment.close()
         assert (error.fault, error.during) == (how, at)
@@ -129,61 +121,40 @@ def test_fault_is_typed_with_last_output(how: str, at: str) -> None:
     within_some(lambda limit_s: run(play(limit_s)), limits_of(how))
 
 
-@pytest.mark.parametrize("how", [*FAULTS, "raise", "memory"])
+@pytest.mark.parametrize("how", ["hang", "raise", "memory"])
 def test_failing_grader_is_unscored(how: str) -> None:
     async def play(limit_s: float) -> None:
         arguments = {"how": how, "at": "verdict"}
         deadlines = replace(PATIENT, verdict_s=limit_s)
         async with episode(arguments=arguments, deadlines=deadlines) as environment:
             verdict = await environment.verdict(transcript())
-            assert isinstance(verdict, Unscored)
-            assert (FAULTS | {"raise": "burnt down", "memory": "memory"})[how] in verdict.reason
-            assert "my last words" in verdict.reason
+            assert isinstance(verdict, Unscored) and "my last words" in verdict.reason
 
     within_some(lambda limit_s: run(play(limit_s)), limits_of(how))
 
 
-@pytest.mark.parametrize("how", [*FAULTS, "raise"])
-def test_close_ends_a_failing_environment(how: str) -> None:
+def test_invalid_verdicts_and_failing_close() -> None:
     async def play() -> None:
-        deadlines = replace(PATIENT, close_s=limits_of(how)[0])
-        environment = Hosted(program(arguments={"how": how, "at": "close"}, deadlines=deadlines))
-        await environment.open(TASK, seed=3)
-        await environment.close()
-
-    run(play())
-
-
-def test_invalid_verdicts_are_unscored() -> None:
-    async def play() -> None:
-        for target, value in (
-            ("shop:Graded", 1.5),
-            ("shop:NotANumber", None),
-            ("shop:Graded", "good"),
-            ("shop:Graded", None),
-            ("shop:Graded", [1.0]),
-            ("shop:Graded", {"correct": "yes"}),
-        ):
-            async with episode(target, arguments={"verdict": value}) as environment:
+        for value in (1.5, "good", None, {"correct": "yes"}):
+            arguments = {"verdict": value}
+            async with episode("shop:Graded", arguments=arguments) as environment:
                 assert isinstance(await environment.verdict(transcript()), Unscored)
+        for how in ("hang", "crash", "raise"):
+            deadlines = replace(PATIENT, close_s=limits_of(how)[0])
+            async with episode(arguments={"how": how, "at": "close"}, deadlines=deadlines):
+                pass
 
     run(play())
 
 
 def test_faults_inside_a_call() -> None:
     async def play() -> None:
-        for then, fault, reason in (
-            ("another", "garbage", "'id': 99"),
-            ("late exit", "exit", "status 3"),
-            ("memory", "memory", "memory_mib = 512"),
-        ):
+        for then, fault in (("another", "garbage"), ("late exit", "exit"), ("memory", "memory")):
             async with episode(memory_mib=512) as environment:
-                error = await lost(use(environment, "wait", seconds=0, then=then))
-                assert error.fault == fault and reason in str(error)
+                assert (await lost(use(environment, "wait", seconds=0, then=then))).fault == fault
         async with episode() as environment:
             assert len((await use(environment, "say", letters=7 << 20)).text) == 7 << 20
-            error = await lost(use(environment, "say", letters=9 << 20))
-            assert error.fault == "large" and "8 MiB" in str(error)
+            assert (await lost(use(environment, "say", letters=9 << 20))).fault == "large"
 
     run(play())
 
@@ -208,20 +179,8 @@ async def opened(program: Program, server: ForkServer | None, seed: int = 3) -> 
         await environment.close()
 
 
-@pytest.mark.parametrize("how", ["close", "hang", "exit"])
-@pytest.mark.parametrize("forked", [False, True])
-def test_descendants_end_with_the_environment(
-    how: str, forked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kill_descendants = process._kill_descendants
-
-    def late(pid: int) -> None:
-        """Kill late, as on a busy machine: the process may have exited by then."""
-        time.sleep(0.05)
-        kill_descendants(pid)
-
-    monkeypatch.setattr(process, "_kill_descendants", late)
-
+@pytest.mark.parametrize(("how", "forked"), [("close", True), ("hang", False), ("exit", True)])
+def test_descendants_end_with_the_environment(how: str, forked: bool) -> None:
     async def play() -> None:
         spec = program(preload=forked)
         server = fork_server_for(spec)
@@ -245,22 +204,17 @@ def test_descendants_end_with_the_environment(
 
 
 @pytest.mark.parametrize("forked", [False, True])
-def test_cancelled_opening_leaves_nothing(forked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(**_: Any) -> Any:
-        await asyncio.sleep(1000)
-
-    async def cancel_after(environment: Hosted, seconds: float) -> None:
-        opening = asyncio.create_task(environment.open(TASK, seed=3))
-        await asyncio.sleep(seconds)
-        opening.cancel()
-        await asyncio.gather(opening, return_exceptions=True)
-        await environment.close()
-
+def test_cancelled_opening_leaves_nothing(forked: bool) -> None:
     async def play() -> None:
         spec = program(preload=forked)
         server = fork_server_for(spec)
         for seconds in (0.0, 0.01, 0.1, 0.3, 0.0, 0.002, 0.05):
-            await cancel_after(Hosted(spec, fork_server=server), seconds)
+            environment = Hosted(spec, fork_server=server)
+            opening = asyncio.create_task(environment.open(TASK, seed=3))
+            await asyncio.sleep(seconds)
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+            await environment.close()
         async with opened(spec, server) as environment:
             waiting = asyncio.create_task(use(environment, "wait", seconds=100))
             await asyncio.sleep(0.05)
@@ -268,30 +222,8 @@ def test_cancelled_opening_leaves_nothing(forked: bool, monkeypatch: pytest.Monk
             with pytest.raises(asyncio.CancelledError):
                 await waiting
             assert (await lost(use(environment, "call"))).fault == "closed"
-        monkeypatch.setattr(asyncio, "open_unix_connection", never)
-        if not forked:
-            await cancel_after(Hosted(spec), 0.05)
         if server is not None:
             await server.close()
-
-    run(play())
-
-
-def test_concurrent_episodes_share_nothing() -> None:
-    async def one(seed: int, starting: asyncio.Semaphore) -> Any:
-        environment = Hosted(program(), starting=starting)
-        try:
-            await environment.open(TASK, seed=seed)
-            assert not (await use(environment, "wait", seconds=0.2)).failed
-            assert not (await use(environment, "buy", item={"name": "ring"})).failed
-            return await environment.verdict(transcript())
-        finally:
-            await environment.close()
-
-    async def play() -> None:
-        starting = asyncio.Semaphore(3)
-        verdicts = await asyncio.gather(*(one(seed, starting) for seed in range(7)))
-        assert all(verdict.parts["correct"] == 1.0 for verdict in verdicts)
 
     run(play())
 
@@ -304,8 +236,7 @@ def test_environment_sees_no_secrets_and_no_keel(monkeypatch: pytest.MonkeyPatch
             folder = Path(environment._scratch)
             facts = json.loads((await use(environment, "look")).text)
             assert facts["temporary"] == str(folder) and folder.is_dir()
-            (folder / "deep").mkdir()
-            (folder / "deep" / "file").write_text("x")
+            (folder / "file").write_text("x")
         assert not folder.exists()
         return facts
 
@@ -325,14 +256,11 @@ def test_environment_dies_with_keel() -> None:
         "    await use(environment, 'wait', seconds=0, then='hang')\n"
         "asyncio.run(play())"
     )
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True
-    ) as child:
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=HERE.parents[1], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         pid = int(child.stdout.readline())
         assert alive(pid)
-        time.sleep(0.1)
         child.kill()
     wait_for(lambda: not alive(pid))
 
@@ -346,31 +274,6 @@ async def look(environment: Hosted) -> dict[str, Any]:
 
 
 def test_forked_episodes_share_only_the_import() -> None:
-    async def play() -> None:
-        spec = counter()
-        async with (
-            forking(spec) as server,
-            opened(spec, server) as one,
-            opened(spec, server) as other,
-        ):
-            assert (await use(one, "see", word="a")).text == '["a"]'
-            assert (await use(other, "see", word="b")).text == '["b"]'
-            assert (await use(one, "see", word="c")).text == '["a", "c"]'
-            facts, other_facts = await look(one), await look(other)
-            assert facts["forked"] and facts["session"]
-            assert (facts["word"], other_facts["word"]) == ("c", "b")
-            assert facts["temporary"] == one._scratch != other_facts["temporary"]
-            # Its channel twice, its standard error, and nothing of the other's or the server's.
-            assert sorted(facts["files"]) == ["/dev/null", "pipe", "pipe", "socket", "socket"]
-            assert set(facts["inherited"]) <= {0, 1, 2}, "a tool's child could answer for it"
-            pids = [one._process.pid, other._process.pid]
-            assert len(set(pids)) == 2
-        assert not any(map(alive, pids))
-
-    run(play())
-
-
-def test_forked_and_started_episodes_draw_the_same() -> None:
     async def draws(server: ForkServer | None) -> list[str]:
         texts: list[str] = []
         for seed in (5, 5, 6):
@@ -380,97 +283,70 @@ def test_forked_and_started_episodes_draw_the_same() -> None:
         return texts
 
     async def play() -> None:
-        async with forking(counter()) as server:
+        spec = counter()
+        async with forking(spec) as server:
+            async with opened(spec, server) as one, opened(spec, server) as other:
+                assert (await use(one, "see", word="a")).text == '["a"]'
+                assert (await use(other, "see", word="b")).text == '["b"]'
+                assert (await use(one, "see", word="c")).text == '["a", "c"]'
+                facts, other_facts = await look(one), await look(other)
+                assert facts["forked"] and facts["session"]
+                assert (facts["word"], other_facts["word"]) == ("c", "b")
+                assert facts["temporary"] == one._scratch != other_facts["temporary"]
+                # Its channel twice, its standard error, and nothing of the other's or the server's.
+                assert sorted(facts["files"]) == ["/dev/null", "pipe", "pipe", "socket", "socket"]
+                assert set(facts["inherited"]) <= {0, 1, 2}, "a tool's child could answer for it"
+                pids = [one._process.pid, other._process.pid]
+                assert len(set(pids)) == 2
+            assert not any(map(alive, pids))
             forked = await draws(server)
         assert forked == await draws(None)
         assert forked[0] == forked[1] != forked[2]
 
     run(play())
-    assert fork_server_for(counter(preload=False)) is None
 
 
-@pytest.mark.parametrize("how", ["thread", "file", "process", "memory"])
-def test_shared_state_disables_forking(how: str) -> None:
+def test_shared_state_disables_forking() -> None:
     async def play() -> None:
-        spec = counter(how)
-        async with forking(spec) as server, opened(spec, server) as environment:
-            assert how in server.disabled_reason or how == "file"
-            assert not (await look(environment))["forked"]
-            assert server.disabled_reason and server._server is None
+        for how in ("thread", "file", "process", "memory"):
+            spec = counter(how)
+            async with forking(spec) as server, opened(spec, server) as environment:
+                assert not (await look(environment))["forked"], how
+                assert server.disabled_reason and server._server is None
 
     run(play())
 
 
 @pytest.mark.parametrize(
-    ("how", "fault", "reason"),
-    [
-        ("hang", "hang", "0.5 s"),
-        ("exit", "exit", "my last words"),
-        ("crash", "crash", "SIGSEGV"),
-        ("raise", "start", "RuntimeError: not today"),
-    ],
+    ("how", "fault"), [("hang", "hang"), ("crash", "crash"), ("raise", "start")]
 )
-def test_failed_import_fails_every_opening(how: str, fault: str, reason: str) -> None:
+def test_failed_import_fails_every_opening(how: str, fault: str) -> None:
     async def play() -> None:
-        spec = counter(how)
+        limit_s = 0.5 if how == "hang" else PATIENCE_S
+        spec = counter(how, deadlines=replace(PATIENT, open_s=limit_s))
         async with forking(spec) as server:
-            server._start_server.keywords["timeout_s"] = 0.5 if how == "hang" else PATIENCE_S
-            server._timeout_s = 0.5
             for _ in range(2):
                 with pytest.raises(EnvironmentLost) as caught:
                     async with opened(spec, server):
                         raise AssertionError("it opened")
                 assert (caught.value.fault, caught.value.during) == (fault, "open")
-                assert reason in str(caught.value)
 
     run(play())
 
 
-def test_waiting_forks_share_one_failed_load() -> None:
-    async def play() -> None:
-        async with forking(counter("hang")) as server:
-            server._start_server.keywords["timeout_s"] = 1.0
-            starts, start = [], server._start
-
-            async def counted() -> None:
-                starts.append(1)
-                await start()
-
-            server._start = counted
-            forks = (server.fork({}) for _ in range(20))
-            errors = await asyncio.gather(*forks, return_exceptions=True)
-            assert {str(one) for one in errors} == {str(errors[0])} and len(starts) == 1
-            assert isinstance(errors[0], EnvironmentLost) and errors[0].fault == "hang"
-            with pytest.raises(EnvironmentLost):  # a later fork tries again
-                await server.fork({})
-            assert len(starts) == 2
-
-    run(play())
-
-
-@pytest.mark.parametrize("how", ["crash", "exit", "hang"])
-def test_forked_fault_spares_the_siblings(how: str) -> None:
-    async def play() -> None:
-        spec = counter()
-        async with forking(spec) as server, opened(spec, server) as sibling:
-            async with opened(spec, server) as environment:
-                limit_s = 0.3 if how == "hang" else PATIENCE_S
-                error = await lost(use(environment, "end", limit_s, how=how))
-                reasons = {"crash": "SIGSEGV", "exit": "status 3", "hang": "0.3 s"}
-                assert error.fault == how and reasons[how] in str(error)
-            assert (await use(sibling, "see", word="a")).text == '["a"]'
-            assert (await sibling.verdict(transcript())).parts == {"correct": 1.0}
-
-    run(play())
-
-
-def test_dead_fork_server_is_replaced() -> None:
+def test_fault_spares_the_siblings_unless_the_server_dies() -> None:
     async def play() -> None:
         spec = counter()
         async with forking(spec) as server:
-            async with opened(spec, server) as environment, opened(spec, server) as sibling:
-                with pytest.raises(EnvironmentLost):
-                    await use(environment, "end", how="parent")
+            async with opened(spec, server) as sibling:
+                for how in ("crash", "exit", "hang"):
+                    async with opened(spec, server) as environment:
+                        limit_s = 0.3 if how == "hang" else PATIENCE_S
+                        assert (await lost(use(environment, "end", limit_s, how=how))).fault == how
+                assert (await use(sibling, "see", word="a")).text == '["a"]'
+                assert (await sibling.verdict(transcript())).parts == {"correct": 1.0}
+                async with opened(spec, server) as environment:
+                    await lost(use(environment, "end", how="parent"))
                 error = await lost(use(sibling, "look"))
                 assert error.during == "parent", "it must not count as the policy's"
             with pytest.raises(EnvironmentLost):
@@ -478,59 +354,10 @@ def test_dead_fork_server_is_replaced() -> None:
                     raise AssertionError("it opened")
             async with opened(spec, server) as environment:
                 assert (await look(environment))["forked"]
-
-    run(play())
-
-
-@contextmanager
-def few_files(free: int) -> Iterator[None]:
-    """Leave `free` descriptors."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    try:
-        with suppress(OSError):
-            while True:
-                taken.append(os.dup(0))
-        for _ in range(free):
-            os.close(taken.pop())
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in taken:
-            os.close(fd)
-
-
-def test_missing_descriptors_fail_one_fork() -> None:
-    async def play() -> None:
-        spec = counter()
-        async with forking(spec) as server, opened(spec, server) as sibling:
-            running = server._server
-            for free in range(5):  # a fork takes five
-                with few_files(free):
-                    error = await lost(server.fork({}))
-                assert (error.fault, error.during) == ("start", "open")
-                assert server._server is running and running is not None
-                assert len(descendants(running.child.pid)) == 1, "an abandoned episode"
-            assert (await look(sibling))["forked"]
-            async with opened(spec, server) as environment:
-                assert (await look(environment))["forked"]
-
-    run(play())
-
-
-def test_closing_the_server_ends_its_episodes() -> None:
-    async def play() -> None:
-        spec = counter()
-        async with forking(spec) as server:
-            environment = Hosted(spec, fork_server=server)
-            await environment.open(TASK, seed=3)
-            assert environment._process is not None
-            pid = environment._process.pid
-            await server.close()
-            wait_for(lambda: not alive(pid))
-            await lost(use(environment, "look"))
-            await environment.close()
+                pid = environment._process.pid
+                await server.close()
+                wait_for(lambda: not alive(pid))
+                await lost(use(environment, "look"))
 
     run(play())
 
@@ -538,30 +365,16 @@ def test_closing_the_server_ends_its_episodes() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"target": "shop:Shap"}, "shop has no 'Shap'"),
+        ({"target": "shop:Shap"}, "Shap"),
         ({"target": "broken.py:Shop"}, "SyntaxError"),
-        ({"target": "hints:Untyped"}, "parameter x"),
-        ({"target": "hints:Starred"}, "by name"),
-        ({"target": "hints:Unread"}, "NameError"),
-        ({"target": "hints:empty", "kind": "game"}, "hints:empty is not a game"),
-        ({"target": "shop:Shop", "arguments": {"hou": 1}}, "'hou'"),
+        ({"target": "shop:Shop", "arguments": {"hou": 1}}, "hou"),
         ({"target": "shop:Shop", "python": "/no/such/python"}, "/no/such/python"),
-        ({"target": "shop:Shop", "python": "/bin/false"}, "status 1"),
         ({"target": "shop:Shop", "python": "/bin/echo"}, ""),
-        ({"target": "shop:Shop", "memory_mib": 64, "arguments": {"how": "memory"}}, ""),
     ],
 )
 def test_failed_start_is_explained(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
     (tmp_path / "broken.py").write_text("class Shop\n")
     (tmp_path / "shop.py").write_text((HERE / "shop.py").read_text())
-    (tmp_path / "hints.py").write_text(
-        "class Untyped:\n    def use(self, x): ...\n"
-        "class Starred:\n    def use(self, *x: int): ...\n"
-        "class Unread:\n    def use(self, x: 'Missing'): ...\n"
-        "empty = 3\n"
-    )
-    if "memory_mib" in settings:
-        settings["arguments"]["at"] = "open"
 
     async def play() -> None:
         environment = Hosted(Program(folder=tmp_path, deadlines=PATIENT, **settings))
@@ -577,7 +390,6 @@ def test_invalid_settings_are_refused(tmp_path: Path) -> None:
         ("target", {"target": ":Shop"}),
         ("nowhere", {"target": "shop", "folder": tmp_path / "nowhere"}),
         ("arguments", {"target": "shop", "arguments": {"rate": float("nan")}}),
-        ("memory_mib", {"target": "shop", "memory_mib": 8}),
     ):
         with pytest.raises(ValueError, match=name):
             Program(**settings)
@@ -585,37 +397,16 @@ def test_invalid_settings_are_refused(tmp_path: Path) -> None:
         Deadlines(close_s=0)
 
 
-def test_limits_are_raised_or_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_on_open_files_is_raised() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(600, limits[1]), limits[1]))
         os_limits.make_room(100)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 812
-        with pytest.raises(ValueError, match="processes"):
+        with pytest.raises(ValueError, match="open"):
             os_limits.make_room(1 << 40)
-        monkeypatch.setattr(os_limits, "_process_limit", lambda: (400, "the job", "--pids-limit"))
-        os_limits.make_room(40)
-        with pytest.raises(ValueError, match=r"556 processes.*the job.*400"):
-            os_limits.make_room(100)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def test_process_limit_reads_the_control_groups(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "pids" / "job").mkdir(parents=True)
-    (tmp_path / "pids" / "pids.max").write_text("max\n")
-    (tmp_path / "pids" / "job" / "pids.max").write_text("40\n")
-    read_text = Path.read_text
-
-    def read(path: Path) -> str:
-        return "3:pids:/job\n" if str(path) == "/proc/self/cgroup" else read_text(path)
-
-    monkeypatch.setattr(os_limits, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(Path, "read_text", read)
-    limit, source, _ = os_limits._process_limit()
-    assert limit == 40 and "job" in source
 
 
 def test_answer_read_late_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -631,11 +422,6 @@ def test_answer_read_late_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(process, "_READ_S", 0.01)
             with pytest.raises(TimeoutError):
                 await process.with_deadline(0.01, reader.readline())
-            task = asyncio.create_task(process.with_deadline(PATIENCE_S, reader.readline()))
-            await asyncio.sleep(0)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
             theirs.sendall(b"more\n")
             assert await process.with_deadline(PATIENCE_S, reader.readline()) == b"more\n"
         writer.close()

@@ -1,33 +1,40 @@
-"""The Python interpreter: a real kernel, its state, and cells that go wrong."""
+"""The Python interpreter: a real kernel, its state, its files, and cells that go wrong."""
 
 from __future__ import annotations
 
+import json
 import os
-import tempfile
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import keel
-from keel.agents.env_process.client import Hosted, Program
+from keel.agents.env_process.client import KEEL, Hosted, Program
+from keel.agents.env_process.process import descendants
 from keel.agents.environments.interpreter import (
     CELL_S,
     ENDING_S,
     MOST_CHARACTERS,
-    Interpreter,
-    _Said,
+    put_files,
     split_call_time,
 )
 from keel.agents.types import EnvironmentLost
+from keel.configs.schema import Config, ConfigError, DataConfig, EnvironmentConfig, SourceConfig
 from keel.configs.sections.agents import AgentsConfig
+from keel.data.jsonl import load_jsonl
+from keel.rewards.checks import check_spec
+from keel.rl.seeds import seed_of
+from keel.trainer.build_agents import environment_spec
 from tests.agents.episodes import PATIENT, TASK, alive, run, use
+from tests.agents.sandboxes import wrap_of
 from tests.waiting import PATIENCE_S, wait_for, within_some
 
+TARGET = "keel.agents.environments.interpreter:Interpreter"
 PYTHON = Program(
-    target="keel.agents.environments.interpreter:Interpreter",
-    folder=Path(keel.__file__).parent,
+    target=TARGET,
+    folder=KEEL,
     arguments={"cell_s": PATIENCE_S},
     env={"PYTHONPATH": os.environ.get("PYTHONPATH", "")},
     deadlines=PATIENT,
@@ -36,10 +43,13 @@ needs_jupyter = pytest.mark.skipif(
     find_spec("jupyter_client") is None or find_spec("ipykernel") is None,
     reason="jupyter_client and ipykernel are not installed",
 )
+DEAF = "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(1000)"
 
 
-def kernels(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+async def cell(environment: Hosted, code: str) -> str:
+    result = await use(environment, "python", code=code)
+    assert not result.failed
+    return result.text
 
 
 @pytest.mark.e2e
@@ -50,54 +60,16 @@ def test_the_kernel_keeps_its_state() -> None:
         opening = await environment.open(TASK, seed=3)
         assert [tool.name for tool in opening.tools] == ["python"]
         assert opening.messages == TASK.messages
-
-        async def cell(code: str) -> str:
-            result = await use(environment, "python", code=code)
-            assert not result.failed
-            return result.text
-
-        assert await cell("import math\nx = 6\nprint('a')\nx * 7") == "a\n42"
-        assert await cell("math.floor(x / 4)") == "1"
-        assert "ZeroDivisionError: division by zero" in await cell("x / 0")
-        assert "SyntaxError" in await cell("x +")
-        assert "StdinNotImplementedError" in await cell("input()")
-        output = await cell("print('y' * 50_000)")
+        assert await cell(environment, "import math\nx = 6\nprint('a')\nx * 7") == "a\n42"
+        assert "ZeroDivisionError: division by zero" in await cell(environment, "x / 0")
+        assert "SyntaxError" in await cell(environment, "x +")
+        assert "StdinNotImplementedError" in await cell(environment, "input()")
+        output = await cell(environment, "for n in range(9999): print(n)")
         assert len(output) < MOST_CHARACTERS + 100 and "characters left out" in output
-        # A dead kernel is restarted.
-        assert "all variables are gone" in await cell("import os; os._exit(3)")
-        assert "NameError" in await cell("x")
-        assert environment._process is not None
-        (kernel,) = kernels(environment._process.pid)
-        assert alive(kernel)
+        assert output.startswith("0\n1\n") and output.endswith("\n9998")
         await environment.close()
-        wait_for(lambda: not alive(kernel))
 
     run(play())
-
-
-@pytest.mark.e2e
-@needs_jupyter
-def test_a_slow_cell_is_interrupted() -> None:
-    async def play(cell_s: float) -> None:
-        environment = Hosted(replace(PYTHON, arguments={"cell_s": cell_s, "ending_s": cell_s}))
-        await environment.open(TASK, seed=3)
-
-        async def cell(code: str) -> str:
-            return (await use(environment, "python", code=code)).text
-
-        # After an interrupt, later cells run and the state is kept.
-        output = await cell("x = 6\nprint('begun', flush=True)\nimport time; time.sleep(1000)")
-        assert output.startswith("begun") and "KeyboardInterrupt" in output
-        assert f"a cell may run for {cell_s:g} s" in output
-        assert [await cell(f"x + {one}") for one in range(3)] == ["6", "7", "8"]
-        # A kernel that ignores interrupts is restarted.
-        deaf = "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(1000)"
-        output = await cell(deaf)
-        assert "could not be interrupted" in output and "all variables are gone" in output
-        assert await cell("1 + 1") == "2"
-        await environment.close()
-
-    within_some(lambda cell_s: run(play(cell_s)), (2.0, 10.0, 60.0))
 
 
 @pytest.mark.e2e
@@ -107,10 +79,11 @@ def test_the_kernel_ends_with_its_episode() -> None:
         environment = Hosted(PYTHON)
         await environment.open(TASK, seed=3)
         assert environment._process is not None
-        (kernel,) = kernels(environment._process.pid)
-        with pytest.raises(EnvironmentLost, match="did not end within 3 s"):
+        inside = descendants(environment._process.pid)
+        assert inside
+        with pytest.raises(EnvironmentLost):
             await use(environment, "python", 3.0, code="import os; os.kill(os.getppid(), 19)")
-        wait_for(lambda: not alive(kernel))
+        wait_for(lambda: not any(map(alive, inside)))
         await environment.close()
 
     run(play())
@@ -127,6 +100,37 @@ def test_limits_fit_the_call_time(call_s: float) -> None:
 
 @pytest.mark.e2e
 @needs_jupyter
+def test_kernel_in_the_sandbox() -> None:
+    async def play(cell_s: float) -> None:
+        arguments = {"cell_s": cell_s, "ending_s": cell_s}
+        environment = Hosted(
+            Program(target=TARGET, folder=KEEL, wrap=wrap_of(), arguments=arguments)
+        )
+        await environment.open(TASK, seed=3)
+        assert await cell(environment, "x = 6\nprint('a')\nx * 7") == "a\n42"
+        code = "print('begun', flush=True)\nimport time; time.sleep(1000)"
+        text = await cell(environment, code)
+        assert text.startswith("begun") and "KeyboardInterrupt" in text
+        # After an interrupt, later cells run and the state is kept.
+        assert [await cell(environment, f"x + {one}") for one in range(3)] == ["6", "7", "8"]
+        assert "not supported" in await cell(environment, "import socket; socket.socket()")
+        code = "import os; open(f'/proc/{os.getppid()}/mem', 'r+b')"
+        assert "PermissionError" in await cell(environment, code)
+        assert await cell(environment, "!echo from a terminal") == "from a terminal"
+        assert "all variables are gone" in await cell(environment, "os._exit(3)")
+        assert "could not be interrupted" in await cell(environment, DEAF)
+        assert await cell(environment, "1 + 1") == "2"
+        assert environment._process is not None
+        inside = descendants(environment._process.pid)
+        assert len(inside) >= 3  # the kernel, its environment, and the sandbox
+        await environment.close()
+        wait_for(lambda: not any(map(alive, inside)))
+
+    within_some(lambda cell_s: run(play(cell_s)), (2.0, 10.0, 60.0))
+
+
+@pytest.mark.e2e
+@needs_jupyter
 def test_an_endless_cell_does_not_end_the_episode() -> None:
     """The default time limit of a cell may exceed a call's."""
 
@@ -134,10 +138,7 @@ def test_an_endless_cell_does_not_end_the_episode() -> None:
         environment = Hosted(replace(PYTHON, arguments={}))
         await environment.open(TASK, seed=3)
         try:
-            for code, why in (
-                ("while True: pass", "Interrupted: a cell may run for"),
-                ("import signal\nsignal.signal(2, signal.SIG_IGN)\nwhile True: pass", "anew"),
-            ):
+            for code, why in (("while True: pass", "Interrupted: a cell may run"), (DEAF, "anew")):
                 assert why in (await use(environment, "python", call_s, code=code)).text
         finally:
             await environment.close()
@@ -145,45 +146,117 @@ def test_an_endless_cell_does_not_end_the_episode() -> None:
     within_some(lambda call_s: run(play(call_s)), (8.0, 20.0, 60.0))
 
 
-@needs_jupyter
-@pytest.mark.parametrize("more", [0, 1])
-def test_long_temporary_paths_still_allow_sockets(
-    more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):  # which it sets
-        monkeypatch.setenv(name, "")
-    suffix_length = len("/kernel-12345678/k1000-5")
-    long = tmp_path / ("x" * (107 + more - suffix_length - len(f"{tmp_path}/")))
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
-    interpreter = Interpreter()
-    assert Path(interpreter._folder).parent == (Path("/tmp") if more else long)
-    interpreter.close()
-    assert not Path(interpreter._folder).exists() and not list(long.iterdir())
+SECRET = ".".join(("4711", "0815"))
+THIEF = f"""
+import os
+secret, seed = {SECRET[::-1]!r}[::-1].encode(), str({seed_of("x") + 1} - 1)
+found = [line for line in In if seed in line]
+for pid in [os.getppid(), *filter(str.isdigit, os.listdir("/proc"))]:
+    if str(pid) == str(os.getpid()):
+        continue
+    for name in ("mem", "environ", "cmdline", "maps", "fd/0", "fd/3", "fd/4"):
+        try:
+            with open(f"/proc/{{pid}}/{{name}}", "rb") as file:
+                found += [name] * (secret in file.read(1 << 20))
+                found += ["reads " + name] * (name in ("mem", "fd/0", "fd/3", "fd/4"))
+        except OSError:
+            pass
+for above, folders, names in os.walk("/"):
+    hidden = ("/proc", "/sys", "/usr", "/dev")
+    folders[:] = [name for name in folders if os.path.join(above, name) not in hidden]
+    for name in names:
+        try:
+            if name.endswith((".json", ".jsonl")):
+                with open(os.path.join(above, name), "rb") as file:
+                    found += [name] * (secret in file.read())
+        except OSError:
+            pass
+found
+"""
 
 
-def test_a_long_output_loses_its_middle() -> None:
-    output = _Said()
-    for one in range(10_000):
-        output.add("stream", {"text": f"{one}\n"})
-    text = str(output)
-    assert text.startswith("0\n1\n") and text.endswith("9998\n9999")
-    assert MOST_CHARACTERS < len(text) < MOST_CHARACTERS + 50
-    output = _Said()
-    output.add("error", {"traceback": ["\x1b[0;31mKeyError\x1b[0m: 3"]})
-    output.add("execute_result", {"data": {"text/plain": "x"}})
-    assert str(output) == "KeyError: 3\nx"
+def test_files_come_from_the_folder_or_task(tmp_path: Path) -> None:
+    folder, where = tmp_path / "files", tmp_path / "work"
+    (folder / "a").mkdir(parents=True)
+    (folder / "a" / "b.csv").write_text("x\n1\n")
+    (tmp_path / "secret").write_text("s")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    assert put_files(["a/b.csv"], str(folder), str(where)) == ["a/b.csv (4 bytes)"]
+    assert put_files({"c.csv": "ü\r\n"}, "", str(where)) == ["c.csv (4 bytes)"]
+    assert (where / "c.csv").read_bytes() == "ü\r\n".encode()
+    refused: list[Any] = [["../secret"], [str(tmp_path / "secret")], ["a//b.csv"], ["link"], ["a"]]
+    for files in [*refused, "a/b.csv", {"../x": "y"}, {"a.json": {"x": 1}}]:
+        with pytest.raises(ValueError, match="files"):
+            put_files(files, str(folder), str(where))
+
+
+def source(tmp_path: Path, *lines: dict[str, Any], **arguments: Any) -> SourceConfig:
+    path = tmp_path / "files" / "tasks.jsonl"
+    path.parent.mkdir()
+    path.write_text("\n".join(map(json.dumps, lines)))
+    settings = EnvironmentConfig(target=TARGET, arguments=arguments)
+    return SourceConfig(name="x", source="jsonl", path=str(path), environment=settings)
 
 
 @pytest.mark.e2e
-def test_missing_packages_name_the_install_command(tmp_path: Path) -> None:
-    (tmp_path / "ipykernel.py").write_text("import nobody_has_this\n")
+@needs_jupyter
+def test_an_episode_sees_files_but_no_answer(tmp_path: Path) -> None:
+    wrap_of()  # skips without a sandbox
+    line = {"prompt": "How many?", "answer": SECRET, "environment": {"files": ["sales.csv"]}}
+    config = source(tmp_path, line, files=str(tmp_path / "files"))
+    (tmp_path / "files" / "sales.csv").write_text("day,units\n1,20\n2,22\n")
+    (item,) = load_jsonl(config, check_spec).items
+    made = environment_spec(Config(data=DataConfig(sources=(config,))), config)
+    assert isinstance(made, Program)
 
     async def play() -> None:
-        program = Program(target=PYTHON.target, env={"PYTHONPATH": str(tmp_path)})
-        environment = Hosted(program)
-        with pytest.raises(EnvironmentLost, match="pip install jupyter_client ipykernel"):
-            await environment.open(TASK, seed=3)
+        environment = Hosted(made)
+        opening = await environment.open(item.prompt, seed=seed_of("x"))
+        system, question = opening.messages
+        assert "sales.csv (20 bytes)" in system["content"] and question["content"] == "How many?"
+        code = "import csv; sum(int(r['units']) for r in csv.DictReader(open('sales.csv')))"
+        assert await cell(environment, code) == "42"
+        assert await cell(environment, "open('sales.csv', 'w').write('mine')") == "4"
+        assert await cell(environment, THIEF) == "[]"
+        await environment.close()
+
+    run(play())
+    assert (tmp_path / "files" / "sales.csv").read_text().startswith("day")
+
+
+def test_missing_files_fail_the_recipe(tmp_path: Path) -> None:
+    config = source(tmp_path, {"prompt": "a", "answer": "1"}, files=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"sources\[x\]\.environment"):
+        environment_spec(Config(data=DataConfig(sources=(config,))), config)
+
+
+@pytest.mark.e2e
+@needs_jupyter
+def test_task_generators_are_hidden_from_the_policy() -> None:
+    """A visible generator would let the policy try seeds and read the answers."""
+    wrap_of()  # skips without a sandbox
+    maker = (KEEL / "examples" / "small" / "prices.py").resolve()
+    assert maker.is_file()
+    config = SourceConfig(
+        name="x",
+        source="reasoning_gym",
+        task="chain_sum",
+        size=4,
+        environment=EnvironmentConfig(target=TARGET),
+        system_template="tools",
+    )
+    made = environment_spec(Config(data=DataConfig(sources=(config,))), config)
+    assert isinstance(made, Program)
+
+    async def play() -> None:
+        environment = Hosted(made)
+        await environment.open(TASK, seed=1)
+        code = f"""
+import importlib.util, os
+found = [name for name in ("math", "reasoning_gym") if importlib.util.find_spec(name).origin]
+found + [path for path in [{str(maker)!r}] if os.path.exists(path)]
+"""
+        assert await cell(environment, code) == "['math']"
         await environment.close()
 
     run(play())

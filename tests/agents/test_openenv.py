@@ -1,20 +1,14 @@
-"""OpenEnv environments: with a stand-in, and with the package where it is installed."""
+"""OpenEnv environments, with a stand-in for the package."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
-import socket
-import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
 
@@ -23,7 +17,6 @@ from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Prompt, Verdict
 from tests.agents import openenv_stand_in
 from tests.agents.episodes import HERE, PATIENT, run, transcript, use
-from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
 
@@ -35,11 +28,12 @@ TASK = Prompt(
 )
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    openenv_stand_in.install(tmp_path)
-    shutil.copy(HERE / "openenv_echo.py", tmp_path / "echo.py")
-    return tmp_path
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("openenv")
+    openenv_stand_in.install(folder)
+    shutil.copy(HERE / "openenv_echo.py", folder / "echo.py")
+    return folder
 
 
 def hosted(folder: Path, target: str, **settings: Any) -> Hosted:
@@ -63,7 +57,7 @@ def test_openenv_class_is_recognized(folder: Path) -> None:
         assert failed.failed and "no such word" in failed.text
         result = await use(environment, "step", message="bye", loud=True)
         assert result.done and result.text == "BYE"
-        assert "the episode is over" in (await use(environment, "step", message="a")).text
+        assert (await use(environment, "step", message="a")).failed
         verdict = await environment.verdict(transcript())
         assert isinstance(verdict, Verdict)
         assert verdict.parts == {"correct": 0.0, "score": 0.75}
@@ -73,7 +67,7 @@ def test_openenv_class_is_recognized(folder: Path) -> None:
     run(play())
 
 
-def test_single_text_action_is_played_by_text(folder: Path) -> None:
+def test_text_actions_and_mcp_tools(folder: Path) -> None:
     async def play() -> None:
         environment = hosted(folder, "echo:Plain", arguments={"play_by": "text"})
         opening = await environment.open(TASK, seed=3)
@@ -81,15 +75,7 @@ def test_single_text_action_is_played_by_text(folder: Path) -> None:
         reply = await environment.reply({"role": "assistant", "content": "a"})
         assert reply == {"role": "user", "content": "a"}
         assert await environment.reply({"role": "assistant", "content": "bye"}) is None
-        verdict = await environment.verdict(transcript())
-        assert isinstance(verdict, Verdict) and verdict.parts == {"correct": 1.0, "score": 1.0}
         await environment.close()
-
-    run(play())
-
-
-def test_mcp_tools_are_offered(folder: Path) -> None:
-    async def play() -> None:
         environment = hosted(folder, "echo:Tools")
         opening = await environment.open(TASK, seed=3)
         assert opening.messages == TASK.messages
@@ -106,10 +92,7 @@ def test_mcp_tools_are_offered(folder: Path) -> None:
     ("target", "arguments", "why"),
     [
         ("echo:Unhinted", {}, "Unhinted"),
-        ("echo:Echo", {"play_by": "mail"}, "play_by"),
-        ("echo:Echo", {"scale": [1, 1]}, "scale"),
         ("echo:Two", {"play_by": "text"}, "play_by"),
-        ("echo:NoTools", {}, "the server is down"),
         ("ws://127.0.0.1:9", {}, "127.0.0.1:9/schema"),
     ],
 )
@@ -120,16 +103,6 @@ def test_invalid_environment_is_explained(
         environment = hosted(folder, target, arguments=arguments)
         with pytest.raises(EnvironmentLost, match=why):
             await environment.open(TASK, seed=3)
-        await environment.close()
-
-    run(play())
-
-
-def test_action_class_can_be_named(folder: Path) -> None:
-    async def play() -> None:
-        environment = hosted(folder, "echo:Unhinted", arguments={"action": "echo:Message"})
-        await environment.open(TASK, seed=3)
-        assert (await use(environment, "step", message="a")).text == "a"
         await environment.close()
 
     run(play())
@@ -165,20 +138,10 @@ def test_lost_server_ends_the_episode(folder: Path, server: str) -> None:
         assert opening.messages[1]["content"] == "train 12"
         assert (await use(environment, "step", message="a")).text == "a"
         assert (await use(environment, "step", message="raise")).failed
-        with pytest.raises(EnvironmentLost, match="gone") as caught:
+        with pytest.raises(EnvironmentLost) as caught:
             await use(environment, "step", message="gone")
         assert caught.value.fault == "raised"
         assert isinstance(await environment.verdict(transcript()), Unscored)
-        await environment.close()
-
-    run(play())
-
-
-def test_missing_package_names_the_install_command(tmp_path: Path, server: str) -> None:
-    async def play() -> None:
-        environment = hosted(tmp_path, server)
-        with pytest.raises(EnvironmentLost, match="pip install openenv"):
-            await environment.open(TASK, seed=3)
         await environment.close()
 
     run(play())
@@ -199,60 +162,3 @@ def test_runtime_files_are_not_importable_by_name(tmp_path: Path) -> None:
 
     assert "games" in names
     run(play())
-
-
-OPENENV = os.environ.get("KEEL_OPENENV_PYTHON", "")
-SERVE = "import sys, uvicorn; from server.app import app; uvicorn.run(app, port=int(sys.argv[1]))"
-
-
-@pytest.mark.skipif(
-    not OPENENV, reason="KEEL_OPENENV_PYTHON does not name an interpreter with openenv"
-)
-def test_openenv_template_as_class_and_server(tmp_path: Path) -> None:
-    """Use the echo environment that `openenv init` creates."""
-    where = "import openenv.cli; print(openenv.cli.__path__[0])"
-    shown = subprocess.run([OPENENV, "-c", where], capture_output=True, text=True, check=True)
-    folder = tmp_path / "echo"
-    shutil.copytree(Path(shown.stdout.strip()) / "templates" / "openenv_env", folder)
-    for path in folder.rglob("*.py"):
-        text = re.sub("__ENV_(CLASS|TITLE)_NAME__", "Echo", path.read_text())
-        path.with_name(path.name.replace("__ENV_NAME__", "echo")).write_text(
-            text.replace("__ENV_NAME__", "echo")
-        )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
-    async def play(target: str) -> None:
-        environment = Hosted(
-            Program(target=target, folder=folder, python=OPENENV, arguments={"scale": [0, 0.7]})
-        )
-        try:
-            opening = await environment.open(TASK, seed=3)
-            assert "Echo environment ready!" in opening.messages[1]["content"]
-            assert (await use(environment, "step", mesage="x")).failed
-            for word in ("hello", "hi"):
-                text = (await use(environment, "step", message=word)).text
-                assert json.loads(text) == {"echoed_message": word, "message_length": len(word)}
-            verdict = await environment.verdict(transcript())
-            assert isinstance(verdict, Verdict)
-            assert verdict.parts == {"correct": 1.0, "score": 1.0}
-            assert verdict.facts["state"]["step_count"] == 2
-        finally:
-            await environment.close()
-
-    run(play("server.echo_environment:EchoEnvironment"))
-    serving = subprocess.Popen([OPENENV, "-c", SERVE, str(port)], cwd=folder)
-    try:
-        until = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                break
-            except OSError:
-                assert time.monotonic() < until and serving.poll() is None
-                time.sleep(0.2)
-        run(play(f"http://127.0.0.1:{port}"))
-    finally:
-        serving.kill()
-        serving.wait(10)

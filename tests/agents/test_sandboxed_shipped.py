@@ -1,34 +1,34 @@
-"""Shipped environments in the sandbox: trip planner, kernel, game, MCP server."""
+"""Shipped environments in the sandbox: trip planner, game, MCP server, and a recipe's search."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import json
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-import keel
-from keel.agents.env_process.client import Hosted, Program
-from keel.agents.env_process.process import descendants
+from keel.agents.env_process.client import KEEL, Hosted, Program
 from keel.agents.environments.trip.environment import make_task
 from keel.agents.environments.trip.prompts import trip_prompts
 from keel.agents.environments.trip.solver import solve
 from keel.agents.environments.trip.tasks import LEVELS
 from keel.agents.mcp_client import McpEpisode, McpServer
+from keel.configs.schema import Config, ConfigError, DataConfig, EnvironmentConfig, SourceConfig
+from keel.data.jsonl import load_jsonl
+from keel.rewards.checks import check_spec
 from keel.rl.types import Verdict
-from tests.agents.episodes import HERE, TASK, alive, program, run, transcript, use
+from keel.trainer.build_agents import environment_spec
+from tests.agents.environments.search.corpus import write_corpus
+from tests.agents.episodes import HERE, TASK, program, run, transcript, use
 from tests.agents.sandboxes import wrap_of
-from tests.agents.test_interpreter import needs_jupyter
-from tests.waiting import wait_for, within_some
 
-KEEL = Path(keel.__file__).parent
 SHIPPED = "keel.agents.environments"
-pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.e2e
 def test_shipped_environments_run_concurrently() -> None:
     wrap = wrap_of()
 
@@ -55,18 +55,15 @@ def test_shipped_environments_run_concurrently() -> None:
 
     async def game() -> None:
         environment = Hosted(program("shop:Guess", wrap=wrap))
-        opening = await environment.open(TASK, seed=3)
-        (move,) = (tool.name for tool in opening.tools)
-        (name,) = opening.tools[0].parameters["properties"]
-        results = [await use(environment, move, **{name: guess}) for guess in (2, 2, 2)]
+        await environment.open(TASK, seed=3)
+        results = [await use(environment, "play", action=guess) for guess in (2, 2, 2)]
         assert results[-1].done and isinstance(await environment.verdict(transcript()), Verdict)
         await environment.close()
 
     async def server() -> None:
         command = (sys.executable, "mcp_shop.py", "{seed}")
         environment = McpEpisode(McpServer(command=command, folder=HERE, wrap=wrap))
-        opening = await environment.open(TASK, seed=3)
-        assert opening.tools
+        assert (await environment.open(TASK, seed=3)).tools
         await environment.close()
 
     async def play() -> None:
@@ -75,56 +72,52 @@ def test_shipped_environments_run_concurrently() -> None:
     run(play())
 
 
-@needs_jupyter
-def test_kernel_without_mounts() -> None:
-    wrap = wrap_of()
+def recipe(folder: Path, tasks: Path) -> Config:
+    arguments = {"corpus": str(folder / "corpus"), "index": str(folder / "index")}
+    target = f"{SHIPPED}.search.environment:Search"
+    source = SourceConfig(
+        name="search",
+        source="jsonl",
+        path=str(tasks),
+        environment=EnvironmentConfig(target=target, arguments=arguments),
+        rewards={"correct": 0.9, "citations": 0.1},
+    )
+    return Config(data=DataConfig(sources=(source,)))
+
+
+@pytest.mark.e2e
+def test_search_can_read_only_the_index(tmp_path: Path) -> None:
+    wrap_of()  # skips without a sandbox
+    write_corpus(tmp_path / "corpus")
+    spec = {"evidence": ["bridge.md"]}
+    line = {"prompt": "Who designed it?", "answer": "Mirela Dancu", "match": "exact"}
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps({**line, "environment": spec}))
+    config = recipe(tmp_path, tasks)
+    (source,) = config.data.sources
+    (item,) = load_jsonl(source, check_spec).items
+    made = environment_spec(config, source)
+    assert isinstance(made, Program)
+    (tmp_path / "corpus").rename(tmp_path / "gone")
 
     async def play() -> None:
-        target = f"{SHIPPED}.interpreter:Interpreter"
-        environment = Hosted(
-            Program(target=target, folder=KEEL, wrap=dataclasses.replace(wrap, mounts=False))
-        )
-        await environment.open(TASK, seed=3)
-        code = "import os; os.path.exists('/proc/self'), os.path.exists('/dev/ptmx')"
-        assert (await use(environment, "python", code=code)).text == "(False, False)"
+        environment = Hosted(made)
+        await environment.open(item.prompt, seed=1)
+        assert "Mirela Dancu" in (await use(environment, "search", query="Halvorsen")).text
+        assert (await use(environment, "open", document=str(tasks))).failed
+        await use(environment, "open", document="bridge.md")
+        answer = '<answer>Mirela Dancu</answer> [[bridge.md: "designed by the engineer"]]'
+        verdict = await environment.verdict(transcript({"role": "assistant", "content": answer}))
+        assert isinstance(verdict, Verdict)
+        assert verdict.parts == {"citations": 1.0, "evidence": 1.0}
         await environment.close()
 
     run(play())
 
 
-@needs_jupyter
-def test_kernel_in_the_sandbox() -> None:
-    async def play(cell_s: float) -> None:
-        target = f"{SHIPPED}.interpreter:Interpreter"
-        arguments = {"cell_s": cell_s, "ending_s": cell_s}
-        environment = Hosted(
-            Program(target=target, folder=KEEL, wrap=wrap_of(), arguments=arguments)
-        )
-        await environment.open(TASK, seed=3)
-
-        async def cell(code: str) -> str:
-            result = await use(environment, "python", code=code)
-            assert not result.failed
-            return result.text
-
-        assert await cell("x = 6\nprint('a')\nx * 7") == "a\n42"
-        text = await cell("print('begun', flush=True)\nimport time; time.sleep(1000)")
-        assert text.startswith("begun") and "KeyboardInterrupt" in text
-        assert await cell("x") == "6"
-        assert "not supported" in await cell("import socket; socket.socket()")
-        assert "PermissionError" in await cell(
-            "import os; open(f'/proc/{os.getppid()}/mem', 'r+b')"
-        )
-        assert await cell("import os; os.system('echo from a child');") == "from a child"
-        assert await cell("!echo from a terminal") == "from a terminal"
-        assert "all variables are gone" in await cell("os._exit(3)")
-        deaf = "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(1000)"
-        assert "could not be interrupted" in await cell(deaf)
-        assert await cell("1 + 1") == "2"
-        assert environment._process is not None
-        inside = descendants(environment._process.pid)
-        assert len(inside) >= 3  # the kernel, its environment, and the sandbox
-        await environment.close()
-        wait_for(lambda: not any(map(alive, inside)))
-
-    within_some(lambda cell_s: run(play(cell_s)), (2.0, 10.0, 60.0))
+def test_a_corpus_with_its_tasks_is_refused(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus")
+    config = recipe(tmp_path, corpus / "tasks.jsonl")
+    (corpus / "tasks.jsonl").write_text('{"prompt": "a", "answer": "b", "text": "c"}')
+    with pytest.raises(ConfigError, match="search"):
+        environment_spec(config, config.data.sources[0])

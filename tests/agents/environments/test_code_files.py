@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import resource
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ from keel.agents.environments.code.files import apply_edit, execute, number_line
 @pytest.mark.parametrize(
     ("text", "lines"),
     [
-        ("a\nb\n", ["a", "b"]),
         ("a\nb", ["a", "b"]),
         ("a\r\nb\r\n", ["a", "b"]),
         ("a\n\n", ["a", ""]),
@@ -25,9 +22,8 @@ from keel.agents.environments.code.files import apply_edit, execute, number_line
     ],
 )
 def test_lines_match_those_of_compilers(text: str, lines: list[str]) -> None:
-    assert number_lines(text, 0, 0) == "\n".join(
-        f"{n:6}\t{line}" for n, line in enumerate(lines, 1)
-    )
+    expected = "\n".join(f"{n:6}\t{line}" for n, line in enumerate(lines, 1))
+    assert number_lines(text, 0, 0) == expected
 
 
 def test_an_edit_shows_its_place_behind_form_feeds() -> None:
@@ -36,29 +32,19 @@ def test_an_edit_shows_its_place_behind_form_feeds() -> None:
     assert new == text.replace("here", "there") and "    21\tthere" in message
 
 
-@contextmanager
-def at_most(size: int) -> Iterator[None]:
-    """Limit the size of files."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_failed_edit_keeps_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     path.write_text("one\n" * 2 + "two\n")
     edit = {"do": "edit", "path": str(path), "old": "two", "new": "x" * 1000}
-    with at_most(100), pytest.raises(OSError, match="too large"):
-        execute(edit)
-    with pytest.raises(ValueError, match="surrogates not allowed"):
-        execute({**edit, "new": "\ud800"})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        for request in (edit, {**edit, "path": str(tmp_path / "c.py"), "old": ""}):
+            with pytest.raises(OSError, match="too large"):
+                execute(request)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert path.read_text() == "one\none\ntwo\n"
-    for name, text, error in (("c.py", "x" * 1000, OSError), ("b/c.py", "\ud800", ValueError)):
-        with at_most(100), pytest.raises(error):
-            execute({**edit, "path": str(tmp_path / name), "old": "", "new": text})
     assert [one.name for one in tmp_path.iterdir()] == ["a.py"]
 
 
@@ -72,10 +58,8 @@ def test_edits_keep_modes_and_link_targets(tmp_path: Path) -> None:
     assert path.read_bytes() == "zwölf\r\n".encode() and link.is_symlink()
     assert stat.S_IMODE(path.stat().st_mode) == 0o751
     new = tmp_path / "made" / "new.py"
-    assert execute({"do": "edit", "path": str(new), "old": "", "new": "a\n"}) == f"{new} was made"
+    execute({"do": "edit", "path": str(new), "old": "", "new": "a\n"})
     (tmp_path / "other").touch()
-    assert new.stat().st_mode == (tmp_path / "other").stat().st_mode
-    for folder in (tmp_path / "made", f"{tmp_path}/none/"):
-        with pytest.raises((ValueError, OSError)):
-            execute({"do": "edit", "path": str(folder), "old": "", "new": "a"})
-    assert list((tmp_path / "made").iterdir()) == [new]
+    assert new.read_text() == "a\n" and new.stat().st_mode == (tmp_path / "other").stat().st_mode
+    with pytest.raises((ValueError, OSError)):
+        execute({"do": "edit", "path": str(tmp_path / "made"), "old": "", "new": "a"})

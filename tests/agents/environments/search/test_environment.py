@@ -13,7 +13,6 @@ from keel.agents.env_runtime.tool_objects import Object, methods_of
 from keel.agents.environments.search.documents import Document, Hit
 from keel.agents.environments.search.environment import Search, prepare
 from keel.agents.environments.search.index import SearchIndex, ensure_index
-from keel.agents.environments.search.text import excerpt
 from tests.agents.environments.search.corpus import write_corpus
 
 TASK = {"messages": [{"role": "user", "content": "Who?"}], "reward": {"kind": "answer"}}
@@ -38,7 +37,7 @@ def verdict(search: Search, said: str) -> dict[str, float]:
     return search.verdict([*TASK["messages"], {"role": "assistant", "content": said}])[0]  # type: ignore[misc]
 
 
-def test_the_environment_offers_three_tools(index: SearchIndex, search: Search) -> None:
+def test_instructions_go_to_the_system_message(index: SearchIndex, search: Search) -> None:
     opening = Object(search, methods_of(search)).opening(TASK, 1)
     assert [tool["name"] for tool in opening["tools"]] == ["search", "open", "find"]
     system, question = opening["messages"]
@@ -52,6 +51,8 @@ def test_the_environment_offers_three_tools(index: SearchIndex, search: Search) 
 
 
 def test_search_open_find(search: Search) -> None:
+    with pytest.raises(ValueError, match="open"):
+        search.find("x")
     lines = search.search("Halvorsen Bridge").splitlines()
     assert lines[0] == "1. Halvorsen Bridge (bridge.md)" and lines[1].startswith("   ")
     first = search.open("1")
@@ -59,19 +60,13 @@ def test_search_open_find(search: Search) -> None:
     assert "It was opened in 1911" in search.open("bridge.md", page=2)
     assert search.find("the   ENGINEER").startswith("page 2: … ")
     assert search.find("zebra") == "bridge.md does not have 'zebra'."
-
-
-def test_invalid_calls_are_refused(search: Search) -> None:
-    for call, why in (
-        (lambda: search.find("x"), "no document is open"),
-        (lambda: search.open("../../etc/passwd"), "there is no document"),
-        (lambda: search.open("bridge.md", page=9), "has 3 pages; there is no page 9"),
-        (lambda: search.open("7"), "there is no document '7'; search for it"),
-        (lambda: search.search("x" * 999), "at most 400 characters"),
+    for call in (
+        lambda: search.open("../../etc/passwd"),
+        lambda: search.open("bridge.md", page=9),
+        lambda: search.search("x" * 999),
     ):
-        with pytest.raises(ValueError, match=why):
+        with pytest.raises(ValueError, match="no|at most"):
             call()
-    assert "Nothing was found" in search.search("zebra")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +80,6 @@ def test_invalid_calls_are_refused(search: Search) -> None:
         ('[[bridge.md: "a"]]', 0.0),
         ('[[bridge.md: "designed by the engineer John Smith"]]', 0.0),
         ('[[society.html: "The Corvane Society was founded in"]]', 0.0),  # not opened
-        ('[[nowhere.md: "designed by the engineer Mirela Dancu"]]', 0.0),
         ('[[bridge.md: "opened in 1911 after nine years"]] [[bridge.md: "nobody said this"]]', 0.5),
         ('[[bridge.md: "opened in 1911 after nine years"]]</think> Dancu.', 0.0),
         ("[[" * 5000 + "]]" * 5000, 0.0),
@@ -103,19 +97,22 @@ def test_evidence_counts_opened_source_documents(search: Search) -> None:
     search.open("bridge.md")
     assert verdict(search, "x")["evidence"] == 0.5
     search.open("people.jsonl#dancu")
-    assert verdict(search, "x")["evidence"] == 1.0
     parts, facts = search.verdict([])
-    assert parts["citations"] == 0.0 and facts["opened"] == names
+    assert parts == {"citations": 0.0, "evidence": 1.0} and facts["opened"] == names
 
 
 class Web:
-    """A search API behind an adapter."""
+    """A search API behind an adapter, which may omit missing fields."""
 
     def __init__(self, page: str) -> None:
         self.page = page
 
     def search(self, query: str, most: int) -> list[Hit]:
-        return [Hit(name="https://example.org/a", title="A\u200b", snippet="x\x1b" + "y " * 900)]
+        none: Any = None
+        return [
+            Hit(name="https://example.org/a", title="A\u200b", snippet="x\x1b" + "y " * 900),
+            Hit(name="https://example.org/b", title=none, snippet=none),
+        ]
 
     def document(self, name: str) -> Document | None:
         return Document(name=name, title="A", text=self.page) if name.startswith("http") else None
@@ -123,36 +120,11 @@ class Web:
 
 def test_a_custom_library_can_be_searched() -> None:
     search = Search(library=f"{__name__}:Web", options={"page": "The\u2066 page says little."})
-    assert search.search("a").startswith("1. A (https://example.org/a)\n   xy y")
-    assert len(search.search("a")) < 500 and "The page says" in search.open("1")
+    first, snippet, second = search.search("a").splitlines()
+    assert first == "1. A (https://example.org/a)" and second == "2. https://example.org/b"
+    assert snippet.startswith("   xy y") and len(snippet) < 500
+    assert "The page says" in search.open("1")
     assert verdict(search, '[[https://example.org/a: "the page says little"]]')["citations"] == 1.0
-
-
-class Sparse(Web):
-    """A search API that omits missing fields."""
-
-    def search(self, query: str, most: int) -> list[Hit]:
-        none: Any = None  # as JSON has it
-        return [
-            Hit(name="https://example.org/a", title="A"),
-            Hit(name="https://example.org/b", title="", snippet=none),
-            Hit(name="https://example.org/c", title=none, snippet=" \u200b\n"),
-            *super().search(query, most),
-        ]
-
-
-def test_a_library_may_omit_titles_and_snippets() -> None:
-    search = Search(ready=Sparse(""))
-    lines = search.search("y").splitlines()
-    assert lines[:4] == [
-        "1. A (https://example.org/a)",
-        "2. https://example.org/b",
-        "3. https://example.org/c",
-        "4. A (https://example.org/a)",
-    ]
-    assert len(lines) == 5 and excerpt("", ["y"], 90) == ""
-    assert search.open("2").startswith("A (https://example.org/b), page 1 of 1")
-    assert "does not have" in search.find("y")
 
 
 def test_prepare_builds_the_index(tmp_path: Path) -> None:
@@ -160,10 +132,9 @@ def test_prepare_builds_the_index(tmp_path: Path) -> None:
     options: dict[str, Any] = {"corpus": str(corpus), "index": str(tmp_path / "i"), "results": 2}
     arguments, reads = prepare(options, [tmp_path / "tasks.jsonl"])
     assert arguments == {"index": str(tmp_path / "i"), "results": 2} and reads == [tmp_path / "i"]
-    search = Search(**arguments)
-    assert len(search.search("bridge").splitlines()) == 4
+    assert len(Search(**arguments).search("bridge").splitlines()) == 4
     assert prepare({"library": "a:b"}, []) == ({"library": "a:b"}, [])
     json.dumps(arguments)
     for wrong in ({}, {"corpus": "a", "library": "b:c"}, {"corpus": "a", "results": 0}):
-        with pytest.raises(ValueError, match="search: "):
+        with pytest.raises(ValueError, match="search"):
             Search(**wrong)  # type: ignore[arg-type]
