@@ -39,6 +39,6 @@ def test_arithmetic(expression: str, result: str) -> None:
 )
 def test_everything_else_is_refused_quickly(expression: str) -> None:
     began = time.thread_time()  # independent of the load of the machine
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError):
         evaluate(expression)
     assert time.thread_time() - began < 2

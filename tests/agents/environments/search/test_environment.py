@@ -65,7 +65,7 @@ def test_search_open_find(search: Search) -> None:
         lambda: search.open("bridge.md", page=9),
         lambda: search.search("x" * 999),
     ):
-        with pytest.raises(ValueError, match="no|at most"):
+        with pytest.raises(ValueError, match=r"no|at most"):
             call()
 
 
