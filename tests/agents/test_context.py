@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.agents.context import ASK_FOR_SUMMARY, SUMMARY, AskFirst, ContextManager, Rewrite
+from keel.agents.context import AskFirst, ContextManager, Rewrite
 from keel.rl.turns import Message
 
 OPENING: list[Message] = [{"role": "system", "content": "s"}, {"role": "user", "content": "task"}]
@@ -50,30 +50,6 @@ def test_discard_removes_the_oldest_calls() -> None:
     rest = (*OPENING, *talk(2), *step(4, 1))
     assert rewrite("discard-75", view) == Rewrite(messages=rest)
     assert rewrite("discard-all", view) == Rewrite(messages=(*OPENING, *talk(2)))
-
-
-def test_summary_is_the_policys_answer() -> None:
-    question = rewrite("summary", [*OPENING, *step(0, 1), *step(1, 1)])
-    assert isinstance(question, AskFirst) and question.before is None
-    assert question.messages == ({"role": "user", "content": ASK_FOR_SUMMARY},)
-    summary = {"role": "user", "content": f"{SUMMARY}All well."}
-    expected = Rewrite(messages=(*OPENING, summary), added=(summary,))
-    assert question.rewritten_by(OPENING, " All well. ") == expected
-
-
-def test_empty_summary_falls_back_to_discarding() -> None:
-    view = [*OPENING, *step(0, 1), *talk(1), *step(1, 1)]
-    for tokens in (85, 95):
-        question = rewrite("summary", view, tokens)
-        assert question.rewritten_by(OPENING, " \n") == Rewrite(messages=(*OPENING, *talk(1)))
-    view = [*OPENING, *talk(1)]  # nothing can be removed
-    assert rewrite("summary", view).rewritten_by(OPENING, "") == Rewrite(messages=tuple(view))
-
-
-def test_overfull_context_is_shortened_before_the_summary() -> None:
-    question = rewrite("summary", [*OPENING, *step(0, 1), *step(1, 1)], 95)
-    assert question.before == Rewrite(messages=(*OPENING,))
-    assert rewrite("summary", [*OPENING, *talk(0)], 95) is None
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -118,9 +94,3 @@ def test_endless_policy_ends_with_calls_intact(
         size |= {id(message): data.draw(lengths) for message in new} | {id(new[0]): 1}
         view += new
     assert rewrites <= most
-
-
-@pytest.mark.parametrize("options", [{"method": "discard"}, {"window": 0}, {"most": -1}])
-def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):
-        manager(**{"method": "summary"} | options)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.agents.conversation import MALFORMED, Conversation, SegmentRecord, message_of
-from keel.rl.turns import Malformed, Message, Parsed, ToolCall, ToolSpec, TurnRequest, TurnResult
+from keel.agents.conversation import Conversation, SegmentRecord
+from keel.rl.turns import Message, Parsed, ToolSpec, TurnRequest, TurnResult
 from keel.rl.types import NO_ROUTE, SamplingMasks
 from tests.agents.scripted import ADD, chat, says
 
@@ -164,52 +164,6 @@ def test_tokens_are_trained_once_with_their_rows(turns: Any, masks: bool, routes
             assert (segment.routes_TLK[:-1] != NO_ROUTE).all()
 
 
-def test_boundary_row_comes_from_the_next_turn() -> None:
-    conversation, engine = conversation_of(), FakeEngine()
-    take_turn(conversation, engine, [4, 4])
-    conversation.answer([TOOL])
-    (before,) = conversation.segments()
-    assert len(before.token_ids_T) == 4, "a trailing tool result is no part of the segment"
-    request = conversation.request(max_tokens=9, seed=1)
-    # Two ids of the user, two sampled, two of the tool: row 3 is the last sampled token's.
-    assert (len(request.token_ids_T), request.routes_from) == (6, 3)
-    conversation.append(engine.sample(request, [5]))
-    (segment,) = conversation.segments()
-    assert segment.routes_TLK is not None
-    assert segment.routes_TLK[:, 0, 0].tolist() == [0, 0, 0, 1, 1, 1, NO_ROUTE]
-    assert segment.version_T.tolist() == [-1, -1, 4, 4, -1, -1, 5]
-    assert conversation_of().segments() == ()
-
-
-def test_repeated_request_has_the_same_seed() -> None:
-    conversation, engine = conversation_of(), FakeEngine()
-    first = conversation.request(max_tokens=9, seed=1)
-    repeated = conversation.request(max_tokens=9, seed=1)
-    assert first.seed == repeated.seed != conversation.request(max_tokens=9, seed=2).seed
-    conversation.append(engine.sample(repeated, [0]))
-    conversation.answer([TOOL])
-    assert conversation.request(max_tokens=9, seed=1).seed != first.seed
-
-
-def test_turn_without_a_mask_has_empty_spans() -> None:
-    conversation = conversation_of()
-    for masks in (True, False):
-        take_turn(conversation, FakeEngine(masks=masks), [0, 0])
-        conversation.answer([TOOL])
-    (segment,) = conversation.segments()
-    assert segment.sampling_mask is not None
-    assert segment.sampling_mask.sizes().tolist() == [0, 0, 2, 2, 0, 0, 0, 0]
-
-
-def test_one_byte_routes_are_widened() -> None:
-    conversation, engine = conversation_of(), FakeEngine()
-    result = engine.sample(conversation.request(max_tokens=9, seed=1), [0])
-    assert result.routes_RLK is not None
-    conversation.append(replace(result, routes_RLK=result.routes_RLK.astype(np.uint8)))
-    (segment,) = conversation.segments()
-    assert segment.routes_TLK is not None and (segment.routes_TLK[-1] == -1).all()
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -249,21 +203,6 @@ def test_turns_out_of_order_are_refused() -> None:
         record.append(old, engine.sample(old, [0]))
 
 
-def test_fork_renders_the_current_view() -> None:
-    chat, engine = FakeChat(), FakeEngine()
-    conversation = conversation_of(chat)
-    take_turn(conversation, engine, [0])
-    chat.extends = False
-    conversation.answer([TOOL])
-    turn = {"role": "assistant", "content": "turn 0"}
-    assert chat.opened == [[USER], [USER, turn, TOOL]]
-    assert (conversation.forks, conversation.turns) == (1, 1)
-    summary: Message = {"role": "user", "content": "so far"}
-    conversation.rewrite([USER, summary], added=[summary])
-    assert chat.opened[-1] == conversation.view == [USER, summary]
-    assert conversation.transcript == [USER, turn, TOOL, summary]
-
-
 @pytest.mark.parametrize("restarted", [False, True])
 def test_question_after_a_result_is_rendered_with_it(restarted: bool) -> None:
     question: Message = {"role": "user", "content": "So far?"}
@@ -288,15 +227,3 @@ def test_question_after_a_result_is_rendered_with_it(restarted: bool) -> None:
     assert ids == list(conversation.ids) and ids[: len(expected)] == expected
     routes = segments[-1].routes_TLK
     assert routes is not None and (routes[:-1, 0, 0] % 100).tolist() == [*range(len(ids) - 1)]
-
-
-def test_malformed_call_becomes_a_message() -> None:
-    call = ToolCall(call_id="call_0_0", name="city", arguments={"a": 1})
-    broken = Malformed(call_id="call_0_1", text="{", why="it is not JSON")
-    parsed = Parsed(content="c", reasoning="r", closed=True, calls=(call, broken))
-    message = message_of(parsed)
-    assert (message["content"], message["reasoning_content"]) == ("c", "r")
-    assert [(c["id"], c["function"]) for c in message["tool_calls"]] == [
-        ("call_0_0", {"name": "city", "arguments": {"a": 1}}),
-        ("call_0_1", {"name": MALFORMED, "arguments": {"text": "{"}}),
-    ]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +15,7 @@ from keel.agents.env_process.client import Deadlines
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.types import EnvironmentLost, Opening, Unscored
 from keel.rl.types import Verdict
-from tests.agents.episodes import HERE, PATIENT, TASK, held, more, run, transcript, use
+from tests.agents.episodes import HERE, PATIENT, TASK, run, transcript, use
 from tests.waiting import LIMITS_S, PATIENCE_S, within_some
 
 pytestmark = pytest.mark.e2e
@@ -71,7 +68,7 @@ def test_stdio_server() -> None:
 
 @pytest.mark.parametrize(
     ("how", "reason"),
-    [("exit", "status 3"), ("crash", "SIGSEGV"), ("hang", "within"), ("large", "8 MiB")],
+    [("crash", "SIGSEGV"), ("hang", "within"), ("large", "8 MiB")],
 )
 def test_failing_server_loses_the_environment(how: str, reason: str) -> None:
     async def play(limit_s: float) -> None:
@@ -90,7 +87,6 @@ def test_failing_server_loses_the_environment(how: str, reason: str) -> None:
     ("settings", "fault", "reason"),
     [
         ({"command": (*SHOP[:2], "broken")}, "exit", "closed on Sundays"),
-        ({"command": ("/no/such/server",)}, "start", "/no/such/server"),
         ({"command": ("sleep", "1000"), "deadlines": Deadlines(open_s=0.5)}, "hang", "sleep 1000"),
         ({"offered": ["sell"]}, "start", "buy, go_wrong"),
         ({"command": (), "url": "http://127.0.0.1:9/mcp"}, "start", "127.0.0.1:9"),
@@ -103,20 +99,6 @@ def test_unreachable_server_is_reported(settings: dict[str, Any], fault: str, re
                 pass
         assert (caught.value.fault, caught.value.during) == (fault, "open")
         assert reason in str(caught.value)
-
-    run(play())
-
-
-def test_stdio_server_killed_between_calls() -> None:
-    async def play() -> None:
-        before = held()
-        async with served() as (environment, _):
-            (pid,) = more(held(), before)["children"]
-            os.kill(int(pid), signal.SIGKILL)
-            with pytest.raises(EnvironmentLost, match="SIGKILL") as caught:
-                await use(environment, "buy", name="apple")
-            assert caught.value.fault == "crash"
-            assert isinstance(await environment.verdict(transcript()), Unscored)
 
     run(play())
 
@@ -152,42 +134,3 @@ def test_http_server_crashes_during_a_call() -> None:
 
     with over_http() as (url, _):
         run(play(url))
-
-
-def test_http_server_killed_between_calls() -> None:
-    """Two episodes: the second one's call is answered by a proxy."""
-
-    async def bad_gateway(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-        await writer.drain()
-        writer.close()
-
-    async def play(url: str, server: subprocess.Popen[bytes]) -> None:
-        settings: dict[str, Any] = {"command": (), "url": url}
-        async with served(**settings) as (one, _), served(**settings) as (other, _):
-            for environment in (one, other):
-                assert (await use(environment, "buy", name="apple", count=0)).text == "3 left"
-            server.kill()
-            server.wait(timeout=PATIENCE_S)
-            with pytest.raises(EnvironmentLost) as caught:
-                await use(one, "buy", name="apple")
-            assert (caught.value.fault, caught.value.during) == ("crash", "call")
-            port = int(url.rpartition(":")[2].partition("/")[0])
-            proxy = await asyncio.start_server(bad_gateway, "127.0.0.1", port)
-            async with proxy:
-                with pytest.raises(EnvironmentLost) as caught:
-                    await use(other, "buy", name="apple")
-            assert caught.value.fault == "crash"
-
-    with over_http() as (url, server):
-        run(play(url, server))
-
-
-def test_invalid_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for settings in ({}, {"command": ["a"], "url": "http://b"}):
-        with pytest.raises(ValueError, match="command or url"):
-            McpServer(**settings)
-    monkeypatch.setattr("keel.agents.mcp_client.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install"):
-        McpServer(command=["a"])

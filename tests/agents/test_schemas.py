@@ -40,7 +40,6 @@ SLOW, LONG = "^(a|aa)+$", "a" * 80 + "!"
         ({"properties": {"a": {"pattern": SLOW}}}, {"a": LONG}),
         ({"patternProperties": {SLOW: {}}}, {LONG: 1}),
         ({"additionalProperties": False, "patternProperties": {SLOW: {}}}, {LONG: 1}),
-        ({"patternProperties": {SLOW: {}}, "additionalProperties": False}, {LONG: 1}),
     ],
 )
 def test_slow_pattern_times_out(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
@@ -72,11 +71,3 @@ def test_pattern_dialect_is_the_matching_engines() -> None:
     for broken in ("(", r"\p{None}"):
         with pytest.raises(ValueError, match="tool f"):
             check({"pattern": broken}, "a")
-
-
-def test_deeply_nested_schema_is_refused() -> None:
-    schema: dict[str, Any] = {"type": "object"}
-    for _ in range(400):
-        schema = {"type": "object", "allOf": [schema]}
-    with pytest.raises(ValueError, match="tool f"):
-        complaint(schema, {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -134,19 +134,27 @@ def recorder_of(
 
 
 async def ask(
-    recorder: TrajectoryRecorder,
-    messages: Messages,
-    tools: Any = (),
-    *,
-    is_retry: bool = False,
-    **fields: Any,
+    recorder: TrajectoryRecorder, messages: Messages, tools: Any = (), **fields: Any
 ) -> Reply:
     """Send a request as JSON."""
-    body = {"model": "m", "messages": messages, **fields}
-    if tools:
-        body["tools"] = list(tools)
-    encoded = json.dumps(body).encode()
-    return await recorder.turn(read_request(encoded, IgnoredFields(), is_retry=is_retry))
+    body = {"model": "m", "messages": messages, "tools": list(tools), **fields}
+    return await recorder.turn(read_request(json.dumps(body).encode(), IgnoredFields()))
+
+
+def record(
+    policy: Any, work: Callable[[TrajectoryRecorder], Awaitable[object]], **settings: Any
+) -> Finished:
+    """Run `work` with a recorder, check the law, and return what was recorded."""
+
+    async def recorded() -> Finished:
+        recorder = recorder_of(policy, **settings)
+        await work(recorder)
+        return await recorder.finish()
+
+    finished = play(recorded())
+    if isinstance(policy, Policy):
+        check_law(policy, finished)
+    return finished
 
 
 def as_sent(reply: Reply) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import tempfile
@@ -18,17 +17,16 @@ from unittest.mock import patch
 import pytest
 
 from keel.agents.endpoint.driven import ProgramTrial, try_program
-from keel.agents.endpoint.program import AgentProgram, command_of
-from keel.agents.endpoint.requests import ApiError, read_request
+from keel.agents.endpoint.program import AgentProgram
+from keel.agents.endpoint.requests import read_request
 from keel.agents.runner import EpisodeLimits, EpisodeRunner
 from keel.agents.types import NoEnvironment
 from keel.rl.turns import TurnRequest, TurnResult
-from keel.rl.types import ENVIRONMENT, Prompt, Purpose, Trajectory, Verdict
+from keel.rl.types import ENVIRONMENT, Group, Prompt, Purpose, Verdict
 from keel.trainer.build_agents import spoken_ids
 from tests.agents.endpoint import kit
 from tests.agents.episodes import held, more, run
 from tests.agents.scripted import BUDGET, END, NO_CONTEXT, Policy, Sums, chat, says
-from tests.rollout.chat.families import NAMES, chat_of
 from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -84,6 +82,17 @@ def task(name: str, kind: str = "answer") -> Prompt:
     )
 
 
+def played(
+    runner: EpisodeRunner,
+    name: str,
+    kind: str = "answer",
+    *,
+    size: int = 1,
+    purpose: Purpose = "train",
+) -> Group:
+    return runner.submit(task(name, kind), group_size=size, purpose=purpose).result(PATIENCE_S)
+
+
 @contextmanager
 def running(
     policy: Any,
@@ -122,18 +131,11 @@ def running(
 def test_each_end_gives_a_trajectory_or_reason() -> None:
     policy = Policy(lambda turn, _: f"word {turn}" + END, seconds=0.0)
     with running(policy, ENDS) as runner:
-        futures = {
-            name: runner.submit(
-                task(name, ENVIRONMENT if "judge" in name else "answer"),
-                group_size=1,
-                purpose="train",
-            )
+        groups = {
+            name: played(runner, name, ENVIRONMENT if "judge" in name else "answer")
             for name in ENDS
         }
-        futures["no verdict"] = runner.submit(
-            task("asks", ENVIRONMENT), group_size=1, purpose="eval"
-        )
-        groups = {name: future.result(PATIENCE_S) for name, future in futures.items()}
+        groups["no verdict"] = played(runner, "asks", ENVIRONMENT, purpose="eval")
     done = {name: group.trajectories[0] for name, group in groups.items() if group.trajectories}
     assert {name: (t.finish_reason, t.usage and t.usage.turns) for name, t in done.items()} == {
         "asks": ("stop", 2),
@@ -144,9 +146,8 @@ def test_each_end_gives_a_trajectory_or_reason() -> None:
         "crashes": ("crash", 1),
         "is refused": ("crash", 1),
     }
-    assert [message["content"] for message in done["asks"].messages] == [
-        *("Sum.", "word 0", "Go on.", "word 1")
-    ]
+    contents = [message["content"] for message in done["asks"].messages]
+    assert contents == ["Sum.", "word 0", "Go on.", "word 1"]
     assert done["answers"].messages[-1]["content"] == "forty-two"
     assert done["judges"].verdict == Verdict(parts={"correct": 0.5}, facts={"n": 1})
     assert done["continues, judged"].verdict == Verdict(parts={"correct": 0.0})
@@ -154,116 +155,74 @@ def test_each_end_gives_a_trajectory_or_reason() -> None:
     verdict = done["crashes"].verdict
     assert verdict is not None and verdict.parts == {"correct": 0.0}
     assert "no such city" in verdict.facts["crash"]
-    assert done["asks"].usage is not None
-    assert (done["asks"].usage.contexts_rendered, done["asks"].usage.contexts_extended) == (1, 1)
-    usage = done["is refused"].usage
-    assert usage is not None and usage.contexts_refused == 1
+    usage = done["asks"].usage
+    assert usage is not None and (usage.contexts_rendered, usage.contexts_extended) == (1, 1)
     assert done["asks"].dialogues[0].messages == done["asks"].messages
     reasons = {name: group.dropped[0] for name, group in groups.items() if group.dropped}
     assert reasons.keys() == {"never asks", "no verdict", "is missing"}
     assert "nothing to do" in reasons["never asks"] and "no-such-agent" in reasons["is missing"]
 
 
-def test_drop_failures_drops_a_crash() -> None:
-    with running(says("word"), {"p": ENDS["crashes"]}, drop_failures=True) as runner:
-        group = runner.submit(task("p"), group_size=1, purpose="train").result(PATIENCE_S)
-    assert not group.trajectories and "no such city" in group.dropped[0]
+@pytest.mark.parametrize("fault", ["endpoint", "program"])
+def test_endpoint_failure_drops_the_trajectory(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(lambda turn, _: "word" + END)
 
-
-@pytest.mark.parametrize("error", [OSError("no memory"), ApiError(429, "no memory")])
-def test_endpoint_failure_drops_the_trajectory(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def read(*arguments: Any, **options: Any) -> Any:
         if len(policy.requests) == 1:
-            raise error
+            raise OSError("no memory")
         return read_request(*arguments, **options)
 
     monkeypatch.setattr("keel.agents.endpoint.server.read_request", read)
-    policy = Policy(lambda turn, _: "word" + END)
-    with running(policy, {"p": "ask(); ask()"}) as runner:
-        group = runner.submit(task("p"), group_size=1, purpose="train").result(PATIENCE_S)
-    assert not group.trajectories and "no memory" in group.dropped[0]
+    code = "ask(); ask()" if fault == "endpoint" else ENDS["crashes"]
+    with running(policy, {"p": code}, drop_failures=fault == "program") as runner:
+        group = played(runner, "p")
+    reason = "no memory" if fault == "endpoint" else "no such city"
+    assert not group.trajectories and reason in group.dropped[0]
 
 
 def test_hanging_programs_meet_their_deadlines() -> None:
     with running(says("word"), {"p": "ask(); time.sleep(1000)"}, seconds=1.5) as runner:
-        group = runner.submit(task("p"), group_size=1, purpose="train").result(PATIENCE_S)
-    (trajectory,) = group.trajectories
+        (trajectory,) = played(runner, "p").trajectories
     assert (trajectory.finish_reason, trajectory.sampled_tokens > 0) == ("deadline", True)
     with running(says(), {"p": "time.sleep(1000)"}, open_s=0.3) as runner:
-        group = runner.submit(task("p"), group_size=1, purpose="train").result(PATIENCE_S)
-    assert "0.3 s" in group.dropped[0]
+        assert "0.3 s" in played(runner, "p").dropped[0]
 
 
 def test_siblings_share_a_seed_and_are_recorded_exactly() -> None:
     policy = Policy(lambda turn, _: f"word {turn}" + END)
-    purposes: list[str] = []
-    answer = policy.turns()
-
-    def turns(request: TurnRequest, purpose: Purpose) -> Future[TurnResult]:
-        purposes.append(purpose)
-        return answer(request, purpose)
-
     code = "ask(); ask(); print(json.dumps({'parts': {}, 'facts': {'s': os.environ['KEEL_SEED']}}))"
-    with running(turns, {"p": code}) as runner:
-        group = runner.submit(task("p"), group_size=3, purpose="eval").result(PATIENCE_S)
-    assert [t.sibling for t in group.trajectories] == [0, 1, 2] and set(purposes) == {"eval"}
+    with running(policy, {"p": code}) as runner:
+        group = played(runner, "p", size=3, purpose="eval")
+    assert [t.sibling for t in group.trajectories] == [0, 1, 2]
     assert len({t.verdict.facts["s"] for t in group.trajectories if t.verdict}) == 1
-    assert len({request.conversation for request in policy.requests}) == 3
     assert len({request.seed for request in policy.requests}) == 6
     for trajectory in group.trajectories:
         (segment,) = trajectory.segments
         name = f"p/1/eval/0/0/{trajectory.sibling}"
-        second = [r for r in policy.requests if r.conversation == name][1]
+        _, second = (r for r in policy.requests if r.conversation == name)
         ids = segment.token_ids_T.tolist()
         assert ids[: len(second.token_ids_T)] == second.token_ids_T.tolist()
         assert trajectory.sampled_tokens == segment.trainable_T.sum()
-        assert trajectory.usage is not None and trajectory.usage.sampling_s == 2.0
 
 
 def test_environment_opens_the_task_and_grades() -> None:
     environments: list[Sums] = []
 
     def make() -> Sums:
-        environments.append(Sums())
+        environments.append(Sums(fails="verdict" if len(environments) == 2 else ""))
         return environments[-1]
 
-    programs = {
-        "answers": "assert task['tools'][0]['function']['name'] == 'add'; ask(); "
-        "print(json.dumps({'answer': '42', 'parts': {'correct': 0}}))",
-        "asks": "ask()",
-    }
+    code = (
+        "assert task['tools'][0]['function']['name'] == 'add'; ask(); "
+        "print(json.dumps({'answer': ANSWER, 'parts': {'correct': 0}}))"
+    )
+    programs = {str(n): code.replace("ANSWER", f"'{n}'") for n in (42, 41, 40)}
     with running(says("41"), programs, make, judges=False) as runner:
-        futures = [
-            runner.submit(task(name, ENVIRONMENT), group_size=1, purpose="train")
-            for name in programs
-        ]
-        verdicts = [future.result(PATIENCE_S).trajectories[0].verdict for future in futures]
+        right, wrong, lost = (played(runner, name, ENVIRONMENT) for name in programs)
+    verdicts = [group.trajectories[0].verdict for group in (right, wrong)]
     assert verdicts == [Verdict(parts={"correct": 1.0}), Verdict(parts={"correct": 0.0})]
+    assert lost.dropped == ("environment, at verdict: ended with SIGSEGV",)
     assert all(environment.log[-2:] == ["verdict stop", "close"] for environment in environments)
-
-
-def test_lost_environment_drops_the_trajectory() -> None:
-    for phase in ("open", "verdict"):
-        with running(says("42"), {"p": "ask()"}, lambda: Sums(fails=phase)) as runner:  # noqa: B023
-            future = runner.submit(task("p", ENVIRONMENT), group_size=1, purpose="train")
-            assert future.result(PATIENCE_S).dropped == (
-                f"environment, at {phase}: ended with SIGSEGV",
-            )
-
-
-@pytest.mark.parametrize("error", [ValueError("too long"), RuntimeError("no engine is left")])
-def test_engine_error_fails_the_group(error: Exception) -> None:
-    def fails(turn: int, _: str) -> str:
-        raise error
-
-    code = "try: ask()\nexcept SystemExit: time.sleep(1000)"
-    with (
-        running(Policy(fails), {"p": code}) as runner,
-        pytest.raises(type(error), match=str(error)),
-    ):
-        runner.submit(task("p"), group_size=2, purpose="train").result(PATIENCE_S)
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
@@ -286,54 +245,21 @@ def test_cancelled_group_leaves_nothing(how: str) -> None:
     assert all(future.cancelled() for future in futures)
 
 
-def test_all_start_beyond_the_starting_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keel.agents.runner._STARTING", 2)
-    policy = Policy(lambda turn, _: "word" + END)
-    with running(policy, {"p": "ask()", "dead": "sys.exit(1)"}) as runner:
-        dead = runner.submit(task("dead"), group_size=3, purpose="train")
-        group = runner.submit(task("p"), group_size=3, purpose="train").result(PATIENCE_S)
-        assert len(dead.result(PATIENCE_S).dropped) == 3
-    assert all(isinstance(t, Trajectory) for t in group.trajectories)
-    assert len(group.trajectories) == 3
-
-
-def test_slow_close_removes_the_folder() -> None:
-    async def hangs(runner: EpisodeRunner) -> None:
-        await asyncio.Event().wait()
-
-    with tempfile.TemporaryDirectory() as folder, patch.object(tempfile, "tempdir", folder):
-        runner = EpisodeRunner(
-            {"asks": NoEnvironment},
-            programs={"asks": AgentProgram(command=["no-such-agent"])},
-            chat=chat(),
-            turns=Policy(lambda *_: "").turns(),
-            limits={"asks": EpisodeLimits(BUDGET, NO_CONTEXT)},
-            seed=1,
-            most_open=1,
-        )
-        assert os.listdir(folder)
-        with patch("keel.agents.runner._CLOSE_S", 0.2), patch.object(EpisodeRunner, "_end", hangs):
-            runner.close()
-        assert not os.listdir(folder)
-
-
-def trial(code: str, folder: Path, **settings: Any) -> ProgramTrial:
+def trial(code: str, folder: Path, kind: str = "answer", **settings: Any) -> ProgramTrial:
     (folder / "agent.py").write_text(ASK + code)
-    budget = {name: settings.pop(name) for name in ("window", "turns") if name in settings}
-    kind = settings.pop("kind", "answer")
-    command = [sys.executable, "agent.py"]
-    program = AgentProgram(
-        **{"command": command, "folder": folder, "open_s": PATIENCE_S, **settings}
-    )
     return run(
         try_program(
-            program,
+            AgentProgram(
+                command=[sys.executable, "agent.py"],
+                folder=folder,
+                open_s=settings.pop("open_s", PATIENCE_S),
+            ),
             NoEnvironment(),
             task=task("p", kind),
             seed=3,
             chat=kit.CHAT,
             speak=lambda text: spoken_ids(kit.CHAT, text, thinking=False),
-            budget=replace(kit.BUDGET, **budget),
+            budget=replace(kit.BUDGET, **settings),
         )
     )
 
@@ -357,15 +283,7 @@ def test_trial_reports_the_outcome(tmp_path: Path, code: str, turns: int, outcom
 @pytest.mark.parametrize(
     ("code", "settings", "reason"),
     [
-        ("import a_package.part", {}, f"{sys.executable} -m pip install a_package"),
-        ("ask()\nimport late", {}, "-m pip install late"),
-        ("raise KeyError('mine')", {}, "KeyError: 'mine'"),
-        ("raise OSError('Connection refused')", {}, "OPENAI_BASE_URL"),
-        (
-            "post(os.environ['OPENAI_BASE_URL'] + '/responses', {}); sys.exit(1)",
-            {},
-            "POST responses",
-        ),
+        ("import a_package.part", {}, "No module named 'a_package'"),
         ("pass", {}, "OPENAI_BASE_URL"),
         ("time.sleep(1000)", {"open_s": 0.3}, "open_s"),
         ("ask()", {"window": 8}, "agents.window"),
@@ -373,46 +291,9 @@ def test_trial_reports_the_outcome(tmp_path: Path, code: str, turns: int, outcom
         ("messages.append({'role': 'tool'}); ask()", {}, "messages[1].tool_call_id"),
     ],
 )
-def test_trial_error_names_the_cure(
+def test_trial_error_names_the_cause(
     tmp_path: Path, code: str, settings: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ValueError) as caught:
         trial(code, tmp_path, **settings)
     assert "p/1" in str(caught.value) and reason in str(caught.value)
-    assert ("OPENAI_BASE_URL" in str(caught.value)) is ("OPENAI" in reason)
-
-
-@pytest.mark.parametrize(
-    ("target", "reason"),
-    [
-        ("agent/my_agent.py:solve", "my_agent.py in folder"),
-        ("my_agent.py:slve", "solve"),
-        ("my_agnt:solve", "my_agnt"),
-        ("my_agent:more", "`problem` and `x`"),
-    ],
-)
-def test_trial_of_a_missing_function(tmp_path: Path, target: str, reason: str) -> None:
-    (tmp_path / "my_agent.py").write_text("def solve(task): ...\ndef more(problem, x): ...\n")
-    command = command_of(target, python=sys.executable, folder=tmp_path)
-    with pytest.raises(ValueError) as caught:
-        trial("", tmp_path, command=command)
-    assert reason in str(caught.value) and "OPENAI_BASE_URL" not in str(caught.value)
-
-
-def test_trial_finds_a_scripts_interpreter(tmp_path: Path) -> None:
-    python = tmp_path / "python"  # a first line has no room for a space in a path
-    python.symlink_to(sys.executable)
-    (tmp_path / "tool").write_text(f"#!{python}\nimport an_unknown_package\n")
-    (tmp_path / "tool").chmod(0o755)
-    command = command_of("./tool", python=sys.executable, folder=tmp_path)
-    with pytest.raises(ValueError, match=f"{python} -m pip install an_unknown_package"):
-        trial("", tmp_path, command=command)
-
-
-@pytest.mark.parametrize("family", NAMES)
-@pytest.mark.parametrize("thinking", [False, True])
-def test_scripted_text_parses_in_every_format(family: str, thinking: bool) -> None:
-    text, family_chat = "\\boxed{0}", chat_of(family)
-    ids = spoken_ids(family_chat, text, thinking=thinking)
-    parsed = family_chat.parse(ids, (), thinking=thinking, turn=0)
-    assert parsed.closed and parsed.content.strip() == text and not parsed.calls
