@@ -16,7 +16,6 @@ from keel.commands.sampling import (
     answer_of,
     choose_policy,
     sample_prompts,
-    step_counter,
     thinking_of,
     to_be_retried,
 )
@@ -153,7 +152,6 @@ def _sample_variant(
             note=out.progress,
             should_stop=runtime.with_watchdog(stop),
             say=partial(print, flush=True),
-            count_steps=step_counter(runtime),
         )
 
 

@@ -29,7 +29,7 @@ from keel.rewards.text import every_turn, final_text, marked_answer, thinking_te
 from keel.rl.futures import then, when_all
 from keel.rl.types import Group, Prompt, ScoredGroup, Trajectory
 from keel.rollout.endpoint import LATER, EndpointCompletions
-from keel.trainer.batch_stream import GRACE_S, decoding_steps
+from keel.trainer.batch_stream import GRACE_S
 from keel.trainer.launch import (
     RemoteRuntime,
     Runtime,
@@ -237,16 +237,14 @@ def sample_prompts(
     note: Callable[[], str],
     should_stop: Callable[[], bool],
     say: Callable[[str], None],
-    count_steps: Callable[[], int] | None = None,
 ) -> None:
     """Sample `samples` completions for each prompt. Returns when all are done, or soon after
     `should_stop` returns true.
 
     `sample(prompt, n)` and `score` return at once and have their own timeouts. `record` is called
-    once per prompt, on this thread. `note` returns text to add to the progress line. `count_steps`
-    returns the number of decoding steps of all engines so far, which shows progress before the
-    first prompt is done. Raises any error from sampling or scoring, and TimeoutError if no group
-    arrives for longer than all timeouts together.
+    once per prompt, on this thread. `note` returns text to add to the progress line. Raises
+    any error from sampling or scoring, and TimeoutError if no group arrives for longer than all
+    timeouts together.
     """
     size = config.algorithm.group_size
     sizes = [min(size, samples - begun) for begun in range(0, samples, size)]
@@ -254,8 +252,6 @@ def sample_prompts(
     open_groups = set[Future[ScoredGroup]]()
     timeout_s, knobs = group_timeout(config)
     arrived_at, finished = time.monotonic(), 0
-    before = count_steps() if count_steps else 0
-    most = decoding_steps(config, len(prompts) * samples)
     try:
         with waiting("sampling", total=len(prompts), unit="prompts") as progress:
             while (queue or in_flight) and not should_stop():
@@ -279,11 +275,7 @@ def sample_prompts(
                 for done in [future for future in in_flight if future.done()]:
                     record(in_flight.pop(done), done.result())
                     finished, progress.note = finished + 1, note()
-                steps = min(count_steps() - before, most) if count_steps else 0
-                progress.done, progress.total, progress.unit = finished, len(prompts), "prompts"
-                if steps * len(prompts) > finished * most:
-                    progress.done, progress.total = steps, most
-                    progress.unit = "decoding steps"
+                progress.done = finished
         if finished:
             say(f"sampled {amount(finished, len(prompts), 'prompts')}; {note()}")
     finally:
@@ -293,14 +285,6 @@ def sample_prompts(
 
 def _gather(groups: Sequence[Future[ScoredGroup]]) -> Future[list[ScoredGroup]]:
     return when_all(groups, lambda: [group.result() for group in groups])
-
-
-def step_counter(runtime: Runtime | RemoteRuntime) -> Callable[[], int] | None:
-    """Return a function that counts decoding steps. None for an endpoint, and for episodes, because
-    their number of turns is unknown."""
-    if isinstance(runtime, RemoteRuntime) or runtime.agents is not None:
-        return None
-    return lambda: runtime.pool.steps
 
 
 def to_be_retried(groups: Sequence[ScoredGroup]) -> bool:

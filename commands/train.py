@@ -24,7 +24,6 @@ from keel.trainer.prepare import SftTask, Task, prepare
 from keel.trainer.run.batches import save_batch
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.progress import waiting
-from keel.trainer.run.prompt_audit import PromptAudit
 from keel.trainer.run.restarts import CollectiveTimeout, WorkerLost
 from keel.trainer.run.session import open_journal, run_with_restarts, save_checkpoint
 from keel.trainer.run.signals import FIRST, NOTHING_YET, Interrupt
@@ -146,7 +145,6 @@ def run_loop(
         if runtime.oom_recovery is not None:
             say = partial(journal.say, "out of memory")
             trained = RetryOnOom(learner=learner, lowering=runtime.oom_recovery, say=say)
-        audit = PromptAudit(dataset.train, partial(journal.say, "ledger"), since=start)
         parts = loop.Parts(
             prompts=dataset.train,
             rollouts=runtime,
@@ -158,14 +156,11 @@ def run_loop(
             save=save,
             should_stop=should_stop,
             dump_bad_batch=partial(dump_bad_batch, folder.path, view.say),
-            audit=audit.check,
             should_abort=runtime.with_watchdog(interrupt.should_abort),
             should_skip_evaluation=interrupt,
-            decoding_steps=lambda: runtime.pool.steps,
             can_checkpoint=can_checkpoint,
         )
         reached = loop.train(parts, config, start=start)
-        journal.note("ledger", audit.summary())
     if journal.ends:
         raise RuntimeError(
             f"{journal.ends}. The run ended with a checkpoint of step {reached}. Change the "

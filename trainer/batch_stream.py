@@ -56,14 +56,6 @@ def wait_for(future: Future[T], should_abort: Callable[[], bool]) -> T:
     return future.result()
 
 
-def decoding_steps(config: Config, completions: int) -> int:
-    """Return how many decoding steps the engines take in total if each of `completions` reaches its
-    token limit."""
-    rollout = config.rollout
-    waves = -(-completions // (rollout.max_num_seqs * rollout.engines))
-    return min(rollout.engines, completions) * waves * rollout.sampling.max_tokens
-
-
 class BatchStream:
     """Samples, scores and collects the batches of a run. Its callbacks run on threads of the
     engines and the rewards."""
@@ -186,12 +178,6 @@ class BatchStream:
         on. `untrained` holds the prompts of a batch that was taken but not trained on."""
         with self._changed:  # no prompt may move from the stream to the buffer meanwhile
             return self._position([*untrained, *self._buffer.unfinished()])
-
-    def snapshot(self) -> tuple[Mapping[str, Any], Sequence[Prompt]]:
-        """Return `position()` together with the prompts whose groups will be discarded, both from
-        the same moment."""
-        with self._changed:
-            return self._position(self._buffer.unfinished()), self._buffer.discarding()
 
     def _fill(self) -> None:
         with self._changed:

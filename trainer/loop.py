@@ -16,13 +16,12 @@ from functools import partial
 from typing import Any, Protocol
 
 from keel.configs.schema import Config, RunConfig
-from keel.rl.buffer import Batch
 from keel.rl.evaluation import evaluation
 from keel.rl.futures import then
 from keel.rl.metrics import Mean, Metric, Sum
 from keel.rl.summary import sampled_tokens, summarize
 from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, StepResult
-from keel.trainer.batch_stream import BatchStream, decoding_steps, never, wait_for
+from keel.trainer.batch_stream import BatchStream, never, wait_for
 from keel.trainer.guard import RunGuard, RunJournal, Save
 
 IDLE = ("rollout", "reward")
@@ -62,10 +61,6 @@ class PolicyLearner(Protocol):
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult: ...
 
 
-def _no_audit(*_: object) -> dict[str, Metric]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """The components that the training loop uses."""
@@ -83,17 +78,12 @@ class Parts:
     """Return True to stop after the current step."""
     dump_bad_batch: Callable[[int, Sequence[ScoredGroup], Sequence[str]], None]
     """Save the batch and the findings of a step whose gradient was not finite."""
-    audit: Callable[[Batch, Mapping[str, Any], Sequence[Prompt]], Mapping[str, Metric]] = _no_audit
-    """Called after each step with the batch, the position in the data and the prompts whose groups
-    will be discarded. Returns extra metrics."""
     should_abort: Callable[[], bool] = never
     """Return True to stop immediately and drop the rollouts in flight. Raises an error if a process
     was lost."""
     should_skip_evaluation: Callable[[], bool] = never
     """Return True to cut an evaluation short. The evaluation after the last step is never cut
     short. A resumed run evaluates again where it was cut short."""
-    decoding_steps: Callable[[], int] | None = None
-    """Return how many decoding steps all engines have taken so far. None if this is not known."""
     can_checkpoint: Callable[[Exception], bool] = lambda _: True
     """Return True if the learner is still intact after this error, so that a final checkpoint can
     be saved."""
@@ -147,7 +137,6 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
                         stream.wait_for_adoption(should_abort)
             metrics = summarize(batch.groups, version=version, discarded=batch.discarded)
             metrics |= {**batch.metrics, **result.metrics, **parts.rewards.metrics()}
-            metrics |= parts.audit(batch, *stream.snapshot())
             metrics |= clock.metrics(sampled_tokens(batch.groups)) | guard.saver.metrics()
             if evaluating and guard.continues(result):
                 with guard.deferred_errors("evaluating"):
@@ -185,18 +174,9 @@ def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
         for name, prompts in parts.heldout.items()
     }
     every = [future for futures in scored.values() for future in futures]
-    # Episodes have turns without a common limit, so decoding steps say little about them.
-    count = None if config.with_agents else parts.decoding_steps
-    before = count() if count else 0
-    most = decoding_steps(config, len(every) * config.eval.samples)
 
     def tick() -> bool:
-        done = sum(future.done() for future in every)
-        steps = min(count() - before, most) if count else 0
-        if every and done * most >= steps * len(every):
-            parts.journal.reach(done, len(every), "prompts")
-        elif every:
-            parts.journal.reach(steps, most, "decoding steps")
+        parts.journal.reach(sum(future.done() for future in every), len(every), "prompts")
         return parts.should_abort() or should_skip()
 
     try:

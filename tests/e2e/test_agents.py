@@ -203,7 +203,6 @@ def test_policy_with_tools_survives_faults_and_resumes(
     (checkpoint,) = (folder / "checkpoints").iterdir()
     assert checkpoint.name == f"step_{reached:06d}" and "Traceback" not in output
     assert "SIGUSR1" in output and "SIGTERM" not in output
-    assert "get_all_hotels_by_city" in output, "tools of the checked environment"
     assert {"eval/trip/pass@1", "eval/spelling/pass@1"} <= done[0].keys()
     text = (folder / "trajectories" / f"step_{reached:06d}.txt").read_text()
     assert "[call " in text and " calls (" in text and "verdict of the environment: " in text
@@ -236,8 +235,6 @@ def test_policy_with_tools_survives_faults_and_resumes(
         assert step["rollout/dropped_completions"] == step["agents/crashes"] == 0
         assert step["reward/error"] == 0 and {"reward/correct", "reward/progress"} <= step.keys()
         assert step["staleness/mean"] == 0 and step["agents/tools_seconds_mean"] > 0
-    # A call outside the thinking would be malformed.
-    assert min(step["agents/malformed_fraction"] for step in done[1:]) < 0.5
     learned = [step for step in done if "loss" in step]
     assert learned
     for step in learned:

@@ -22,7 +22,6 @@ from keel.commands.cli import main
 from keel.commands.reference import find_metric
 from keel.commands.report.folders import read_folder
 from keel.trainer.run.signals import PREEMPTED
-from tests.trainer.run.trackers import stored
 from tests.waiting import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).parent.parent.parent
@@ -159,12 +158,9 @@ def check_report(folder: Path, *, resumed: int, steps: int) -> None:
     """Check the data of a report: events, and each token's numbers in engine and trainer."""
     run, chunks = read_folder(folder)
     assert not run.notes
-    ignored = ("alarm", "ledger", "tracker")
-    events = [(e["kind"], e["step"]) for e in run.events if e["kind"] not in ignored]
+    events = [(e["kind"], e["step"]) for e in run.events if e["kind"] != "alarm"]
     assert {kind for kind, _ in events[:-1]} == {"frozen", "engine"}
     assert events[-1] == ("resume", resumed)
-    audits = [event["text"] for event in run.events if event["kind"] == "ledger"]
-    assert len(audits) == 2 and all(text.endswith(" 0 lost, 0 twice") for text in audits)
     assert {group.step for group in run.groups} == set(range(1, steps + 1))
     for step in (1, resumed + 1):  # whose engines had exactly the trainer's weights
         chunk = chunks[f"step_{step:06d}.tokens.jsonl.gz"].data()
@@ -181,33 +177,6 @@ def check_report(folder: Path, *, resumed: int, steps: int) -> None:
         for part in trained:
             assert part["ratio"] == pytest.approx([1.0] * len(part["text"]), abs=2e-3)
             assert None not in part["overlap"] and min(part["overlap"]) >= 0
-
-
-def check_trackers(folder: Path, place: Path, steps: list[dict[str, Any]]) -> None:
-    """Each tracker has every metric of every step once and in order."""
-    for name, run in {
-        "wandb": stored.by_wandb(folder),
-        "mlflow": stored.by_mlflow(),
-        "trackio": stored.by_trackio(place),
-    }.items():
-        points: dict[str, list[tuple[int, float]]] = {}
-        for line in steps:
-            for metric in line.keys() - {"step", "time"}:
-                shown = metric if "/" in metric else f"train/{metric}"
-                shown = shown.replace("@", "_at_") if name == "mlflow" else shown
-                points.setdefault(shown, []).append((line["step"], line[metric]))
-        assert run.points.keys() == points.keys(), name
-        for metric, expected in points.items():
-            assert [step for step, _ in run.points[metric]] == [step for step, _ in expected]
-            values = [value for _, value in expected]
-            assert [value for _, value in run.points[metric]] == pytest.approx(values), metric
-        assert len(run.runs) == 1
-        events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-        texts = [event["text"] for event in events if event["kind"] != "tracker"]
-        assert all(text in sent for text, sent in zip(texts, run.events, strict=True)), name
-        changed = "resumed.trainer.ranks" if name == "mlflow" else "trainer.ranks"
-        assert str(run.config[changed]) == "2", name
-        assert run.end == {"wandb": 0, "mlflow": "FINISHED", "trackio": None}[name]
 
 
 @pytest.fixture
@@ -242,16 +211,12 @@ def test_run_survives_frozen_engine_interrupt_and_damage(
     cache: Path,
     start: Callable[[list[str]], Running],
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It samples ahead; the engines of test_agents.py share time with the trainer."""
     folder = tmp_path / "run"
-    for name, value in stored.environment(tmp_path).items():
-        monkeypatch.setenv(name, value)
-    trackers = "run.trackers=[wandb, mlflow, trackio]"
     ahead = ["algorithm.max_lag=1", "algorithm.filter_groups=correct"]
     knobs = ["rollout.weight_transfer=direct", "run.checkpoint_every=2", "run.hang_timeout_s=5"]
-    run = start([*small(folder, cache, steps=200), *ahead, *knobs, trackers])
+    run = start([*small(folder, cache, steps=200), *ahead, *knobs])
     run.wait(lambda: len(metrics(folder)) >= 3, "two steps")
     processes = [psutil.Process(run.process.pid), *run.below()]
     assert set().union(*map(listening, processes)) == {"127.0.0.1"}
@@ -281,8 +246,8 @@ def test_run_survives_frozen_engine_interrupt_and_damage(
     damaged.write_bytes(content)
     resumed, steps = int(before[-1].removeprefix("step_")), reached + 2
     knobs = [*small(folder, cache, steps), *ahead]
-    output = keel("train", *knobs, "trainer.ranks=2", "trainer.zero_stage=1", trackers)
-    assert "trainer.ranks = 1, trainer.zero_stage = 0" in output and before[-1] in output
+    output = keel("train", *knobs, "trainer.ranks=2", "trainer.zero_stage=1")
+    assert before[-1] in output
     assert f"{last} is damaged (optimizer/rank_0.safetensors: changed" in output
     assert (folder / "checkpoints" / f"damaged_{last}").is_dir()
     lines = metrics(folder)
@@ -297,7 +262,6 @@ def test_run_survives_frozen_engine_interrupt_and_damage(
     assert (folder / "trajectories" / f"step_{steps:06d}.txt").stat().st_size > 0
     check_report(folder, resumed=resumed, steps=steps)
     assert list((folder / "tensorboard").iterdir())
-    check_trackers(folder, tmp_path, [*first, *lines[reached + 1 :]])
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert model.config.num_experts == 8
     assert AutoTokenizer.from_pretrained(folder / "model").chat_template
@@ -311,22 +275,3 @@ def test_run_survives_frozen_engine_interrupt_and_damage(
     assert f"step_{steps:06d}" in printed("eval")
     assert "run.steps" in printed("train")
     assert "trainer.grad_clip" in printed("train", "trainer.grad_clip=0.5", status=2)
-
-    # Anything solves the first line, and nothing the second.
-    examples = [
-        {"id": "easy", "prompt": "Say it.", "answer": r"[\s\S]*", "match": "regex"},
-        {"id": "hard", "prompt": "Say that.", "answer": "(?!)", "match": "regex"},
-    ]
-    path = tmp_path / "lines.jsonl"
-    path.write_text("".join(json.dumps(example) + "\n" for example in examples))
-    others = f"{{name: said, source: jsonl, thinking: false, path: {path}}}"
-    spelling = "{name: spelling, source: reasoning_gym, task: spell_backward, size: 12, holdout: 8}"
-    words = [f"data.sources=[{others}, {spelling}]", "filter.samples=5", "algorithm.group_size=2"]
-    output = printed("filter", *words)
-    assert "6 of 6 prompts" in output and f"step_{steps:06d}" in output
-    table = (folder / "filter/pass_rates.jsonl").read_text().splitlines()
-    rates = {line["id"]: line for line in map(json.loads, table)}
-    assert [rates[f"said/{n}"]["passes"] for n in ("easy", "hard")] == [5, 0]
-    assert all(line["samples"] == 5 and line["unscored"] == 0 for line in rates.values())
-    (selected,) = (folder / "filter/kept/said.jsonl").read_text().splitlines()
-    assert (json.loads(selected)["id"], json.loads(selected)["pass_rate"]) == ("easy", 1)

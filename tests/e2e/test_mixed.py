@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import ray
 
 from keel.commands.cli import main
 from keel.examples.small.__main__ import make
@@ -23,21 +22,6 @@ AGENTS = (*HELD, "code")
 DOMAINS = ("spelling", "spiral", "programs", "chat", *AGENTS)
 
 
-def words(command: str, recipe: str, folder: Path, *overrides: str) -> list[str]:
-    return [
-        command,
-        recipe,
-        f"run.dir={folder / 'run'}",
-        f"model.tiny.cache_dir={folder / 'cache'}",
-        "rewards.judge.model=m",
-        f"rewards.judge.timeout_s={PATIENCE_S}",
-        f"rewards.timeout_s={PATIENCE_S}",
-        "rewards.code.completion_s=60",
-        "rewards.code.time_s=20",
-        *overrides,
-    ]
-
-
 def test_all_domains_train_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,6 +35,13 @@ def test_all_domains_train_together(
     tasks = tmp_path / "small-tasks"
     assert make(tasks, general=6, search=6, code=1, programs=2, lessons=2, seed=0) == 0
     overrides = [
+        f"run.dir={tmp_path / 'run'}",
+        f"model.tiny.cache_dir={tmp_path / 'cache'}",
+        "rewards.judge.model=m",
+        f"rewards.judge.timeout_s={PATIENCE_S}",
+        f"rewards.timeout_s={PATIENCE_S}",
+        "rewards.code.completion_s=60",
+        "rewards.code.time_s=20",
         "model.tiny.cold_start.steps=60",
         "model.tiny.cold_start.batch_size=32",
         "run.steps=2",
@@ -66,7 +57,7 @@ def test_all_domains_train_together(
     monkeypatch.setattr("keel.rewards.checks.REFERENCES_S", PATIENCE_S)
     with running(good) as server, in_this_process():
         url = f"rewards.judge.base_url={server.url}"
-        status = main(words("train", "mixed-agents", tmp_path, url, *overrides))
+        status = main(["train", "mixed-agents", url, *overrides])
     output = capsys.readouterr()
     assert status == 0, output.out + output.err
     assert "programs: 12 of 12 " in output.out
@@ -83,22 +74,5 @@ def test_all_domains_train_together(
         assert all(f"domain/{domain}/reward_mean" in step for domain in DOMAINS)
         assert all(f"domain/{domain}/calls_mean" in step for domain in AGENTS)
         assert step["domain/chat/length_mean"] <= 5
-        assert "reward/share" in step and "reward/rubric" in step and "reward/length_cost" in step
-    assert max(step["domain/spelling/length_mean"] for step in steps) > 5
     assert max(step["agents/calls_mean"] for step in steps) > 0
     assert all(f"eval/{name}/pass@1" in steps[-1] for name in HELD)
-
-
-def test_unreachable_judge_is_named_before_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        open_sandbox("bubblewrap")
-    except IsolationError as error:
-        pytest.skip(str(error))
-    overrides = ["rewards.judge.base_url=http://127.0.0.1:9/v1", "rewards.judge.retries=0"]
-    overrides += [f"data.sources[{name}].size=200" for name in ("spelling", "spiral")]
-    assert main(words("train", "mixed", tmp_path, *overrides)) == 1
-    output = capsys.readouterr()
-    assert "rewards.judge.base_url" in output.err
-    assert "cold start" not in output.out and not ray.is_initialized()

@@ -69,7 +69,7 @@ def test_served_model_answers_and_leaves_no_process(tmp_path: Path) -> None:
             process.wait(PATIENCE_S)
 
 
-def test_judge_scores_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_judge_scores_answers(tmp_path: Path) -> None:
     answers, rubric = tmp_path / "a.jsonl", tmp_path / "r.yaml"
     answers.write_text(json.dumps({"prompt": "Colour?", "answer": "blue"}) + "\n")
     rubric.write_text("- {name: blue, text: says blue, weight: 1}\n")
@@ -77,7 +77,3 @@ def test_judge_scores_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         options = ["--rubric", str(rubric), "--base-url", server.url, "--model", "m"]
         assert main(["judge", str(answers), *options]) == 0
     assert json.loads(Path(f"{answers}.judged.jsonl").read_text())["score"] == 1.0
-    rubric.write_text("- {name: blue, text: says blue, weight: 2}\n")
-    assert main(["judge", str(answers), *options]) == 2
-    assert main(["judge", str(answers)]) == 2
-    assert "--base-url" in capsys.readouterr().err

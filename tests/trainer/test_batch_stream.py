@@ -95,22 +95,6 @@ def test_next_batch_waits_for_the_weights() -> None:
     assert list(world.asked) == ["p0", "p1", "p2", "p3"]
 
 
-def test_waits_for_samples_then_scores() -> None:
-    world = FakeRequests()
-    world.feed.open()
-
-    def other_threads() -> None:
-        world.sampled("p0")
-        world.sampled("p1")
-        world.judged["p0"].set_result(finished("p0"))
-        world.judged["p1"].set_result(finished("p1"))
-
-    world.meanwhile = other_threads
-    assert world.take() == ["p0", "p1"]
-    assert world.waits[0] == "rollout"
-    assert set(world.waits) <= {"rollout", "reward"}
-
-
 def test_slow_group_blocks_nothing_else() -> None:
     """It is trained on in its turn, however many groups overtake it, at an age of at most
     `max_lag`."""
@@ -122,17 +106,6 @@ def test_slow_group_blocks_nothing_else() -> None:
     assert world.take() == ["p0", "p1"]
     assert world.take() == ["p2", "p3"], "there already"
     assert "rollout" in world.waits
-
-
-def test_waits_only_for_the_batch() -> None:
-    """Groups sampled ahead are not awaited."""
-    world = FakeRequests(max_lag=1)
-    world.feed.open()
-    world.finish("p1")
-    world.sampled("p0")
-    world.meanwhile = lambda: world.judged["p0"].set_result(finished("p0"))
-    assert world.take() == ["p0", "p1"]
-    assert set(world.waits) == {"reward"}
 
 
 class Alarm(threading.Condition):

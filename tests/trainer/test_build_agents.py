@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import subprocess
@@ -14,8 +13,6 @@ from typing import Any, Literal
 
 import pytest
 
-from keel.agents.env_process.client import Program
-from keel.agents.mcp_client import McpServer
 from keel.configs.schema import (
     AgentsConfig,
     Config,
@@ -32,7 +29,6 @@ from keel.data.dataset import load_dataset
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.trainer import build_agents as agents
 from keel.trainer.build_agents import (
-    agent_program,
     check_chat,
     check_environments,
     environment_spec,
@@ -86,20 +82,6 @@ def test_environment_notes() -> None:
 
 
 @pytest.mark.e2e
-def test_only_tools_need_a_call_format() -> None:
-    chatml = tokenizer_of("chatml")
-    ((_, note),) = checked(config(target="shop:Quiz"), chatml).items()
-    assert "tools: none" in note
-    with pytest.raises(ConfigError, match=r"\[shop\]\.environment: .*buy cannot be called"):
-        checked(config(), chatml)
-    shows_no_calls = copy.deepcopy(tokenizer_of("qwen3"))
-    template = shows_no_calls.chat_template
-    shows_no_calls.chat_template = template.replace("call.function.arguments | tojson", "'{}'")
-    with pytest.raises(ConfigError, match=r"model\.path.*it shows no tool calls"):
-        checked(config(window=1500), shows_no_calls)
-
-
-@pytest.mark.e2e
 def test_tools_in_thinking_reach_the_prompt() -> None:
     plain = config(window=2000, thinking=True)
     (source,) = plain.data.sources
@@ -124,13 +106,6 @@ def test_tools_in_thinking_reach_the_prompt() -> None:
     assert "Up to 7 calls" in prompt_text and "32 seconds" in prompt_text, (
         "agents.call_s ends a cell"
     )
-
-
-def test_missing_thinking_marks_are_refused() -> None:
-    plain = config(thinking=True)
-    recipe = replace(plain, agents=replace(plain.agents, tools_in_thinking=True))
-    with pytest.raises(ConfigError, match=r"model\.path .*agents\.tools_in_thinking"):
-        check_chat(recipe, tokenizer_of("hermes"))
 
 
 def test_turns_end_at_the_generation_configs_ids(tmp_path: Path) -> None:
@@ -175,21 +150,6 @@ def test_unavailable_isolation_is_refused(
         environment_spec(recipe := config(isolation="bubblewrap"), recipe.data.sources[0])
 
 
-def test_specs_follow_the_recipe() -> None:
-    recipe = config(open_s=7.0, memory_mib=100, env={"A": "b"}, python="/usr/bin/python3")
-    program = environment_spec(recipe, recipe.data.sources[0])
-    assert isinstance(program, Program) and program.deadlines.open_s == 7.0
-    assert (program.memory_mib, program.env, program.python) == (
-        100,
-        {"A": "b"},
-        "/usr/bin/python3",
-    )
-    settings = EnvironmentConfig(command=("server", "{seed}"), isolation=OPEN)
-    lines = SourceConfig(name="shop", source="jsonl", path="x.jsonl", environment=settings)
-    server = environment_spec(recipe, lines)
-    assert isinstance(server, McpServer) and server.command == ("server", "{seed}")
-
-
 def driven(folder: Path, code: str, **more: Any) -> Config:
     (folder / "my_agent.py").write_text(
         "import os\nfrom http.client import HTTPConnection\n" + code
@@ -217,12 +177,6 @@ def test_programs_are_tried_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_environment_with_program_is_tried(tmp_path: Path) -> None:
-    recipe = driven(tmp_path, ASKS.replace("%s\n", "'apple'\n"), target=f"{SHOP / 'shop.py'}:Shop")
-    assert list(checked(recipe)) == ["shop, its environment", "shop, its program"]
-
-
-@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("code", "program", "message"),
     [
@@ -241,27 +195,6 @@ def test_invalid_programs_are_refused(
     ) as caught:
         checked(driven(tmp_path, code, program=program))
     assert str(caught.value).count("sources[shop].environment") == 1
-
-
-def test_program_follows_the_recipe(tmp_path: Path) -> None:
-    recipe = driven(tmp_path, "", open_s=7.0, env={"A": "b"}, tells_reward=True)
-    loaded = agent_program(recipe, recipe.data.sources[0])
-    assert loaded is not None and (loaded.open_s, loaded.env, loaded.folder) == (
-        7.0,
-        {"A": "b"},
-        tmp_path,
-    )
-    assert loaded.tells_reward and loaded.judges and loaded.command[-1] == "my_agent:solve"
-    alone, both = config(), config(program="my_agent:solve")
-    assert agent_program(alone, alone.data.sources[0]) is None
-    loaded = agent_program(both, both.data.sources[0])
-    assert loaded is not None and not loaded.judges  # the environment does
-
-
-@pytest.mark.parametrize("named", ["nowhere:f", "keel.agents.environments.demonstrations:f", "f"])
-def test_missing_demonstrations_are_refused(named: str) -> None:
-    with pytest.raises(ConfigError, match=r"sources\[shop\].environment.demonstrations = '"):
-        checked(config(demonstrations=named))
 
 
 def test_hub_datasets_are_hidden_in_the_cache(

@@ -99,12 +99,6 @@ def test_ranks_compile_while_engines_start() -> None:
     ]
 
 
-def test_engines_may_start_before_ranks() -> None:
-    starting = Starting(waits_for="ranks have their libraries")
-    started(starting, engines_first=True, warm=False)
-    assert starting.done == ["ranks have their libraries", "engines are up", "ranks are up"]
-
-
 def test_endpoint_conversations_end_with_their_last_group() -> None:
     groups: list[Future[Any]] = [Future(), Future(), Future()]
     remaining, forgotten = iter(groups), []

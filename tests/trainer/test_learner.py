@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayTaskError
 
-from keel.configs.schema import Config, ConfigError, ModelConfig
+from keel.configs.schema import Config
 from keel.model import ray_timeouts
-from keel.model.batch_invariant import VARIABLE
-from keel.rl.metrics import Mean, values
 from keel.rl.packing import TrainBatch, pack
-from keel.rl.sft import SftExample, pack_sft, supervised_segment
 from keel.rollout.spec import EngineError
 from keel.trainer.learner import STEP, Learner
 from keel.trainer.placement.step_deadlines import StepDeadline, StepDeadlines
-from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
 from keel.trainer.worker import (
-    RankLocation,
     StepReport,
-    TrainerWorker,
     pack_shares,
 )
 from tests.rl.rollouts import scored, segment, trajectory
@@ -126,15 +119,6 @@ def test_failures_name_the_lost_rank(
     assert type(info.value) is kind and ranks.now == after_s
 
 
-def test_results_at_the_deadline_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks(monkeypatch, (1, "one"), (100, "other"))
-    learner = ranks.learner(make_config(2, 1))
-    assert ranks.ask(learner, 100.0) == ["one", "other"]
-    ranks.fetched_s = 1e9
-    with pytest.raises(WorkerLost, match=r"no answer from trainer rank 0, 1 .trainer.timeout_s"):
-        ranks.ask(learner, 100.0)
-
-
 def test_lost_sender_fails_every_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -147,24 +131,6 @@ def test_lost_sender_fails_every_engine(
     zero, one, two = ranks.learner(make_config(2, 1), direct=True).send(engines)
     assert zero.result(PATIENCE_S) == one.result(PATIENCE_S) == 5
     assert isinstance(two.exception(PATIENCE_S), EngineError)
-
-
-def test_shutdown_ends_sending_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks, killed = Ranks(monkeypatch, (1, {0: 1})), threading.Event()
-    learner = ranks.learner(make_config(1, 1), direct=True)
-
-    def wait(refs: Sequence[int], *, seconds: float) -> tuple[list[int], list[int]]:
-        killed.wait(PATIENCE_S)
-        return list(refs), []
-
-    monkeypatch.setattr(ray_timeouts, "wait", wait)
-    monkeypatch.setattr(ray_timeouts, "kill", lambda _: killed.set())
-    engine: Any = SimpleNamespace(index=0, actor=None)
-    (sent,) = learner.send([engine])
-    (sender,) = learner._senders
-    assert sender.is_alive()
-    learner.shutdown()
-    assert sent.done() and not sender.is_alive()
 
 
 def one_batch() -> TrainBatch:
@@ -208,38 +174,6 @@ def test_oom_step_does_not_count_as_timing(
     assert learner._deadlines.likely(STEP, 1) == before
 
 
-def test_ranks_must_see_the_run_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = make_config(2, 1)
-    config = replace(config, run=replace(config.run, dir="runs/mine"))
-    learner = Ranks(monkeypatch, (0, None), (0, None)).learner(config)
-    learner._locations = [RankLocation(host=name, pid=1, log="") for name in ("here", "there")]
-    paths: list[Path] = []
-
-    def seen(content: str | None) -> None:
-        def all_(_: Learner, method: str, path: str, *, deadline: StepDeadline) -> list[str]:
-            paths.append(Path(path))
-            read = TrainerWorker.read_text(object.__new__(TrainerWorker), path)
-            return [read, read if content is None else content]
-
-        monkeypatch.setattr(Learner, "_call_all", all_)
-        learner._check_folder(StepDeadline("the start", 1.0, ""))
-
-    seen(None)
-    assert not paths, "nothing of a run is there"
-    with RunFolder(config) as folder:
-        seen(None)
-        assert paths[0].is_absolute() and paths[0].parent == folder.path.absolute()
-        for other in ("", "another folder's\n"):
-            with pytest.raises(ConfigError, match=r"runs/mine: trainer rank 1 on there does not"):
-                seen(other)
-        content_before = paths[0].read_text()
-    with RunFolder(config):
-        assert paths[0].read_text() == content_before, (
-            "what other machines remember of it stays right"
-        )
-
-
 def scored_first(config: Config) -> list[list[int]]:
     """Forward-only passes of each group of ranks, per update."""
     pair = [trajectory(*(segment(20 * s + 5 * w, 5) for w in range(4)), sibling=s) for s in (0, 1)]
@@ -259,66 +193,3 @@ def test_split_trajectories_are_scored_first() -> None:
     assert scored_first(config) == [[1, 0], [1, 0]]
     without = replace(config, algorithm=replace(config.algorithm, mask_delta=None))
     assert scored_first(without) == [[0, 0], [0, 0]]
-
-
-def test_scoring_waits_per_micro_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    dealt: list[list[tuple[str, int]]] = []
-
-    def deal(
-        _: Learner, method: str, pieces: Sequence[Mapping[str, TrainBatch]], what: str
-    ) -> list[dict[str, Mean]]:
-        """Counts as one wait. The loss of a token is its index in the set."""
-        assert method == "score"
-        dealt.append([(name, len(b.micro_batches)) for p in pieces for name, b in p.items()])
-        return [
-            {
-                f"{name}/nll": Mean(float(row.token_ids_N.sum()), int(row.sequence_tokens_S.sum()))
-                for name, batch in piece.items()
-                for row in batch.micro_batches
-            }
-            for piece in pieces
-        ]
-
-    monkeypatch.setattr(Learner, "_call_with_shares", deal)
-    mask = [False, *[True] * 3]
-    sets = {
-        name: [
-            SftExample(prompt_id=f"{n}", segments=(supervised_segment("c", [0, n, n, n], mask),))
-            for n in of
-        ]
-        for name, of in {"few": range(1, 3), "many": range(1, 9)}.items()
-    }
-    packed = {name: pack_sft(of, ranks=2, micro_batch_tokens=8) for name, of in sets.items()}
-    groups = [{name: batches[rank] for name, batches in packed.items()} for rank in (0, 1)]
-    scores = values(Learner.score(object.__new__(Learner), groups))
-    assert dealt == [[("few", 1)] * 2, *[[("many", 1)] * 2] * 2]
-    assert scores == {"few/nll": 1.5, "many/nll": 4.5}
-    dealt.clear()
-    assert Learner.score(object.__new__(Learner), groups, lambda: len(dealt) == 2) == {}
-    assert len(dealt) == 2
-
-
-@pytest.mark.parametrize("enabled", [False, True])
-def test_ranks_get_batch_invariant_variables(
-    enabled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    environments: list[Mapping[str, Any]] = []
-
-    def create(kind: type, name: str, options: Mapping[str, Any], *_: Any, **__: Any) -> Any:
-        environments.append(options)
-        return SimpleNamespace(prepare=None, read=None)
-
-    monkeypatch.setattr(ray_timeouts, "create", create)
-    monkeypatch.setattr(ray_timeouts, "call", lambda *_, **__: None)
-    config = make_config(ranks=2, stage=1)
-    if enabled:
-        config = replace(config, model=ModelConfig(path="a/model", batch_invariant=True))
-    Learner("a/model", config, gpu=True, actor_options=lambda rank: {"num_gpus": 0.5})
-    variables = {VARIABLE: "1"} if enabled else {}
-    assert (
-        environments
-        == [{"num_cpus": 1, "num_gpus": 0.5, "runtime_env": {"env_vars": variables}}]
-        * config.trainer.ranks
-    )

@@ -20,7 +20,6 @@ from keel.rl.metrics import values
 from keel.trainer.learner import Learner
 from keel.trainer.run.checkpoint import SaveError
 from keel.trainer.run.manifest import find_damage, sizes, write_manifest
-from keel.trainer.run.restarts import WorkerLost
 from tests.buckets import unpack_bucket
 from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.scenarios import TIGHT, make_config
@@ -114,22 +113,3 @@ def test_run_save_resume_and_lost_rank(model: Path, tmp_path: Path) -> None:
     assert f"process {victim.pid}" in str(info.value)
     first.shutdown()
     first.shutdown()
-
-
-def test_failing_rank_raises_its_cause(model: Path, tmp_path: Path) -> None:
-    learner = Learner(
-        str(tmp_path), make_config(1, 0), gpu=False, actor_options=lambda rank: {"num_cpus": 0}
-    )
-    with pytest.raises(RuntimeError, match=r"trainer rank 0 failed during .*config\.json"):
-        learner.start(timeout_s=PATIENCE_S)
-    learner.shutdown()
-
-
-def test_start_times_out(model: Path) -> None:
-    """Ray cannot place the ranks without a GPU."""
-    learner = Learner(str(model), make_config(1, 0), gpu=True)
-    with pytest.raises(
-        WorkerLost, match=r"waited 1 s for the trainer's start: no answer .* rank 0 "
-    ):
-        learner.start(timeout_s=1)
-    learner.shutdown()

@@ -13,7 +13,7 @@ from keel.configs.schema import AlgorithmConfig, Config, DataConfig, RunConfig, 
 from keel.rl.metrics import Mean, Metric, Sum
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, StepResult, Trajectory
 from keel.trainer.guard import Saver
-from keel.trainer.loop import Clock, Parts, train
+from keel.trainer.loop import Parts, train
 from tests.rl.rollouts import prompt
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
@@ -149,8 +149,6 @@ class FakeRun:
     def leave(self) -> bool:
         return False
 
-    decoded: Callable[[], int] | None = None
-
     def whole(self, error: Exception) -> bool:
         return True
 
@@ -167,7 +165,6 @@ class FakeRun:
             should_stop=self.stop,
             should_abort=self.hurry,
             should_skip_evaluation=self.leave,
-            decoding_steps=self.decoded,
             dump_bad_batch=self.keep,
             can_checkpoint=self.whole,
         )
@@ -251,13 +248,6 @@ def test_resume_pushes_weights_first() -> None:
     assert sorted(world.records) == [3]
 
 
-def test_finished_run_does_nothing() -> None:
-    world = FakeRun(version=3)
-    world.records[3] = {"eval/h/pass@1": Mean(1.0, 1.0)}
-    assert world.run(config(), start=3) == 3
-    assert world.events == ["update@3"]
-
-
 def test_checkpoints_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take 10 minutes: a checkpoint is due 30 minutes after the last one."""
     world, now = FakeRun(), [0.0]
@@ -311,23 +301,6 @@ def test_filtered_groups_are_replaced_and_counted() -> None:
     metrics = world.records[1]
     assert metrics["rollout/filtered_all_correct"].value == 2
     assert metrics["reward/mean"].value == pytest.approx((0.5 + 1 + 1 + 0.5) / 4)
-
-
-def test_max_refills_ends_filtering() -> None:
-    world = FakeRun(easy=[f"p{i}" for i in range(99)])
-    world.run(config({"filter_groups": "reward", "max_refills": 1.5}, steps=1))
-    assert world.asked == 2 + 3
-    assert world.records[1]["rollout/filtered_all_correct"].value == 3
-    assert world.records[1]["rollout/uniform_groups"].value == 5
-
-
-def test_nested_timings_count_once() -> None:
-    clock = Clock()
-    with clock.time("outer"), clock.time("inner"):
-        pass
-    total = sum(clock.seconds.values())
-    assert clock.seconds["outer"] >= 0
-    assert clock.metrics(10)["time/step"].value == pytest.approx(total)
 
 
 def test_bad_batch_is_dumped() -> None:

@@ -77,39 +77,12 @@ class Asked(FakeRun):
         return Future() if self.leave() and purpose == "eval" else answer
 
 
-class Slow(Asked):
-    """The evaluation ends some time after Ctrl-C."""
-
-    def __init__(self, when: str) -> None:
-        super().__init__(when)
-        self.late: list[tuple[Future[Any], Any]] = []
-
-    def submit(self, what: Any, purpose: str) -> Future[Any]:
-        answer = FakeRun.submit(self, what, purpose)
-        if not self.leave():
-            return answer
-        self.late.append((Future(), answer.result()))
-        return self.late[-1][0]
-
-    def hurry(self) -> bool:
-        while self.late:
-            future, result = self.late.pop()
-            future.set_result(result)
-        return False
-
-
 @pytest.mark.parametrize(("when", "saved"), [("eval@0", []), ("eval@2", ["save@2"])])
 def test_stop_cuts_evaluations_short(when: str, saved: list[str]) -> None:
     world = Asked(when)
     assert world.run(config(steps=9, eval_every=2)) == int(when[-1])
     assert [event for event in world.events if event.startswith("save")] == saved
     assert not world.evaluated(int(when[-1]))
-
-
-def test_last_evaluation_is_not_cut() -> None:
-    world = Slow("eval@2")
-    assert world.run(config(steps=2, eval_every=2)) == 2
-    assert world.evaluated(2) and world.events[-1] == "save@2"
 
 
 @pytest.mark.parametrize("start", [2, 3])
@@ -123,12 +96,6 @@ def test_cut_evaluation_is_made_up_for(start: int) -> None:
     assert world.events[:2] == [f"update@{start}", f"eval@{start}"]
     assert world.evaluated(start) and world.evaluated(3)
     assert world.asked == (0 if start == 3 else world.asked)
-
-
-def test_late_evaluation_can_stop_the_run() -> None:
-    world = FakeRun(version=2, stop_after=2)
-    assert world.run(config(steps=3, eval_every=2), start=2) == 2
-    assert world.events == ["update@2", "eval@2"] and world.evaluated(2)
 
 
 class Failing(FakeRun):
@@ -192,28 +159,9 @@ def test_prompts_of_an_empty_batch_repeat() -> None:
     assert "resume from step 1" in raised.value.__notes__[0]
 
 
-def test_unwritten_final_checkpoint_promises_nothing() -> None:
-    world = Failing("train@1")
-    world.unwritable = [1]
-    with pytest.raises(RuntimeError, match="all is over") as raised:
-        world.run(config(steps=9))
-    assert "save@1" in world.events and not getattr(raised.value, "__notes__", [])
-
-
 def test_lost_learner_saves_nothing() -> None:
     world = Failing("step@1", whole=False)
     with pytest.raises(RuntimeError, match="all is over"):
         world.run(config(steps=9))
     assert "asked about all is over" in world.events and sorted(world.records) == [0]
     assert not any(event.startswith("save") for event in world.events)
-
-
-def test_failed_final_checkpoint_is_noted() -> None:
-    def full(*_: Any) -> bool:
-        raise RuntimeError("the disk is full")
-
-    world = Failing("train@1")
-    world.save = full  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="all is over") as raised:
-        world.run(config(steps=9))
-    assert raised.value.__notes__ == ["No checkpoint could be written: the disk is full"]

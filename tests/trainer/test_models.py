@@ -64,12 +64,6 @@ def test_check_names_missing_template_and_unread_columns(
     assert "data.sources[sums].raw has none" in capsys.readouterr().err
 
 
-def test_raw_prompts_are_plain_text(recipe: Path) -> None:
-    task = prepare(str(recipe), ["data.sources.0.raw=true"])
-    (prompt,) = task.dataset.train.sources["sums"]
-    assert task.tokenizer.decode(render_prompt(task.tokenizer, prompt).token_ids) == "1 + 1 ="
-
-
 def test_chat_template_reaches_engines_and_export(recipe: Path, tmp_path: Path) -> None:
     task = prepare(str(recipe), [f"model.chat_template={tmp_path}/chat.jinja"])
     assert task.notes["chats"].startswith("written by model.chat_template")
@@ -134,12 +128,3 @@ def test_incomplete_model_folders_are_refused(
     assert main(["check", str(recipe), "data.sources.0.raw=true"]) == 2
     output = capsys.readouterr().err
     assert words in output and str(recipe.parent) in output
-
-
-def test_tiny_model_refuses_raw_and_templates() -> None:
-    with pytest.raises(ConfigError, match=r"\.raw = True"):
-        load_config("quickstart", ["data.sources.0.raw=true"])
-    off = ["data.sources.0.raw=true", "model.tiny.cold_start.steps=0"]
-    assert load_config("quickstart", off).data.sources[0].raw
-    with pytest.raises(ConfigError, match=r"model\.chat_template"):
-        load_config("quickstart", [f"model.chat_template={json.dumps(TEMPLATE)}"])

@@ -16,7 +16,6 @@ from keel.trainer.nonfinite import (
     SkipCounter,
     _finding,
     describe_findings,
-    finite_factor,
 )
 from tests.rl.rollouts import prompted_groups, scored, segment, trajectory
 
@@ -136,13 +135,6 @@ def test_conversation_is_named() -> None:
     )
     finding = Finding(what="nan", token=1, token_ids_T=ids)
     assert describe_findings([finding], [lesson]) == ("conversation chats/3, token 1 (id 5): nan",)
-
-
-def test_finite_factor_spoils_only_bad_losses() -> None:
-    for value, expected in ((3e38, 1.0), (-0.0, 1.0), (math.inf, math.nan), (math.nan, math.nan)):
-        factor = finite_factor(torch.tensor(value, requires_grad=True))
-        assert not factor.requires_grad
-        torch.testing.assert_close(factor, torch.tensor(expected), rtol=0, atol=0, equal_nan=True)
 
 
 def test_skips_in_a_row_end_the_run() -> None:

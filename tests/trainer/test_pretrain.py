@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 
-from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
-from keel.model.tiny.build import build_model
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.metrics import Mean, values
-from keel.trainer.prepare import prepare, prepare_pretraining, prepare_sft, text_encoder
+from keel.trainer.prepare import prepare_pretraining, text_encoder
 from keel.trainer.run.checkpoint import State, save
-from keel.trainer.run.manifest import Entry
 from keel.trainer.sft import evaluation_metrics
 
 LENGTH = 40
@@ -38,18 +35,6 @@ def recipe(folder: Path, **sections: Any) -> str:
     return str(path)
 
 
-def test_plan(tmp_path: Path) -> None:
-    task = prepare_pretraining(recipe(tmp_path), ["trainer.attention=warm-up"])
-    message = task.text()
-    assert "text: 14 windows to learn from, 2 held out; of 7 documents" in message
-    assert "32 windows a step" in message and "chats are written" not in message
-    assert "dense; the indexers alone are trained, by Eq. 3" in message
-    assert (
-        "attention"
-        not in prepare_pretraining(recipe(tmp_path), ["model.tiny.family=qwen3_moe"]).text()
-    )
-
-
 @pytest.mark.parametrize("epochs", [1.5, 2, 2.5])
 def test_finished_run_resumes_for_more_epochs(tmp_path: Path, epochs: float) -> None:
     """The last step of the first epochs was truncated, which shifts later batches."""
@@ -66,72 +51,6 @@ def test_finished_run_resumes_for_more_epochs(tmp_path: Path, epochs: float) -> 
     drawn = [len(task.batches.take()) for _ in range(4, task.config.run.steps)]
     assert sum(drawn) == 14 * (epochs - 1)
     assert prepare_pretraining(path, knobs).config.run.steps == 4
-
-
-def test_epochs_count_from_the_complete_checkpoint(tmp_path: Path) -> None:
-    path, knobs = recipe(tmp_path), ["sft.conversations_per_step=4", "sft.epochs=1"]
-    batches, root = prepare_pretraining(path, knobs).batches, tmp_path / "run" / "checkpoints"
-
-    def write(folder: Path) -> dict[str, Entry]:
-        (folder / "weights").write_text("w")
-        return {}
-
-    root.mkdir(parents=True)
-    for step in range(1, 5):
-        batches.take()
-        if step in (2, 4):
-            state = State(step=step, version=step, config="", cursor=batches.position())
-            newest = save(root, state, write, keep=2)
-    more = [*knobs, "sft.epochs=2"]
-    assert prepare_pretraining(path, more).config.run.steps == 8, "after a step of 2 windows"
-    (newest / "weights").unlink()
-    assert prepare_pretraining(path, more).config.run.steps == 7
-
-
-def test_text_and_chats_mix(tmp_path: Path) -> None:
-    path = recipe(tmp_path)
-    chats = [{"prompt": f"What is {i}?", "completion": str(i)} for i in range(4)]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    both = [
-        {"name": "text", "source": "text", "path": str(tmp_path / "text.jsonl")},
-        {"name": "chats", "source": "jsonl", "path": str(tmp_path / "chats.jsonl")},
-    ]
-    given = [f"sft.sources={json.dumps(both)}"]
-    assert len(prepare_sft(path, given).lessons.train.take(20)) == 20
-    with pytest.raises(ConfigError, match=r"sources: chats: no text\. `keel pretrain` learns from"):
-        prepare_pretraining(path, given)
-    with pytest.raises(ConfigError, match=r"nothing to sample"):
-        prepare(path, [])
-
-
-def test_base_model_needs_no_chat_template(tmp_path: Path) -> None:
-    tokenizer = build_tokenizer()
-    config = load_config(recipe(tmp_path))
-    build_model(config.model.tiny, tokenizer, seed=0).save_pretrained(tmp_path / "model")
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path / "model")
-    model = f"model.path={tmp_path / 'model'}"
-    assert prepare_pretraining(recipe(tmp_path), [model]).facts.index_top_k == 16
-    sums = {"name": "s", "source": "reasoning_gym", "task": "chain_sum", "size": 9}
-    with pytest.raises(ConfigError, match="chat template"):
-        prepare_sft(recipe(tmp_path, data={"sources": [sums]}), [model])
-
-
-def test_shipped_stages_chain_their_models(tmp_path: Path) -> None:
-    few = ["sft.sources[retrieval].size=80", f"run.dir={tmp_path / 'run'}", "run.device=cpu"]
-    task = prepare_pretraining("pretrain-dense", few)
-    windows = task.lessons.train.take(16)
-    assert all(window.total_tokens == 112 for window in windows), "a pair is one token"
-    tokenizer = build_tokenizer(task.config.model.tiny.phrases)
-    build_model(task.config.model.tiny, tokenizer, seed=0).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    for stage in ("warm-up", "sparse"):
-        name = f"pretrain-{stage}"
-        after = prepare_pretraining(name, [*few, f"model.path={tmp_path}"])
-        assert after.config.trainer.attention == stage
-        assert after.tokenizer_digest == task.tokenizer_digest and after.facts.index_top_k == 12
-        before = load_config(name).model.path
-        assert before.startswith("runs/pretrain-") and before.endswith("/model")
 
 
 @pytest.mark.parametrize(

@@ -69,25 +69,3 @@ def test_stop_below_alarm_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monke
     folder.check_heldout(1)
     with pytest.raises(ConfigError, match=r"spelling = 0.5: pass@1 was 0.400 at step 2"):
         folder.check_heldout(2)
-
-
-@pytest.mark.parametrize(("stopped", "woken"), [(False, [1]), (True, [])])
-def test_engines_wake_only_to_sample(
-    stopped: bool, woken: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    overrides = (f"run.dir={tmp_path}", "run.steps=2", "rollout.time_share=true", *FEW)
-    task, saved = prepare("quickstart", overrides), list[int]()
-    recorded: list[int] = []
-    learner = SimpleNamespace(tokens={}, version=1, save=lambda folder: {})
-    system = system_of(task, learner=learner, wake=lambda: recorded.append(saved[-1]))
-
-    def two_steps(parts: Any, config: object, *, start: int) -> int:
-        for step in (1, 2):
-            saved.append(step)
-            parts.save(step, {})
-        return 2
-
-    monkeypatch.setattr("keel.trainer.loop.train", two_steps)
-    with RunFolder(task.config) as folder:
-        run_loop(system, folder, PlainView(60), 0, should_end=lambda: stopped)
-    assert saved == [1, 2] and recorded == woken

@@ -7,18 +7,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from keel.commands import sft as command
 from keel.configs.load import load_config
-from keel.configs.schema import ColdStartConfig, Config, ConfigError, TinyModelConfig
+from keel.configs.schema import Config, ConfigError
 from keel.data.stream import Stream
-from keel.model.tiny.build import ensure_tiny_model
-from keel.model.tiny.cold_start import Curriculum
 from keel.rl.metrics import Mean, Metric, Sum, values
 from keel.rl.packing import TrainBatch
 from keel.rl.sft import SftExample, supervised_segment
@@ -26,9 +21,7 @@ from keel.rl.types import StepResult
 from keel.trainer import sft
 from keel.trainer.placement.oom_recovery import OomRecovery, RetryOnOom
 from keel.trainer.prepare import prepare_sft
-from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.restarts import OutOfMemory
-from keel.trainer.run.view import PlainView
 
 
 def lessons(*lengths: int) -> list[SftExample]:
@@ -215,14 +208,6 @@ def test_abort_during_evaluation_keeps_the_step() -> None:
     assert run.fit(lessons(5)) == 0 and not run.saved and not run.steps
 
 
-def test_findings_are_printed() -> None:
-    run = Run(lessons(*range(3, 13)), config_of(**{"run.steps": 1}))
-    run.ranks.found = tuple("abcd")
-    run.fit()
-    assert run.said[:3] == [f"step 1: no finite gradient: {line}" for line in "abc"]
-    assert [len(named) for named in run.ranks.named] == [len(s) for s in run.ranks.learned]
-
-
 @pytest.mark.parametrize(
     ("knobs", "steps"), [((4, 0, 3), 8), ((4, 25, 3), 12), ((64, 0, 1), 1), ((64, 0, 0.25), 1)]
 )
@@ -294,24 +279,6 @@ def recipe(folder: Path, **source: Any) -> str:
     return str(path)
 
 
-def test_plan(tmp_path: Path) -> None:
-    task = prepare_sft(recipe(tmp_path), ["sft.epochs=2"])
-    text = task.text()
-    assert "chats: 10 conversations to learn from, 2 held out" in text
-    assert "chats are written in the format tiny" in text
-    assert "steps        5, 2 passes over the data (sft.epochs, and not run.steps); lr" in text
-    knobs = ["run.steps=6", "sft.conversations_per_step=5"]
-    assert "6, 3 passes over the data; lr" in prepare_sft(recipe(tmp_path), knobs).text()
-    assert task.config.run.steps == 5
-    (lesson, *_) = task.lessons.heldout["chats"]
-    (segment,) = lesson.segments
-    assert np.flatnonzero(segment.trainable_T)[0] > 3, "the question is not learned"
-    assert "tokens_per_step" not in text
-    assert "of at most 100 tokens together" in (
-        prepare_sft(recipe(tmp_path), ["sft.tokens_per_step=100"]).text()
-    )
-
-
 def test_heldout_prompts_are_not_trained_on(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     questions = [{"prompt": f"What is  {i}?", "answer": str(i)} for i in range(12)]
@@ -362,42 +329,3 @@ def test_heldout_prompts_are_not_trained_on(tmp_path: Path) -> None:
 def test_invalid_sft_recipes_are_refused(tmp_path: Path, override: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named.replace("[]", r"\[\]")):
         prepare_sft(recipe(tmp_path), [override])
-
-
-def test_balance_loss_is_refused(tmp_path: Path) -> None:
-    """Supervised training would silently ignore it."""
-    folder = ensure_tiny_model(
-        TinyModelConfig(cache_dir=str(tmp_path), cold_start=ColdStartConfig(steps=0)),
-        Curriculum(seed=0),
-    )
-    written = json.loads((folder / "config.json").read_text())
-    asking = written | {"output_router_logits": True, "router_aux_loss_coef": 0.01}
-    knobs = [f"model.path={folder}"]
-    (folder / "config.json").write_text(json.dumps(asking | {"router_aux_loss_coef": 0.0}))
-    prepare_sft(recipe(tmp_path), knobs)
-    (folder / "config.json").write_text(json.dumps(asking))
-    with pytest.raises(ConfigError, match=r"router_aux_loss_coef: 0\.01"):
-        prepare_sft(recipe(tmp_path), knobs)
-
-
-def test_negative_eval_every_disables_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[set[str]] = []
-
-    def fit(parts: sft.SftParts, *_: object, start: int) -> int:
-        seen.append(set(parts.heldout))
-        watch.say("rank 0 hangs")
-        return 1
-
-    monkeypatch.setattr(command, "fit", fit)
-    watch = SimpleNamespace(say=print)
-    for every in (-1, 0):
-        overrides = [f"run.dir={tmp_path / str(every)}", f"run.eval_every={every}"]
-        task = prepare_sft(recipe(tmp_path), overrides)
-        teaching: Any = SimpleNamespace(task=task, learner=None, oom_recovery=None, watchdog=watch)
-        with RunFolder(task.config) as folder:
-            command.run_sft_loop(teaching, folder, PlainView(60), 0)
-            (line,) = (folder.path / "events.jsonl").read_text().splitlines()
-            assert json.loads(line)["kind"] == "frozen", "as of any run"
-    assert seen == [set(), {"chats"}]

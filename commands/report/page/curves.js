@@ -87,7 +87,7 @@ keel.curves = {
   // A line for each; those of several runs say whose they are.
   events(axis) {
     return keel.runs.flatMap((run) =>
-      run.events.filter(({ kind }) => !["ledger", "tracker"].includes(kind)).map((event) => {
+      run.events.filter(({ kind }) => kind !== "tracker").map((event) => {
         const [words, colour] = keel.curves.kinds.get(event.kind) || keel.curves.other;
         return {
           words, colour,

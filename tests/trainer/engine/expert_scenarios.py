@@ -213,35 +213,23 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
     },
     2: {
         **{f"qwen3_moe, stage {s}": training(s, resume=True) for s in STAGES},
-        **{
-            f"deepseek_v3, stage {s}, recomputed": training(
-                s, "deepseek_v3", activation_checkpointing=True
-            )
-            for s in (0, 2, 3)
-        },
-        **{f"live reference, stage {s}": referenced(s) for s in (0, 2)},
-        **{f"replayed reference, stage {s}": referenced(s, ref_routing="replay") for s in (1, 3)},
-        **{
-            f"live reference, sequence, stage {s}": referenced(s, sequence_parallel=2)
-            for s in (0, 3)
-        },
+        "deepseek_v3, stage 3, recomputed": training(
+            3, "deepseek_v3", activation_checkpointing=True
+        ),
+        "live reference, stage 2": referenced(2),
+        "replayed reference, stage 3": referenced(3, ref_routing="replay"),
+        "live reference, sequence, stage 3": referenced(3, sequence_parallel=2),
         "deepseek_v2 greedy, stage 1": training(1, "deepseek_v2 greedy"),
         "deepseek_v3, sequence, stage 2": training(2, "deepseek_v3", sequence_parallel=2),
-        **{
-            f"qwen3_moe, offloaded, stage {s}": training(s, offload_optimizer=True, resume=s == 2)
-            for s in (1, 2, 3)
-        },
-        **{f"qwen3_moe, asleep, stage {s}": training(s, sleep=True) for s in (1, 3)},
-        **{f"skipping, stage {s}": skipping(s) for s in (0, 2)},
-        **{f"read, stage {s}": reading(s, model="qwen3_moe", expert_parallel=2) for s in (0, 1, 3)},
+        "qwen3_moe, offloaded, stage 2": training(2, offload_optimizer=True, resume=True),
+        "qwen3_moe, asleep, stage 3": training(3, sleep=True),
+        "skipping, stage 2": skipping(2),
+        **{f"read, stage {s}": reading(s, model="qwen3_moe", expert_parallel=2) for s in (1, 3)},
         **{f"weights of {f}": starting(f) for f in ("deepseek_v2", "mixtral", "qwen2_moe")},
-        "qwen3_moe, warm, stage 2": training(2, warm=True),
     },
     4: {
-        "qwen3_moe, 4 ranks, stage 0": training(0),
         "qwen3_moe, 4 ranks, stage 2": training(2, resume=True),
         "qwen3_moe, 4 ranks, stage 3": training(3),
-        "qwen3_moe, 4 ranks, sequence, stage 1": training(1, sequence_parallel=2),
         "qwen3_moe, 4 ranks, sequence, stage 3": training(3, sequence_parallel=4),
     },
 }

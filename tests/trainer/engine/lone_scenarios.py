@@ -20,12 +20,12 @@ from tests.trainer.engine.ranks import ROOMY, TIGHT, make_config
 from tests.trainer.engine.skipping import with_nan
 
 RESULTS = "lone.pt"
-BUCKETS = {"1 offloaded": (1, True), "2": (2, False), "3": (3, False)}
+BUCKETS = {"1 offloaded": (1, True), "3": (3, False)}
 SPARSE = "sparse"
 """Folder of a model with some float32 weights next to float16."""
 SMALL = 1000
 """Elements of a bucket that is smaller than a tensor."""
-AT_THE_END = {"1": 1, "2 offloaded": 2}
+AT_THE_END = {"2 offloaded": 2}
 DOUBLED = (1, 3)
 WINDOW = 3
 

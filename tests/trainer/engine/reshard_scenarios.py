@@ -36,17 +36,13 @@ EXPERTS = {"expert_parallel": 2}
 BF16 = "bfloat16"
 MOVES: Mapping[Layout, tuple[Layout, ...]] = {
     spread(1, 0): (
-        spread(2, 0, **EXPERTS),
-        spread(2, 1),
         spread(2, 2, sequence_parallel=2, **EXPERTS),
-        spread(2, 3, **EXPERTS),
         spread(2, 3, offload_optimizer=True),
     ),
     spread(2, 0, **EXPERTS): (spread(1, 0), spread(2, 2)),
-    spread(2, 1, **EXPERTS): (spread(2, 3),),
     spread(2, 2, sequence_parallel=2): (spread(1, 0), spread(2, 3, **EXPERTS)),
-    spread(2, 3): (spread(1, 0), spread(2, 1, offload_optimizer=True)),
-    spread(2, 3, **EXPERTS): (spread(1, 0), spread(1, 2), spread(2, 0)),
+    spread(2, 3): (spread(2, 1, offload_optimizer=True),),
+    spread(2, 3, **EXPERTS): (spread(1, 2), spread(2, 0)),
     spread(2, 1, BF16): (spread(1, 3, BF16), spread(2, 3, BF16, **EXPERTS)),
     spread(2, 3, BF16, sleep=True): (spread(1, 1, BF16), spread(2, 1, BF16, **EXPERTS)),
 }

@@ -17,7 +17,6 @@ from keel.configs.schema import (
     SourceConfig,
     TrainerConfig,
 )
-from keel.model.layers.flash4 import INSTALL
 from keel.trainer.engine import policy
 from keel.trainer.engine.policy import use_flash4
 
@@ -60,21 +59,3 @@ def test_long_contexts_on_gpu_use_flash4() -> None:
     with pytest.raises(RuntimeError, match=r"model\.dtype"):
         here(config(kernels="flash4"), dtype=torch.float32)
     assert here(config(invariant=True)) == (False, "")
-
-
-@pytest.mark.parametrize(
-    ("what", "why", "message"),
-    [
-        ("machine", "they are for compute capability 9 and 10, and this GPU has 8.0", ""),
-        ("machine", f"{INSTALL} is not installed", "PyTorch's kernels"),
-        ("kernels", f"{INSTALL} gives gradients of K that are off by 20%", "off by 20%"),
-    ],
-)
-def test_missing_flash4_is_reported_if_fixable(
-    found: dict[str, str], what: str, why: str, message: str
-) -> None:
-    found[what] = why
-    expected, line = here(config())
-    assert not expected and message in line and bool(line) == bool(message)
-    with pytest.raises(RuntimeError, match=r"trainer\.attention_kernels"):
-        here(config(kernels="flash4"))

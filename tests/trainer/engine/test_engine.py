@@ -56,7 +56,7 @@ def test_warm_up_changes_nothing(results: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "times"),
     [
-        *[(f"read once {stage}", [1, 0]) for stage in (0, 1, 3)],
+        *[(f"read once {stage}", [1, 0]) for stage in (0, 3)],
         ("read before 1", [0, 0]),
         ("read by all 3", [2, 2]),
     ],
@@ -90,7 +90,7 @@ def test_layout_does_not_change_the_result(results: dict[str, Any], name: str) -
 
 def test_mass_penalty_is_equal_on_any_layout(results: dict[str, Any]) -> None:
     plain, held = results["plain"], results["masses held"]
-    for layout in ("accumulated", "stage 1", "stage 3 sequence"):
+    for layout in ("accumulated", "stage 3 sequence"):
         other = results[f"masses held, {layout}"]
         same(other["after"], held["after"], atol=1e-5)
         for expected, actual in zip(held["metrics"], other["metrics"], strict=True):
@@ -106,7 +106,7 @@ def test_mass_penalty_is_equal_on_any_layout(results: dict[str, Any]) -> None:
 
 def test_indexer_warm_up_trains_indexers_only(results: dict[str, Any]) -> None:
     plain = results["indexers alone"]
-    for name in ("indexers alone", "indexers alone, stage 1", "indexers alone, stage 3"):
+    for name in ("indexers alone", "indexers alone, stage 3"):
         before, after = results[name]["before"], results[name]["after"]
         moved = {each for each in before if not torch.equal(before[each], after[each])}
         assert moved == {each for each in before if ".indexer." in each}, name
@@ -183,7 +183,7 @@ def test_exported_model_loads(results: dict[str, Any]) -> None:
     assert AutoTokenizer.from_pretrained(exported)("w5 w7").input_ids == [5, 7]
 
 
-@pytest.mark.parametrize("name", [*map(str, STAGES), "1 asleep", "3 asleep"])
+@pytest.mark.parametrize("name", [*map(str, STAGES), "3 asleep"])
 def test_resume_is_exact(results: dict[str, Any], name: str) -> None:
     result = results[f"resumed {name}"]
     assert result["loaded"] == (SAVED_AFTER, SAVED_AFTER)
@@ -204,7 +204,7 @@ def test_offloading_changes_nothing(results: dict[str, Any], stage: int, how: st
     assert_identical(offloaded, awake)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("how", ["partly", "lacking", "crowded"])
 def test_crowded_gpu_learns_the_same(results: dict[str, Any], stage: int, how: str) -> None:
     awake, found = (results[f"crowded {stage}"][key] for key in ("awake", how))
@@ -252,7 +252,7 @@ def test_float32_residual_trains_under_every_layout(results: dict[str, Any]) -> 
         assert first["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.03)
 
 
-@pytest.mark.parametrize("name", ["0", "3", "1 asleep", "3 asleep"])
+@pytest.mark.parametrize("name", ["0", "3", "3 asleep"])
 def test_reference_starts_at_the_policy(results: dict[str, Any], name: str) -> None:
     first, *_, last = (values(metrics) for metrics in results[f"reference {name}"]["metrics"])
     assert first["routing/overlap"] == 1
@@ -275,7 +275,7 @@ def test_non_finite_steps_leave_no_trace(results: dict[str, Any], how: str) -> N
     assert "run.max_skipped_steps" in result["gave up"][1]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_step_without_signal_moves_no_weight(results: dict[str, Any], stage: int) -> None:
     """It still counts as a step and a version."""
     result = results[f"without signal {stage}"]
@@ -288,7 +288,7 @@ def test_step_without_signal_moves_no_weight(results: dict[str, Any], stage: int
     assert result["counts"] == (3, 3)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 3])
 def test_resumed_run_uses_its_recipe_learning_rate(results: dict[str, Any], stage: int) -> None:
     result = results[f"without signal {stage}"]
     assert values(result["slower metrics"])["lr"] == 1e-3

@@ -10,8 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from keel.model.load import checkpoint_tensors, load_policy
-from keel.model.tiny.tokenizer import build_tokenizer
-from keel.trainer.engine.export import write_model, write_tokenizer
+from keel.trainer.engine.export import write_model
 from tests.model.test_load import CONFIGS
 
 
@@ -41,12 +40,6 @@ def test_generation_config_has_the_tokenizer_eos(
     model = load_policy(str(tmp_path / "out"), torch.float32)
     assert model.generation_config.eos_token_id == written
     assert base.generation_config.eos_token_id == settings
-
-
-def test_written_tokenizer_returns_its_eos(tmp_path: Path) -> None:
-    tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    assert write_tokenizer(tmp_path / "out", str(tmp_path)) == tokenizer.eos_token_id
 
 
 def test_untied_head_is_marked_untied(tmp_path: Path) -> None:

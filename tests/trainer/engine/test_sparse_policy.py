@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +11,6 @@ import torch
 
 from keel.rl.packing import MicroBatch, TrainBatch, pack
 from keel.rl.types import Segment
-from keel.trainer.nonfinite import NanTracer, SkipCounter
 from tests.model.families import VOCAB
 from tests.model.sparse.packed_rows import TOP_K, theirs
 from tests.rl.rollouts import scored, trajectory
@@ -78,69 +74,3 @@ def test_indexer_loss_is_a_mean_over_tokens() -> None:
         indexer_weight(network, config, uncounted)
     frozen = PolicyNetwork(theirs(), temperature=1.0, indexer_loss=False)
     assert indexer_weight(frozen, config, uncounted) == 0.0
-
-
-@pytest.mark.parametrize("examine", [False, True])
-def test_skipped_float16_step_is_examined_on_request(
-    monkeypatch: pytest.MonkeyPatch, examine: bool
-) -> None:
-    from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
-    from keel.trainer.engine.offload import NoOffload  # noqa: PLC0415
-
-    looked: list[Any] = []
-    monkeypatch.setattr(module.SplitGaps, "begun", lambda *_: None)
-    rank: Any = SimpleNamespace(
-        **{"_device": None, "_score": None, "_version": 0, "_rank": 1, "gave_up": ""},
-        _config=SimpleNamespace(algorithm=SimpleNamespace(mask_delta=None)),
-        _skips=SkipCounter(16),
-        _scaled=True,
-        _offload=NoOffload(),
-        _apply_gradients=lambda: math.inf,
-        _has_gradient=lambda _: True,
-        _examine=looked.append,
-    )
-    batch: Any = SimpleNamespace(micro_batches=())
-    module.TrainerEngine._update(rank, batch, examine)
-    assert looked == [batch] * examine
-
-
-@pytest.mark.parametrize("term", ["indexers", "masses"])
-def test_trace_sees_all_terms_of_the_loss(monkeypatch: pytest.MonkeyPatch, term: str) -> None:
-    from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
-
-    @dataclass
-    class Share:
-        loss: Any
-
-    inputs = SimpleNamespace(
-        padding=False, kl_coef_R=None, token_ids=torch.zeros(1, 3), filled=0, ends=None, part=None
-    )
-    logp, lost = torch.zeros(2), torch.full((), math.nan, requires_grad=True)
-    indexers, outside = (lost, torch.zeros(())) if term == "indexers" else (torch.zeros(()), lost)
-    monkeypatch.setattr(module, "mass_share", lambda *_: (outside, torch.zeros(4)))
-    monkeypatch.setattr(module.Inputs, "of", lambda *_, **options: inputs)
-    monkeypatch.setattr(module, "whole_sequences", lambda _, logp, reference: (logp, reference))
-    monkeypatch.setattr(module, "indexer_weight", lambda *_: 1.0)
-    monkeypatch.setitem(module.LOSSES, "grpo", lambda *_: Share(loss=torch.zeros(())))
-
-    class Network:
-        def __call__(self, inputs: Any) -> Any:
-            return logp, logp, logp, indexers, torch.zeros(2)
-
-        def backward(self, loss: Any) -> None:
-            loss.backward()
-
-    rank: Any = SimpleNamespace(
-        _replay=lambda *_: nullcontext(),
-        _engine=Network(),
-        _config=SimpleNamespace(algorithm=SimpleNamespace(probes=1)),
-        _world_size=1,
-        **dict.fromkeys(("_device", "_part", "_network", "_reference")),
-    )
-    look, seen = NanTracer([]), list[float]()
-    batch = step(latest()).micro_batches[0]
-    split: Any = SimpleNamespace(add=lambda *_: None)
-    monkeypatch.setattr(look, "observe", lambda *args: seen.append(float(args[3].detach())) or 1.0)
-    whole: Any = SimpleNamespace(total_sequences=1)
-    module.TrainerEngine._accumulate(rank, batch, whole, split, look)
-    assert math.isnan(seen[0]) and lost.grad is not None

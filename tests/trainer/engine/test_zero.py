@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,52 +14,15 @@ from deepspeed.runtime.fp16 import loss_scaler
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from torch.distributed import distributed_c10d
 
-from keel.configs.schema import TrainerConfig
 from keel.model.torch_internals import limit_all_groups
-from keel.trainer.engine import zero
 from keel.trainer.engine.deepspeed_internals import (
-    VERSION,
     forget_sums,
     loss_scale,
     set_loss_scale,
 )
-from keel.trainer.engine.zero import check_libraries, join_ranks, learning_rate
-from tests.trainer.engine.ranks import make_config
+from keel.trainer.engine.zero import join_ranks
 
 pytestmark = pytest.mark.e2e  # loads DeepSpeed
-
-
-def test_another_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_libraries()
-    monkeypatch.setattr(deepspeed, "__version__", "0.20.0")
-    with pytest.raises(RuntimeError, match=f"deepspeed=={VERSION}"):
-        check_libraries()
-
-
-@pytest.mark.parametrize(
-    ("total", "options", "rates"),
-    [
-        (3, {}, [1.0] * 5),
-        (4, {"warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
-        (
-            5,
-            {"warmup_steps": 1, "schedule": "linear", "min_lr": 0.2},
-            [1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2],
-        ),
-        (
-            4,
-            {"schedule": "cosine", "min_lr": 0.2},
-            [0.2 + 0.4 * (1 + 2**-0.5), 0.6, 0.2 + 0.4 * (1 - 2**-0.5), 0.2, 0.2, 0.2],
-        ),
-        *((2, {"warmup_steps": 8, "schedule": s}, [0.125, 0.25, 0.375, 0.5]) for s in ("linear",)),
-    ],
-)
-def test_learning_rates(total: int, options: dict[str, Any], rates: list[float]) -> None:
-    config = TrainerConfig(lr=1.0, **options)
-    steps = range(1, total + 3)
-    assert [learning_rate(s, config, total_steps=total) for s in steps] == pytest.approx(rates)
-    with pytest.raises(ValueError, match="step = 0"):
-        learning_rate(0, config, total_steps=total)
 
 
 @pytest.fixture
@@ -84,17 +45,6 @@ def test_later_groups_have_the_same_timeout(joined: None) -> None:
     assert timeouts() == [timedelta(seconds=77), timedelta(minutes=30)]
     limit_all_groups(77)
     assert timeouts() == [timedelta(seconds=77)] * 2
-
-
-def test_update_memory_knobs_exclude_set_ones() -> None:
-    config = make_config(1, 1, tokens=96)
-    knobs = zero._update_memory_knobs(config)
-    assert "offload_optimizer: true" in knobs and "zero_stage: 2 or 3" in knobs
-    colocated = replace(config, rollout=replace(config.rollout, colocated=True))
-    assert zero._update_memory_knobs(colocated).startswith("rollout.time_share: true")
-    trainer = replace(config.trainer, zero_stage=2, offload_optimizer=True)
-    knobs = zero._update_memory_knobs(replace(config, trainer=trainer))
-    assert knobs == "trainer.zero_stage: 3, more trainer.ranks"
 
 
 @pytest.mark.parametrize(

@@ -79,14 +79,6 @@ def test_repeated_alarm_prints_at_intervals() -> None:
     assert printed == [1, 6, 11]
 
 
-def test_missing_completions_have_reasons() -> None:
-    numbers = {"rollout/dropped_completions": 4.0}
-    groups = [lost("late: a", "late: a"), lost("late: b", "late: a")]
-    _, (line,) = Alarms(AlarmsConfig()).check(3, numbers, groups)
-    assert line.startswith("step 3: 4 completions") and "3 late: a; 1 late: b" in line
-    assert Alarms(AlarmsConfig(missing=0)).check(3, numbers, groups) == (0, [])
-
-
 def test_journal_prints_and_counts_alarms(tmp_path: Path) -> None:
     """Completions of discarded groups count as present."""
     lines: list[str] = []

@@ -66,13 +66,3 @@ def test_old_batches_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(list((tmp_path / "nonfinite").iterdir())) == 3
     drop_after(tmp_path, 14)
     assert [step_of(path) for path in list_batches(tmp_path)] == [3, 14]
-
-
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "step_000001.npz"
-    path.write_bytes(b"nothing")
-    with pytest.raises(ValueError, match=r"step_000001\.npz"):
-        read_batch(path)
-    np.savez(path, text=np.array([object()], dtype=object))  # pickled
-    with pytest.raises(ValueError, match=r"step_000001\.npz"):
-        read_batch(path)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import resource
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +14,8 @@ import pytest
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError, DataConfig, RunConfig, SourceConfig
 from keel.rl.metrics import Mean
-from keel.trainer.run.checkpoint import SaveError, State, config_digest, layout_of
-from keel.trainer.run.folder import RunFolder, check_recipe
+from keel.trainer.run.checkpoint import State, config_digest
+from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import Journal
 from keel.trainer.run.manifest import MANIFEST, Entry, check_exported, write_manifest
 from keel.trainer.run.view import PlainView
@@ -57,12 +55,6 @@ def record(folder: Path, steps: range, resumed_at: int = 0) -> None:
     journal.close()
 
 
-def limit_file_size(size: int) -> Any:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    return soft, hard
-
-
 def test_newest_checkpoint_is_continued(tmp_path: Path) -> None:
     made = config(tmp_path / "run")
     with RunFolder(made) as folder:
@@ -77,22 +69,6 @@ def test_newest_checkpoint_is_continued(tmp_path: Path) -> None:
         assert folder.latest is not None and (folder.latest / "weights").read_text() == "w"
     done = replace(made, run=replace(made.run, steps=3))
     assert "run.steps" in RunFolder(done).status()
-
-
-def test_recipe_of_a_moved_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    made = config(Path("runs/one"))
-    with RunFolder(made):
-        pass
-    check_recipe("runs/one/config.yaml", [], made)
-    check_recipe("my/config.yaml", [], made)
-    Path("runs/one").rename("runs/two")
-    with pytest.raises(ConfigError, match=r"run\.dir=runs/two"):
-        check_recipe("runs/two/config.yaml", ["run.steps=9"], made)
-    for override in ("run.dir=runs/three", "run={dir: runs/three, steps: 9}"):
-        check_recipe("runs/two/config.yaml", [override], made)
-    Path("mine/checkpoints").mkdir(parents=True)
-    check_recipe("mine/config.yaml", [], made)
 
 
 def test_model_export_is_atomic(tmp_path: Path) -> None:
@@ -186,28 +162,6 @@ def test_checkpoint_with_pickles_is_refused(tmp_path: Path) -> None:
         RunFolder(made).select_checkpoint("eval.checkpoint", "1")
 
 
-def test_changed_layout_is_a_warning(tmp_path: Path) -> None:
-    def writes(folder: Path) -> dict[str, Entry]:
-        (folder / "trainer.json").write_text(json.dumps({"steps": 1, **layout_of(made)}))
-        return {}
-
-    made = config(tmp_path)
-    engines = replace(made, rollout=replace(made.rollout, engines=3))
-    ranks = replace(engines, trainer=replace(made.trainer, ranks=4, expert_parallel=2))
-    with RunFolder(made) as folder:
-        folder.save(State(step=1, version=1, cursor={}, config="c"), writes)
-        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-        assert folder.warnings() == []
-    with RunFolder(engines) as folder:
-        (line,) = folder.warnings()
-    assert "rollout.engines = 1" in line and "rollout.engines = 3" in line
-    assert "trainer" not in line and "order" not in line
-    with RunFolder(ranks) as folder:
-        (line,) = folder.warnings()
-    assert "trainer.ranks = 1, trainer.expert_parallel = 1" in line
-    assert "trainer.ranks = 4, trainer.expert_parallel = 2" in line and "order" in line
-
-
 def test_another_config_is_refused_with_a_checkpoint(tmp_path: Path) -> None:
     made = config(tmp_path)
     other = replace(made, trainer=replace(made.trainer, grad_clip=9.0))
@@ -226,55 +180,12 @@ def test_another_config_is_refused_with_a_checkpoint(tmp_path: Path) -> None:
         RunFolder(made).check()
 
 
-def test_changed_learning_rate_is_a_warning(tmp_path: Path) -> None:
-    made = config(tmp_path)
-    with RunFolder(made) as folder:
-        checkpoint(folder, made, 4)
-    slower = replace(made, trainer=replace(made.trainer, lr=1e-9))
-    with RunFolder(slower) as folder:
-        assert f"from step 5 on: trainer.lr {made.trainer.lr} → 1e-09" in folder.warnings()
-    with RunFolder(slower) as folder:
-        assert not [line for line in folder.warnings() if "trainer.lr" in line]
-
-
 def test_folder_in_use_is_refused(tmp_path: Path) -> None:
     made = config(tmp_path)
     with RunFolder(made), pytest.raises(ConfigError, match=r"run\.dir"):
         RunFolder(made).__enter__()
     with RunFolder(made):
         pass
-
-
-def test_unusable_location_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    ray_copy = tmp_path / "working_dir_files" / "_ray_pkg_892ed6d3" / "runs"
-    for path in (file, ray_copy):
-        with pytest.raises(ConfigError, match=r"run\.dir"):
-            RunFolder(config(path)).check()
-    with pytest.raises(ConfigError, match=r"run\.dir = .*file/run"):
-        RunFolder(config(file / "run")).__enter__()
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(ConfigError, match=r"run\.dir"):
-        RunFolder(config(tmp_path / "run")).__enter__()
-
-
-def test_full_disk_leaves_the_config_intact(tmp_path: Path) -> None:
-    made = config(tmp_path / "run")
-    with RunFolder(made) as folder:
-        checkpoint(folder, made, 1)
-    limits = limit_file_size(100)
-    try:
-        with pytest.raises(ConfigError, match=r"run\.dir"), RunFolder(made):
-            pass
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    with RunFolder(made) as folder:
-        assert load_config(folder.path / "config.yaml") == made
 
 
 def test_run_without_checkpoint_is_set_aside(tmp_path: Path) -> None:
@@ -296,22 +207,6 @@ def test_run_without_checkpoint_is_set_aside(tmp_path: Path) -> None:
         checkpoint(folder, made, 1)
     with RunFolder(made) as folder:
         assert folder.set_aside is None and (tmp_path / "metrics.jsonl").exists()
-
-
-def test_evaluations_are_read_from_metrics(tmp_path: Path) -> None:
-    made = config(tmp_path)
-    with RunFolder(made) as folder:
-        assert not folder.needs_evaluation(0)
-        lines = ['{"step": 0, "eval/sums/pass@1": 0.25}', '{"step": 1, "loss": 0.1}']
-        lines.append('{"step": 2, "eval/sums/pass@1": 0.75}')
-        (folder.path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-        assert folder.evaluations() == {"sums/pass@1": [(0, 0.25), (2, 0.75)]}
-        assert folder.needs_evaluation(1) and not folder.needs_evaluation(2)
-        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-        save(folder, made, 1)
-    (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n')
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl:1"):
-        RunFolder(made).check()
 
 
 @pytest.fixture
@@ -344,31 +239,6 @@ def test_record_is_synced_before_the_checkpoint(tmp_path: Path, synced: list[Pat
         save(folder, made, 3)
         assert trajectories / "step_000003.txt" in synced
         assert trajectories / "step_000002.jsonl" not in synced, "once is enough"
-
-
-def test_user_folders_among_trajectories_are_kept(tmp_path: Path) -> None:
-    made, local = config(tmp_path), tmp_path / "trajectories" / "step_000002"
-    with RunFolder(made) as folder:
-        record(tmp_path, range(1, 3))
-        local.mkdir()
-        (local.parent / "step_000002.jsonl").symlink_to("nowhere")
-        save(folder, made, 1)
-        record(tmp_path, range(2, 3), resumed_at=1)
-    assert local.is_dir()
-
-
-def test_unsynced_record_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(descriptor: int) -> None:
-        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("metrics.jsonl"):
-            raise OSError(errno.EIO, "Input/output error")
-
-    made = config(tmp_path)
-    with RunFolder(made) as folder:
-        record(tmp_path, range(1, 2))
-        monkeypatch.setattr(os, "fsync", fails)
-        with pytest.raises(SaveError, match=r"metrics\.jsonl"):
-            save(folder, made, 1)
-        assert folder.latest is None
 
 
 def test_missing_steps_are_a_warning(tmp_path: Path) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from keel.rl.metrics import Mean
-from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory, Usage, Verdict
+from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
 from keel.trainer.run.batches import list_batches, save_batch
-from keel.trainer.run.journal import Journal, describe, missing_steps, truncate
+from keel.trainer.run.journal import Journal, truncate
 from keel.trainer.run.trajectory_files import TokenFile
 from keel.trainer.run.view import PlainView
 
@@ -87,106 +84,11 @@ def test_incomplete_last_line_is_dropped(tmp_path: Path) -> None:
     assert path.read_text() == '{"step": 1}\n'
 
 
-@pytest.mark.parametrize("line", ['{"loss": 1}', '{"step": "two"}', "7", '{"step": 2, "lo'])
-def test_invalid_line_is_named_and_kept(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "metrics.jsonl"
-    text = f'{{"step": 1}}\n{line}\n{{"step": 3}}\n'
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2"):
-        truncate(path, 5)
-    assert path.read_text() == text
-
-
-@pytest.mark.parametrize(
-    ("steps", "text"),
-    [
-        ([*range(13)], ""),
-        ([*range(12)], "step 12"),
-        ([0, 1, 2, 6, *range(8, 13)], "steps 3 to 5 and 7"),
-        ([2, 4, 6, 8, 10], "steps 1, 3, 5, 7 and 3 more"),
-    ],
-)
-def test_missing_steps_are_listed_briefly(tmp_path: Path, steps: list[int], text: str) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f'{{"step": {step}}}\n' for step in steps))
-    assert missing_steps(path, 12) == text
-
-
 def test_trajectory_text_has_question_answer_and_reward(tmp_path: Path) -> None:
     write(tmp_path, range(2))
     text = (tmp_path / "trajectories" / "step_000001.txt").read_text()
     for part in ("1 - 1?", "<think>hm</think>0", "reward 1", "correct 0", "advantage -0.500"):
         assert part in text
-
-
-def test_episode_text_has_calls_results_and_verdict() -> None:
-    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    plain = scored()
-    trajectory = replace(
-        plain.group.trajectories[0],
-        messages=(
-            {"role": "user", "content": "Sum."},
-            {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]},
-            {"role": "tool", "content": "3", "name": "add"},
-        ),
-        verdict=Verdict(parts={"correct": 1.0}, facts={"asked": 3}),
-        usage=Usage(turns=2, calls=1, tools_s=0.25),
-    )
-    prompt = replace(plain.group.prompt, environment="sums")
-    group = replace(plain.group, prompt=prompt, trajectories=(trajectory,) * 2)
-    _, usage, verdict, *messages = describe(replace(plain, group=group), 0).splitlines()
-    assert "2 turns, 1 calls" in usage and '{"asked": 3}' in verdict
-    assert messages == [
-        "[user] Sum.",
-        "[assistant] <think>Hm.</think>",
-        '[call add] {"a": 1}',
-        "[tool add] 3",
-    ]
-
-
-def test_half_a_surrogate_pair_is_written(tmp_path: Path) -> None:
-    plain = scored()
-    message = {"role": "assistant", "content": "a\ud83d"}
-    answer = replace(plain.group.trajectories[0], messages=(message,))
-    group = replace(plain.group, trajectories=(answer, answer))
-    journal = Journal(tmp_path, PlainView(1), trajectories=2)
-    journal.record(1, {"loss": Mean(1, 1)}, [replace(plain, group=group)])
-    journal.close()
-    assert "a?" in (tmp_path / "trajectories" / "step_000001.txt").read_text()
-
-
-def test_unwritable_folder_is_named(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, PlainView(1), trajectories=0)
-    (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(OSError, match=rf"run\.dir = {tmp_path}: step 1"):
-        journal.record(1, {}, [])
-    journal.close()
-
-
-def test_tensorboard_failure_names_folder_without_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    errors: list[threading.ExceptHookArgs] = []
-    monkeypatch.setattr(threading, "excepthook", errors.append)
-    journal = Journal(tmp_path, PlainView(1), trajectories=0)
-    (curves,) = (tmp_path / "tensorboard").iterdir()
-    while not curves.is_dir():  # its thread may write the file again in between
-        curves.unlink(missing_ok=True)
-        with suppress(FileExistsError):
-            curves.mkdir()
-
-    def record() -> None:
-        for step in range(1, 1000):  # its thread fails at some later step
-            journal.record(step, {"loss": Mean(1, 1)}, [])
-
-    with pytest.raises(OSError, match=rf"run\.dir = {tmp_path}"):
-        record()
-    journal.close()
-    assert not errors and "Traceback" not in capsys.readouterr().err
-    other = threading.Thread(target=lambda: 1 / 0)
-    other.start()
-    other.join(timeout=60)
-    assert [error.exc_type for error in errors] == [ZeroDivisionError]
 
 
 @pytest.mark.parametrize(("save_all", "count"), [(True, 6), (False, 2)])

@@ -13,14 +13,13 @@ import pytest
 from ray.exceptions import ObjectLostError, RayTaskError
 
 from keel.configs.load import load_config
-from keel.configs.schema import Config
 from keel.model import ray_timeouts
 from keel.trainer.run import session
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import EVENTS
 from keel.trainer.run.restarts import WINDOW_S, Restarts, WorkerLost
-from keel.trainer.run.session import closing_summary, run_with_restarts, save_checkpoint
+from keel.trainer.run.session import run_with_restarts, save_checkpoint
 
 DIED = "trainer rank 0 died"
 
@@ -118,25 +117,6 @@ def test_restart_continues_from_newest_checkpoint(
     assert (tmp_path / EVENTS).read_text().count('"kind": "restart"') == 2
 
 
-def test_checkpoint_replacing_a_damaged_one_counts(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path)
-    with RunFolder(run.config) as folder:
-        for step in (3, 4):
-            run.save(folder, step)
-    (tmp_path / "metrics.jsonl").touch()
-    (tmp_path / "checkpoints/step_000004/more").touch()
-
-    def drive(folder: RunFolder, start: int) -> int:
-        if len(run.starts) == 1:
-            run.save(folder, 4)
-            raise WorkerLost(DIED)
-        return 5
-
-    run.run(drive)
-    assert run.starts == [3, 4]
-    assert (tmp_path / "checkpoints/damaged_step_000004").is_dir()
-
-
 def test_interrupted_last_evaluation_is_made_before_export(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, "run.steps=4")
     exported: list[list[int]] = []
@@ -227,105 +207,3 @@ def test_lost_objects_restart_but_task_errors_do_not(tmp_path: Path) -> None:
     with pytest.raises(RayTaskError, match="traceback"):
         run.run(drive)
     assert run.starts == [0, 0]
-
-
-def test_requested_stop_allows_no_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = FakeRun(tmp_path)
-
-    def drive(*_: Any) -> int:
-        monkeypatch.setattr(session, "stop_requested", lambda: True)
-        raise WorkerLost(DIED)
-
-    with pytest.raises(WorkerLost, match=DIED):
-        run.run(drive)
-    assert run.starts == [0]
-
-
-def sft(config: Config, **parts: Any) -> None:
-    defaults = {"text": "plan", "restore": lambda _: None, "position": dict}
-    run_with_restarts(["sft", "recipe.yaml"], config, **{**defaults, **parts})
-
-
-@pytest.mark.parametrize(("epochs", "knob"), [(2, "sft.epochs"), (0, "run.steps")])
-def test_finished_run_names_knob_to_continue(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], epochs: float, knob: str
-) -> None:
-    overrides = [f"run.dir={tmp_path}", f"sft.epochs={epochs}"]
-    config = load_config("sft-quickstart", overrides).supervised(1)
-    with RunFolder(config) as folder:
-        (tmp_path / "metrics.jsonl").touch()
-        folder.save(State(step=1, version=1, config=config_digest(config)), lambda _: {})
-        folder.model.mkdir()
-    sft(config, restore=None, position=None, launch=None, drive=None)
-    assert knob in capsys.readouterr().out
-
-
-def test_resumed_run_prints_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = load_config("sft-quickstart", [f"run.dir={tmp_path}"]).supervised(3)
-
-    def launch(_: RunFolder) -> Any:
-        raise RuntimeError("no GPU")
-
-    def output() -> str:
-        with pytest.raises(RuntimeError, match="no GPU"):
-            sft(config, launch=launch, drive=lambda *_: 0)
-        return capsys.readouterr().out
-
-    assert output() == "plan\n"
-    learner: Any = SimpleNamespace(version=2, save=lambda _: {})
-    with RunFolder(config, "tokenizer digest") as folder:
-        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
-        assert not save_checkpoint(folder, config, learner, 2, {}, stop=lambda: False, say=print)
-        state = folder.state()
-        assert state is not None and state.tokenizer == "tokenizer digest"
-    assert "after step 2" in output()
-
-
-def test_summary_of_stopped_run_says_how_to_resume(tmp_path: Path) -> None:
-    path = tmp_path / "my run"
-    config = load_config("quickstart", [f"run.dir={path}"])
-    command = ["train", "my recipe.yaml"]
-    resume = "keel train 'my recipe.yaml'"
-    with RunFolder(config) as folder:
-        text = closing_summary(folder, config, 1, command)
-        from_python = closing_summary(folder, config, 1, command, resume_command="call it again")
-        assert "saved" in closing_summary(folder, config, 0, command)
-    assert f"resume: {resume}\n" in text and f"{resume} run.steps=1\n" in text
-    assert f"tensorboard --logdir '{path}'" in text
-    assert "resume: call it again\n" in from_python and resume not in from_python
-    by_epochs = load_config("quickstart", [f"run.dir={path}", "sft.epochs=2.0"])
-    with RunFolder(by_epochs) as folder:
-        assert "run.steps=1" in closing_summary(folder, by_epochs, 1, command)
-        assert "run.steps" not in closing_summary(folder, by_epochs, 1, ["sft", "r.yaml"])
-
-
-def test_summary_shows_partial_score_only_without_passes(tmp_path: Path) -> None:
-    config = load_config("quickstart", [f"run.dir={tmp_path}"])
-    lines = [
-        {"step": 0, "eval/sums/pass@1": 0.0, "eval/sums/score": 0.06, "eval/chains/pass@1": 0.5},
-        {"step": 60, "eval/sums/pass@1": 0.0, "eval/sums/score": 0.28, "eval/chains/score": 0.6},
-    ]
-    with RunFolder(config) as folder:
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(it) + "\n" for it in lines))
-        text = closing_summary(folder, config, 60, ["train", "quickstart"])
-    assert "sums/score: 0.060 at step 0, 0.280 at step 60 (+0.220)\n" in text
-    assert "chains/score" not in text
-
-
-@pytest.mark.parametrize(
-    ("started", "on_path", "expected"),
-    [
-        (".venv/bin/keel", False, ".venv/bin/keel report "),
-        (".venv/bin/keel", True, "keel report "),
-        ("keel/__main__.py", False, "keel report "),
-    ],
-)
-def test_summary_commands_can_be_typed(
-    started: str, on_path: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", [started, "train"])
-    monkeypatch.setattr(session, "which", lambda _: "/usr/bin/keel" if on_path else None)
-    config = load_config("quickstart", [f"run.dir={tmp_path}"])
-    with RunFolder(config) as folder:
-        text = closing_summary(folder, config, 60, ["train", "quickstart"])
-    assert f" {expected}" in text

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from keel.configs.schema import RunConfig
-from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.types import ScoredGroup, TokenNumbers
 from keel.trainer.run.trajectory_files import TokenFile, TokenTexts, select_trajectories
 from tests.rl.rollouts import kept_of, logp_old_of, scored, segment, trajectory
@@ -51,13 +50,6 @@ def test_token_texts_join_to_the_text(text: str) -> None:
     assert "".join(texts) == text and len(texts) == len(ids)
     cut = TokenTexts(Bytes()).texts(list("🙂".encode())[:3])  # in the middle of a character
     assert cut == ["", "", "\N{REPLACEMENT CHARACTER}"]
-
-
-def test_control_tokens_have_text() -> None:
-    tokenizer = build_tokenizer()
-    text = "<|im_start|>user\nSpell  this.<|im_end|>"
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    assert "".join(TokenTexts(tokenizer).texts(ids)) == text
 
 
 def test_best_and_worst_are_selected_first() -> None:
@@ -119,32 +111,3 @@ def test_answer_and_reference_are_saved(
     (line,) = read(path)
     assert line["reference"] == expected
     assert [one["answer"] for one in line["trajectories"]] == ["answer 0", "answer 1"]
-
-
-def test_unencodable_messages_are_written(tmp_path: Path) -> None:
-    one = group(40, [1, 0])
-    output = ({"role": "assistant", "content": "a\ud83d", "extra": {1, 2}},)
-    answers = tuple(replace(each, messages=output) for each in one.group.trajectories)
-    one = replace(one, group=replace(one.group, trajectories=answers))
-    path = tmp_path / "step_000001.tokens.jsonl.gz"
-    TokenFile(run(), TokenTexts(Bytes()), dict).write(path, [one])
-    (line,) = read(path)
-    assert line["trajectories"][0]["messages"][0]["content"] == "a\ud83d"
-
-
-def test_without_token_budget_only_tokens_are_missing(tmp_path: Path) -> None:
-    path = tmp_path / "step_000001.tokens.jsonl.gz"
-    config = run(save_trajectories=2, save_tokens=5)
-    assert not select_trajectories([group(40, [1, 0, 0.5])], config).tokens
-    TokenFile(config, TokenTexts(Bytes()), dict).write(path, [group(40, [1, 0, 0.5])])
-    (line,) = read(path)
-    assert [one["reward"] for one in line["trajectories"]] == [1, 0, 0.5]
-    best, worst, other = line["trajectories"]
-    assert (best["contexts"], worst["contexts"], best["tokens"]) == ([], [], 4)
-    assert "messages" in best and "messages" not in other
-
-
-@pytest.mark.parametrize("knobs", [{"save_tokens": 0}, {"save_trajectories": 0}])
-def test_zero_knobs_write_nothing(tmp_path: Path, knobs: dict[str, int]) -> None:
-    TokenFile(run(**knobs), TokenTexts(Bytes()), dict).write(tmp_path / "s", [group(40, [1, 0])])
-    assert not any(tmp_path.iterdir())

@@ -8,15 +8,10 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from keel.commands.cli import main
-from keel.trainer.run.trackers.mlflow import allowed_name
-from keel.trainer.run.trackers.tracker import TrackedRun
-from keel.trainer.run.trackers.trackio import Trackio
-from keel.trainer.run.trackers.wandb import Wandb
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
@@ -94,30 +89,3 @@ def test_wandb_without_key_is_refused(
     assert main(["train", "quickstart", "run.trackers=[wandb]", f"run.dir={tmp_path / 'r'}"]) == 2
     assert "WANDB_API_KEY" in capsys.readouterr().err
     assert not (tmp_path / "r").exists()
-
-
-def test_wandb_late_evaluation_joins_the_next_step() -> None:
-    tracker, logged = Wandb(), []
-    tracker._run = SimpleNamespace(starting_step=4, log=lambda of, step: logged.append((step, of)))
-    tracker.log(3, 1.0, {"eval/a/score": 0.5})
-    tracker.log(4, 2.0, {"loss": 2.0})
-    assert logged == [
-        (4, {"eval/a/score": 0.5, "_timestamp": 1.0}),
-        (4, {"train/loss": 2.0, "_timestamp": 2.0}),
-    ]
-
-
-def test_mlflow_names_are_allowed() -> None:
-    assert allowed_name("eval/sums/pass@1") == "eval/sums/pass_at_1"
-    assert allowed_name("data.sources[sums].size") == "data.sources.sums.size"
-    assert allowed_name("eval/a&b/score") == "eval/a_b/score"
-
-
-def test_trackio_location_hides_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trackio.init", lambda *_, **__: None)
-    monkeypatch.setenv("TRACKIO_SERVER_URL", f"http://127.0.0.1:7860/?write_token={KEY}")
-    monkeypatch.setenv("TRACKIO_PROJECT", "mine")
-    run = TrackedRun(folder=tmp_path, name="a", id="a-1", knobs={})
-    assert Trackio().open(run)[1] == "run a-1 in project mine of http://127.0.0.1:7860/"
-    monkeypatch.delenv("TRACKIO_SERVER_URL")
-    assert Trackio().open(run)[1] == "run a-1; `trackio show --project mine`"

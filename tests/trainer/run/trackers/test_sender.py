@@ -24,9 +24,6 @@ from keel.trainer.run.trackers.tracker import (
     RunEnd,
     TrackedRun,
     check_trackers,
-    group_names,
-    plain_knobs,
-    without_secrets,
 )
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -120,24 +117,6 @@ def test_resumed_run_sends_nothing_twice(run: Run) -> None:
     assert run.lines == ["fake: https://…@there/run"] * 2
 
 
-def test_late_evaluation_is_sent_once(run: Run) -> None:
-    run.write(0, 1)
-    _, trackers = run.start()
-    trackers.close("stopped", 1)
-    with (run.folder / "metrics.jsonl").open("a") as file:
-        line = {"step": 1, "time": 2.0, "eval/a/score": 0.5, "reward/a": 7}
-        file.write(json.dumps(line) + "\n")
-    for _ in range(2):
-        _, trackers = run.start()
-        trackers.close("stopped", 1)
-    run.write(2)
-    _, trackers = run.start()
-    trackers.close("finished", 2)
-    evaluation = (1, {"eval/a/score": 0.5})
-    expected = [(0, {"reward/a": 0}), (1, {"reward/a": 1}), evaluation, (2, {"reward/a": 2})]
-    assert run.tracker.steps == expected
-
-
 def test_failure_is_printed_once_and_caught_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "0123456789abcdef")
     run.tracker.broken = "401: 0123456789abcdef is no key of https://me:hunter2@there"
@@ -154,22 +133,6 @@ def test_failure_is_printed_once_and_caught_up(run: Run, monkeypatch: pytest.Mon
     wait_for(lambda: run.sent == [0, 1, 2])
     trackers.close("finished", 2)
     assert len(run.lines) == 3
-
-
-def test_failed_event_is_sent_again(run: Run) -> None:
-    run.write(0)
-    thread, trackers = run.start()
-    wait_for(lambda: thread.step == 0)
-    run.tracker.broken = "down"
-    note(run.folder, 1, "alarm", "first")
-    trackers.wake()
-    wait_for(lambda: len(run.lines) == 2)
-    run.tracker.broken = ""
-    trackers.close("stopped", 0)
-    note(run.folder, 1, "alarm", "second")
-    _, trackers = run.start()
-    trackers.close("finished", 0)
-    assert run.tracker.events == ["first", "second"]
 
 
 def test_retries_are_delayed_but_made_at_the_end(run: Run) -> None:
@@ -207,37 +170,6 @@ def test_hanging_tracker_is_abandoned(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert thread.done.wait(PATIENCE_S)
     assert run.sent == [0, 1] and len(run.lines) == 2
     wait_for(lambda: not has_abandoned_threads())
-
-
-def test_incomplete_lines_are_awaited_or_skipped(run: Run) -> None:
-    (run.folder / "trackers").mkdir()
-    (run.folder / "trackers" / "fake.json").write_text("{")  # damaged: starts over
-    note(run.folder, 0, "alarm", "before")
-    with (run.folder / "events.jsonl").open("a") as file:
-        file.write('{"step": 1, "kind": "al')  # cut by a full disk
-    note(run.folder, 2, "alarm", "after")
-    run.write(0)
-    with (run.folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 1, ')
-    thread, trackers = run.start()
-    wait_for(lambda: thread.step == 0)
-    with (run.folder / "metrics.jsonl").open("a") as file:
-        file.write('"time": 1.0, "loss": 2.0}\n')
-    trackers.close("finished", 1)
-    assert run.tracker.steps[1] == (1, {"loss": 2.0})
-    assert run.tracker.events == ["before", "after"]
-
-
-def test_names_knobs_and_messages_are_sendable(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {"loss": 1.0, "eval/sums/pass@1": 2.0}
-    assert group_names(names) == {"train/loss": 1.0, "eval/sums/pass@1": 2.0}
-    config = load_config("quickstart", ["eval.variants=[{name: short, max_tokens: 8}]"])
-    knobs = plain_knobs(config)
-    assert knobs["trainer.lr"] == config.trainer.lr
-    assert knobs["eval.variants"][0]["max_tokens"] == 8
-    assert json.loads(json.dumps(knobs)) == knobs
-    monkeypatch.setenv("PUBLIC_KEY", "a")  # too short for a secret
-    assert without_secrets("an apple") == "an apple"
 
 
 def test_unusable_trackers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
