@@ -21,7 +21,7 @@ def check(recipe: str, overrides: Sequence[str]) -> int:
     anything. Returns exit status 1 if a reward function fails on a sample completion."""
     config = load_config(recipe, overrides)
     tasks: list[Task | SftTask] = []
-    with waiting("checking the recipe and its prompts", f"prompts of {recipe}"):
+    with waiting("checking the recipe and its prompts"):
         if config.sft.sources:
             tasks.append(prepare_sft(recipe, overrides, hardware=planned_hardware))
         if config.data.sources:

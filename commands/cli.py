@@ -240,7 +240,7 @@ def command(argv: Sequence[str] | None, fix_status: Callable[[int], None]) -> in
             return refused(arguments) or light(arguments)
         with watching():
             try:
-                with waiting("reading the recipe", "recipe") as wait:
+                with waiting("reading the recipe") as wait:
                     status = refused(arguments)
                     wait.quiet = bool(status)  # the error stays the last line
                 return status or heavy(arguments)
@@ -273,7 +273,7 @@ def heavy(arguments: argparse.Namespace) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from keel.model.imports import heavy_imports, missing_bytecode  # noqa: PLC0415
 
-    with waiting("loading libraries (torch, Ray, transformers)", "libraries"), heavy_imports():
+    with waiting("loading libraries (torch, Ray, transformers)"), heavy_imports():
         from keel.commands.dispatch import run  # noqa: PLC0415  torch, Ray, transformers: seconds
     if slow := missing_bytecode(sys.modules["torch"]):
         print(f"keel: {slow}", file=sys.stderr)

@@ -168,7 +168,7 @@ def serving(
     try:
         # `keel chat --prompt` leaves nothing but the answer on stdout.
         text = f"starting vLLM with {model.path}"
-        with redirect_stdout(sys.stderr), waiting(text, "vLLM server"):
+        with redirect_stdout(sys.stderr), waiting(text):
             server.wait(START_S)
         yield server
     finally:

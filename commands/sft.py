@@ -22,14 +22,14 @@ PREEMPTED_FIRST = "{signal}: stopping after this step, with a checkpoint"
 
 def sft(recipe: str, overrides: Sequence[str]) -> None:
     """Train on the recipe's conversations, or resume such a run."""
-    with waiting("checking the recipe and its data", f"sft: conversations of {recipe}"):
+    with waiting("checking the recipe and its data"):
         task = prepare_sft(recipe, overrides)
     _run(["sft", recipe, *overrides], task)
 
 
 def pretrain(recipe: str, overrides: Sequence[str]) -> None:
     """Train on the recipe's text, or resume such a run."""
-    with waiting("checking the recipe and its data", f"pretrain: text of {recipe}"):
+    with waiting("checking the recipe and its data"):
         task = prepare_pretraining(recipe, overrides)
     _run(["pretrain", recipe, *overrides], task)
 

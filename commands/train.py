@@ -41,7 +41,7 @@ def train(
 ) -> None:
     """Run the recipe, or resume its run. `drive` replaces `run_loop`, and `again` tells the user
     how to resume if not with the same command."""
-    with waiting("checking the recipe and its prompts", f"prompts of {recipe}"):
+    with waiting("checking the recipe and its prompts"):
         task = prepare(recipe, overrides)
     run_task(
         ["train", recipe, *overrides],

@@ -119,7 +119,7 @@ def install(what: str, words: Sequence[str], packages: int = 0) -> int:
     output: list[str] = []
     unit = "packages" if packages else "bytes"
     with (
-        waiting(what, what, total=packages, unit=unit) as wait,
+        waiting(what, total=packages, unit=unit) as wait,
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as process,

@@ -224,7 +224,7 @@ def launch(
         threads = ThreadPoolExecutor(2)
         # Not waited for: after Ctrl-C the end of the actors, which comes next, ends the threads.
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
-        with waiting(actors, f"{actors} of {config.model.path}, GPUs: {task.gpu}") as wait:
+        with waiting(actors) as wait:
             warnings = _start_together(
                 *(pool, ranks, threads, watchdog, wait),
                 engines_first=shared and not together,
@@ -269,7 +269,7 @@ def launch_sft(task: SftTask, say: Say, *, layouts: ElasticLayouts) -> Iterator[
         )
         stack.callback(learner.shutdown)
         actors = f"starting {_count(config.trainer.ranks, 'trainer rank')}"
-        with waiting(actors, f"{actors} of {config.model.path}, GPUs: {task.gpu}"):
+        with waiting(actors):
             learner.prepared()
             warnings = learner.start()
         for line in warnings:
@@ -294,7 +294,7 @@ def _start_cluster(
     config, laid out for the nodes that are available, and the reserved GPUs.
     """
     timeout_s = config.run.startup_timeout_s
-    with waiting("starting Ray", "Ray"):
+    with waiting("starting Ray"):
         start_ray()
     stack.callback(stop_ray)
     if layouts is not None:

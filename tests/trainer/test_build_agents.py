@@ -27,7 +27,6 @@ from keel.configs.schema import (
 )
 from keel.data.dataset import load_dataset
 from keel.model.tiny.tokenizer import build_tokenizer
-from keel.trainer import build_agents as agents
 from keel.trainer.build_agents import (
     check_chat,
     check_environments,
@@ -195,22 +194,6 @@ def test_invalid_programs_are_refused(
     ) as caught:
         checked(driven(tmp_path, code, program=program))
     assert str(caught.value).count("sources[shop].environment") == 1
-
-
-def test_hub_datasets_are_hidden_in_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    (tmp_path / "datasets--owner--sums").mkdir()
-    (tmp_path / "models--owner--mine").mkdir()
-    recipe = config()
-    for kind, path, hidden in (
-        ("hub", "owner/sums", tmp_path / "datasets--owner--sums"),
-        ("file", str(tmp_path), tmp_path),
-    ):
-        source = SourceConfig(name="s", source=kind, path=path)  # type: ignore[arg-type]
-        of = replace(recipe, data=replace(recipe.data, sources=(source,)))
-        assert agents._prompt_files(of) == [hidden]
 
 
 @pytest.mark.e2e

@@ -14,10 +14,9 @@ from keel.trainer.nonfinite import (
     Finding,
     NanTracer,
     SkipCounter,
-    _finding,
     describe_findings,
 )
-from tests.rl.rollouts import prompted_groups, scored, segment, trajectory
+from tests.rl.rollouts import scored, segment, trajectory
 
 
 class Layer(nn.Module):
@@ -144,18 +143,3 @@ def test_skips_in_a_row_end_the_run() -> None:
     assert skips.count(math.nan, 5)
     assert "2 optimizer steps in a row, the last to version 5" in skips.gave_up
     assert "run.max_skipped_steps" in skips.gave_up
-
-
-def test_shared_prompt_token_names_a_completion() -> None:
-    groups = prompted_groups(3, groups=1, size=3)
-    batches = pack(groups, ranks=1, micro_batch_tokens=500, share_prompts=True)
-    (batch,) = (one for step in batches for one in step.micro_batches)
-    assert batch.follows is not None
-    beginning = int(batch.follows.max())
-    follower = int(np.flatnonzero(batch.follows == beginning)[1])
-    names: list[str] = []
-    for number in (beginning, follower):
-        row = int(np.flatnonzero(batch.segment_N == number)[-1])
-        names += describe_findings([_finding(batch, row, "wrong")], groups)
-    assert [name.partition(",")[0] for name in names] == ["p0", "p0"]
-    assert all("completion" in name for name in names)

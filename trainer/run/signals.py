@@ -10,7 +10,6 @@ Uses the standard library only, because `watching` is active while a command loa
 
 from __future__ import annotations
 
-import atexit
 import errno
 import os
 import signal
@@ -19,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Self, TextIO, cast
 
@@ -27,8 +27,8 @@ PREEMPTED = 143
 """Exit status after any of these signals: 128 + SIGTERM."""
 FIRST = "Stopping after this step, with a checkpoint. Press Ctrl-C again to stop at once."
 NOTHING_YET = "Stopping. Nothing is trained yet, so there is nothing to save."
-PREEMPTED_FIRST = "{signal}: dropping the current rollouts; a checkpoint follows"
-SLACK_S = 0.1
+_PREEMPTED_FIRST = "{signal}: dropping the current rollouts; a checkpoint follows"
+_SLACK_S = 0.1
 """Seconds added to timers, because they may fire slightly before `time.monotonic` agrees."""
 
 
@@ -36,135 +36,86 @@ class Preempted(KeyboardInterrupt):
     """Raised after a signal of `PREEMPTION` if there is nothing to save or the time is up."""
 
 
-class _Signals:
+@dataclass(slots=True)
+class _State:
     """Signal state of this process. There is only one instance, since handlers belong to the
     process."""
 
-    def __init__(self) -> None:
-        self.preempted: signal.Signals | None = None
-        """The first signal of `PREEMPTION` that was received."""
-        self.overdue = ""
-        """Note that is added to `preempted` if `run.grace_s` was exceeded."""
-        self.interrupted = False
-        """True if Ctrl-C was pressed."""
-        self.open: Interrupt | None = None
-        """The open `Interrupt`, which receives signals so that they do not end the command."""
-        self.deferred: list[int] | None = None
-        """Signals that were received within `signals_deferred`."""
-        self._terminals: list[TextIO] = []
-        self._previous: dict[int, Any] = {}
-        """Maps each signal to the handler that it had before `install`."""
-        self._previous_hook: Any = None
-        self._resend: threading.Timer | None = None
-        """Sends the signal again if Python has swallowed a `Preempted`."""
-
-    def install(self) -> None:
-        """Install the handlers, which works only in the main thread. SIGHUP stays ignored under
-        `nohup`."""
-        for number in (signal.SIGINT, *PREEMPTION):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._on_signal)
-        # Recorded now, since `isatty` is false once the terminal is gone.
-        self._terminals = [stream for stream in (sys.stdout, sys.stderr) if stream.isatty()]
-        self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
-
-    def reinstall(self) -> None:
-        """Install our handlers again after a library has replaced them."""
-        for number in self._previous:
-            signal.signal(number, self._on_signal)
-
-    def restore(self) -> None:
-        self.cancel_resend()
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
-        if sys.unraisablehook == self._on_unraisable:
-            sys.unraisablehook = self._previous_hook
-        self._terminals = []
-        self.preempted, self.overdue, self.interrupted = None, "", False
-
-    @property
-    def installed(self) -> bool:
-        return bool(self._previous)
-
-    def _on_unraisable(self, unraisable: Any) -> None:
-        """Send the signal again if Python has swallowed `Preempted`, as it does with exceptions in
-        destructors and weak-reference callbacks."""
-        if isinstance(unraisable.exc_value, Preempted):
-            self._resend = _send_later(SLACK_S)
-        else:
-            self._previous_hook(unraisable)
-
-    def cancel_resend(self) -> bool:
-        """Cancel the repeated signal. Returns True if Python had swallowed a `Preempted`."""
-        timer, self._resend = self._resend, None
-        if timer is not None:
-            timer.cancel()
-        return timer is not None
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.deferred is not None:
-            self.deferred.append(number)
-        else:
-            self.handle(number)
-
-    def handle(self, number: int) -> None:
-        """Pass the signal to the open `Interrupt`, or raise if there is none."""
-        if number == signal.SIGINT:
-            self.interrupted = True
-            if self.open is None or self.open.stopping:
-                raise KeyboardInterrupt
-            first = self.open.first
-            self.open.stop(first if isinstance(first, str) else first())
-        elif self.preempted is not None:  # schedulers repeat signals
-            swallowed = self.cancel_resend()
-            if self.open is not None and self.open.out_of_time:
-                self.overdue = f", and not done within run.grace_s = {self.open.grace_s:g} s"
-                raise Preempted
-            if self.open is None and swallowed:
-                raise Preempted
-        else:
-            self.preempted = signal.Signals(number)
-            if number == signal.SIGHUP:
-                for stream in self._terminals:
-                    if not stream.isatty():
-                        _discard_output(stream)
-            if self.open is None:
-                raise Preempted
-            self.open.stop(self.open.preempted_first.format(signal=self.preempted.name))
-            self.open.start_timer()
+    preempted: signal.Signals | None = None
+    """The first signal of `PREEMPTION` that was received."""
+    overdue: str = ""
+    """Note that is added to `preempted` if `run.grace_s` was exceeded."""
+    interrupted: bool = False
+    """True if Ctrl-C was pressed."""
+    open: Interrupt | None = None
+    """The open `Interrupt`, which receives signals so that they do not end the command."""
+    deferred: list[int] | None = None
+    """Signals that were received within `signals_deferred`."""
+    terminals: list[TextIO] = field(default_factory=list)
+    previous: dict[int, Any] = field(default_factory=dict)
+    """Maps each signal to the handler that it had before `watching`."""
 
 
-_SIGNALS = _Signals()
+_STATE = _State()
 
 
-def _send_later(seconds: float) -> threading.Timer:
-    main = threading.main_thread().ident
-    assert main is not None
-    timer = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGTERM))
-    timer.daemon = True
-    timer.start()
-    return timer
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    if _STATE.deferred is not None:
+        _STATE.deferred.append(number)
+    else:
+        _handle(number)
+
+
+def _handle(number: int) -> None:
+    """Pass the signal to the open `Interrupt`, or raise if there is none."""
+    interrupt = _STATE.open
+    if number == signal.SIGINT:
+        _STATE.interrupted = True
+        if interrupt is None or interrupt.stopping:
+            raise KeyboardInterrupt
+        interrupt.stop(interrupt.first if isinstance(interrupt.first, str) else interrupt.first())
+    elif _STATE.preempted is not None:  # schedulers repeat signals
+        if interrupt is not None and time.monotonic() >= interrupt.deadline:
+            _STATE.overdue = f", and not done within run.grace_s = {interrupt.grace_s:g} s"
+            raise Preempted
+    else:
+        _STATE.preempted = signal.Signals(number)
+        if number == signal.SIGHUP:
+            for stream in _STATE.terminals:
+                if not stream.isatty():
+                    _discard_output(stream)
+        if interrupt is None:
+            raise Preempted
+        interrupt.stop(interrupt.preempted_first.format(signal=_STATE.preempted.name))
+        interrupt.start_timer()
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
 def watching() -> Iterator[None]:
     """While the block runs, raise `Preempted` on a signal of `PREEMPTION`, unless an `Interrupt` is
-    open.
+    open. SIGHUP stays ignored under `nohup`.
 
     Does nothing outside the main thread.
     """
-    if threading.current_thread() is not threading.main_thread() or _SIGNALS.installed:
+    if not _in_main_thread() or _STATE.previous:
         yield
         return
-    _SIGNALS.install()
+    for number in (signal.SIGINT, *PREEMPTION):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            _STATE.previous[number] = signal.signal(number, _on_signal)
+    # Recorded now, since `isatty` is false once the terminal is gone.
+    _STATE.terminals = [stream for stream in (sys.stdout, sys.stderr) if stream.isatty()]
     try:
         yield
     finally:
-        _SIGNALS.restore()
-
-
-_exit_status: list[int] = []
+        for number, handler in _STATE.previous.items():
+            signal.signal(number, handler)
+        _STATE.previous.clear()
+        _STATE.preempted, _STATE.overdue, _STATE.interrupted = None, "", False
 
 
 def fix_exit_status(status: int) -> None:
@@ -173,28 +124,16 @@ def fix_exit_status(status: int) -> None:
     Call this before the last output of a process, because users may press Ctrl-C again after they
     see it.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    _exit_status[:] = [status]
-    for number in (signal.SIGINT, *PREEMPTION):
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, RuntimeError, ValueError):
+                stream.flush()
+        os._exit(status)
+
+    for number in (signal.SIGINT, *PREEMPTION) if _in_main_thread() else ():
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _exit_on_signal)
-
-
-def _exit_on_signal(number: int, frame: FrameType | None) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, RuntimeError, ValueError):
-            stream.flush()
-    os._exit(_exit_status[0])
-
-
-@atexit.register
-def _ignore_signals() -> None:
-    """Ignore signals at exit. Python drops its handlers afterwards, so a late signal would change
-    the exit status."""
-    for number in (signal.SIGINT, *PREEMPTION):
-        if signal.getsignal(number) is _exit_on_signal:
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, leave)
 
 
 def preempted() -> str:
@@ -202,12 +141,12 @@ def preempted() -> str:
 
     Use this instead of catching `Preempted`, which Ray turns into a plain KeyboardInterrupt.
     """
-    return f"{_SIGNALS.preempted.name}{_SIGNALS.overdue}" if _SIGNALS.preempted else ""
+    return f"{_STATE.preempted.name}{_STATE.overdue}" if _STATE.preempted else ""
 
 
 def stop_requested() -> bool:
     """Return True once Ctrl-C was pressed."""
-    return _SIGNALS.interrupted
+    return _STATE.interrupted
 
 
 @contextmanager
@@ -222,8 +161,8 @@ def signals_blocked() -> Iterator[None]:
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():
-            _SIGNALS.reinstall()
+        for number in _STATE.previous if _in_main_thread() else ():
+            signal.signal(number, _on_signal)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
@@ -231,18 +170,17 @@ def signals_blocked() -> Iterator[None]:
 def signals_deferred() -> Iterator[None]:
     """Run a block that must not be interrupted. All signals, including Ctrl-C, are handled when it
     ends."""
-    here = threading.current_thread() is threading.main_thread()
-    if not here or _SIGNALS.deferred is not None:
+    if not _in_main_thread() or _STATE.deferred is not None:
         yield
         return
-    _SIGNALS.deferred = []
+    _STATE.deferred = []
     try:
         yield
     finally:
-        numbers, _SIGNALS.deferred = _SIGNALS.deferred, None
+        numbers, _STATE.deferred = _STATE.deferred, None
         with ExitStack() as stack:  # handles all of them even if the first raises
             for number in reversed(numbers):
-                stack.callback(_SIGNALS.handle, number)
+                stack.callback(_handle, number)
 
 
 class Interrupt:
@@ -254,7 +192,7 @@ class Interrupt:
         say: Callable[[str], None],
         first: str | Callable[[], str] = FIRST,
         *,
-        preempted_first: str = PREEMPTED_FIRST,
+        preempted_first: str = _PREEMPTED_FIRST,
         grace_s: float = 0.0,
     ) -> None:
         """`first` and `preempted_first` are the messages after Ctrl-C and after a preemption.
@@ -263,8 +201,7 @@ class Interrupt:
         thread; with 0 it is never raised.
         """
         self._say, self.first, self.preempted_first = say, first, preempted_first
-        self.stopping = False
-        self.grace_s, self._deadline = grace_s, float("inf")
+        self.stopping, self.grace_s, self.deadline = False, grace_s, float("inf")
         self._timer: threading.Timer | None = None
 
     def __call__(self) -> bool:
@@ -272,11 +209,7 @@ class Interrupt:
 
     def should_abort(self) -> bool:
         """Return True if there is only enough time left for a checkpoint."""
-        return _SIGNALS.preempted is not None
-
-    @property
-    def out_of_time(self) -> bool:
-        return time.monotonic() >= self._deadline
+        return _STATE.preempted is not None
 
     def stop(self, text: str) -> None:
         self.stopping = True
@@ -285,25 +218,28 @@ class Interrupt:
             self._say(text)
 
     def start_timer(self) -> None:
-        if self.grace_s:
-            self._deadline = time.monotonic() + self.grace_s
-            self._timer = _send_later(self.grace_s + SLACK_S)
+        main = threading.main_thread().ident
+        if self.grace_s and main is not None:
+            self.deadline = time.monotonic() + self.grace_s
+            wait_s, again = self.grace_s + _SLACK_S, (main, signal.SIGTERM)
+            self._timer = threading.Timer(wait_s, signal.pthread_kill, again)
+            self._timer.daemon = True
+            self._timer.start()
 
     def __enter__(self) -> Self:
-        self._watching = watching()
-        self._watching.__enter__()
-        _SIGNALS.open = self
-        if self.should_abort():  # raised earlier, but swallowed
-            _SIGNALS.cancel_resend()
-            self.__exit__()
+        self._stack = ExitStack()
+        self._stack.enter_context(watching())
+        if self.should_abort():  # raised earlier, but swallowed by a destructor
+            self._stack.close()
             raise Preempted
+        _STATE.open = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        _SIGNALS.open = None
+        _STATE.open = None
         if self._timer is not None:
             self._timer.cancel()
-        self._watching.__exit__(None, None, None)
+        self._stack.close()
 
 
 def _discard_output(stream: TextIO) -> None:
@@ -313,28 +249,23 @@ def _discard_output(stream: TextIO) -> None:
 
 
 class _OutlivingStream:
-    """The stream wrapper that `outliving` returns."""
-
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        try:
-            self._stream.write(text)
-        except OSError as error:
-            self._failed(error)
+        self._attempt(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError as error:
-            self._failed(error)
+        self._attempt(self._stream.flush)
 
-    def _failed(self, error: OSError) -> None:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN):  # may have room again
-            raise error
-        _discard_output(self._stream)
+    def _attempt(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN):  # may have room again
+                raise
+            _discard_output(self._stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

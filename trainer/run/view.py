@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol, Self, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -71,81 +71,54 @@ def open_view(title: str, steps: int, stream: TextIO | None = None) -> View:
     return LiveView(title, steps) if output.isatty() else PlainView(steps, output)
 
 
-class TimeLeft:
-    """Estimates the remaining time from the steps that this process has done."""
-
-    def __init__(self, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._steps, self._clock = steps, clock
-        self._first: tuple[int, float] | None = None
-
-    def after(self, step: int) -> float | None:
-        """Return the seconds that remain, or None at the first call."""
-        now = self._clock()
-        if self._first is None:
-            self._first = (step, now)
-            return None
-        first, began = self._first
-        return (now - began) / (step - first) * (self._steps - step) if step > first else None
-
-
-class Activity:
-    """The current activity, with an estimate based on how long it took earlier in this run."""
-
-    def __init__(self) -> None:
-        self.wait = Wait("starting", quiet=True)
-        self._durations: dict[str, float] = {}
-
-    def begin(self, activity: str) -> None:
-        self._durations[self.wait.what] = self.wait.seconds
-        # An evaluation may take longer than many steps, so plain lines mention it at once.
-        quiet = activity != "evaluating"
-        self.wait = Wait(activity, last_s=self._durations.get(activity), quiet=quiet)
-
-    def reach(self, done: int, total: int, unit: str) -> None:
-        self.wait.unit, self.wait.done, self.wait.total = unit, done, total
-
-
 class PlainView:
     """Prints one line per step, and one every 30 seconds during longer activities."""
 
     def __init__(self, steps: int, stream: TextIO | None = None) -> None:
         self._steps, self._stream = steps, stream or sys.stdout
-        self._time_left, self._activity = TimeLeft(steps), Activity()
+        self._wait = Wait("starting", quiet=True)
+        self._first: tuple[int, float] | None = None
 
     def begin(self, activity: str) -> None:
-        DISPLAY.end(self._activity.wait)
-        self._activity.begin(activity)
-        DISPLAY.begin(self._activity.wait)
+        DISPLAY.end(self._wait)
+        # An evaluation may take longer than many steps, so plain lines mention it at once.
+        self._wait = Wait(activity, quiet=activity != "evaluating")
+        DISPLAY.begin(self._wait)
 
     def reach(self, done: int, total: int, unit: str) -> None:
-        self._activity.reach(done, total, unit)
+        self._wait.unit, self._wait.done, self._wait.total = unit, done, total
 
     def record(self, step: int, numbers: Mapping[str, float]) -> None:
         line = [f"step {step}/{self._steps}", *_troubles(numbers)]
         line += [f"{name} {value:.3f}" for name, value in _held_out(numbers).items()]
         line += [f"{label} {f.format(numbers[key])}" for label, key, f in _LINE if key in numbers]
         line += [f"{numbers['time/step']:.1f} s"] if "time/step" in numbers else []
-        if remaining := self._time_left.after(step):
-            line.append(f"{duration(remaining)} left")
+        line += [left] if (left := self._time_left(step)) else []
         self.say("  ".join(line))
 
     def say(self, text: str) -> None:
         print_line(text, self._stream)
 
+    def _time_left(self, step: int) -> str:
+        """Estimate the remaining time from the steps that this process has done."""
+        now = time.monotonic()
+        first, began = self._first = self._first or (step, now)
+        left = (now - began) / max(step - first, 1) * (self._steps - step)
+        return f"{duration(left)} left" if left else ""
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        DISPLAY.end(self._activity.wait)
+        DISPLAY.end(self._wait)
 
 
-class LiveView:
+class LiveView(PlainView):
     """Shows a panel with progress, curves, health metrics and how the time is spent."""
 
     def __init__(self, title: str, steps: int, console: Console | None = None) -> None:
-        self._title, self._steps = title, steps
-        self._time_left, self._activity = TimeLeft(steps), Activity()
-        self._step, self._remaining = 0, None
+        super().__init__(steps)
+        self._title, self._step, self._left = title, 0, ""
         self._numbers: dict[str, float] = {}
         self._rewards: list[float] = []
         self._evals: dict[str, list[tuple[int, float]]] = {}
@@ -153,13 +126,10 @@ class LiveView:
         self._live = Live(console=self._console, get_renderable=self._draw, refresh_per_second=4)
 
     def begin(self, activity: str) -> None:
-        self._activity.begin(activity)
-
-    def reach(self, done: int, total: int, unit: str) -> None:
-        self._activity.reach(done, total, unit)
+        self._wait = Wait(activity)
 
     def record(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._step, self._remaining = step, self._time_left.after(step)
+        self._step, self._left = step, self._time_left(step)
         self._numbers |= numbers
         if "reward/mean" in numbers:
             self._rewards.append(numbers["reward/mean"])
@@ -179,18 +149,17 @@ class LiveView:
         self._live.stop()
 
     def _draw(self) -> RenderableType:
-        remaining = f"{duration(self._remaining)} left" if self._remaining else ""
         head = Table.grid(expand=True, padding=(0, 1))
         head.add_column(width=14)
         head.add_column(ratio=1)
         head.add_column(justify="right", width=14)
         bar = ProgressBar(total=self._steps, completed=self._step)
-        head.add_row(f"step {self._step}/{self._steps}", bar, remaining)
+        head.add_row(f"step {self._step}/{self._steps}", bar, self._left)
         body = Table.grid(expand=True, padding=(0, 2))
         body.add_column(ratio=1)
         body.add_column(ratio=1)
         body.add_row(self._health(), self._curves())
-        now = Spinner("dots", Text(self._activity.wait.text(), style="dim"))
+        now = Spinner("dots", Text(self._wait.text(), style="dim"))
         # Leave room for the terminal's echo of ^C, which would otherwise break the redraw.
         width = max(20, self._console.width - _ECHO)
         content = Group(head, now, Text(), body)
@@ -222,8 +191,6 @@ class LiveView:
 
 
 def _held_out(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Return the evaluation metrics to show: pass@1, the loss, and the number of completions
-    without a score, if any."""
     return {
         name: value
         for name, value in numbers.items()
@@ -242,7 +209,6 @@ def _troubles(numbers: Mapping[str, float]) -> list[str]:
 
 
 def _sparkline(series: list[float], width: int = 40) -> str:
-    """Draw the series as a row of at most `width` bars. Each bar is the mean of a chunk."""
     size = max(1, -(-len(series) // width))
     chunks = [series[i : i + size] for i in range(0, len(series), size)]
     means = [sum(chunk) / len(chunk) for chunk in chunks]

@@ -16,8 +16,6 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "warm compiled": training(0, tokens=TIGHT, compile=True, warm=True, agents=True),
         "compiled": training(0, tokens=TIGHT, compile=True),
         "plain": training(0),
-        "whole": windows.training(0),
-        "whole, compiled": windows.training(0, tokens=TIGHT, compile=True),
         "prompted": windows.prompted(0, kl_coef=0.1),
         "prompted, compiled": windows.prompted(0, kl_coef=0.1, compile=True, warm=True),
         FAMILY: experts.training(0),

@@ -21,8 +21,6 @@ from tests.trainer.engine.skipping import with_nan
 
 RESULTS = "lone.pt"
 BUCKETS = {"1 offloaded": (1, True), "3": (3, False)}
-SPARSE = "sparse"
-"""Folder of a model with some float32 weights next to float16."""
 SMALL = 1000
 """Elements of a bucket that is smaller than a tensor."""
 AT_THE_END = {"2 offloaded": 2}
@@ -140,13 +138,6 @@ def doubled(folder: Path, stage: int) -> list[dict[str, float]]:
     return values_
 
 
-def in_half_precision(folder: Path, stage: int) -> dict[str, Any]:
-    """A step with a reference policy, on a model with some float32 weights."""
-    engine = built(folder, make_config(1, stage, dtype="float16", tokens=TIGHT, kl_coef=0.1))
-    kinds = {one.dtype for one in engine._network.parameters()}
-    return {"kinds": kinds, **values(engine.step([one_batch(folder, 0, TIGHT)]))}
-
-
 def run(rank: int, world_size: int, port: int, folder: Path) -> None:
     from keel.trainer.engine import zero  # noqa: PLC0415  (loads DeepSpeed)
 
@@ -155,8 +146,6 @@ def run(rank: int, world_size: int, port: int, folder: Path) -> None:
     with computing(torch.float16):
         for name, stage in AT_THE_END.items():
             results[f"end {name}"] = at_the_end(folder, stage)
-        for stage in (1, 3):
-            results[f"half {stage}"] = in_half_precision(folder / SPARSE, stage)
     with computing(torch.float16) as patch:
         patch.setattr(zero, "SCALE_WINDOW", WINDOW)
         for stage in DOUBLED:

@@ -39,7 +39,7 @@ MOVES: Mapping[Layout, tuple[Layout, ...]] = {
         spread(2, 2, sequence_parallel=2, **EXPERTS),
         spread(2, 3, offload_optimizer=True),
     ),
-    spread(2, 0, **EXPERTS): (spread(1, 0), spread(2, 2)),
+    spread(2, 0, **EXPERTS): (spread(2, 2),),
     spread(2, 2, sequence_parallel=2): (spread(1, 0), spread(2, 3, **EXPERTS)),
     spread(2, 3): (spread(2, 1, offload_optimizer=True),),
     spread(2, 3, **EXPERTS): (spread(1, 2), spread(2, 0)),
@@ -78,9 +78,9 @@ def saving(layout: Layout) -> Scenario:
         engine, config = started(ranks, layout)
         train(ranks, engine, config, range(SAVED_AFTER))
         saved(ranks, engine, folder_of(ranks.folder, layout))
-        state, weights = gathered(engine), ranks.published(engine)  # which may offload it
+        weights = ranks.published(engine)
         metrics = train(ranks, engine, config, range(SAVED_AFTER, SAVED_AFTER + 1))
-        return {"weights": weights, "state": state, "metrics": metrics}
+        return {"weights": weights, "metrics": metrics}
 
     return run
 
@@ -97,27 +97,6 @@ def moving(layout: Layout, other: Layout) -> Scenario:
         return {"weights": weights, "numbers": numbers, "metrics": metrics, "notes": engine.notes}
 
     return run
-
-
-def gathered(engine: Any) -> dict[Any, Any]:
-    """Master weights and moments of shared parameters, by DeepSpeed's functions."""
-    from deepspeed.utils import (  # noqa: PLC0415  (slow to load)
-        safe_get_full_fp32_param,
-        safe_get_full_optimizer_state,
-    )
-
-    results: dict[Any, Any] = {}
-    for name, parameter in engine._network.model.named_parameters():
-        if engine._stage == 0 or ".experts." in name or "router" in name:
-            continue
-        master: Any = safe_get_full_fp32_param(parameter)
-        results["master", name] = master.flatten().clone()
-        # DeepSpeed finds moments of the first group only under ZeRO-1 and 2 in float32.
-        known = engine._stage == 3 or parameter.dtype == torch.bfloat16
-        for moment in ("exp_avg", "exp_avg_sq") if known else ():
-            state: Any = safe_get_full_optimizer_state(parameter, moment)
-            results[moment, name] = state.flatten().clone()
-    return results
 
 
 def whole_state(folder: Path) -> tuple[dict[Any, torch.Tensor], set[float]]:

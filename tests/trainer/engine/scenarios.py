@@ -208,39 +208,6 @@ def in_bfloat16(stage: int) -> Scenario:
     return run
 
 
-def with_float32_residual(ranks: Ranks) -> Result:
-    """A float32 residual stream in bfloat16, under every layout."""
-    from keel.model.layers.residual import summed  # noqa: PLC0415
-    from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
-
-    ways: Mapping[str, dict[str, Any]] = {
-        "stage 1": {},
-        "stage 3": {"zero_stage": 3},
-        "stage 3 recomputed": {"zero_stage": 3, "activation_checkpointing": True},
-        "recomputed but attention": {"activation_checkpointing": True, "keep_attention": True},
-        "sequence": {"sequence_parallel": 2},
-        "experts": {"expert_parallel": 2},
-    }
-    result: Result = {}
-    products = list[torch.dtype]()
-
-    def counted(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        products.append(input.dtype)
-        return summed(input, weight)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "compute_dtype", lambda *_: torch.bfloat16)
-        patch.setattr("keel.model.layers.residual.summed", counted)
-        for name, changes in ways.items():
-            options = {"dtype": "bfloat16", "residual_dtype": "float32", "tokens": TIGHT, **changes}
-            config = make_config(ranks.world_size, options.pop("zero_stage", 1), **options)
-            engine = ranks.engine(config)
-            products.clear()
-            metrics = ranks.train(engine, config, range(1))
-            result[name] = {"metrics": metrics, "products": set(products)}
-    return result
-
-
 SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
     1: {
         "plain": training(0),
@@ -285,7 +252,6 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "read before 1": reading(1, given=True),
         "read by all 3": reading(3, outlined=False),
         **{f"bfloat16 {stage}": in_bfloat16(stage) for stage in (1, 3)},
-        "float32 residual": with_float32_residual,
         **{f"crowded {stage}": crowding(stage) for stage in (1, 3)},
         **{f"resumed {stage}": resumed(stage) for stage in STAGES},
         "resumed 3 asleep": resumed(3, sleep=True),

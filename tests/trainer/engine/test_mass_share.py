@@ -17,7 +17,7 @@ from keel.model.head.module import SupportHead
 from keel.model.logprobs import kept_mass, policy_logprobs
 from keel.rl.offpolicy import kept_mass_shortfall
 from keel.rl.packing import TrainBatch, pack
-from keel.trainer.engine.objectives import CUT, mass_metrics, mass_share
+from keel.trainer.engine.objectives import CUT, mass_share
 from keel.trainer.engine.policy import Inputs
 from tests.trainer.engine.batches import MOST_KEPT, VOCABULARY, Rollouts
 from tests.trainer.engine.ranks import ROOMY, TIGHT, make_config
@@ -133,22 +133,6 @@ def test_probes_are_unbiased(weight: Tensor) -> None:
     error = np.subtract(some, every)
     assert abs(error.mean()) < 3 * error.std() / np.sqrt(len(error))
     assert error.std() < np.mean(every)
-
-
-def test_without_coefficient_masses_are_metrics_only(weight: Tensor) -> None:
-    total, seen = penalty(batch_of(ROOMY), settings(coef=0.0), weight, most=1)
-    assert total == 0
-    results = mass_metrics(seen)
-    assert set(results) == {"sampling/kept_mass"}
-    assert 0 < results["sampling/kept_mass"].value < 1
-
-
-def test_shortfall_is_a_mean_over_counted_masks(weight: Tensor) -> None:
-    _, seen = penalty(batch_of(ROOMY), settings(top_k=CUT * 3), weight)
-    _, every, short, counted = seen.tolist()
-    assert 0 < counted < every
-    results = mass_metrics(seen)
-    assert results["sampling/mass_shortfall"].value == pytest.approx(short / counted)
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 3.0, 6.0, 9.0])

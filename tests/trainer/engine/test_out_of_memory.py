@@ -18,13 +18,12 @@ from keel.trainer.engine.engine import TrainerEngine
 from keel.trainer.learner import Learner
 from keel.trainer.placement.choose import CACHE_FILE
 from keel.trainer.placement.oom_recovery import (
-    _MAX_REDUCTIONS,
     OomRecovery,
     RetryOnOom,
     with_less_memory,
 )
 from keel.trainer.placement.step_deadlines import StepDeadlines
-from keel.trainer.run.restarts import OutOfMemory, UpdateOutOfMemory
+from keel.trainer.run.restarts import UpdateOutOfMemory
 from keel.trainer.worker import TrainerWorker
 from tests.trainer.engine.batches import Rollouts, write_model
 from tests.trainer.engine.ranks import make_config
@@ -150,19 +149,6 @@ def test_smallest_micro_batches_recompute_activations(
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("stage", "method"), [(0, "_apply_gradients"), (1, "_accumulate")])
-def test_unrecoverable_step_raises(
-    stage: int, method: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights may have changed in part, or ZeRO buffers hold gradients."""
-    config = short(make_config(1, stage, tokens=96))
-    learner = Local(model, config)
-    runs_out(monkeypatch, method, {0})
-    with pytest.raises(torch.OutOfMemoryError):
-        learner.step(Rollouts(0, model).groups(4, 3))
-
-
-@pytest.mark.e2e
 @pytest.mark.parametrize("stage", [0, 1])
 def test_out_of_memory_update_is_not_retried(
     stage: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -179,13 +165,3 @@ def test_out_of_memory_update_is_not_retried(
     with pytest.raises(UpdateOutOfMemory, match=r"30\.50 GiB.*offload_optimizer: true"):
         repeating.step(Rollouts(0, model).groups(4, 3))
     assert not output and lowering.config is config
-
-
-def test_number_of_retries_is_limited(tmp_path: Path) -> None:
-    config = short(make_config(1, 0, tokens=4096))
-    lowering, error = OomRecovery(config=config, folder=tmp_path), OutOfMemory("too small")
-    for _ in range(_MAX_REDUCTIONS):
-        assert "trainer.micro_batch_tokens is now" in lowering.after(error)
-    assert lowering.config.trainer.micro_batch_tokens == 4096 // 2**_MAX_REDUCTIONS
-    with pytest.raises(OutOfMemory):
-        lowering.after(error)

@@ -45,11 +45,6 @@ def test_ties_dtypes_and_gradients_are_preserved() -> None:
         assert mine.requires_grad == theirs.requires_grad
 
 
-def test_outline_has_no_values() -> None:
-    model = Qwen3ForCausalLM(Qwen3Config(**SMALL | {"vocab_size": 100_000}))
-    assert len(outline(model)) < 100_000
-
-
 def test_unserialisable_model_has_no_outline() -> None:
     model = Qwen3ForCausalLM(Qwen3Config(**SMALL))
     model.register_forward_hook(lambda *_: None)

@@ -103,15 +103,6 @@ def test_conversations_train_alike_on_any_layout(results: dict[str, Any], name: 
         assert actual == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_warm_up_measures_indexers(results: dict[str, Any]) -> None:
-    warm, plain = results["warm-up"], results["lessons"]
-    before, after = warm["heldout"]
-    assert 0 < before["indexer/held"] < 1 and after["indexer/held"] != before["indexer/held"]
-    assert after["nll"] == before["nll"]
-    assert all(0 < step["indexer/held"] < 1 for step in warm["metrics"])
-    assert all("indexer/held" not in values_ for values_ in (*plain["heldout"], *plain["metrics"]))
-
-
 def test_sft_matches_transformers(folder: Path, results: dict[str, Any]) -> None:
     """transformers' loss on each context, and PyTorch's AdamW."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  (slow to load)

@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from deepspeed.runtime.fp16 import loss_scaler
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from torch.distributed import distributed_c10d
 
-from keel.model.torch_internals import limit_all_groups
 from keel.trainer.engine.deepspeed_internals import (
     forget_sums,
     loss_scale,
     set_loss_scale,
 )
-from keel.trainer.engine.zero import join_ranks
 
 pytestmark = pytest.mark.e2e  # loads DeepSpeed
-
-
-@pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    join_ranks(0, 1, None, timeout_s=77)
-    yield
-    dist.destroy_process_group()
-
-
-def test_later_groups_have_the_same_timeout(joined: None) -> None:
-    def timeouts() -> list[timedelta]:
-        backends = [
-            group._get_backend(torch.device("cpu")) for group in distributed_c10d._world.pg_map
-        ]
-        return [backend.options._timeout for backend in backends]
-
-    dist.new_group([0])  # as DeepSpeed makes them
-    assert timeouts() == [timedelta(seconds=77), timedelta(minutes=30)]
-    limit_all_groups(77)
-    assert timeouts() == [timedelta(seconds=77)] * 2
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import pytest
 from keel.trainer.run import manifest
 from keel.trainer.run.manifest import (
     MANIFEST,
-    Entry,
     find_damage,
     fingerprint,
     join_problems,
@@ -87,12 +86,6 @@ def test_any_flipped_bit_is_located(folder: Path, bit: int) -> None:
 def test_damage_is_named(folder: Path, harm: Callable[[Path], object], problem: str) -> None:
     harm(folder)
     assert problem in join_problems(find_damage(folder, extra=True))
-
-
-def test_ranks_must_share_the_file_system(folder: Path) -> None:
-    for name in ("of_another_machine", "state"):
-        with pytest.raises(ValueError, match=rf"{name}: .*run\.dir"):
-            write_manifest(folder, {name: Entry(3, ["0"])})
 
 
 def test_fingerprint_depends_on_weights(folder: Path, tmp_path: Path) -> None:

@@ -183,18 +183,6 @@ def test_too_many_losses_end_the_run(tmp_path: Path) -> None:
     assert len(run.starts) == 3
 
 
-def test_lost_ray_allows_no_restart(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path)
-
-    def drive(*_: Any) -> int:
-        ray_timeouts.mark_lost("the raylet is gone")
-        raise WorkerLost(DIED)
-
-    with pytest.raises(ray_timeouts.RayLost, match="the raylet is gone"):
-        run.run(drive)
-    assert len(run.starts) == 1
-
-
 def test_lost_objects_restart_but_task_errors_do_not(tmp_path: Path) -> None:
     """An engine that loads weights may notice the loss of a rank first."""
     run = FakeRun(tmp_path)

@@ -11,7 +11,6 @@ import sys
 import termios
 import threading
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 from ray.exceptions import ActorDiedError
@@ -140,32 +139,6 @@ def test_blocked_signals_never_reach_children() -> None:
     assert child.communicate("alive", timeout=DEADLINE_S)[0] == "alive\n"
 
 
-class Dying:
-    """Swallows exceptions of `last`, as destructors do."""
-
-    def __init__(self, last: Callable[[], object]) -> None:
-        self._last = last
-
-    def __del__(self) -> None:
-        self._last()
-
-
-def test_swallowed_preemption_is_raised_again() -> None:
-    before = sys.unraisablehook
-    with watching():
-        with pytest.raises(Preempted):
-            Dying(partial(signal.raise_signal, signal.SIGHUP))
-            threading.Event().wait(DEADLINE_S)
-        assert preempted() == "SIGHUP"
-        signal.raise_signal(signal.SIGTERM)  # does not disturb the cleanup
-    assert sys.unraisablehook == before
-    with watching():
-        Dying(partial(signal.raise_signal, signal.SIGTERM))
-        with pytest.raises(Preempted), Interrupt(lambda _: None):
-            pass
-        signal.raise_signal(signal.SIGTERM)
-
-
 def test_deferred_signals_are_handled_afterwards() -> None:
     done: list[str] = []
     with watching():
@@ -182,48 +155,34 @@ def test_deferred_signals_are_handled_afterwards() -> None:
 
 
 LATE = """
-import atexit, os, signal, sys
+import os, signal, sys
 from keel.commands import cli
 
 number = int(sys.argv.pop())
-
-def again(when):
-    if when == "{when}":
-        os.kill(os.getpid(), number)
-
-class Last:
-    def __init__(self):
-        self.kill, self.arguments = os.kill, (os.getpid(), number)  # globals may be gone
-
-    def __del__(self):
-        if "{when}" == "teardown":
-            self.kill(*self.arguments)
 
 class Stderr:
     def write(self, text):
         sys.__stderr__.write(text)
         if text.endswith("\\n"):
-            again("last line")
+            os.kill(os.getpid(), number)
 
     def flush(self):
         sys.__stderr__.flush()
 
 def stopped(_):
-    atexit.register(again, "atexit")
     print("output", end="")
     sys.stderr = Stderr()
     signal.raise_signal(number)
 
-cli.heavy, last = stopped, Last()
+cli.heavy = stopped
 sys.exit(cli.main())
 """
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("when", ["last line", "atexit", "teardown"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
-def test_late_signals_change_no_status(number: signal.Signals, when: str) -> None:
-    command = [sys.executable, "-c", LATE.format(when=when), "check", "quickstart", str(number)]
+def test_late_signals_change_no_status(number: signal.Signals) -> None:
+    command = [sys.executable, "-c", LATE, "check", "quickstart", str(number)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == (INTERRUPTED if number == signal.SIGINT else PREEMPTED)
     assert done.stdout.endswith("output") and done.stderr.count("\n") == 1, done.stderr
