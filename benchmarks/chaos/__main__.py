@@ -18,12 +18,12 @@ After `--minutes` it receives SIGTERM. Needs Linux and psutil; faults that this 
 allow are reported and skipped.
 
 Writes faults.jsonl and memory.jsonl during the run and summary.json at the end: seconds until each
-fault was reported and until training continued, exit statuses, remaining processes, the prompt
-ledger, memory and open files by role, and the steps whose metrics equal the run without faults
-(`--no-reference` skips that run).
+fault was reported and until training continued, exit statuses, remaining processes, memory and open
+files by role, and the steps whose metrics equal the run without faults (`--no-reference` skips that
+run).
 
 The exit status is 0 if every fault had an allowed outcome (`faults.STATUSES`), flipped bits were
-reported, the run reached its last step with each step recorded once, no prompt was lost, and the
+reported, the run reached its last step with each step recorded once, and the
 metrics equal the run without faults. Each failed check is printed and in the summary.
 """
 

@@ -21,7 +21,6 @@ from keel.trainer.run.signals import PREEMPTED
 
 SAME = ("reward/mean", "grad_norm", "kl/ref", "length/mean", "mismatch/logp_abs")
 """Metrics compared with the run without faults."""
-LEDGER = ("lost", "twice")
 MIB = 2**20
 
 
@@ -126,12 +125,6 @@ def summary(run: Run, record: Record, options: Mapping[str, Any]) -> dict[str, A
         },
         "ended late": record.late,
         "steps, each once": [line["step"] for line in lines] == list(range(len(lines))),
-        "ledger": {name: sum(line.get(f"ledger/{name}", 0.0) for line in lines) for name in LEDGER},
-        "steps without a ledger": [
-            line["step"]
-            for line in lines
-            if line["step"] and any(f"ledger/{name}" not in line for name in LEDGER)
-        ],
         "memory": growth(record.sizes),
     }
 
@@ -224,9 +217,6 @@ def wrong(results: Mapping[str, Any]) -> list[str]:
     lines += [f"left at the end: {words}" for words in results["left at the end"]]
     if not results["steps, each once"]:
         lines.append("metrics.jsonl does not have each step once")
-    lines += [f"prompts {name}: {sum_:g}" for name, sum_ in results["ledger"].items() if sum_]
-    if without := results["steps without a ledger"]:
-        lines.append(f"{len(without)} steps have no ledger, from step {without[0]} on")
     return lines + wrong_reference(results.get("reference"), last)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -41,7 +41,6 @@ class Engines:
         self.recorded: dict[str, Sequence[ScoredGroup]] = {}
         self.said: list[str] = []
         self.stopped = False
-        self.decoded: Callable[[], int] | None = None
 
     def sample(self, prompt: Prompt, size: int) -> Future[Group]:
         self.asked.append((prompt, size, Future()))
@@ -67,7 +66,6 @@ class Engines:
             note=lambda: f"{len(self.recorded)} recorded",
             should_stop=self.stop,
             say=self.said.append,
-            count_steps=self.decoded,
         )
 
 

@@ -34,7 +34,6 @@ class Played:
     reaches: int = STEPS
     differs: Sequence[int] = ()
     """Steps whose metrics differ from the run without faults."""
-    ledger: bool = True
     reference: int = 0
     """Exit status of the run without faults."""
     outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -59,8 +58,7 @@ class Run:
         for step in range(1, done + 1):
             off = 0.5 if with_faults and step in self.played.differs else 0.0
             line = {"step": step, "reward/mean": step / 100 + off, "grad_norm": 1.0}
-            ledger = {"ledger/lost": 0.0, "ledger/twice": 0.0} if self.played.ledger else {}
-            lines.append(line | ledger)
+            lines.append(line)
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         status = 0 if with_faults else self.played.reference
         self.process = SimpleNamespace(returncode=status, wait=lambda timeout: status)
@@ -130,7 +128,6 @@ def test_allowed_outcomes_are_success(play: Play) -> None:
         (Played(outcomes=DUE, reaches=10), f"step 10 of {STEPS}"),
         (Played(outcomes=DUE, differs=range(4, STEPS + 1)), f"17 of {STEPS}"),
         (Played(outcomes=DUE, reference=1), "status 1"),
-        (Played(outcomes=DUE, ledger=False), "ledger"),
         (Played(nothing=True), "no fault"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
