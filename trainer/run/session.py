@@ -129,7 +129,7 @@ def run_attempt(
     state, steps = folder.state(), config.run.steps
     start = reached = state.step if state else 0
     if state and folder.latest:
-        with waiting(f"loading {folder.latest.name}", f"loading {config.model.path}"):
+        with waiting(f"loading {folder.latest.name}"):
             system.learner.load(folder.latest)
     restarts.started = True
     if start < steps or folder.needs_evaluation(steps):
@@ -147,7 +147,7 @@ def run_attempt(
                     error.add_note(f"The trained model cannot be exported either: {failure}")
             raise
     if reached >= steps and not preempted():
-        with waiting("exporting the model", f"exporting {config.model.path}"):
+        with waiting("exporting the model"):
             folder.export(system.learner.export)
     return reached
 
