@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.gpu.marks import GPU
 from tests.gpu.test_recorders_native import BLOCKS, EXACT
-from tests.rollout.recording.contract import RecorderContract
+from tests.rollout.recording.contract import RecorderContract, Rig
 from tests.rollout.recording.reference import Reference, Tolerance
-from tests.rollout.remote_engine import RemoteEngine, engine_spec, running_engine
+from tests.rollout.remote_engine import engine_spec, running_engine
 from tests.rollout.tiny_model import make_model
 
 pytestmark = [
@@ -22,28 +21,14 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return Reference(make_model(folder))
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path, reference: Reference) -> Iterator[RemoteEngine]:
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    folder = tmp_path_factory.mktemp("model")
+    reference = Reference(make_model(folder))
     spec = engine_spec(folder, gpu_memory_utilization=0.1, tensor_parallel=2)
     with running_engine(spec, gpu=True, blocks=BLOCKS, variables=EXACT) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def tolerance() -> Tolerance:
-    return Tolerance(logp=1e-3, tie=1e-4, rare=1e-2)
+        yield Rig(engine, reference, Tolerance(logp=1e-3, tie=1e-4, rare=1e-2), engine)
 
 
 class TestOnTwoGpus:
     test_truncated = RecorderContract.test_truncated_sampling
     test_turns = RecorderContract.test_turns_across_weight_updates
-    check = RecorderContract.check

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,12 +23,11 @@ from keel.weights.buckets import Bucket, Checksum, pack_flat
 from keel.weights.channel import SharedMemory
 from tests.buckets import pack_buckets
 from tests.forked import forked_from
-from tests.rollout import interpreted, plain_weights
-from tests.rollout.watch import Watch
+from tests.rollout import plain_weights
 from tests.waiting import wait_for
 
 DEADLINE_S = 600
-Kind = Literal["", "fast", "native", "packed", "plain"]
+Kind = Literal["", "fast", "plain"]
 Item = tuple[Prompt, int, SamplingConfig | None, bool] | TurnRequest
 """Either a prompt with its group size, its sampling parameters (None means the engine's) and
 whether to record it, or a turn."""
@@ -74,40 +72,38 @@ def prompts(count: int, *, shared: int, own: int, tag: str = "p") -> list[Prompt
     ]
 
 
+@dataclass
+class Watch:
+    """Event counts, with which a preemption test can check that preemptions really happened."""
+
+    preempted: int = 0
+    cached_tokens: int = 0
+    discarded: int = 0
+    """Number of tokens sampled in unfinished prefills, which vLLM discards."""
+    steps: int = 0
+    pause_at: int = 0
+    """Step after which the engine waits for a command."""
+    fast_steps: int = 0
+    """Number of steps by `keel.rollout.vllm_fast.scheduler` since the engine started."""
+    reused_steps: int = 0
+    """Number of steps by `keel.rollout.vllm_fast.step_reuse` since the engine started."""
+
+
 # These run inside the engine process.
 
-
-class _WarningHandler(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        _WARNINGS.append(record.getMessage())
-
-
 _ENGINE: Any = None
-_WARNINGS: list[str] = []
 _WATCH = Watch()
 
 
-def _start(
-    spec: EngineSpec,
-    without: str,
-    blocks: int | None,
-    kind: Kind,
-    amx: bool | None,
-) -> tuple[str, ...]:
+def _start(spec: EngineSpec, blocks: int | None, kind: Kind, amx: bool | None) -> None:
     global _ENGINE
     if amx is not None:
         torch.cpu._is_amx_tile_supported = lambda: amx
-    if kind in ("native", "packed"):
-        interpreted.install(kind)
     if kind == "plain":
         plain_weights.install()
     # Keeps vLLM out of the pytest process.
-    from keel.rollout.engine import shims, vllm_engine  # noqa: PLC0415
+    from keel.rollout.engine import vllm_engine  # noqa: PLC0415
     from keel.rollout.vllm_fast.scheduler import FastScheduler  # noqa: PLC0415
-
-    logging.getLogger(vllm_engine.__name__).addHandler(_WarningHandler())
-    if without:
-        setattr(shims, without, lambda: False)
 
     class Watched(vllm_engine.VllmEngine):
         def __init__(self, spec: EngineSpec) -> None:
@@ -123,7 +119,10 @@ def _start(
             def counted_step() -> Any:
                 outputs = step()
                 _WATCH.steps += 1
-                _WATCH.update(scheduler, worker)
+                _WATCH.fast_steps = getattr(scheduler, "fast_steps", 0)
+                if worker is not None:
+                    steps = worker.worker.model_runner.execute_model.__self__
+                    _WATCH.reused_steps = getattr(steps, "reused", 0)
                 _WATCH.cached_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
                 lagging = (r.num_computed_tokens < r.num_tokens - 1 for r in scheduler.running)
                 _WATCH.discarded += sum(lagging)
@@ -144,11 +143,10 @@ def _start(
 
     vllm_engine.engine_args = changed_args
     _ENGINE = EngineThread(lambda: Watched(spec), spec.config)
-    return shims.install()
 
 
-def _warnings() -> list[str]:
-    return _WARNINGS
+def _on_engine(function: Callable[[Any], Any]) -> Any:
+    return _ENGINE._enqueue(function).result(timeout=DEADLINE_S)
 
 
 def _submit(items: Sequence[Item]) -> list[Future[Any]]:
@@ -160,15 +158,19 @@ def _submit(items: Sequence[Item]) -> list[Future[Any]]:
     ]
 
 
+def _results(futures: Sequence[Future[Any]]) -> list[Any]:
+    return [future.result(timeout=DEADLINE_S) for future in futures]
+
+
 def _sample(items: Sequence[Item]) -> list[Any]:
-    return [future.result(timeout=DEADLINE_S) for future in _submit(items)]
+    return _results(_submit(items))
 
 
 def _cancel(items: Sequence[Item]) -> int:
     return sum(future.cancel() for future in _submit(items))
 
 
-def _update(version: int, buckets: Sequence[Any], checksum: int | None = None) -> None:
+def update(version: int, buckets: Sequence[Any], checksum: int | None = None) -> None:
     _ENGINE.begin_update()
     for bucket in buckets:
         _ENGINE.load_bucket(bucket)
@@ -176,13 +178,10 @@ def _update(version: int, buckets: Sequence[Any], checksum: int | None = None) -
 
 
 def _updates() -> list[str]:
-    future = _ENGINE._enqueue(lambda engine: engine._llm.collective_rpc("keel_way"))
-    return future.result(timeout=DEADLINE_S)
+    return _on_engine(lambda engine: engine._llm.collective_rpc("keel_way"))
 
 
 def _stop_copying() -> None:
-    """Load later updates as with `copy_weights: false`."""
-
     def reset(wrapper: Any) -> None:
         worker = wrapper.worker
         worker.keel_plan, worker.keel_recorder, worker.keel_decided = None, None, False
@@ -191,53 +190,38 @@ def _stop_copying() -> None:
         engine._no_copies = "it is switched off"
         engine._llm.collective_rpc(reset)
 
-    _ENGINE._enqueue(stop).result(timeout=DEADLINE_S)
+    _on_engine(stop)
 
 
 def _fingerprint() -> dict[str, str]:
-    future = _ENGINE._enqueue(lambda engine: engine._llm.collective_rpc("keel_fingerprint")[0])
-    return future.result(timeout=DEADLINE_S)
+    return _on_engine(lambda engine: engine._llm.collective_rpc("keel_fingerprint")[0])
 
 
-def _submit_and_pause(items: Sequence[Item]) -> list[Future[Any]]:
-    """Submit requests, run 20 steps, and pause until the next command."""
+def _expire(_: Any) -> None:
+    for flight in _ENGINE._in_flight.values():
+        flight.deadline = 0.0
+
+
+def _sample_interrupted(
+    items: Sequence[Item], version: int, buckets: Sequence[Any], cut: bool
+) -> list[Any]:
+    """Run 20 steps, then let the deadlines expire (`cut`) or update the weights, or both."""
     _WATCH.pause_at = _WATCH.steps + 20
     futures = _submit(items)
     wait_for(lambda: _WATCH.steps >= _WATCH.pause_at, "20 steps")
-    return futures
-
-
-def _expire_deadlines() -> None:
-    def expire(_: Any) -> None:
-        for flight in _ENGINE._in_flight.values():
-            flight.deadline = 0.0
-
-    _ENGINE._enqueue(expire).result(timeout=DEADLINE_S)
-
-
-def _sample_across(
-    items: Sequence[Item], version: int, buckets: Sequence[Any], cut: bool
-) -> list[Any]:
-    """Update the weights while sampling. With `cut`, deadlines also expire during the update."""
-    futures = _submit_and_pause(items)
-    _ENGINE.begin_update()
+    if buckets:
+        _ENGINE.begin_update()
     if cut:
-        _expire_deadlines()
-    for bucket in buckets:
-        _ENGINE.load_bucket(bucket)
-    _ENGINE.finish_update(version)
-    return [future.result(timeout=DEADLINE_S) for future in futures]
-
-
-def _sample_cut(items: Sequence[Item]) -> list[Group]:
-    futures = _submit_and_pause(items)
-    _expire_deadlines()
-    return [future.result(timeout=DEADLINE_S) for future in futures]
+        _on_engine(_expire)
+    if buckets:
+        for bucket in buckets:
+            _ENGINE.load_bucket(bucket)
+        _ENGINE.finish_update(version)
+    return _results(futures)
 
 
 def _blocks() -> int:
-    future = _ENGINE._enqueue(lambda engine: scheduler_of(engine._llm).kv_cache_manager.block_pool)
-    return future.result(timeout=DEADLINE_S).num_gpu_blocks
+    return _on_engine(lambda e: scheduler_of(e._llm).kv_cache_manager.block_pool).num_gpu_blocks
 
 
 def _sleep() -> None:
@@ -250,7 +234,8 @@ def _stats() -> dict[str, float]:
 
 def _take_watch() -> Watch:
     global _WATCH
-    watch, _WATCH = _WATCH, _WATCH.fresh()
+    watch = _WATCH
+    _WATCH = Watch(fast_steps=watch.fast_steps, reused_steps=watch.reused_steps)
     return watch
 
 
@@ -262,9 +247,12 @@ class RemoteEngine:
     """Controls an engine in another process."""
 
     process: ProcessPoolExecutor
-    shims: tuple[str, ...]
     sleeps: bool
     """True if the engine can sleep. On GPUs, sleep is tested in tests/gpu/test_sleep.py instead."""
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function in the engine's process."""
+        return self.process.submit(function, *args).result(timeout=DEADLINE_S)
 
     def sample(
         self,
@@ -277,91 +265,66 @@ class RemoteEngine:
 
     def sample_items(self, items: Sequence[Item]) -> list[Any]:
         """Submit all items at once."""
-        return self.process.submit(_sample, items).result(timeout=DEADLINE_S)
+        return self.call(_sample, items)
 
     def cancel(self, prompts: Sequence[Prompt], group_size: int) -> int:
-        items = [(prompt, group_size, None, True) for prompt in prompts]
-        return self.process.submit(_cancel, items).result(timeout=DEADLINE_S)
+        return self.call(_cancel, [(prompt, group_size, None, True) for prompt in prompts])
 
     def update(self, version: int, tensors: dict[str, torch.Tensor], bucket: int = 40_000) -> None:
-        buckets = list(pack_buckets(tensors.items(), bucket))
-        self.process.submit(_update, version, buckets).result(timeout=DEADLINE_S)
+        self.call(update, version, list(pack_buckets(tensors.items(), bucket)))
 
     def update_in_place(
         self, version: int, tensors: dict[str, torch.Tensor], bucket: int = 40_000
     ) -> None:
         """Update the weights from this process's GPU memory, on the engine's GPU."""
         on_gpu = ((name, tensor.cuda()) for name, tensor in tensors.items())
-        checksum, buckets = Checksum(), list(pack_flat(on_gpu, bucket))
-        for _, flat in buckets:
+        checksum, flat_buckets = Checksum(), list(pack_flat(on_gpu, bucket))
+        for _, flat in flat_buckets:
             checksum.add(flat)
-        memories = [SharedMemory() for _ in buckets]
+        memories = [SharedMemory() for _ in flat_buckets]
         buckets = [
             Bucket(entries=entries, data=memory.write(flat))
-            for memory, (entries, flat) in zip(memories, buckets, strict=True)
+            for memory, (entries, flat) in zip(memories, flat_buckets, strict=True)
         ]
-        done = self.process.submit(_update, version, buckets, checksum.value())
-        done.result(timeout=DEADLINE_S)
-
-    def warnings(self) -> list[str]:
-        """Return the warnings that the engine logged."""
-        return self.process.submit(_warnings).result(timeout=DEADLINE_S)
+        self.call(update, version, buckets, checksum.value())
 
     def updates(self) -> list[str]:
         """Return the update method of each worker (see `WeightsExtension.keel_way`)."""
-        return self.process.submit(_updates).result(timeout=DEADLINE_S)
+        return self.call(_updates)
 
     def stop_copying(self) -> None:
-        """Load all later updates through vLLM's loader."""
-        self.process.submit(_stop_copying).result(timeout=DEADLINE_S)
+        """Load all later updates through vLLM's loader, as with `copy_weights: false`."""
+        self.call(_stop_copying)
 
     def blocks(self) -> int:
         """Return the number of blocks in the KV cache."""
-        return self.process.submit(_blocks).result(timeout=DEADLINE_S)
+        return self.call(_blocks)
 
     def fingerprint(self) -> dict[str, str]:
         """Return a hash of each parameter."""
-        return self.process.submit(_fingerprint).result(timeout=DEADLINE_S)
+        return self.call(_fingerprint)
 
     def sleep(self) -> None:
-        self.process.submit(_sleep).result(timeout=DEADLINE_S)
+        self.call(_sleep)
 
-    def sample_across_update(
-        self,
-        prompts: Sequence[Prompt],
-        group_size: int,
-        version: int,
-        tensors: dict[str, torch.Tensor],
-        *,
-        cut: bool = False,
-    ) -> list[Group]:
-        """Update the weights while sampling. With `cut`, the deadlines expire as well."""
-        items = [(prompt, group_size, None, True) for prompt in prompts]
-        return self.items_across_update(items, version, tensors, cut=cut)
-
-    def items_across_update(
+    def sample_interrupted(
         self,
         items: Sequence[Item],
-        version: int,
-        tensors: dict[str, torch.Tensor],
+        version: int = 0,
+        tensors: dict[str, torch.Tensor] | None = None,
         *,
         cut: bool = False,
     ) -> list[Any]:
-        buckets = list(pack_buckets(tensors.items(), 40_000))
-        done = self.process.submit(_sample_across, items, version, buckets, cut)
-        return done.result(timeout=DEADLINE_S)
-
-    def sample_cut(self, prompts: Sequence[Prompt], group_size: int) -> list[Group]:
-        """Let the deadlines expire while sampling."""
-        items = [(prompt, group_size, None, True) for prompt in prompts]
-        return self.process.submit(_sample_cut, items).result(timeout=DEADLINE_S)
+        """Sample, update to `tensors` in the middle, and let all deadlines expire with `cut`."""
+        buckets = list(pack_buckets((tensors or {}).items(), 40_000))
+        return self.call(_sample_interrupted, items, version, buckets, cut)
 
     def stats(self) -> dict[str, float]:
-        return self.process.submit(_stats).result(timeout=DEADLINE_S)
+        return self.call(_stats)
 
     def watch(self) -> Watch:
         """Return the events counted since the last call."""
-        return self.process.submit(_take_watch).result(timeout=DEADLINE_S)
+        return self.call(_take_watch)
 
 
 @contextmanager
@@ -369,7 +332,6 @@ def running_engine(
     spec: EngineSpec,
     *,
     gpu: bool,
-    without: str = "",
     blocks: int | None = None,
     variables: Mapping[str, str] | None = None,
     kind: Kind = "",
@@ -377,21 +339,19 @@ def running_engine(
 ) -> Iterator[RemoteEngine]:
     """Run an engine in a separate process.
 
-    `without` is a shim to leave out, `blocks` is the size of the KV cache on a GPU, and `variables`
-    are added to the environment. `kind` selects a variant on a CPU: "fast" (the V1 recorder with
-    the packed recorder's scheduler), a GPU recorder with interpreted kernels, or "plain"
-    (`plain_weights`). `amx` overrides vLLM's AMX detection.
+    `blocks` is the size of the KV cache on a GPU, and `variables` are added to the environment.
+    `kind` selects a variant on a CPU: "fast" (the V1 recorder with the packed recorder's scheduler)
+    or "plain" (`plain_weights`). `amx` overrides vLLM's AMX detection.
     """
     saved = dict(os.environ)
     # torch and vLLM read these on import.
-    special = interpreted.ENVIRONMENT if kind in ("native", "packed") else {}
-    os.environ.update(environment(spec.config, gpu=gpu) | dict(variables or {}) | special)
+    os.environ.update(environment(spec.config, gpu=gpu) | dict(variables or {}))
     # Forking from a process with the imports saves seconds for each engine.
-    forked = not (gpu or variables or special)
+    forked = not (gpu or variables)
     context = forked_from("tests.rollout.preloaded") if forked else get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as process:
-        started = process.submit(_start, spec, without, blocks, kind, amx)
+        started = process.submit(_start, spec, blocks, kind, amx)
         os.environ.clear()
         os.environ.update(saved)
-        sleeps = spec.config.time_share or not gpu
-        yield RemoteEngine(process, started.result(timeout=DEADLINE_S), sleeps)
+        started.result(timeout=DEADLINE_S)
+        yield RemoteEngine(process, spec.config.time_share or not gpu)

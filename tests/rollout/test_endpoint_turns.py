@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from keel.rollout.endpoint import EndpointCompletions, EndpointTurns, read_reply
 from tests.agents.sandboxes import wrap_of
 from tests.rewards.judge.judge_server import Reply, running
 from tests.rollout.test_endpoint import config_of, says, words
-from tests.waiting import PATIENCE_S, within_some
+from tests.waiting import PATIENCE_S
 
 ASKED = {"role": "user", "content": "Well?"}
 RECIPE = """\
@@ -142,34 +142,6 @@ def test_thinking_is_returned_until_a_user_message(
     assert thoughts == [[], ["Hm 0"], ["Hm 0", "Hm 1"], [None] * 3]
     assert set(said[2][0]) == {"role", "content", "tool_calls", key}
     assert len({message["tool_calls"][0]["id"] for message in said[3]}) == 3
-
-
-def test_waiting_for_a_slot_is_not_counted() -> None:
-    def queues(limit_s: float) -> None:
-        """Run three turns that each take more than half of their time limit."""
-        slow = replace(words("Well."), delay_s=0.6 * limit_s)
-        with (
-            running(lambda _: slow) as server,
-            EndpointCompletions(config_of(server, max_concurrent=1)) as completions,
-        ):
-            turns = EndpointTurns(completions, {"eval": SamplingConfig()})
-            ids = np.array(turns.opening([ASKED], [], thinking=False), np.int32)
-            asked = [
-                TurnRequest(
-                    conversation=conversation_of("p", "eval", 0, 0, n),
-                    token_ids_T=ids,
-                    max_tokens=9,
-                    seed=0,
-                    timeout_s=limit_s,
-                )
-                for n in range(3)
-            ]
-            futures = [turns.turn(one, "eval") for one in asked]
-            said = [future.result(PATIENCE_S) for future in futures]
-        assert [one.finish_reason for one in said] == ["stop"] * 3
-        assert all(0.6 * limit_s <= one.sampling_s <= limit_s for one in said)
-
-    within_some(queues, (0.3, 5.0, 60.0))
 
 
 class Queued:

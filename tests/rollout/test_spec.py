@@ -6,27 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from keel.configs.schema import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    RolloutConfig,
-    RunConfig,
-    SourceConfig,
-)
+from keel.configs.schema import Config, DataConfig, RolloutConfig, RunConfig, SourceConfig
 from keel.model.batch_invariant import VARIABLE
-from keel.rollout.spec import EngineSpec, captured_sizes, environment, parallel_args
+from keel.rollout.spec import EngineSpec, captured_sizes, environment
 
 
-def test_several_gpus_use_worker_processes() -> None:
-    """Inside a placement group vLLM uses Ray by default, which finds no free GPU."""
-    args = parallel_args(RolloutConfig(tensor_parallel=2))
-    assert args == {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    assert parallel_args(RolloutConfig()) == {"tensor_parallel_size": 1}
-
-
-@pytest.mark.parametrize("seqs", [1, 3, 16, 128, 256, 400, 1024])
-@pytest.mark.parametrize("most", [64, 700, 8192])
+@pytest.mark.parametrize("seqs", [1, 16, 256, 1024])
+@pytest.mark.parametrize("most", [64, 8192])
 def test_capture_sizes_cover_joining_turns(seqs: int, most: int) -> None:
     sizes = captured_sizes(seqs, most)
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] <= most
@@ -53,19 +39,7 @@ def test_engine_memory_share() -> None:
 
 def test_batch_invariance_is_set_before_import() -> None:
     """The variable must be set on GPUs only, and only if batch invariance is on."""
-    config = RolloutConfig()
-    is_set = {
-        (gpu, on): VARIABLE in environment(config, gpu=gpu, batch_invariant=on)
-        for gpu in (False, True)
-        for on in (False, True)
-    }
-    assert is_set == {
-        (False, False): False,
-        (False, True): False,
-        (True, False): False,
-        (True, True): True,
-    }
-    source = SourceConfig(name="q", source="jsonl", path="q.jsonl", rewards={"correct": 1.0})
-    model = ModelConfig(path="a/model", batch_invariant=True)
-    run = Config(model=model, data=DataConfig(sources=(source,)))
-    assert EngineSpec.of(run, "a/model").batch_invariant
+    for gpu in (False, True):
+        for on in (False, True):
+            variables = environment(RolloutConfig(), gpu=gpu, batch_invariant=on)
+            assert (VARIABLE in variables) == (gpu and on)

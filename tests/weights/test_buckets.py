@@ -41,16 +41,6 @@ def test_packing_round_trips(specs: list[tuple[list[int], torch.dtype]], bucket_
         assert len(bucket.entries) == 1 or len(bucket.data) <= bucket_bytes + ALIGNMENT
 
 
-def test_large_tensors_travel_alone() -> None:
-    tensors = [("a", torch.zeros(4)), ("big", torch.ones(1000)), ("b", torch.zeros(4))]
-    buckets = list(pack_buckets(tensors, 256))
-    assert [[entry.name for entry in bucket.entries] for bucket in buckets] == [
-        ["a"],
-        ["big"],
-        ["b"],
-    ]
-
-
 def test_packing_is_lazy() -> None:
     drawn: list[int] = []
 

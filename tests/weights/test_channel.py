@@ -115,17 +115,6 @@ def test_broken_channel_raises_connection_error(
         end.close()  # again
 
 
-def test_any_error_closes_the_channel(side: ThreadPoolExecutor, rendezvous: Rendezvous) -> None:
-    def closed(limit_s: float) -> None:
-        sender, _ = open_all(side, rendezvous, f"closed {limit_s}", timeout_s=limit_s)
-        with pytest.raises(TimeoutError):
-            sender.send(torch.zeros(2**26, dtype=torch.uint8))
-        with pytest.raises(ConnectionError, match="closed"):
-            sender.send(torch.zeros(8, dtype=torch.uint8))
-
-    within_some(closed, (0.2, 5.0, 60.0))
-
-
 def test_closing_aborts_a_pending_broadcast(
     side: ThreadPoolExecutor, rendezvous: Rendezvous
 ) -> None:

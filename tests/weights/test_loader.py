@@ -2,46 +2,17 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from keel.rl.types import NO_ROUTE
-from keel.weights.buckets import ChannelData
-from keel.weights.channel import Channel
-from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.e2e
 CPU = torch.device("cpu")
-
-
-def test_rejoining_closes_the_old_channel() -> None:
-    from keel.weights.loader import WeightsExtension  # noqa: PLC0415
-
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    extension: Any = WeightsExtension()
-    extension.rank, extension.device = 0, CPU
-    extension.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
-
-    def join(name: str) -> Channel:
-        rendezvous = ("127.0.0.1", store.port)
-        with ThreadPoolExecutor(1) as side:
-            other = side.submit(
-                Channel, rendezvous, name, rank=0, size=2, device=CPU, timeout_s=PATIENCE_S
-            )
-            extension.keel_join(rendezvous, name, PATIENCE_S)
-            other.result(timeout=PATIENCE_S)
-        return extension.keel_channel
-
-    first, second = join("first"), join("second")
-    with pytest.raises(ConnectionError, match="closed"):
-        first.receive(ChannelData(8))
-    assert extension.keel_channel is second
 
 
 def test_unfiled_slots_have_no_route() -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from keel.weights.buckets import Bucket
-from keel.weights.manifest import Manifest, checkpoint_names
+from keel.weights.manifest import Manifest
 from tests.buckets import pack_buckets
 
 NAMES = ["model.embed_tokens.weight", "model.layers.0.a", "model.layers.1.a", "model.layers.2.a"]
@@ -25,12 +21,6 @@ def update(manifest: Manifest, *names: str) -> None:
     for bucket in buckets(*names):
         manifest.arrived(bucket)
     manifest.finish()
-
-
-def test_complete_updates_pass() -> None:
-    manifest = Manifest(NAMES, layers=3, tied=False)
-    for _ in range(2):
-        update(manifest, *reversed(NAMES))
 
 
 def test_missing_tensor_is_named() -> None:
@@ -79,14 +69,3 @@ def test_decoder_only_checkpoints_match() -> None:
 @pytest.mark.parametrize("stored", [NAMES, [*NAMES, "lm_head.weight"]])
 def test_tied_head_is_optional(published: list[str], stored: list[str]) -> None:
     update(Manifest(stored, layers=3, tied=True), *published)
-
-
-def test_names_of_single_and_sharded_files(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="no safetensors checkpoint"):
-        checkpoint_names(str(tmp_path))
-    save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert sorted(checkpoint_names(str(tmp_path))) == ["a", "b"]
-    index = {"weight_map": {"c": "x.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert checkpoint_names(str(tmp_path)) == ["c"]

@@ -111,25 +111,6 @@ def test_computed_modules_are_converted_every_pass(
         change(model)
 
 
-def test_conversions_may_need_contiguous_tensors(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, original = make(MOE), pack.as_checkpoint
-
-    def strict(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        named = original(model, tensors)
-        return {k: v.t().contiguous().view(-1) if v.ndim == 2 else v for k, v in named.items()}
-
-    monkeypatch.setattr(pack, "as_checkpoint", strict)
-    packer = BucketPacker(model, torch.float32, SIZE)
-    for _ in range(2):
-        actual = unpacked(list(packer.buckets()))
-        for name, tensor in checkpoint_tensors(model):
-            right = tensor.t().reshape(-1) if tensor.ndim == 2 else tensor
-            assert torch.equal(actual[name], right), name
-        change(model)
-
-
 def test_modules_gather_once_in_the_same_order() -> None:
     """As under ZeRO-3, where tensors are empty between passes."""
     model = make(MOE)

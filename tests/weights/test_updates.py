@@ -10,7 +10,6 @@ import pytest
 
 from tests.rollout.remote_engine import OPEN, engine_spec, prompts, running_engine
 from tests.weights.updates import (
-    OFF,
     Model,
     change,
     check,
@@ -37,17 +36,6 @@ def test_packed_tied_head_follows_its_embedding(tmp_path: Path) -> None:
             assert "reads a loaded tensor" in why
             groups = engine.sample(prompts(2, shared=30, own=9), group_size=2)
             check_probabilities(model, groups, version)
-
-
-@pytest.mark.parametrize("amx", [False, True], ids=["without-amx", "with-amx"])
-def test_latent_attention_in_float32_on_any_cpu(tmp_path: Path, amx: bool) -> None:
-    """Covers `copy_weights: false`, too."""
-    model = make(tmp_path, "latent")
-    spec = engine_spec(tmp_path, sampling=OPEN, kv_cache_gib=0.25, copy_weights=amx)
-    with running_engine(spec, gpu=False, amx=amx) as engine:
-        engine.update(1, change(model, 1))
-        assert (engine.updates() == [OFF]) == (not amx)
-        check_probabilities(model, engine.sample(prompts(2, shared=30, own=9)), 1)
 
 
 @pytest.mark.parametrize("of", ["gpt_neox", "gpt2"])

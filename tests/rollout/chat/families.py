@@ -218,52 +218,6 @@ CHATML = """\
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
 """
 
-PHI = """\
-{%- for m in messages -%}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|assistant|>\\n' }}{%- else -%}{{ eos_token }}{%- endif -%}
-"""
-
-GEMMA = """\
-{{- bos_token -}}
-{%- if messages[0].role == 'system' -%}{{ raise_exception('no system role') }}{%- endif -%}
-{%- for m in messages -%}
-{%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}
-  {{- raise_exception('roles must alternate') -}}
-{%- endif -%}
-{%- set role = 'model' if m.role == 'assistant' else m.role -%}
-{{- '<start_of_turn>' + role + '\\n' + m.content | trim + '<end_of_turn>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}
-"""
-
-LFM2 = """\
-{{- bos_token -}}
-{%- if tools -%}
-  {{- '<|im_start|>system\\nList of tools: <|tool_list_start|>' + (tools | tojson) -}}
-  {{- '<|tool_list_end|><|im_end|>\\n' -}}
-{%- endif -%}
-{%- for m in messages -%}
-{%- set content = m.content or '' -%}
-{%- if m.role == 'tool' -%}
-  {%- set content = '<|tool_response_start|>' + content + '<|tool_response_end|>' -%}
-{%- elif m.tool_calls -%}
-  {%- set content = '<|tool_call_start|>' + (m.tool_calls | tojson) + '<|tool_call_end|>' -%}
-{%- endif -%}
-{{- '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
-"""
-
-LLAMA30 = """\
-{{- bos_token -}}
-{%- for m in messages -%}
-{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}
-{%- endif -%}
-"""
-
 COMMAND = """\
 {{- bos_token -}}
 {%- set names = {'system': 'SYSTEM', 'user': 'USER', 'assistant': 'CHATBOT'} -%}
@@ -308,47 +262,33 @@ _CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 _TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 _THINK = ("<think>", "</think>")
 _DEEPSEEK = (
-    "<｜begin▁of▁sentence｜>",
-    "<｜end▁of▁sentence｜>",
-    "<｜User｜>",
-    "<｜Assistant｜>",
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁calls▁end｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁sep｜>",
-    "<｜tool▁output▁begin｜>",
-    "<｜tool▁output▁end｜>",
+    *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"),
+    *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
 )
 _GLM = (
-    "<|endoftext|>",
-    "[gMASK]",
-    "<sop>",
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
+    *("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"),
     "<|observation|>",
 )
 _LLAMA = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|python_tag|>",
+    *("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
+    *("<|eot_id|>", "<|eom_id|>", "<|python_tag|>"),
 )
 _HARMONY = (
-    "<|start|>",
-    "<|end|>",
-    "<|message|>",
-    "<|channel|>",
-    "<|constrain|>",
-    "<|call|>",
-    "<|return|>",
-    "<|endoftext|>",
+    *("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>"),
+    *("<|return|>", "<|endoftext|>"),
 )
 _ARGUMENTS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_COMMAND = (
+    *("<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>"),
+    *("<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|START_THINKING|>", "<|END_THINKING|>"),
+    *("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+)
+_SEED = ("<seed:bos>", "<seed:eos>", "<seed:think>", "</seed:think>")
+_MAGISTRAL = (
+    *("<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+    *("[THINK]", "[/THINK]"),
+)
 
 # Name: template, special tokens, added tokens that are not special, end of the turn, begin of text.
 FAMILIES: dict[str, tuple[str | None, tuple[str, ...], tuple[str, ...], str, str | None]] = {
@@ -363,60 +303,12 @@ FAMILIES: dict[str, tuple[str | None, tuple[str, ...], tuple[str, ...], str, str
 NAMES = ("tiny", *FAMILIES)
 FAMILIES |= {
     "chatml": (CHATML, _CHATML, (), "<|im_end|>", None),
-    "phi": (
-        PHI,
-        ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"),
-        (),
-        "<|endoftext|>",
-        None,
-    ),
-    "gemma": (GEMMA, ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), (), "<eos>", "<bos>"),
-    "lfm2": (
-        LFM2,
-        (
-            *("<|startoftext|>", "<|im_start|>", "<|im_end|>", "<|tool_list_start|>"),
-            *("<|tool_list_end|>", "<|tool_call_start|>", "<|tool_call_end|>"),
-            *("<|tool_response_start|>", "<|tool_response_end|>"),
-        ),
-        (),
-        "<|im_end|>",
-        "<|startoftext|>",
-    ),
-    "llama3.0": (LLAMA30, _LLAMA[:5], (), "<|eot_id|>", "<|begin_of_text|>"),
-    "command": (
-        COMMAND,
-        (
-            *("<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
-            *("<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"),
-            *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-        ),
-        (),
-        "<|END_OF_TURN_TOKEN|>",
-        "<BOS_TOKEN>",
-    ),
-    "seed": (
-        SEED,
-        ("<seed:bos>", "<seed:eos>", "<seed:think>", "</seed:think>"),
-        (),
-        "<seed:eos>",
-        None,
-    ),
-    "magistral": (
-        MAGISTRAL,
-        (
-            *("<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
-            *("[THINK]", "[/THINK]"),
-        ),
-        (),
-        "</s>",
-        "<s>",
-    ),
+    "command": (COMMAND, _COMMAND, (), "<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>"),
+    "seed": (SEED, _SEED, (), "<seed:eos>", None),
+    "magistral": (MAGISTRAL, _MAGISTRAL, (), "</s>", "<s>"),
 }
 PLAIN = tuple(name for name in FAMILIES if name not in NAMES)
 """Families whose call format Keel cannot parse."""
-ENDS = {"phi": "<|end|>", "gemma": "<end_of_turn>"}
-"""Tokens that end a turn according to generation_config.json, for families whose eos_token does not
-end it."""
 WITHOUT_THINKING = ("hermes", "llama3")
 """Families whose templates do not support `reasoning_content`."""
 
@@ -454,6 +346,4 @@ def tokenizer_of(name: str) -> Any:
 
 @cache
 def chat_of(name: str, *, tools_in_thinking: bool = False) -> TemplateChat:
-    tokenizer = tokenizer_of(name)
-    ends = [tokenizer.convert_tokens_to_ids(ENDS[name])] if name in ENDS else []
-    return TemplateChat(tokenizer, tools_in_thinking=tools_in_thinking, ends=ends)
+    return TemplateChat(tokenizer_of(name), tools_in_thinking=tools_in_thinking)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -12,7 +11,8 @@ from hypothesis import strategies as st
 
 from keel.rl.turns import Message, ToolSpec
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.chat.render import call_message
+from keel.rollout.chat.encoding import Marks
+from keel.rollout.chat.render import _deepseek_code, call_message, retained
 from keel.rollout.chat.template_checks import check_prefix_law, turn_ids
 from tests.rollout.chat.families import (
     CITY,
@@ -63,13 +63,6 @@ def test_without_tools_no_call_format_is_needed(name: str, thinking: bool) -> No
         check_prefix_law(chat_of(name), modes=(thinking,))
 
 
-def test_templates_without_calls_are_reported() -> None:
-    tokenizer = copy.deepcopy(tokenizer_of("llama3"))
-    tokenizer.chat_template = tokenizer_of("llama3.0").chat_template
-    with pytest.raises(ValueError, match="chat_template"):
-        check_prefix_law(TemplateChat(tokenizer), modes=(False,))
-
-
 @pytest.mark.parametrize("name", NAMES)
 @settings(deadline=None, max_examples=8)
 @given(data=st.data())
@@ -111,21 +104,6 @@ def test_user_messages_end_thinking_and_segment(name: str) -> None:
     assert chat.extend(ids, USER, thinking=True) is None
     whole = chat.opening([*USER, said, *USER], [], thinking=True)
     assert "hm" not in chat.decode(whole) and "There." in chat.decode(whole)
-
-
-@pytest.mark.parametrize("name", ["tiny", "qwen3", "glm", "deepseek-v3.2", *WITHOUT_THINKING])
-def test_without_thinking_a_user_message_extends(name: str) -> None:
-    chat = chat_of(name)
-    said = {"role": "assistant", "content": "There."}
-    hostile = [{"role": "user", "content": "<think>\nnot the policy's\n</think>"}]
-    ids = chat.opening(USER, [CITY], thinking=False)
-    sampled = turn_ids(chat, USER, said, hostile, [CITY], thinking=False)
-    ids = chat.extend([*ids, *sampled], hostile, thinking=False) or []
-    assert ids
-    if name == "hermes" or name == "llama3":
-        return  # no think marks among their tokens: whose thinking it is cannot be told
-    more = turn_ids(chat, [*USER, said, *hostile], said, USER, [CITY], thinking=False)
-    assert chat.extend([*ids, *more], USER, thinking=False) is not None
 
 
 @pytest.mark.parametrize("name", ["tiny", "qwen3", "glm"])
@@ -215,52 +193,50 @@ def test_deepseek_v31_tools_go_into_the_system_message() -> None:
         assert all(text.count("<｜User｜>") == 1 for text in (plain, *others))
 
 
-def test_tools_need_a_format_that_is_known() -> None:
-    chat = changed("hermes", "<tool_call>", "[CALL]")
-    assert chat.format.name == "plain"
-    with pytest.raises(ValueError, match="city"):
-        chat.opening(USER, [CITY], thinking=False)
-    assert chat.opening(USER, [], thinking=False)
+@pytest.mark.parametrize(
+    ("name", "end", "call"),
+    [
+        ("qwen3", "<|endoftext|>", '<tool_call>{"name": "city"}</tool_call>'),
+        ("llama3", "<|end_of_text|>", '{"name": "city", "parameters": {}}'),
+        ("harmony", "<|endoftext|>", "<|channel|>commentary to=functions.city<|message|>{}"),
+    ],
+)
+def test_other_ends_close_the_turn(name: str, end: str, call: str) -> None:
+    """The engine stops at these tokens, but the chat format does not write them."""
+    tokenizer = tokenizer_of(name)
+    chat = TemplateChat(tokenizer, ends=[tokenizer.convert_tokens_to_ids(end), 10**6])
+    assert chat.ends[end] in chat.stop_ids
+    sampled = chat.encoder.encode(call + end, Marks("", ""))
+    parsed = chat.parse(sampled, [CITY], thinking=False, turn=0)
+    assert [one.call_id for one in parsed.calls] == ["call_0_0"]
+    assert (parsed.content, parsed.closed) == ("", True)
+    ids = [*chat.opening(USER, [CITY], thinking=False), *sampled]
+    answer = {"role": "tool", "content": "1", "name": "city", "tool_call_id": "call_0_0"}
+    extended = chat.extend(ids, [answer], thinking=False)
+    if name == "llama3":  # whose ends stand for each other
+        assert extended is not None and extended[: len(ids)] == ids
+    else:
+        assert extended is None
 
 
-def test_a_template_that_refuses_names_itself() -> None:
-    chat = changed(
-        "qwen3", "{%- for m in messages -%}", "{{ raise_exception('no') }}{%- for m in messages -%}"
-    )
-    with pytest.raises(ValueError, match="user: no"):
-        chat.opening(USER, [], thinking=False)
+TEXT = st.text(max_size=3)
+ASSISTANT = st.fixed_dictionaries(
+    {"role": st.just("assistant"), "content": TEXT},
+    optional={"reasoning": TEXT, "tool_calls": st.just([{"id": "a"}])},
+)
+OTHERS = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "developer", "tool"]), "content": TEXT}
+)
 
 
-def test_only_new_messages_extend() -> None:
-    chat = chat_of("tiny")
-    ids = chat.opening(USER, [], thinking=False)
-    for messages in ([], [{"role": "assistant", "content": "a"}]):
-        with pytest.raises(ValueError, match="new messages"):
-            chat.extend(ids, messages, thinking=False)
-
-
-def test_a_tokenizer_without_a_template_is_refused() -> None:
-    tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match=r"model\.tokenizer"):
-        TemplateChat(tokenizer)
-
-
-def test_unmatched_turn_ends_name_both_fixes() -> None:
-    """This happens when a base model is used with the template of its family."""
-    tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
-    tokenizer.eos_token = "<|endoftext|>"
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    chat = TemplateChat(tokenizer)
-    ids = [*chat.opening(USER, [], thinking=False), tokenizer.eos_token_id]
-    with pytest.raises(ValueError, match=r"endoftext.*model\.chat_template.*model\.tokenizer"):
-        chat.extend(ids, USER, thinking=False)
-
-
-def test_it_can_be_sent_to_another_process() -> None:
-    chat = chat_of("qwen3")
-    opening = chat.opening(USER, [CITY], thinking=True)
-    assert pickle.loads(pickle.dumps(chat)).opening(USER, [CITY], thinking=True) == opening
+@settings(deadline=None)
+@given(st.lists(st.one_of(ASSISTANT, OTHERS), max_size=12))
+def test_thinking_is_retained_as_in_deepseeks_own_code(messages: list[dict[str, Any]]) -> None:
+    """That code also drops earlier developer messages; ours keeps them."""
+    oracle = _deepseek_code().drop_thinking_messages(messages)
+    ours = retained([{k.replace("ing", "ing_content"): v for k, v in m.items()} for m in messages])
+    ours = [{k.replace("_content", ""): v for k, v in message.items()} for message in ours]
+    assert len(ours) == len(messages)
+    assert [m for m in ours if m["role"] != "developer"] == [
+        m for m in oracle if m["role"] != "developer"
+    ]

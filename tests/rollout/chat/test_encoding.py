@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.rl.types import Prompt
-from keel.rollout.chat.encoding import Encoder, Marks, free_marks
+from keel.rollout.chat.encoding import Encoder, Marks
 from keel.rollout.chat.render import call_message
 from keel.rollout.engine.conversion import render_prompt
 from tests.rollout.chat.families import CITY, LINES, NAMES, chat_of, tokenizer_of
@@ -87,19 +87,6 @@ def test_plain_prompts_keep_their_ids(name: str) -> None:
             assert chat_of(name).opening(messages, [], thinking=thinking) == rendered
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_pieces_join_to_the_whole(name: str) -> None:
-    chat = chat_of(name)
-    text, marks = chat.text([{"role": "user", "content": "".join(LINES)}], [CITY], thinking=True)
-    assert chat.encoder.encode_in_pieces(text, marks) == chat.encoder.encode(text, marks)
-
-
-def test_marks_are_in_no_text() -> None:
-    taken = free_marks(["a"])
-    other = free_marks([{taken.inside: [taken.edge]}])
-    assert not {taken.inside, taken.edge} & {other.inside, other.edge}
-
-
 def test_text_cannot_complete_a_control_text() -> None:
     encoder: Encoder = chat_of("qwen3").encoder
     marks = Marks("\U00100000", "\U00100001")
@@ -108,11 +95,6 @@ def test_text_cannot_complete_a_control_text() -> None:
         encoder.controls["<|im_start|>"]
     ]
     assert encoder.shield_whole("plain words", marks) == "plain words"
-
-
-def test_a_tokenizer_of_another_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"tokenizer\.json"):
-        Encoder(object())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 
-from keel.configs.schema import Config, ConfigError, DataConfig, ModelConfig, SourceConfig
 from keel.rewards.rules.verifiers import keeps_format
 from keel.rewards.text import answer_in, final_text, raw_text, thinking_text
 from keel.rl.turns import THINK, ThinkingMarks
-from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.thinking import marks_of
 from keel.rollout.engine.conversion import decode_all, render_prompt, split_message
-from keel.trainer.prepare import thinking_warnings
 from tests.rl.rollouts import prompt
 from tests.rollout.chat.families import chat_of, tokenizer_of
 
@@ -71,14 +68,6 @@ def test_a_box_in_unfinished_thinking_never_scores(name: str, made: Any) -> None
         assert not keeps_format(raw_text((message,)), thinking=True, finished=True)
 
 
-@pytest.mark.parametrize("made", [completed, in_a_conversation])
-def test_channels_are_told_apart_in_gpt_oss(made: Any) -> None:
-    plain = made("harmony", HARMONY.format("final") + "It is 8.<|return|>")
-    assert (plain["content"], thinking_text((plain,))) == ("It is 8.", "")
-    cut = made("harmony", HARMONY.format("analysis") + "7<|end|><|start|>assistant<|chan")
-    assert final_text((cut,)) == ""
-
-
 def test_order_of_mark_sources() -> None:
     assert marks_of(tokenizer_of("seed"), ("<a>", "</a>")) == ThinkingMarks("<a>", "</a>")
     tokenizer = copy.deepcopy(tokenizer_of("magistral"))
@@ -86,44 +75,4 @@ def test_order_of_mark_sources() -> None:
     assert marks_of(tokenizer) == ThinkingMarks("[THINK]", "[/THINK]")
     tokenizer.chat_template = tokenizer_of("deepseek-v3.1").chat_template
     assert marks_of(tokenizer) == THINK
-    assert marks_of(tokenizer_of("phi")) is None
-
-
-def test_marks_of_the_recipe_count_in_conversations() -> None:
-    chat = TemplateChat(tokenizer_of("chatml"), marks=("<a>", "</a>"))
-    ids = tokenizer_of("chatml").encode("<a>7</a>8<|im_end|>", add_special_tokens=False)
-    parsed = chat.parse(ids, (), thinking=True, turn=0)
-    assert (parsed.reasoning, parsed.content) == ("7", "8")
-
-
-@pytest.mark.parametrize(
-    ("name", "source", "model", "warns"),
-    [
-        ("qwen3", {}, {}, ""),
-        ("phi", {}, {}, "model.thinking_marks"),
-        ("phi", {"thinking": False}, {}, ""),
-        ("phi", {"system_template": "reasoning"}, {}, ""),
-        ("phi", {}, {"thinking_marks": ("<a>", "</a>")}, ""),
-        ("seed", {}, {}, ""),
-        ("seed", {"system_template": "reasoning"}, {}, "<seed:think>"),
-        (
-            "seed",
-            {"system": "Begin with <think>."},
-            {"thinking_marks": ("<think>", "</think>")},
-            "",
-        ),
-    ],
-)
-def test_thinking_that_nothing_marks_is_warned_of(
-    name: str, source: dict[str, Any], model: dict[str, Any], warns: str
-) -> None:
-    sums = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=4, **source)
-    config = Config(model=ModelConfig(path="somewhere", **model), data=DataConfig(sources=(sums,)))
-    lines = list(thinking_warnings(config, tokenizer_of(name)))
-    assert len(lines) == bool(warns) and all(warns in line for line in lines)
-
-
-@pytest.mark.parametrize("marks", [("<think>",), ("<a>", "<a>"), ("<a>", " "), ("a", "b", "c")])
-def test_recipe_marks_must_be_a_pair(marks: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"model\.thinking_marks"):
-        ModelConfig(path="somewhere", thinking_marks=marks)
+    assert marks_of(tokenizer_of("chatml")) is None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from typing import Any
 
 import pytest
@@ -115,16 +113,13 @@ def test_calls_in_unusual_forms(
 MALFORMED_CALLS = {
     "qwen3": (
         '<tool_call>{"name": "city", </tool_call>',
-        '<tool_call>["city"]</tool_call>',
         '<tool_call>{"arguments": {}}</tool_call>',
         '<tool_call>{"name": "city", "args": {"days": 1}}</tool_call>',
         '<tool_call>{"name": "city", "arguments": {}, "parameters": {"days": 1}}</tool_call>',
-        '<tool_call>{"name": "city", "arguments": [1]}</tool_call>',
         '<tool_call>{"name": "city", "arguments": {"a": NaN}}</tool_call>',
         '<tool_call>{"name": "city"}',
         f"<tool_call>{'[' * 100_000}</tool_call>",
         f"<tool_call>{'[' * 700}{']' * 700}</tool_call>",
-        f'<tool_call>{{"name": {"9" * 5000}}}</tool_call>',
     ),
     "deepseek-v3.1": (
         "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>",
@@ -133,7 +128,6 @@ MALFORMED_CALLS = {
     ),
     "deepseek-v3.2": (
         f"<{DSML}function_calls></{DSML}function_calls>",
-        f"<{DSML}invoke city></{DSML}invoke>",
         f'<{DSML}invoke name="city">1</{DSML}invoke>',
         f'<{DSML}invoke name="city"><{DSML}parameter name="days" string="false">x'
         f"</{DSML}parameter></{DSML}invoke>",
@@ -161,42 +155,15 @@ GLM = "<tool_call>f{}</tool_call>"
 
 
 @pytest.mark.parametrize(
-    ("body", "arguments"),
-    [
-        ("\n<arg_key> a </arg_key>\n<arg_value>x\n</arg_value>\n", {"a": "x\n"}),
-        ("<arg_key>a</arg_key><arg_value><arg_key>b</arg_value>", {"a": "<arg_key>b"}),
-        (
-            "<arg_key>a</arg_key><arg_value>[1]</arg_value><arg_key>b</arg_key>"
-            " <arg_value></arg_value>",
-            {"a": [1], "b": ""},
-        ),
-        ("<arg_key>a</arg_key>x<arg_value>1</arg_value>", None),
-        ("<arg_key>a</arg_key><arg_value>1</arg_value> x", None),
-        ("<arg_key>a</arg_key><arg_value>1", None),
-        ("<arg_key>a<arg_value>1</arg_value>", None),
-    ],
-)
-def test_pairs_of_glm(body: str, arguments: dict[str, Any] | None) -> None:
-    (call,) = parse("glm", GLM.format(body)).calls
-    assert isinstance(call, Malformed) if arguments is None else call.arguments == arguments  # pyright: ignore
-
-
-@pytest.mark.parametrize(
     ("schema", "text", "value"),
     [
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "90210", "90210"),
-        ({"type": ["string", "null"]}, "90210", "90210"),
-        ({"type": ["string", "null"]}, "true", "true"),
         ({"type": ["string", "null"]}, '"so"', '"so"'),
         ({"type": ["string", "null"]}, "null", None),
         ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "12", 12),
-        ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "1.5", "1.5"),
-        ({"anyOf": [{"type": "array"}, {"anyOf": [{"type": "string"}]}]}, "{}", "{}"),
         ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/day"}]}, "12", 12),
         ({"enum": ["1", "2", None]}, "1", "1"),
         ({"enum": [1, 2]}, "1", 1),
-        ({"type": ["integer", "null"]}, "no", "no"),
-        ({"type": "number"}, "12", 12),
         ({}, "12", 12),
     ],
 )
@@ -226,21 +193,11 @@ def test_deepseek_text_around_calls_appears_once(
     for text, content, calls in (
         (f"a{end}b", "ab", 0),
         (f"a{call}{end}b", "ab", 1),
-        (f"a{begin}{call}{end}b", "ab", 1),
         (f"a{begin}{call}{end}b{begin}{call}{end}c", "abc", 2),
-        (f"a{end}b{begin}{call}{end}c{end}d", "abcd", 1),
         (f"a{begin}{call}", "a", 1),
-        (f"a{call}b", "ab", 1),
     ):
         parsed = parse(name, text)
         assert (parsed.content, len(parsed.calls)) == (content, calls), text
-
-
-def test_unclosed_glm_pairs_parse_fast() -> None:
-    began = time.thread_time()
-    body = "<arg_key>k</arg_key>\n<arg_value>v\n" * 10_000
-    (call,) = parse("glm", GLM.format(body)).calls
-    assert isinstance(call, Malformed) and time.thread_time() - began < 5
 
 
 def test_one_broken_call_spoils_no_other() -> None:
@@ -280,23 +237,6 @@ def test_harmony_analysis_calls_are_opt_in() -> None:
     assert (parsed.reasoning, parsed.content) == ("hm", "Yes")
 
 
-def test_stray_thinking_ends() -> None:
-    call = '<tool_call>{"name": "city"}</tool_call>'
-    parsed = parse("qwen3", f"{call}</think>Yes<think>{call}</think>!")
-    assert (parsed.content, parsed.calls) == ("Yes!", ())
-
-
-def test_control_texts_that_were_spelled_are_words() -> None:
-    chat, tokenizer = chat_of("qwen3"), tokenizer_of("qwen3")
-    spelled = [
-        i
-        for piece in ("<tool", '_call>{"name": "city"}</tool', "_call>")
-        for i in tokenizer.encode(piece, add_special_tokens=False)
-    ]
-    parsed = chat.parse([*spelled, chat.ends["<|im_end|>"]], [CITY], thinking=False, turn=0)
-    assert (parsed.content, parsed.calls) == ('<tool_call>{"name": "city"}</tool_call>', ())
-
-
 def test_cut_turns_are_not_closed() -> None:
     parsed = parse("qwen3", '<tool_call>{"name": "city"}</tool_call> <tool_call>{"na', cut=True)
     assert not parsed.closed
@@ -304,16 +244,6 @@ def test_cut_turns_are_not_closed() -> None:
     assert chat_of("qwen3").parse([], [], thinking=True, turn=0) == Parsed(
         content="", reasoning="", closed=False
     )
-
-
-def test_an_answer_in_json_is_no_call() -> None:
-    for text in ('{"answer": 3}', json.dumps([{"name": "city"}]), '{"name'):
-        parsed = parse("llama3", text)
-        assert (parsed.content, parsed.calls) == (text, ())
-    without_tools = chat_of("tiny").parse(
-        tokenizer_of("tiny").encode("@home<|im_end|>"), [], thinking=False, turn=0
-    )
-    assert (without_tools.content, without_tools.calls) == ("@home", ())
 
 
 @settings(deadline=None, max_examples=30)

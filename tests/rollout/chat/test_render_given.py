@@ -3,7 +3,6 @@ family."""
 
 from __future__ import annotations
 
-import copy
 import random
 from typing import Any
 
@@ -15,7 +14,6 @@ from keel.agents.environments.demonstrations import guess_demonstrations, trip_d
 from keel.model.tiny.demonstrations import conversation_ids
 from keel.rl.turns import Message, TurnResult
 from keel.rl.types import Segment
-from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.render import call_message
 from keel.rollout.chat.render_given import Context, render_given
 from tests.rollout.chat.families import CITY, NAMES, WITHOUT_THINKING, chat_of, tokenizer_of
@@ -129,31 +127,6 @@ def test_trained_ids_match_a_rollout(name: str, thinking: bool) -> None:
         ]
 
 
-def test_thinking_omitted_from_history_is_trained() -> None:
-    chat = chat_of("deepseek-v3.1")
-    said = {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy, <think> so"}
-    (context,) = render_given(chat, [{"role": "user", "content": "?"}, said], (), thinking=True)
-    turn = [one for one, learned in zip(context.ids, context.trained, strict=True) if learned]
-    parsed = chat.parse(turn, (), thinking=True, turn=0)
-    assert (parsed.reasoning, parsed.content) == ("Italy, <think> so", "Rome.")
-
-
-def test_untrained_messages_are_context() -> None:
-    chat = chat_of("qwen3")
-    messages = [
-        {"role": "user", "content": "One?"},
-        {"role": "assistant", "content": "First."},
-        {"role": "user", "content": "Two?"},
-        {"role": "assistant", "content": "Second."},
-    ]
-    (last,) = render_given(chat, messages, (), thinking=False, trained=[3])
-    learned = [one for one, said in zip(last.ids, last.trained, strict=True) if said]
-    assert chat.decode(learned) == "Second.<|im_end|>"
-    assert "First." in chat.decode(last.ids)
-    (both,) = render_given(chat, messages, (), thinking=False)
-    assert sum(both.trained) > sum(last.trained)
-
-
 @pytest.mark.parametrize(
     ("name", "messages", "named"),
     [
@@ -187,62 +160,21 @@ def test_what_a_template_cannot_show_is_refused(
         render_given(chat_of(name), messages, [CITY], thinking=True)
 
 
-OPENS = """\
-{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif -%}
-"""
-"""A template that always opens thinking and omits it from the history."""
-
-
-@pytest.mark.parametrize("thinking", [True, False])
-def test_always_thinking_templates_name_the_fix(thinking: bool) -> None:
-    tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
-    tokenizer.chat_template = OPENS
-    said = {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"}
-    with pytest.raises(ValueError, match=r"model\.chat_template"):
-        render_given(TemplateChat(tokenizer), [ASKED, said], (), thinking=thinking)
-    kept = "'<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' if m.reasoning_content else ''"
-    tokenizer.chat_template = OPENS.replace("m.content + '<", f"({kept}) + m.content + '<")
-    (context,) = render_given(TemplateChat(tokenizer), [ASKED, said], (), thinking=True)
-    assert sum(context.trained)
-
-
 ASKED = {"role": "user", "content": "Hi?"}
 SAID = {"role": "assistant", "content": "Yes."}
 RULE = "Zebra rule."
 
 
-@pytest.mark.parametrize(
-    ("messages", "place", "lost"),
-    [
-        (
-            [{"role": "developer", "content": RULE}, ASKED, SAID],
-            0,
-            {"qwen3", "deepseek-v3.1", "harmony"},
-        ),
-        ([ASKED, {"role": "system", "content": RULE}, ASKED, SAID], 1, {"qwen3", "harmony"}),
-        (
-            [ASKED, SAID, {"role": "system", "content": RULE}, ASKED, SAID],
-            2,
-            {"qwen3", "harmony", "deepseek-v3.1"},  # which moves it to the front
-        ),
-    ],
-)
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "glm"])
-def test_omitted_context_is_refused(
-    name: str, messages: list[Message], place: int, lost: set[str]
-) -> None:
+def test_omitted_context_is_refused(name: str) -> None:
+    messages = [ASKED, {"role": "system", "content": RULE}, ASKED, SAID]
     chat = chat_of(name)
     for _ in range(2):
-        if name in lost:
-            with pytest.raises(ValueError, match=messages[place]["role"]):
+        if name in ("qwen3", "harmony"):
+            with pytest.raises(ValueError, match="system"):
                 render_given(chat, messages, (), thinking=False)
         else:
             assert RULE in chat.decode(render_given(chat, messages, (), thinking=False)[-1].ids)
-    if name == "qwen3":
-        blank = [{**one, "content": " "} if one["content"] == RULE else one for one in messages]
-        assert render_given(chat, blank, (), thinking=False), "nothing is lost of it"
 
 
 @pytest.mark.parametrize(("make", "arguments"), COLD_STARTS, ids=["trip", "guess"])

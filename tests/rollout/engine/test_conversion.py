@@ -2,84 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import time
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AddedToken
 
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.types import SamplingMasks
-from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.engine.conversion import (
     build_segment,
     build_trajectory,
-    check_fits,
     decode_all,
-    render_prompt,
     sibling_seed,
     split_message,
 )
-from tests.rl.rollouts import prompt
-from tests.rollout.chat.families import tokenizer_of
-
-
-class FakeTokenizer:
-    """Tokenizer with one id per character, which adds start and end tokens to raw texts."""
-
-    chat_template = "custom"
-    eos_token_id = 0
-
-    def __init__(self, suffix: str = "") -> None:
-        self.suffix, self.options = suffix, dict[str, Any]()
-
-    def get_added_vocab(self) -> dict[str, int]:
-        return {}
-
-    def apply_chat_template(self, conversation: Any, **options: Any) -> str:
-        self.options = options
-        return "".join(message["content"] for message in conversation) + self.suffix
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        ids = [ord(character) for character in text]
-        return [1, *ids, self.eos_token_id] if add_special_tokens else ids
-
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
-        return "".join(map(chr, token_ids))
-
-
-def test_prompts_are_rendered_by_the_chat_template() -> None:
-    tokenizer = FakeTokenizer()
-    rendered = render_prompt(tokenizer, prompt("hi", thinking=False, tools=({"name": "add"},)))
-    assert rendered.token_ids == [104, 105] and not rendered.thinking
-    assert tokenizer.options["tools"] == [{"name": "add"}]
-    assert tokenizer.options["enable_thinking"] is tokenizer.options["thinking"] is False
-
-
-@pytest.mark.parametrize(
-    ("suffix", "thinking"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)]
-)
-def test_a_template_may_open_the_think_block(suffix: str, thinking: bool) -> None:
-    assert render_prompt(FakeTokenizer(suffix), prompt()).thinking == thinking
-
-
-def test_empty_prompts_are_refused() -> None:
-    with pytest.raises(ValueError, match="prompt p"):
-        render_prompt(FakeTokenizer(), prompt(messages=({"role": "user", "content": ""},)))
-
-
-def test_raw_prompts_start_a_text() -> None:
-    rendered = render_prompt(FakeTokenizer(), prompt("Q: <think>", raw=True))
-    assert rendered.token_ids == [1, *map(ord, "Q: <think>")] and rendered.thinking
-    assert not render_prompt(FakeTokenizer(), prompt("Q:", raw=True)).thinking
-
-
-def test_prompts_leave_room_for_completions() -> None:
-    check_fits(prompt(), 40, 60, 100)
-    with pytest.raises(ValueError, match="prompt p"):
-        check_fits(prompt(), 41, 60, 100)
 
 
 @pytest.mark.parametrize(
@@ -108,13 +44,6 @@ def test_text_is_split_into_reasoning_and_content(
     message = split_message(raw, thinking=opened)
     assert message["content"] == content and message.get("reasoning_content") == reasoning
     assert message["raw"] == raw and message["role"] == "assistant"
-
-
-def test_splitting_takes_linear_time() -> None:
-    begin = time.thread_time()
-    for raw in ("<think>" * 50_000, "<think>a</think>" + "<think>\nwait\n" * 50_000):
-        assert split_message(raw, thinking=True)["content"] == ""
-    assert time.thread_time() - begin < 5
 
 
 @pytest.mark.parametrize("clean_up", [False, True])
@@ -180,26 +109,3 @@ def test_seeds_differ_and_are_reproducible() -> None:
     }
     assert len(seeds) == 128 and all(0 <= seed < 2**63 for seed in seeds)
     assert sibling_seed(0, "p1", 1, 0, 2) == sibling_seed(0, "p1", 1, 0, 2)
-
-
-def test_special_thinking_marks_are_decoded() -> None:
-    tokenizer: Any = tokenizer_of("qwen3")
-    ids = tokenizer.encode("<think>\nno, 4\n</think>\n\nIt is 4", add_special_tokens=False)
-    ids.append(tokenizer.convert_tokens_to_ids("<|im_end|>"))
-    (plain,) = decode_all(tokenizer, [ids])
-    marked = copy.deepcopy(tokenizer)
-    marked.add_tokens([AddedToken(m, special=True) for m in ("<think>", "</think>")], True)
-    assert "think" not in marked.decode(ids, skip_special_tokens=True)
-    assert decode_all(marked, [ids]) == [plain]
-    assert split_message(plain, thinking=False)["content"] == "It is 4"
-
-
-def test_hidden_developer_messages_are_refused() -> None:
-    messages = ({"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"})
-    request = prompt(messages=messages)
-    assert render_prompt(tokenizer_of("chatml"), request).token_ids
-    assert TemplateChat(tokenizer_of("chatml")).opening(messages, (), thinking=False)
-    with pytest.raises(ValueError, match="developer"):
-        render_prompt(tokenizer_of("qwen3"), request)
-    with pytest.raises(ValueError, match="developer"):
-        TemplateChat(tokenizer_of("qwen3")).opening(messages, (), thinking=False)

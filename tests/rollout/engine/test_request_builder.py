@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.rollout.engine import request_builder as begin
 from keel.rollout.engine.request_builder import EngineRequest, PrefixHashes, TemplatedRequests
 
 BLOCK = 4
@@ -29,21 +28,6 @@ def test_hashes_cover_the_unchanged_prefix() -> None:
     assert store.prefix("another", ids(range(20))) == []
     hashes.append(b"d")  # of a request that continues
     assert store.prefix("talk", ids(range(30))) == [b"a", b"b", b"c"]
-
-
-def test_the_oldest_conversations_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(begin, "MAX_HASHED_TOKENS", 100)
-    store = PrefixHashes(BLOCK)
-    for turn in range(5):  # replaces the entry
-        store.keep("first", ids(range(30 + turn)), [b"a"])
-    store.keep("second", ids(range(40)), [b"b"])
-    assert store.prefix("first", ids(range(9))) and store.prefix("second", ids(range(9)))
-    store.keep("third", ids(range(40)), [b"c"])
-    assert not store.prefix("first", ids(range(9)))
-    assert store.prefix("second", ids(range(9))) and store.prefix("third", ids(range(9)))
-    store.keep("long", ids(range(500)), [b"d"])
-    assert store.prefix("long", ids(range(9))) == [b"d"]
-    assert not store.prefix("third", ids(range(9)))
 
 
 class Engine:
@@ -92,37 +76,6 @@ class Engine:
 
     def add_request(self, request: Any, wave: int) -> None:
         self.added.append(request)
-
-
-def test_refused_requests_leak_no_hashes() -> None:
-    def refuse(request: Any) -> Any:
-        raise ValueError("no such parameter")
-
-    first = SimpleNamespace(sampling_params=SimpleNamespace())
-    core = SimpleNamespace(
-        scheduler=SimpleNamespace(hash_block_size=BLOCK),
-        request_block_hasher=lambda request: [],
-        preprocess_add_request=refuse,
-    )
-    engine = SimpleNamespace(
-        engine_core=SimpleNamespace(engine_core=core),
-        input_processor=SimpleNamespace(process_inputs=lambda *_: first),
-        get_supported_tasks=lambda: ("generate",),
-    )
-    requests: Any = TemplatedRequests(engine)  # type: ignore[arg-type]
-    requests._hashes.keep("talk", ids(range(8)), [b"a", b"b"])
-    request = EngineRequest(
-        name="0",
-        ids=ids(range(20)),
-        conversation="talk",
-        kind="kind",
-        varying={},
-        params=SimpleNamespace,  # type: ignore[arg-type]
-    )
-    with pytest.raises(ValueError, match="no such parameter"):
-        requests.add(request)
-    other = SimpleNamespace(block_hashes=[])
-    assert core.request_block_hasher(other) == [] and other.block_hashes == []
 
 
 @pytest.mark.e2e

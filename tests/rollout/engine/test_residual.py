@@ -15,12 +15,6 @@ from tests.rollout.tiny_model import checkpoint_tensors, make_model
 
 pytestmark = pytest.mark.e2e
 LAYERS = 16
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 4,  # all, so that rounding changes no choice
-    "moe_intermediate_size": 64,
-    "mlp_only_layers": [*range(0, LAYERS, 2)],
-}
 
 
 def make_faint(vocabulary: int, *, seed: int) -> Qwen3MoeForCausalLM:
@@ -30,19 +24,23 @@ def make_faint(vocabulary: int, *, seed: int) -> Qwen3MoeForCausalLM:
     several times the rounding error of the head's input. Every other layer is dense.
     """
     torch.manual_seed(seed)
-    sizes: dict[str, Any] = {
-        "vocab_size": vocabulary,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "eos_token_id": 0,
-    }
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **EXPERTS))
+    config = Qwen3MoeConfig(
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=0,
+        num_experts=4,
+        num_experts_per_tok=4,  # all, so that rounding changes no choice
+        moe_intermediate_size=64,
+        mlp_only_layers=[*range(0, LAYERS, 2)],
+    )
+    model = Qwen3MoeForCausalLM(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "proj" in name:
@@ -71,36 +69,21 @@ def mean_error(folder: Path, residual: Literal["model", "float32"]) -> float:
     make_faint(vocabulary, seed=1).save_pretrained(folder)
     model: Any = make_faint(vocabulary, seed=2)
     spec = replace(engine_spec(folder, sampling=OPEN), dtype="bfloat16", residual_dtype=residual)
-    errors: list[torch.Tensor] = []
     with running_engine(spec, gpu=False) as engine:
         engine.update(1, checkpoint_tensors(model))
-        model = model.float()
-        for group in engine.sample(prompts(4, shared=0, own=9), group_size=2):
-            for trajectory in group.trajectories:
-                (segment,) = trajectory.segments
-                ids = torch.from_numpy(segment.token_ids_T).long()
-                logits = model(ids[None]).logits[0] / OPEN.temperature
-                logp = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
-                recorded = torch.from_numpy(segment.logp_old_T).float()[1:]
-                sampled = torch.from_numpy(segment.trainable_T)[1:]
-                errors.append((logp - recorded)[sampled].abs())
+        groups = engine.sample(prompts(4, shared=0, own=9), group_size=2)
+    model = model.float()
+    errors: list[torch.Tensor] = []
+    for trajectory in (t for group in groups for t in group.trajectories):
+        (segment,) = trajectory.segments
+        ids = torch.from_numpy(segment.token_ids_T).long()
+        logits = model(ids[None]).logits[0] / OPEN.temperature
+        logp = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+        recorded = torch.from_numpy(segment.logp_old_T).float()[1:]
+        errors.append((logp - recorded)[torch.from_numpy(segment.trainable_T)[1:]].abs())
     return float(torch.cat(errors).mean())
 
 
 def test_block_outputs_are_not_rounded_away(tmp_path: Path) -> None:
     kept, rounded = (mean_error(tmp_path, "float32"), mean_error(tmp_path, "model"))
     assert kept < rounded / 3
-
-
-def test_engines_without_set_up_layers_are_refused() -> None:
-    from vllm.model_executor.custom_op import op_registry_oot  # noqa: PLC0415
-
-    from keel.rollout.engine.patches import check_residual, install_residual  # noqa: PLC0415
-
-    before = dict(op_registry_oot)
-    install_residual(wide=True)
-    assert {"RMSNorm", "RowParallelLinear"} <= op_registry_oot.keys()
-    with pytest.raises(RuntimeError, match="residual_dtype"):
-        check_residual(2)
-    install_residual(wide=False)
-    assert op_registry_oot == before

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -17,12 +17,11 @@ from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.scorer import Scorer
 from keel.rl.types import Prompt
-from keel.rollout.judge.process import JudgeProcess
-from keel.rollout.judge.server import JudgeServer
+from keel.rollout.judge import server as judge_server
+from keel.rollout.judge.process import flags, options
+from keel.rollout.judge.server import MAX_RESTARTS, RECENT_S, JudgeServer
 from tests.rewards.groups import group
 from tests.waiting import PATIENCE_S, start_local_ray
-
-pytestmark = pytest.mark.e2e
 
 CRITERIA = [
     {"name": "blue", "text": "says blue", "weight": 0.5},
@@ -37,31 +36,7 @@ PROMPT = Prompt(
 BLUE, RED, GREEN = (f"<think></think>{answer}" for answer in ("Blue.", "Red, I think.", "Green."))
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> JudgeConfig:
-    """Tiny model with random weights. Only the schema determines the form of its replies."""
-    model = ensure_tiny_model(
-        TinyModelConfig(
-            max_context=6144,
-            cache_dir=str(tmp_path_factory.mktemp("models")),
-            cold_start=ColdStartConfig(steps=0),
-        ),
-        Curriculum(seed=0),
-    )
-    quote = build_tokenizer().convert_tokens_to_ids('"')
-    return JudgeConfig(
-        model=str(model),
-        serve=True,
-        server=JudgeServerConfig(dtype="float32", startup_timeout_s=2 * PATIENCE_S),
-        timeout_s=PATIENCE_S,
-        # Lets its reasons end.
-        temperature=1.0,
-        extra={"logit_bias": {str(quote): 5}},
-        max_reply_tokens=1500,
-    )
-
-
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture
 def cluster() -> Iterator[None]:
     start_local_ray(num_cpus=2)
     yield
@@ -97,16 +72,23 @@ def gone(pids: list[int]) -> bool:
     return True
 
 
-@pytest.fixture(scope="module")
-def failing(config: JudgeConfig, tmp_path_factory: pytest.TempPathFactory) -> JudgeProcess:
-    """A server whose model does not exist. It starts in parallel with the working server to save
-    time."""
-    folder = tmp_path_factory.mktemp("failing")
-    missing = replace(config, model=str(folder / "nowhere"))
-    return JudgeProcess(missing, gpu=False, host="127.0.0.1", key="k", log=folder / "judge.log")
-
-
-def test_server_judges_and_restarts(config: JudgeConfig, failing: JudgeProcess) -> None:
+@pytest.mark.e2e
+@pytest.mark.usefixtures("cluster")
+def test_server_judges_and_restarts(tmp_path: Path) -> None:
+    """The model has random weights. Only the schema determines the form of its replies."""
+    cold = ColdStartConfig(steps=0)
+    tiny = TinyModelConfig(max_context=6144, cache_dir=str(tmp_path), cold_start=cold)
+    quote = build_tokenizer().convert_tokens_to_ids('"')
+    config = JudgeConfig(
+        model=str(ensure_tiny_model(tiny, Curriculum(seed=0))),
+        serve=True,
+        server=JudgeServerConfig(dtype="float32", startup_timeout_s=2 * PATIENCE_S),
+        timeout_s=PATIENCE_S,
+        # Lets its reasons end.
+        temperature=1.0,
+        extra={"logit_bias": {str(quote): 5}},
+        max_reply_tokens=1500,
+    )
     server = JudgeServer(config, gpu=False)
     with (
         JudgeService(config, server=server) as judge,
@@ -123,8 +105,7 @@ def test_server_judges_and_restarts(config: JudgeConfig, failing: JudgeProcess) 
         assert gone(before)
 
         (scored,) = scorer.score([group(GREEN, prompt=PROMPT)])
-        assert scored.group.dropped == ()
-        assert server.restarts == 1
+        assert scored.group.dropped == () and server.restarts == 1
         counts = judge.counts()
         assert (counts.judged, counts.unasked, counts.failed) == (3, 0, {})
         after = processes_of(config.model)
@@ -134,8 +115,37 @@ def test_server_judges_and_restarts(config: JudgeConfig, failing: JudgeProcess) 
         server.stop()
 
 
-def test_a_missing_model(failing: JudgeProcess) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        failing.wait(2 * PATIENCE_S)
-    text = str(caught.value)
-    assert "nowhere" in text and "exit status 1" in text and "HFValidationError" in text
+def test_knobs_become_vllm_options() -> None:
+    own = {"quantization": "fp8", "enforce-eager": False, "hf_overrides": {"a": [1]}}
+    server = JudgeServerConfig(tensor_parallel=2, max_model_len=4096, options=own)
+    config = JudgeConfig(model="a/judge", serve=True, max_concurrent=7, server=server)
+    line = " ".join(flags(options(config, gpu=True)))
+    for expected in (
+        "--model a/judge --served-model-name a/judge",
+        "--max-num-seqs 7 ",
+        "--max-model-len 4096 ",
+        "--tensor-parallel-size 2 ",
+        '--quantization fp8 --no-enforce-eager --hf-overrides {"a": [1]}',
+    ):
+        assert expected in line
+
+
+def test_only_recent_restarts_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, actor = [0.0], object()
+
+    def launch(self: Any) -> None:
+        self._actor = actor
+
+    monkeypatch.setattr(judge_server.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(judge_server.ray_timeouts, "kill", lambda _: None)
+    monkeypatch.setattr(JudgeServer, "_launch", launch)
+    monkeypatch.setattr(JudgeServer, "_wait", lambda _: "http://somewhere")
+    monkeypatch.setattr(JudgeServer, "_ended", lambda _: "it died")
+    judge = JudgeServer(JudgeConfig(model="m", serve=True), gpu=False)
+    for _ in range(3 * MAX_RESTARTS):
+        assert judge.url() == "http://somewhere"
+        now[0] += RECENT_S / MAX_RESTARTS + 1
+    assert judge.restarts == 3 * MAX_RESTARTS - 1
+    with pytest.raises(RuntimeError, match="times"):
+        for _ in range(MAX_RESTARTS + 1):
+            judge.url()

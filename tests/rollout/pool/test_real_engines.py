@@ -13,7 +13,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import ray
@@ -25,7 +24,7 @@ from keel.rollout.pool.ray_engines import ray_pool
 from keel.weights.sync import StoreTransfer
 from tests.buckets import pack_buckets
 from tests.rollout.pool.fake_engines import generate
-from tests.rollout.remote_engine import TRUNCATED, engine_spec, prompts
+from tests.rollout.remote_engine import engine_spec, prompts
 from tests.rollout.tiny_model import checkpoint_tensors, make_model
 from tests.waiting import PATIENCE_S, start_local_ray, wait_for
 
@@ -169,17 +168,3 @@ def test_abandoned_groups_are_aborted_on_the_engine(pool: RolloutPool) -> None:
         ray.get(actor.stats.remote(), timeout=PATIENCE_S)["recordings"] for actor in actors(pool)
     ]
     assert held == [0, 0]
-
-
-def test_evaluation_is_not_recorded(pool: RolloutPool) -> None:
-    (group,) = generate(
-        pool, prompts(1, shared=0, own=9), group_size=2, sampling=TRUNCATED, purpose="eval"
-    )
-    (segment,) = group.trajectories[0].segments
-    assert segment.routes_TLK is None and segment.sampling_mask is None
-    assert np.isfinite(segment.logp_old_T).all()
-
-
-def test_too_long_prompts_are_named(pool: RolloutPool) -> None:
-    with pytest.raises(ValueError, match=r"prompt q0: .* exceed the engine's context of 256"):
-        list(generate(pool, prompts(1, shared=0, own=240, tag="q"), group_size=2))

@@ -52,23 +52,6 @@ def test_a_conversation_returns_to_its_engine() -> None:
     assert one | other == set(names) and not one & other and one and other
 
 
-def test_a_conversation_waits_for_its_busy_engine() -> None:
-    world = started(max_num_seqs=2)
-    turn(world, "c").result(PATIENCE_S)
-    home, other = world.lives
-    held = [f"{OPEN} {i}" for i in range(3)]
-    for count, name in enumerate(held):
-        turn(world, name)
-        wait_for(lambda count=count: len(home.turns) + len(other.turns) == count + 2)
-    assert home.turns == ["c", held[0], held[2]]  # full, and the other half full
-    waiting = turn(world, "c")
-    turn(world, "e").result(PATIENCE_S)  # has no engine and does not wait behind c
-    assert other.turns == [held[1], "e"] and not waiting.done()
-    home.finish(held[0])
-    waiting.result(PATIENCE_S)
-    assert home.turns[-1] == "c"
-
-
 def test_a_conversation_moves_to_an_idle_engine() -> None:
     world = started(max_num_seqs=1)
     turn(world, "c").result(PATIENCE_S)
@@ -90,18 +73,6 @@ def test_a_turn_of_a_dead_engine_is_requeued() -> None:
     turn(world, "c").result(PATIENCE_S)
     assert home.killed and world.pool.restarts == 1
     assert sum(engine.turns.count("c") for engine in world.lives) == 4
-
-
-def test_evaluation_turns_go_first_and_unrecorded() -> None:
-    world = started(engines=1, max_num_seqs=1)
-    held = turn(world, OPEN)
-    wait_for(lambda: world.lives[0].turns == [OPEN])
-    training, evaluation = turn(world, "t"), world.pool.turn(request("e"), purpose="eval")
-    world.lives[0].finish(OPEN)
-    for future in (held, training, evaluation):
-        future.result(PATIENCE_S)
-    assert world.lives[0].turns == [OPEN, "e", "t"]
-    assert world.lives[0].records == [True, False, True]
 
 
 def test_a_cancelled_turn_frees_its_place() -> None:

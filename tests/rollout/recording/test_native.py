@@ -113,17 +113,6 @@ def test_evaluation_records_log_probabilities_only() -> None:
     assert args["top_k"] == WIDEST_MASK and args["logprobs"] == 0
 
 
-def test_untruncated_training_is_refused() -> None:
-    options = RecordingOptions(routes=True, sampling_mask=False)
-    with pytest.raises(ValueError, match="top_k"):
-        recorder().sampling_args(SamplingConfig(), options)
-
-
-def test_the_v1_runner_is_refused() -> None:
-    with pytest.raises(ValueError, match="native"):
-        NativeRecorder(routes=True, sampling_mask=True).attach(engine(v2=False))
-
-
 @pytest.mark.parametrize(
     ("config", "gpu", "full_attention", "expected"),
     [

@@ -83,7 +83,7 @@ class Traffic:
                 break
             if number in at:
                 version = at.index(number) + 1
-                remote_engine._update(version, updates[version - 1])
+                remote_engine.update(version, updates[version - 1])
             else:
                 self._act(number)
         wait_for(lambda: self._gather() == 0, "all results")

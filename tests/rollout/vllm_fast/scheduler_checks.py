@@ -1,23 +1,28 @@
-"""Checks that the fast scheduler gives the same results as vLLM's scheduler."""
+"""Checks that the fast scheduler gives the same results as vLLM's scheduler, and that routes stay
+with their tokens. This module imports vLLM."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
 
+from keel.rollout.recording.base import RecordingOptions, RoutesBeforePreemption
+from keel.rollout.recording.packed import PackedRecorder
 from keel.rollout.vllm_fast import decode_batch
-from keel.rollout.vllm_fast import scheduler as fast
 from keel.rollout.vllm_fast.scheduler import JOIN_COST, AsyncFastScheduler, FastScheduler
 from tests.rollout.vllm_fast.play import (
     BLOCK,
     END,
     Play,
+    Runner,
     kept_of,
     logp_of,
     make_config,
@@ -72,19 +77,6 @@ def outputs_equal_vllms(config: Any, ahead: bool, blocks: int, updates: bool, cu
         check_whole(short, whole)
 
 
-def most_steady_steps_are_fast(config: Any) -> None:
-    play = Play(config, AsyncFastScheduler, ahead=True, blocks=400)
-    for index in range(12):
-        play.add(f"quiet{index}", 20, 120)
-    steps = 0
-    while play.scheduler.has_requests() or play.queue:
-        play.step()
-        steps += 1
-    assert isinstance(play.scheduler, AsyncFastScheduler)
-    assert play.scheduler.fast_steps > 0.5 * steps
-    assert play.runner.reused > 0.8 * play.scheduler.fast_steps
-
-
 def most_steps_of_turns_are_fast(config: Any, waiting: int) -> None:
     """Turns of conversations start and end every few steps.
 
@@ -135,39 +127,6 @@ def batches_flush_at_their_limits(config: Any, limit: str, most: int) -> None:
     check_whole(play, list(play.ended))
 
 
-def detokenized_requests_run_alongside(config: Any, ahead: bool) -> None:
-    kind = AsyncFastScheduler if ahead else FastScheduler
-    play = Play(config, kind, ahead=ahead, blocks=400)
-    for index in range(10):
-        play.add(f"quiet{index}", 20, 120)
-    for _ in range(10):
-        play.step()
-    play.add("read", 70, 60, detokenize=True)
-    while "read" not in play.ended:
-        play.step()
-    assert play.flushes == 0
-    play.finish()
-    check_whole(play, list(play.ended))
-    assert len(play.ended) == 11
-
-
-def waiting_requests_join_soon(config: Any) -> None:
-    """A request arrives while long requests are running."""
-    play = Play(config, AsyncFastScheduler, ahead=True, blocks=400)
-    for index in range(11):
-        play.add(f"quiet{index}", 20, 200)
-    for _ in range(8):
-        play.step()
-    play.add("alone", 20, 5)
-    fast.MAX_WAIT, before = 4, fast.MAX_WAIT
-    try:
-        for _ in range(8):
-            play.step()
-    finally:
-        fast.MAX_WAIT = before
-    assert play.answers["alone"]
-
-
 def free_slots_start_requests_at_once(config: Any, ahead: bool) -> None:
     """A request arrives during the chunked prefill of another one."""
     kinds = (AsyncScheduler, AsyncFastScheduler) if ahead else (Scheduler, FastScheduler)
@@ -216,3 +175,114 @@ def rows_with_shared_prefixes_are_adjacent(config: Any) -> None:
             assert abs(order.index("a") - order.index("b")) == 1
     assert seen > 20
     check_whole(play, list(play.ended))
+
+
+class RoutedRunner(Runner):
+    """Model runner that stores (weight version, position) for each token in its KV slot."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.version = 0
+        self.table = np.full((blocks * BLOCK, 2), -1, np.int16)
+        self.owned: dict[str, list[int]] = {}
+
+    def run(self, step: Any) -> ModelRunnerOutput:
+        begins: dict[str, int] = {}
+        for new in step.scheduled_new_reqs:
+            self.owned[new.req_id] = list(new.block_ids[0])
+            begins[new.req_id] = new.num_computed_tokens
+        cached = step.scheduled_cached_reqs
+        for name, more, begin in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            self.owned[name] += list(more[0]) if more else []
+            begins[name] = begin
+        made = super().run(step)
+        for name, count in step.num_scheduled_tokens.items():
+            places = np.arange(begins[name], begins[name] + count)
+            slots = slots_of(self.owned[name], places)
+            self.table[slots] = np.stack([np.full(count, self.version), places], 1)
+        return made
+
+
+def slots_of(blocks: Any, places: np.ndarray) -> np.ndarray:
+    return np.asarray(blocks, np.int64)[places // BLOCK] * BLOCK + places % BLOCK
+
+
+class RoutedPlay(Play):
+    """Reads the stored values as a recorder does: at the end of a request and before
+    preemptions."""
+
+    def __init__(self, config: Any, kind: type[Scheduler], *, ahead: bool, blocks: int) -> None:
+        super().__init__(config, kind, ahead=ahead, blocks=blocks)
+        self.runner: RoutedRunner = RoutedRunner(blocks)
+        self.wanted: dict[str, RecordingOptions] = {}
+        self.before = RoutesBeforePreemption(self.scheduler, self.wanted, self.read)
+        self.checked = 0
+
+    def read(self, blocks: Any, first: int, tokens: int) -> Any:
+        return self.runner.table[slots_of(blocks, np.arange(first, tokens))]
+
+    def add(self, name: str, prompt: int, limit: int) -> None:
+        # Every second request acts like a later turn.
+        first = prompt // 2 if len(self.wanted) % 2 else 0
+        self.wanted[name] = RecordingOptions(routes=True, sampling_mask=True, routes_from=first)
+        super().add(name, prompt, limit)
+
+    def step(self) -> None:
+        self.runner.version = self.version
+        ended = set(self.ended)
+        super().step()
+        for name in set(self.ended) - ended:
+            tokens = len(self.contexts[name]) + len(self.answers[name]) - 1
+            blocks = self.scheduler.finished_blocks.pop(name)  # type: ignore[attr-defined]
+            first = self.wanted[name].routes_from
+            rows = self.before.rows(name, blocks, first, tokens)
+            versions = self.versions[name]
+            assert rows[:, 1].tolist() == list(range(first, tokens))
+            of_all = [versions[0]] * len(self.contexts[name]) + versions[1:]
+            assert rows[:, 0].tolist() == of_all[first:]
+            self.checked += 1
+
+
+def routes_belong_to_the_sampling_weights(config: Any, ahead: bool, blocks: int) -> None:
+    """Run with many preemptions and a weight update every 17 steps."""
+    for seed in range(6):
+        kind = AsyncFastScheduler if ahead else FastScheduler
+        play = RoutedPlay(config, kind, ahead=ahead, blocks=blocks)
+        draw = np.random.default_rng(seed)
+        for index in range(400):
+            while len(play.answers) < 40 and draw.random() < (0.8 if index < 3 else 0.15):
+                name = f"r{len(play.answers)}"
+                play.add(name, int(draw.integers(3, 90)), int(draw.integers(2, 150)))
+            if index % 17 == 16:
+                play.pause_and_reset()
+            play.step()
+        while play.scheduler.has_requests() or play.queue:
+            play.step()
+        assert play.checked == 40 and play.preempted > 20
+        assert not play.before._rows
+
+
+def non_finite_completions_skip_route_checks(config: Any) -> None:
+    """With NaN logits, a sampled token may be outside its sampling mask."""
+    scheduler = Play(config, AsyncFastScheduler, ahead=True, blocks=30).scheduler
+    engine: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(use_v2_model_runner=True),
+        engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)),
+        collective_rpc=lambda *_, **__: [None],
+    )
+    recorder = PackedRecorder(routes=True, sampling_mask=True)
+    recorder.attach(engine)
+    for value in (np.nan, np.inf, -np.inf):
+        recorder.expect("r", RecordingOptions(routes=True, sampling_mask=True))
+        packed = scheduler.recordings["r"]  # type: ignore[attr-defined]
+        packed.logp.append(np.array([-1, value], np.float32))
+        packed.ids.append(np.array([7, 8], np.int32))
+        packed.sizes.append(np.array([1, 1]))
+        completion: Any = SimpleNamespace(token_ids=[7, 0])
+        recording = recorder.take("r", 3, completion)
+        assert np.array_equal(recording.logp, np.array([-1, value], np.float32), equal_nan=True)
+        assert recording.sampling_mask is None and recording.routes is None
+        assert recorder.pending() == 0
+        assert not scheduler.recordings  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Runs `scheduler_checks.py` and `routes_checks.py`, which import vLLM."""
+"""Runs `scheduler_checks.py`, which imports vLLM."""
 
 from __future__ import annotations
 
@@ -20,55 +20,27 @@ def config(checks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return checks.make_config(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("blocks", [400, 30])
-@pytest.mark.parametrize("updates", [False, True])
-@pytest.mark.parametrize("cuts", [False, True])
-def test_outputs_equal_vllms(
-    checks: Any, config: Any, ahead: bool, blocks: int, updates: bool, cuts: bool
-) -> None:
-    checks.outputs_equal_vllms(config, ahead, blocks, updates, cuts)
-
-
-def test_most_steady_steps_are_fast(checks: Any, config: Any) -> None:
-    checks.most_steady_steps_are_fast(config)
-
-
-@pytest.mark.parametrize("waiting", [0, 8])
-def test_most_steps_of_turns_are_fast(checks: Any, config: Any, waiting: int) -> None:
-    checks.most_steps_of_turns_are_fast(config, waiting)
-
-
-@pytest.mark.parametrize(("limit", "most"), [("MAX_STEPS", 16), ("MAX_IDS", 400)])
-def test_batches_flush_at_their_limits(checks: Any, config: Any, limit: str, most: int) -> None:
-    checks.batches_flush_at_their_limits(config, limit, most)
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-def test_detokenized_requests_run_alongside(checks: Any, config: Any, ahead: bool) -> None:
-    checks.detokenized_requests_run_alongside(config, ahead)
-
-
-def test_waiting_requests_join_soon(checks: Any, config: Any) -> None:
-    checks.waiting_requests_join_soon(config)
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-def test_free_slots_start_requests_at_once(checks: Any, config: Any, ahead: bool) -> None:
-    checks.free_slots_start_requests_at_once(config, ahead)
-
-
-def test_rows_with_shared_prefixes_are_adjacent(checks: Any, config: Any) -> None:
-    checks.rows_with_shared_prefixes_are_adjacent(config)
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("blocks", [18, 30])
-def test_routes_belong_to_the_sampling_weights(config: Any, ahead: bool, blocks: int) -> None:
-    checks: Any = import_module("tests.rollout.vllm_fast.routes_checks")
-    checks.routes_belong_to_the_sampling_weights(config, ahead, blocks)
-
-
-def test_non_finite_completions_skip_route_checks(config: Any) -> None:
-    checks: Any = import_module("tests.rollout.vllm_fast.routes_checks")
-    checks.non_finite_completions_skip_route_checks(config)
+@pytest.mark.parametrize(
+    ("check", "arguments"),
+    [
+        # Asynchronous scheduling, number of blocks, weight updates, deadlines.
+        ("outputs_equal_vllms", (True, 400, False, False)),
+        ("outputs_equal_vllms", (True, 400, True, True)),
+        ("outputs_equal_vllms", (True, 30, False, True)),
+        ("outputs_equal_vllms", (True, 30, True, False)),
+        ("outputs_equal_vllms", (False, 400, True, False)),
+        ("outputs_equal_vllms", (False, 30, False, True)),
+        ("most_steps_of_turns_are_fast", (0,)),
+        ("most_steps_of_turns_are_fast", (8,)),
+        ("batches_flush_at_their_limits", ("MAX_STEPS", 16)),
+        ("batches_flush_at_their_limits", ("MAX_IDS", 400)),
+        ("free_slots_start_requests_at_once", (True,)),
+        ("free_slots_start_requests_at_once", (False,)),
+        ("rows_with_shared_prefixes_are_adjacent", ()),
+        ("routes_belong_to_the_sampling_weights", (True, 18)),
+        ("routes_belong_to_the_sampling_weights", (False, 30)),
+        ("non_finite_completions_skip_route_checks", ()),
+    ],
+)
+def test_scheduler(checks: Any, config: Any, check: str, arguments: tuple[Any, ...]) -> None:
+    getattr(checks, check)(config, *arguments)
