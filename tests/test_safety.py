@@ -28,7 +28,7 @@ FOLDERS = [
     "trainer",
 ]
 PICKLES = {
-    *("weights/control_channel.py", "trainer/engine/weights.py"),
+    *("weights/channel.py", "trainer/engine/weights.py"),
     "rewards/pickled_functions.py",
 }
 """Messages between ranks and engines of one run, and functions that the caller of `keel.train`

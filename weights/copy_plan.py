@@ -2,27 +2,47 @@
 
 vLLM's loader spends a fraction of a millisecond of Python time on each tensor, and a
 mixture-of-experts model has tens of thousands. It puts every tensor in the same place in each
-update. `keel.weights.trace` therefore records these places once, and a `CopyPlan` repeats the
-copies with a few calls per layer. Offsets and strides count elements unless stated otherwise.
+update. A `LoadRecorder` therefore records these places during one update, and a `CopyPlan` repeats
+the copies with a few calls per layer.
+
+The recorder follows each checkpoint tensor from its bucket into the tensor that vLLM builds for a
+complete layer, and from there into the tensor that kernels and CUDA graphs hold. It refuses to make
+a plan if anything else happens to the weights: an operation that reads them and is not a view may
+compute something that the copies would not update. At the end the records are checked. Every loaded
+tensor is inverted bit by bit, rebuilt and compared. If there is no plan, vLLM's loader carries out
+every update. Offsets and strides count elements unless stated otherwise.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from keel.weights.buckets import TensorEntry
 
-_LOG = logging.getLogger(__name__)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by size in bytes. Copies between tensors with the same type are made with these."""
+_AFTER_LOADING = "process_weights_after_loading"
+_ATEN = torch.ops.aten
+_SHAPE_ONLY = (
+    *(_ATEN.empty_like, _ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like),
+    *(_ATEN.new_empty, _ATEN.new_empty_strided, _ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full),
+)
+"""Operations that read only the shape, type and device of a tensor."""
 Dims = tuple[tuple[int, int, int], ...]
 """For each dimension: its length, its stride in the kernel's tensor and its stride in the
 source."""
+Layout = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Offset in the storage, size and stride."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,91 +60,31 @@ class CopyPiece:
     """Element type in the source."""
 
 
-@dataclass(frozen=True, slots=True)
-class CopiedTensor:
-    """A checkpoint tensor, and the pieces of it that are copied. There are no pieces if vLLM's
-    loader ignores the tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    pieces: tuple[CopyPiece, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ConstantFill:
-    """A part of a kernel's tensor that always has the same value, such as padding."""
-
-    target: Tensor
-    value: float
-
-    def __call__(self) -> None:
-        self.target.fill_(self.value)
-
-
-@dataclass(slots=True)
-class _CopyGroup:
-    """Copies that are made in one call. They have the same types, and either all or none of them
-    have gaps."""
-
-    dtype: torch.dtype
-    """Element type in the sources."""
-    targets: list[Tensor] = field(default_factory=list)
-    sources: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
-    """Offset in the bucket, size and stride of each source."""
-
-
-class _CopyProgram:
-    """All copies for a bucket with a certain table of tensors."""
-
-    def __init__(self, kernels: Sequence[Tensor], pieces: Iterable[CopyPiece]) -> None:
-        groups: dict[tuple[torch.dtype, torch.dtype, bool], _CopyGroup] = {}
-        for piece in pieces:
-            kernel = kernels[piece.kernel]
-            dtype = kernel.dtype
-            if dtype == piece.dtype:
-                piece, dtype = _as_integers(piece)
-            size = tuple(n for n, _, _ in piece.dims)
-            key = piece.dtype, dtype, size[1:] == () and piece.dims[0][1:] == (1, 1)
-            group = groups.setdefault(key, _CopyGroup(piece.dtype))
-            strides = tuple(at for _, at, _ in piece.dims)
-            group.targets.append(window(kernel, dtype, piece.at, size, strides))
-            group.sources.append((piece.source, size, tuple(s for _, _, s in piece.dims)))
-        self._groups = list(groups.values())
-
-    @property
-    def copies(self) -> int:
-        return sum(len(group.targets) for group in self._groups)
-
-    def run(self, flat: Tensor) -> None:
-        """Copy from the bucket `flat`, which must be aligned to 8 bytes."""
-        for group in self._groups:
-            first = start_of(flat) // group.dtype.itemsize
-            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-                group.targets,
-                [
-                    window(flat, group.dtype, first + offset, size, stride)
-                    for offset, size, stride in group.sources
-                ],
-            )
+Placed = Mapping[str, tuple[TensorEntry, tuple[CopyPiece, ...]]]
+"""The pieces of each checkpoint tensor. There are none if vLLM's loader ignores the tensor."""
+_Copies = tuple[list[Tensor], list[Layout]]
+"""Targets, and the parts of a bucket to copy there. They are copied in one call, so they have the
+same types, and either all or none of them have gaps."""
 
 
 class CopyPlan:
     """Copies all checkpoint tensors to where they belong in one worker of an engine."""
 
     def __init__(
-        self,
-        kernels: Sequence[Tensor],
-        placed: Mapping[str, CopiedTensor],
-        fills: Sequence[ConstantFill] = (),
+        self, kernels: Sequence[Tensor], placed: Placed, fills: Sequence[tuple[Tensor, float]] = ()
     ) -> None:
+        """`fills` are parts of kernels' tensors that always have the same value, such as
+        padding."""
         self.kernels, self.placed, self._fills = kernels, placed, fills
-        self._programs: dict[str, tuple[tuple[TensorEntry, ...], _CopyProgram]] = {}
-        """Keyed by the name of the first tensor in the bucket."""
+        self._programs: dict[
+            str, tuple[tuple[TensorEntry, ...], list[tuple[torch.dtype, _Copies]]]
+        ] = {}
+        """The table of each known bucket and its copies, keyed by the name of the first tensor."""
 
     def begin(self) -> None:
         """Write the constant parts."""
-        for fill in self._fills:
-            fill()
+        for target, value in self._fills:
+            target.fill_(value)
 
     def load(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> None:
         """Copy the tensors in a bucket to where they belong. On a GPU this is asynchronous.
@@ -132,72 +92,51 @@ class CopyPlan:
         Raises ValueError if a tensor was not in the first update, or had another type or shape
         there.
         """
-        if (flat.data_ptr() | start_of(flat)) % 8:
+        if (flat.data_ptr() | int(flat.storage_offset())) % 8:
             flat = flat.clone()
-        known, program = self._programs.get(entries[0].name, ((), None))
-        if program is None or known != entries:
-            program = self._checked(entries, flat)
+        known, program = self._programs.get(entries[0].name, ((), []))
+        if known != entries:
+            pieces = [piece for entry in entries for piece in self._pieces(entry)]
+            program = self._program(join(pieces))
             self._programs[entries[0].name] = entries, program
-        else:
-            program.run(flat)
+        for dtype, (targets, sources) in program:
+            first = int(flat.storage_offset()) // dtype.itemsize
+            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+                targets,
+                [window(flat, dtype, (first + at, size, stride)) for at, size, stride in sources],
+            )
 
-    def _checked(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> _CopyProgram:
-        """Build the program for a table of tensors and run it. If its result differs from copying
-        each piece separately, use separate copies instead."""
-        pieces = [piece for entry in entries for piece in self._pieces(entry)]
-        program, plain = (
-            _CopyProgram(self.kernels, join(pieces)),
-            _CopyProgram(self.kernels, pieces),
-        )
-        plain.run(flat)
-        targets = [target for group in plain._groups for target in group.targets]
-        expected = [target.clone() for target in targets]
-        for target in targets:
-            bits(target).bitwise_not_()  # unwritten elements then differ in every bit
-        program.run(flat)
-        wrong = [
-            (bits(target) != bits(right)).any()
-            for target, right in zip(targets, expected, strict=True)
-        ]
-        if wrong and bool(torch.stack(wrong).any()):
-            _LOG.warning("copies of weights were joined wrongly; copying them one by one")
-            plain.run(flat)
-            return plain
-        return program
+    def _program(self, pieces: Iterable[CopyPiece]) -> list[tuple[torch.dtype, _Copies]]:
+        groups: dict[tuple[torch.dtype, torch.dtype, bool], _Copies] = {}
+        for piece in pieces:
+            kernel = self.kernels[piece.kernel]
+            dtype = kernel.dtype
+            if dtype == piece.dtype:
+                piece, dtype = _as_integers(piece)
+            size, strides, source_strides = zip(*piece.dims, strict=True)
+            dense = piece.dims[1:] == () and piece.dims[0][1:] == (1, 1)
+            targets, sources = groups.setdefault((piece.dtype, dtype, dense), ([], []))
+            targets.append(window(kernel, dtype, (piece.at, size, strides)))
+            sources.append((piece.source, size, source_strides))
+        return [(source_dtype, copies) for (source_dtype, _, _), copies in groups.items()]
 
-    def _pieces(self, entry: TensorEntry) -> Iterable[CopyPiece]:
-        placed = self.placed.get(entry.name)
-        if placed is None or (placed.dtype, placed.shape) != (entry.dtype, entry.shape):
-            was = "absent" if placed is None else f"{placed.dtype} {list(placed.shape)}"
+    def _pieces(self, entry: TensorEntry) -> Iterator[CopyPiece]:
+        known, pieces = self.placed.get(entry.name, (None, ()))
+        if known is None or known[1:3] != entry[1:3]:
+            was = "absent" if known is None else f"{known.dtype} {list(known.shape)}"
             raise ValueError(
                 f"weight update: {entry.name!r} is {entry.dtype} {list(entry.shape)} and was {was} "
                 "in the first update; publish the same tensors each time"
             )
-        for piece in placed.pieces:
+        for piece in pieces:
             yield replace(piece, source=piece.source + entry.offset // piece.dtype.itemsize)
 
 
-def start_of(tensor: Tensor) -> int:
-    """Return where a tensor starts in its storage."""
-    return int(tensor.storage_offset())
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """View a tensor as integers, so that NaN compares equal to itself."""
-    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
-
-
-def window(
-    tensor: Tensor,
-    dtype: torch.dtype,
-    offset: int,
-    size: Sequence[int],
-    stride: Sequence[int],
-) -> Tensor:
-    """View any part of a tensor's storage as any type. `offset` counts from the start of the
+def window(tensor: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
+    """View any part of a tensor's storage as any type. The offset counts from the start of the
     storage."""
     view = torch.empty(0, dtype=dtype, device=tensor.device)
-    return view.set_(tensor.untyped_storage(), offset, tuple(size), tuple(stride))
+    return view.set_(tensor.untyped_storage(), *layout)
 
 
 def dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]) -> Dims:
@@ -215,65 +154,33 @@ def dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]) -> Dims:
 
 
 def join(pieces: Iterable[CopyPiece]) -> list[CopyPiece]:
-    """Merge pieces into larger ones. For example, all experts in a layer may become one piece."""
+    """Merge equal pieces that are spaced evenly into one piece with an extra dimension. For
+    example, all experts in a layer may become one piece."""
     ordered = sorted(
         pieces, key=lambda piece: (piece.kernel, str(piece.dtype), piece.at, piece.source)
     )
     while True:
-        fewer = _join_steps(_join_neighbours(ordered))
-        if len(fewer) == len(ordered):
-            return fewer
-        ordered = fewer
-
-
-def _join_neighbours(pieces: Iterable[CopyPiece]) -> list[CopyPiece]:
-    """Merge a piece with the next one if the next one continues it in both the source and the
-    target."""
-    joined: list[CopyPiece] = []
-    for piece in pieces:
-        if joined and _together(joined[-1], piece):
-            last = joined[-1]
-            n, at, source = last.dims[0]
-            if last.at + n * at == piece.at and last.source + n * source == piece.source:
-                (more, *strides), inner = piece.dims[0], piece.dims[1:]
-                if strides == [at, source] and inner == last.dims[1:]:
-                    joined[-1] = replace(last, dims=_simplified(((n + more, at, source), *inner)))
-                    continue
-        joined.append(piece)
-    return joined
-
-
-def _join_steps(pieces: Sequence[CopyPiece]) -> list[CopyPiece]:
-    """Merge equal pieces that are spaced evenly into one piece with an extra dimension."""
-    joined: list[CopyPiece] = []
-    index = 0
-    while index < len(pieces):
-        first, end = pieces[index], index + 1
-        step = _step(first, pieces[end]) if end < len(pieces) else None
-        while step and end < len(pieces) and _step(pieces[end - 1], pieces[end]) == step:
-            end += 1
-        if step:
-            outer = (end - index, *step)
-            first = replace(first, dims=_simplified((outer, *first.dims)))
-        joined.append(first)
-        index = end
-    return joined
+        joined: list[CopyPiece] = []
+        index = 0
+        while index < len(ordered):
+            first, end = ordered[index], index + 1
+            step = _step(first, ordered[end]) if end < len(ordered) else None
+            while step and end < len(ordered) and _step(ordered[end - 1], ordered[end]) == step:
+                end += 1
+            if step:
+                parts = zip((end - index, *step), *first.dims, strict=True)
+                first = replace(first, dims=dims(*parts))
+            joined.append(first)
+            index = end
+        if len(joined) == len(ordered):
+            return joined
+        ordered = joined
 
 
 def _step(one: CopyPiece, other: CopyPiece) -> tuple[int, int] | None:
     at, source = other.at - one.at, other.source - one.source
-    if _together(one, other) and one.dims == other.dims and at > 0 and source >= 0:
-        return at, source
-    return None
-
-
-def _together(one: CopyPiece, other: CopyPiece) -> bool:
-    return one.kernel == other.kernel and one.dtype == other.dtype
-
-
-def _simplified(parts: Dims) -> Dims:
-    size, at, source = zip(*parts, strict=True)
-    return dims(size, at, source)
+    alike = replace(other, at=one.at, source=one.source) == one
+    return (at, source) if alike and at > 0 and source >= 0 else None
 
 
 def _as_integers(piece: CopyPiece) -> tuple[CopyPiece, torch.dtype]:
@@ -281,18 +188,339 @@ def _as_integers(piece: CopyPiece) -> tuple[CopyPiece, torch.dtype]:
     conversion."""
     item = piece.dtype.itemsize
     *outer, (n, *inner) = piece.dims
-    dense = inner == [1, 1]
     strides = [stride for _, *both in outer for stride in both]
     lengths = [length * item for length in (piece.at, piece.source, n, *strides)]
-    width = max(w for w in _INTEGERS if w == item or (dense and not any(x % w for x in lengths)))
-    if width == item:
-        return replace(piece, dtype=_INTEGERS[item]), _INTEGERS[item]
+    fits = inner == [1, 1]
+    width = max(w for w in _INTEGERS if w == item or (fits and not any(x % w for x in lengths)))
 
     def wide(length: int) -> int:
         return length * item // width
 
-    parts = (*((m, wide(at), wide(source)) for m, at, source in outer), (wide(n), 1, 1))
-    changed = replace(
-        piece, at=wide(piece.at), source=wide(piece.source), dims=parts, dtype=_INTEGERS[width]
-    )
-    return changed, _INTEGERS[width]
+    parts = piece.dims
+    if width != item:
+        parts = (*((m, wide(at), wide(source)) for m, at, source in outer), (wide(n), 1, 1))
+    dtype = _INTEGERS[width]
+    return CopyPiece(piece.kernel, wide(piece.at), wide(piece.source), parts, dtype), dtype
+
+
+@dataclass(slots=True)
+class _Write:
+    """Something that was written into a part of a storage."""
+
+    data: Tensor | None
+    """The data that was written. None for a constant, and after the write has been verified."""
+    name: str = ""
+    """The checkpoint tensor that the data came from. Empty for a constant."""
+    start: int = 0
+    """Where the data starts in the checkpoint tensor."""
+    stride: tuple[int, ...] = ()
+    """Stride in the checkpoint tensor."""
+    value: float = 0.0
+    """The value of a constant."""
+
+
+@dataclass(slots=True)
+class _Target:
+    """A storage that weights were written to. It belongs to a kernel's tensor or to an intermediate
+    one."""
+
+    alive: StorageWeakRef
+    """Keeps the key of the storage from being reused."""
+    dtype: torch.dtype
+    name: str = "a loaded tensor"
+    kernel: Tensor | None = None
+    """The tensor that kernels hold. None for an intermediate storage."""
+    writes: dict[Layout, _Write] = field(default_factory=dict[Layout, _Write])
+    read_by: str = ""
+    """The operation that read the storage before it was written."""
+    proven: bool = False
+
+
+@dataclass(slots=True)
+class _Bucket:
+    alive: StorageWeakRef
+    entries: tuple[TensorEntry, ...]
+    starts: list[int]
+    """Where each entry starts in the storage, in bytes."""
+
+
+class LoadRecorder:
+    """Records one update by vLLM's loader."""
+
+    def __init__(self, model: nn.Module, deferred: Sequence[nn.Module] = ()) -> None:
+        """Create the recorder before the update starts. `deferred` holds the layers that process
+        their weights after loading. This processing is repeated in each update, so it is not
+        recorded and may compute anything."""
+        self.refusal = ""
+        """The reason why there is no plan. Empty as long as a plan is possible."""
+        self._model, self._deferred = model, deferred
+        self._mode, self._paused = _Observer(self._operation), False
+        self._targets: dict[int, _Target] = {}
+        self._buckets: dict[int, _Bucket] = {}
+        self._arrived: dict[str, TensorEntry] = {}
+        self._addresses = _addresses(model)
+        for name, tensor in _tensors(model):
+            if tensor.is_meta:
+                self.refuse(f"{name} was left unfinished by an earlier update")
+                continue
+            target = self._target(tensor)
+            if target.kernel is None or target.kernel.numel() < tensor.numel():
+                target.name, target.kernel = name, tensor.detach()
+
+    def refuse(self, why: str) -> None:
+        self.refusal = self.refusal or why
+
+    @contextmanager
+    def bucket(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> Iterator[None]:
+        """Record how a bucket is loaded inside this context."""
+        alive = StorageWeakRef(flat.untyped_storage())
+        starts = [int(flat.storage_offset()) + entry.offset for entry in entries]
+        self._buckets[_key(flat)] = _Bucket(alive, entries, starts)
+        for entry in entries:
+            if entry.name in self._arrived:
+                self.refuse(f"{entry.name} came twice")
+            self._arrived[entry.name] = entry
+        with self.watching():
+            yield
+        # vLLM frees the sources of a complete layer.
+        self._buckets = {k: each for k, each in self._buckets.items() if not each.alive.expired()}
+        self._targets = {k: each for k, each in self._targets.items() if not each.alive.expired()}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record all operations of the loader inside this context, except for those of the
+        `deferred` layers."""
+        if self.refusal:
+            yield
+            return
+        for layer in self._deferred:
+            layer.__dict__[_AFTER_LOADING] = self._unobserved(getattr(layer, _AFTER_LOADING))
+        try:
+            with self._mode:
+                yield
+        finally:
+            for layer in self._deferred:
+                del layer.__dict__[_AFTER_LOADING]
+            if self.refusal:
+                self._targets, self._buckets = {}, {}
+
+    def _unobserved(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._paused = True
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._paused = False
+
+        return call
+
+    def plan(self) -> CopyPlan | None:
+        """Return the plan for the recorded update, or None if it was refused."""
+        written = [t for t in self._targets.values() if t.kernel is not None and t.writes]
+        for target in written:
+            assert target.kernel is not None
+            if target.read_by:
+                self.refuse(f"{target.read_by} reads {target.name}")
+            if not self.refusal and not target.proven:
+                self._prove(target, target.kernel, target.kernel.clone())
+        if _addresses(self._model) != self._addresses:
+            self.refuse("tensors have moved")
+        if not written:
+            self.refuse("nothing was copied")
+        self._targets, self._buckets = {}, {}
+        if self.refusal:
+            return None
+        kernels = [target.kernel for target in written if target.kernel is not None]
+        pieces: dict[str, list[CopyPiece]] = {name: [] for name in self._arrived}
+        fills: list[tuple[Tensor, float]] = []
+        for index, target in enumerate(written):
+            for layout, write in target.writes.items():
+                if not write.name:
+                    fills.append((window(kernels[index], target.dtype, layout), write.value))
+                    continue
+                offset, size, stride = layout
+                dtype = getattr(torch, self._arrived[write.name].dtype)
+                parts = dims(size, stride, write.stride)
+                pieces[write.name].append(CopyPiece(index, offset, write.start, parts, dtype))
+        placed = {name: (entry, tuple(pieces[name])) for name, entry in self._arrived.items()}
+        return CopyPlan(kernels, placed, fills)
+
+    def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a PyTorch operation and record what it does."""
+        inputs = [] if self.refusal or self._paused else _leaves((args, kwargs))
+        keys = {_key(tensor) for tensor in inputs if not tensor.is_meta and tensor.numel()}
+        known = any(key in self._buckets or key in self._targets for key in keys)
+        if known and func in (_ATEN.fill_.Scalar, _ATEN.zero_.default):
+            self._fill(args[0], 0.0 if func is _ATEN.zero_.default else float(args[1]))
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if not known or func.overloadpacket in _SHAPE_ONLY:
+            return result
+        if func.overloadpacket is _ATEN.copy_:
+            self._copy(args[0], args[1])
+            return result
+        made = {_key(tensor) for tensor in _leaves(result)}
+        if func._schema.is_mutable or not made or not made <= keys:
+            for key in keys:
+                self._read(key, str(func))
+        return result
+
+    def _read(self, key: int, by: str) -> None:
+        """Handle an operation other than a copy that reads or changes a storage."""
+        if key in self._buckets:
+            self.refuse(f"{by} reads a tensor of the checkpoint")
+        elif (target := self._targets.get(key)) is not None:
+            if target.writes:
+                self.refuse(f"{by} reads {target.name}")
+            target.read_by = target.read_by or by
+
+    def _copy(self, to: Tensor, source: Tensor) -> None:
+        here, there = _key(to), _key(source)
+        if to.is_meta or not source.numel():
+            return  # vLLM only counts elements
+        if here == there and _layout(to) == _layout(source) and to.dtype == source.dtype:
+            return
+        origin = self._targets.get(there)
+        if here in self._buckets:
+            self.refuse("a tensor of the checkpoint is written to")
+        elif there in self._buckets:
+            self._load(to, source, self._buckets[there])
+        elif origin is not None and origin.writes:
+            self._move(to, source, origin)
+        else:
+            if origin is not None:
+                self._read(there, "a copy")
+            if here in self._targets:
+                name = self._targets[here].name
+                self.refuse(f"{name} receives something that is not in the checkpoint")
+
+    def _load(self, to: Tensor, source: Tensor, bucket: _Bucket) -> None:
+        """Record that a part of a checkpoint tensor was copied."""
+        offset, shape, stride = _layout(source)
+        begin = offset * source.dtype.itemsize
+        index = max(bisect_right(bucket.starts, begin) - 1, 0)
+        entry = bucket.entries[index]
+        start, rest = divmod(begin - bucket.starts[index], source.dtype.itemsize)
+        last = start + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        wrong_type = str(source.dtype) != f"torch.{entry.dtype}"
+        if wrong_type or start < 0 or rest or last >= entry.numel:
+            self.refuse(f"{entry.name} is read as something else")
+            return
+        source = source.expand(to.shape)
+        # Tensors loaded into a kernel directly are small, such as a bias; `plan` compares them.
+        data = source if self._target(to).kernel is None else source.clone()
+        self._write(to, _Write(data, entry.name, start, source.stride()))
+
+    def _fill(self, to: Tensor, value: float) -> None:
+        if _key(to) in self._buckets:
+            self.refuse("a tensor of the checkpoint is written to")
+        else:
+            self._write(to, _Write(None, value=value))
+
+    def _write(self, to: Tensor, write: _Write) -> None:
+        target = self._target(to)
+        if to.dtype != target.dtype:
+            self.refuse(f"{target.name} is written to as {to.dtype}")
+        target.writes[_layout(to)] = write
+        target.proven = False
+
+    def _move(self, to: Tensor, source: Tensor, origin: _Target) -> None:
+        """Record that a loaded tensor was copied as a whole, along with everything that was written
+        to it."""
+        target = self._target(to)
+        like = (source.dtype, source.shape, source.stride())
+        whole = source.untyped_storage().nbytes() == source.numel() * source.dtype.itemsize
+        if not (
+            whole
+            and like == (to.dtype, to.shape, to.stride())
+            and source.dtype == origin.dtype == target.dtype
+            and (target.kernel is None or to.numel() == target.kernel.numel())
+        ):
+            self.refuse(f"{target.name} is made by conversion")
+            return
+        shift = int(to.storage_offset())
+        target.writes = {
+            (offset + shift, size, stride): write
+            for (offset, size, stride), write in origin.writes.items()
+        }
+        if target.kernel is not None:
+            self._prove(target, to, source)
+
+    def _prove(self, target: _Target, kernel: Tensor, truth: Tensor) -> None:
+        """Check that the recorded writes are enough to reproduce `kernel`, whatever it contained
+        before."""
+        number = sum(prod(size) for _, size, _ in target.writes)
+        stride = kernel.stride()
+        if number != kernel.numel() or dims(kernel.shape, stride, stride) != ((number, 1, 1),):
+            self.refuse(f"{target.name}: {number} of its {kernel.numel()} elements are loaded")
+            return
+        actual, expected = _bytes(kernel), _bytes(truth)
+        torch.bitwise_not(expected, out=actual)  # unwritten elements then differ in every bit
+        for (offset, size, stride), write in target.writes.items():
+            if write.data is not None:
+                parts = dims(size, stride, write.data.stride())  # as the plan does
+                size, stride, inner = zip(*parts, strict=True)
+                layout = int(write.data.storage_offset()), size, inner
+                data = window(write.data, write.data.dtype, layout)
+                window(kernel, target.dtype, (offset, size, stride)).copy_(data)
+            elif not write.name:
+                window(kernel, target.dtype, (offset, size, stride)).fill_(write.value)
+            write.data = None
+        target.proven = torch.equal(actual, expected)
+        if not target.proven:
+            actual.copy_(expected)
+            self.refuse(f"{target.name} is not what was copied to it")
+
+    def _target(self, tensor: Tensor) -> _Target:
+        key = _key(tensor)
+        if key not in self._targets:
+            alive = StorageWeakRef(tensor.untyped_storage())
+            self._targets[key] = _Target(alive, tensor.dtype)
+        return self._targets[key]
+
+
+class _Observer(TorchDispatchMode):
+    def __init__(self, operation: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self._operation = operation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._operation(func, args, kwargs or {})
+
+
+def _leaves(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(each)
+
+
+def _key(tensor: Tensor) -> int:
+    """Return a key that identifies the tensor's storage."""
+    return tensor.untyped_storage()._cdata
+
+
+def _layout(tensor: Tensor) -> Layout:
+    return int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _addresses(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    return {
+        name: (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        for name, tensor in _tensors(model)
+        if not tensor.is_meta
+    }
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """View a dense tensor as a vector of 8-byte or 1-byte integers."""
+    item = tensor.dtype.itemsize
+    start, length = int(tensor.storage_offset()) * item, tensor.numel() * item
+    width = 1 if (start | length) % 8 else 8
+    return window(tensor, _INTEGERS[width], (start // width, (length // width,), (1,)))

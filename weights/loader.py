@@ -36,8 +36,7 @@ from keel.weights.buckets import (
     unpack_flat,
 )
 from keel.weights.channel import Channel, Rendezvous, SharedView, attempt, gpu_id
-from keel.weights.copy_plan import CopyPlan
-from keel.weights.trace import LoadRecorder
+from keel.weights.copy_plan import CopyPlan, LoadRecorder
 
 _LOG = logging.getLogger(__name__)
 # Drop warnings about layers that only hold tables; `Manifest` checks for missing tensors. A

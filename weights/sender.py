@@ -19,8 +19,7 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 
 from keel.model import ray_timeouts
 from keel.weights.buckets import Bucket, ChannelData, Checksum, FlatBucket
-from keel.weights.channel import Channel, Rendezvous, SharedMemory, gpu_id
-from keel.weights.control_channel import Begin, Finish, Outbox
+from keel.weights.channel import Begin, Channel, Finish, Outbox, Rendezvous, SharedMemory, gpu_id
 from keel.weights.sync import Outcome, Receiver
 
 GRACE_S = 5.0

@@ -22,8 +22,7 @@ from keel.rl.types import Group, Prompt
 from keel.rollout.engine.jobs import Result
 from keel.rollout.spec import EngineError, EngineProgress, LostTurn, RecordingError
 from keel.weights.buckets import Bucket
-from keel.weights.channel import Rendezvous
-from keel.weights.control_channel import Begin, Finish, Inbox
+from keel.weights.channel import Begin, Finish, Inbox, Rendezvous
 
 if TYPE_CHECKING:
     from keel.rollout.engine.vllm_engine import VllmEngine

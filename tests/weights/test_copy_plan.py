@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from math import prod
 
@@ -10,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.weights.buckets import FlatBucket, pack_flat
-from keel.weights.copy_plan import CopiedTensor, CopyPiece, CopyPlan, dims, join
+from keel.weights.buckets import FlatBucket, TensorEntry, pack_flat
+from keel.weights.copy_plan import CopyPiece, CopyPlan, dims, join
 
 BF16 = torch.bfloat16
+Placed = tuple[TensorEntry, tuple[CopyPiece, ...]]
 
 
 def bucket_of(tensors: dict[str, Tensor]) -> FlatBucket:
@@ -21,7 +21,7 @@ def bucket_of(tensors: dict[str, Tensor]) -> FlatBucket:
     return bucket
 
 
-def placed(tensor: Tensor, *parts: tuple[int, Tensor, Tensor]) -> CopiedTensor:
+def placed(tensor: Tensor, *parts: tuple[int, Tensor, Tensor]) -> Placed:
     """parts: (kernel index, view of its tensor, view of `tensor`)."""
     pieces = tuple(
         CopyPiece(
@@ -33,7 +33,7 @@ def placed(tensor: Tensor, *parts: tuple[int, Tensor, Tensor]) -> CopiedTensor:
         )
         for index, to, part in parts
     )
-    return CopiedTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), pieces)
+    return bucket_of({"": tensor})[0][0], pieces
 
 
 def experts(count: int, inner: int, hidden: int, *, rank: int = 0, ranks: int = 1) -> tuple:
@@ -43,7 +43,7 @@ def experts(count: int, inner: int, hidden: int, *, rank: int = 0, ranks: int = 
     here = inner // ranks
     w13 = torch.zeros(count, 2 * here, hidden, dtype=BF16)
     w2 = torch.zeros(count, hidden, here, dtype=BF16)
-    plan: dict[str, CopiedTensor] = {}
+    plan: dict[str, Placed] = {}
     for e in range(count):
         gate, up = torch.randn(2, inner, hidden).to(BF16).unbind()
         down = torch.randn(hidden, inner).to(BF16)
@@ -72,14 +72,15 @@ def test_experts_of_a_layer_are_two_copies(ranks: int, order: str) -> None:
             kernel.fill_(float("nan"))
         plan.load(entries, data)
         assert torch.equal(plan.kernels[0], right13) and torch.equal(plan.kernels[1], right2)
-    assert plan._programs[entries[0].name][1].copies == 2
+    (entries, program) = plan._programs[entries[0].name]
+    assert sum(len(targets) for _, (targets, _) in program) == 2
 
 
 def test_joined_copies_equal_single_ones() -> None:
     """Random partitions of a tensor, as views of any shape, in any bucket order."""
     draw = random.Random(0)
     joined_any = 0
-    for trial in range(60):
+    for trial in range(150):
         torch.manual_seed(trial)
         rows, columns = draw.choice([4, 6, 12]), draw.choice([4, 8, 10])
         kernel = torch.zeros(rows, columns, dtype=BF16)
@@ -88,7 +89,7 @@ def test_joined_copies_equal_single_ones() -> None:
         cuts = sorted(draw.sample(range(1, kernel.shape[0]), draw.choice([0, 1, 3])))
         bounds = list(zip([0, *cuts], [*cuts, kernel.shape[0]], strict=True))
         right = torch.randn(kernel.shape).to(BF16)
-        pieces: dict[str, CopiedTensor] = {}
+        pieces: dict[str, Placed] = {}
         sources: dict[str, Tensor] = {}
         for low, high in bounds:
             for column in draw.choice([[slice(None)], [slice(0, 2), slice(2, None)]]):
@@ -124,19 +125,6 @@ def test_conversion_equals_copy() -> None:
         assert torch.equal(kernel, bias.float())
 
 
-def test_nan_and_bytes_survive() -> None:
-    odd = torch.tensor([float("nan"), -0.0, float("inf")])
-    small = torch.arange(5, dtype=torch.uint8)
-    kernels = [torch.zeros(3), torch.zeros(5, dtype=torch.uint8)]
-    plan = CopyPlan(
-        kernels,
-        {"odd": placed(odd, (0, kernels[0], odd)), "small": placed(small, (1, kernels[1], small))},
-    )
-    plan.load(*bucket_of({"odd": odd, "small": small}))
-    assert torch.equal(kernels[0].view(torch.int32), odd.view(torch.int32))
-    assert torch.equal(kernels[1], small)
-
-
 def test_unaligned_buckets_are_copied() -> None:
     tensors, plan, right13, right2 = experts(3, 4, 8)
     entries, data = bucket_of(tensors)
@@ -157,13 +145,3 @@ def test_changed_tensors_are_refused() -> None:
     entries, data = bucket_of(tensors)
     plan.load(entries, data)
     plan.load(entries[:3], data[: entries[3].offset])  # another bucket that begins alike
-
-
-def test_wrong_joins_are_detected(
-    monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
-) -> None:
-    tensors, plan, right13, right2 = experts(3, 4, 8)
-    monkeypatch.setattr("keel.weights.copy_plan.join", lambda pieces: join(pieces)[:-1])
-    plan.load(*bucket_of(tensors))
-    assert any("joined wrongly" in record.getMessage() for record in logged)
-    assert torch.equal(plan.kernels[0], right13) and torch.equal(plan.kernels[1], right2)

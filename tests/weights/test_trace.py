@@ -193,14 +193,6 @@ def test_copies_equal_the_loader(monkeypatch: pytest.MonkeyPatch, size: int) -> 
     assert {name: p.data_ptr() for name, p in worker.model.named_parameters()} == addresses
 
 
-def test_tied_tensors_are_ignored() -> None:
-    worker = Worker()
-    worker.update(checkpoint(1))
-    plan = worker.extension.keel_plan
-    assert plan.placed.keys() == checkpoint(1).keys()
-    assert [name for name, placed in plan.placed.items() if not placed.pieces] == ["head.weight"]
-
-
 def test_unfinished_update_leaves_no_plan() -> None:
     worker = Worker()
     worker.extension.keel_begin_update()
