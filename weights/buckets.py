@@ -69,9 +69,8 @@ tensors."""
 
 
 def pack_flat(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[FlatBucket]:
-    """Pack named tensors into buckets. All tensors must be on one device. A bucket has at most
-    `bucket_bytes`, unless a single tensor is larger than that. Besides what `tensors` yields, only
-    one bucket is in memory at a time."""
+    """Pack named tensors on one device into buckets of at most `bucket_bytes`, unless a single
+    tensor is larger. Besides what `tensors` yields, only one bucket is in memory at a time."""
     entries: list[TensorEntry] = []
     parts: list[Tensor] = []
     size = 0

@@ -53,13 +53,13 @@ def moe_runners(model: nn.Module) -> list[Any]:
 
 
 def _repack_tied_heads(model: nn.Module) -> None:
-    """Repack output heads that are tied to the embedding. vLLM's CPU build packs a head for oneDNN
-    only when the update has a separate tensor for it."""
-    for head in model.modules():
-        if isinstance(head, ParallelLMHead) and hasattr(head, "cpu_linear"):
-            owners = (m for m in model.modules() if isinstance(m, VocabParallelEmbedding))
-            if any(owner is not head and owner.weight is head.weight for owner in owners):
-                head.quant_method.process_weights_after_loading(head)
+    """vLLM's CPU build packs a head for oneDNN only when the update has a separate tensor for it,
+    so heads that are tied to the embedding are packed here."""
+    embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
+    for head in embeddings:
+        packed = isinstance(head, ParallelLMHead) and hasattr(head, "cpu_linear")
+        if packed and any(m is not head and m.weight is head.weight for m in embeddings):
+            head.quant_method.process_weights_after_loading(head)
 
 
 class WeightsExtension:
@@ -101,19 +101,15 @@ class WeightsExtension:
         if self.keel_channel is not None:
             self.keel_channel.close()
             self.keel_channel = None
-        size = 1 + self.vllm_config.parallel_config.world_size
         self.keel_channel = Channel(
-            rendezvous,
-            name,
+            *(rendezvous, name),
             rank=1 + self.rank,
-            size=size,
+            size=1 + self.vllm_config.parallel_config.world_size,
             device=self.device,
             timeout_s=timeout_s,
         )
 
-    def keel_attempt(self, method: str, args: tuple[Any, ...]) -> tuple[str, str] | None:
-        """Call `keel.weights.channel.attempt` on this worker."""
-        return attempt(self, method, args)
+    keel_attempt = attempt
 
     def keel_begin_update(self, no_copies: str = "") -> None:
         """Prepare for the buckets of an update. If `no_copies` is not empty, it is the reason why

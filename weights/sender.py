@@ -86,12 +86,11 @@ class Sender:
         return {update.receiver.index: update.error or version for update in updates}
 
     def _link(self, receiver: Receiver) -> _Link:
-        """Return the link to an engine and open it if necessary."""
-        index, actor = receiver.index, receiver.actor
-        if index in self._links and self._links[index].actor != hash(actor):
+        index = receiver.index
+        if index in self._links and self._links[index].actor != hash(receiver.actor):
             self._unlink(index)
         if index not in self._links:
-            self._links[index] = self._open(actor)
+            self._links[index] = self._open(receiver.actor)
         return self._links[index]
 
     def _unlink(self, index: int) -> None:
@@ -181,18 +180,11 @@ class _Update:
         """Send a bucket and return when the engine has its bytes. The engine loads them while the
         next bucket is packed."""
         assert self._link is not None
-        self._link.outbox.wait(self._check)
-        if self._link.channel is None:
-            self._send_in_place(bucket, self._link.outbox)
-        else:
-            self._send_over(self._link.channel, bucket, self._link.outbox)
-
-    def _send_in_place(self, bucket: FlatBucket, outbox: Outbox) -> None:
-        entries, flat = bucket
-        outbox.put(Bucket(entries=entries, data=self._memory.write(flat)))
-
-    def _send_over(self, channel: Channel, bucket: FlatBucket, outbox: Outbox) -> None:
-        entries, flat = bucket
+        outbox, channel, (entries, flat) = self._link.outbox, self._link.channel, bucket
+        outbox.wait(self._check)
+        if channel is None:
+            outbox.put(Bucket(entries=entries, data=self._memory.write(flat)))
+            return
         outbox.put(Bucket(entries=entries, data=ChannelData(flat.numel())))
         self._sending = True
         try:
@@ -213,7 +205,7 @@ class _Update:
 
 
 def _drop_frames(error: BaseException | None) -> None:
-    """Drop the tracebacks of an error, since their frames keep buckets in GPU memory."""
+    # Frames in the traceback would keep buckets in GPU memory.
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

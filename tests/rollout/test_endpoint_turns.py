@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Coroutine
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from keel.agents.conversation import Conversation
 from keel.commands.cli import main
 from keel.configs.schema import SamplingConfig
-from keel.rl.turns import TurnRequest, conversation_of
-from keel.rl.types import Prompt
-from keel.rollout.endpoint import EndpointCompletions, EndpointTurns, read_reply
+from keel.rl.turns import conversation_of
+from keel.rollout.endpoint import EndpointCompletions, EndpointTurns
 from tests.agents.sandboxes import wrap_of
 from tests.rewards.judge.judge_server import Reply, running
 from tests.rollout.test_endpoint import config_of, says, words
@@ -142,55 +137,3 @@ def test_thinking_is_returned_until_a_user_message(
     assert thoughts == [[], ["Hm 0"], ["Hm 0", "Hm 1"], [None] * 3]
     assert set(said[2][0]) == {"role", "content", "tool_calls", key}
     assert len({message["tool_calls"][0]["id"] for message in said[3]}) == 3
-
-
-class Queued:
-    """Fake `EndpointCompletions` that runs its queued coroutines later."""
-
-    def __init__(self) -> None:
-        self._queue: list[tuple[Coroutine[Any, Any, Any], Future[Any]]] = []
-
-    def schedule(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        self._queue.append((work, Future()))
-        return self._queue[-1][1]
-
-    def run(self) -> None:
-        for work, future in self._queue:
-            future.set_result(asyncio.run(work))
-        self._queue.clear()
-
-    async def complete(self, *_: object, **__: object) -> Any:
-        return read_reply(json.loads(words("Well.").body), seconds=0.1)
-
-
-def test_finished_prompts_are_forgotten() -> None:
-    completions = Queued()
-    turns = EndpointTurns(completions, {"eval": SamplingConfig()})  # pyright: ignore[reportArgumentType]
-    prompts = [Prompt(prompt_id=name, domain="d", messages=(ASKED,)) for name in ("s/r", "s/r/1")]
-    contexts = {one.prompt_id: turns.opening([ASKED], [], thinking=False) for one in prompts}
-
-    def turn(prompt_id: str) -> None:
-        said = turns.turn(
-            TurnRequest(
-                conversation=conversation_of(prompt_id, "eval", 0, 0, 0),
-                token_ids_T=np.array(contexts[prompt_id], np.int32),
-                max_tokens=9,
-                seed=0,
-            ),
-            "eval",
-        )
-        completions.run()
-        contexts[prompt_id] += said.result().token_ids_N.tolist()
-
-    for one in prompts:
-        turn(one.prompt_id)
-    assert len(turns._parts) == 4
-    turns.forget(prompts[0])
-    assert len(turns._parts) == 4, "the loop may be at it"
-    completions.run()
-    assert len(turns._parts) == 2
-    contexts["s/r/1"] = turns.extend(contexts["s/r/1"], [ASKED], thinking=False)
-    turn("s/r/1")
-    turns.forget(prompts[1])
-    completions.run()
-    assert not turns._parts and not turns._by_prompt

@@ -29,7 +29,7 @@ from tests.rollout.remote_engine import (
 from tests.rollout.tiny_model import make_model
 
 UPDATES = 3
-Model = Literal["experts", "dense", "latent"]
+Model = Literal["experts", "dense", "latent", "gpt2"]
 CACHE_GIB = 1.0
 """GiB; an engine uses at most 640 blocks of 16 tokens, for 16 answers of 256 tokens."""
 BLOCKS = 16 * 256 / 32, 641
@@ -37,8 +37,8 @@ OFF = "it is switched off"
 
 
 def make(folder: Path, of: Model) -> Any:
-    """The recorders' model; a dense one with a tied head; or one with latent attention, whose
-    absorbed products vLLM derives. The engine pads all vocabularies."""
+    """The recorders' model; a dense one with a tied head; one with latent attention, whose absorbed
+    products vLLM derives; or one like GPT-2's. The engine pads all vocabularies."""
     model = make_model(folder)
     if of == "experts":
         return model
@@ -53,6 +53,15 @@ def make(folder: Path, of: Model) -> Any:
         "dtype": "float32",
     }
     torch.manual_seed(1)
+    if of == "gpt2":
+        config = AutoConfig.for_model(of, **common, initializer_range=0.2)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        file = folder / "model.safetensors"
+        tensors = {n.removeprefix("transformer."): t for n, t in load_file(file).items()}
+        mask = torch.ones(1, 1, 512, 512, dtype=torch.bool).tril()
+        masks = {f"h.{n}.attn.bias": mask.clone() for n in range(3)}
+        save_file(tensors | masks, file, metadata={"format": "pt"})
+        return load_policy(str(folder), torch.float32).eval()
     if of == "dense":
         dense: dict[str, Any] = {
             "num_key_value_heads": 2,
@@ -86,34 +95,6 @@ def make(folder: Path, of: Model) -> Any:
         model = DeepseekV3ForCausalLM(DeepseekV3Config(**common, **latent))
     model.eval().save_pretrained(folder)
     return model
-
-
-def make_old(folder: Path, of: Literal["gpt_neox", "gpt2"]) -> Any:
-    """A model whose checkpoint looks like hub checkpoints of its family: with masks, and for GPT-2
-    without the decoder prefix."""
-    common: dict[str, Any] = {
-        "vocab_size": make_model(folder).config.vocab_size,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
-        "eos_token_id": 0,
-        "dtype": "float32",
-    }
-    if of == "gpt_neox":
-        common["intermediate_size"] = 96
-    torch.manual_seed(1)
-    config = AutoConfig.for_model(of, **common)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    mask = torch.ones(1, 1, 512, 512, dtype=torch.bool).tril()
-    layer = "h.{}.attn.bias" if of == "gpt2" else "gpt_neox.layers.{}.attention.bias"
-    masks = {layer.format(number): mask.clone() for number in range(2)}
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    save_file(tensors | masks, file, metadata={"format": "pt"})
-    return load_policy(str(folder), torch.float32).eval()
 
 
 @torch.no_grad()

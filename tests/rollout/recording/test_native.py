@@ -79,7 +79,6 @@ def test_outputs_become_recordings() -> None:
         {"sampling_mask": None},
         {"sampling_mask": SimpleNamespace(token_ids=[[7]])},
         {"sampling_mask": SimpleNamespace(token_ids=[[7], [8]])},  # without the token itself
-        {"sampling_mask": SimpleNamespace(token_ids=[[], [9]])},
         {"routed_experts": None},
         {"routed_experts": np.ones((3, 4, 2), np.uint8)},
         {"routed_experts": np.zeros((4, 4, 2), np.uint8)},

@@ -15,11 +15,12 @@ from tests.rollout.tiny_model import make_model
 pytestmark = pytest.mark.e2e
 
 
-@pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+@pytest.fixture(scope="module", params=["", "fast"])
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """An engine with vLLM's scheduler or with the packed recorder's."""
     folder = tmp_path_factory.mktemp("model")
     reference = Reference(make_model(folder))
-    with running_engine(engine_spec(folder), gpu=False) as engine:
+    with running_engine(engine_spec(folder), gpu=False, kind=request.param) as engine:
         # vLLM's loader handles packed weights.
         yield Rig(engine, reference, Tolerance(), engine, way="reads a loaded tensor")
 

@@ -3,7 +3,6 @@ with their tokens. This module imports vLLM."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from keel.rollout.recording.base import RecordingOptions, RoutesBeforePreemption
 from keel.rollout.recording.packed import PackedRecorder
 from keel.rollout.vllm_fast import decode_batch
-from keel.rollout.vllm_fast.scheduler import JOIN_COST, AsyncFastScheduler, FastScheduler
+from keel.rollout.vllm_fast.scheduler import AsyncFastScheduler, FastScheduler
 from tests.rollout.vllm_fast.play import (
     BLOCK,
     END,
@@ -77,42 +76,6 @@ def outputs_equal_vllms(config: Any, ahead: bool, blocks: int, updates: bool, cu
         check_whole(short, whole)
 
 
-def most_steps_of_turns_are_fast(config: Any, waiting: int) -> None:
-    """Turns of conversations start and end every few steps.
-
-    `waiting` is the number of conversations beyond the batch size.
-    """
-    steps: list[int] = []
-    for kind in (AsyncScheduler, AsyncFastScheduler):
-        play = Play(config, kind, ahead=True, blocks=400)
-        back: deque[tuple[int, str, list[int]]] = deque()
-        index = 0
-        for seat in range(12 + waiting):
-            play.add(f"0.{seat}", 20, 30 + number(seat) % 30)
-        while play.scheduler.has_requests() or play.queue or back:
-            before = set(play.ended)
-            play.step()
-            index += 1
-            for name in sorted(set(play.ended) - before):
-                turn, seat = (int(part) for part in name.split("."))
-                if turn < 3:
-                    context = play.contexts[name] + play.answers[name]
-                    back.append((index + 3, f"{turn + 1}.{seat}", context))
-            while back and back[0][0] <= index:
-                _, name, context = back.popleft()
-                play.add(name, len(context) + 5, 20 + number(name) % 30, context)
-        steps.append(index)
-        assert len(play.ended) == 4 * (12 + waiting)
-        for name, context in play.contexts.items():
-            # The last token has no keys, so the last block may be missing.
-            assert name.startswith("0.") or play.cached[name] >= (len(context) - 6) // BLOCK * BLOCK
-    plain, short = steps
-    assert isinstance(play.scheduler, AsyncFastScheduler)
-    assert play.scheduler.fast_steps > 0.5 * short
-    assert short < 1.3 * plain
-    assert play.flushes < len(play.ended) / 8
-
-
 def batches_flush_at_their_limits(config: Any, limit: str, most: int) -> None:
     before = getattr(decode_batch, limit)
     setattr(decode_batch, limit, most)
@@ -125,27 +88,6 @@ def batches_flush_at_their_limits(config: Any, limit: str, most: int) -> None:
         setattr(decode_batch, limit, before)
     assert play.flushes > 4
     check_whole(play, list(play.ended))
-
-
-def free_slots_start_requests_at_once(config: Any, ahead: bool) -> None:
-    """A request arrives during the chunked prefill of another one."""
-    kinds = (AsyncScheduler, AsyncFastScheduler) if ahead else (Scheduler, FastScheduler)
-    for prompt in (64, 100, 128):
-        for before in range(6):
-            waited: list[int] = []
-            for kind in kinds:
-                play = Play(config, kind, ahead=ahead, blocks=400)
-                play.add("quiet0", prompt, 150)
-                for _ in range(before):
-                    play.step()
-                play.add("second", 20, 5)
-                steps = 0
-                while not play.answers["second"]:
-                    play.step()
-                    steps += 1
-                waited.append(steps)
-            plain, short = waited
-            assert plain <= short <= plain + JOIN_COST, (short, plain)
 
 
 def rows_with_shared_prefixes_are_adjacent(config: Any) -> None:
