@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from keel.configs.schema import ConfigError
 from keel.model import template_probe
-from keel.model.config_file import check_config, ignored_code
+from keel.model.config_file import ignored_code
 from keel.model.hub import MAX_HEADER, missing_weights
 from keel.model.load import load_model_config, load_policy, load_tokenizer
 from keel.model.template_probe import MEMORY, check_template
@@ -94,26 +94,6 @@ def test_configs_out_of_range_are_refused(folder: Path, knobs: dict[str, Any], n
     assert named in refused(folder).replace("\\n", "\n")
 
 
-def test_large_numbers_without_tensors_pass() -> None:
-    check_config(
-        "m",
-        {
-            "model_type": "qwen3",
-            "model_max_length": 10**30,
-            "sliding_window": 2**31,
-            "max_window_size": 2**31,
-            "num_params": 7 * 10**9,
-            "text_config": {"num_parameters": 7 * 10**9},
-        },
-    )
-
-
-@pytest.mark.parametrize("text", ["[" * 10**5, "[]", "{", "", " " * 2**23], ids=range(5))
-def test_malformed_configs_are_refused(folder: Path, text: str) -> None:
-    (folder / "config.json").write_text(text)
-    assert "config" in refused(folder)
-
-
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLES = (
     "{% set n = namespace(s='ab') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
@@ -144,49 +124,12 @@ def test_endless_templates_are_refused(
         checked(folder)
 
 
-def test_sleeping_templates_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Sleeps:
-        def apply_chat_template(self, *_: Any, **__: Any) -> str:
-            time.sleep(1000)
-            return ""
-
-    monkeypatch.setattr(template_probe, "WALL_S", 0.2)
-    with pytest.raises(ConfigError, match="more than"):
-        check_template(Sleeps(), "x")
-
-
 def test_templates_cannot_change_this_process(folder: Path) -> None:
     tokenizer = build_tokenizer()
     before = resource.getrlimit(resource.RLIMIT_AS), os.getpid()
     check_template(tokenizer, "x")
     assert (resource.getrlimit(resource.RLIMIT_AS), os.getpid()) == before
     assert len(bytearray(MEMORY + 2**20)) > MEMORY
-
-
-def test_lower_hard_limits_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only root may raise a hard limit."""
-    hard, set_limit = 2**40, resource.setrlimit
-
-    def as_user(kind: int, limits: tuple[int, int]) -> None:
-        if not limits[0] <= limits[1] <= hard:
-            raise ValueError("not allowed to raise maximum limit")
-        set_limit(kind, limits)
-
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (hard, hard))
-    monkeypatch.setattr(resource, "setrlimit", as_user)
-    monkeypatch.setattr(template_probe, "MEMORY", 2**41)
-    monkeypatch.setattr(template_probe, "CPU_S", 2**41)
-    check_template(build_tokenizer(), "x")
-
-
-def test_failed_checks_do_not_blame_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise OSError
-
-    monkeypatch.setattr(resource, "setrlimit", fails)
-    with pytest.raises(RuntimeError, match="chat templates") as error:
-        check_template(build_tokenizer(), "x")
-    assert not isinstance(error.value, ConfigError)
 
 
 TENSOR = {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}
@@ -220,11 +163,6 @@ def test_damaged_weights_are_refused(folder: Path, header: Any) -> None:
     assert refused(folder).startswith("model.safetensors: ")
 
 
-def test_8_bit_weights_are_refused(folder: Path) -> None:
-    write_header(folder / "model.safetensors", {"a": {**TENSOR, "dtype": "F8_E4M3", "shape": [32]}})
-    assert "F8_E4M3" in refused(folder)
-
-
 @pytest.mark.parametrize(
     "method",
     ["gptq", "compressed-tensors", "\x1b[2J"],
@@ -251,28 +189,3 @@ def test_tied_configs_with_separate_heads_are_refused(folder: Path) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     checked(folder)
-
-
-def test_ignored_code_is_reported(folder: Path) -> None:
-    (folder / "evil.py").write_text("raise SystemExit")
-    change(folder, {"auto_map": {"AutoModelForCausalLM": "evil.\x1b[2JModel"}})
-    change(folder, {"tokenizer_class": "EvilTokenizer"}, "tokenizer_config.json")
-    checked(folder)
-    config, tokenizer = ignored_code(folder, transformers)
-    assert "auto_map" in config and "EvilTokenizer" in tokenizer
-    assert config.isprintable() and tokenizer.isprintable()
-
-
-@pytest.mark.parametrize(
-    ("file", "advice"),
-    [
-        ("adapter_config.json", "Merge it"),
-        ("adapter_model.safetensors", "Merge it"),
-        ("model-Q4_K_M.gguf", "llama.cpp's format"),
-        (None, "no config.json"),
-    ],
-)
-def test_other_folders_get_advice(file: str | None, advice: str, tmp_path: Path) -> None:
-    if file:
-        (tmp_path / file).touch()
-    assert advice in refused(tmp_path)

@@ -26,12 +26,11 @@ from keel.configs.schema import ConfigError
 from keel.model import hub
 from keel.model.hub import (
     check_path,
-    check_tokenizer_files,
     hub_answers,
     hub_options,
     missing_weights,
 )
-from keel.model.load import load_model_config, load_tokenizer
+from keel.model.load import load_model_config
 from keel.model.trainable import trainable_facts
 
 
@@ -101,23 +100,6 @@ def test_the_hub_is_contacted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert requests == [hub.constants.ENDPOINT]
 
 
-def test_wrong_folders_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "m").mkdir()
-    assert f"'{tmp_path}/m'" in error_of("~/m")
-    step = tmp_path / "checkpoints/step_000004"
-    step.mkdir(parents=True)
-    (tmp_path / "config.yaml").touch()
-    for folder, kind in ((tmp_path, "run folder"), (step, "checkpoint")):
-        for check in (load_model_config, check_tokenizer_files):
-            with pytest.raises(ConfigError, match=kind) as caught:
-                check(str(folder))
-            assert str(tmp_path / "model") in str(caught.value)
-    BloomConfig().save_pretrained(tmp_path / "m")
-    with pytest.raises(ConfigError, match="tokenizer"):
-        load_tokenizer(str(tmp_path / "m"))
-
-
 def test_missing_and_damaged_weights_are_named(tmp_path: Path) -> None:
     def fault() -> str:
         return missing_weights(str(tmp_path))
@@ -147,59 +129,6 @@ def test_missing_and_damaged_weights_are_named(tmp_path: Path) -> None:
         index.write_text(content)
         with pytest.raises(ConfigError, match="index"):
             fault()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model-00001-of-00002.safetensors",
-        "model.fp16.safetensors",
-        "adapter_model.safetensors",
-        "consolidated.safetensors",
-        "pytorch_model.bin",
-        "pytorch_model-00001-of-00002.bin",
-    ],
-)
-def test_weights_in_other_formats_are_explained(name: str, tmp_path: Path) -> None:
-    save_file({"w": torch.zeros(8)}, tmp_path / name)
-    assert f"It has {name}, " in missing_weights(str(tmp_path))
-    save_file({"w": torch.zeros(8)}, tmp_path / hub.WHOLE)
-    extra = missing_weights(str(tmp_path))
-    if name.startswith(("model", "adapter")):  # vLLM would load both
-        assert extra.startswith(f"{name} next to {hub.WHOLE}")
-    else:
-        assert extra == ""
-    (tmp_path / hub.INDEX).write_text(json.dumps({"weight_map": {"w": hub.WHOLE}}))
-    assert missing_weights(str(tmp_path)) == ""
-
-
-def test_an_index_of_other_files_is_a_fault(tmp_path: Path) -> None:
-    """transformers would ignore it, but vLLM refuses to start."""
-    save_file({"w": torch.zeros(8)}, tmp_path / hub.WHOLE)
-    part = "model-00001-of-00001.safetensors"
-    (tmp_path / hub.INDEX).write_text(json.dumps({"weight_map": {"w": part}}))
-    assert f"{part} of the 1 files" in missing_weights(str(tmp_path))
-    save_file({"w": torch.zeros(8)}, tmp_path / part)
-    assert missing_weights(str(tmp_path)) == ""
-
-
-def test_broken_links_are_named(tmp_path: Path) -> None:
-    for name in ("config.json", "tokenizer.json", hub.WHOLE):
-        (tmp_path / name).symlink_to(f"../../blobs/{name}")
-    assert missing_weights(str(tmp_path)).startswith(f"{hub.WHOLE}: a link")
-    assert "config.json is a link" in error_of(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"tokenizer\.json: a link"):
-        load_tokenizer(str(tmp_path))
-
-
-def test_unknown_model_types_are_named(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "config.json").write_text('{"model_type": "foo_bar"}')
-    message = error_of(str(tmp_path))
-    assert "foo_bar" in message and "\n" not in message
-    auto_map = {"model_type": "foo_bar", "auto_map": {"AutoConfig": "a.B"}}
-    (tmp_path / "config.json").write_text(json.dumps(auto_map))
-    assert "custom code" in error_of(str(tmp_path))
 
 
 FAMILIES: dict[str, tuple[PreTrainedConfig, str]] = {

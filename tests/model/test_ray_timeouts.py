@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from ray.exceptions import (
     ActorDiedError,
-    ActorUnavailableError,
     GetTimeoutError,
     ObjectLostError,
     RayTaskError,
@@ -23,16 +22,13 @@ from keel.model.ray_timeouts import (
     Unanswered,
     awaited,
     bounded,
-    death_reason,
     get,
     is_loss,
     joined,
     kill,
     lost_reason,
     mark_lost,
-    process_name,
     shut_down,
-    start,
     wait,
 )
 from tests.waiting import PATIENCE_S
@@ -95,19 +91,6 @@ def test_no_call_restarts_ray_after_shutdown(initialized: list[bool]) -> None:
     assert bounded(lambda: 7, PATIENCE_S, "count") == 7, "there was no cluster to leave"
 
 
-def test_shutdown_ends_pending_calls(initialized: list[bool], never: threading.Event) -> None:
-    left = threading.Event()
-
-    def hang() -> bool:
-        shut_down(lambda: initialized.__setitem__(0, False), PATIENCE_S, "end")
-        left.set()
-        return never.wait(PATIENCE_S)
-
-    with pytest.raises(RayLost):
-        bounded(hang, PATIENCE_S, "report which calls are done")
-    assert left.wait(PATIENCE_S)
-
-
 def test_mark_lost_ends_pending_and_later_calls(never: threading.Event) -> None:
     def hang() -> bool:
         mark_lost("its raylet is gone")
@@ -135,14 +118,6 @@ def test_deadline_caps_the_time_between_polls() -> None:
         assert deadline.remaining() > 0
     now += 1.5
     assert deadline.remaining() == 0.0
-
-
-def test_bounded_ignores_time_while_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    times, resumed = iter([0.0, 0.0]), threading.Event()
-    clock = lambda: next(times, 1000.0)  # noqa: E731
-    monkeypatch.setattr(ray_timeouts, "Deadline", lambda *of: Deadline(*of, clock))
-    threading.Timer(3 * ray_timeouts.POLL_S, resumed.set).start()
-    assert bounded(lambda: resumed.wait(PATIENCE_S), 60.0, "do something")
 
 
 class FakeRay:
@@ -181,14 +156,6 @@ def test_wait_polls_until_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         get("a", seconds=0.01)
 
 
-def test_process_names_belong_to_one_start() -> None:
-    first = start()
-    mark = f"{first}/trainer rank 0"
-    assert process_name(mark, first) == "trainer rank 0"
-    joined()
-    assert start() != first and process_name(mark, start()) == "" == process_name("", start())
-
-
 def test_a_hanging_kill_is_awaited_once(
     monkeypatch: pytest.MonkeyPatch, never: threading.Event
 ) -> None:
@@ -211,29 +178,3 @@ def test_losses_are_recognized_in_remote_errors() -> None:
     for error in (*losses, RuntimeError("a bug")):
         raised = RayTaskError("step", "traceback", error).as_instanceof_cause()
         assert is_loss(raised) == (error in losses), error
-
-
-class Died(ActorDiedError):
-    """An actor's death with Ray's message."""
-
-    def __init__(self, message: str) -> None:
-        self._message = message
-
-    def __str__(self) -> str:
-        return self._message
-
-
-def test_death_reason_drops_ids_and_guesses() -> None:
-    reason = death_reason(
-        Died(
-            "The actor died unexpectedly before finishing this task.\n\tclass_name: TrainerWorker\n"
-            "\tactor_id: 19fb148bbfe210f178e5d07601000000\n\tpid: 4382\n\tip: 10.77.0.2\nThe actor "
-            "died because its node has died. Node Id: 5ee846073a025916c1abeacdf7c3fc\n\tthe "
-            "actor's node was terminated unexpectedly: health check failed due to no heartbeats"
-        )
-    )
-    assert "10.77.0.2" in reason and "no heartbeats" in reason and "5ee8" not in reason
-    assert death_reason(Died("its worker process has died. Perhaps of: …")) == ""
-    assert death_reason(Died("no memory")) == "no memory"
-    reset = "RpcError: RPC error: recvmsg:Connection reset by peer rpc_code: 14. The task may"
-    assert "reset by peer" in death_reason(ActorUnavailableError(reset, None))

@@ -38,11 +38,6 @@ def test_on_policy_room_is_one_batch() -> None:
     assert one.room() == 2
 
 
-def test_no_prompts_beyond_the_last_step() -> None:
-    one = buffer(steps=3, lag=Lag(batches=5), start=1)
-    assert one.room() == 4
-
-
 def test_resumed_room_ends_at_the_next_publication() -> None:
     whole = buffer(steps=8, lag=Lag(publish_every=4))
     assert whole.room() == 4 * 2
@@ -175,24 +170,6 @@ def test_long_trajectories_train_within_the_lag(
             one.arrived(number, finished(str(number), correct, versions=tuple(versions[number])))
     assert trained == steps * size and trained + discarded <= len(versions)
     assert max(spans) <= bound.versions
-
-
-def test_the_trainer_waits_for_a_long_trajectory() -> None:
-    """Its first token reaches the maximum age."""
-    one = buffer(batch=2, steps=9, lag=Lag(batches=2))
-    numbers = fill(one)
-    for number in numbers[:5]:
-        one.arrived(number, finished(str(number)))
-    for step in (1, 2):
-        one.take()
-        one.adopted(step)
-        for number in fill(one):
-            one.arrived(number, finished(str(number), versions=(step,)))
-    assert not one.ready() and one.room() == 0 and one.awaited() == [6]
-    one.arrived(6, finished("6", versions=(0, 0, 1, 1, 2, 2)))
-    batch = one.take()
-    assert [group.group.prompt.prompt_id for group in batch.groups] == ["5", "6"]
-    assert summarize(batch.groups, version=2)["staleness/max"].value == Lag(batches=2).versions
 
 
 def test_a_step_waits_only_for_its_groups() -> None:

@@ -255,14 +255,6 @@ def test_reference_is_ignored_where_beta_is_zero(poison: float, kl: str) -> None
     )
 
 
-def test_scalar_tensor_coefficient() -> None:
-    batch = LossInputs.random(0, [3, 1, 4])
-    number, gradient = batch.loss(kl_coef=0.3)
-    scalar, same = batch.loss(kl_coef=torch.tensor(0.3, dtype=torch.float64))
-    assert torch.equal(number.loss, scalar.loss)
-    assert torch.equal(gradient, same)
-
-
 def test_mean_kl_skips_nan_references() -> None:
     batch = LossInputs.random(4, [3, 2, 4])
     free = batch.kl_coef == 0
@@ -380,18 +372,6 @@ def test_metrics_by_hand() -> None:
     assert not output.totals.requires_grad
     with pytest.raises(FrozenInstanceError):
         output.loss = logp  # type: ignore[misc]
-
-
-def test_absent_sequences_do_not_count_as_masked() -> None:
-    batch = LossInputs.random(0, [2, 3])
-    extended = replace(batch, sequence_tokens=torch.tensor([2, 3, 4]))
-    metrics = extended.loss(mask_delta=2.0)[0].metrics
-    assert metrics["mask/sequence_fraction"] == Mean(0.0, 2.0)
-
-
-def test_no_reference_counts_no_kl() -> None:
-    metrics = LossInputs.random(0, [2, 3]).loss(logp_ref=None, kl_coef=0.0)[0].metrics
-    assert metrics["kl/ref"] == Mean(0.0, 0.0)
 
 
 # --- validation -----------------------------------------------------------------------------------

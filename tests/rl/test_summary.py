@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from keel.rl.metrics import Max, Mean, Sum, merge, values
 from keel.rl.summary import of_updates, summarize
 from keel.rl.types import CUT_OFF, SamplingMasks, Usage
@@ -52,18 +50,6 @@ def test_dropped_completions_count_as_truncated() -> None:
     ]
     assert summarize(groups, version=0)["rollout/deadline_cuts"] == Sum(1)
     assert summarize(groups, version=0)["rollout/truncated_fraction"] == Mean(4, 5)
-
-
-def test_sampled_and_trained_lengths_differ() -> None:
-    short = trajectory(segment(0, 3), finish="deadline")
-    lost = trajectory(segment(10, 9), sibling=1, finish="deadline")
-    trained = replace(scored([short], [1.0], dropped=(CUT_OFF,)), left_out=(lost,))
-    filtered = scored([trajectory(segment(20, 6))], [0.0])
-    metrics = summarize([trained], version=0, discarded=[filtered])
-    assert metrics["length/mean"] == Mean(2, 1)
-    assert metrics["length/sampled_mean"] == Mean(2 + 8 + 5, 3)
-    assert metrics["rollout/deadline_cuts"] == Sum(2)
-    assert metrics["rollout/truncated_fraction"] == Mean(2, 3)
 
 
 def test_mask_size_counts_truncated_tokens() -> None:
@@ -117,29 +103,6 @@ def test_agent_metrics_cover_trajectories_with_usage() -> None:
     }
 
 
-def test_fractions_of_nothing_are_omitted() -> None:
-    one = replace(trajectory(segment(0, 3)), usage=Usage())
-    metrics = summarize([scored([one], [0.0])], version=0)
-    assert metrics["agents/calls_mean"] == Mean(0, 1)
-    assert not [name for name in metrics if name.startswith("agents/") and "fraction" in name]
-    assert not [
-        name
-        for name in summarize([scored([trajectory(segment(0, 3))], [0.0])], version=0)
-        if name.startswith("agents/")
-    ]
-
-
-def test_crashes_count_dropped_and_scored() -> None:
-    reasons = ("environment, at call: ended by SIGSEGV", "late")
-    unscored = "the environment has no verdict: environment, at verdict: hung"
-    group = scored([trajectory(segment(0, 3), finish="crash")], [0.0], dropped=(*reasons, unscored))
-    assert "agents/crashes" not in summarize([group], version=0)
-    prompt = replace(group.group.prompt, environment="shop")
-    group = replace(group, group=replace(group.group, prompt=prompt))
-    assert summarize([group], version=0)["agents/crashes"] == Sum(3)
-    assert summarize([], version=0, discarded=[group, group])["agents/crashes"] == Sum(6)
-
-
 def test_domain_metrics_need_several_domains() -> None:
     def group(domain: str, reward: float, tokens: int):
         return scored([trajectory(segment(0, tokens))], [reward], domain=domain)
@@ -177,12 +140,6 @@ def test_domain_shares_cover_groups_with_gradient() -> None:
     assert held["domain/chat/token_share"].value == 1
     nothing = summarize([solved, group("code", 0, 0)], version=0)
     assert not [name for name in nothing if name.endswith("_share")]
-
-
-def test_a_part_named_mean_is_refused() -> None:
-    group = scored([trajectory(segment(name="q7"))], [1.0], parts=[{"mean": 1.0}])
-    with pytest.raises(ValueError, match="q7"):
-        summarize([group], version=0)
 
 
 def test_updates_merge_over_ranks() -> None:

@@ -58,10 +58,6 @@ def taken(rows: int = 2, dtype: torch.dtype = torch.bfloat16) -> Callable[..., A
     return choice
 
 
-def test_the_fastest_variant_is_chosen(gpu: SimpleNamespace) -> None:
-    assert taken() is gpu.kernels.few_rows
-
-
 @pytest.mark.parametrize("differs", ["few_rows", "whole", "both"])
 def test_variants_must_be_bit_identical(
     gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, differs: str
@@ -76,33 +72,6 @@ def test_variants_must_be_bit_identical(
         "both": own,
     }
     assert taken() is expected[differs]
-
-
-def test_many_rows_skip_narrow_tiles() -> None:
-    assert taken(rows=kernel_variants.FEW + 1) is kernel_variants._without_split_k
-
-
-def test_trials_use_limited_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_variants, "MOST", 4)
-    counts: list[int] = []
-
-    def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        counts.append(len(x))
-        return linear(x, weight, bias)
-
-    out = kernel_variants.linear(counted, torch.ones(6, 4, dtype=torch.bfloat16), WIDE)
-    assert counts == [4] and len(out) == 6
-
-
-def test_full_tiles_use_plain_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_variants, "FULL", 6)
-    assert taken(rows=2) is kernel_variants._default
-
-
-def test_fullness_counts_the_fewest_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call of four rows decides for three, too."""
-    monkeypatch.setattr(kernel_variants, "FULL", 12)
-    assert taken(rows=4) is not kernel_variants._default
 
 
 @pytest.mark.parametrize("full", [9, 13])
@@ -141,43 +110,6 @@ def test_empty_inputs_are_not_remembered() -> None:
     assert not kernel_variants._CHOICES
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype"), [((10, 0), torch.bfloat16), ((9, 0), torch.float32)]
-)
-def test_other_gpus_and_dtypes_use_vllm(
-    gpu: SimpleNamespace, capability: tuple[int, int], dtype: torch.dtype
-) -> None:
-    gpu.capability = capability
-    assert taken(dtype=dtype) is own
-
-
-def test_graph_capture_compares_nothing(gpu: SimpleNamespace) -> None:
-    gpu.capturing = True
-    x = torch.ones(2, 4, dtype=torch.bfloat16)
-    assert torch.equal(kernel_variants.linear(own, x, WIDE), own(x, WIDE))
-    kernel_variants.norm_heads(lambda x, weight, eps: x, x[None], x[0], 1e-6)
-    assert not kernel_variants._CHOICES
-
-
-@pytest.mark.parametrize("rows", [2, kernel_variants.FEW + 1])
-@pytest.mark.parametrize("given", [0.0, 1.0])
-def test_trials_use_random_inputs(monkeypatch: pytest.MonkeyPatch, given: float, rows: int) -> None:
-    """Equal inputs, as in an engine's first steps, sum to the same in any order."""
-    monkeypatch.setattr(
-        kernel_variants,
-        "_without_split_k",
-        lambda x, *rest: linear(x, *rest) + float(x.std() > 0.5),
-    )
-    kernel_variants.linear(own, torch.full((rows, 4), given, dtype=torch.bfloat16), WIDE)
-    assert kernel_variants._without_split_k not in kernel_variants._CHOICES.values()
-
-
-def test_trials_use_random_biases(gpu: SimpleNamespace) -> None:
-    gpu.kernels.few_rows = lambda x, weight, bias: linear(x, weight) + 2 * bias
-    kernel_variants.linear(own, WIDE, WIDE, torch.zeros(3, dtype=torch.bfloat16))
-    assert list(kernel_variants._CHOICES.values()) == [kernel_variants._without_split_k]
-
-
 @pytest.mark.parametrize("same", [False, True])
 def test_norms_must_be_bit_identical(gpu: SimpleNamespace, same: bool) -> None:
     def plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -185,15 +117,3 @@ def test_norms_must_be_bit_identical(gpu: SimpleNamespace, same: bool) -> None:
 
     kernel_variants.norm_heads(plain, torch.ones(2, 3, 4), torch.ones(4), 1e-6)
     assert list(kernel_variants._CHOICES.values()) == [gpu.kernels.norm_heads if same else plain]
-
-
-def test_cublas_is_told_for_the_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library is PyTorch's to name, and a build for CPUs has none."""
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda *_: None)
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_bf16_reduced_precision_reduction
-    with kernel_variants._cublaslt(torch.bfloat16, splits=False):
-        assert not matmul.allow_bf16_reduced_precision_reduction
-        assert not matmul.allow_bf16_reduced_precision_reduction_split_k
-    assert matmul.allow_bf16_reduced_precision_reduction == before
-    assert matmul.allow_bf16_reduced_precision_reduction_split_k

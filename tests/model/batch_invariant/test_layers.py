@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from keel.configs.schema import ConfigError
 from keel.model.attention import Segments, use_packed_attention
-from keel.model.batch_invariant import VARIABLE, layers, vllm_kernels
+from keel.model.batch_invariant import layers
 from keel.model.batch_invariant.layers import check_invariant, use_invariant_layers
-from keel.model.batch_invariant.vllm_kernels import BLOCK, Pages, Unavailable
+from keel.model.batch_invariant.vllm_kernels import BLOCK, Pages
 from tests.model.batch_invariant import plain_kernels
 
 LENGTHS = (BLOCK + 3, 1, 2 * BLOCK, 7)
@@ -147,22 +147,3 @@ LONG = {
 def test_unsupported_models_are_refused(kind: Any, what: str) -> None:
     with pytest.raises(ConfigError, match=f"model.batch_invariant.*{what}.*'somewhere'"):
         check_invariant(kind, "somewhere")
-
-
-def test_batch_invariant_needs_a_gpu() -> None:
-    with pytest.raises(ConfigError, match="GPU"):
-        check_invariant(config("qwen3"), "somewhere", gpu=False)
-
-
-def test_missing_kernels_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    with pytest.raises(Unavailable, match=VARIABLE):
-        vllm_kernels.prepare()
-    monkeypatch.setenv(VARIABLE, "1")
-
-    def fail() -> None:
-        raise ImportError("no such module")
-
-    monkeypatch.setattr(vllm_kernels, "_kernels", fail)
-    with pytest.raises(Unavailable, match="no such module"):
-        vllm_kernels.prepare()

@@ -5,11 +5,8 @@ tests/gpu/test_attention.py tests the package's kernels.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from copy import deepcopy
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,17 +14,14 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    DeepseekV3Config,
     MistralConfig,
     PreTrainedModel,
     Qwen3Config,
 )
 
-from keel.configs.schema import TrainerConfig
-from keel.model import attention
 from keel.model.attention import Segments, attention_kept, use_packed_attention
 from keel.model.layers import flash4
-from keel.model.layers.flash4 import HeadWidths, disagreement, head_shapes
+from keel.model.layers.flash4 import HeadWidths, disagreement
 
 LENGTHS = (3, 17, 1, 9)
 SMALL: dict[str, Any] = {
@@ -202,74 +196,6 @@ def test_attention_outputs_survive_checkpointing(plain: Plain, compiled: bool) -
         assert [plain.calls.count(half) for half in ("forward", "backward")] == [forwards, 2]
 
 
-def test_operators_are_found_by_name() -> None:
-    assert "varlen_attn" in str(attention.varlen_operator())
-    assert "keel::flash4" in str(flash4.operator4()).replace(".", "::", 1)
-
-
-@pytest.mark.parametrize(
-    ("kernels", "longest", "expected"),
-    [("auto", 4095, False), ("auto", 4096, True), ("torch", 9999, False), ("flash4", 9, True)],
-)
-def test_auto_uses_them_for_long_contexts(kernels: Any, longest: int, expected: bool) -> None:
-    assert TrainerConfig(attention_kernels=kernels).flash4(longest) is expected
-
-
-def test_missing_or_changed_packages_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash4, "find_spec", lambda name: None)
-    assert flash4.check_kernels().endswith("is not installed")
-    monkeypatch.setattr(flash4, "find_spec", lambda name: object())
-    monkeypatch.setattr(flash4, "_kernels", Plain)
-    assert flash4.check_kernels() == ""
-    other = SimpleNamespace(_flash_attn_fwd=Plain._flash_attn_fwd, _flash_attn_bwd=lambda q, dq: 0)
-    monkeypatch.setattr(flash4, "_kernels", lambda: other)
-    assert "_flash_attn_bwd" in flash4.check_kernels()
-
-    def broken() -> None:
-        raise OSError("libcuda.so.1: cannot open")
-
-    monkeypatch.setattr(flash4, "_kernels", broken)
-    assert "does not load: OSError: libcuda.so.1" in flash4.check_kernels()
-
-    def other_flash_attention(name: str) -> None:
-        raise ImportError("undefined symbol")
-
-    monkeypatch.setattr(flash4, "find_spec", other_flash_attention)
-    assert "does not load: ImportError: undefined symbol" in flash4.check_kernels()
-
-
-LATENT = DeepseekV3Config(**{**SMALL, "num_key_value_heads": 4})
-
-
-@pytest.mark.parametrize(
-    ("config", "shapes"),
-    [
-        (FAMILIES["full"], [(4, 2, 8, 8, None)]),
-        (FAMILIES["sliding"], [(4, 2, 8, 8, 5)]),
-        (LATENT, [(4, 4, 192, 128, None)]),
-        (
-            Qwen3Config(
-                **SMALL,
-                sliding_window=6,
-                use_sliding_window=True,
-                layer_types=["sliding_attention", "full_attention"],
-            ),
-            [(4, 2, 8, 8, None), (4, 2, 8, 8, 6)],
-        ),
-    ],
-)
-def test_head_shapes(config: Any, shapes: list[Any]) -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    assert list(head_shapes(model)) == shapes
-
-
-def test_head_shapes_over_ranks() -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(FAMILIES["full"])
-    assert [head_shapes(model, n)[0][:2] for n in (1, 2, 4)] == [(4, 2), (2, 1), (1, 1)]
-
-
 def test_wrong_results_are_detected(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash4, "fits", lambda *_: True)
     cpu = torch.device("cpu")
@@ -300,40 +226,3 @@ def test_wrong_results_are_detected(plain: Plain, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(flash4, "fits", lambda width, *_: width < 16)
     monkeypatch.setattr(flash4, "_kernels", Plain)
     assert "no kernels" in difference()
-
-
-@pytest.mark.parametrize(
-    ("major", "widths", "expected"),
-    [
-        (9, (256, 256), True),
-        (9, (264, 128), False),
-        (9, (100, 100), False),
-        (10, (128, 64), True),
-        (10, (192, 128), True),
-        (10, (192, 192), False),
-    ],
-)
-def test_supported_widths_per_generation(
-    major: int, widths: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    assert flash4.fits(*widths, torch.device("cuda")) is expected
-
-
-def test_they_need_a_gpu() -> None:
-    assert flash4.missing(torch.device("cpu"), Path("/nowhere")) != ""
-
-
-def test_compiled_kernels_are_cached_per_gpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    name = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
-    monkeypatch.setattr(flash4, "check_kernels", lambda: "")
-    for kind in ((9, 0), (10, 3)):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, kind=kind: kind)
-        assert flash4.missing(torch.device("cuda"), tmp_path) == ""
-        assert os.environ[name] == str(tmp_path / f"attention-{kind[0]}.{kind[1]}")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "8.0" in flash4.missing(torch.device("cuda"), tmp_path)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from keel.model.routing import replay as module
-from keel.model.routing.replay import REMEMBERED, record_routes, replay_routes
+from keel.model.routing.replay import record_routes, replay_routes
 from keel.model.routing.routers import ROUTERS, is_moe, moe_layers, router_modules
 from tests.model.families import FAMILIES, build
 from tests.model.routing.routes import E, K, N, live_routes, logits, other_routes
@@ -111,39 +110,12 @@ def test_nothing_remains_after_an_error(qwen):
     assert torch.equal(logits(qwen), before)
 
 
-def test_old_replays_free_their_routes(qwen):
-    """Replays that the caller holds keep their metrics."""
-    replays = []
-    for _ in range(2 * REMEMBERED):
-        with replay_routes(qwen, other_routes(qwen), by_token=True) as replay:
-            logits(qwen).sum().backward()
-        replays.append(replay)
-    *old, last = (replay.metrics() for replay in replays)
-    assert all(one == last for one in old) and last["routing/overlap"].count
-    assert all(replay.overlap_N() is not None for replay in replays)
-    held = [*module._closed][-2 * REMEMBERED :]
-    without = [not replay._counts and replay.overlap_N() is None for replay in held]
-    assert without == [True] * REMEMBERED + [False] * REMEMBERED
-    assert [replay._routes_LNK is None for replay in held] == without
-
-
 def test_copies_are_not_replayed(qwen):
     with replay_routes(qwen, other_routes(qwen)):
         logits(qwen)
         twin = copy.deepcopy(qwen)
         changed = logits(twin)
     assert torch.equal(changed, logits(twin))
-
-
-def test_copies_count_each_pass_once(qwen):
-    routes = other_routes(qwen)
-    with replay_routes(qwen, routes) as original:
-        logits(qwen)
-    twin = copy.deepcopy(qwen)
-    with record_routes(twin) as recording, replay_routes(twin, routes) as copied:
-        logits(twin)
-    assert copied.metrics() == original.metrics()
-    assert torch.equal(recording.routes()[:, 0], live_routes(qwen)[:, 0])
 
 
 def test_two_models_replay_at_once(qwen):

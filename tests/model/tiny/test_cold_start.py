@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import threading
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +28,6 @@ from keel.model.tiny import build, cold_start
 from keel.model.tiny.build import (
     build_model,
     content_key,
-    default_cache_dir,
     ensure_tiny_model,
     make_folder,
     train_in_process,
@@ -62,7 +59,6 @@ TINY = TinyModelConfig(
     expert_size=32,
     cold_start=ColdStartConfig(steps=3, batch_size=4),
 )
-UNTRAINED = replace(TINY, cold_start=ColdStartConfig(steps=0))
 SPARSE = TinyModelConfig(
     family="deepseek_v32",
     layers=2,
@@ -130,12 +126,6 @@ def test_sources_without_answers_teach_nothing() -> None:
     assert len(examples) == 10 and all("Spell" in question_of(one) for one in examples)
 
 
-def test_numpy_seeded_tasks_work() -> None:
-    pools = replace(SPELLING, name="pools", task="pool_matrix")
-    for seed in (0, 2**32 - 1):
-        assert len(set(map(question_of, examples_of(pools, count=4, seed=seed)))) == 4
-
-
 def test_prompts_match_rollouts() -> None:
     source = replace(SPELLING, system="Spell.", system_template="reasoning")
     (example,) = examples_of(source, count=1)
@@ -143,13 +133,6 @@ def test_prompts_match_rollouts() -> None:
     assert prompt_of(example).startswith(f"<|im_start|>system\n{system['content']}<|im_end|>\n")
     bare = replace(source, system_template="none")
     assert content_key(TINY, curriculum(source)) != content_key(TINY, curriculum(bare))
-
-
-def test_sources_are_mixed_by_weight() -> None:
-    unused = replace(SPIRALS, name="off", weight=0.0, holdout="all")
-    examples = examples_of(SPELLING, replace(SPIRALS, weight=3.0), unused, count=100)
-    spelling = sum("Spell" in question_of(example) for example in examples)
-    assert (spelling, len(examples)) == (25, 100)
 
 
 def test_solutions_follow_the_chat_template() -> None:
@@ -184,17 +167,6 @@ def test_only_the_policys_turns_are_learned(inside: bool) -> None:
     assert text.count("<think>") == inside and "</think>" not in text
     assert "@submit_result " in text and "Find a hotel" not in text
     assert (targets[row, :-1][targets[row, :-1] >= 0] == learned).all()
-
-
-def test_seeds_share_no_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cold_start, "SEED_STRIDE", 100)
-    large = replace(SPIRALS, params={"min_n": 4, "max_n": 4})
-    for count in (50, 150):
-        first, second = (
-            {prompt_of(example) for example in examples_of(large, count=count, seed=seed)}
-            for seed in (0, 1)
-        )
-        assert len(first) == count and first.isdisjoint(second)
 
 
 # --- model and training ---------------------------------------------------------------------------
@@ -302,20 +274,6 @@ def test_an_exceeded_time_limit_leaves_no_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_concurrent_builds_share_one_folder(tmp_path: Path) -> None:
-    folders: list[Path] = []
-    threads = [
-        threading.Thread(target=lambda: folders.append(ensure(tmp_path, UNTRAINED)))
-        for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=PATIENCE_S)
-    assert len(folders) == 3 and len(set(folders)) == 1
-    assert list(tmp_path.iterdir()) == [folders[0]]
-
-
 def test_content_key_covers_what_weights_depend_on() -> None:
     def key(config: TinyModelConfig = TINY, seed: int = 0, heldout: tuple[str, ...] = ()) -> str:
         return content_key(config, curriculum(SPELLING, seed=seed, heldout_questions=heldout))
@@ -333,13 +291,6 @@ def test_content_key_covers_what_weights_depend_on() -> None:
     assert len(keys) == 9
     assert key(replace(TINY, cache_dir="elsewhere", index_top_k=5)) == key()
     assert key(heldout=("a", "b")) == key(heldout=("b", "a", "b"))
-
-
-def test_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert default_cache_dir() == Path("/somewhere/keel")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert default_cache_dir() == Path.home() / ".cache" / "keel"
 
 
 # --- training in a separate process ---------------------------------------------------------------
@@ -362,10 +313,6 @@ def die(**_: Any) -> None:
     os._exit(7)
 
 
-def hang(**_: Any) -> None:
-    time.sleep(1000)
-
-
 def fail(**_: Any) -> None:
     raise AssertionError("a kernel is missing")
 
@@ -381,23 +328,3 @@ def test_errors_of_the_process_are_raised_here(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="a kernel is missing"):
         train_in_process(fail, "cpu", timeout_s=PATIENCE_S)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_process_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_START_S", 0.0)
-    with pytest.raises(TimeoutError):
-        train_in_process(hang, "cpu", timeout_s=0.1)
-
-
-def test_gpu_models_are_cached_separately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices: list[str] = []
-
-    def fake(make: Any, device: str, **_: Any) -> None:
-        devices.append(device)
-        make(device="cpu")
-
-    monkeypatch.setattr(build, "train_in_process", fake)
-    cpu, gpu = ensure(tmp_path), ensure(tmp_path, device="cuda")
-    assert ensure(tmp_path, device="cuda") == gpu != cpu
-    assert ensure(tmp_path, UNTRAINED) == ensure(tmp_path, UNTRAINED, device="cuda")
-    assert devices == ["cuda"]

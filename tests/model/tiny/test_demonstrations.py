@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -12,15 +11,12 @@ import pytest
 
 from keel.agents.environments.demonstrations import trip_demonstrations
 from keel.configs.schema import (
-    ColdStartConfig,
     Config,
     ConfigError,
     DataConfig,
     EnvironmentConfig,
     SourceConfig,
-    TinyModelConfig,
 )
-from keel.model.tiny.build import content_key
 from keel.model.tiny.cold_start import Curriculum, ExamplePair, make_examples
 from keel.model.tiny.demonstrations import (
     conversation_ids,
@@ -143,34 +139,6 @@ def test_scripts_of_keel_do_not_import_from_the_folder(folder: Path) -> None:
     assert str(folder) not in sys.path
 
 
-def test_content_key_covers_script_and_environment(folder: Path) -> None:
-    def key() -> str:
-        sources = config_of(folder).data.sources
-        return content_key(TinyModelConfig(), Curriculum(seed=0, sources=sources))
-
-    keys = {key()}
-    for name in ("demos.py", "shop.py"):
-        with (folder / name).open("a") as file:
-            file.write("# changed\n")
-        keys.add(key())
-    assert len(keys) == 3
-
-
-@pytest.mark.parametrize("name", ["demos", "json"])
-def test_hidden_files_are_named(
-    name: str, folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """A file of another source or a library may hide the script."""
-    demonstrate(config_of(folder), "shop", 3)
-    other = tmp_path_factory.mktemp("other")
-    (other / f"{name}.py").write_text("made = lambda *_, **__: []")
-    config = config_of(other, f"{name}:made")
-    with pytest.raises(ConfigError, match=f"ImportError: {name} "):
-        demonstrate(config, "shop", 3)
-    with pytest.raises(ConfigError, match=f"ImportError: {name} "):
-        script_digest(config.data.sources[0])
-
-
 SCRIPT = """
 from types import SimpleNamespace
 from keel.rl.turns import ToolSpec
@@ -212,35 +180,6 @@ def examples_of(config: Config, max_context: int | None = None) -> list[ExampleP
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("return 1 / 0", "ZeroDivisionError"),
-        ("return [{}]", "TypeError"),
-        ("raise SystemExit('not here')", "SystemExit"),
-        ("import time; time.sleep(30)", "TimeoutError: .*max_seconds = 0.5"),
-        ("raise TimeoutError('mine')", "TimeoutError: mine"),
-        ("yield from iter(lambda: good, None)", "ValueError: .*300"),
-    ],
-)
-def test_failing_scripts_are_named(
-    body: str, reason: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = script(folder, body, monkeypatch)
-    brief = TinyModelConfig(cold_start=ColdStartConfig(max_seconds=0.5))
-    config = replace(config, model=replace(config.model, tiny=brief))
-    with pytest.raises(ConfigError, match=rf"data\.sources\[shop\]\.env.*'odd:made': {reason}"):
-        demonstrate(config, "shop", 3)
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"), [("none:made", "ModuleNotFoundError"), ("demos:none", "AttributeError")]
-)
-def test_missing_scripts_are_named(name: str, reason: str, folder: Path) -> None:
-    with pytest.raises(ConfigError, match=f"'{name}': {reason}"):
-        demonstrate(config_of(folder, name), "shop", 3)
-
-
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
         ("return [good, pair('Buy.', says)]", "AttributeError"),
         ("return [good, pair({'content': 'Buy.'}, says)]", "KeyError"),
         ("return [good, pair(asks)]", "ValueError"),
@@ -258,11 +197,3 @@ def test_unusable_conversations_are_named(
     config = script(folder, body, monkeypatch)
     with pytest.raises(ConfigError, match=rf"'odd:made': `worked` of conversation 1: .*{reason}"):
         examples_of(config, max_context=99)
-
-
-def test_scripts_cannot_change_the_episodes_arguments(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = script(folder, "arguments.clear(); return [good]", monkeypatch)
-    assert len(examples_of(config)) == 1
-    assert config.data.sources[0].environment.arguments == {"stalls": 4}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import reasoning_gym
 
@@ -56,22 +54,3 @@ def test_hasty_solutions_are_mostly_wrong(task: str) -> None:
     assert all(steps_of(turn) == "" for turn, _ in turns)
     right = sum(dataset.score_answer(answer_of(turn), entry) == 1.0 for turn, entry in turns)
     assert right < 0.25 * len(turns)
-
-
-def test_untaught_tasks_get_the_plain_answer() -> None:
-    product = {"answer": "12", "metadata": {"expression": "3 * 4"}}
-    for worked in (True, False):
-        assert solution("basic_arithmetic", product, worked=worked) == "<think>\n\n</think>\n\n12"
-        assert solution("lcm", {"answer": 6, "metadata": {}}, worked=worked).endswith("\n\n6")
-
-
-def test_steps_by_hand() -> None:
-    def steps(task: str, **metadata: object) -> str:
-        return TAUGHT[task].working(metadata)
-
-    assert steps("chain_sum", expression="4 - 1 - 7") == "3 - 7\n-4"
-    assert steps("spell_backward", word="sun") == "1s2u3n"
-    assert steps("gcd", numbers=[24, 18]) == f"24 18 {math.gcd(24, 18)} 0"
-    assert (
-        steps("spiral_matrix", matrix=[[1, 2, 3], [4, 5, 6], [7, 8, 9]]) == "1 2 3\n6 9\n8 7\n4\n5"
-    )
