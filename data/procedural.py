@@ -21,7 +21,7 @@ REFUSED_TASKS = {
 """Tasks that Keel refuses because their verifiers can be exploited (reasoning_gym 0.1.25).
 
 Some others are refused because they are better configured as a source of their own.
-`tests/rewards/rules/test_rules.py` tries nonsense answers on all tasks that remain.
+`tests/rewards/rules/test_reasoning_gym.py` tries nonsense answers on all tasks that remain.
 """
 
 GENERATOR_ERRORS = (

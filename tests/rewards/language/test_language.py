@@ -1,21 +1,47 @@
-"""The share of an answer in its prompt's language, in twenty languages."""
+"""The share of an answer in its prompt's language, in twenty languages.
+
+Code and formulas do not count, but running text disguised as them does.
+"""
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import pytest
 
 from keel.rewards.custom import TextTrajectory
-from keel.rewards.language.share import (
-    _letters_by_script,
-    language,
-    language_share,
-    words_of,
-)
-from keel.rewards.scorer import Scorer
-from tests.rewards.groups import group
-from tests.rewards.language.samples import SAMPLES, mixed, others, own
+from keel.rewards.language.share import _letters_by_script, language, language_share, words_of
+
+SAMPLES: dict[str, list[str]] = json.loads(Path(__file__).with_name("samples.json").read_text())
+"""Maps each language to three sentences of an answer and a prompt."""
+ASIDE = "\n```python\nfor item in range(10):\n    print(item)\n```\n$$\\sum_{i} x_i$$\n\n"
+
+
+def own(name: str) -> float:
+    """Return the smallest share of an answer in the prompt's language, with code and a formula."""
+    *answer, prompt = SAMPLES[name]
+    return min(language_share(prompt, text) for text in (ASIDE.join(answer), *answer))
+
+
+def others(name: str) -> float:
+    """Return the mean share of answers in the other languages."""
+    prompt = SAMPLES[name][-1]
+    shares = [
+        language_share(prompt, " ".join(SAMPLES[other][:-1])) for other in SAMPLES if other != name
+    ]
+    return sum(shares) / len(shares)
+
+
+def mixed(name: str) -> float:
+    """Return the share of an answer with one sentence in the language and one in another."""
+    first, *_, prompt = SAMPLES[name]
+    other = SAMPLES["German" if name == "English" else "English"][0]
+    return language_share(prompt, f"{first} {other}")
+
 
 PROMPT = "How many apples does she have left in the basket?"
 
@@ -27,40 +53,21 @@ def test_answers_in_the_language_in_another_and_mixed(name: str) -> None:
     assert 0.3 <= mixed(name) <= 0.7
 
 
-@pytest.mark.parametrize(
-    ("prompt", "text"),
-    [
-        (
-            "2 + 2 = ?",
-            "Das ist natürlich die Zahl vier, wie jeder weiß.",
-        ),  # the prompt has no words
-        (PROMPT, ""),
-        (PROMPT, "42"),
-        (PROMPT, "$x = 7$, \\(y\\)"),
-        (
-            "Gib mir nur die Zahl der Äpfel im Korb.",
-            "```\nfor apple in basket:\n    total += apple.count\nreturn total\n```",
-        ),
-        (
-            "她的篮子里还剩下多少个苹果？",
-            "设 x 为苹果数, 见 https://example.com/some/page 和 GPU, x_1。",
-        ),
-    ],
-)
-def test_too_little_text_costs_nothing(prompt: str, text: str) -> None:
-    assert language_share(prompt, text) == 1.0
+def test_too_little_text_costs_nothing() -> None:
+    code = "```\nfor apple in basket:\n    total += apple.count\nreturn total\n```"
+    terms = "设 x 为苹果数, 见 https://example.com/some/page 和 GPU, x_1。"
+    assert language_share("2 + 2 = ?", SAMPLES["German"][0]) == 1.0  # the prompt has no words
+    for text in ("", "42", "$x = 7$, \\(y\\)"):
+        assert language_share(PROMPT, text) == 1.0
+    assert language_share("Gib mir nur die Zahl der Äpfel im Korb.", code) == 1.0
+    assert language_share(SAMPLES["Chinese"][-1], terms) == 1.0
 
 
 def test_code_and_formulas_are_set_aside() -> None:
     assert words_of("a `code` b $x+y$ word").split() == ["word"]
     assert words_of("one ~~~\nall of\n\nthis").split() == ["one"]
-    assert words_of("cost $5, and\n\nanother $ sign").split() == [
-        "cost",
-        ",",
-        "and",
-        "another",
-        "sign",
-    ]
+    prices = words_of("cost $5, and\n\nanother $ sign").split()
+    assert prices == ["cost", ",", "and", "another", "sign"]
     assert words_of("\\[ a + b \\] then \\boxed{seven}").split() == ["then", "{seven}"]
     assert words_of("`open and\n\nclosed`").split() == ["open", "and", "closed"]
 
@@ -110,9 +117,102 @@ def test_hostile_texts_take_linear_time() -> None:
         assert time.thread_time() - began < 3
 
 
-def test_language_is_a_part_of_the_reward() -> None:
-    weights = {"maths": {"correct": 1.0, "language": 0.5}}
-    with Scorer(weights, workers=0) as scorer:
-        asked = "</think>Die Antwort ist eine ganze Zahl, und zwar drei."
-        (scored,) = scorer.score([group(asked)])
-    assert scored.parts_G[0]["language"] == 1.0  # the prompt, 1+2?, has no language
+MARKS = {
+    "dollars": "${}$",
+    "display": "$$\n{}\n$$",
+    "round": "\\({}\\)",
+    "square": "\\[{}\\]",
+    "text in a formula": "$x = \\text{{{}}}$",
+    "backticks": "`{}`",
+    "fence": "```\n{}\n```",
+    "comment": "```python\nx = 1  # {}\n```",
+    "string": '```python\nprint("{}")\n```',
+    "tildes": "~~~\n{}\n~~~",
+    "a fence that is never closed": "```\n{}",
+}
+BY_WORD: dict[str, Callable[[str], str]] = {
+    "dollars": "${}$".format,
+    "backticks": "`{}`".format,
+    "tags": "<{}>".format,
+    "commands": "\\{}".format,
+    "digits": "{}1".format,
+    "capitals": str.upper,
+}
+CODE: list[str] = json.loads(Path(__file__).with_name("code.json").read_text())
+"""Honest code and formulas."""
+PAIRS = [
+    (name, [*SAMPLES, *SAMPLES][index + step])
+    for index, name in enumerate(SAMPLES)
+    for step in (0, 2, 5, 12)
+]
+"""Languages of a prompt and an answer."""
+plain = cache(language_share)
+"""Share of an answer without marks, for comparison."""
+
+
+@pytest.mark.parametrize("code", CODE)
+def test_honest_code_costs_nothing(code: str) -> None:
+    for first, second, _, prompt in SAMPLES.values():
+        assert language_share(prompt, f"{first}\n{code}\n{second}") == 1.0
+        assert language_share(prompt, code) == 1.0
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_marks_around_text_gain_nothing(mark: str) -> None:
+    for name, other in PAIRS:
+        *answer, _ = SAMPLES[other]
+        prompt = SAMPLES[name][-1]
+        dressed = "\n\n".join(map(MARKS[mark].format, answer))
+        if mark == "a fence that is never closed":  # the next one would close it
+            dressed = MARKS[mark].format("\n\n".join(answer))
+        share = plain(prompt, "\n\n".join(answer))
+        assert language_share(prompt, dressed) <= share + 0.1, f"{other} for {name}"
+    for *answer, prompt in SAMPLES.values():
+        assert language_share(prompt, "\n\n".join(map(MARKS[mark].format, answer))) >= 0.95
+
+
+@pytest.mark.parametrize("mark", BY_WORD)
+def test_marks_around_each_word_gain_nothing(mark: str) -> None:
+    gained: list[float] = []
+    for name, other in PAIRS:
+        if name != other:
+            *answer, _ = SAMPLES[other]
+            prompt = SAMPLES[name][-1]
+            dressed = " ".join(map(BY_WORD[mark], " ".join(answer).split()))
+            share = plain(prompt, " ".join(answer))
+            gained.append(language_share(prompt, dressed) - share)
+    assert sum(gained) / len(gained) < 0.1
+
+
+def test_running_text_in_code_is_kept() -> None:
+    text = "$\\text{Das ist die Antwort}$"
+    for text in (text, "$Das ist die Antwort$", "$Das$ $ist$ $die$ $Antwort$"):
+        assert words_of(text).split() == [".", "Das", "ist", "die", "Antwort."]
+    assert words_of("`return value`, `the sum`").split() == [","]
+    assert words_of("$苹果的数量是七$").split() == [".", "苹果的数量是七."]
+    assert words_of("$面积$ and $Δx$").split() == ["and"]
+    assert "ANTWORT" in words_of("DAS IST DIE ANTWORT")
+    assert words_of("CPU and GPU").split() == ["and"]
+    assert words_of("\\alpha \\beta \\gamma \\delta").split() == []
+    assert words_of("\\Das \\ist \\die \\Antwort").split() == ["Das", "ist", "die", "Antwort"]
+    assert "answer" in words_of("`so it is clear that the answer is seven`")
+    assert words_of("`build essential cmake ninja curl wget the`").split() == []
+    few = "alder birch cedar elm fir gum hazel iris juniper kauri the larch its maple nutmeg"
+    assert words_of(f"`{few}`").split() == []  # too few function words
+
+
+def test_english_comments_cost_little() -> None:
+    first, second, _, prompt = SAMPLES["Chinese"]
+    code = """```python
+def square(x):
+    \"\"\"Return the square of the number.\"\"\"
+    return x * x  # we use the fact that it is a number
+```"""
+    assert 0.75 < language_share(prompt, f"{first}\n{code}\n{second}") < 1.0
+    assert language_share(prompt, code) == 0.0
+    short = f"如下。\n{code}\n完成了。"
+    assert 0.5 < language_share(prompt, short) < 0.6
+    english = " ".join(SAMPLES["English"][:2])
+    for mark in ("backticks", "text in a formula"):
+        assert language_share(prompt, f"{first} {MARKS[mark].format(english)}") < 0.5
+    assert language_share(prompt, f"{first}\n{MARKS['fence'].format(english * 4)}") < 0.5

@@ -153,8 +153,10 @@ def test_hostile_texts_are_quick(right: str) -> None:
     texts = [part * (2_000 // len(part)) for part in PARTS] + EXPLOSIVE
     texts += ["(" * 900 + "1" + ")" * 900, "9" * 2_000, "\\begin{pmatrix}" + "1&2\\\\" * 300]
     verify = verifier(right)
-    for text in texts:
-        for variant in (text, f"\\boxed{{{text}}}", f"The answer is ${text}$."):
+    for number, text in enumerate(texts):
+        variants = (text, f"\\boxed{{{text}}}", f"The answer is ${text}$.")
+        # All three formats for the first answer, and one for the others.
+        for variant in variants if right == RIGHT[0] else variants[number % 3 :][:1]:
             began = time.thread_time()
             assert verify(variant) == 0.0, text[:40]
             assert time.thread_time() - began < 1.0, text[:40]
