@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,15 @@ from keel.rewards.code import verifier as module
 from keel.rewards.code.verifier import CodeSettings, CodeVerdict, check_reference, verify_code
 from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
 from keel.rewards.sandbox.watch import Limits
-from keel.rewards.workers.pool import WorkerPool
-from tests.rewards.code.hostile import ADD_CALL, ADD_STDIN, HOSTILE, answer
-from tests.rewards.code.hostile_rounds import HURRIED
-from tests.waiting import PATIENCE_S, wait_for, within_some
+from tests.rewards.code.hostile import (
+    ADD_CALL,
+    ADD_STDIN,
+    HOSTILE,
+    HURRIED,
+    SLEEPERS,
+    answer,
+)
+from tests.waiting import PATIENCE_S, within_some
 
 SUM = "print(sum(map(int, input().split())))"
 BOTH = f"""
@@ -51,31 +54,6 @@ def settings(request: pytest.FixtureRequest) -> CodeSettings:
 
 def spec(*tests: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"kind": "code", "tests": list(tests), **more}
-
-
-def programs() -> set[str]:
-    """PIDs of programs running on this machine."""
-    pids: set[str] = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if words[-2:][0].endswith(b"box/solution.py") and b"-S" in words:
-                pids.add(folder.name)
-    return pids
-
-
-def ours(programs: set[str]) -> set[str]:
-    """Descendants of this process: other tests run at the same time."""
-    below: set[str] = set()
-    for program in programs:
-        above = program
-        with suppress(OSError):
-            while above not in ("0", str(os.getpid())):
-                stat = Path("/proc", above, "stat").read_text()
-                above = stat.rpartition(")")[2].split()[1]
-        if above == str(os.getpid()):
-            below.add(program)
-    return below
 
 
 def passed(verdict: CodeVerdict) -> list[bool]:
@@ -163,35 +141,30 @@ def test_output_is_limited_per_call(settings: CodeSettings) -> None:
     assert "output" in verdict.reason
 
 
-def test_programs_run_like_scripts(settings: CodeSettings) -> None:
-    source = "import sys\nprint(open('/dev/stdin').read().strip(), __name__)\nexit(0)"
-    if settings.isolation != "bubblewrap":
-        source = source.replace("open('/dev/stdin')", "sys.stdin")
+def test_sources(settings: CodeSettings) -> None:
+    """A program runs like a script, without names of ours, and its errors fail every call."""
+    read = "sys.stdin" if settings.isolation != "bubblewrap" else "open('/dev/stdin')"
+    source = f"import sys\nprint({read}.read().strip(), __name__)\nexit(0)"
     verdict = verify_code(spec({"stdin": "é\n", "stdout": "é __main__"}), answer(source), settings)
     assert verdict.score == 1.0, verdict.reason
+    verdict = verify_code(spec({"stdout": "1"}), answer("source\nprint(1)"), settings)
+    assert verdict.score == 0.0 and "NameError" in verdict.reason
+    for source, why in (("def add(", "SyntaxError"), ("1 / 0", "Zero"), ("def f(): 1", "KeyError")):
+        verdict = verify_code(spec(ADD_CALL, ADD_CALL, partial=True), answer(source), settings)
+        assert verdict.score == 0.0 and why in verdict.reason
 
 
 def test_calls_have_leetcodes_imports(settings: CodeSettings) -> None:
     source = """
 class Solution:
     def least(self, numbers: List[int], k: Optional[int]) -> Dict[str, Any]:
-        heap = numbers[:]
-        heapify(heap)
-        count = Counter(numbers)
-        first = next(accumulate([heappop(heap) for _ in range(k or 1)], gcd))
-        return {"first": first, "most": count.most_common(1)[0][0], "pow": pow(2, 5, 7),
-                "inf": math.inf > heapq.nsmallest(1, numbers)[0], "at": bisect_left([1, 3], 2)}
-
-@cache
-def fib(n: int) -> int:
-    return n if n < 2 else fib(n - 1) + fib(n - 2)
+        heapify(numbers)
+        return {"first": numbers[0], "most": Counter(numbers).most_common(1)[0][0],
+                "pow": pow(2, 5, 7), "inf": math.inf > 1, "at": bisect_left([1, 3], 2)}
 """
     expected = {"first": 1, "most": 4, "pow": 4, "inf": True, "at": 1}
-    tests = [
-        {"call": "Solution.least", "args": [[4, 1, 4], 2], "returns": expected},
-        {"call": "fib", "args": [80], "returns": 23416728348467685},
-    ]
-    verdict = verify_code(spec(*tests), answer(source), settings)
+    test = {"call": "Solution.least", "args": [[4, 1, 4], 2], "returns": expected}
+    verdict = verify_code(spec(test), answer(source), settings)
     assert verdict.score == 1.0, verdict.reason
     printing = verify_code(spec({"stdout": "[]"}), answer("print(List)"), settings)
     assert "NameError" in printing.reason, "programs must import"
@@ -208,36 +181,6 @@ def test_long_integers_work(settings: CodeSettings) -> None:
     echo = answer("print(int(input()) + 1)")
     verdict = verify_code(spec({"stdin": str(large), "stdout": str(large + 1)}), echo, settings)
     assert verdict.score == 1.0, verdict.reason
-
-
-def test_a_program_has_only_its_imports(settings: CodeSettings) -> None:
-    for name in ("sys", "builtins", "source"):
-        verdict = verify_code(spec({"stdout": "1"}), answer(f"{name}\nprint(1)"), settings)
-        assert verdict.score == 0.0
-        assert verdict.reason.endswith(f"NameError: name {name!r} is not defined")
-
-
-def test_a_program_dies_with_its_worker(
-    settings: CodeSettings,
-) -> None:
-    knobs = {"isolation": settings.isolation, "completion_s": 1000, "time_s": 1000}
-    pool = WorkerPool(1, timeout_s=PATIENCE_S, code=knobs)
-    before = programs()
-    verdict = pool.submit(spec({"stdout": ""}), [answer("import time; time.sleep(1000)")])
-    started = wait_for(lambda: ours(programs() - before), "the program")
-    pool.close()
-    assert verdict.exception(PATIENCE_S) or verdict.result()[0].error
-    wait_for(lambda: not programs() & started, "the program's end")
-
-
-def test_source_errors_fail_every_call(settings: CodeSettings) -> None:
-    nulls = "SyntaxError" if sys.version_info >= (3, 11, 4) else "ValueError"
-    for source, why in (("def add(", "SyntaxError"), ("1 / 0", "ZeroDivisionError"), ("\0", nulls)):
-        verdict = verify_code(spec(ADD_CALL, ADD_CALL, partial=True), answer(source), settings)
-        assert verdict.score == 0.0
-        assert why in verdict.reason
-    verdict = verify_code(spec(ADD_CALL), answer("def sub(): pass"), settings)
-    assert "KeyError" in verdict.reason
 
 
 def test_completion_time_bounds_all_tests(isolated: None) -> None:
@@ -260,10 +203,6 @@ def test_compiled_languages(isolated: None) -> None:
     assert verify_code(spec(ADD_STDIN, ADD_STDIN, language="c++"), text, PATIENT).score == 1.0
     verdict = verify_code(spec(ADD_STDIN, language="c++"), "```\nint main() {\n```", PATIENT)
     assert verdict.score == 0.0 and "compile" in verdict.reason
-    source = (
-        '#include <stdio.h>\nint main() { int a, b; scanf("%d%d", &a, &b); printf("%d", a + b); }'
-    )
-    assert verify_code(spec(ADD_STDIN, language="c"), f"```c\n{source}\n```", PATIENT).score == 1.0
 
 
 def test_thinking_never_counts(isolated: None) -> None:
@@ -306,32 +245,6 @@ def test_untrusted_programs_are_refused_without_isolation(monkeypatch: pytest.Mo
             verify_code(spec(ADD_STDIN), text)
 
 
-QUICK = {
-    "catching SystemExit",
-    "endless output",
-    "forging the result",
-    "killing everything",
-    "leaving something behind",
-    "memory bomb",
-    "opening sockets",
-    "reading the tests",
-    "replacing equality",
-    "replacing print and exit",
-    "sleeping deaf to signals",
-}
-"""Attacks of the quick suite."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in QUICK else pytest.mark.e2e) for n in sorted(HOSTILE)],
-)
-def test_hostile_programs_score_zero(name: str, isolated: None) -> None:
-    verdict = verify_code(spec(ADD_STDIN, ADD_CALL, partial=True), answer(HOSTILE[name]), HURRIED)
-    assert verdict.score == 0.0
-    assert all(result.reason for result in verdict.per_test)
-
-
 def test_expected_outputs_never_enter_the_sandbox(
     isolated: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,10 +262,21 @@ def test_expected_outputs_never_enter_the_sandbox(
     assert len(calls) == 2 and not any(secret in call for call in calls)
 
 
-def test_a_hundred_hostile_programs_leave_nothing_behind(isolated: None) -> None:
+QUICK = {"endless output", "forging the result", "leaving something behind", "memory bomb"}
+QUICK |= {"opening sockets", "reading the tests", "replacing equality", "replacing print and exit"}
+
+
+@pytest.mark.parametrize("name", sorted(QUICK | SLEEPERS))
+def test_hostile_programs_score_zero(name: str, isolated: None) -> None:
+    verdict = verify_code(spec(ADD_STDIN, ADD_CALL, partial=True), answer(HOSTILE[name]), HURRIED)
+    assert verdict.score == 0.0
+    assert all(result.reason for result in verdict.per_test)
+
+
+def test_hostile_programs_leave_nothing_behind(isolated: None) -> None:
     # In a separate process, free of what other tests leave behind.
     done = subprocess.run(
-        [sys.executable, "-m", "tests.rewards.code.hostile_rounds", "--rounds=2"],
+        [sys.executable, "-m", "tests.rewards.code.hostile", "--rounds=1"],
         cwd=Path(__file__).parents[3],
         stdout=subprocess.PIPE,
         timeout=5 * PATIENCE_S,
@@ -360,7 +284,7 @@ def test_a_hundred_hostile_programs_leave_nothing_behind(isolated: None) -> None
     )
     report = json.loads(done.stdout)
     before, after = report["before"], report["after"]
-    assert report["programs"] > 100 and report["rewarded"] == []
+    assert report["programs"] > 60 and report["rewarded"] == []
     assert after.pop("resident") < before.pop("resident") + (6 << 20)
     assert after == before
     assert (after["processes"], after["threads"], after["folders"]) == (0, 1, [])

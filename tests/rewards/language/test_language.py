@@ -185,8 +185,8 @@ def test_marks_around_each_word_gain_nothing(mark: str) -> None:
 
 
 def test_running_text_in_code_is_kept() -> None:
-    text = "$\\text{Das ist die Antwort}$"
-    for text in (text, "$Das ist die Antwort$", "$Das$ $ist$ $die$ $Antwort$"):
+    wrapped = "$\\text{Das ist die Antwort}$"
+    for text in (wrapped, "$Das ist die Antwort$", "$Das$ $ist$ $die$ $Antwort$"):
         assert words_of(text).split() == [".", "Das", "ist", "die", "Antwort."]
     assert words_of("`return value`, `the sum`").split() == [","]
     assert words_of("$苹果的数量是七$").split() == [".", "苹果的数量是七."]
