@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from keel.rewards.sandbox.sandbox import IsolationError, Sandbox, open_sandbox
 from tests.rewards.judge.judge_server import Server, good, running
 
 
@@ -17,6 +18,15 @@ def _environment() -> Iterator[None]:
         patch.delenv("SSL_CERT_FILE", raising=False)
         patch.setenv("SSL_CERT_DIR", "/")
         yield
+
+
+@pytest.fixture(scope="session")
+def box() -> Sandbox:
+    """The sandbox of programs. Skips the test if this machine cannot isolate them."""
+    try:
+        return open_sandbox("bubblewrap")
+    except IsolationError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 
 from keel.rewards.code import verifier as module
 from keel.rewards.code.verifier import CodeSettings, CodeVerdict, check_reference, verify_code
-from keel.rewards.sandbox.sandbox import IsolationError, open_sandbox
+from keel.rewards.sandbox.sandbox import IsolationError, Sandbox, open_sandbox
 from keel.rewards.sandbox.watch import Limits
 from tests.rewards.code.hostile import (
     ADD_CALL,
@@ -37,18 +37,10 @@ pytestmark = pytest.mark.e2e
 PATIENT = CodeSettings(completion_s=PATIENCE_S, limits=Limits(time_s=100.0))
 
 
-@pytest.fixture(scope="module")
-def isolated() -> None:
-    try:
-        open_sandbox("bubblewrap")
-    except IsolationError as error:
-        pytest.skip(str(error))
-
-
 @pytest.fixture(params=["bubblewrap", "none-i-trust-the-answers"])
 def settings(request: pytest.FixtureRequest) -> CodeSettings:
     if request.param == "bubblewrap":
-        request.getfixturevalue("isolated")
+        request.getfixturevalue("box")
     return replace(PATIENT, isolation=request.param)
 
 
@@ -183,7 +175,7 @@ def test_long_integers_work(settings: CodeSettings) -> None:
     assert verdict.score == 1.0, verdict.reason
 
 
-def test_completion_time_bounds_all_tests(isolated: None) -> None:
+def test_completion_time_bounds_all_tests(box: Sandbox) -> None:
     task = spec(*[ADD_STDIN] * 9, partial=True)
 
     def check(completion_s: float) -> None:
@@ -197,7 +189,7 @@ def test_completion_time_bounds_all_tests(isolated: None) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-def test_compiled_languages(isolated: None) -> None:
+def test_compiled_languages(box: Sandbox) -> None:
     source = "#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }"
     text = f"```cpp\n{source}\n```"
     assert verify_code(spec(ADD_STDIN, ADD_STDIN, language="c++"), text, PATIENT).score == 1.0
@@ -205,7 +197,7 @@ def test_compiled_languages(isolated: None) -> None:
     assert verdict.score == 0.0 and "compile" in verdict.reason
 
 
-def test_thinking_never_counts(isolated: None) -> None:
+def test_thinking_never_counts(box: Sandbox) -> None:
     right, wrong = answer(SUM), answer("print(0)")
     for text, score in (
         (right, 1.0),
@@ -218,7 +210,7 @@ def test_thinking_never_counts(isolated: None) -> None:
         assert verify_code(spec(ADD_STDIN), text, PATIENT).score == score, text
 
 
-def test_an_answer_without_a_program_is_wrong(isolated: None) -> None:
+def test_an_answer_without_a_program_is_wrong(box: Sandbox) -> None:
     verdict = verify_code(spec(ADD_STDIN), "42")
     assert (verdict.score, passed(verdict)) == (0.0, [False])
     assert verify_code(spec(ADD_STDIN), answer("#" * 300_000)).score == 0.0
@@ -246,7 +238,7 @@ def test_untrusted_programs_are_refused_without_isolation(monkeypatch: pytest.Mo
 
 
 def test_expected_outputs_never_enter_the_sandbox(
-    isolated: None, monkeypatch: pytest.MonkeyPatch
+    box: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sandbox, calls = open_sandbox("bubblewrap"), []
     run = sandbox.run
@@ -267,13 +259,13 @@ QUICK |= {"opening sockets", "reading the tests", "replacing equality", "replaci
 
 
 @pytest.mark.parametrize("name", sorted(QUICK | SLEEPERS))
-def test_hostile_programs_score_zero(name: str, isolated: None) -> None:
+def test_hostile_programs_score_zero(name: str, box: Sandbox) -> None:
     verdict = verify_code(spec(ADD_STDIN, ADD_CALL, partial=True), answer(HOSTILE[name]), HURRIED)
     assert verdict.score == 0.0
     assert all(result.reason for result in verdict.per_test)
 
 
-def test_hostile_programs_leave_nothing_behind(isolated: None) -> None:
+def test_hostile_programs_leave_nothing_behind(box: Sandbox) -> None:
     # In a separate process, free of what other tests leave behind.
     done = subprocess.run(
         [sys.executable, "-m", "tests.rewards.code.hostile", "--rounds=1"],
