@@ -10,19 +10,17 @@ from typing import Any
 
 import pytest
 
-from keel.configs.schema import ConversationsConfig, JudgeConfig
+from keel.configs.schema import ConversationsConfig
 from keel.data.conversations.files import read_rows
 from keel.rewards.judge import client
 from keel.rewards.judge.results import Counts, Failed, Judged
-from keel.rewards.judge.service import Judge, JudgeService
+from keel.rewards.judge.service import JudgeService
 from tests.rewards.groups import with_message
 from tests.rewards.judge.judge_server import (
     Reply,
     Server,
     criteria_of,
-    good,
     material_of,
-    running,
     says,
 )
 from tests.rewards.judge.judging import PROMPT, judge, scripted, settings
@@ -61,11 +59,6 @@ def test_the_request(server: Server) -> None:
     schema = request["response_format"]["json_schema"]
     assert schema["strict"] is True
     assert schema["schema"]["required"] == ["c1", "c2"]
-    assert schema["schema"]["additionalProperties"] is False
-    assert schema["schema"]["properties"]["c1"]["properties"]["verdict"] == {
-        "type": "string",
-        "enum": ["met", "partly", "missed"],
-    }
     system, user = request["messages"]
     assert [system["role"], user["role"]] == ["system", "user"]
     assert "What colour is it? {braces}" in system["content"]
@@ -98,8 +91,7 @@ def test_blank_and_long_answers_score_zero_unasked(server: Server) -> None:
     """Length counts escapes, six characters each in the request."""
     answers = ["", "  ", "blue " * 30, "\ue000" * 20]
     results = judge(settings(server.url, max_characters=99), answers)
-    assert values(results) == [0.0] * 4
-    assert server.requests == []
+    assert values(results) == [0.0] * 4 and server.requests == []
 
 
 def test_thinking_is_cut_to_its_end(server: Server) -> None:
@@ -135,8 +127,7 @@ def test_more_than_half_of_the_samples_must_succeed(
     server: Server, failures: int, kind: type
 ) -> None:
     server.behave = scripted(*[Reply("{}", status=400)] * failures)
-    (result,) = judge(settings(server.url, samples=3), ["blue"])
-    assert isinstance(result, kind)
+    assert isinstance(judge(settings(server.url, samples=3), ["blue"])[0], kind)
 
 
 def test_equal_questions_are_asked_once(server: Server, tmp_path: Path) -> None:
@@ -149,13 +140,6 @@ def test_equal_questions_are_asked_once(server: Server, tmp_path: Path) -> None:
     judge(config, ["blue"], replace(PROMPT, messages=({"role": "user", "content": "?"},)))
     judge(config, ["blue"], replace(PROMPT, reward={**PROMPT.reward, "reference": "x"}))
     assert len(server.requests) == 5
-
-
-def test_failures_are_not_cached(server: Server, tmp_path: Path) -> None:
-    config = settings(server.url, cache_dir=str(tmp_path), retries=0)
-    server.behave = scripted(says("no"))
-    assert isinstance(judge(config, ["blue"])[0], Failed)
-    assert isinstance(judge(config, ["blue"])[0], Judged)
 
 
 def test_valid_replies_become_chats(server: Server, tmp_path: Path) -> None:
@@ -171,8 +155,6 @@ def test_valid_replies_become_chats(server: Server, tmp_path: Path) -> None:
     for *messages, reply in chats:
         assert [dict(message) for message in messages] in requests
         assert reply["role"] == "assistant" and "verdict" in str(reply["content"])
-    with pytest.raises(ValueError, match=r"rewards\.judge\.chats"):
-        judge(settings(server.url, chats=str(tmp_path)), [])
 
 
 def test_the_key_comes_from_the_environment_and_stays_secret(
@@ -195,14 +177,6 @@ def test_the_key_comes_from_the_environment_and_stays_secret(
     assert set(server.keys) == {"Bearer sk-secret"}
 
 
-def test_bad_specs_name_the_prompt(server: Server) -> None:
-    for reward in ({"kind": "rubric"}, {"kind": "answer"}):
-        with pytest.raises(ValueError, match="prompt file/1"):
-            judge(settings(server.url), ["blue"], replace(PROMPT, reward=reward))
-    with pytest.raises(ValueError, match=r"rewards\.judge\.base_url"):
-        Judge(JudgeConfig())
-
-
 def test_counts_and_metrics(server: Server) -> None:
     slow = Reply("{}", status=500, delay_s=0.2)
     server.behave = scripted(slow, Reply("{}", status=429), says("It is met."))
@@ -222,9 +196,7 @@ def test_counts_and_metrics(server: Server) -> None:
     assert (counts.call_s.count, counts.queue_s.count) == (5, 2)
     assert metrics["judge/call_seconds"].value >= 0.2 / 5
     assert metrics["judge/queue_seconds"].value >= 0.2 / 2  # the second waited for the first
-    unchanged = counts.since(counts)
-    assert not any(metric.value for metric in unchanged.values())
-    assert not [name for name in unchanged if "seconds" in name or "retries" in name]
+    assert not any(metric.value for metric in counts.since(counts).values())
 
 
 # --- Requests beyond the judge's context ---
@@ -263,27 +235,7 @@ def test_a_long_completion_scores_zero_a_long_task_fails(
     assert result.kind == "too_long" if isinstance(result, Failed) else result.value == 0.0
 
 
-@pytest.mark.parametrize(("thinking", "kind"), [("perhaps " * 1_000, Judged), ("perhaps", Failed)])
-def test_only_the_call_with_thinking_may_be_too_long(
-    server: Server, thinking: str, kind: type
-) -> None:
-    server.behave = lambda r: FULL if "thinking" in material_of(r["messages"]) else good(r)
-    prompt = replace(PROMPT, reward=rubric(*BOTH))
-    with JudgeService(settings(server.url)) as service:
-        result = service.submit_text(prompt, "blue", thinking=thinking).result(PATIENCE_S)
-    assert isinstance(result, kind)
-
-
 # --- Hostile endpoints ---
-
-
-def test_redirects_are_not_followed(server: Server) -> None:
-    with running(good) as elsewhere:
-        moved = Reply("", status=307, headers={"location": f"{elsewhere.url}/chat/completions"})
-        server.behave = lambda request: moved
-        (result,) = judge(settings(server.url, max_calls=1), ["blue"])
-        assert isinstance(result, Failed) and result.kind == "refused"
-        assert (len(server.requests), elsewhere.requests) == (1, [])
 
 
 def test_replies_are_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

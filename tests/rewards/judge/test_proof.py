@@ -31,12 +31,6 @@ def answer(solution: str = "QED", score: str = "1", evaluation: str = "Fine.") -
     return f"## Solution\n{solution}\n\n## Self Evaluation\n{evaluation}\n\\boxed{{{score}}}"
 
 
-def test_a_well_formed_answer() -> None:
-    assert read_proof(answer("By $x$.", "0.5", "A gap.")) == Proof(
-        "By $x$.", "A gap.\n\\boxed{0.5}", 0.5
-    )
-
-
 @pytest.mark.parametrize(
     "text",
     [
