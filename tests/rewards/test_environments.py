@@ -67,20 +67,16 @@ def test_a_rule_overrides_the_verdict() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "weights", "match"),
+    ("group", "part"),
     [
-        (graded(AGENTIC, {"score": 1.0}), {"correct": 1.0}, "correct"),
-        (graded(AGENTIC, {"correct": 1.0}), {"correct": 1.0, "pace": 1.0}, "pace"),
-        (
-            Group(prompt=PROMPT, trajectories=(trajectory(0, "3"),)),
-            {"correct": 1.0, "pace": 1.0},
-            "pace",
-        ),
+        (graded(AGENTIC, {"score": 1.0}), "correct"),
+        (graded(AGENTIC, {"correct": 1.0}), "pace"),
+        (Group(prompt=PROMPT, trajectories=(trajectory(0, "3"),)), "pace"),
     ],
 )
-def test_missing_parts_name_the_prompt(group: Group, weights: dict[str, float], match: str) -> None:
-    with pytest.raises(ValueError, match=f"prompt file/1.*{match}"):
-        score(group, weights)
+def test_missing_parts_name_the_prompt(group: Group, part: str) -> None:
+    with pytest.raises(ValueError, match=f"prompt file/1.*{part}"):
+        score(group, {"correct": 1.0, part: 1.0})
 
 
 def test_an_empty_verdict_leaves_the_group() -> None:
@@ -116,21 +112,16 @@ def test_the_judge_sees_the_environments_task(reward: dict[str, Any], server: Se
     assert all(sum(task in one for one in systems) == len(systems) // 2 for task in tasks)
 
 
+def thinks(text: str) -> dict[str, Any]:
+    return {"content": "", "reasoning_content": text}
+
+
 @pytest.mark.parametrize(
     ("messages", "answer", "thinking"),
     [
-        ([{"content": DEUTSCH}, {"content": DEUTSCH}], 1.0, 1.0),
         ([{"content": ENGLISH}, {"content": DEUTSCH}], 0.5, 1.0),
-        ([{"content": "", "reasoning_content": ENGLISH}, {"content": DEUTSCH}], 1.0, 0.0),
-        (
-            [
-                {"content": "", "reasoning_content": DEUTSCH},
-                {"content": "", "reasoning_content": ENGLISH},
-                {"content": DEUTSCH},
-            ],
-            1.0,
-            0.5,
-        ),
+        ([thinks(ENGLISH), {"content": DEUTSCH}], 1.0, 0.0),
+        ([thinks(DEUTSCH), thinks(ENGLISH), {"content": DEUTSCH}], 1.0, 0.5),
     ],
 )
 def test_language_covers_all_sampled_turns(
@@ -185,27 +176,18 @@ def test_a_crash_gets_the_lowest_reward(truncated: Literal["keep", "zero", "drop
 
 
 def test_a_programs_answer_is_graded_but_not_sampled() -> None:
-    prompt = replace(
-        PROMPT,
-        environment="shop",
-        messages=({"role": "user", "content": "What is one and two, and why is it so?"},),
-    )
-    sampled = {"role": "assistant", "content": "The sum of one and two is three, as we all know."}
-    (one,) = graded(prompt, {}).trajectories
-    answers = ("3", "Die Summe von eins und zwei ist drei, wie wir alle wissen.")
-    trajectories = tuple(
+    question = ({"role": "user", "content": "What is one and two, and why is it so?"},)
+    prompt = replace(PROMPT, environment="shop", messages=question)
+    said = {"role": "assistant", "content": "The sum of one and two is three, as we all know."}
+    one, other = (
         replace(
-            one,
-            sibling=i,
-            messages=(
-                *prompt.messages,
-                sampled,
-                {"role": "assistant", "content": text, "name": PROGRAM},
-            ),
+            each,
+            messages=(*question, said, {"role": "assistant", "content": text, "name": PROGRAM}),
         )
-        for i, text in enumerate(answers)
+        for each, text in zip(graded(prompt, {}, {}).trajectories, ("3", DEUTSCH), strict=True)
     )
-    group = Group(prompt=prompt, trajectories=trajectories)
-    scored = score(group, {"correct": 1.0, "language": 0.5})
+    scored = score(
+        Group(prompt=prompt, trajectories=(one, other)), {"correct": 1.0, "language": 0.5}
+    )
     assert [part["correct"] for part in scored.parts_G] == [1.0, 0.0]
     assert [part["language"] for part in scored.parts_G] == [1.0, 1.0]

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.rewards.checks import FAILED, sample_completion, try_functions
-from keel.rewards.custom import prompt_fields
+from keel.rewards.checks import FAILED, try_functions
 from keel.rewards.failure_budget import (
     MAX_REPORTS,
     MIN_WINDOW,
@@ -20,7 +19,6 @@ from keel.rewards.failure_budget import (
     RewardStopped,
 )
 from keel.rewards.scorer import Scorer
-from keel.rewards.workers.pool import WorkerPool
 from tests.rewards.groups import PROMPT, group
 from tests.waiting import PATIENCE_S, within_some
 
@@ -32,23 +30,12 @@ import asyncio, json, os, signal, time
 def raises(prompt, trajectory):
     return json.loads(trajectory.answer)["score"]
 
-def raises_twice(prompt, trajectory):
-    if trajectory.answer == "3":
-        raise KeyError("three")
-    return 1 / len(trajectory.thinking)
-
 def none(prompt, trajectory):
     if not trajectory.answer:
         return 1.0
 
-def few(prompt, trajectories):
-    return [1.0]
-
 def leaves(prompt, trajectory):
     raise SystemExit(3)
-
-def escapes(prompt, trajectory):
-    raise ValueError("\\x1b[2J" + trajectory.answer)
 
 def dies(prompt, trajectory):
     os.kill(os.getpid(), signal.SIGSEGV)
@@ -77,16 +64,16 @@ def misspelt(prompt, trajectory):
 model = []
 def loads(prompt, trajectory):
     if not model:
-        time.sleep(2.5)
+        time.sleep(1.5)
         model.append(1)
     return 1.0
 
 def slow(prompt, trajectory):
-    time.sleep(2.5)
+    time.sleep(1.5)
     return 1.0
 
 def hangs_on_demand(prompt, trajectory):
-    time.sleep(1000 if trajectory.answer == "hangs" else 0.5)
+    time.sleep(1000 if trajectory.answer == "hangs" else 0.4)
     return 1.0
 '''
 LINES = {
@@ -116,10 +103,8 @@ def place(name: str, line: int) -> str:
 FAILING = [
     ("raises", 1, "TypeError"),
     ("none", 0, "BadReward: returned None"),
-    ("few", 0, "BadReward"),
     ("later", 2, "TypeError"),
     ("leaves", 1, "exit(3)"),
-    ("escapes", 1, "ValueError: �[2J3"),
 ]
 """Name of a function, its failing line, and a part of the message."""
 
@@ -141,15 +126,12 @@ def test_an_error_is_reported_once_with_its_line(workers: int) -> None:
             assert [parts["correct"] for parts in scored.parts_G] == [1.0, 1.0], name
 
 
-def test_each_failing_line_is_reported_up_to_a_limit() -> None:
+def test_reports_are_limited() -> None:
     lines: list[str] = []
-    with Scorer(weights("raises_twice"), workers=0, say=lines.append) as scorer:
-        scorer.score([group("</think>3", "</think>4", "</think>3", "</think>5")])
-    assert len(lines) == 2
     budget = FailureBudget(1.0, lines.append)
     for number in range(100):
         budget.record("a.b", "x/1", [("ValueError: x", f"a.py:{number} in b")], counted=True)
-    assert len(lines) == 2 + MAX_REPORTS
+    assert len(lines) == MAX_REPORTS
 
 
 def test_a_failing_function_stops_the_run() -> None:
@@ -217,54 +199,24 @@ def test_output_of_functions_goes_to_the_log(
     assert "heard 3" in capfd.readouterr().err
 
 
-def test_output_of_verifiers_is_discarded(folder: Path) -> None:
-    # The verifier of Tower of Hanoi prints each move that it rejects.
-    entry = {
-        "question": "?",
-        "answer": "Move disk 1 from Peg 1 to Peg 2",
-        "metadata": {"num_disks": 1, "num_pegs": 3, "start_peg": 1, "target_peg": 2},
-    }
-    spec = {"kind": "reasoning_gym", "task": "tower_of_hanoi", "entry": entry}
-    pool = WorkerPool(1, timeout_s=PATIENCE_S, log=folder / "rewards")
-    answers = [entry["answer"], "Move disk 1 from Peg 1 to Peg 9"]
-    right, wrong = pool.submit(spec, answers).result(PATIENCE_S)
-    pool.close()
-    assert (right.score, wrong.score) == (1.0, 0.0)
-    assert not pool.printed()
-
-
 def test_functions_are_tried_before_the_run(capfd: pytest.CaptureFixture[str]) -> None:
     """The first call may load a model; the second has the run's deadline."""
-    names = ("some", "none", "raises", "few", "unlike", "loads", "slow")
+    names = ("raises", "unlike", "loads", "slow")
     messages = try_functions(
-        [PROMPT], {f"failing_rewards.{name}": 1.0 for name in names}, timeout_s=2.0
+        [PROMPT], {f"failing_rewards.{name}": 1.0 for name in names}, timeout_s=1.0
     )
     tried = {name.partition(".")[2]: message for name, message in messages.items()}
-    assert tried["some"].startswith("0.5 ") and tried["loads"].startswith("1 ")
+    assert tried["loads"].startswith("1 ")
     assert tried["unlike"].startswith("0.5 "), "two different completions"
-    failed = {"none": place("none", 0), "raises": place("raises", 1), "few": "2 trajectories"}
-    for name, message in {**failed, "slow": "deadline of 2 s"}.items():
-        assert tried[name].startswith(FAILED) and message in tried[name]
-    assert place("slow", 1) in tried["slow"]
+    for name in ("raises", "slow"):
+        assert tried[name].startswith(FAILED) and place(name, 1) in tried[name]
     assert "most recent call first" not in "".join(capfd.readouterr())
-    assert try_functions([PROMPT], {"correct": 1.0}, timeout_s=1.0) == {}
     with pytest.raises(ValueError, match=f"NameError.*{place('misspelt', 1)}"):
         try_functions([PROMPT], {"failing_rewards.misspelt": 1.0}, timeout_s=PATIENCE_S)
 
 
-def test_a_hanging_first_call_gets_long_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keel.rewards.workers.pool.FIRST_CALL_S", 0.4)
-    fields = prompt_fields(PROMPT)
-    spec = {"kind": "function", "name": "failing_rewards.hangs", "prompt": fields}
-    pool = WorkerPool(1, timeout_s=0.2)
-    text = sample_completion(PROMPT).dumps()
-    first, second = (pool.submit(spec, [text]).result(PATIENCE_S)[0] for _ in range(2))
-    pool.close()
-    assert first.error.endswith("deadline of 0.4 s") and second.error.endswith("of 0.2 s")
-
-
 def test_a_hang_does_not_shorten_later_first_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keel.rewards.workers.pool.FIRST_CALL_S", 6.0)
+    monkeypatch.setattr("keel.rewards.workers.pool.FIRST_CALL_S", 3.0)
     domains = {PROMPT.domain: {"failing_rewards.hangs_on_demand": 1.0}}
     with Scorer(domains, workers=1, timeout_s=0.3, say=lambda _: None) as scorer:
         scores = [
@@ -272,11 +224,3 @@ def test_a_hang_does_not_shorten_later_first_calls(monkeypatch: pytest.MonkeyPat
             for answer in ("3", "hangs", "hangs", "3")
         ]
     assert scores == [1.0, 0.0, 0.0, 1.0]
-
-
-def test_the_sample_answers_the_prompt() -> None:
-    sample = sample_completion(PROMPT)
-    assert (sample.answer, sample.finish_reason) == ("3", "stop")
-    assert sample.thinking and sample.raw.endswith("</think>3") and sample.sampled_tokens > 3
-    code = replace(PROMPT, reward={"kind": "code", "tests": []}, thinking=False)
-    assert sample_completion(code).answer and sample_completion(code).thinking == ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.configs.schema import ConfigError, DataConfig, LengthConfig, SourceConfig
 from keel.rewards.length import KEPT_LEAD, LengthRule
 
 ANSWER = st.tuples(st.sampled_from([0.0, 0.3, 1.0]), st.integers(0, 1200), st.floats(-0.2, 0.2))
@@ -108,9 +107,7 @@ def test_costs_by_length() -> None:
         ({"linear": 0.3}, [1, 0, 0], [300, 300, 1000], [0, 0, 0]),
         ({"linear": 0.2}, [1, 1, 0, 0], [200, 600, 10, 900], [0.04, -0.04, 0, 0]),
         (
-            {"linear": 0.2, "wrong_too": True},
-            [1, 1, 0, 0],
-            [200, 600, 100, 900],
+            *({"linear": 0.2, "wrong_too": True}, [1, 1, 0, 0], [200, 600, 100, 900]),
             [0.04, -0.04, 0.08, -0.08],
         ),
         ({"linear": 0.2}, [0.8, 0.9], [0, 1000], [0, 0]),
@@ -137,27 +134,3 @@ def test_only_may_outweigh_turns_leads_over() -> None:
     added = adjust(rule(linear=4.0, may_outweigh=True), correct, tokens)
     assert sum(added) == pytest.approx(0)
     assert 1 + added[0] < added[2]
-
-
-def test_leads_of_wrong_answers_are_ignored() -> None:
-    added = adjust(rule(linear=0.2), [1, 1, 0], [0, 1000, 0], rewards=[0.1, 0.1, 0.5])
-    assert added == pytest.approx([0.1, -0.1, 0])
-
-
-def test_knobs() -> None:
-    def from_knobs(**knobs: Any) -> LengthRule:
-        return LengthRule.from_knobs(asdict(LengthConfig(**knobs)), limit=500)
-
-    assert from_knobs(linear=0.1) == LengthRule(linear=0.1, limit=500, margin=100)
-    with pytest.raises(ValueError, match=r"length\.target"):
-        from_knobs(target=500)
-    with pytest.raises(ValueError, match=r"length\.margin"):
-        from_knobs(margin=600)
-    with pytest.raises(ConfigError, match=r"length\.linear"):
-        LengthConfig(linear=-1)
-    sources = [
-        SourceConfig(name=name, source="jsonl", path=name, domain="d", length=length)
-        for name, length in (("a", LengthConfig()), ("b", LengthConfig(linear=0.1)))
-    ]
-    with pytest.raises(ConfigError, match=r"sources\[b\]\.length"):
-        DataConfig(sources=tuple(sources))

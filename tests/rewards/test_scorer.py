@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +11,6 @@ import pytest
 
 from keel.configs.schema import JudgeConfig
 from keel.rewards.compose import check_weights, compose
-from keel.rewards.judge.results import JudgeStopped
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.length import LengthRule
 from keel.rewards.scorer import Scorer
@@ -123,23 +119,6 @@ def test_terms_that_cancel_leave_no_rounding() -> None:
 
 
 @pytest.mark.e2e
-def test_workers_stay_light() -> None:
-    heavy = ("torch", "sympy", "numpy", "regex", "jsonschema", "rfc3986_validator")
-    code = (
-        f"import sys, keel.rewards.workers.worker; print([m for m in {heavy} if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=True,
-    )
-    assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.e2e
 def test_programs_run_against_their_tests() -> None:
     adds = "<think></think>```python\nprint(sum(map(int, input().split())))\n```"
     prints = "<think></think>```python\nprint(3)\n```"
@@ -148,12 +127,8 @@ def test_programs_run_against_their_tests() -> None:
     subtasks = prompt(kind="code", tests=marked, subtasks={"b": 7})
     partial = prompt(kind="code", tests=tests, partial=True)
     with Scorer({"maths": {"correct": 1.0}}, workers=2, code=TRUSTED) as scorer:
-        first, second = scorer.score(
-            [
-                group(adds, prints, adds, "none", prompt=partial),
-                group(adds, prints, prompt=subtasks),
-            ]
-        )
+        groups = [group(adds, prints, adds, "none", prompt=partial)]
+        first, second = scorer.score([*groups, group(adds, prints, prompt=subtasks)])
     assert first.rewards_G.tolist() == [1.0, 0.5, 1.0, 0.0]
     parts = [(p["correct"], p["samples"], p["subtask/b"]) for p in second.parts_G]
     assert parts == [(1, 1, 1), (0, 1, 0)]
@@ -190,13 +165,8 @@ def test_judge_failures_leave_the_group(server: Server) -> None:
         metrics, unchanged = scorer.metrics(), scorer.metrics()
     np.testing.assert_allclose(scored.rewards_G, [1.1, 0.85])
     np.testing.assert_allclose(scored.advantages_G, [0.125, -0.125], atol=1e-6)
-    assert scored.parts_G[1] == {
-        "correct": 0.75,
-        "rubric": 0.75,
-        "disagreement": 0.0,
-        "format": 1.0,
-        "error": 0.0,
-    }
+    parts = {"correct": 0.75, "rubric": 0.75, "disagreement": 0.0, "format": 1.0, "error": 0.0}
+    assert scored.parts_G[1] == parts
     assert [t.sibling for t in scored.group.trajectories] == [0, 1]
     assert [t.sibling for t in scored.left_out] == [2]
     assert [note.keys() for note in scored.notes_G] == [{"blue", "sky"}] * 2
@@ -208,16 +178,6 @@ def test_judge_failures_leave_the_group(server: Server) -> None:
     assert metrics["judge/failures"].value == metrics["judge/failures_server"].value == 1
     assert (metrics["judge/completions"].value, metrics["judge/calls"].value) == (2, 3)
     assert not any(metric.value for metric in unchanged.values())
-
-
-def test_judge_that_keeps_failing_stops_the_run(server: Server) -> None:
-    answers = group("<think></think>HTTP 500", prompt=prompt(kind="rubric", criteria=CRITERIA))
-    with (
-        service(server, max_failure_fraction=0.0) as judge,
-        Scorer({"maths": {"rubric": 1.0}}, workers=0, judge=judge) as scorer,
-        pytest.raises(JudgeStopped, match="max_failure_fraction"),
-    ):
-        scorer.score([answers])
 
 
 def declines(request: dict[str, Any]) -> Reply:
@@ -296,16 +256,3 @@ def test_cut_off_is_no_better_than_wrong(weight: float, rewards: list[float]) ->
     with Scorer(weights, workers=0, lengths=lengths) as scorer:
         (scored,) = scorer.score([Group(prompt=PROMPT, trajectories=(wrong, cut))])
     assert scored.rewards_G.tolist() == rewards
-
-
-def finish_reason(prompt: Prompt, trajectory: Any) -> float:
-    return float(trajectory.finish_reason == "length")
-
-
-def test_rewards_do_not_see_which_limit_cut() -> None:
-    cuts = tuple(trajectory(i, "</think>3", f) for i, f in enumerate(("length", "deadline")))
-    weights = {"maths": {"correct": 1.0, "format": 1.0, f"{__name__}.finish_reason": 1.0}}
-    with Scorer(weights, workers=0) as scorer:
-        (scored,) = scorer.score([Group(prompt=PROMPT, trajectories=cuts)])
-    assert scored.parts_G[0] == scored.parts_G[1] and scored.parts_G[0]["format"] == 0
-    assert scored.parts_G[0][f"{__name__}.finish_reason"] == 1

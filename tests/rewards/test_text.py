@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from keel.rewards.text import (
     answer_in,
     final_text,
@@ -14,22 +12,13 @@ from keel.rewards.text import (
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "final"),
-    [
-        ("<think>41</think> 42 ", "42"),
-        ("41</think>42", "42"),  # the template opened the block
-        ("42", "42"),
-        ("<think>42", ""),
-        ("<think>a</think><think>42", ""),
-        ("<think>a</think>b</think>c", "c"),
-        ("<think>a<think>b</think>42", "42"),
-        ("42<think>why not 43</think>", ""),
-        ("", ""),
-    ],
-)
-def test_nothing_inside_think_counts(text: str, final: str) -> None:
-    assert outside_think(text) == final
+def test_nothing_inside_think_counts() -> None:
+    texts = ("<think>41</think> 42 ", "41</think>42", "42", "<think>a<think>b</think>42")
+    for text in texts:
+        assert outside_think(text) == "42"
+    for text in ("<think>42", "<think>a</think><think>42", "42<think>43</think>"):
+        assert outside_think(text) == ""
+    assert outside_think("<think>a</think>b</think>c") == "c"
 
 
 def test_the_policys_last_message_counts() -> None:
@@ -50,21 +39,20 @@ def test_raw_text_and_thinking() -> None:
     assert (raw_text(()), thinking_text([{"role": "user", "content": "b"}])) == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("It is \\boxed{41}, no, \\boxed{ 42 }.", "42"),
-        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
-        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
-        ("\\boxed{42", "\\boxed{42"),
-        ("so <answer>41</answer> <answer> 42 </answer> done", "42"),
-        ("</answer>42<answer>", "</answer>42<answer>"),
-        (" plain ", "plain"),
-        ("\\boxed{}", ""),
-    ],
-)
-def test_a_marked_answer_is_preferred(text: str, answer: str) -> None:
-    assert answer_in(text) == answer
+ANSWERS = {
+    "It is \\boxed{41}, no, \\boxed{ 42 }.": "42",
+    "\\boxed{\\frac{1}{2}}": "\\frac{1}{2}",
+    "\\boxed{\\{1, 2\\}}": "\\{1, 2\\}",
+    "\\boxed{42": "\\boxed{42",
+    "so <answer>41</answer> <answer> 42 </answer> done": "42",
+    "</answer>42<answer>": "</answer>42<answer>",
+    " plain ": "plain",
+    "\\boxed{}": "",
+}
+
+
+def test_a_marked_answer_is_preferred() -> None:
+    assert {text: answer_in(text) for text in ANSWERS} == ANSWERS
 
 
 def test_normalised_text() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from keel.rewards.code import verifier as module
-from keel.rewards.code.verifier import CodeSettings, CodeVerdict, check_reference, verify_code
+from keel.rewards.code.verifier import CodeSettings, CodeVerdict, verify_code
 from keel.rewards.sandbox.sandbox import IsolationError, Sandbox, open_sandbox
 from keel.rewards.sandbox.watch import Limits
 from tests.rewards.code.hostile import (
@@ -215,16 +215,6 @@ def test_an_answer_without_a_program_is_wrong(box: Sandbox) -> None:
     assert (verdict.score, passed(verdict)) == (0.0, [False])
     assert verify_code(spec(ADD_STDIN), answer("#" * 300_000)).score == 0.0
     assert verify_code(spec(ADD_STDIN), answer(f"{SUM} # \ud800"), PATIENT).score == 1.0
-
-
-def test_a_reference_that_fails_is_named(settings: CodeSettings) -> None:
-    check_reference(spec(ADD_STDIN, ADD_CALL, reference=BOTH), settings, name="code/1")
-    check_reference(spec(ADD_STDIN), settings, name="code/1")
-    wrong = spec(ADD_STDIN, {"stdin": "1 1", "stdout": "3"}, reference=SUM)
-    with pytest.raises(ValueError, match=r"code/7: .*tests\[1\]"):
-        check_reference(wrong, settings, name="code/7")
-    with pytest.raises(ValueError, match="code/7"):
-        check_reference({"kind": "code"}, settings, name="code/7")
 
 
 def test_untrusted_programs_are_refused_without_isolation(monkeypatch: pytest.MonkeyPatch) -> None:

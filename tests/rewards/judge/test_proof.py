@@ -34,16 +34,9 @@ def answer(solution: str = "QED", score: str = "1", evaluation: str = "Fine.") -
 @pytest.mark.parametrize(
     "text",
     [
-        "QED",
-        "## Solution\nQED",
-        answer() + "\n## Solution\nagain",
-        answer("a\n## Self Evaluation\nb"),
-        "First: " + answer(),
-        "I start.\n" + answer(),
+        *("QED", "## Solution\nQED", answer() + "\n## Solution\nagain", "First: " + answer()),
+        *(answer("a\n## Self Evaluation\nb"), answer(" "), answer(score="0.9"), answer(score="")),
         "## Self Evaluation\n\\boxed{1}\n## Solution\nQED",
-        answer(" "),
-        answer(score="0.9"),
-        answer(score=""),
         "## Solution\n\\boxed{1}\n## Self Evaluation\nfine",
         "## Solution\na\n## Self Evaluation\n<answer>1</answer>",
     ],
@@ -134,14 +127,8 @@ def test_the_calls_behind_a_proof(server: Server, service: JudgeService) -> None
     server.behave = scripted("0.5", "1", "0.5")
     result = service.submit_text(PROMPT, answer("nearly", "1")).result(PATIENCE_S)
     assert isinstance(result, Judged)
-    assert result.parts == {
-        "proof": 0.5,
-        "self_score": 0.5,
-        "self_meta": 0.5,
-        "verifier_meta": 1.0,
-        "proof_format": 1.0,
-        "disagreement": 0.0,
-    }
+    parts = {"proof": 0.5, "self_score": 0.5, "self_meta": 0.5, "verifier_meta": 1.0}
+    assert result.parts == {**parts, "proof_format": 1.0, "disagreement": 0.0}
     assert result.value == pytest.approx(0.76 * 0.5 + 0.24 * 0.5 * 0.5)
     assert len(server.requests) == 3
     criticism = [m for r in server.requests if "1. step 2" in (m := str(r["messages"][1]))]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import sqlite3
 import sys
 from pathlib import Path
 from typing import Any
@@ -103,14 +101,3 @@ def test_the_memory_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     cache.put("long", "z" * 30_000)
     assert cache.get("long") is None and cache._bytes == 0
     cache.close()
-
-
-def test_a_broken_cache_warns_once(tmp_path: Path, logged: list[logging.LogRecord]) -> None:
-    cache = SqliteCache(str(tmp_path))
-    other = sqlite3.connect(tmp_path / cache_module._FILE)
-    other.execute("DROP TABLE replies")
-    other.close()
-    cache.put("key", "reply")
-    assert cache.get("key") is None
-    cache.close()
-    assert len(logged) == 1

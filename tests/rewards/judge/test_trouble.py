@@ -212,20 +212,6 @@ def test_spent_calls_stop_the_run(server: Server) -> None:
     assert len(server.requests) == 3
 
 
-def test_max_calls_holds_while_the_server_starts(server: Server) -> None:
-    class Starting(Moving):
-        def url(self) -> str:
-            time.sleep(0.05)  # all calls wait together
-            return server.url
-
-    config = settings("http://unused", base_url="", serve=True, max_calls=3)
-    with JudgeService(config, server=Starting()) as service:
-        futures = [service.submit_text(PROMPT, f"blue {i}") for i in range(9)]
-        with pytest.raises(JudgeStopped, match="max_calls = 3"):
-            [future.result(PATIENCE_S) for future in futures]
-        assert service.counts().calls == 3
-
-
 def test_too_many_failures_stop_the_run(server: Server) -> None:
     server.behave = lambda request: Reply("{}", status=400)
     with JudgeService(settings(server.url, max_failure_fraction=0.2), backoff_s=0.005) as service:

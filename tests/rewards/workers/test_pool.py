@@ -215,9 +215,3 @@ def test_without_workers_verification_is_in_process() -> None:
     with pytest.raises(ValueError, match="magic"):
         verify(pool, {"kind": "magic"}, "3")
     pool.close()
-
-
-@pytest.mark.parametrize(("workers", "timeout_s"), [(-1, 1.0), (1, 0.0)])
-def test_bad_settings_are_refused(workers: int, timeout_s: float) -> None:
-    with pytest.raises(ValueError):
-        WorkerPool(workers, timeout_s=timeout_s)
