@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -20,33 +19,11 @@ from keel.rewards.compose import check_weights
 from keel.rewards.custom import BadReward, TextTrajectory, function, load_function, prompt_fields
 from keel.rewards.pickled_functions import passing
 from keel.rewards.scorer import Scorer
+from tests.rewards import functions
 from tests.rewards.groups import PROMPT, group
 from tests.waiting import PATIENCE_S
 
-MINE = """
-import functools
-
-def polite(prompt, trajectory):
-    assert prompt.messages[0]["role"] == "user"
-    assert trajectory.finish_reason == "stop" and trajectory.sampled_tokens == 1
-    return "please" in trajectory.answer or 0.25 * len(trajectory.thinking)
-
-class Brief:
-    def __call__(self, prompt, trajectory):
-        return 0.25
-
-async def stream(prompt, trajectory):
-    yield 1.0
-
-def alone(trajectory):
-    return 1.0
-
-def trl(completions, **kwargs):
-    return [1.0 for _ in completions]
-
-def swapped(trajectory, prompt):
-    return 1.0
-"""
+MINE = functions.NAME
 FIELDS = prompt_fields(group("</think>3").prompt)
 
 
@@ -63,23 +40,20 @@ def returning(value: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", ["", *sys.path])
-    (tmp_path / "my_keel_rewards.py").write_text(MINE)
     (tmp_path / "broken_rewards.py").write_text("import nothing_of_this_name")
     (tmp_path / "exiting_rewards.py").write_text("import sys; sys.exit(0)")
-    yield tmp_path
-    sys.modules.pop("my_keel_rewards", None)
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dotted_name_is_a_part(workers: int) -> None:
-    weights = {"maths": {"correct": 1.0, "my_keel_rewards.polite": 0.5}}
+    weights = {"maths": {"correct": 1.0, f"{MINE}.polite": 0.5}}
     with Scorer(weights, workers=workers, timeout_s=PATIENCE_S) as scorer:
         (scored,) = scorer.score([group("<think>ab</think>3", "<think></think>3 please")])
-    assert [parts["my_keel_rewards.polite"] for parts in scored.parts_G] == [0.5, 1.0]
+    assert [parts[f"{MINE}.polite"] for parts in scored.parts_G] == [0.5, 1.0]
     assert scored.rewards_G.tolist() == [1.25, 0.5]
 
 
@@ -116,13 +90,13 @@ def test_a_group_function_must_return_a_list(values: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        *(("my_keel_reward.polite", ""), ("my_keel_rewards.polit", "polite")),
-        *(("my_keel_rewards:polite.x", ""), ("my_keel_rewards.Brief", "class")),
-        *(("my_keel_rewards.functools", ""), ("my_keel_rewards.stream", "generator")),
+        *(("no_keel_rewards.polite", ""), (f"{MINE}.polit", "polite")),
+        *((f"{MINE}:polite.x", ""), (f"{MINE}.Brief", "class")),
+        *((f"{MINE}.functools", ""), (f"{MINE}.stream", "generator")),
         *((".polite", ""), ("..", ""), ("../../etc/passwd.x", ""), ("exiting_rewards.x", "")),
         ("broken_rewards.x", "nothing_of_this_name"),
-        *((f"my_keel_rewards.{name}", "prompt, trajectory") for name in ("alone", "trl")),
-        ("my_keel_rewards.swapped", "prompt, trajectory"),
+        *((f"{MINE}.{name}", "prompt, trajectory") for name in ("alone", "trl")),
+        (f"{MINE}.swapped", "prompt, trajectory"),
     ],
 )
 def test_unusable_names_are_refused(name: str, hint: str) -> None:

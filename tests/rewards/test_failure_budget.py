@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,91 +18,26 @@ from keel.rewards.failure_budget import (
     RewardStopped,
 )
 from keel.rewards.scorer import Scorer
+from tests.rewards import functions
 from tests.rewards.groups import PROMPT, group
 from tests.waiting import PATIENCE_S, within_some
 
 pytestmark = pytest.mark.e2e
 
-MINE = '''"""Rewards that fail in every way."""
-import asyncio, json, os, signal, time
-
-def raises(prompt, trajectory):
-    return json.loads(trajectory.answer)["score"]
-
-def none(prompt, trajectory):
-    if not trajectory.answer:
-        return 1.0
-
-def leaves(prompt, trajectory):
-    raise SystemExit(3)
-
-def dies(prompt, trajectory):
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-def hangs(prompt, trajectory):
-    time.sleep(1000)
-
-def talks(prompt, trajectory):
-    print("heard", trajectory.answer)
-    return 0.5
-
-def some(prompt, trajectory):
-    assert trajectory.answer != "bad", "a bad one"
-    return 0.5
-
-async def later(prompt, trajectory):
-    await asyncio.sleep(0)
-    return json.loads(trajectory.answer)["score"]
-
-def unlike(prompt, trajectories):
-    return [float(one.answer == trajectories[0].answer) for one in trajectories]
-
-def misspelt(prompt, trajectory):
-    return answr
-
-model = []
-def loads(prompt, trajectory):
-    if not model:
-        time.sleep(1.5)
-        model.append(1)
-    return 1.0
-
-def slow(prompt, trajectory):
-    time.sleep(1.5)
-    return 1.0
-
-def hangs_on_demand(prompt, trajectory):
-    time.sleep(1000 if trajectory.answer == "hangs" else 0.4)
-    return 1.0
-'''
-LINES = {
-    line.partition("def ")[2].partition("(")[0]: number
-    for number, line in enumerate(MINE.splitlines(), start=1)
-    if "def " in line
-}
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", ["", *sys.path])
-    (tmp_path / "failing_rewards.py").write_text(MINE)
-    yield tmp_path
-    sys.modules.pop("failing_rewards", None)
-
 
 def weights(name: str) -> dict[str, dict[str, float]]:
-    return {"maths": {"correct": 1.0, f"failing_rewards.{name}": 0.5}}
+    return {"maths": {"correct": 1.0, f"{functions.NAME}.{name}": 0.5}}
 
 
 def place(name: str, line: int) -> str:
-    return f"failing_rewards.py:{LINES[name] + line} in {name}"
+    _, first = inspect.getsourcelines(getattr(functions, name))
+    return f"functions.py:{first + line} in {name}"
 
 
 FAILING = [
     ("raises", 1, "TypeError"),
     ("none", 0, "BadReward: returned None"),
-    ("later", 2, "TypeError"),
+    ("later", 1, "TypeError"),
     ("leaves", 1, "exit(3)"),
 ]
 """Name of a function, its failing line, and a part of the message."""
@@ -168,15 +102,15 @@ def test_early_failure_rate_counts_twenty(share: float, stops_at: int | None) ->
 
 @pytest.mark.parametrize(("name", "message"), [("dies", "SIGSEGV"), ("hangs", "deadline")])
 def test_a_lost_worker_reports_its_location(
-    folder: Path, name: str, message: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("keel.rewards.workers.pool.FIRST_CALL_S", 0.0)
 
     def check(limit_s: float) -> None:
         lines: list[str] = []
-        log = folder / "run" / f"rewards_{limit_s}"
+        log = tmp_path / "run" / f"rewards_{limit_s}"
         with Scorer(weights(name), workers=1, timeout_s=limit_s, say=lines.append, log=log) as one:
-            one.score([group("</think>3")])
+            one.score([group("</think>4")])
         assert re.search(rf"{message}.*{re.escape(place(name, 1))}", "".join(lines))
         assert f"in {name}" in (log / "worker_0.log").read_text()
 
@@ -184,10 +118,10 @@ def test_a_lost_worker_reports_its_location(
 
 
 def test_output_of_functions_goes_to_the_log(
-    folder: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     lines: list[str] = []
-    log = folder / "run" / "rewards"
+    log = tmp_path / "run" / "rewards"
     groups = [group("</think>3", "</think>4"), group("</think>5")]
     for path in (log, None):
         with Scorer(
@@ -203,21 +137,21 @@ def test_functions_are_tried_before_the_run(capfd: pytest.CaptureFixture[str]) -
     """The first call may load a model; the second has the run's deadline."""
     names = ("raises", "unlike", "loads", "slow")
     messages = try_functions(
-        [PROMPT], {f"failing_rewards.{name}": 1.0 for name in names}, timeout_s=1.0
+        [PROMPT], {f"{functions.NAME}.{name}": 1.0 for name in names}, timeout_s=1.0
     )
-    tried = {name.partition(".")[2]: message for name, message in messages.items()}
+    tried = {name.rpartition(".")[2]: message for name, message in messages.items()}
     assert tried["loads"].startswith("1 ")
     assert tried["unlike"].startswith("0.5 "), "two different completions"
     for name in ("raises", "slow"):
         assert tried[name].startswith(FAILED) and place(name, 1) in tried[name]
     assert "most recent call first" not in "".join(capfd.readouterr())
     with pytest.raises(ValueError, match=f"NameError.*{place('misspelt', 1)}"):
-        try_functions([PROMPT], {"failing_rewards.misspelt": 1.0}, timeout_s=PATIENCE_S)
+        try_functions([PROMPT], {f"{functions.NAME}.misspelt": 1.0}, timeout_s=PATIENCE_S)
 
 
 def test_a_hang_does_not_shorten_later_first_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keel.rewards.workers.pool.FIRST_CALL_S", 3.0)
-    domains = {PROMPT.domain: {"failing_rewards.hangs_on_demand": 1.0}}
+    domains = {PROMPT.domain: {f"{functions.NAME}.hangs": 1.0}}
     with Scorer(domains, workers=1, timeout_s=0.3, say=lambda _: None) as scorer:
         scores = [
             scorer.score([group(f"</think>{answer}")])[0].rewards_G[0]

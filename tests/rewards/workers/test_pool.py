@@ -15,6 +15,7 @@ from keel.rewards.workers import pool as pool_module
 from keel.rewards.workers.pool import VerifierScore, WorkerPool
 from keel.rewards.workers.worker import PREEMPTION
 from keel.rl.types import Prompt
+from tests.rewards import functions
 from tests.waiting import PATIENCE_S, wait_for, within_some
 
 pytestmark = pytest.mark.e2e
@@ -25,33 +26,13 @@ FACTORS = {
     "task": "prime_factorization",
     "entry": {"answer": "2 × 3", "metadata": {}},
 }
-FUNCTIONS = """
-import mmap, subprocess, time
-MAPS = []
-
-def wait(prompt, trajectory):
-    if trajectory.sampled_tokens == 1:
-        subprocess.Popen(["sleep", "{mark}"], start_new_session=True)
-        time.sleep(1000)
-    return 1.0
-
-def deaf(prompt, trajectory):  # computes a huge number, which no signal handler interrupts
-    number = trajectory.sampled_tokens
-    return float(number == 2 if number < 9 else number**number**number > 0)
-
-def map_memory(prompt, trajectory):
-    MAPS.append(mmap.mmap(-1, 12 << 30, flags=0x4022))  # without reserving it
-    return 1.0
-"""
 MARK = f"1000.{os.getpid()}"  # no other process sleeps for this time
 
 
 @pytest.fixture(scope="module", autouse=True)
-def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("functions")
-    (folder / "pool_functions.py").write_text(FUNCTIONS.replace("{mark}", MARK))
+def module() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(folder))
+        patch.setenv("KEEL_TEST_MARK", MARK)
         patch.setattr(pool_module, "FIRST_CALL_S", 0.0)
         yield
 
@@ -74,7 +55,7 @@ def function(name: str) -> dict[str, object]:
     prompt = Prompt(prompt_id="p", domain="d", messages=({"role": "user", "content": "?"},))
     return {
         "kind": "function",
-        "name": f"pool_functions.{name}",
+        "name": f"{functions.NAME}.{name}",
         "prompt": prompt_fields(prompt),
     }
 
