@@ -16,7 +16,6 @@ from keel.agents.endpoint.requests import ApiError, invalid_field, load_object
 
 _STOPS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 _REWRITTEN = ("system", "messages", "tools", "tool_choice", "output_format")
-_CHOICES = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
 
 
 def as_chat_request(body: bytes) -> bytes:
@@ -39,19 +38,30 @@ def as_chat_request(body: bytes) -> bytes:
     if (form := fields.get("output_format")) is not None:
         chat["response_format"] = form
     if choice := fields.get("tool_choice"):
-        (kind,) = _objects("tool_choice", [choice])
-        chat["tool_choice"] = _CHOICES.get(str(kind.get("type")), "required")
+        (choice,) = _objects("tool_choice", [choice])
+        chat["tool_choice"] = choice.get("type")  # `any` and `tool` are refused
+        if choice.get("disable_parallel_tool_use"):
+            chat["parallel_tool_calls"] = False
     return json.dumps(chat).encode()
 
 
 def answer(reply: Reply, model: str) -> dict[str, Any]:
     """Return a turn as a response in the Messages API's format."""
+    message, content = reply.message, list[dict[str, Any]]()
+    if thought := message.get("reasoning_content"):
+        content.append({"type": "thinking", "thinking": thought, "signature": ""})
+    if message["content"]:
+        content.append({"type": "text", "text": message["content"]})
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
+        content.append({**block, "input": function["arguments"]})
     return {
         "id": reply.reply_id,
         "type": "message",
         "role": "assistant",
         "model": model,
-        "content": list(_blocks(reply)),
+        "content": content,
         "stop_reason": _STOPS[reply.finish_reason],
         "stop_sequence": None,
         "usage": {
@@ -65,10 +75,9 @@ def answer(reply: Reply, model: str) -> dict[str, Any]:
 def events(reply: Reply, model: str) -> Iterator[bytes]:
     """Yield a turn as the server-sent events of a Messages API stream."""
     whole = answer(reply, model)
-    blocks: list[dict[str, Any]] = whole["content"]
     yield _event("message_start", message={**whole, "content": [], "stop_reason": None})
-    for index, block in enumerate(blocks):
-        kind, start = str(block["type"]), dict[str, Any](block)
+    for index, block in enumerate(whole["content"]):
+        kind, start = block["type"], dict(block)
         if kind == "tool_use":
             start["input"] = {}
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
@@ -111,6 +120,7 @@ def _messages(at: str, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
             result = _text(f"{here}.content", block.get("content") or "")
+            result = f"Error: {result}" if block.get("is_error") else result
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
         else:
             raise invalid_field(f"{here}.type", "must be text, thinking, tool_use or tool_result")
@@ -126,25 +136,8 @@ def _tool(at: str, tool: Mapping[str, Any]) -> dict[str, Any]:
         raise invalid_field(
             f"{at}.type", "must be custom: give the tool a name and an input_schema"
         )
-    function = {
-        "name": tool.get("name"),
-        "description": tool.get("description"),
-        "parameters": tool.get("input_schema"),
-        "strict": tool.get("strict"),
-    }
-    return {"type": "function", "function": function}
-
-
-def _blocks(reply: Reply) -> Iterator[dict[str, Any]]:
-    message = reply.message
-    if thought := message.get("reasoning_content"):
-        yield {"type": "thinking", "thinking": thought, "signature": ""}
-    if message["content"]:
-        yield {"type": "text", "text": message["content"]}
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
-        arguments = dict(function["arguments"])
-        yield {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
+    function = {name: tool.get(name) for name in ("name", "description", "strict")}
+    return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}
 
 
 def _text(at: str, content: Any) -> str:

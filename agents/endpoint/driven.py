@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -159,8 +157,9 @@ class DrivenEpisode(Episode):
             verdict = Verdict(parts=parts, facts={**ended.verdict.facts, **verdict.facts})
         if self.task.reward.get("kind") == ENVIRONMENT and "correct" not in verdict.parts:
             return (
-                f"{ended.describe(self.program)}; it gave no verdict with a part `correct` and "
-                "nothing else grades the task"
+                f"{ended.describe(self.program)}; it gave no verdict with a part `correct`, and "
+                "nothing else grades the task. Have it write {'parts': {'correct': …}} as JSON to "
+                "the file KEEL_VERDICT, or give the prompts an answer, tests or criteria"
             )
         return replace(trajectory, verdict=verdict)
 
@@ -171,9 +170,6 @@ _TRIAL_TURNS = 3
 _TRIAL_S = 60.0
 """Time limit for a trial in seconds."""
 _MAX_OUTPUT = 500
-_MISSING = re.compile(r"No module named '([\w.]+)'")
-_UNREACHED = re.compile(r"connect|api[_ ]?key|authentic|unauthorized|resol", re.IGNORECASE)
-"""Matches the output of a program that could not reach the endpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,11 +197,8 @@ async def try_program(
     """Run a program for one episode of `task` with a scripted model in place of the policy.
 
     `speak` returns the token ids that a policy would sample for a text, including the end of the
-    turn.
-
-    Raises ValueError if the program cannot be started, requests no turn, lacks a package or fails
-    before its first turn, or if nothing grades the task. The error message includes the program's
-    output and suggests a fix.
+    turn. Raises ValueError with the program's output if it cannot be started or requests no turn,
+    or if nothing grades the task.
     """
     contexts: list[int] = []
 
@@ -240,71 +233,32 @@ async def try_program(
         )
         outcome = await episode.run()
     ended, finished = episode.ended, episode.finished
-    failed = ended is not None and bool(ended.failed)
-    missing = _MISSING.search(ended.output) if ended is not None and failed else None
-    limit = "" if isinstance(outcome, str) else outcome.finish_reason
-    was_cut = limit not in ("", "stop", "crash")
-    if not was_cut and (missing or not contexts or (isinstance(outcome, str) and not failed)):
-        reason = outcome
-        if not isinstance(reason, str):
-            assert ended is not None
-            reason = ended.describe(program)
-        raise ValueError(f"task {task.prompt_id}: {reason}{_cure(program, missing, episode)}")
-    if ended is None or not failed:
+    failed = ended.failed if ended is not None else ""
+    limit = "stop" if isinstance(outcome, str) else outcome.finish_reason
+    if not contexts:
+        raise ValueError(
+            f"task {task.prompt_id}: {outcome}. It must ask the policy at OPENAI_BASE_URL, with "
+            f"OPENAI_API_KEY, within open_s = {program.open_s:g} s and agents.window = "
+            f"{budget.window} tokens"
+        )
+    if isinstance(outcome, str) and not failed:
+        raise ValueError(f"task {task.prompt_id}: {outcome}")
+    if not failed:
         summary = "ended well"
-    elif was_cut:
+    elif limit not in ("stop", "crash"):
         summary = f"was stopped there ({limit})"
     else:
+        assert ended is not None
         effect = "is dropped" if program.drop_failures else "counts as a failure, reward 0"
         summary = (
-            f"WARNING: it {ended.failed} after the model had answered {_SCRIPTED_TEXT!r}. In "
-            f"training, a failure {effect} (on_failure). Its last words: "
-            f"{ended.output[-_MAX_OUTPUT:]}"
+            f"WARNING: it {failed} after the model had answered {_SCRIPTED_TEXT!r}. In training, a "
+            f"failure {effect} (on_failure). Its last words: {ended.output[-_MAX_OUTPUT:]}"
         )
-    if finished is not None and finished.counts.refused and finished.refusal and not was_cut:
-        summary += f". WARNING: the endpoint refused a request: {finished.refusal}"
+        if finished is not None and finished.refusal:
+            summary += f". The endpoint refused a request: {finished.refusal}"
     return ProgramTrial(
         turns=len(contexts),
         opening_tokens=contexts[0],
         seconds=time.monotonic() - began,
         ended=summary,
     )
-
-
-def _cure(program: AgentProgram, missing: re.Match[str] | None, episode: DrivenEpisode) -> str:
-    ended, finished = episode.ended, episode.finished
-    if missing is not None:
-        package = missing[1].partition(".")[0]
-        return (
-            f". Install the package: {_interpreter(program.command)} -m pip install {package} (for "
-            "a file of your own, set folder and readable to its folder)"
-        )
-    if finished is not None and finished.finish_reason == "window":
-        return ". Raise agents.window, or shorten its first request"
-    if ended is not None and ended.timed_out:
-        return ". Make it ask sooner, or raise open_s"
-    if finished is not None and not finished.segments and finished.refusal:
-        return ""  # the refusal has its own cure
-    if finished is not None and finished.segments:
-        return (
-            ". Have it write {'parts': {'correct': …}} as JSON to the file KEEL_VERDICT, or give "
-            "the prompts an answer, tests or criteria"
-        )
-    if (
-        ended is not None
-        and ended.failed
-        and not _UNREACHED.search(f"{ended.failed} {ended.output}")
-    ):
-        return ""  # its output says what to fix
-    return ". It must ask the policy at OPENAI_BASE_URL, with OPENAI_API_KEY"
-
-
-def _interpreter(command: Sequence[str]) -> str:
-    """Return the Python interpreter that a command runs, which a script names in its shebang."""
-    path = Path(command[0])
-    if path.name.startswith("python"):
-        return str(path)
-    with path.open("rb") as file:
-        first = file.readline(512)
-    words = first[2:].decode(errors="replace").split() if first.startswith(b"#!") else []
-    return words[-1] if words else "python"

@@ -18,7 +18,6 @@ from keel.rl.turns import ToolCall, ToolSpec
 _PROTOCOL = "2025-06-18"
 _UNKNOWN_METHOD, _INVALID_PARAMS, _LOST = -32601, -32602, -32000
 """JSON-RPC error codes. The last one is our own."""
-_OVER = "the episode is over"
 
 
 class McpTools:
@@ -34,7 +33,7 @@ class McpTools:
     ) -> None:
         self._environment, self._tools, self._budget = environment, tools, budget
         self._calls = 0
-        self._running: set[asyncio.Task[ToolResult | None]] = set()
+        self._running: set[asyncio.Task[dict[str, Any]]] = set()
         """Calls that are running or waiting for their turn."""
         self._turn = asyncio.Lock()
         self._finished = False
@@ -62,16 +61,16 @@ class McpTools:
 
         Raises ValueError if `body` is not a JSON-RPC message.
         """
-        value = load_json(body)
-        if not isinstance(value, dict):
+        message = load_json(body)
+        if not isinstance(message, dict):
             raise ValueError("a JSON-RPC message is an object")
-        message = cast(dict[str, Any], value)
+        message = cast(dict[str, Any], message)
         if "id" not in message:
             return None
         params = message.get("params")
         fields = cast(dict[str, Any], params) if isinstance(params, dict) else {}
-        result = await self._handle(str(message.get("method")), fields)
-        return {"jsonrpc": "2.0", "id": message["id"], **result}
+        outcome = await self._handle(str(message.get("method")), fields)
+        return {"jsonrpc": "2.0", "id": message["id"], **outcome}
 
     async def _handle(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
         if method == "initialize":
@@ -100,38 +99,29 @@ class McpTools:
         arguments: Any = params.get("arguments") or {}
         if not isinstance(name, str) or not isinstance(arguments, Mapping):
             return _error(_INVALID_PARAMS, "tools/call needs a name and arguments by name")
-        if self.over or self._finished:
-            return _error(_LOST, _OVER)
-        if refusal := self._budget.refusal(self._calls):
-            return {"result": {"content": [{"type": "text", "text": refusal}], "isError": True}}
-        self._calls += 1
-        call = ToolCall(
-            call_id=f"mcp_{self._calls}", name=name, arguments=cast(Mapping[str, Any], arguments)
-        )
-        task = asyncio.create_task(self._run(call))
+        task = asyncio.create_task(self._call(name, cast(Mapping[str, Any], arguments)))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        try:
-            result = await asyncio.shield(task)
-        except EnvironmentLost as error:
-            return _error(_LOST, str(error))
-        if result is None:
-            return _error(_LOST, _OVER)
-        content = [{"type": "text", "text": result.text}]
-        return {"result": {"content": content, "isError": result.failed}}
+        return await asyncio.shield(task)
 
-    async def _run(self, call: ToolCall) -> ToolResult | None:
-        """Wait for earlier calls and run this one. Returns None if the episode is over by then."""
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Wait for earlier calls and run this one, unless the episode is over by then."""
         async with self._turn:
             if self.over or self._finished:
-                return None
-            try:
-                result = await self._environment.call(call, timeout_s=self._budget.call_s)
-            except EnvironmentLost as error:
-                self.lost = error
-                raise
-            self.done = result.done
-            return result
+                return _error(_LOST, "the episode is over")
+            refusal = self._budget.refusal(self._calls)
+            result = ToolResult(text=refusal, failed=True)
+            if not refusal:
+                self._calls += 1
+                call = ToolCall(call_id=f"mcp_{self._calls}", name=name, arguments=arguments)
+                try:
+                    result = await self._environment.call(call, timeout_s=self._budget.call_s)
+                except EnvironmentLost as error:
+                    self.lost = error
+                    return _error(_LOST, str(error))
+                self.done = result.done
+            content = [{"type": "text", "text": result.text}]
+            return {"result": {"content": content, "isError": result.failed}}
 
 
 def _error(code: int, message: str) -> dict[str, Any]:

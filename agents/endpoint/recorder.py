@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count
@@ -21,9 +21,8 @@ from math import inf
 from time import monotonic
 
 import numpy as np
-from numpy.typing import NDArray
 
-from keel.agents.budget import CHARACTERS_PER_TOKEN, Budget, with_lost_turn, with_turn
+from keel.agents.budget import CHARACTERS_PER_TOKEN, Budget, with_turn
 from keel.agents.conversation import SegmentRecord, common_prefix
 from keel.agents.endpoint.replies import Reply, client_message
 from keel.agents.endpoint.requests import ApiError, ChatRequest, budget_spent
@@ -39,29 +38,6 @@ _CANCEL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestCounts:
-    """How many requests had each outcome."""
-
-    requests: int = 0
-    """Well-formed requests for a turn."""
-    extended: int = 0
-    """Turns that continued a segment."""
-    branched: int = 0
-    """Turns that began a new segment with recorded ids, because another turn had already extended
-    them."""
-    rendered: int = 0
-    """Turns that began a new segment with rendered messages, including the first turn."""
-    repeated: int = 0
-    """Answers that were sent again because the client had not received them."""
-    refused: int = 0
-    """Requests that were refused because of a limit or an invalid field."""
-    failed: int = 0
-    """Requests that failed because the engine or the endpoint failed or was too busy."""
-    cancelled: int = 0
-    """Turns that were cancelled because their client disconnected."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """A recorded trajectory."""
 
@@ -74,121 +50,13 @@ class Finished:
     """The same messages, grouped by conversation, with the tools that each conversation had."""
     usage: Usage
     finish_reason: FinishReason
-    """`stop`, or the limit that cut or refused the last turn."""
-    counts: RequestCounts
+    """`stop`, or the limit that cut or refused the turn that ended last."""
+    counts: Counter[str]
+    """The counts of `TrajectoryRecorder`."""
     failure: str = ""
     """Why an engine or the endpoint failed to answer a request, or "" if none failed."""
     refusal: str = ""
     """Why the last refused request was refused."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Slot:
-    """Where a turn will be recorded, and how it is sampled."""
-
-    record: SegmentRecord
-    extends: bool
-    """True if the turn extends an existing record, False if it begins a new one."""
-    context_T: NDArray[np.int32]
-    repeated: int
-    """How many of the context's first ids are already in some record."""
-    draws: set[int]
-    """Numbers of the samples from this context that are in flight or complete."""
-    draw: int
-    """The number of this sample, which is the first free one."""
-    seed: int
-
-
-@dataclass(slots=True, eq=False)
-class _Branch:
-    """All requests that have the same messages before the policy's first turn.
-
-    Times are event numbers. Every start and every end of a request takes the next number.
-    """
-
-    first: int
-    """When the branch began. It begins again with a new request without turns, such as when a
-    sub-agent gets the same task twice."""
-    concurrent: bool
-    """True if other requests were in flight when the branch began."""
-    latest: int = -1
-    """When one of the branch's requests last started or ended."""
-    ended: FinishReason = "stop"
-    """The limit that cut its last turn or refused its last request, or `stop`."""
-    ended_at: int = -1
-    by_client: bool = False
-    """True if the last turn was cut by the client's own `max_tokens`."""
-
-
-@dataclass(slots=True, eq=False)
-class _InFlight:
-    """A request in flight. The code that handles it records how it ended."""
-
-    ended: FinishReason | None = None
-    """How the request ended. None means that it got no turn and is ignored."""
-    by_client: bool = False
-
-
-class FinishReasons:
-    """Decides how a trajectory ended, given that a program may run several conversations.
-
-    The way a conversation ended holds until a later turn supersedes it. A turn of the same
-    conversation does so. A turn of another conversation does so only if no other request was in
-    flight when it started, and if its conversation is new or has been waiting for the one that
-    ended, as for a sub-agent. Concurrent conversations never supersede each other.
-
-    A turn that the client itself cut short, for example to get a title, counts less. It is ignored
-    in a conversation that started concurrently with others. Otherwise it holds until the first
-    conversation continues.
-    """
-
-    def __init__(self) -> None:
-        self._branches: dict[str, _Branch] = {}
-        self._time = 0
-        self._in_flight = 0
-
-    @property
-    def last(self) -> FinishReason:
-        """The most recent finish reason that still holds, or `stop` if there is none."""
-        cut = [one for one in self._branches.values() if one.ended != "stop"]
-        return max(cut, key=lambda one: one.ended_at).ended if cut else "stop"
-
-    @contextmanager
-    def request(self, opening: str, *, restarts: bool) -> Generator[_InFlight]:
-        """Track a request from its start to its end.
-
-        `opening` is the key of its conversation. `restarts` is True if the request contains no turn
-        of the policy yet.
-        """
-        started, branches = self._tick(), self._branches
-        branch = branches.setdefault(
-            opening, _Branch(first=started, concurrent=self._in_flight > 0)
-        )
-        if restarts:
-            branch.first = started
-        waited: Iterable[_Branch] = () if self._in_flight else branches.values()
-        superseded = [branch, *(one for one in waited if one.first > branch.latest)]
-        if branch is next(iter(branches.values())):
-            superseded += [one for one in branches.values() if one.by_client]
-        branch.latest = started
-        self._in_flight += 1
-        request = _InFlight()
-        try:
-            yield request
-        finally:
-            self._in_flight -= 1
-            branch.latest = now = self._tick()
-            if request.ended is not None:
-                for one in superseded:
-                    if one.ended_at < started:
-                        one.ended = "stop"
-                if request.ended != "stop" and not (request.by_client and branch.concurrent):
-                    branch.ended, branch.ended_at = request.ended, now
-                    branch.by_client = request.by_client
-
-    def _tick(self) -> int:
-        self._time += 1
-        return self._time
 
 
 class TrajectoryRecorder:
@@ -212,27 +80,28 @@ class TrajectoryRecorder:
         budget: Budget,
         turn_s: float = _TURN_S,
     ) -> None:
-        if not 0 < turn_s < inf:
-            raise ValueError(f"endpoint: turn_s = {turn_s} must be positive and finite")
         self.name = name
-        self.counts = RequestCounts()
+        self.counts = Counter[str]()
+        """How many `requests` for a turn there were, and how many of them `extended` a segment,
+        `branched` from a turn that another had already extended, were `rendered`, got a `repeated`
+        answer, were `refused`, `failed`, or were `cancelled` by their client."""
         self._prompt_id, self._chat, self._sample = prompt_id, chat, sample
         self._thinking, self._seed = thinking, seed
         self._budget, self._turn_s = budget, turn_s
         self._records: list[SegmentRecord] = []
         self._turns = TurnIndex(chat, thinking=thinking)
+        self._log = MessageLog()
         self._checked_tools = {key_of_tools(())}
         self._draws: dict[str, set[int]] = {}
         """Numbers of the samples from each context. All differ, so each sample has its own seed."""
-        self._unanswered: Counter[str] = Counter()
-        """How many tries failed or were cancelled, by request key."""
+        self._lost: dict[str, list[Reply]] = {}
+        """Replies that no client received, by the key of their request."""
         self._growing: set[SegmentRecord] = set()
         self._sampling: dict[asyncio.Future[TurnResult], int] = {}
         """The turns that are being sampled, and the tokens reserved for each."""
         self._changed = asyncio.Event()
-        self._log = MessageLog()
         self._usage = Usage(turns=0)
-        self._finish_reasons = FinishReasons()
+        self._ended: FinishReason = "stop"
         self._timed_out = False
         self.refusal = ""
         """Why the last refused request was refused."""
@@ -252,43 +121,32 @@ class TrajectoryRecorder:
         If the call is cancelled, nothing is recorded. Raises ApiError if the request is refused or
         the turn cannot be sampled.
         """
-        self._count("requests")
-        tools_key = key_of_tools(request.tools)
-        keys = prefix_keys(request.messages)
-        request_key = f"{keys[-1]} {tools_key} {request.may_call} {request.max_tokens}"
-        roles = [message["role"] for message in request.messages]
-        opening = roles.index("assistant") if "assistant" in roles else len(roles)
-        restarts = opening == len(roles)
-        with self._finish_reasons.request(keys[opening], restarts=restarts) as in_flight:
-            try:
-                reply = await self._turn(request, keys, tools_key, request_key)
-                in_flight.ended = reply.ended
-                limit = request.max_tokens or inf
-                in_flight.by_client = limit <= reply.completion_tokens < self._budget.turn_tokens
-                return reply
-            except ApiError as error:
-                in_flight.ended = error.limit
-                self._unanswered[request_key] += error.status >= 500
-                self.record_error(error)
-                raise
-            except asyncio.CancelledError:
-                self._count("cancelled")
-                self._unanswered[request_key] += 1
-                raise
+        self.counts["requests"] += 1
+        try:
+            reply = await self._turn(request)
+        except ApiError as error:
+            self._ended = error.limit or self._ended
+            self.record_error(error)
+            raise
+        except asyncio.CancelledError:
+            self.counts["cancelled"] += 1
+            raise
+        self._ended = reply.ended
+        return reply
 
     def record_error(self, error: ApiError) -> None:
         """Count a request that was answered with an error, and keep the reason for the report."""
-        if error.is_internal:
+        if error.status >= 500:
             self.failure = error.message
-            self._count("failed")
+            self.counts["failed"] += 1
         else:
             self.refusal = error.message
-            self._count("refused")
+            self.counts["refused"] += 1
 
     def mark_lost(self, reply: Reply) -> None:
-        """Keep a reply whose client disconnected, so that it can be sent when the client asks
+        """Keep a reply whose client disconnected, to answer the same request when it comes
         again."""
-        self._turns.mark_lost(reply)
+        self._lost.setdefault(reply.request_key, []).append(reply)
 
     async def overdue(self, open_s: float) -> str:
         """Wait until the program's time is up, and return a description of what took too long.
@@ -300,20 +158,17 @@ class TrajectoryRecorder:
             raise ValueError("endpoint: timeout_s must be finite: every wait has a deadline")
         began = monotonic()
         while True:
+            limit_s, action = open_s, "ask for a turn"
+            remaining_s = began + open_s - monotonic()
             if self._idle_since is not None:
                 limit_s, action = self._budget.timeout_s, "end"
                 remaining_s = self._budget.remaining_s(self._with_idle())
-            else:
-                limit_s, action = open_s, "ask for a turn"
-                remaining_s = began + open_s - monotonic()
-            if self._sampling:  # turns have their own deadline
-                remaining_s = inf
-            if remaining_s <= 0:
+            if remaining_s <= 0 and not self._sampling:  # turns have their own deadline
                 self._timed_out = self._timed_out or self._idle_since is not None
                 return f"did not {action} within {limit_s:g} s"
             self._changed.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(remaining_s if remaining_s < inf else None):
+                async with asyncio.timeout(None if self._sampling else remaining_s):
                     await self._changed.wait()
 
     async def finish(self) -> Finished:
@@ -336,27 +191,24 @@ class TrajectoryRecorder:
             dialogues=self._log.dialogues,
             usage=replace(
                 self._usage,
-                contexts_extended=self.counts.extended,
-                contexts_branched=self.counts.branched,
-                contexts_rendered=self.counts.rendered,
-                contexts_refused=self.counts.refused,
+                contexts_extended=self.counts["extended"],
+                contexts_branched=self.counts["branched"],
+                contexts_rendered=self.counts["rendered"],
+                contexts_refused=self.counts["refused"],
             ),
-            finish_reason="deadline" if self._timed_out else self._finish_reasons.last,
+            finish_reason="deadline" if self._timed_out else self._ended,
             counts=self.counts,
             failure=self.failure,
             refusal=self.refusal,
         )
 
-    async def _turn(
-        self, request: ChatRequest, keys: Sequence[str], tools_key: str, request_key: str
-    ) -> Reply:
+    async def _turn(self, request: ChatRequest) -> Reply:
         self._check_open()
-        if request.is_retry and self._unanswered[request_key] > 0:
-            self._unanswered[request_key] -= 1  # the retried request never got an answer
-        elif lost := self._turns.find_lost(request_key, request):
-            self._count("repeated")
-            lost.resent = True
-            return lost.reply
+        keys, tools_key = prefix_keys(request.messages), key_of_tools(request.tools)
+        request_key = f"{keys[-1]} {tools_key} {request.may_call} {request.max_tokens}"
+        if lost := self._lost.get(request_key):
+            self.counts["repeated"] += 1
+            return lost.pop(0)
         if (characters := request.characters) > self._budget.characters:
             tokens = max(characters // CHARACTERS_PER_TOKEN, self._budget.window)
             raise budget_spent(self._budget, "window", tokens)
@@ -365,12 +217,25 @@ class TrajectoryRecorder:
             self._checked_tools.add(tools_key)
         before, ids = self._turns.find_context(request, keys, tools_key, self._growing)
         limit = await self._admit(len(ids), request.max_tokens)
-        # No await between here and the sampling, so a free slot stays free.
-        slot = self._slot(before, ids)
-        result = await self._grow(slot, limit)
+        # No await between here and the sampling, so no other turn extends the same record.
+        record, how = SegmentRecord(self._prompt_id, ids), "branched" if before else "rendered"
+        if (
+            before is not None
+            and before.end == len(before.record.ids)
+            and before.record not in self._growing
+        ):
+            record, how = before.record, "extended"
+        repeated = common_prefix(ids, self._records) if before is None else before.end - 1
+        self._growing.add(record)
+        try:
+            result = await self._grow(record, ids, limit)
+        finally:
+            self._growing.discard(record)
         if before is not None:
             before.extended = True
-        self._count("extended" if slot.extends else "branched" if before else "rendered")
+        if how != "extended":
+            self._records.append(record)
+        self.counts[how] += 1
         parsed = self._chat.parse(
             result.token_ids_N.tolist(),
             request.tools,
@@ -378,96 +243,37 @@ class TrajectoryRecorder:
             turn=self._usage.turns,
             inside=before is not None and before.in_thinking,
         )
-        full = result.finish_reason == "length" and len(slot.record.ids) >= self._budget.window
+        full = result.finish_reason == "length" and len(record.ids) >= self._budget.window
         ended: FinishReason = "window" if full else result.finish_reason
         may_call = request.may_call and parsed.closed
-        reply = Reply(
-            reply_id=f"chatcmpl-{secrets.token_hex(12)}",
-            message=client_message(parsed, cut=ended != "stop", may_call=may_call),
-            ended=ended,
-            prompt_tokens=len(slot.context_T),
-            completion_tokens=len(result.token_ids_N),
-            cached_tokens=result.cached_tokens,
-        )
+        message = client_message(parsed, cut=ended != "stop", may_call=may_call)
         turn = Turn(
-            record=slot.record,
-            end=len(slot.record.ids),
-            tools=request.tools,
+            record=record,
+            end=len(record.ids),
             tools_key=tools_key,
-            request_key=request_key,
-            reply=reply,
+            message=message,
             in_thinking=parsed.inside,
         )
         self._log.add(
             self._turns.as_recorded(request.messages, keys),
             keys,
-            reply.message,
+            turn,
             tools=request.tools,
-            tools_key=tools_key,
-            verbatim=len(reply.message.get("tool_calls", ())) == len(parsed.calls),
+            verbatim=len(message.get("tool_calls", ())) == len(parsed.calls),
         )
         self._turns.add(turn, keys[-1])
-        self._add_usage(turn, parsed, result, slot.repeated)
-        return reply
-
-    def _slot(self, before: Turn | None, ids: list[int]) -> _Slot:
-        """Choose where to record the turn.
-
-        The turn extends the record of the turn before it, unless another turn has done so already.
-        In that case it begins a new record.
-        """
-        record, extends = SegmentRecord(self._prompt_id, ids), False
-        if (
-            before is not None
-            and before.end == len(before.record.ids)
-            and before.record not in self._growing
-        ):
-            record, extends = before.record, True
-        context_T = np.array(ids, np.int32)
-        context_key = blake2b(context_T.tobytes(), digest_size=16).hexdigest()
-        draws = self._draws.setdefault(context_key, set())
-        draw = next(n for n in count() if n not in draws)
-        # A failed turn frees its draw, so the same seed is used when it is requested again.
-        key = f"{self._seed}/{context_key}/{draw}".encode()
-        return _Slot(
-            record=record,
-            extends=extends,
-            context_T=context_T,
-            repeated=common_prefix(ids, self._records) if before is None else before.end - 1,
-            draws=draws,
-            draw=draw,
-            seed=int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1,
+        self._usage = with_turn(self._usage, result, repeated=repeated)
+        if message.get("tool_calls"):
+            self._count_calls(request, parsed)
+        return Reply(
+            reply_id=f"chatcmpl-{secrets.token_hex(12)}",
+            request_key=request_key,
+            message=message,
+            ended=ended,
+            prompt_tokens=len(ids),
+            completion_tokens=len(result.token_ids_N),
+            cached_tokens=result.cached_tokens,
         )
-
-    async def _grow(self, slot: _Slot, limit: int) -> TurnResult:
-        """Sample the turn and append it to its record."""
-        record = slot.record
-        request = replace(
-            record.request(
-                self.name,
-                max_tokens=limit,
-                seed=slot.seed,
-                timeout_s=self._budget.remaining_s(self._with_idle()),
-                stop_ids=self._chat.stop_ids,
-            ),
-            token_ids_T=slot.context_T,
-        )
-        self._growing.add(record)
-        try:
-            result = await self._sampled(request, slot, limit)
-            if not len(result.token_ids_N):
-                raise budget_spent(self._budget, "deadline")
-            if slot.extends:
-                record.extend(slot.context_T.tolist())
-            try:
-                record.append(request, result)
-            except ValueError as error:
-                raise _engine_failed(str(error)) from error
-            if not slot.extends:
-                self._records.append(record)
-        finally:
-            self._growing.discard(record)
-        return result
 
     async def _admit(self, context: int, max_tokens: int | None) -> int:
         """Wait until the budget allows a turn after `context` tokens. Returns its token limit."""
@@ -492,25 +298,42 @@ class TrajectoryRecorder:
             message = f"concurrent turns held the whole budget for {self._turn_s:g} s"
             raise _engine_failed(message) from error
 
-    async def _sampled(self, request: TurnRequest, slot: _Slot, limit: int) -> TurnResult:
+    async def _grow(self, record: SegmentRecord, ids: list[int], limit: int) -> TurnResult:
+        """Sample a turn after `ids` and append it to its record."""
+        context_T = np.array(ids, np.int32)
+        context_key = blake2b(context_T.tobytes(), digest_size=16).hexdigest()
+        draws = self._draws.setdefault(context_key, set())
+        draw = next(n for n in count() if n not in draws)
+        key = f"{self._seed}/{context_key}/{draw}".encode()
+        request = replace(
+            record.request(
+                self.name,
+                max_tokens=limit,
+                seed=int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1,
+                timeout_s=self._budget.remaining_s(self._with_idle()),
+                stop_ids=self._chat.stop_ids,
+            ),
+            token_ids_T=context_T,
+        )
         task = asyncio.ensure_future(self._sample(request))
         self._sampling[task] = limit
-        slot.draws.add(slot.draw)
+        draws.add(draw)
         self._usage, began = self._with_idle(), monotonic()
         self._idle_since = None
         self.begun.set()
         try:
             async with asyncio.timeout(self._turn_s):
-                return await task
+                result = await task
         except BaseException as error:
-            slot.draws.discard(slot.draw)
-            if isinstance(error, TimeoutError | asyncio.CancelledError):  # not the engine's failure
-                self._usage = with_lost_turn(self._usage, monotonic() - began)
+            draws.discard(draw)  # the same seed is used when the turn is requested again
+            if isinstance(error, TimeoutError | asyncio.CancelledError):
+                # A client that cancels every turn must time out all the same.
+                spent_s = self._usage.sampling_s + monotonic() - began
+                self._usage = replace(self._usage, sampling_s=spent_s)
             if isinstance(error, asyncio.CancelledError) and self._closed:
                 raise _trajectory_over() from error
             if isinstance(error, TimeoutError):
-                message = f"a turn did not end within {self._turn_s:g} s"
-                raise _engine_failed(message) from error
+                raise _engine_failed(f"a turn did not end within {self._turn_s:g} s") from error
             if isinstance(error, Exception):
                 raise _engine_failed(f"{type(error).__name__}: {error}") from error
             raise
@@ -520,6 +343,14 @@ class TrajectoryRecorder:
             self._changed.set()
             if not self._sampling:
                 self._idle_since = monotonic()
+        if not len(result.token_ids_N):
+            raise budget_spent(self._budget, "deadline")
+        record.extend(ids)
+        try:
+            record.append(request, result)
+        except ValueError as error:
+            raise _engine_failed(str(error)) from error
+        return result
 
     def _with_idle(self) -> Usage:
         """Return the usage, including the time that the program has spent since the last turn."""
@@ -528,19 +359,15 @@ class TrajectoryRecorder:
         spent_s = monotonic() - self._idle_since
         return replace(self._usage, tools_s=self._usage.tools_s + spent_s)
 
-    def _add_usage(self, turn: Turn, parsed: Parsed, result: TurnResult, repeated: int) -> None:
-        calls = parsed.calls if turn.reply.message.get("tool_calls") else ()
-        malformed = sum(isinstance(call, Malformed) for call in calls)
-        invalid = sum(
-            not isinstance(call, Malformed) and bool(arguments_of(turn.tools).complaint(call))
-            for call in calls
-        )
-        usage = with_turn(self._usage, result, repeated=repeated)
+    def _count_calls(self, request: ChatRequest, parsed: Parsed) -> None:
+        valid = [call for call in parsed.calls if not isinstance(call, Malformed)]
+        malformed = len(parsed.calls) - len(valid)
+        invalid = sum(bool(arguments_of(request.tools).complaint(call)) for call in valid)
         self._usage = replace(
-            usage,
-            calls=usage.calls + len(calls),
-            failed_calls=usage.failed_calls + invalid + malformed,
-            malformed_calls=usage.malformed_calls + malformed,
+            self._usage,
+            calls=self._usage.calls + len(parsed.calls),
+            failed_calls=self._usage.failed_calls + invalid + malformed,
+            malformed_calls=self._usage.malformed_calls + malformed,
         )
 
     def _check_open(self) -> None:
@@ -548,9 +375,6 @@ class TrajectoryRecorder:
             raise _trajectory_over()
         if self.over:
             raise ApiError(403, "the environment has ended the task", code="task_over")
-
-    def _count(self, name: str) -> None:
-        self.counts = replace(self.counts, **{name: getattr(self.counts, name) + 1})
 
 
 def _trajectory_over() -> ApiError:

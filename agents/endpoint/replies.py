@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,6 @@ from keel.agents.endpoint.requests import replace_surrogates
 from keel.rl.turns import Message, Parsed
 from keel.rl.types import FinishReason
 
-_CHUNK = 24
-"""Number of characters in each chunk of a stream."""
 MODEL = "policy"
 """The only model in the list of models. Requests may use any other name."""
 
@@ -24,6 +22,8 @@ class Reply:
     """A recorded turn in the form in which the client gets it."""
 
     reply_id: str
+    request_key: str
+    """Equal for requests with the same messages, tools and limits."""
     message: Message
     """The message for the client. Call arguments are still objects, not JSON strings."""
     ended: FinishReason
@@ -53,19 +53,10 @@ def client_message(parsed: Parsed, *, cut: bool, may_call: bool) -> dict[str, An
 
 def completion(reply: Reply, model: str) -> dict[str, Any]:
     """Return the response to a non-streaming request."""
-    calls = _calls(reply.message)
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": reply.message["content"] or (None if calls else ""),
-        "refusal": None,
-    }
-    if reply.message.get("reasoning_content"):
-        message["reasoning_content"] = reply.message["reasoning_content"]
-    if calls:
-        message["tool_calls"] = calls
+    message = _openai_message(reply.message)
     choice = {
         "index": 0,
-        "message": message,
+        "message": {**message, "refusal": None},
         "logprobs": None,
         "finish_reason": reply.finish_reason,
     }
@@ -74,7 +65,10 @@ def completion(reply: Reply, model: str) -> dict[str, Any]:
 
 
 def events(reply: Reply, model: str, *, include_usage: bool) -> Iterator[bytes]:
-    """Yield the server-sent events for a streaming request, ending with `[DONE]`."""
+    """Yield the server-sent events for a streaming request, ending with `[DONE]`.
+
+    The turn is complete when the stream starts, so one event contains the whole message.
+    """
     head = _head(reply, model, "chat.completion.chunk")
     if include_usage:
         head["usage"] = None
@@ -82,12 +76,12 @@ def events(reply: Reply, model: str, *, include_usage: bool) -> Iterator[bytes]:
     def event(choices: list[dict[str, Any]], **fields: Any) -> bytes:
         return b"data: " + json.dumps({**head, "choices": choices, **fields}).encode() + b"\n\n"
 
-    def choice(delta: Mapping[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        return {"index": 0, "delta": dict(delta), "logprobs": None, "finish_reason": finish_reason}
-
-    for delta in _deltas(reply.message):
-        yield event([choice(delta, None)])
-    yield event([choice({}, reply.finish_reason)])
+    delta = _openai_message(reply.message)
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
+    yield event([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}])
+    ended = reply.finish_reason
+    yield event([{"index": 0, "delta": {}, "logprobs": None, "finish_reason": ended}])
     if include_usage:
         yield event([], usage=_usage(reply))
     yield b"data: [DONE]\n\n"
@@ -97,37 +91,13 @@ def model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "keel"}
 
 
-def _deltas(message: Message) -> Iterator[dict[str, Any]]:
-    yield {"role": "assistant", "content": "" if message["content"] else None}
-    for piece in _pieces(message.get("reasoning_content") or ""):
-        yield {"reasoning_content": piece}
-    for piece in _pieces(message["content"]):
-        yield {"content": piece}
-    for index, call in enumerate(_calls(message)):
-        function = {"name": call["function"]["name"], "arguments": ""}
-        yield {"tool_calls": [{**call, "index": index, "function": function}]}
-        for piece in _pieces(call["function"]["arguments"]):
-            yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
-
-
-def _calls(message: Message) -> Sequence[dict[str, Any]]:
-    calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
-    return [
-        {
-            "id": call["id"],
-            "type": "function",
-            "function": {
-                "name": call["function"]["name"],
-                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-            },
-        }
-        for call in calls
-    ]
-
-
-def _pieces(text: str) -> Iterator[str]:
-    for start in range(0, len(text), _CHUNK):
-        yield text[start : start + _CHUNK]
+def _openai_message(message: Message) -> dict[str, Any]:
+    calls: list[dict[str, Any]] = []
+    for call in message.get("tool_calls", ()):
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    fields = {**message, "content": message["content"] or (None if calls else "")}
+    return {**fields, "tool_calls": calls} if calls else fields
 
 
 def _head(reply: Reply, model: str, kind: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
@@ -17,17 +17,6 @@ from keel.rl import strict_json
 from keel.rl.turns import Message, ToolSpec
 from keel.rl.types import FinishReason
 
-_WITHOUT_EFFECT = (
-    *("user", "metadata", "store", "service_tier", "safety_identifier"),
-    *("prompt_cache_key", "prompt_cache_retention"),
-)
-"""Fields that are ignored without a warning, since they do not affect sampling."""
-_UNSUPPORTED = {
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "audio": "the policy writes text",
-    "web_search_options": "the endpoint has no search; give the policy a tool",
-}
 MAX_TOOL_CHARACTERS = 256 << 10
 """Limit on the JSON length of a request's tools. Checking schemas takes about a second per 30,000
 characters."""
@@ -36,12 +25,30 @@ _MAX_DEPTH = 120
 MAX_VALUES = 1 << 20
 """Limit on the number of commas and opening brackets in a request. More values would not fit into a
 window of a million tokens, and parsing them would block all other trajectories for seconds."""
-_MAX_WARNINGS = 50
+_WITHOUT_EFFECT = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_retention"),
+)
+"""Fields that are ignored without a warning, since they do not affect sampling."""
 _DISTRIBUTION = "it would change the sampling distribution, and the samples are trained on"
 _STRUCTURED = (
     "structured output is not supported, since a grammar's masks are not recorded. Ask for the "
     "format in the prompt and parse the text"
 )
+_SUPPORTED: dict[str, tuple[Sequence[Any], str]] = {
+    "n": ([1], "must be 1; send a request for each sample"),
+    "tool_choice": (["auto", "none"], f"must be auto or none; for a forced call, {_DISTRIBUTION}"),
+    "response_format": ([{"type": "text"}], _STRUCTURED),
+    "logit_bias": ([{}], f"is not supported: {_DISTRIBUTION}"),
+    "logprobs": ([False], "are recorded and not returned"),
+    "top_logprobs": ([0], "are recorded and not returned"),
+    "modalities": ([["text"]], "the policy writes text"),
+    "audio": ([], "is not supported: the policy writes text"),
+    "functions": ([], "is not supported: use tools"),
+    "function_call": ([], "is not supported: use tool_choice"),
+    "web_search_options": ([], "is not supported: give the policy a tool"),
+}
+"""The supported values of some fields, and the error for other values."""
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
@@ -65,22 +72,11 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.limit: FinishReason | None = limit
 
-    @property
-    def is_internal(self) -> bool:
-        """True if the endpoint or an engine failed or was too busy, False if the request was at
-        fault."""
-        return self.status >= 500 or self.status in (408, 429)
-
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {
-            "error": {
-                "message": self.message,
-                "type": _ERROR_TYPES.get(self.status, kind),
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        kind = _ERROR_TYPES.get(self.status, kind)
+        fields = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": fields}
 
 
 def invalid_field(param: str, message: str) -> ApiError:
@@ -120,9 +116,7 @@ def _as_calls(calls: Any) -> Any:
 
 
 def _as_arguments(arguments: Any) -> Any:
-    if not isinstance(arguments, str):
-        return arguments or {}
-    return load_json(arguments or "{}")
+    return load_json(arguments or "{}") if isinstance(arguments, str) else arguments or {}
 
 
 class _Model(BaseModel):
@@ -157,7 +151,11 @@ class _Message(_Model):
     tool_call_id: str | None = None
     reasoning_content: Any = None
     reasoning: Any = None
-    function_call: Any = None
+    function_call: None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(part.text for part in self.content)  # joined as in vLLM
 
 
 class _Function(_Model):
@@ -183,18 +181,12 @@ class _Request(_Model):
 
     messages: Annotated[list[_Message], FailFast()] = Field(min_length=1)
     model: str = ""
-    n: Literal[1] = 1
     tools: Annotated[list[_Tool], FailFast()] = []
-    tool_choice: Any = "auto"
+    tool_choice: str = "auto"
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
-    response_format: dict[str, Any] = {}
-    logit_bias: Any = None
-    logprobs: Any = None
-    top_logprobs: Any = None
-    modalities: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,15 +197,13 @@ class ChatRequest:
     """The messages in a normalized form. Contents are strings and call arguments are objects. Tool
     results follow the order of their calls and include the tool's name."""
     tools: tuple[ToolSpec, ...]
-    may_call: bool = True
+    may_call: bool
     """False if calls must not be returned to the client (`tool_choice: none`)."""
-    max_tokens: int | None = None
-    stream: bool = False
-    include_usage: bool = False
+    max_tokens: int | None
+    stream: bool
+    include_usage: bool
     """Whether a stream ends with a chunk that contains the usage."""
-    model: str = ""
-    is_retry: bool = False
-    """True if the client says that it never received the answer to this request."""
+    model: str
 
     @property
     def characters(self) -> int:
@@ -248,38 +238,28 @@ class ChatRequest:
             raise invalid_field("tools", str(error)) from error
 
 
-class IgnoredFields:
-    """Logs a warning for each ignored field, once per field."""
-
-    def __init__(self) -> None:
-        self._names: set[str] = set()
-
-    def warn(self, name: str, reason: str) -> None:
-        if name not in self._names and len(self._names) < _MAX_WARNINGS:
-            self._names.add(name)
-            logging.getLogger(__name__).warning(
-                "a program's request sets %s, which is ignored: %s", name[:64], reason
-            )
-
-
-def read_request(body: bytes, ignored: IgnoredFields, *, is_retry: bool = False) -> ChatRequest:
+def read_request(body: bytes) -> ChatRequest:
     """Parse a chat completion request.
 
     Raises ApiError with the name of the field if one is invalid.
     """
     fields = {name: value for name, value in load_object(body).items() if value is not None}
+    for name, value in fields.items():
+        if name.startswith(("guided_", "structured_outputs")):
+            raise invalid_field(name, _STRUCTURED)
+        if name in _SUPPORTED and value not in _SUPPORTED[name][0]:
+            raise invalid_field(name, _SUPPORTED[name][1])
     try:
         request = _Request.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]]
         raise invalid_field("".join(parts).removeprefix("."), first["msg"]) from error
-    _refuse_unsupported(request)
     for name in request.model_extra or ():
-        if name not in _WITHOUT_EFFECT:
-            ignored.warn(name, "the recipe decides how the policy is sampled")
+        if name not in _WITHOUT_EFFECT and name not in _SUPPORTED:
+            _warn_ignored(name, "the recipe decides how the policy is sampled")
     if any(tool.function.strict for tool in request.tools):
-        ignored.warn("tools[].function.strict", _DISTRIBUTION)
+        _warn_ignored("tools[].function.strict", _DISTRIBUTION)
     limits = (request.max_tokens, request.max_completion_tokens)
     return ChatRequest(
         messages=tuple(_convert_messages(request.messages)),
@@ -296,87 +276,64 @@ def read_request(body: bytes, ignored: IgnoredFields, *, is_retry: bool = False)
         stream=request.stream,
         include_usage=request.stream_options.include_usage,
         model=request.model,
-        is_retry=is_retry,
     )
 
 
-def _refuse_unsupported(request: _Request) -> None:
-    extra = request.model_extra or {}
-    for name, cure in _UNSUPPORTED.items():
-        if name in extra:
-            raise invalid_field(name, f"is not supported: {cure}")
-    structured = [name for name in extra if name.startswith(("guided_", "structured_outputs"))]
-    if request.response_format.get("type", "text") != "text":
-        structured.append("response_format")
-    for name in structured:
-        raise invalid_field(name, _STRUCTURED)
-    if request.logit_bias:
-        raise invalid_field("logit_bias", f"is not supported: {_DISTRIBUTION}")
-    if request.logprobs or request.top_logprobs:
-        raise invalid_field("logprobs", "are recorded and not returned")
-    if request.modalities not in (None, ["text"]):
-        raise invalid_field("modalities", "the policy writes text")
-    if request.tool_choice not in ("auto", "none"):
-        message = f"must be auto or none; a forced call is refused: {_DISTRIBUTION}"
-        raise invalid_field("tool_choice", message)
+_warned: set[str] = set()
+_MAX_WARNINGS = 50
+
+
+def _warn_ignored(name: str, reason: str) -> None:
+    if name not in _warned and len(_warned) < _MAX_WARNINGS:
+        _warned.add(name)
+        message = "a program's request sets %s, which is ignored: %s"
+        logging.getLogger(__name__).warning(message, name[:64], reason)
 
 
 def _convert_messages(messages: Sequence[_Message]) -> list[dict[str, Any]]:
-    """Convert messages, and check that each call has a result before the next turn."""
+    """Convert messages, and check that each call has a result before the next turn.
+
+    Results are put in the order of their calls, since some templates show no call ids.
+    """
     converted: list[dict[str, Any]] = []
-    calls: dict[str, str] = {}
-    """Tool names of the calls in the last assistant message, by call id and in order."""
+    names: dict[str, str] = {}
+    """Tool names of the calls that have no result yet, by call id."""
     results: dict[str, dict[str, Any]] = {}
-    for i, message in enumerate(messages):
+    for i, message in enumerate([*messages, None]):
         at = f"messages[{i}]"
-        content = "\n".join(part.text for part in message.content)  # joined as in vLLM
-        if message.role == "tool":
+        if message is not None and message.role == "tool":
             call_id = message.tool_call_id
-            if call_id is None:
-                raise invalid_field(f"{at}.tool_call_id", "must be a string, is missing")
-            if call_id not in calls:
-                raise invalid_field(f"{at}.tool_call_id", f"no call {call_id!r} in the turn before")
-            if call_id in results:
-                raise invalid_field(f"{at}.tool_call_id", f"call {call_id!r} is answered twice")
-            results[call_id] = {
-                **{"role": "tool", "content": content},
-                **{"tool_call_id": call_id, "name": calls[call_id]},
-            }
+            if call_id not in names or call_id in results:
+                reason = f"{call_id!r} is no call of the turn before, or is answered twice"
+                raise invalid_field(f"{at}.tool_call_id", reason)
+            result = {"role": "tool", "content": message.text, "tool_call_id": call_id}
+            results[call_id] = {**result, "name": names[call_id]}
             continue
-        converted += _in_call_order(at, calls, results)
-        calls, results = {}, {}
+        if missing := [call_id for call_id in names if call_id not in results]:
+            raise invalid_field(at, f"the call {missing[0]!r} has no message of the role tool")
+        converted += [results[call_id] for call_id in names]
+        names, results = {}, {}
+        if message is None:
+            break
         role = "system" if message.role == "developer" else message.role
-        fields: dict[str, Any] = {"role": role, "content": content}
+        fields: dict[str, Any] = {"role": role, "content": message.text}
         if role == "assistant":
-            if message.function_call is not None:
-                raise invalid_field(f"{at}.function_call", "is not supported: use tool_calls")
             reasoning = message.reasoning_content or message.reasoning
             if isinstance(reasoning, str):
                 fields["reasoning_content"] = reasoning
-            if message.tool_calls:
+            if calls := message.tool_calls:
                 fields["tool_calls"] = [
                     {"id": call.id, "type": "function", "function": call.function.model_dump()}
-                    for call in message.tool_calls
+                    for call in calls
                 ]
-                calls = {call.id: call.function.name for call in message.tool_calls}
-                if len(calls) < len(message.tool_calls):
+                names = {call.id: call.function.name for call in calls}
+                if len(names) < len(calls):
                     raise invalid_field(f"{at}.tool_calls", "two of the calls have the same id")
         converted.append(fields)
-    converted += _in_call_order("messages", calls, results)
     if converted[-1]["role"] == "assistant":
         last = f"messages[{len(converted) - 1}]"
         raise invalid_field(last, "is the policy's own: a turn cannot be continued")
     return converted
-
-
-def _in_call_order(
-    at: str, calls: dict[str, str], results: dict[str, dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
-    """Yield tool results in the order of their calls, since some templates show no call ids."""
-    for call_id in calls:
-        if call_id not in results:
-            raise invalid_field(at, f"the call {call_id!r} has no message of the role tool")
-        yield results[call_id]
 
 
 class _TooManyValues(ValueError):
@@ -401,24 +358,20 @@ def load_object(body: bytes) -> dict[str, Any]:
     """
     try:
         value = load_json(body)
+        if not isinstance(value, dict):
+            raise ValueError("it must be an object")
     except _TooManyValues as error:
         code = "context_length_exceeded"  # which programs recognize and then shorten the context
         raise ApiError(400, str(error), param="messages", code=code, limit="window") from error
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
-    if not isinstance(value, dict):
-        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     return cast(dict[str, Any], value)
 
 
 def replace_surrogates(value: Any) -> Any:
     """Replace unpaired surrogates, which JSON allows but tokenizers do not accept."""
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return value
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):
         items = cast(dict[str, Any], value).items()
         return {replace_surrogates(key): replace_surrogates(item) for key, item in items}

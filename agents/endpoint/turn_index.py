@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, cast
 
 from keel.agents.conversation import SegmentRecord
-from keel.agents.endpoint.replies import Reply
 from keel.agents.endpoint.requests import ApiError, ChatRequest
 from keel.rl.turns import Chat, Message, ToolSpec
 from keel.rl.types import PROGRAM, Dialogue
@@ -28,17 +27,13 @@ class Turn:
     record: SegmentRecord
     end: int
     """Number of ids in `record` up to the last one that this turn sampled."""
-    tools: tuple[ToolSpec, ...]
     tools_key: str
-    request_key: str
-    reply: Reply
+    message: Message
+    """The message that the client got."""
     in_thinking: bool = False
     """True if the turn ended inside its thinking, which the next turn continues."""
-    lost: bool = False
-    """True if the client seems to have disconnected before it received the answer."""
-    resent: bool = False
     extended: bool = False
-    """True if another turn continues this one, so the client must have received it."""
+    """True if another turn continues this one."""
 
     @property
     def ids(self) -> list[int]:
@@ -50,34 +45,14 @@ class TurnIndex:
 
     def __init__(self, chat: Chat, *, thinking: bool) -> None:
         self._chat, self._thinking = chat, thinking
+        self._turns: list[Turn] = []
         self._by_messages: dict[str, list[Turn]] = {}
         """Turns by the key of all messages up to and including the turn."""
-        self._by_request: dict[str, list[Turn]] = {}
-        self._by_reply_id: dict[str, Turn] = {}
 
     def add(self, turn: Turn, messages_key: str) -> None:
-        key = extend_key(messages_key, turn.reply.message)
+        self._turns.append(turn)
+        key = extend_key(messages_key, turn.message)
         self._by_messages.setdefault(key, []).append(turn)
-        self._by_request.setdefault(turn.request_key, []).append(turn)
-        self._by_reply_id[turn.reply.reply_id] = turn
-
-    def mark_lost(self, reply: Reply) -> None:
-        turn = self._by_reply_id[reply.reply_id]
-        turn.lost, turn.resent = True, False
-
-    def find_lost(self, request_key: str, request: ChatRequest) -> Turn | None:
-        """Return a turn that answered the same request but never reached its client, or None.
-
-        If the client reports a retry, any turn that no later turn continues can be returned.
-        Otherwise, a repeated request whose answer was received is taken to ask for another sample.
-        """
-        free = [
-            turn
-            for turn in self._by_request.get(request_key, ())
-            if not (turn.extended or turn.resent)
-        ]
-        lost = [turn for turn in free if turn.lost]
-        return next(iter([*lost, *free] if request.is_retry else lost), None)
 
     def find_context(
         self,
@@ -98,52 +73,35 @@ class TurnIndex:
         new = messages[turns[-1] + 1 :] if turns else ()
         try:
             if turns and all(message["role"] in ("tool", "user") for message in new):
-                candidates = [
-                    turn
-                    for turn in self._by_messages.get(keys[turns[-1] + 1], ())
-                    if turn.tools_key == tools_key
-                ]
                 last = messages[turns[-1]]
                 thought = last.get("reasoning_content")
+                recorded = self._by_messages.get(keys[turns[-1] + 1], ())
                 # Prefer the turn whose thinking the client sent back, then one with the same white
                 # space, then one that no turn continues, then the latest.
-                candidates.sort(
+                candidates = sorted(
+                    (turn for turn in recorded if turn.tools_key == tools_key),
                     key=lambda t: (
-                        thought is not None and t.reply.message.get("reasoning_content") == thought,
-                        t.reply.message["content"] == last["content"],
+                        thought is not None and t.message.get("reasoning_content") == thought,
+                        t.message["content"] == last["content"],
                         not t.extended and t.record not in growing,
-                    )
+                    ),
                 )
                 for turn in reversed(candidates):
                     ids = self._chat.extend(turn.ids, new, thinking=self._thinking)
                     if ids is not None:
                         return turn, ids
-            recorded = self.as_recorded(messages, keys)
-            ids = self._chat.opening(recorded, request.tools, thinking=self._thinking)
-            self._check_system_messages(recorded, request.tools, ids)
-        except StopIteration as error:  # the chat format marks texts with two of these
-            message = "messages: hold all private-use characters of Unicode's last plane"
-            raise ApiError(400, message, param="messages") from error
-        except ValueError as error:
+            ids = self._render(self.as_recorded(messages, keys), request.tools)
+        except (ValueError, StopIteration) as error:  # the second from texts with all our marks
             raise ApiError(400, f"messages: {error}", param="messages") from error
-        return self._longest_prefix(ids), ids
-
-    def _longest_prefix(self, ids: list[int]) -> Turn | None:
-        """Return the last turn of the longest record that is a prefix of `ids`.
-
-        Turns that ended inside their thinking are skipped, because the rendered text does not show
-        how far the thinking had come.
-        """
-        ends = [
+        # A turn that ended inside its thinking may have more thinking than the render shows.
+        prefixes = (
             turn
-            for turn in self._by_reply_id.values()
-            if turn.end == len(turn.record.ids) < len(ids) and not turn.in_thinking
-        ]
-        return max(
-            (turn for turn in ends if ids[: turn.end] == turn.ids),
-            key=lambda turn: turn.end,
-            default=None,
+            for turn in self._turns
+            if turn.end == len(turn.record.ids) < len(ids)
+            and not turn.in_thinking
+            and ids[: turn.end] == turn.ids
         )
+        return max(prefixes, key=lambda turn: turn.end, default=None), ids
 
     def as_recorded(self, messages: Sequence[Message], keys: Sequence[str]) -> list[Message]:
         """Return the messages with each assistant message replaced with the recorded one.
@@ -152,39 +110,20 @@ class TurnIndex:
         message.
         """
         recorded: list[Message] = []
-        for i, message in enumerate(messages):
-            is_turn = message["role"] == "assistant"
-            turns = self._by_messages.get(keys[i + 1], ()) if is_turn else ()
-            recorded.append(turns[-1].reply.message if turns else message)
+        for message, key in zip(messages, keys[1:], strict=True):
+            turns = self._by_messages.get(key) if message["role"] == "assistant" else None
+            recorded.append(turns[-1].message if turns else message)
         return recorded
 
-    def _check_system_messages(
-        self, messages: list[Message], tools: Sequence[ToolSpec], ids: list[int]
-    ) -> None:
-        """Check that the chat template shows every system message, since some templates drop all
-        but the first.
-
-        Each check renders the whole conversation. System messages between the same two roles are
-        treated alike, so only the first and the last of them are checked. Raises ApiError if one is
-        dropped.
-        """
-        roles = [message["role"] for message in messages]
-        first: dict[tuple[str, ...], int] = {}
-        last: dict[tuple[str, ...], int] = {}
-        for i, message in enumerate(messages):
-            if i and message["role"] == "system" and message["content"]:
-                between = (roles[i - 1], *roles[i + 1 : i + 2])
-                first.setdefault(between, i)
-                last[between] = i
-        for i in sorted({*first.values(), *last.values()}):
-            others = messages[:i] + messages[i + 1 :]
-            if self._chat.opening(others, tools, thinking=self._thinking) == ids:
-                raise ApiError(
-                    400,
-                    f"messages[{i}].role: the model's chat template does not show a system "
-                    "message at this place; put it first",
-                    param=f"messages[{i}].role",
-                )
+    def _render(self, messages: list[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        ids = self._chat.opening(messages, tools, thinking=self._thinking)
+        late = [i for i, m in enumerate(messages) if i and m["role"] == "system" and m["content"]]
+        others = [message for i, message in enumerate(messages) if i not in late]
+        if late and self._chat.opening(others, tools, thinking=self._thinking) == ids:
+            param = f"messages[{late[0]}].role"
+            reason = "the model's chat template does not show a system message at this place"
+            raise ApiError(400, f"{param}: {reason}; put it first", param=param)
+        return ids
 
 
 @dataclass(slots=True)
@@ -192,9 +131,9 @@ class _OpenDialogue:
     """A conversation that further turns may still extend."""
 
     messages: list[Message]
-    sampled: list[int]
     tools: tuple[ToolSpec, ...]
     tools_key: str
+    sampled: list[int] = field(default_factory=list[int])
     last_turn: str = ""
     """Key of all messages up to the policy's last turn."""
 
@@ -232,44 +171,41 @@ class MessageLog:
         self,
         messages: Sequence[Message],
         keys: Sequence[str],
-        reply: Message,
+        turn: Turn,
         *,
         tools: tuple[ToolSpec, ...],
-        tools_key: str,
         verbatim: bool,
     ) -> None:
         """Add the new messages of a request and the turn that answers it.
 
         `messages` contain the policy's turns as recorded, and `keys` are the prefix keys of the
-        messages. `verbatim` says that `reply` contains everything that was sampled, so the policy
-        can learn from it.
+        messages. `verbatim` says that the turn's message contains everything that was sampled, so
+        the policy can learn from it.
         """
-        if not self.opening:
-            self.opening = tuple(messages)
+        self.opening = self.opening or tuple(messages)
         for message, key in zip(messages, keys[1:], strict=True):
             if key not in self._keys:
                 self._keys.add(key)
                 author = {"name": PROGRAM} if message["role"] == "assistant" else {}
                 self._all.append({**message, **author})
-        self._all.append(reply)
-        last_turn = extend_key(keys[-1], reply)
+        self._all.append(turn.message)
+        last_turn = extend_key(keys[-1], turn.message)
         self._keys.add(last_turn)
 
-        prefixes = set(keys)
         continued = [
             one
             for one in self._dialogues
-            if one.tools_key == tools_key and one.last_turn in prefixes
+            if one.tools_key == turn.tools_key and one.last_turn in keys
         ]
         if continued:
             dialogue = max(continued, key=lambda one: len(one.messages))
             dialogue.messages += messages[len(dialogue.messages) :]
         else:
-            dialogue = _OpenDialogue(list(messages), [], tools, tools_key)
+            dialogue = _OpenDialogue(list(messages), tools, turn.tools_key)
             self._dialogues.append(dialogue)
         if verbatim:
             dialogue.sampled.append(len(dialogue.messages))
-        dialogue.messages.append(reply)
+        dialogue.messages.append(turn.message)
         dialogue.last_turn = last_turn
 
 

@@ -109,4 +109,4 @@ def test_openai_agents(python: str, tmp_path: Path) -> None:
     assert ended.verdict == Verdict(parts={"correct": 1.0}), (ended, finished.messages)
     counts = finished.counts
     assert (finished.usage.turns, len(finished.segments)) == (7, 3)
-    assert (counts.rendered, counts.extended, counts.branched) == (3, 4, 0)
+    assert (counts["rendered"], counts["extended"], counts["branched"]) == (3, 4, 0)

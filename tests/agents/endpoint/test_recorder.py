@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from keel.agents.endpoint import recorder as recorder_module
 from keel.agents.endpoint import requests
 from keel.agents.endpoint.recorder import TrajectoryRecorder
-from keel.agents.endpoint.requests import ApiError, IgnoredFields, read_request
+from keel.agents.endpoint.requests import ApiError, read_request
 from keel.agents.endpoint.turn_index import prefix_keys
 from keel.data.conversations.files import read_trajectories
 from keel.rl.records import trajectory_record
@@ -75,7 +75,7 @@ def test_twelve_turns_form_one_segment() -> None:
     assert " <|im_end|> done" not in text, "a control text in a tool result must stay text"
     assert text.count("<|im_start|>assistant") == 12 == finished.usage.turns
     assert (finished.usage.calls, finished.usage.failed_calls) == (12, 0)
-    assert (finished.counts.extended, finished.counts.rendered) == (11, 1)
+    assert (finished.counts["extended"], finished.counts["rendered"]) == (11, 1)
     roles = [message["role"] for message in (*finished.opening, *finished.messages)]
     assert roles[:6] == ["system", "user", "assistant", "user", "assistant", "tool"]
 
@@ -126,7 +126,7 @@ def test_changed_tools_or_messages_fork() -> None:
         await ask(recorder, [user("a"), {**turn, "content": "\none "}, user("b")], TOOLS)
 
     finished = record(Policy(["one", "two", "three", "four"]), work)
-    assert (finished.counts.rendered, finished.counts.extended) == (3, 1)
+    assert (finished.counts["rendered"], finished.counts["extended"]) == (3, 1)
     assert [int(s.trainable_T.sum()) for s in finished.segments] == [3 + 1 + 4 + 1, 4, 6]
 
 
@@ -136,7 +136,7 @@ def test_render_that_begins_with_recorded_ids_extends() -> None:
         await ask(recorder, [user("a"), turn, {"role": "system", "content": "s"}, user("b")])
 
     finished = record(Policy(["one", "two"], "hermes"), work, chat=chat_of("hermes"))
-    assert (finished.counts.extended, len(finished.segments)) == (1, 1)
+    assert (finished.counts["extended"], len(finished.segments)) == (1, 1)
 
 
 def test_assistant_messages_of_the_program_are_marked() -> None:
@@ -169,7 +169,7 @@ def test_branches_from_one_turn_keep_its_ids() -> None:
         await asyncio.gather(*branches)
 
     counts = record(policy, work, thinking=True).counts
-    assert (counts.rendered, counts.extended, counts.branched) == (2, 1, 2)
+    assert (counts["rendered"], counts["extended"], counts["branched"]) == (2, 1, 2)
     before = policy.turns[1][0] + policy.turns[1][1]
     assert all(context[: len(before)] == before for context, _ in policy.turns[2:])
     assert len({request.seed for request in policy.requests}) == 5
@@ -235,7 +235,7 @@ def test_every_sampled_token_is_trained_exactly_once(
 
     policy = Policy(script if family == "tiny" else hermes, family)
     finished = record(policy, work, thinking=thinking, chat=chat_of(family))
-    assert finished.usage.turns == len(steps) == finished.counts.requests
+    assert finished.usage.turns == len(steps) == finished.counts["requests"]
 
 
 def test_lost_answer_is_resent_and_received_one_not() -> None:
@@ -249,7 +249,7 @@ def test_lost_answer_is_resent_and_received_one_not() -> None:
         assert (await ask(recorder, [user("a")])).message["content"] == "three"
 
     finished = record(policy, work)
-    assert (finished.counts.repeated, finished.usage.turns) == (1, 3)
+    assert (finished.counts["repeated"], finished.usage.turns) == (1, 3)
     assert len({request.seed for request in policy.requests}) == 3
 
 
@@ -276,7 +276,11 @@ def test_failed_and_cancelled_turns_are_resampled_alike() -> None:
     finished = record(policy, work)
     assert len(finished.segments) == 1
     assert len({request.seed for request in policy.requests[1:]}) == 1
-    assert (finished.counts.failed, finished.counts.cancelled, finished.usage.turns) == (1, 1, 2)
+    assert (finished.counts["failed"], finished.counts["cancelled"], finished.usage.turns) == (
+        1,
+        1,
+        2,
+    )
     assert "engine 3 died" in finished.failure
 
 
@@ -288,7 +292,7 @@ def test_keys_ignore_only_what_clients_change() -> None:
         call = {"id": "c", "type": "function", "function": function}
         turn = {"role": "assistant", "tool_calls": [call], **fields}
         body = json.dumps({"messages": [user("a"), turn, result("c", "b")]}).encode()
-        return prefix_keys(read_request(body, IgnoredFields()).messages)[-1]
+        return prefix_keys(read_request(body).messages)[-1]
 
     same = [
         *({"content": None, "refusal": None}, {"content": [], "reasoning_content": "more"}),
@@ -491,7 +495,7 @@ def test_cancelled_turns_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     finished = record(sample, work, timeout_s=10.0)
     assert (finished.finish_reason, finished.usage.turns) == ("deadline", 0)
-    assert (finished.counts.cancelled, finished.usage.sampling_s) == (4, 12.0)
+    assert (finished.counts["cancelled"], finished.usage.sampling_s) == (4, 12.0)
 
 
 def test_turn_without_tokens_is_no_turn() -> None:

@@ -17,6 +17,7 @@ from keel.agents.endpoint import server
 from keel.agents.endpoint.recorder import Finished
 from keel.agents.endpoint.server import Address, Endpoint
 from tests.agents.endpoint.kit import (
+    CHAT,
     TOOLS,
     Messages,
     Policy,
@@ -85,7 +86,7 @@ def test_stream_equals_whole_answer(thinking: bool) -> None:
     assert [m.get("content") or "" for m in stream[1]] == [m.get("content") or "" for m in plain[1]]
     for policy, _, finished in (plain, stream):
         check_law(policy, finished)
-        assert finished.counts.extended == (3 if thinking else 5)
+        assert finished.counts["extended"] == (3 if thinking else 5)
 
 
 def test_concurrent_programs_have_separate_trajectories() -> None:
@@ -186,6 +187,23 @@ def host_and_path(address: Address) -> tuple[list[str], str]:
     return host.split(":"), path
 
 
+def test_slow_request_is_the_programs_own_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_READ_S", 0.05)
+
+    async def work() -> Finished:
+        async with served(recorder_of(Policy(["a"]))) as (endpoint, address, _):
+            host, path = host_and_path(address)
+            reader, writer = await asyncio.open_connection(*host)
+            head = f"POST /{path}/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n"
+            writer.write(f"{head}Authorization: Bearer {address.api_key}\r\n\r\n{{".encode())
+            assert b" 408 " in await reader.readline()
+            writer.close()
+            return await endpoint.finish("p/0")
+
+    finished = run(work())
+    assert finished.refusal and not finished.failure, "it does not drop the trajectory"
+
+
 def test_disconnect_before_the_answer_resends_it() -> None:
     """The client disconnects while the last token is sampled: the turn is recorded and unsent."""
     clients: list[socket.socket] = []
@@ -218,7 +236,7 @@ def test_disconnect_before_the_answer_resends_it() -> None:
 
     finished = run(work())
     check_law(policy, finished)
-    assert (finished.counts.repeated, finished.usage.turns) == (1, 1)
+    assert (finished.counts["repeated"], finished.usage.turns) == (1, 1)
 
 
 MOST, MANY = 8, 40
@@ -254,7 +272,10 @@ CITY = {
     "description": "Looks up a city.",
     "input_schema": TOOLS[0]["function"]["parameters"],
 }
-BODY = {"model": "m", "max_tokens": 200, "system": "Be brief.", "tools": [CITY]}
+BODY = {
+    **{"model": "m", "max_tokens": 200, "system": "Be brief.", "tools": [CITY]},
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+}
 
 
 async def post_anthropic(address: Address, body: dict[str, Any]) -> tuple[int, str]:
@@ -301,19 +322,18 @@ def test_anthropic_tool_loop_extends_its_context(stream: bool, thinking: bool) -
                 calls = [block for block in message["content"] if block["type"] == "tool_use"]
                 assert message["stop_reason"] == ("tool_use" if calls else "end_turn")
                 history.append({"role": "assistant", "content": message["content"]})
-                results = [
-                    {"type": "tool_result", "tool_use_id": call["id"], "content": "far"}
-                    for call in calls
-                ]
+                block = {"type": "tool_result", "content": "far", "is_error": True}
+                results = [{**block, "tool_use_id": call["id"]} for call in calls]
                 text_block = {"type": "text", "text": "Go on."}
                 history.append({"role": "user", "content": results or [text_block]})
             return await endpoint.finish("p/0")
 
     finished = run(work())
     check_law(policy, finished)
-    assert finished.counts.extended == (3 if thinking else 5)
+    assert finished.counts["extended"] == (3 if thinking else 5)
     assert [one["function"]["name"] for one in finished.dialogues[0].tools] == ["city"]
     assert finished.opening[0] == {"role": "system", "content": "Be brief."}
+    assert "Error: far" in CHAT.decode(policy.turns[-1][0])
 
 
 def test_anthropic_errors_have_its_format() -> None:
