@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,8 +80,8 @@ def load_dataset(
     config: DataConfig,
     *,
     seed: int,
-    count_tokens: _CountTokens | None = None,
-    check_reward: _CheckReward | None = None,
+    count_tokens: _CountTokens = lambda prompt: 0,
+    check_reward: _CheckReward = lambda spec: None,
     hub_answers: Callable[[], bool] = lambda: True,
 ) -> Dataset:
     """Read every source and set its held-out prompts aside.
@@ -90,8 +90,7 @@ def load_dataset(
     question held out by one source is not used for training in any other.
 
     `count_tokens` returns the length of a prompt with its chat template, and `check_reward` raises
-    ValueError for a bad reward spec. If either is None, that check is skipped. `hub_answers` is
-    described in `load_jsonl`.
+    ValueError for a bad reward spec. `hub_answers` is described in `load_jsonl`.
 
     Raises ConfigError if a source cannot be read or has too few distinct questions, or if a prompt
     is too long (under `long_prompts: error`).
@@ -118,8 +117,7 @@ def load_dataset(
                 f"({len(split.loaded.items)} read, {split.duplicates} repeated, {split.long} over "
                 f"data.max_prompt_tokens = {config.max_prompt_tokens}, {len(split.heldout)} held "
                 f"out, {split.rated_out + len(split.unrated)} dropped by pass_rates, "
-                f"{len(split.train)} held out by another source). Raise its size or "
-                "data.max_prompt_tokens, lower its holdout, or widen its bounds of pass rates"
+                f"{len(split.train)} held out by another source)"
             )
         train[source.name] = prompts
         report[source.name] = SourceReport(
@@ -155,26 +153,43 @@ def _split(
     source: SourceConfig,
     config: DataConfig,
     seed: int,
-    count_tokens: _CountTokens | None,
+    count_tokens: _CountTokens,
 ) -> _Split:
     by_question: dict[str, Item] = {}
     for item in loaded.items:
         by_question.setdefault(item.question, item)
-    short = _short_enough(by_question.values(), config, count_tokens)
+    short: list[Item] = []
+    for item in by_question.values():
+        # A prompt that is certainly too long is not tokenized, which takes 200 times its memory.
+        characters = sum(len(str(m.get("content"))) for m in item.prompt.messages)
+        tokens = characters // _MAX_TOKEN_CHARACTERS
+        if tokens <= config.max_prompt_tokens:
+            tokens = count_tokens(item.prompt)
+        if tokens <= config.max_prompt_tokens:
+            short.append(item)
+        elif config.long_prompts == "error":
+            raise ConfigError(
+                f"prompt {item.prompt.prompt_id} ({item.origin}) has at least {tokens} tokens, "
+                f"more than data.max_prompt_tokens = {config.max_prompt_tokens}; raise it, or set "
+                "data.long_prompts: drop"
+            )
     long = len(by_question) - len(short)
     holdout = len(short) if source.holdout == "all" else source.holdout
     remaining = len(short) - holdout
     if holdout and (remaining < 0 or (config.weight_of(source) > 0 and remaining == 0)):
-        cure = "make the source larger or more varied"
-        if long:
-            cure = f"raise data.max_prompt_tokens = {config.max_prompt_tokens}, which {long} exceed"
-        none = "" if remaining else ", which leaves none to train on (evaluate with holdout: all)"
+        none = "" if remaining else ", so none is left to train on (evaluate with holdout: all)"
         raise ConfigError(
             f"data.sources[{source.name}].holdout = {source.holdout}: there are only {len(short)} "
-            f"distinct questions of a usable length among {len(loaded.items)} prompts{none}. "
-            f"Lower the holdout, or {cure}"
+            f"distinct questions among {len(loaded.items)} prompts, without the {long} that exceed "
+            f"data.max_prompt_tokens = {config.max_prompt_tokens}{none}. Lower the holdout, or "
+            "make the source larger or more varied"
         )
-    heldout = _heldout_questions(short, source, seed, holdout)
+    questions = [item.question for item in short]
+    # Generated items are independent, so the first ones are held out; they stay the same if the
+    # source grows. Files may be sorted, so their questions are chosen by hash.
+    if source.has_rows:
+        questions.sort(key=lambda question: digest(f"{seed}/{source.name}/{question}"))
+    heldout = set(questions[:holdout])
     split = _Split(
         source=source,
         loaded=loaded,
@@ -207,45 +222,9 @@ def _filter_by_pass_rate(split: _Split) -> None:
         raise ConfigError(f"{knob}: {error}") from error
     bounds = (source.least_pass_rate, source.most_pass_rate)
     within = [item for item in rated if rates[item.prompt.prompt_id].within(*bounds)]
-    split.unrated = tuple(sorted(_ids(split.train) - _ids(rated)))
-    split.unknown = tuple(sorted(rates.keys() - _ids(split.loaded.items)))
+    known = {item.prompt.prompt_id for item in rated}
+    every = {item.prompt.prompt_id for item in split.loaded.items}
+    split.unrated = tuple(sorted({item.prompt.prompt_id for item in split.train} - known))
+    split.unknown = tuple(sorted(rates.keys() - every))
     split.rated_out = len(rated) - len(within)
     split.train = within
-
-
-def _ids(items: Iterable[Item]) -> set[str]:
-    return {item.prompt.prompt_id for item in items}
-
-
-def _heldout_questions(items: list[Item], source: SourceConfig, seed: int, count: int) -> set[str]:
-    """Choose `count` questions to hold out.
-
-    Generated items are independent, so the first ones are taken; they stay the same if the source
-    grows. Files may be sorted, so their questions are chosen by hash.
-    """
-    questions = [item.question for item in items]
-    if source.has_rows:
-        questions.sort(key=lambda question: digest(f"{seed}/{source.name}/{question}"))
-    return set(questions[:count])
-
-
-def _short_enough(
-    items: Iterable[Item], config: DataConfig, count_tokens: _CountTokens | None
-) -> list[Item]:
-    limit = config.max_prompt_tokens
-    short: list[Item] = []
-    for item in items:
-        # A prompt that is certainly too long is not tokenized, which takes 200 times its memory.
-        characters = sum(len(str(m.get("content"))) for m in item.prompt.messages)
-        tokens, counted = characters // _MAX_TOKEN_CHARACTERS, False
-        if count_tokens is not None and tokens <= limit:
-            tokens, counted = count_tokens(item.prompt), True
-        if tokens <= limit:
-            short.append(item)
-        elif config.long_prompts == "error":
-            raise ConfigError(
-                f"prompt {item.prompt.prompt_id} ({item.origin}) has {tokens} tokens"
-                f"{'' if counted else ' or more'}, more than data.max_prompt_tokens = {limit}; "
-                "raise it, or set data.long_prompts: drop"
-            )
-    return short

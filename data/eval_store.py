@@ -13,9 +13,9 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
 from keel.configs.schema import Config, ConfigError
@@ -60,7 +60,7 @@ class Asked:
     sft` needs.
     """
     missing: Sequence[str]
-    """For each completion that was requested but is missing, the reason."""
+    """The reason for each completion that was requested but is missing."""
     prompt: Sequence[Mapping[str, Any]] = ()
     """The messages from the recipe."""
     expected: str = ""
@@ -76,13 +76,12 @@ class Asked:
 
     @property
     def right(self) -> list[bool]:
-        """Whether each completion is right. Missing completions count as wrong."""
+        """One flag for each completion. Missing completions count as wrong."""
         return [passed(s["correct"]) for s in self.samples] + [False] * len(self.missing)
 
     @property
     def steps(self) -> list[int | None]:
-        """How many turns each completion took; None if it was cut off, is missing or has no
-        turns."""
+        """How many turns each completion took; None if it did not end or has no turns."""
         ended = [s.get("turns") if s["finish_reason"] == "stop" else None for s in self.samples]
         return ended + [None] * len(self.missing)
 
@@ -109,6 +108,17 @@ def asked_of(
     none. `thinking` returns all of its thinking. `tokenizer` is a digest of the policy's tokenizer,
     if known.
     """
+
+    def messages_and_record(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
+        """Store the prompt's messages as `asked`; the record of an agent program has all of its
+        conversations instead."""
+        record = trajectory_record(prompt, trajectory, tokenizer=tokenizer)
+        if trajectory.dialogues:
+            return {"messages": [dict(m) for m in trajectory.messages], "record": record}
+        messages = record.pop("messages")
+        start = len(messages) - len(trajectory.messages)
+        return {"messages": messages[start:], "record": {**record, "asked": messages[:start]}}
+
     samples = [
         {
             "correct": float(parts["correct"]),
@@ -119,7 +129,7 @@ def asked_of(
             "finish_reason": trajectory.finish_reason,
             "answer": answer(trajectory),
             **({} if trajectory.usage is None else {"turns": trajectory.usage.turns}),
-            **_messages_and_record(group.group.prompt, trajectory, tokenizer),
+            **messages_and_record(group.group.prompt, trajectory),
         }
         for group in groups
         for trajectory, parts in zip(group.group.trajectories, group.parts_G, strict=True)
@@ -137,53 +147,31 @@ def asked_of(
     )
 
 
-def _messages_and_record(prompt: Prompt, trajectory: Trajectory, tokenizer: str) -> dict[str, Any]:
-    """Return a completion's messages and its record, which stores the prompt's messages as `asked`.
-
-    For an agent program the record also contains the messages from each of its conversations.
-    """
-    record = trajectory_record(prompt, trajectory, tokenizer=tokenizer)
-    if trajectory.dialogues:
-        return {"messages": [dict(message) for message in trajectory.messages], "record": record}
-    messages = record.pop("messages")
-    start = len(messages) - len(trajectory.messages)
-    return {"messages": messages[start:], "record": {**record, "asked": messages[:start]}}
-
-
 def read_evaluation(folder: Path) -> list[Asked]:
     """Read `samples.jsonl`. Raises ConfigError with the file and line number of a bad line."""
     path = folder / "samples.jsonl"
     try:
         data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        inside = sorted(str(file.parent) for file in folder.glob("eval/*/samples.jsonl"))
-        hint = f"; it has {', '.join(inside)}" if inside else ", such as RUN/eval/step_000020"
-        raise ConfigError(
-            f"{path}: cannot be read as an evaluation: the file does not exist; name a folder that "
-            f"`keel eval` has written{hint}"
-        ) from error
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read as an evaluation: {error}") from error
-    request: list[Asked] = []
+        raise ConfigError(
+            f"{path}: cannot be read as an evaluation: {error}; name a folder of `keel eval`, such "
+            "as RUN/eval/step_000020"
+        ) from error
+    asked: list[Asked] = []
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:
-            request.append(asked_in(json.loads(line.decode("utf-8", "surrogatepass"))))
+            asked.append(asked_in(json.loads(line.decode("utf-8", "surrogatepass"))))
         except ValueError as error:
             raise ConfigError(f"{path}:{number}: not a line of an evaluation: {error}") from error
-    return request
+    return asked
 
 
 def asked_in(line: Any) -> Asked:
     """Parse one line from `samples.jsonl`. Raises ValueError if it is malformed."""
-    if not isinstance(line, dict):
-        raise ValueError("it is not a JSON object")
-    columns, known = cast(dict[str, Any], line), {field.name: field for field in fields(Asked)}
-    required = [name for name, field in known.items() if field.default is MISSING]
-    if lacking := [name for name in required if name not in columns]:
-        raise ValueError(f"it has no {', '.join(lacking)}")
-    if unknown := [name for name in columns if name not in known]:
-        raise ValueError(f"it has {', '.join(unknown)}, which this release does not know")
-    return Asked(**columns)
+    try:
+        return Asked(**line)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
 
 
 class EvaluationFolder:
@@ -198,16 +186,12 @@ class EvaluationFolder:
         self._given = bool(config.eval.dir)
         under = Path(config.run.dir).expanduser() / "eval" / name
         self.path = Path(config.eval.dir).expanduser() if self._given else under
-        flat = flatten_config(config)
-        self._settings = {
-            "policy": policy,
-            "variants": json.dumps([asdict(one) for one in config.eval.each_variant]),
-            **{
-                knob: repr(value)
-                for knob, value in flat.items()
-                if (knob.startswith(_DEPENDS_ON) and not knob.startswith(_IGNORED))
-                or (_SCORED_BY.match(knob) and knob not in RESUMABLE_KNOBS)
-            },
+        variants = json.dumps([asdict(one) for one in config.eval.each_variant])
+        self._settings = {"policy": policy, "variants": variants} | {
+            knob: repr(value)
+            for knob, value in flatten_config(config).items()
+            if (knob.startswith(_DEPENDS_ON) and not knob.startswith(_IGNORED))
+            or (_SCORED_BY.match(knob) and knob not in RESUMABLE_KNOBS)
         }
         self.asked: list[Asked] = []
         self._number = self._passes = 0  # running totals: progress is logged after each prompt
@@ -217,22 +201,26 @@ class EvaluationFolder:
 
         Raises ConfigError if neither is possible.
         """
-        with ExitStack() as stack:
-            while not self._take(folder := WorkFolder(self.path, "eval.dir", "evaluation"), stack):
-                if self._given:
-                    raise folder.error(
-                        "holds an evaluation that has ended or has other settings; choose another "
-                        "folder"
-                    )
-                self.path = _next(self.path)
-            folder.claim(self._settings)
-            self._folder, self._lines = folder, folder.lines("samples.jsonl")
-            self.asked = read_evaluation(self.path)
-            self._number = self._passes = 0
-            for request in self.asked:
-                self._count(request)
-            self._opened = stack.pop_all()
-        return self
+        while True:
+            with ExitStack() as stack:
+                folder = stack.enter_context(WorkFolder(self.path, "eval.dir", "evaluation"))
+                if (self.path / "results.json").exists() or folder.changed(self._settings):
+                    if self._given:
+                        raise folder.error(
+                            "holds an evaluation that has ended or has other settings; choose "
+                            "another folder"
+                        )
+                    # The series of names is step_20, step_20.2, step_20.3.
+                    name, _, number = self.path.name.partition(".")
+                    self.path = self.path.with_name(f"{name}.{int(number or 1) + 1}")
+                    continue
+                folder.claim(self._settings)
+                self._folder, self._lines = folder, folder.lines("samples.jsonl")
+                self.asked = read_evaluation(self.path)
+                self._number = sum(request.number for request in self.asked)
+                self._passes = sum(request.passes for request in self.asked)
+                self._opened = stack.pop_all()
+                return self
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
@@ -255,33 +243,15 @@ class EvaluationFolder:
         """Append the completions to one prompt in one variant."""
         self._lines.add(asdict(request))
         self.asked.append(request)
-        self._count(request)
+        self._number += request.number
+        self._passes += request.passes
 
     def progress(self) -> str:
         if not self._number:
             return "nothing to keep so far"
         return f"pass@1 so far {self._passes / self._number:.3f}"
 
-    def _count(self, request: Asked) -> None:
-        self._number, self._passes = self._number + request.number, self._passes + request.passes
-
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the results file, which also marks the evaluation as complete."""
         content = {"settings": self._settings, "results": result}
         self._folder.write("results.json", json.dumps(content, indent=1) + "\n")
-
-    def _take(self, folder: WorkFolder, stack: ExitStack) -> bool:
-        """Open the folder if it is new or contains an unfinished evaluation with the same
-        settings."""
-        with ExitStack() as held:
-            held.enter_context(folder)
-            if (self.path / "results.json").exists() or folder.changed(self._settings):
-                return False
-            stack.enter_context(held.pop_all())
-        return True
-
-
-def _next(path: Path) -> Path:
-    """Return the next name in the series `step_20`, `step_20.2`, `step_20.3`."""
-    name, _, number = path.name.partition(".")
-    return path.with_name(f"{name}.{int(number or 1) + 1}")

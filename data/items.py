@@ -12,8 +12,6 @@ from keel.configs.schema import ConfigError, SourceConfig
 from keel.configs.system_prompts import system_prompt, with_system
 from keel.rl.types import Prompt
 
-MAX_SHOWN = 5
-"""How many malformed lines an error message lists."""
 MAX_MALFORMED = 1000
 """How many malformed lines are collected before reading stops."""
 
@@ -24,7 +22,7 @@ class Item:
 
     prompt: Prompt
     origin: str
-    """Where the prompt comes from, for messages: `file:line`, or the task and index."""
+    """The source of the prompt, for messages: `file:line`, or the task and index."""
     bare: tuple[Mapping[str, Any], ...] = ()
     """The messages before the source's template is applied, if it adds nothing else from the
     row."""
@@ -58,7 +56,7 @@ class Loaded:
 
     items: tuple[Item, ...]
     skipped: tuple[str, ...] = ()
-    """For each malformed line, why it was skipped."""
+    """The reason for each malformed line."""
     unread: Mapping[str, str] = field(default_factory=dict[str, str])
     """Maps each unused column to the place where it first occurred."""
     unanswered: int = 0
@@ -74,12 +72,11 @@ def first_of(lines: Sequence[str], limit: int = 10) -> list[str]:
 
 def malformed(lines: Sequence[str], knob: str) -> ConfigError:
     """Build the error for malformed lines, which lists where they are."""
-    cure = "repair them, or set on_bad_line: skip"
+    cure = "repair it, or set on_bad_line: skip"
     if len(lines) == 1:
         return ConfigError(f"{lines[0]} ({knob}; {cure})")
-    listed = "\n  ".join(first_of(lines, MAX_SHOWN))
-    more = " or more" * (len(lines) >= MAX_MALFORMED)
-    return ConfigError(f"{knob}: {len(lines):,}{more} malformed lines; {cure}:\n  {listed}")
+    listed = "\n  ".join(first_of(lines, 5))
+    return ConfigError(f"{knob}: {len(lines):,} malformed lines; {cure}:\n  {listed}")
 
 
 def with_source_system(

@@ -25,14 +25,15 @@ from typing import Any, cast
 
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, SourceConfig
-from keel.data.conversations.forms import ROLES, calls_of, text_of
+from keel.data.conversations.forms import ROLES, calls_of, entries_of, text_of
 from keel.data.items import MAX_MALFORMED, Item, Loaded, malformed, with_source_system
 from keel.data.rows.columns import WRITTEN_BY_KEEL, Columns, KeyedRow, parse_json
 from keel.data.rows.places import files_of
 from keel.data.rows.read import BadLine, Row, kind_of, rows_of_files, rows_of_lines
 from keel.rl.types import ENVIRONMENT, FUNCTIONS, Prompt
 
-MATCHES = {
+_CheckReward = Callable[[Mapping[str, Any]], None]
+_MATCHES = {
     "math": ("tolerance",),
     "exact": (),
     "choice": ("choices",),
@@ -48,12 +49,12 @@ _REWARD_KEYS = ("answer", "criteria", "tests", "refuse", "reward")
 """The keys that say how to judge a row. Each row has exactly one of them."""
 _KNOWN = frozenset(
     ("id", "prompt", "messages", "match", "environment", *_REWARD_KEYS, *_CODE_KEYS)
-) | frozenset(key for keys in MATCHES.values() for key in keys)
+) | frozenset(key for keys in _MATCHES.values() for key in keys)
 
 
 def load_jsonl(
     source: SourceConfig,
-    check_reward: Callable[[Mapping[str, Any]], None] | None = None,
+    check_reward: _CheckReward = lambda spec: None,
     hub_answers: Callable[[], bool] = lambda: True,
 ) -> Loaded:
     """Read the prompts from `source.path`, up to `source.size` rows (0 reads all).
@@ -70,63 +71,48 @@ def load_jsonl(
     else:
         rows = rows_of_files(files_of(source, hub_answers), f"{knob}.path")
     columns, strict = Columns(source, _KNOWN), source.on_bad_line == "error"
-    functions = any("." in part for part in source.rewards)
-    items: list[Item] = []
+    items: dict[str, Item] = {}
     skipped: list[str] = []
-    places: dict[str, str] = {}
     for count, row in enumerate(rows):
         if (source.size and count == source.size) or (strict and len(skipped) == MAX_MALFORMED):
             break
         try:
-            keyed = columns.keyed(row)
-            item = _item(keyed, columns, row, source, functions=functions)
-            columns.note_unread(keyed, row.at, functions=functions)
-            _check_reward(item.prompt, check_reward)
+            item = _item(row, columns, source, check_reward)
             name = item.prompt.prompt_id
-            if name in places:
-                raise BadLine(f"id {name!r} is already used by {places[name]}")
+            if name in items:
+                raise BadLine(f"id {name!r} is already used at {items[name].origin}")
+            items[name] = item
         except BadLine as error:
             skipped.append(f"{row.at}: {error}")
-            continue
-        except ConfigError:  # wrong `columns`, found in the first rows
-            if skipped:
-                raise malformed(skipped, knob) from None
-            raise
-        is_line = row.at.endswith(f":{row.number}")
-        places[name] = f"{'line' if is_line else 'row'} {row.number}"
-        items.append(item)
     if skipped and strict:
         raise malformed(skipped, knob)
     if not items:
-        subject = f"its split {source.split!r}" if source.split else "it"
-        reason = f"all {len(skipped)} lines are malformed; {skipped[0]}" if skipped else ""
-        reason = reason or f"{subject} is empty"
+        reason = f"its split {source.split!r} is empty" if source.split else "it is empty"
+        if skipped:
+            reason = f"all {len(skipped)} lines are malformed; {skipped[0]}"
         raise ConfigError(f"{knob}.path = {source.path!r}: {reason}")
     columns.check_seen()
-    unanswered = sum(item.prompt.reward.get("kind") == FUNCTIONS for item in items)
+    unanswered = sum(item.prompt.reward.get("kind") == FUNCTIONS for item in items.values())
     return Loaded(
-        items=tuple(items),
+        items=tuple(items.values()),
         skipped=tuple(skipped),
         unread=columns.unread,
         unanswered=unanswered if unanswered < len(items) else 0,
     )
 
 
-def _item(
-    keyed: KeyedRow, columns: Columns, row: Row, source: SourceConfig, *, functions: bool
-) -> Item:
-    """Build a prompt from a row. Raises BadLine.
-
-    `functions` says whether the source gives weight to functions by the user.
-    """
+def _item(row: Row, columns: Columns, source: SourceConfig, check_reward: _CheckReward) -> Item:
+    """Build a prompt from a row. Raises BadLine."""
+    keyed = columns.keyed(row)
     record = keyed.known
     label = keyed.as_text.get("id", str(row.number))
     if not isinstance(label, str) or not label:
         raise BadLine(f"`id` must be text or a number, is {kind_of(label)}")
+    functions = any("." in part for part in source.rewards)
     environment = source.name if source.environment.enabled else ""
     if functions and not environment and not set(_REWARD_KEYS) & set(record):
         if mapped := [key for key in _REWARD_KEYS if source.columns.get(key)]:
-            raise columns.missing(mapped[0])
+            raise columns.missing(mapped[0], keyed)
         reward: dict[str, Any] = {"kind": FUNCTIONS}
     else:
         reward = _reward(keyed, columns, source)
@@ -141,8 +127,14 @@ def _item(
         if not isinstance(value, dict):
             raise BadLine(f"`environment` must be an object, is {kind_of(value)}")
         reward["environment"] = value
-    bare = _messages(record, columns, source)
+    bare = _messages(keyed, columns, source)
     messages = _in_template(keyed, columns, bare) if source.template else bare
+    if not functions:
+        columns.note_unread(keyed, row.at)
+    try:
+        check_reward(reward)
+    except ValueError as error:
+        raise BadLine(str(error)) from error
     prompt = Prompt(
         prompt_id=f"{source.name}/{label}",
         domain=source.domain_name,
@@ -184,8 +176,8 @@ def _reward(row: KeyedRow, columns: Columns, source: SourceConfig) -> dict[str, 
     if keys == ["refuse"]:
         return {"kind": "refusal", "refuse": record["refuse"]}
     match = record.get("match", "math")
-    if not isinstance(match, str) or match not in MATCHES:
-        raise BadLine(f"`match` is {match!r}, must be one of {', '.join(MATCHES)}")
+    if not isinstance(match, str) or match not in _MATCHES:
+        raise BadLine(f"`match` is {match!r}, must be one of {', '.join(_MATCHES)}")
     if match == "schema":
         answer = record.get("answer")
         if isinstance(answer, str) and row.of_table:
@@ -193,26 +185,24 @@ def _reward(row: KeyedRow, columns: Columns, source: SourceConfig) -> dict[str, 
         if not isinstance(answer, dict):
             raise BadLine(f"`answer` must be a JSON schema, an object, is {kind_of(answer)}")
     else:
-        answer = _after_mark(_text(row.as_text, "answer", columns), source)
-    more = {key: record[key] for key in MATCHES[match] if key in record}
+        answer = _text(row, row.as_text, "answer", columns)
+        if mark := source.answer_after:
+            answer = answer.rpartition(mark)[2].strip() if mark in answer else ""
+            if not answer:
+                raise BadLine(f"`answer` has nothing after {mark!r} ({_knob(source)}.answer_after)")
+    more = {key: record[key] for key in _MATCHES[match] if key in record}
     if "choices" in more:
         more["choices"] = row.as_text["choices"]
     return {"kind": "answer", "answer": answer, "match": match, **more}
 
 
-def _check_reward(prompt: Prompt, check: Callable[[Mapping[str, Any]], None] | None) -> None:
-    if check is None:
-        return
-    try:
-        check(prompt.reward)
-    except ValueError as error:
-        raise BadLine(str(error)) from error
+def _knob(source: SourceConfig) -> str:
+    return f"data.sources[{source.name}]"
 
 
-def _messages(
-    record: dict[str, Any], columns: Columns, source: SourceConfig
-) -> list[dict[str, Any]]:
+def _messages(row: KeyedRow, columns: Columns, source: SourceConfig) -> list[dict[str, Any]]:
     """Return a row's messages, or none if it has no prompt but the source has a template."""
+    record = row.known
     prompt = record.get("prompt")
     if "messages" in record and "prompt" in record:
         raise BadLine("has both `prompt` and `messages`; keep one")
@@ -221,12 +211,11 @@ def _messages(
     elif "prompt" not in record and source.template:
         return []
     else:
-        messages = [{"role": "user", "content": _text(record, "prompt", columns)}]
-    knob = f"data.sources[{source.name}]"
+        messages = [{"role": "user", "content": _text(row, record, "prompt", columns)}]
     if source.raw and (len(messages) != 1 or messages[0]["role"] != "user"):
-        raise BadLine(f"has a conversation, but {knob}.raw needs one text in `prompt`")
+        raise BadLine(f"has a conversation, but {_knob(source)}.raw needs one text in `prompt`")
     if source.system and messages[0]["role"] == "system":
-        raise BadLine(f"has a system message, but {knob}.system is set too")
+        raise BadLine(f"has a system message, but {_knob(source)}.system is set too")
     return messages
 
 
@@ -242,27 +231,9 @@ def _in_template(
     return [*before, {**last, "content": columns.fill_template(row, last["content"])}]
 
 
-def _after_mark(answer: str, source: SourceConfig) -> str:
-    """Return the text after the last `answer_after` mark, if the source defines such a mark."""
-    mark = source.answer_after
-    if not mark:
-        return answer
-    _, marked, final = answer.rpartition(mark)
-    if not marked or not final.strip():
-        problem = "nothing after the last" if marked else "no"
-        raise BadLine(f"`answer` has {problem} {mark!r} (data.sources[{source.name}].answer_after)")
-    return final.strip()
-
-
 def _chat(messages: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not messages:
-        raise BadLine("`messages` must be a list of at least one message")
     chat: list[dict[str, Any]] = []
-    for index, entry in enumerate(cast(list[Any], messages)):
-        at = f"messages[{index}]"
-        if not isinstance(entry, dict):
-            raise BadLine(f"`{at}` must be an object, is {kind_of(entry)}")
-        message = cast(dict[str, Any], entry)
+    for message, at in entries_of(messages, "messages"):
         if message.get("role") not in ROLES:
             raise BadLine(
                 f"`{at}.role` is {message.get('role')!r}, must be one of {', '.join(ROLES)}"
@@ -279,10 +250,10 @@ def _chat(messages: Any) -> list[dict[str, Any]]:
     return chat
 
 
-def _text(record: dict[str, Any], key: str, columns: Columns) -> str:
-    if key not in record:
-        raise columns.missing(key)
-    value = record[key]
+def _text(row: KeyedRow, values: dict[str, Any], key: str, columns: Columns) -> str:
+    if key not in values:
+        raise columns.missing(key, row)
+    value = values[key]
     if not isinstance(value, str):
         raise BadLine(f"{columns.label(key)} must be text, is {kind_of(value)}")
     if not value.strip():

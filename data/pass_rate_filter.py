@@ -22,6 +22,7 @@ from keel.configs.schema import Config, SourceConfig
 from keel.configs.work_folder import WorkFolder
 from keel.data.items import without_source_system
 from keel.data.pass_rates import PassRate, check_same, pass_rate_of, read_pass_rates
+from keel.data.results import aligned, domains_to_show
 from keel.rl.evaluation import pass_at_k
 from keel.rl.types import Prompt, ScoredGroup
 
@@ -41,16 +42,6 @@ _MAX_REASONS = 5
 """How many reasons for missing completions the report lists."""
 
 
-def settings_of(config: Config, policy: str) -> dict[str, str]:
-    """Return the settings that affect the pass rates, by name, together with the policy."""
-    knobs = {
-        knob: repr(value)
-        for knob, value in flatten_config(config).items()
-        if knob in _SAMPLING_KNOBS or (knob.startswith(_SECTIONS) and knob not in RESUMABLE_KNOBS)
-    }
-    return {"policy": policy, **knobs}
-
-
 class FilterFolder:
     """The folder in which `keel filter` stores its results. As a context manager it locks the
     folder."""
@@ -63,15 +54,18 @@ class FilterFolder:
         `prompts` maps each training source to the prompts to sample. `policy` is a readable name
         for the model.
         """
-        given = config.filter.dir
-        self.path = (
-            Path(given).expanduser() if given else Path(config.run.dir).expanduser() / "filter"
-        )
-        self.table = self.path / "pass_rates.jsonl"
+        run = Path(config.run.dir).expanduser()
+        self.path = Path(config.filter.dir).expanduser() if config.filter.dir else run / "filter"
+        self._table_path = self.path / "pass_rates.jsonl"
         self._filter = config.filter
         self._sources = {s.name: s for s in config.data.sources if s.name in prompts}
         self._idle = [s.name for s in config.data.sources if s.name not in prompts]
-        self._settings = settings_of(config, policy)
+        self._settings = {"policy": policy} | {
+            knob: repr(value)
+            for knob, value in flatten_config(config).items()
+            if knob in _SAMPLING_KNOBS
+            or (knob.startswith(_SECTIONS) and knob not in RESUMABLE_KNOBS)
+        }
         self._prompts = {
             prompt.prompt_id: (prompt, name) for name, some in prompts.items() for prompt in some
         }
@@ -92,12 +86,19 @@ class FilterFolder:
                     f"holds pass rates of other settings:\n  {listed}\n"
                     "Choose another filter.dir, or restore these settings to resume it"
                 )
-            self._lines = folder.lines(self.table.name)
+            self._lines = folder.lines(self._table_path.name)
             try:
-                self._rates = self._read()
-                self._number = len(self._kept())
+                self._rates = read_pass_rates(self._table_path)
+                for name, rate in self._rates.items():
+                    if name not in self._prompts:
+                        raise ValueError(
+                            f"{self._table_path} has the pass rate of {name}, which the recipe's "
+                            "sources do not have. Choose another filter.dir, or restore the data"
+                        )
+                    check_same(self._prompts[name][0], rate, self._table_path)
             except ValueError as error:
                 raise folder.error(str(error)) from error
+            self._number = len(self._kept())
             folder.claim(self._settings)
             self._opened = stack.pop_all()
         return self
@@ -132,18 +133,17 @@ class FilterFolder:
             fresh = folder / f".{name}.tmp"
             fresh.write_text("".join(lines), encoding="utf-8")
             fresh.replace(folder / f"{name}.jsonl")
-        return "\n".join([*self._table(), *self._left_out(), *self._where()])
-
-    def _read(self) -> dict[str, PassRate]:
-        rates = read_pass_rates(self.table)
-        for name, rate in rates.items():
-            if name not in self._prompts:
-                raise ValueError(
-                    f"{self.table} has the pass rate of {name}, which the recipe's sources do not "
-                    "have: the data has changed. Choose another filter.dir, or restore it"
-                )
-            check_same(self._prompts[name][0], rate, self.table)
-        return rates
+        waiting = len(self.waiting)
+        pending = f"{waiting:,} prompts are still to be sampled; the same command resumes"
+        return "\n".join(
+            [
+                *self._table(),
+                *self._left_out(),
+                *([pending] if waiting else []),
+                f"pass rates      {self._table_path}",
+                f"kept prompts    {folder}",
+            ]
+        )
 
     def _kept(self) -> list[PassRate]:
         rates = [self._rates[name] for name in self._prompts if name in self._rates]
@@ -156,26 +156,19 @@ class FilterFolder:
     def _table(self) -> list[str]:
         """Build a table with a row for each source and for each domain with several sources."""
         rates = list(self._rates.values())
-        rows = {name: [r for r in rates if r.source == name] for name in self._sources}
-        of = Counter(source.domain_name for source in self._sources.values())
-        local = {name for name, one in self._sources.items() if one.domain_name == name}
-        domains = {name for name, sources in of.items() if sources > 1 or name not in local}
-        rows |= {
-            f"domain {name}": [r for r in rates if r.domain == name] for name in sorted(domains)
-        }
+        domains = domains_to_show({n: s.domain_name for n, s in self._sources.items()})
         k, kept = self._filter.samples, {rate.id for rate in self._kept()}
-        width = max(map(len, rows))
-        lines = [f"{'':{width}}  prompts  pass@1  {f'pass@{k}':>8}  kept"]
-        for name, mine in rows.items():
+        rows = [["", "prompts", "pass@1", f"pass@{k}", "kept"]]
+        for name, mine in {
+            **{name: [r for r in rates if r.source == name] for name in self._sources},
+            **{f"domain {name}": [r for r in rates if r.domain == name] for name in domains},
+        }.items():
             means = [
                 f"{fmean(pass_at_k(r.samples, r.passes, n) for r in mine):.3f}" if mine else "–"
                 for n in (1, k)
             ]
-            lines.append(
-                f"{name:{width}}  {len(mine):7,}  {means[0]:>6}  {means[1]:>8}  "
-                f"{sum(rate.id in kept for rate in mine):,}"
-            )
-        return lines
+            rows.append([name, f"{len(mine):,}", *means, f"{sum(r.id in kept for r in mine):,}"])
+        return aligned(rows)
 
     def _left_out(self) -> list[str]:
         """List why prompts were not kept and why completions are missing."""
@@ -200,21 +193,9 @@ class FilterFolder:
         reasons = Counter[str]()
         for rate in rates:
             reasons.update(rate.dropped)
-        lines += [
+        return lines + [
             f"{count:,} completions missing, counted as wrong: {reason}"
             for reason, count in reasons.most_common(_MAX_REASONS)
-        ]
-        if more := sum(reasons.values()) - sum(n for _, n in reasons.most_common(_MAX_REASONS)):
-            lines.append(f"{more:,} completions missing for other reasons (in the table)")
-        return lines
-
-    def _where(self) -> list[str]:
-        waiting = len(self.waiting)
-        return [
-            *[f"{waiting:,} prompts are still to be sampled; the same command resumes"]
-            * bool(waiting),
-            f"pass rates      {self.table}",
-            f"kept prompts    {self.path / 'kept'}",
         ]
 
 

@@ -33,19 +33,12 @@ class PassRate:
     """How many completions were requested."""
     passes: int
     score: float | None
-    """The mean of `correct` over the completions, as in `keel.rl.evaluation`.
-
-    It is None if there are no completions.
-    """
+    """The mean of `correct` over the completions, or None without completions."""
     unscored: int
     dropped: Mapping[str, int]
     """Maps each reason to the number of completions that are missing because of it."""
     digest: str
     """A digest of the prompt's messages and reward spec."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.passes <= self.samples or self.samples < 1:
-            raise ValueError(f"{self.id}: {self.passes} passes of {self.samples} completions")
 
     @property
     def rate(self) -> float:
@@ -53,10 +46,7 @@ class PassRate:
 
     @property
     def known(self) -> bool:
-        """Return whether any completion has a score.
-
-        Without one, a pass rate of 0 means nothing.
-        """
+        """Return whether any completion has a score. Otherwise a pass rate of 0 means nothing."""
         return self.unscored < self.samples
 
     def within(self, least: float, most: float) -> bool:
@@ -87,8 +77,8 @@ def pass_rate_of(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) -> 
 
 
 def digest_of(prompt: Prompt) -> str:
-    request: list[Any] = [[dict(message) for message in prompt.messages], dict(prompt.reward)]
-    return digest(json.dumps(request, sort_keys=True, default=str))
+    content: list[Any] = [[dict(message) for message in prompt.messages], dict(prompt.reward)]
+    return digest(json.dumps(content, sort_keys=True, default=str))
 
 
 def read_pass_rates(path: Path) -> dict[str, PassRate]:
@@ -114,10 +104,7 @@ def read_pass_rates(path: Path) -> dict[str, PassRate]:
 
 
 def check_same(prompt: Prompt, rate: PassRate, path: Path) -> None:
-    """Check that a pass rate belongs to this prompt.
-
-    Raises ValueError if it was measured on a different prompt with the same ID.
-    """
+    """Raise ValueError if a pass rate was measured on a different prompt with the same ID."""
     if rate.digest != digest_of(prompt):
         raise ValueError(
             f"{path}: the pass rate of {prompt.prompt_id} belongs to another prompt: the data "

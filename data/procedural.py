@@ -24,7 +24,7 @@ Some others are refused because they are better configured as a source of their 
 `tests/rewards/rules/test_reasoning_gym.py` tries nonsense answers on all tasks that remain.
 """
 
-GENERATOR_ERRORS = (
+_GENERATOR_ERRORS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -34,9 +34,8 @@ GENERATOR_ERRORS = (
     ValueError,
 )
 
-_MAX_CACHED = 4
-"""How many task datasets to cache. Building one may mean filtering a hundred thousand words."""
 _CACHE: dict[str, Any] = {}
+"""Task datasets that were built. Building one may mean filtering a hundred thousand words."""
 
 
 def load_reasoning_gym(source: SourceConfig, *, seed: int) -> Loaded:
@@ -44,57 +43,49 @@ def load_reasoning_gym(source: SourceConfig, *, seed: int) -> Loaded:
 
     Item i does not depend on `size`. Raises ConfigError for an unknown task or option.
     """
+    knob = f"data.sources[{source.name}]"
+    if source.task in REFUSED_TASKS:
+        raise ConfigError(f"{knob}.task = {source.task!r}: {REFUSED_TASKS[source.task]}")
+    task_seed = int(digest(f"{seed}/{source.name}")[:7], 16)
+    dataset = build_task(source.task, source.params, source.size, task_seed, knob)
+    return Loaded(items=tuple(_item(source, dataset, index) for index in range(source.size)))
+
+
+def build_task(task: str, params: Mapping[str, Any], size: int, seed: int, knob: str) -> Any:
+    """Build a reasoning_gym dataset with `size` entries. `params` may replace the seed.
+
+    Raises ConfigError with the setting `knob` for an unknown task or option.
+    """
     # Imported late: it takes a second and builds a hundred tasks.
     from reasoning_gym.factory import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
         DATASETS,  # pyright: ignore[reportUnknownVariableType]
     )
 
     tasks = cast(Mapping[str, tuple[Any, Any]], DATASETS)
-    knob = f"data.sources[{source.name}]"
-    if source.task in REFUSED_TASKS:
-        raise ConfigError(f"{knob}.task = {source.task!r}: {REFUSED_TASKS[source.task]}")
-    if source.task not in tasks:
-        near = difflib.get_close_matches(source.task, tasks, n=3) or sorted(tasks)
+    if task not in tasks:
+        near = difflib.get_close_matches(task, tasks, n=3) or sorted(tasks)
         raise ConfigError(
-            f"{knob}.task = {source.task!r}: reasoning_gym has no such task; did you mean "
+            f"{knob}.task = {task!r}: reasoning_gym has no such task; did you mean "
             f"{', '.join(near)}?"
         )
-    dataset_type, config_type = tasks[source.task]
-    params = {"seed": int(digest(f"{seed}/{source.name}")[:7], 16), **source.params}
-    check_params(knob, config_type, source.params)
-    try:
-        config = config_type(size=source.size, **params)
-        if hasattr(config, "validate"):
-            config.validate()
-        dataset = _cached_dataset(dataset_type, config)
-    except GENERATOR_ERRORS as error:
-        raise ConfigError(f"{knob}.params = {dict(source.params)}: {_describe(error)}") from error
-    return Loaded(items=tuple(_item(source, dataset, index) for index in range(source.size)))
-
-
-def _cached_dataset(dataset_type: type, config: Any) -> Any:
-    key = f"{dataset_type.__name__}: {config!r}"
-    if key not in _CACHE:
-        dataset = dataset_type(config=config)
-        while len(_CACHE) >= _MAX_CACHED:
-            del _CACHE[next(iter(_CACHE))]
-        _CACHE[key] = dataset
-    return _CACHE[key]
-
-
-def check_params(knob: str, config_type: type, params: Mapping[str, Any]) -> None:
-    """Check the options for a task.
-
-    Raises ConfigError for an unknown option, and for `size`, which is a setting of the source.
-    """
+    dataset_type, config_type = tasks[task]
     options = [field.name for field in fields(config_type) if field.name != "size"]
     for name in params:
-        if name == "size":
-            raise ConfigError(f"{knob}.params.size: write {knob}.size instead")
         if name not in options:
-            near = difflib.get_close_matches(name, options, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(options)}"
-            raise ConfigError(f"{knob}.params.{name}: the task has no such option; {hint}")
+            raise ConfigError(
+                f"{knob}.params.{name}: the task has no such option; use {', '.join(options)} "
+                f"(and {knob}.size)"
+            )
+    try:
+        config = config_type(size=size, **{"seed": seed, **params})
+        if hasattr(config, "validate"):
+            config.validate()
+        key = f"{dataset_type.__name__}: {config!r}"
+        if key not in _CACHE:
+            _CACHE[key] = dataset_type(config=config)
+    except _GENERATOR_ERRORS as error:
+        raise ConfigError(f"{knob}.params = {dict(params)}: {_describe(error)}") from error
+    return _CACHE[key]
 
 
 def _item(source: SourceConfig, dataset: Any, index: int) -> Item:
@@ -111,7 +102,7 @@ def _item(source: SourceConfig, dataset: Any, index: int) -> Item:
                 "metadata": to_jsonable(entry["metadata"], "metadata"),
             },
         }
-    except GENERATOR_ERRORS as error:
+    except _GENERATOR_ERRORS as error:
         raise ConfigError(
             f"data.sources[{source.name}]: {origin} cannot be generated: {_describe(error)}"
         ) from error

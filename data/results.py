@@ -20,32 +20,32 @@ from keel.data.statistics import (
 from keel.rl.evaluation import pass_at_k, passed
 
 
-def summary(request: Sequence[Asked], pass_at: Sequence[int], submissions: int) -> dict[str, Any]:
+def _summary(asked: Sequence[Asked], pass_at: Sequence[int], submissions: int) -> dict[str, Any]:
     """Summarize the completions to a set of prompts.
 
     `pass_at` lists the values of k for pass@k and maj@k, and for fewest@k if every completion has
     turns. No k may exceed the number of completions per prompt. `submissions` is passed to
-    `contest_score`; with 0 that score is left out.
+    `contest_score`; with 0 there is no such score.
     """
-    samples = [sample for one in request for sample in one.samples]
+    samples = [sample for one in asked for sample in one.samples]
     tokens = [sample["tokens"] for sample in samples]
-    passes, numbers = [one.passes for one in request], [one.number for one in request]
+    passes, numbers = [one.passes for one in asked], [one.number for one in asked]
     result: dict[str, Any] = {
-        "prompts": len(request),
+        "prompts": len(asked),
         "completions": sum(numbers),
         "pass@1": sum(passes) / sum(numbers),
         "pass@1_interval": pass_interval(passes, numbers),
     }
     for k in pass_at:
         if k > 1:
-            result[f"pass@{k}"] = fmean(pass_at_k(one.number, one.passes, k) for one in request)
-            result[f"maj@{k}"] = fmean(majority_at_k(one.answers, RIGHT, k) for one in request)
+            result[f"pass@{k}"] = fmean(pass_at_k(one.number, one.passes, k) for one in asked)
+            result[f"maj@{k}"] = fmean(majority_at_k(one.answers, RIGHT, k) for one in asked)
             if samples and all("turns" in sample for sample in samples):
                 result[f"fewest@{k}"] = fmean(
-                    fewest_steps_at_k(one.steps, one.right, k) for one in request
+                    fewest_steps_at_k(one.steps, one.right, k) for one in asked
                 )
     if submissions:
-        result["contest"] = fmean(contest_score(one.samples, submissions) for one in request)
+        result["contest"] = fmean(contest_score(one.samples, submissions) for one in asked)
     unscored = sum(s["error"] > 0 and not passed(s["correct"]) for s in samples)
     return result | {
         "score": fmean(s["correct"] for s in samples) if samples else None,
@@ -53,7 +53,7 @@ def summary(request: Sequence[Asked], pass_at: Sequence[int], submissions: int) 
         "tokens_median": median(tokens) if tokens else None,
         "tokens_most": max(tokens, default=None),
         "cut": sum(s["finish_reason"] != "stop" for s in samples) / max(1, len(samples)),
-        "unscored": unscored + sum(len(one.missing) for one in request),
+        "unscored": unscored + sum(len(one.missing) for one in asked),
     }
 
 
@@ -69,78 +69,80 @@ def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> flo
         for sample in samples
         if sample["error"] == 0
         and sample["finish_reason"] == "stop"
-        and passed(_parts(sample).get("samples", 1.0))
-        and _parts(sample).get("refusal", 0.0) < 0.5
+        and passed(sample["parts"].get("samples", 1.0))
+        and sample["parts"].get("refusal", 0.0) < 0.5
     ]
-    chosen = sorted(fit, key=lambda sample: -sample.get("thinking", 0))[:submissions]
+    chosen = sorted(fit, key=lambda sample: -sample["thinking"])[:submissions]
     best: dict[str, float] = {}
     for sample in chosen:
-        worths = {k: v for k, v in _parts(sample).items() if k.startswith("subtask/")}
+        worths = {k: v for k, v in sample["parts"].items() if k.startswith("subtask/")}
         for name, worth in (worths or {"": sample["correct"]}).items():
             best[name] = max(worth, best.get(name, 0.0))
     return fsum(best.values())
 
 
-def _parts(sample: Mapping[str, Any]) -> Mapping[str, float]:
-    """Return a completion's reward parts, which files from older releases do not contain."""
-    return sample.get("parts", {})
-
-
 def results(
-    request: Sequence[Asked], pass_at: Sequence[int], submissions: int = 0
+    asked: Sequence[Asked], pass_at: Sequence[int], submissions: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """Return a `summary` for each variant and each set (see `sets_of`)."""
+    """Return a summary for each variant and each set (see `_sets_of`)."""
     result: dict[str, dict[str, Any]] = {}
-    for variant in dict.fromkeys(one.variant for one in request):
-        chosen = [one for one in request if one.variant == variant]
-        sets = {
-            name: [chosen[place] for place in places] for name, places in sets_of(chosen).items()
+    for variant in dict.fromkeys(one.variant for one in asked):
+        chosen = [one for one in asked if one.variant == variant]
+        result[variant] = {
+            name: _summary([chosen[place] for place in places], pass_at, submissions)
+            for name, places in _sets_of(chosen).items()
         }
-        result[variant] = {name: summary(some, pass_at, submissions) for name, some in sets.items()}
     return result
 
 
-def sets_of(request: Sequence[Asked]) -> dict[str, list[int]]:
+def domains_to_show(domain_of: Mapping[str, str]) -> list[str]:
+    """Return the domains that are not just one source of the same name.
+
+    `domain_of` maps each source to its domain.
+    """
+    domains = {d: {s for s in domain_of if domain_of[s] == d} for d in domain_of.values()}
+    return sorted(domain for domain, sources in domains.items() if sources != {domain})
+
+
+def _sets_of(asked: Sequence[Asked]) -> dict[str, list[int]]:
     """Group the prompts into sets and return the indices of the prompts in each.
 
     There is a set for each source, one for each domain with several sources (`domain …`), and
     `all`.
     """
-    sources = dict.fromkeys(one.source for one in request)
-    of_one = {s for s in sources if all(o.source == s for o in request if o.domain == s)}
-    domains = sorted({one.domain for one in request} - of_one)
-    sets = {s: [n for n, one in enumerate(request) if one.source == s] for s in sources}
-    sets |= {
-        f"domain {d}": [n for n, one in enumerate(request) if one.domain == d] for d in domains
-    }
-    return sets | ({"all": [*range(len(request))]} if len(sources) > 1 else {})
+    domain_of = {one.source: one.domain for one in asked}
+    sets = {s: [n for n, one in enumerate(asked) if one.source == s] for s in domain_of}
+    for domain in domains_to_show(domain_of):
+        sets[f"domain {domain}"] = [n for n, one in enumerate(asked) if one.domain == domain]
+    return sets | ({"all": [*range(len(asked))]} if len(domain_of) > 1 else {})
 
 
 def table(result: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Format `results` as a table for the user."""
-    head = ["", "prompts", "pass@1", "95 %"]
     names = dict.fromkeys(name for sets in result.values() for of in sets.values() for name in of)
     at_k = ("pass@", "maj@", "fewest@")
     more = [name for name in names if name.startswith(at_k) and "_" not in name][1:]
     more += ["contest"] if "contest" in names else []
-    rows = [[*head, *more, "score", "tokens", "most", "cut", "unscored"]]
+    columns = {
+        "prompts": "{:,}",
+        "pass@1": "{:.3f}",
+        "pass@1_interval": "{0[0]:.3f}–{0[1]:.3f}",
+        **dict.fromkeys(more, "{:.3f}"),
+        "score": "{:.3f}",
+        "tokens_mean": "{:,.1f}",
+        "tokens_most": "{:,}",
+        "cut": "{:.3f}",
+        "unscored": "{:,}",
+    }
+    titles = {"pass@1_interval": "95 %", "tokens_mean": "tokens", "tokens_most": "most"}
+    rows = [["", *(titles.get(name, name) for name in columns)]]
     for variant, sets in result.items():
         for name, of in sets.items():
-            low, high = of["pass@1_interval"]
-            rows.append(
-                [
-                    f"{variant}: {name}" if len(result) > 1 else name,
-                    f"{of['prompts']:,}",
-                    f"{of['pass@1']:.3f}",
-                    f"{low:.3f}–{high:.3f}",
-                    *(f"{of[metric]:.3f}" if metric in of else "–" for metric in more),
-                    "–" if of["score"] is None else f"{of['score']:.3f}",
-                    "–" if of["tokens_mean"] is None else f"{of['tokens_mean']:,.1f}",
-                    "–" if of["tokens_most"] is None else f"{of['tokens_most']:,}",
-                    f"{of['cut']:.3f}",
-                    f"{of['unscored']:,}",
-                ]
-            )
+            cells = [
+                "–" if of.get(column) is None else form.format(of[column])
+                for column, form in columns.items()
+            ]
+            rows.append([f"{variant}: {name}" if len(result) > 1 else name, *cells])
     return aligned(rows)
 
 
@@ -182,7 +184,7 @@ def compared(
                 len(places),
                 paired_difference([before[n] for n in places], [after[n] for n in places]),
             )
-            for name, places in sets_of([other for _, other in chosen]).items()
+            for name, places in _sets_of([other for _, other in chosen]).items()
         }
     return result
 
@@ -192,15 +194,9 @@ def compared_table(result: Mapping[str, Mapping[str, tuple[int, Difference]]]) -
     rows = [["", "pairs", "pass@1", "95 %", "p"]]
     for variant, sets in result.items():
         for name, (pairs, of) in sets.items():
-            rows.append(
-                [
-                    f"{variant}: {name}" if len(result) > 1 else name,
-                    f"{pairs:,}",
-                    f"{of.mean:+.3f}",
-                    f"{of.low:+.3f} … {of.high:+.3f}",
-                    f"{of.p:.4f}",
-                ]
-            )
+            title = f"{variant}: {name}" if len(result) > 1 else name
+            interval = f"{of.low:+.3f} … {of.high:+.3f}"
+            rows.append([title, f"{pairs:,}", f"{of.mean:+.3f}", interval, f"{of.p:.4f}"])
     return aligned(rows)
 
 

@@ -10,8 +10,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from keel.data.items import digest
 from keel.rl.types import Prompt
 
-_STATE_FORMAT = 1
-
 
 class _Streamed(Protocol):
     @property
@@ -47,18 +45,13 @@ class Stream(Generic[T]):
         """
         self._content = content
         self._sources = {name: tuple(sources[name]) for name in sources if weights[name] > 0}
-        if not self._sources:
-            raise ValueError("prompt stream: no source has a weight above 0")
-        for name, prompts in self._sources.items():
-            if not prompts:
-                raise ValueError(f"prompt stream: source {name!r} has no prompts to train on")
         total = sum(weights[name] for name in self._sources)
         self._shares = {name: weights[name] / total for name in self._sources}
         self._seed = seed
         self._drawn = dict.fromkeys(self._sources, 0)
         self._requeued: deque[T] = deque()
         self._orders: dict[str, tuple[int, tuple[T, ...]]] = {}
-        self._cached_identity: dict[str, Any] | None = None
+        self._identity: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         """Return the number of distinct prompts."""
@@ -91,10 +84,9 @@ class Stream(Generic[T]):
         The `unfinished` prompts have been taken already, and come first after a restore.
         """
         return {
-            "format": _STATE_FORMAT,
             "drawn": dict(self._drawn),
             "unfinished": [prompt.prompt_id for prompt in (*unfinished, *self._requeued)],
-            "dataset": self._identity(),
+            "dataset": self._current_identity(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -102,18 +94,10 @@ class Stream(Generic[T]):
 
         Raises ValueError with the differences if the prompts, weights or seed have changed.
         """
-        if state.get("format") != _STATE_FORMAT:
-            raise ValueError(
-                f"prompt stream: the saved state has format {state.get('format')!r}, this version "
-                f"reads {_STATE_FORMAT}"
-            )
-        current = self._identity()
-        saved: Mapping[str, Any] = state["dataset"]
-        keys = current | dict(saved)
-        if changed := [key for key in keys if current.get(key) != saved.get(key)]:
+        current, saved = self._current_identity(), dict(state["dataset"])
+        if changed := [key for key in current | saved if current.get(key) != saved.get(key)]:
             differences = "; ".join(
-                f"{key}: {_describe(saved, key)} then, {_describe(current, key)} now"
-                for key in changed
+                f"{key}: {saved.get(key)} then, {current.get(key)} now" for key in changed
             )
             raise ValueError(
                 f"the saved state belongs to other data ({differences}). Restore the data and "
@@ -123,20 +107,17 @@ class Stream(Generic[T]):
         known = {p.prompt_id: p for prompts in self._sources.values() for p in prompts}
         self._requeued = deque(known[prompt_id] for prompt_id in state["unfinished"])
 
-    def _identity(self) -> dict[str, Any]:
+    def _current_identity(self) -> dict[str, Any]:
         """Return a digest of the data in each source, to check that a saved position still fits."""
-        if self._cached_identity is not None:
-            return self._cached_identity
-        identity: dict[str, Any] = {"seed": self._seed}
-        for name, prompts in self._sources.items():
-            content = "\n".join(map(self._content, prompts))
-            identity[f"source {name}"] = {
-                "prompts": len(prompts),
-                "share": round(self._shares[name], 9),
-                "digest": digest(content),
-            }
-        self._cached_identity = identity
-        return identity
+        if self._identity is None:
+            self._identity = {"seed": self._seed}
+            for name, prompts in self._sources.items():
+                self._identity[f"source {name}"] = {
+                    "prompts": len(prompts),
+                    "share": round(self._shares[name], 9),
+                    "digest": digest("\n".join(map(self._content, prompts))),
+                }
+        return self._identity
 
     def _next(self) -> T:
         step = sum(self._drawn.values()) + 1
@@ -154,11 +135,6 @@ class Stream(Generic[T]):
             order = sorted(self._sources[name], key=lambda prompt: digest(key + prompt.prompt_id))
             cached = self._orders[name] = (epoch, tuple(order))
         return cached[1]
-
-
-def _describe(identity: Mapping[str, Any], key: str) -> str:
-    part = identity.get(key, "none")
-    return f"{part['prompts']} prompts" if isinstance(part, dict) else str(part)
 
 
 class PromptStream(Stream[Prompt]):

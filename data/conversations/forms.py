@@ -24,16 +24,10 @@ from keel.rl.turns import Message
 FORMS = ("messages", "prompt", "conversations")
 """The keys by which each conversation format is recognized."""
 _SHAREGPT = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "system": "system",
-    "function_call": "function_call",
-    "observation": "tool",
-    "tool": "tool",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard"), "assistant"),
+    **dict.fromkeys(("observation", "tool"), "tool"),
+    **{name: name for name in ("system", "function_call")},
 }
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -43,7 +37,7 @@ _MESSAGE_KEYS = frozenset(
 )
 _SHAREGPT_KEYS = frozenset({"from", "value", "weight"})
 _FOREIGN_WEIGHTS = ("loss", "train", "loss_mask")
-"""What other programs call the key `weight`."""
+"""Names that other programs use for the key `weight`."""
 _THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
@@ -58,25 +52,20 @@ def conversation_of(
     BadLine.
     """
     forms = [key for key in FORMS if key in record]
-    if len(forms) != 1:
-        has = " and ".join(f"`{key}`" for key in forms) or f"the keys {', '.join(record) or 'none'}"
-        others = ", ".join(f"{key}: ''" for key in forms[1:])
-        cure = f"; exclude the others by the source's columns: {{{others}}}" if others else ""
-        raise BadLine(f"has {has}, but needs exactly one of {', '.join(FORMS)}{cure}")
+    if len(forms) != 1 or (forms == ["prompt"] and "completion" not in record):
+        raise BadLine(
+            f"has {', '.join(record) or 'no keys'}, but needs `messages`, `conversations`, or "
+            "`prompt` and `completion`, and only one of these. Name or exclude columns by the "
+            "source's columns: {prompt: …, completion: …, messages: ''}"
+        )
     (form,) = forms
     if form == "prompt":
-        if "completion" not in record:
-            raise BadLine(
-                f"has a `prompt` and no `completion`, only {', '.join(record)}; name its column by "
-                "the source's columns: {completion: …}"
-            )
-        prompt, completion = (_either(record, key) for key in ("prompt", "completion"))
+        prompt, completion = (_either(record[key], key) for key in ("prompt", "completion"))
         context = ({**m, "weight": 0} if m.get("role") == "assistant" else m for m in prompt)
         entries = [*context, *completion]
-    elif form == "conversations":
-        entries = [_of_sharegpt(m, at) for m, at in _entries(record, form)]
     else:
-        entries = [_entry(m, at) for m, at in _entries(record, form)]
+        placed = entries_of(record[form], form)
+        entries = [_of_sharegpt(m, at) if form == "conversations" else m for m, at in placed]
     line_system = record.get("system")
     if line_system is not None and not isinstance(line_system, str):
         raise BadLine(f"`system` must be text, is {kind_of(line_system)}")
@@ -87,7 +76,7 @@ def conversation_of(
     learned = [
         place
         for place, message in enumerate(messages)
-        if message["role"] == "assistant" and _weight(entries[place], f"messages[{place}]")
+        if message["role"] == "assistant" and entries[place].get("weight") != 0
     ]
     if rendered and not learned:
         raise BadLine("has no assistant message to learn")
@@ -95,8 +84,7 @@ def conversation_of(
         raise BadLine("begins with an assistant message; it needs something to answer")
     for place in learned if rendered else ():
         message = messages[place]
-        parts = ("reasoning_content" in message, "tool_calls" in message)
-        if not (message["content"].strip() or any(parts)):
+        if not message["content"].strip() and not {"reasoning_content", "tool_calls"} & {*message}:
             raise BadLine(f"`messages[{place}]` is empty; set its `weight: 0` to not learn it")
     return [*messages], learned
 
@@ -134,63 +122,49 @@ def thinking_of(record: Mapping[str, Any], messages: Sequence[Message], mode: st
 
 def unread_of(record: Mapping[str, Any], known: frozenset[str] = KNOWN) -> frozenset[str]:
     """Return the keys in a line and its messages that are not used."""
-    keys = {
-        f"{form}[].{key}"
-        for form in (*FORMS, "completion")
-        for message in (record[form] if isinstance(record.get(form), list) else ())
-        if isinstance(message, dict)
-        for key, value in message.items()
-        if key not in (_MESSAGE_KEYS if "role" in message else _SHAREGPT_KEYS) and value is not None
-    }
-    return frozenset({*(key for key in record if key not in known), *keys})
+    unread = {key for key in record if key not in known}
+    for form in (*FORMS, "completion"):
+        for message in record[form] if isinstance(record.get(form), list) else ():
+            if isinstance(message, dict):
+                keys = _MESSAGE_KEYS if "role" in message else _SHAREGPT_KEYS
+                used = {key for key, value in message.items() if value is not None}
+                unread |= {f"{form}[].{key}" for key in used - keys}
+    return frozenset(unread)
 
 
-def _entries(record: Mapping[str, Any], key: str) -> list[tuple[Any, str]]:
-    value = record[key]
+def entries_of(value: Any, key: str) -> list[tuple[dict[str, Any], str]]:
+    """Return the messages in a list, each with its place for error messages. Raises BadLine."""
     if not isinstance(value, list) or not value:
         raise BadLine(f"`{key}` must be a list of at least one message, is {kind_of(value)}")
-    return [(message, f"{key}[{place}]") for place, message in enumerate(value)]
+    entries = [(m, f"{key}[{place}]") for place, m in enumerate(cast(list[Any], value))]
+    return [(_object(message, at), at) for message, at in entries]
 
 
-def _object(message: Any, at: str) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise BadLine(f"`{at}` must be an object, is {kind_of(message)}")
-    return cast(dict[str, Any], message)
+def _object(value: Any, at: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise BadLine(f"`{at}` must be an object, is {kind_of(value)}")
+    return cast(dict[str, Any], value)
 
 
-def _entry(message: Any, at: str) -> dict[str, Any]:
-    """Check a message as it was written. Raises BadLine if it has another program's weight key."""
-    entry = _object(message, at)
-    if wrong := next((key for key in _FOREIGN_WEIGHTS if entry.get(key) is not None), ""):
-        raise BadLine(f"`{at}.{wrong}` is unknown; use `weight`, 1 to learn a message or 0")
-    return entry
-
-
-def _either(record: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+def _either(value: Any, key: str) -> list[dict[str, Any]]:
     """Return the messages in `prompt` or `completion`, which may also be plain text."""
-    if isinstance(record[key], str):
-        role = "user" if key == "prompt" else "assistant"
-        return [{"role": role, "content": record[key]}]
-    return [_entry(message, at) for message, at in _entries(record, key)]
+    if isinstance(value, str):
+        return [{"role": "user" if key == "prompt" else "assistant", "content": value}]
+    return [message for message, _ in entries_of(value, key)]
 
 
-def _of_sharegpt(entry: Any, at: str) -> dict[str, Any]:
-    message = _entry(entry, at)
+def _of_sharegpt(message: dict[str, Any], at: str) -> dict[str, Any]:
     if "role" in message:
         return message
     role, value = _SHAREGPT.get(str(message.get("from"))), message.get("value")
-    if role is None:
-        raise BadLine(
-            f"`{at}.from` is {message.get('from')!r}, must be one of {', '.join(_SHAREGPT)}"
-        )
-    if not isinstance(value, str):
-        raise BadLine(f"`{at}.value` must be text, is {kind_of(value)}")
-    weight = {"weight": message["weight"]} if "weight" in message else {}
+    if role is None or not isinstance(value, str):
+        raise BadLine(f"`{at}` must have `value`, a text, and `from`: {', '.join(_SHAREGPT)}")
+    entry = {key: value for key, value in message.items() if key not in ("from", "value")}
     if role == "function_call":
         calls = _json(value, f"{at}.value")
         calls = calls if isinstance(calls, list) else [calls]
-        return {"role": "assistant", "content": "", "tool_calls": calls, **weight}
-    return {"role": role, "content": value, **weight}
+        return {**entry, "role": "assistant", "content": "", "tool_calls": calls}
+    return {**entry, "role": role, "content": value}
 
 
 def _message(entry: Mapping[str, Any], at: str) -> dict[str, Any]:
@@ -198,6 +172,10 @@ def _message(entry: Mapping[str, Any], at: str) -> dict[str, Any]:
     role = entry.get("role")
     if role not in ROLES:
         raise BadLine(f"`{at}.role` is {role!r}, must be one of {', '.join(ROLES)}")
+    if wrong := next((key for key in _FOREIGN_WEIGHTS if entry.get(key) is not None), ""):
+        raise BadLine(f"`{at}.{wrong}` is unknown; use `weight`, 1 to learn a message or 0")
+    if entry.get("weight") not in (None, 0, 1):
+        raise BadLine(f"`{at}.weight` is {entry['weight']!r}, must be 0 or 1")
     content = text_of(entry.get("content"), f"{at}.content")
     message: dict[str, Any] = {"role": role, "content": content}
     if role == "tool":
@@ -236,62 +214,37 @@ def text_of(value: Any, at: str) -> str:
 
 def calls_of(calls: Any, at: str) -> list[dict[str, Any]]:
     """Return a message's tool calls, with their arguments parsed to objects. Raises BadLine."""
-    if not isinstance(calls, list):
-        raise BadLine(f"`{at}` must be a list, is {kind_of(calls)}")
-    return [_call(call, f"{at}[{place}]") for place, call in enumerate(cast(list[Any], calls))]
-
-
-def _call(entry: Any, at: str) -> dict[str, Any]:
-    call = _object(entry, at)
-    function = _object(call.get("function", call), f"{at}.function")
-    name, arguments = function.get("name"), function.get("arguments") or {}
-    if not isinstance(name, str) or not name:
-        raise BadLine(f"`{at}.function.name` must be text, is {kind_of(name)}")
-    if isinstance(arguments, str):
-        arguments = _json(arguments, f"{at}.function.arguments")
-    if not isinstance(arguments, dict):
-        raise BadLine(f"`{at}.function.arguments` must be an object, is {kind_of(arguments)}")
-    function = {"name": name, "arguments": arguments}
-    return {"id": str(call.get("id") or ""), "type": "function", "function": function}
+    parsed: list[dict[str, Any]] = []
+    for call, place in entries_of(calls, at):
+        function = _object(call.get("function", call), f"{place}.function")
+        name, arguments = function.get("name"), function.get("arguments") or {}
+        if not isinstance(name, str) or not name:
+            raise BadLine(f"`{place}.function.name` must be text, is {kind_of(name)}")
+        if isinstance(arguments, str):
+            arguments = _json(arguments, f"{place}.function.arguments")
+        function = {"name": name, "arguments": _object(arguments, f"{place}.function.arguments")}
+        parsed.append({"id": str(call.get("id") or ""), "type": "function", "function": function})
+    return parsed
 
 
 def _name_results(messages: Sequence[dict[str, Any]]) -> None:
     """Give every tool call an ID, and every result the ID and name of its call.
 
-    A result without an ID answers the first open call, or the first one with the same name. Calls
-    made since the last user message come before older ones. Raises BadLine.
+    A result without an ID answers the first open call, or the first one with the same name. Raises
+    BadLine.
     """
     open_calls: dict[str, str] = {}
-    older: set[str] = set()  # open calls from before the last user message
     for place, message in enumerate(messages):
-        if message["role"] == "user":
-            older = set(open_calls)
         for number, call in enumerate(message.get("tool_calls", ())):
             call["id"] = call["id"] or f"call_{place}_{number}"
             open_calls[call["id"]] = call["function"]["name"]
-            older.discard(call["id"])
         if message["role"] == "tool":
             name = message.get("name")
-            candidates = (
-                call_id
-                for call_id in sorted(open_calls, key=older.__contains__)
-                if name in (None, open_calls[call_id])
-            )
+            candidates = (key for key, called in open_calls.items() if name in (None, called))
             call_id = message.setdefault("tool_call_id", next(candidates, ""))
             if call_id not in open_calls:
-                label = f" (tool_call_id {call_id!r})" if call_id else f" (name {name!r})"
-                raise BadLine(
-                    f"`messages[{place}]` is the result of no earlier call"
-                    f"{label if call_id or name else ''}"
-                )
+                raise BadLine(f"`messages[{place}]` is the result of no earlier call")
             message.setdefault("name", open_calls.pop(call_id))
-
-
-def _weight(message: Mapping[str, Any], at: str) -> bool:
-    weight = message.get("weight")
-    if weight not in (None, 0, 1):
-        raise BadLine(f"`{at}.weight` is {weight!r}, must be 0 or 1")
-    return weight != 0
 
 
 def _json(text: str, at: str) -> Any:

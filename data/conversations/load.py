@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from keel.configs.schema import ConfigError, ConversationsConfig, SftConfig
 from keel.data.conversations.files import read_rows, read_trajectories
@@ -66,6 +66,26 @@ class Lessons:
     report: Mapping[str, Report]
 
 
+@dataclass(frozen=True, slots=True)
+class _Usable:
+    lesson: SftExample
+    question: str
+    key: str
+    """The unit that is held out: a question, or one window of a text."""
+    prompt_id: str
+    sampled: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A source that has been read but not split yet."""
+
+    read: ReadSource
+    usable: list[_Usable]
+    left_out: Mapping[str, int]
+    skipped: tuple[str, ...]
+
+
 def load_lessons(
     config: SftConfig,
     *,
@@ -94,55 +114,68 @@ def load_lessons(
     """
 
     def read(source: ConversationsConfig) -> ReadSource:
-        if source.source in ("jsonl", "file", "hub"):
+        if source.source == "trajectories":
+            return read_trajectories(source, tokenizer=tokenizer)
+        if source.source == "solutions":
+            return worked_solutions(source, solve, seed=seed)
+        if not source.is_text:
             return read_rows(source, hub_answers)
-        return _read(source, config, seed, solve, tokenizer, encoded)
+        assert encoded is not None
+        if source.source == "text":
+            return read_text(source, encoded, window=config.max_context_tokens)
+        return made_texts(source, encoded, seed=seed)
 
-    parts = [_part(source, config, read(source), seed, render) for source in config.sources]
-    held = {key for part in parts for key in part.held}
+    parts = {s.name: _part(s, config, read(s), render) for s in config.sources}
+    held = {s.name: _held(s, parts[s.name], seed) for s in config.sources}
+    every_held = {key for keys in held.values() for key in keys}
     train: dict[str, list[SftExample]] = {}
+    heldout: dict[str, tuple[SftExample, ...]] = {}
     report: dict[str, Report] = {}
-    for source, part in zip(config.sources, parts, strict=True):
-        not_held = [one for one in part.usable if one.key not in held]
+    for source in config.sources:
+        part = parts[source.name]
+        own = tuple(one.lesson for one in part.usable if one.key in held[source.name])
+        not_held = [one for one in part.usable if one.key not in every_held]
         kept = [
             one
             for one in not_held
             if one.question not in reserved and one.prompt_id not in reserved_ids
         ]
-        elsewhere = len(part.usable) - len(part.heldout) - len(not_held)
-        remaining = {**part.left_out, "held out by another source": elsewhere}
-        remaining["held out by data.sources"] = len(not_held) - len(kept)
-        remaining = {why: count for why, count in remaining.items() if count}
+        counts = {
+            **part.left_out,
+            "held out by another source": len(part.usable) - len(own) - len(not_held),
+            "held out by data.sources": len(not_held) - len(kept),
+        }
+        counts = {why: count for why, count in counts.items() if count}
         if source.repeat > 0 and not kept:
-            raise _nothing_left(source, part, remaining)
+            whys = [f"{count:,} {why}" for why, count in {**counts, "held out": len(own)}.items()]
+            raise ConfigError(
+                f"sft.sources[{source.name}]: nothing is left to learn from ({', '.join(whys)}). "
+                f"Add conversations, or lower holdout = {source.holdout}"
+                + "".join(f"; the first malformed one: {part.skipped[0]}" for _ in part.skipped[:1])
+            )
         lessons = [one.lesson for one in kept] if source.repeat > 0 else []
         train[source.name] = lessons
+        if own:
+            heldout[source.name] = own
         report[source.name] = Report(
             learned=len(lessons),
-            heldout=len(part.heldout),
+            heldout=len(own),
             tokens=sum(lesson.total_tokens for lesson in lessons),
             learned_tokens=sum(lesson.learned_tokens for lesson in lessons),
             contexts=sum(len(lesson.segments) for lesson in lessons),
             longest=max((lesson.longest for lesson in lessons), default=0),
             documents=len({one.question for one in kept}) if source.is_text else 0,
             sampled=sum(one.sampled for one in kept),
-            left_out=remaining,
-            skipped=part.read.skipped,
+            left_out=counts,
+            skipped=part.skipped,
             unread=frozenset(key for one in part.read.examples for key in one.unread),
         )
     shares = {s.name: s.repeat * len(train[s.name]) for s in config.sources}
-    return Lessons(
-        train=Stream(train, weights=shares, seed=seed, content=content_of),
-        heldout={
-            source.name: tuple(one.lesson for one in part.heldout)
-            for source, part in zip(config.sources, parts, strict=True)
-            if part.heldout
-        },
-        report=report,
-    )
+    stream = Stream(train, weights=shares, seed=seed, content=_content_of)
+    return Lessons(train=stream, heldout=heldout, report=report)
 
 
-def content_of(lesson: SftExample) -> str:
+def _content_of(lesson: SftExample) -> str:
     """Return a text that identifies a conversation, so that a resumed run detects changed data."""
     tokens = hashlib.blake2b(digest_size=16)
     for segment in lesson.segments:
@@ -151,51 +184,8 @@ def content_of(lesson: SftExample) -> str:
     return f"{lesson.prompt_id} {tokens.hexdigest()}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Usable:
-    lesson: SftExample
-    question: str
-    key: str
-    """What is held out as a unit: a question, or one window of a text."""
-    prompt_id: str
-    sampled: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """A source that has been read but not split yet."""
-
-    read: ReadSource
-    usable: list[_Usable]
-    held: set[str]
-    """The `_Usable.key` values that are held out."""
-    left_out: Mapping[str, int]
-
-    @property
-    def heldout(self) -> list[_Usable]:
-        return [one for one in self.usable if one.key in self.held]
-
-
-def _read(
-    source: ConversationsConfig,
-    config: SftConfig,
-    seed: int,
-    solve: Solve,
-    tokenizer: str,
-    encoded: Encoded | None,
-) -> ReadSource:
-    if source.source == "trajectories":
-        return read_trajectories(source, tokenizer=tokenizer)
-    if source.source == "solutions":
-        return worked_solutions(source, solve, seed=seed)
-    assert encoded is not None
-    if source.source == "text":
-        return read_text(source, encoded, window=config.max_context_tokens)
-    return made_texts(source, encoded, seed=seed)
-
-
 def _part(
-    source: ConversationsConfig, config: SftConfig, read: ReadSource, seed: int, render: Render
+    source: ConversationsConfig, config: SftConfig, read: ReadSource, render: Render
 ) -> _Part:
     knob = f"sft.sources[{source.name}]"
     skipped = list(read.skipped)
@@ -204,12 +194,10 @@ def _part(
         distinct.setdefault(example.content, example)
     usable: list[_Usable] = []
     long = beyond = 0
+    # The origins taken for each prompt. One trajectory of an agent program may have several
+    # conversations.
     most, taken = source.most_per_prompt, defaultdict[str, set[str]](set)
-    """How many trajectories to take for each prompt, and how many have been taken.
-
-    One trajectory by an agent program may contain several conversations.
-    """
-    for example in distinct.values():
+    for content, example in distinct.items():
         if most and source.size and len(usable) >= source.size:
             break
         prompt = example.prompt_id or example.question
@@ -217,16 +205,17 @@ def _part(
             beyond += 1
             continue
         try:
-            lesson = _lesson(source.name, example, render)
+            segments = tuple(example.segments or render(example))
         except ValueError as error:
             why = f"{example.origin}: {error}"
             if source.on_bad_line == "error":
                 raise ConfigError(
-                    f"{why} ({knob}; set {_other_mode(example, render)}on_bad_line: skip to leave "
+                    f"{why} ({knob}; set thinking: with or without, or on_bad_line: skip to leave "
                     "such conversations out)"
                 ) from error
             skipped.append(why)
             continue
+        lesson = SftExample(prompt_id=f"{source.name}/{content}", segments=segments)
         if lesson.longest > config.max_context_tokens:
             if config.long_conversations == "error":
                 raise ConfigError(
@@ -239,51 +228,34 @@ def _part(
         taken[prompt].add(example.origin)
         sampled = bool(example.segments) and not example.document
         question = example.question
-        key = example.content if example.document else question
+        key = content if example.document else question
         usable.append(_Usable(lesson, question, key, example.prompt_id, sampled))
-    return _Part(
-        read=ReadSource(examples=read.examples, skipped=tuple(skipped)),
-        usable=usable,
-        held=_held(source, usable, seed, skipped),
-        left_out={
-            **read.unselected,
-            "malformed": len(skipped),
-            "repeated": len(read.examples) - len(distinct),
-            f"beyond {most} of a prompt": beyond,
-            "too long": long,
-        },
-    )
+    left_out = {
+        **read.unselected,
+        "malformed": len(skipped),
+        "repeated": len(read.examples) - len(distinct),
+        f"beyond {most} of a prompt": beyond,
+        "too long": long,
+    }
+    return _Part(read=read, usable=usable, left_out=left_out, skipped=tuple(skipped))
 
 
-def _other_mode(example: Example, render: Render) -> str:
-    """Suggest changing `thinking` if the chat template can render the conversation that way."""
-    try:
-        render(replace(example, thinking=not example.thinking))
-    except ValueError:
-        return ""
-    if not example.thinking:
-        return "thinking: with, which can render it, or "
-    reasons = any("reasoning_content" in message for message in example.messages)
-    return f"thinking: without, which can render it{' without its reasoning' * reasons}, or "
-
-
-def _held(
-    source: ConversationsConfig, usable: list[_Usable], seed: int, skipped: Sequence[str]
-) -> set[str]:
+def _held(source: ConversationsConfig, part: _Part, seed: int) -> set[str]:
     """Choose which `_Usable.key` values to hold out.
 
     Whole questions and documents are taken in a seeded order as long as they fit. The rest is
     filled with the end of one more document, or with the remaining question that has the fewest
     conversations. Raises ConfigError if the source has fewer than `holdout`.
     """
-    knob, missing = f"sft.sources[{source.name}].holdout", source.holdout
-    if missing > len(usable):
+    missing = source.holdout
+    if missing > len(part.usable):
         raise ConfigError(
-            f"{knob} = {missing}: there are only {len(usable)} usable {_unit(source)}s"
-            f"{_first(skipped)}; lower it, or add more"
+            f"sft.sources[{source.name}].holdout = {missing}: there are only {len(part.usable)} "
+            f"usable {'windows' if source.is_text else 'conversations'} and {len(part.skipped)} "
+            f"malformed ones{''.join(f' ({one})' for one in part.skipped[:1])}; lower it"
         )
     groups: dict[str, list[str]] = {}
-    for one in usable:
+    for one in part.usable:
         groups.setdefault(one.question, []).append(one.key)
     order = sorted(groups, key=lambda question: digest(f"{seed}/{source.name}/{question}"))
     held: set[str] = set()
@@ -302,30 +274,3 @@ def _held(
             held.clear()  # otherwise no conversation would be left to learn
         held.update(fewest)
     return held
-
-
-def _nothing_left(
-    source: ConversationsConfig, part: _Part, remaining: Mapping[str, int]
-) -> ConfigError:
-    knob = f"sft.sources[{source.name}]"
-    counts = {**remaining, "held out": len(part.heldout)}
-    why = ", ".join(f"{count:,} {why}" for why, count in counts.items() if count) or "it is empty"
-    message = f"{knob}: no {_unit(source)} is left to learn from ({why})"
-    message += _first(part.read.skipped)
-    if part.heldout:
-        whole = "" if source.is_text else " (those with the same question go together)"
-        message += f"; lower {knob}.holdout = {source.holdout}, or add more to learn from{whole}"
-    return ConfigError(message)
-
-
-def _unit(source: ConversationsConfig) -> str:
-    return "window" if source.is_text else "conversation"
-
-
-def _first(skipped: Sequence[str]) -> str:
-    return f"; the first malformed one: {skipped[0]}" if skipped else ""
-
-
-def _lesson(name: str, example: Example, render: Render) -> SftExample:
-    segments = example.segments or render(example)
-    return SftExample(prompt_id=f"{name}/{example.content}", segments=tuple(segments))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from keel.configs.schema import ConfigError, ConversationsConfig
 from keel.data.conversations.types import Example, ReadSource
-from keel.data.procedural import GENERATOR_ERRORS, check_params
+from keel.data.procedural import build_task
 
 _SEED_OFFSET = 1 << 41
 """Added to the seed so that these questions differ from those in a recipe's prompts."""
@@ -23,17 +23,9 @@ def worked_solutions(source: ConversationsConfig, solve: Solve, *, seed: int) ->
     The seed is `params.seed`, or else the run's seed. Raises ConfigError if reasoning_gym rejects
     the task, or if no question has a known solution.
     """
-    # Importing builds a hundred tasks.
-    from reasoning_gym import factory  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
-
     knob = f"sft.sources[{source.name}]"
-    if known := cast(Mapping[str, Any], factory.DATASETS).get(source.task):
-        check_params(knob, known[1], source.params)
-    params = {"seed": _SEED_OFFSET + seed * _SEED_STRIDE, **source.params, "size": source.size}
-    try:
-        entries = list(factory.create_dataset(source.task, **params))
-    except GENERATOR_ERRORS as error:
-        raise ConfigError(f"{knob}: reasoning_gym's {source.task}: {error}") from error
+    task_seed = _SEED_OFFSET + seed * _SEED_STRIDE
+    entries = list(build_task(source.task, source.params, source.size, task_seed, knob))
     examples: list[Example] = []
     for index, entry in enumerate(entries):
         solution = solve(source.task, entry)

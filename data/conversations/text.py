@@ -1,22 +1,29 @@
-"""Text sources: cuts documents and generated texts into windows of tokens.
+"""Text sources: cuts documents into windows of tokens, and generates texts with known answers.
 
 Each window is a separate context. Consecutive windows in a document overlap by one token, so that
 every token except the first is learned exactly once.
+
+A generated text can only be predicted by looking far back:
+
+    ..x7-,.,a0--.-. … ?a0,?x7?…
+
+Distinct letters, each followed by a digit, are scattered in random filler. The last part asks for
+the letters in a different order. Only the digit after such a letter is predictable.
 """
 
 from __future__ import annotations
 
+import random
+import string
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, ConversationsConfig
-from keel.data.conversations.retrieval import pieces, retrieval_texts
 from keel.data.conversations.types import Example, ReadSource
-from keel.data.items import digest
+from keel.data.items import digest, malformed
 from keel.data.rows.read import (
     KINDS,
     READ_ERRORS,
@@ -31,9 +38,12 @@ from keel.rl.sft import supervised_segment
 
 _WHOLE = (".txt", ".md")
 """Extensions of files that form one document. In other files (`KINDS`), each row is a document."""
-_MAX_SHOWN = 3
-"""How many ignored files to list by name."""
-Encode = Callable[[str], Sequence[int]]
+_KEYS = string.ascii_lowercase
+_FILLER = ".,-~"
+_ASK = "?"
+_ASKING_SHARE = 0.25
+"""The share of a generated text that asks for letters."""
+_Encode = Callable[[str], Sequence[int]]
 """Converts text to token IDs, without special IDs at the beginning or end."""
 
 
@@ -41,7 +51,7 @@ Encode = Callable[[str], Sequence[int]]
 class Encoded:
     """How to tokenize documents."""
 
-    encode: Encode
+    encode: _Encode
     before: tuple[int, ...] = ()
     """The IDs that the tokenizer puts before every document. They are not learned."""
     after: tuple[int, ...] = ()
@@ -64,31 +74,22 @@ def read_text(source: ConversationsConfig, by: Encoded, *, window: int) -> ReadS
     knob = f"sft.sources[{source.name}]"
     files, others = _files(data_path(source.path), f"{knob}.path")
     examples: list[Example] = []
-    remaining: Counter[str] = Counter()
-    if others:
-        names = ", ".join(file.name for file in others[:_MAX_SHOWN]) + ", …" * (
-            len(others) > _MAX_SHOWN
-        )
-        remaining[f"files of other kinds ({names})"] = len(others)
+    remaining = Counter({f"files of other kinds ({', '.join(others[:3])})": len(others)})
     skipped: list[str] = []
     documents = 0
-    for file in files:
-        for at, document in _documents(file, f"{knob}.path"):
-            if source.size and documents >= source.size:
-                break
-            if isinstance(document, BadLine):
-                if source.on_bad_line == "error":
-                    raise ConfigError(
-                        f"{at}: {document} ({knob}; repair it, or set on_bad_line: skip to "
-                        "omit such documents)"
-                    ) from document
-                skipped.append(f"{at}: {document}")
-                continue
-            documents += 1
-            tokens = [*by.before, *by.encode(document), *by.after]
-            windows = list(_windows(at, document, tokens, len(by.before), window))
-            remaining["too short to learn from"] += not windows
-            examples += windows
+    for at, document in (one for file in files for one in _documents(file, f"{knob}.path")):
+        if source.size and documents >= source.size:
+            break
+        if isinstance(document, BadLine):
+            skipped.append(f"{at}: {document}")
+            if source.on_bad_line == "error":
+                raise malformed(skipped, knob)
+            continue
+        documents += 1
+        tokens = [*by.before, *by.encode(document), *by.after]
+        windows = list(_windows(at, document, tokens, len(by.before), window))
+        remaining["too short to learn from"] += not windows
+        examples += windows
     if not documents:
         why = f"; {len(skipped)} omitted, the first: {skipped[0]}" if skipped else ""
         raise ConfigError(f"{knob}.path = {source.path!r}: there is no text in it{why}")
@@ -97,7 +98,10 @@ def read_text(source: ConversationsConfig, by: Encoded, *, window: int) -> ReadS
 
 def made_texts(source: ConversationsConfig, by: Encoded, *, seed: int) -> ReadSource:
     """Generate `source.size` texts of one window each, and mark only predictable digits as
-    learned."""
+    learned.
+
+    Each predictable digit is tokenized separately, so it is one token with any tokenizer.
+    """
     try:
         texts = list(retrieval_texts(source.size, length=source.length, seed=seed, **source.params))
     except ValueError as error:
@@ -105,79 +109,98 @@ def made_texts(source: ConversationsConfig, by: Encoded, *, seed: int) -> ReadSo
     examples: list[Example] = []
     for number, text in enumerate(texts):
         ids, trained = list(by.before), [False] * len(by.before)
-        for piece, predictable in pieces(text):
-            piece_ids = by.encode(piece)
-            ids += piece_ids
-            trained += [predictable] * len(piece_ids)
+        begin = 0
+        for place in (*answers(text), len(text)):
+            for piece, predictable in ((text[begin:place], False), (text[place : place + 1], True)):
+                piece_ids = by.encode(piece) if piece else ()
+                ids += piece_ids
+                trained += [predictable] * len(piece_ids)
+            begin = place + 1
         segment = supervised_segment(f"text {number}", ids, trained)
-        examples.append(Example.of_text(f"text {number}", digest(text), 0, segment))
+        examples.append(
+            Example(origin=f"text {number}", document=digest(text), segments=(segment,))
+        )
     return ReadSource(examples=tuple(examples))
 
 
-def _files(path: Path, knob: str) -> tuple[list[Path], list[Path]]:
-    """Return the files to read, and the other files in the folder. Hidden files are ignored.
+def retrieval_texts(
+    count: int, *, length: int, seed: int, letters: int = len(_KEYS), digits: int = 10
+) -> Iterator[str]:
+    """Generate `count` texts that are `length` characters long.
 
-    Raises ConfigError with the setting `knob` if there are none.
+    They use the first `letters` letters and the first `digits` digits. Raises ValueError if the
+    length is too short for them, or if there are not that many letters or digits.
     """
-    kinds = f"{' and '.join(_WHOLE)}, one document each; {', '.join(KINDS)}, with a `text` a row"
-    if not path.is_dir():
+    if length < 16:
+        raise ValueError(f"length = {length}: must be at least 16")
+    for name, value, most in (("letters", letters, len(_KEYS)), ("digits", digits, 10)):
+        if not 1 <= value <= most:
+            raise ValueError(f"params.{name} = {value}: must be from 1 to {most}")
+    asking = max(3, int(length * _ASKING_SHARE))
+    room = length - asking
+    pairs = min(letters, room // 4)
+    for number in range(count):
+        draw = random.Random(f"{seed} {number}")
+        keys = draw.sample(_KEYS[:letters], pairs)
+        values = {key: draw.choice(string.digits[:digits]) for key in keys}
+        pieces = [key + values[key] for key in keys]
+        pieces += draw.choices(_FILLER, k=room - 2 * pairs)
+        draw.shuffle(pieces)
+        request = [f"{_ASK}{key}{values[key]}" for key in draw.choices(keys, k=asking // 3)]
+        yield ("".join(pieces) + "".join(request)).ljust(length, _ASK)
+
+
+def answers(text: str) -> list[int]:
+    """Return the positions of the digits that a reader can predict."""
+    return [at + 2 for at, mark in enumerate(text[:-2]) if mark == _ASK and text[at + 2] != _ASK]
+
+
+def _files(path: Path, knob: str) -> tuple[list[Path], list[str]]:
+    """Return the files to read, and the names of other files in the folder. Hidden files are
+    ignored."""
+    files = [path]
+    if path.is_dir():
+        every = [file for file in sorted(path.rglob("*")) if file.is_file()]
+        files = [f for f in every if not any(p[0] == "." for p in f.relative_to(path).parts)]
+    else:
         check_file(path, knob)
-        if not _is_read(path):
-            raise ConfigError(
-                f"{knob} = {str(path)!r}: unknown kind of file; choose a known suffix ({kinds})"
-            )
-        return [path], []
-    visible = [
-        file
-        for file in sorted(path.rglob("*"))
-        if file.is_file() and not any(p.startswith(".") for p in file.relative_to(path).parts)
-    ]
-    files = [file for file in visible if _is_read(file)]
-    if not files:
+    readable = [file for file in files if _is_whole(file) or kind_of_file(file)]
+    if not readable:
         raise ConfigError(
-            f"{knob} = {str(path)!r}: has no file with text ({kinds}); name a file, or another "
-            "folder"
+            f"{knob} = {str(path)!r}: has no file with text: {' and '.join(_WHOLE)}, one document "
+            f"each; {', '.join(KINDS)}, with a `text` a row"
         )
-    return files, [file for file in visible if not _is_read(file)]
+    return readable, [file.name for file in files if file not in readable]
 
 
 def _is_whole(file: Path) -> bool:
     return file.name.lower().removesuffix(".gz").endswith(_WHOLE)
 
 
-def _is_read(file: Path) -> bool:
-    return _is_whole(file) or bool(kind_of_file(file))
-
-
 def _documents(file: Path, knob: str) -> Iterator[tuple[str, str | BadLine]]:
     """Yield each document's place together with its text, or with the error if it is malformed."""
     if _is_whole(file):
-        yield str(file), _whole(file, knob)
+        check_file(file, knob)
+        try:
+            with open_file(file) as content:
+                text = content.read().decode("utf-8-sig")
+            yield str(file), text if text.strip() else BadLine("is empty")
+        except UnicodeDecodeError as error:
+            yield str(file), BadLine(f"not UTF-8 (byte {error.start}); save the file as UTF-8")
+        except READ_ERRORS as error:
+            raise ConfigError(f"{knob} = {str(file)!r}: cannot be read: {error}") from error
         return
     for row in rows_of_files([file], knob):
-        yield row.at, row.record if isinstance(row.record, BadLine) else _text_of(row.record)
-
-
-def _whole(file: Path, knob: str) -> str | BadLine:
-    check_file(file, knob)
-    try:
-        with open_file(file) as content:
-            text = content.read().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        return BadLine(f"not UTF-8 (byte {error.start}); save the file as UTF-8")
-    except READ_ERRORS as error:
-        raise ConfigError(f"{knob} = {str(file)!r}: cannot be read: {error}") from error
-    return text if text.strip() else BadLine("is empty")
-
-
-def _text_of(record: Mapping[str, Any]) -> str | BadLine:
-    if "text" not in record:
-        has = ", ".join(record) or "none"
-        return BadLine(f"has no `text`; its keys: {has} (chats are for source: jsonl)")
-    text = record["text"]
-    if not isinstance(text, str):
-        return BadLine(f"`text` must be text, is {kind_of(text)}")
-    return text if text.strip() else BadLine("`text` is empty")
+        document = row.record
+        if not isinstance(document, BadLine):
+            text = document.get("text")
+            document = BadLine(
+                f"has no `text`, or it is {kind_of(text)}; its keys: {', '.join(document)} (chats "
+                "are for source: jsonl)"
+            )
+            if isinstance(text, str) and text.strip():
+                document = text
+        yield row.at, document
 
 
 def _windows(
@@ -190,5 +213,9 @@ def _windows(
         ids = tokens[start : start + size]
         learned = [place > 0 and start + place >= unlearned for place in range(len(ids))]
         if any(learned):
-            segment = supervised_segment(at, ids, learned)
-            yield Example.of_text(f"{at}, window {index}", name, index, segment)
+            yield Example(
+                origin=f"{at}, window {index}",
+                document=name,
+                window=index,
+                segments=(supervised_segment(at, ids, learned),),
+            )

@@ -14,10 +14,10 @@ from keel.rl.types import Segment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A conversation as it was written, or one window of a text."""
+    """A conversation in its original form, or one window of a text."""
 
     origin: str
-    """Where the conversation comes from, for messages: `file:line`, or the task and index."""
+    """The source of the conversation, for messages: `file:line`, or the task and index."""
     messages: tuple[Message, ...] = ()
     trained: tuple[int, ...] = ()
     """The indices of the messages to learn."""
@@ -34,10 +34,6 @@ class Example:
     """The `keel.rl.types.Prompt.prompt_id` that a sampled conversation answers."""
     unread: frozenset[str] = field(default_factory=frozenset[str])
     """The keys in the line that are not used."""
-
-    @staticmethod
-    def of_text(origin: str, document: str, window: int, segment: Segment) -> Example:
-        return Example(origin=origin, segments=(segment,), document=document, window=window)
 
     @property
     def question(self) -> str:
@@ -69,7 +65,7 @@ class ReadSource:
 
     examples: tuple[Example, ...]
     skipped: tuple[str, ...] = ()
-    """For each malformed line, why it was skipped."""
+    """The reason for each malformed line."""
     unselected: Mapping[str, int] = field(default_factory=dict[str, int])
     """Maps each reason to the number of trajectories dropped because of it."""
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -20,11 +19,6 @@ from huggingface_hub.errors import (
     HFValidationError,
     HTTPError,  # pyright: ignore[reportPrivateImportUsage]: of httpx or httpx2, by its release
     LocalEntryNotFoundError,
-)
-from huggingface_hub.utils import (
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    enable_progress_bars,
 )
 
 from keel.configs.paths import data_path
@@ -86,9 +80,8 @@ def files_of(
             return [path]
         if saved := _saved(path, source.split):
             return saved
-        return [
-            path / name for name in choose_files(_list_files(path), source.split, source.subset)
-        ]
+        names = choose_files(_list_files(path), source.split, source.subset)
+        return [path / name for name in names]
     except FilesNotFound as error:
         raise ConfigError(f"{knob}.path = {source.path!r}: {error}") from error
 
@@ -98,38 +91,37 @@ def choose_files(names: Iterable[str], split: str, subset: str) -> list[str]:
 
     Raises FilesNotFound.
     """
-    files = (PurePosixPath(name) for name in names)
-    known = sorted(str(f) for f in files if kind_of_file(Path(f)) and f.name not in _METADATA)
-    if not known:
-        raise FilesNotFound("has no file of a known kind (.jsonl, .json, .csv, .parquet, …)")
     subsets: dict[str, list[str]] = {}
-    for name in known:
-        parents = PurePosixPath(name).parts[:-1]
-        folders = [p for p in parents if p not in _PLAIN_FOLDERS and not _split_of(p)]
-        subsets.setdefault(folders[-1] if folders else "", []).append(name)
-    if subset and subset not in subsets:
-        has = ", ".join(filter(None, sorted(subsets))) or "none"
-        raise FilesNotFound(f"has no subset {subset!r}; it has {has} (set subset)")
-    files_of_subset = subsets.get(subset) if subset or "" in subsets else None
-    if files_of_subset is None:
-        if len(subsets) > 1:
-            raise FilesNotFound(
-                f"has several subsets: {', '.join(sorted(subsets))}; set subset to one"
-            )
-        files_of_subset = next(iter(subsets.values()))
+    for name in sorted(names):
+        *folders, file = PurePosixPath(name).parts
+        if kind_of_file(Path(file)) and file not in _METADATA:
+            own = [f for f in folders if f not in _PLAIN_FOLDERS and not _split_of(f)]
+            subsets.setdefault(own[-1] if own else "", []).append(name)
+    if not subsets:
+        raise FilesNotFound("has no file of a known kind (.jsonl, .json, .csv, .parquet, …)")
+    if not subset and len(subsets) == 1:
+        subset = next(iter(subsets))
+    if subset not in subsets:
+        problem = f"has no subset {subset!r}" if subset else "has several subsets"
+        raise FilesNotFound(f"{problem}; set subset to one of {', '.join(filter(None, subsets))}")
     splits: dict[str, list[str]] = {}
-    for name in files_of_subset:
-        *parents, file = PurePosixPath(name).parts
-        file_split = next(filter(None, map(_split_of, [file, *reversed(parents)])), "")
-        splits.setdefault(file_split, []).append(name)
+    for name in subsets[subset]:
+        parts = reversed(PurePosixPath(name).parts)
+        splits.setdefault(next(filter(None, map(_split_of, parts)), ""), []).append(name)
+    exact = [n for n in subsets[subset] if split and _stem(PurePosixPath(n).name) == split]
     canonical = _SPLITS.get(split, split) or "train"
-    exact = [name for name in files_of_subset if split and _stem(PurePosixPath(name).name) == split]
-    if canonical in splits or exact:
-        return _check_parts(exact or splits[canonical])
     if canonical == "train" and set(splits) == {""}:
-        return _check_parts(splits[""])
-    has = ", ".join(sorted(each or f"files without one ({splits[each][0]}, …)" for each in splits))
-    raise FilesNotFound(f"has no split {split or 'train'!r}; it has {has} (set split)")
+        canonical = ""
+    if not exact and canonical not in splits:
+        has = ", ".join(each or f"files without one ({splits[each][0]}, …)" for each in splits)
+        raise FilesNotFound(f"has no split {split or 'train'!r}; it has {has} (set split)")
+    chosen = exact or splits[canonical]
+    for name in chosen:
+        if shard := _SHARD.fullmatch(PurePosixPath(name).name):
+            count = sum(_stem(PurePosixPath(each).name) == shard[1] for each in chosen)
+            if count != int(shard[3]):
+                raise FilesNotFound(f"has {count} of the {int(shard[3])} parts of {name}")
+    return chosen
 
 
 def cached_places() -> list[Path]:
@@ -151,18 +143,6 @@ def _split_of(name: str) -> str:
     return _SPLITS.get(re.split(r"[^a-z]", stem.lower(), maxsplit=1)[0], "")
 
 
-def _check_parts(names: list[str]) -> list[str]:
-    """Check that no shard is missing; raise FilesNotFound otherwise."""
-    for name in names:
-        if shard := _SHARD.fullmatch(PurePosixPath(name).name):
-            count = sum(_stem(PurePosixPath(each).name) == shard[1] for each in names)
-            if count != int(shard[3]):
-                raise FilesNotFound(
-                    f"has {count} of the {int(shard[3])} parts of {name}; get the rest"
-                )
-    return names
-
-
 def _list_files(folder: Path) -> list[str]:
     return [
         path.relative_to(folder).as_posix()
@@ -173,27 +153,19 @@ def _list_files(folder: Path) -> list[str]:
 
 def _saved(folder: Path, split: str) -> list[Path]:
     """Return the files in a folder written by `save_to_disk`, or none for any other folder."""
-    index = folder / "dataset_dict.json"
-    if index.is_file():
-        splits: list[str] = _read(index).get("splits") or []
-        name = split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
-        if name not in splits:
-            raise FilesNotFound(f"has no split {name!r}; it has {', '.join(splits)} (set split)")
-        folder = folder / name
-    state = folder / "state.json"
-    if not state.is_file():
-        return []
-    names = [entry["filename"] for entry in _read(state).get("_data_files") or []]
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise FilesNotFound(f"{folder / missing[0]} is missing, although {state} lists it")
-    return [folder / name for name in names]
-
-
-def _read(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise FilesNotFound(f"{path} cannot be read: {error}") from error
+        if (index := folder / "dataset_dict.json").is_file():
+            splits: list[str] = json.loads(index.read_text("utf-8"))["splits"]
+            name = split or (splits[0] if len(splits) == 1 else "train")
+            if name not in splits:
+                raise FilesNotFound(f"has no split {name!r}; it has {', '.join(splits)}")
+            folder = folder / name
+        if not (state := folder / "state.json").is_file():
+            return []
+        files = json.loads(state.read_text("utf-8"))["_data_files"]
+    except (OSError, KeyError, json.JSONDecodeError) as error:
+        raise FilesNotFound(f"{folder} cannot be read: {error!r}") from error
+    return [folder / entry["filename"] for entry in files]
 
 
 def _of_hub(source: _Source, hub_answers: Callable[[], bool]) -> list[Path]:
@@ -202,39 +174,23 @@ def _of_hub(source: _Source, hub_answers: Callable[[], bool]) -> list[Path]:
     try:
         if not hub_answers():
             return _from_cache(source, repo)
+        revision = None
         try:
-            names = _names(source.path, None)
-            files, revision = choose_files(names, source.split, source.subset), None
+            files = choose_files(_names(source.path, None), source.split, source.subset)
         except FilesNotFound as original:
+            revision = _CONVERTED
             try:
-                names = _names(source.path, _CONVERTED)
-                files = choose_files(names, source.split, source.subset)
-                revision = _CONVERTED
+                files = choose_files(_names(source.path, revision), source.split, source.subset)
             except (FilesNotFound, HfHubHTTPError, HTTPError):
                 raise original from None
-        with _progress():
-            folder = Path(snapshot_download(**repo, revision=revision, allow_patterns=files))
+        folder = Path(snapshot_download(**repo, revision=revision, allow_patterns=files))
         return [folder / name for name in files]
     except (HfHubHTTPError, HFValidationError, HTTPError, OSError) as error:
-        lines = [line for line in str(error).splitlines() if line.strip()][:2]
         raise FilesNotFound(
-            f"the hub ({constants.ENDPOINT}) refuses it: {' '.join(lines)} Correct the name "
-            "(owner/name), set HF_TOKEN if it is private or gated, or download it elsewhere and "
-            "name its folder with source: file"
+            f"the hub ({constants.ENDPOINT}) refuses it: {error}. Correct the name (owner/name), "
+            "set HF_TOKEN if it is private or gated, or download it elsewhere and name its folder "
+            "with source: file"
         ) from error
-
-
-@contextmanager
-def _progress() -> Iterator[None]:
-    """Show a download's progress, unless the user has turned that off."""
-    quiet = are_progress_bars_disabled()
-    if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
-        enable_progress_bars()
-    try:
-        yield
-    finally:
-        if quiet:
-            disable_progress_bars()
 
 
 def _names(repo: str, revision: str | None) -> list[str]:
@@ -248,17 +204,15 @@ def _from_cache(source: _Source, repo: dict[str, Any]) -> list[Path]:
     cache = Path(constants.HF_HUB_CACHE) / f"datasets--{source.path.replace('/', '--')}"
     for revision in (constants.DEFAULT_REVISION, _CONVERTED):
         try:
-            commit = (cache / "refs" / revision).read_text().strip()
+            commit = (cache / "refs" / revision).read_text("utf-8").strip()
             names = _list_files(cache / "snapshots" / commit)
             files = choose_files(names, source.split, source.subset)
             # Checks all parts: a download may have been interrupted.
             parts = sorted({re.sub(r"\d+", "*", name) for name in files})
             snapshot_download(**repo, revision=commit, local_files_only=True, allow_patterns=parts)
             return [cache / "snapshots" / commit / name for name in files]
-        except FilesNotFound as error:
-            problem = f"the earlier download {error}"
-        except LocalEntryNotFoundError as error:
-            problem = f"its download was interrupted: {error}"
+        except (FilesNotFound, LocalEntryNotFoundError) as error:
+            problem = f"the earlier download is incomplete: {error}"
         except OSError:
             continue
     raise FilesNotFound(

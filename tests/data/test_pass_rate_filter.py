@@ -67,8 +67,8 @@ def test_resuming_with_other_bounds(tmp_path: Path) -> None:
         report = out.finish()
     assert [line["id"] for line in kept(tmp_path)] == ["1", "2"]
     for part in (
-        "sums            4   0.312     0.500  2",
-        "domain d        4   0.312     0.500  2",
+        "sums            4   0.312   0.500     2",
+        "domain d        4   0.312   0.500     2",
         "1 without a scored completion",
         "1 never passed",
         "4 completions missing",
