@@ -35,7 +35,7 @@ def test_files_must_exist_and_small_ones_parse(tmp_path: Path) -> None:
     assert said(tmp_path, source("sums.csv")) == ""
     assert "no such file" in said(tmp_path, source("sumz.csv"))
     wrong = said(tmp_path, source("sums.csv", "columns: {prompt: qestion}"))
-    assert "columns.prompt = 'qestion'" in wrong and "did you mean `question`?" in wrong
+    assert "columns.prompt = 'qestion'" in wrong and "has question, answer" in wrong
     folder = tmp_path / "gsm"
     folder.mkdir()
     assert "no file of a known kind" in said(tmp_path, source("gsm"))
