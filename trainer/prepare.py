@@ -76,7 +76,6 @@ from keel.trainer.placement.memory import GIB
 from keel.trainer.placement.nodes import detect_hardware, memory_gib, with_missing_nodes
 from keel.trainer.placement.plan import Plan, describe, model_line, ranks_line
 from keel.trainer.run.checkpoint import latest_complete, read_state
-from keel.trainer.run.folder import check_recipe
 from keel.trainer.run.manifest import MANIFEST, check_exported
 from keel.trainer.sft import Batches
 
@@ -269,7 +268,6 @@ def prepare(
     """Load an RL recipe and make all checks that do not need an engine. Raises ConfigError."""
     disable_progress_bar()  # the bars of transformers would break ours
     config, open_knobs = load_recipe(recipe, overrides)
-    check_recipe(recipe, overrides, config)
     require_prompts(config)
     try:
         check_weights(config.data.rewards_by_domain, config.data.domains_with_environments)
@@ -322,7 +320,6 @@ def prepare_sft(
     Raises ConfigError."""
     disable_progress_bar()
     whole, open_knobs = load_recipe(recipe, overrides)
-    check_recipe(recipe, overrides, whole)
     if not whole.sft.sources:
         raise ConfigError("sft.sources is empty; add a source (docs/sft.md, docs/pretrain.md)")
     config = whole.supervised(whole.run.steps)

@@ -78,7 +78,6 @@ from keel.trainer.engine.zero import (
 )
 from keel.trainer.nonfinite import Finding, NanTracer, SkipCounter, finite_factor
 from keel.trainer.placement.memory import reading_ranks, sums_in_float32
-from keel.trainer.run.checkpoint import layout_of
 from keel.trainer.run.manifest import Entry
 from keel.weights.buckets import Bucket, FlatBucket, in_host_memory
 
@@ -407,9 +406,7 @@ class TrainerEngine:
         """Write everything that `load` needs into `folder`. Returns the files that this rank wrote
         and synced to disk."""
         self._offload.load(state=True)
-        layout = {**layout_of(self._config), "device": self._device.type}
-        progress = {"steps": self._steps, "version": self._version, **layout}
-        return self._checkpoints.save(folder, progress)
+        return self._checkpoints.save(folder, {"steps": self._steps, "version": self._version})
 
     def load(self, folder: Path) -> None:
         """Restore a saved state. On the same layout training continues exactly as before; on

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keel.configs.diff import flatten_config
 from keel.configs.schema import Config
 from keel.trainer.run.manifest import (
     MANIFEST,
@@ -35,19 +34,8 @@ from keel.trainer.run.manifest import (
 from keel.trainer.run.restarts import CollectiveTimeout
 
 STATE = "state.json"
-FORMAT = 2
-"""Version of the checkpoint layout."""
 PROGRESS = "trainer.json"
-"""File with the trainer's progress and the layout that wrote the checkpoint."""
-PICKLED = "deepspeed"
-"""Folder of pickles in checkpoints of early releases; never read, since pickles can run code."""
-LAYOUT = (
-    "trainer.ranks",
-    "trainer.zero_stage",
-    "trainer.expert_parallel",
-    "trainer.sequence_parallel",
-    "rollout.engines",
-)
+"""File with the trainer's progress."""
 _FINISHED = re.compile(r"step_(\d{6,})")
 
 
@@ -84,11 +72,10 @@ def save(
     say: Callable[[str], object] = print,
 ) -> Path:
     """Write the checkpoint for `state.step` under `root`, and delete all but the newest `keep`
-    checkpoints.
+    checkpoints. `write` fills a folder and returns the files that it has sealed.
 
-    `write` fills a folder and returns the files that it has sealed. If the process crashes, older
-    checkpoints are still intact. Raises `SaveError` if the disk refuses the files,
-    `CollectiveTimeout` or `RuntimeError` if a rank failed, and `WorkerLost` if one died.
+    Raises `SaveError` if the disk refuses the files, `CollectiveTimeout` or `RuntimeError` if a
+    rank failed, and `WorkerLost` if one died.
     """
     final = root / f"step_{state.step:06d}"
     partial = root / f".{final.name}"
@@ -98,8 +85,7 @@ def save(
         root.mkdir(exist_ok=True)  # not its parents: a deleted run folder must not reappear
         partial.mkdir()
         sealed = write(partial)
-        content = {"format": FORMAT, **dataclasses.asdict(state)}
-        (partial / STATE).write_text(json.dumps(content, indent=1) + "\n")
+        (partial / STATE).write_text(json.dumps(dataclasses.asdict(state), indent=1) + "\n")
         write_manifest(partial, sealed)
         if final.exists():
             final.rename(root / f".{final.name}.replaced")
@@ -116,7 +102,7 @@ def save(
             kind = RuntimeError
         else:
             raise
-        raise kind(f"{final}: cannot be written: {error}{_remaining(root)}") from error
+        raise kind(f"{final}: cannot be written: {error}") from error
     try:
         _prune(root, final, keep=keep)
     except OSError as error:
@@ -129,17 +115,14 @@ def read_state(folder: Path) -> State:
     state."""
     path = folder / STATE
     try:
-        return State(**{name: v for name, v in _read_json(path).items() if name != "format"})
+        return State(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not the state of a checkpoint ({error})") from error
 
 
 def changed_model(folder: Path, base: str, tokenizer: str) -> str:
-    """Name the parts of the run's model that have changed since this checkpoint was written. Empty
-    if none has.
-
-    `base` and `tokenizer` are the current values of `State.model` and `State.tokenizer`.
-    """
+    """Name the parts of the run's model that have changed since this checkpoint was written.
+    `base` and `tokenizer` are the current values of `State.model` and `State.tokenizer`."""
     state = read_state(folder)
     changes = [model_difference(state.model, base)]
     if state.tokenizer and tokenizer and state.tokenizer != tokenizer:
@@ -176,11 +159,6 @@ def latest_complete(root: Path) -> Path | None:
 def problems(folder: Path, *, bits: bool = True) -> list[str]:
     """List the reasons why a checkpoint cannot be resumed, one line per file. With `bits`, all
     files are read completely."""
-    if (folder / PICKLED).exists():
-        return [
-            f"{PICKLED}/: pickles of an early release, which are not read because they can run "
-            "code. Export the model with that release and start a new run from it"
-        ]
     if damage := find_damage(folder, extra=True, bits=bits):
         return damage
     try:
@@ -190,23 +168,6 @@ def problems(folder: Path, *, bits: bool = True) -> list[str]:
     if step != step_of(folder):
         return [f"{STATE}: of step {step}, so this is another checkpoint under its name"]
     return []
-
-
-def layout_of(config: Config) -> dict[str, Any]:
-    """Return the knobs that determine how a run is spread over processes, with their values."""
-    knobs = flatten_config(config)
-    return {knob: knobs[knob] for knob in LAYOUT}
-
-
-def layout_changes(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return the layout knobs that differ between a checkpoint and `config`, with the saved and the
-    current value."""
-    try:
-        saved = _read_json(folder / PROGRESS)
-    except (OSError, ValueError):
-        return {}
-    now = layout_of(config)
-    return {k: (saved[k], now[k]) for k in LAYOUT if k in saved and saved[k] != now[k]}
 
 
 def _prune(root: Path, newest: Path, *, keep: int) -> None:
@@ -229,17 +190,3 @@ def config_digest(config: Config) -> str:
     shaping = {name: value for name, value in sections.items() if name not in ("run", "eval")}
     text = json.dumps(shaping, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _remaining(root: Path) -> str:
-    """Describe which checkpoint and how much disk space remain after a failed save."""
-    if not root.is_dir():
-        return ""
-    last, free = latest(root), shutil.disk_usage(root).free
-    resume = f"{last.name} is there to resume from" if last else "there is no earlier checkpoint"
-    room = f"{free / 2**30:.1f} GiB" if free >= 2**30 else f"{free / 2**20:.1f} MiB"
-    return f"\n{resume}; {room} free"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())

@@ -19,10 +19,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
@@ -30,7 +29,6 @@ from typing import Self
 from keel.configs.diff import stepping
 from keel.configs.load import check_resumable, dump_config, load_config
 from keel.configs.schema import Config, ConfigError
-from keel.configs.shipped import find
 from keel.trainer.run import checkpoint
 from keel.trainer.run.checkpoint import State
 from keel.trainer.run.journal import metric_lines, missing_steps, sync_record
@@ -59,15 +57,16 @@ class RunFolder:
         """`tokenizer` is the digest of the model's tokenizer (`digest_of_tokenizer`), or an empty
         string if it is unknown."""
         self.path = Path(config.run.dir).expanduser()
-        self._config = config
-        self._checkpoints = self.path / "checkpoints"
-        self._metrics = self.path / "metrics.jsonl"
+        self.model = self.path / "model"
+        """Folder for the exported model."""
+        self.rewards = self.path / "rewards"
+        """Folder for the output of reward functions."""
         self.set_aside: Path | None = None
         """Folder to which the files of an earlier run without a checkpoint were moved."""
         self.base, self.tokenizer = base_of(config), tokenizer
+        self._config = config
+        self._checkpoints, self._metrics = self.path / "checkpoints", self.path / "metrics.jsonl"
         self._warnings: list[str] = []
-        self._changed: list[str] = []
-        """Learning-rate knobs that have changed since the last start."""
         self._last_step = 0
         """Step of the newest checkpoint, damaged or not, when the folder was entered."""
         self._problems: dict[Path, list[str]] = {}
@@ -84,11 +83,13 @@ class RunFolder:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                raise ConfigError(
-                    f"run.dir = {self.path}: in use by another process; choose another folder"
-                ) from error
+                raise self._error("in use by another process; choose another folder") from error
             with self._writable():
-                self._write_mark()
+                self._lock.seek(0)
+                if not self._lock.read():
+                    # Bypasses the file's buffer, which `close` would flush again on a full disk.
+                    os.write(self._lock.fileno(), f"{secrets.token_hex(8)}\n".encode())
+                    os.fsync(self._lock.fileno())
                 self.check()
                 self._set_damaged_aside()
                 if self.latest is None and self._metrics.exists():
@@ -104,21 +105,23 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self._lock.close()
 
+    def _error(self, text: str) -> ConfigError:
+        return ConfigError(f"run.dir = {self.path}: {text}")
+
     @contextmanager
     def _writable(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise ConfigError(
-                f"run.dir = {self.path}: cannot be written ({error.strerror})"
-            ) from error
+            raise self._error(f"cannot be written ({error.strerror})") from error
 
-    def _write_mark(self) -> None:
-        self._lock.seek(0)
-        if not self._lock.read():
-            # Bypasses the file's buffer, which `close` would flush again on a full disk.
-            os.write(self._lock.fileno(), f"{secrets.token_hex(8)}\n".encode())
-            os.fsync(self._lock.fileno())
+    def _check_location(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise self._error("is a file; choose another folder")
+        if "/_ray_pkg_" in str(self.path.absolute()):
+            raise self._error(
+                "is in Ray's copy of --working-dir, which Ray deletes. Set an absolute path"
+            )
 
     def check(self, of: tuple[str, ...] = ("",)) -> None:
         """Verify that this config may continue the run in the folder. This reads the newest
@@ -132,17 +135,16 @@ class RunFolder:
         if newest is None:
             return
         if self._config.run.resume == "never":
-            raise ConfigError(
-                f"run.dir = {self.path}: holds {newest.name}, and run.resume is never. Choose "
-                "another folder, or set run.resume=auto"
+            raise self._error(
+                f"holds {newest.name}, and run.resume is never. Choose another folder, or set "
+                "run.resume=auto"
             )
-        saved, state = self.path / "config.yaml", self.state()
-        if self.latest is None or state is None:
-            damaged = [f"\n  {path.name}: {join_problems(p)}" for path, p in self.damaged.items()]
-            raise ConfigError(
-                f"run.dir = {self.path}: every checkpoint is damaged:{''.join(damaged)}\nRestore "
-                f"one from a copy, choose another folder, or move {self._checkpoints} away to "
-                "start over"
+        saved, state, latest = self.path / "config.yaml", self.state(), self.latest
+        if latest is None or state is None:
+            damaged = [f"\n  {path.name}: {join_problems(p)}" for path, p in self._damaged.items()]
+            raise self._error(
+                f"every checkpoint is damaged:{''.join(damaged)}\nRestore one from a copy, choose "
+                f"another folder, or move {self._checkpoints} away to start over"
             )
         try:
             metric_lines(self._metrics)
@@ -151,26 +153,16 @@ class RunFolder:
         if saved.exists():
             before = load_config(saved)
             check_resumable(before, self._config, str(self.path), of=of)
-            self._changed = stepping(before, self._config)
+            if changed := stepping(before, self._config):
+                self._warnings.append(f"from step {state.step + 1} on: {', '.join(changed)}")
         elif state.config != checkpoint.config_digest(self._config):
-            raise ConfigError(
-                f"run.dir = {self.path}: holds {self.latest.name} of a run with another config. "
-                "Choose another folder"
+            raise self._error(
+                f"holds {latest.name} of a run with another config. Choose another folder"
             )
         if of == ("",) and (change := model_difference(state.model, self.base)):
-            raise ConfigError(
-                f"run.dir = {self.path}: model.path = {self._config.model.path!r} has {change} "
-                f"than when {self.latest.name} was written. Restore the model, or choose another "
-                "run.dir"
-            )
-
-    def _check_location(self) -> None:
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"run.dir = {self.path}: is a file; choose another folder")
-        if "/_ray_pkg_" in str(self.path.absolute()):
-            raise ConfigError(
-                f"run.dir = {self.path}: is in Ray's copy of --working-dir, which Ray deletes. "
-                "Set an absolute path (run.dir=$PWD/runs/NAME)"
+            raise self._error(
+                f"model.path = {self._config.model.path!r} has {change} than when {latest.name} "
+                "was written. Restore the model, or choose another run.dir"
             )
 
     def _set_run_aside(self) -> Path:
@@ -186,11 +178,13 @@ class RunFolder:
     def _set_damaged_aside(self) -> None:
         newest = checkpoint.latest(self._checkpoints)
         self._last_step = checkpoint.step_of(newest) if newest else 0
-        for path, problems in self.damaged.items():
+        latest = self.latest
+        for path, problems in self._damaged.items():
             aside = _unused(path.with_name(f"damaged_{path.name}"))
             path.rename(aside)
             self._warnings.append(
-                f"{path} is damaged ({join_problems(problems)}): it is kept as {aside.name}"
+                f"{path} is damaged ({join_problems(problems)}). It is kept as {aside.name}, and "
+                f"the run resumes from {latest and latest.name}"
             )
 
     @property
@@ -206,32 +200,9 @@ class RunFolder:
                 return path
         return None
 
-    def select_checkpoint(self, knob: str, value: str) -> Path | None:
-        """Return the checkpoint that the user named: `last`, a step number, or `base` for none.
-        Raises ConfigError naming `knob`."""
-        if value == "base":
-            return None
-        latest = self.latest
-        if value == "last":
-            return latest
-        by_step = {checkpoint.step_of(p): p for p in checkpoint.finished(self._checkpoints)}
-        knob = f"{knob} = {value}"
-        if (path := by_step.get(int(value))) is None:
-            steps = ", ".join(map(str, sorted(by_step))) or "none"
-            raise ConfigError(f"{knob}: {self._checkpoints} has checkpoints of steps: {steps}")
-        if problems := checkpoint.problems(path):
-            raise ConfigError(f"{knob}: {path} is damaged ({join_problems(problems)})")
-        return path
-
-    def state(self) -> State | None:
-        """Return the state in the newest intact checkpoint."""
-        latest = self.latest
-        return checkpoint.read_state(latest) if latest else None
-
     @property
-    def damaged(self) -> dict[Path, list[str]]:
-        """List the damaged checkpoints that are newer than `latest`, with their problems, newest
-        first."""
+    def _damaged(self) -> dict[Path, list[str]]:
+        """Damaged checkpoints that are newer than `latest`, with their problems, newest first."""
         latest = self.latest
         return {
             path: self._problems[path]
@@ -239,37 +210,43 @@ class RunFolder:
             if path != latest and self._problems.get(path)
         }
 
+    def select_checkpoint(self, knob: str, value: str) -> Path | None:
+        """Return the checkpoint that the user named: `last`, a step number, or `base` for none.
+        Raises ConfigError naming `knob`."""
+        if value in ("base", "last"):
+            return self.latest if value == "last" else None
+        by_step = {checkpoint.step_of(p): p for p in checkpoint.finished(self._checkpoints)}
+        if (path := by_step.get(int(value))) is None:
+            steps = ", ".join(map(str, sorted(by_step))) or "none"
+            raise ConfigError(
+                f"{knob} = {value}: {self._checkpoints} has checkpoints of steps: {steps}"
+            )
+        if problems := checkpoint.problems(path):
+            raise ConfigError(f"{knob} = {value}: {path} is damaged ({join_problems(problems)})")
+        return path
+
+    def state(self) -> State | None:
+        """Return the state in the newest intact checkpoint."""
+        latest = self.latest
+        return checkpoint.read_state(latest) if latest else None
+
     def warnings(self) -> list[str]:
         """List warnings about checkpoints and metrics. They are available after `check` or after
         entering the folder."""
         latest = self.latest
-        lines = list(self._warnings)
-        lines += [f"{path} is damaged ({join_problems(p)})" for path, p in self.damaged.items()]
+        damaged = [f"{path} is damaged ({join_problems(p)})" for path, p in self._damaged.items()]
+        lines = [*self._warnings, *damaged]
         if latest is None:
             return lines
-        if lines:
+        if damaged:
             lines.append(f"the run resumes from {latest.name}, the newest intact checkpoint")
         if change := checkpoint.changed_model(latest, self.base, self.tokenizer):
             lines.append(
                 f"model.path = {self._config.model.path!r} has {change} than when {latest.name} "
                 "was written, so samples may not match the run's policy. Restore the model"
             )
-        step = checkpoint.step_of(latest)
-        if self._changed:
-            lines.append(f"from step {step + 1} on: {', '.join(self._changed)}")
-        if changes := checkpoint.layout_changes(latest, self._config):
-            resharded = any(knob.startswith("trainer.") for knob in changes)
-            before = ", ".join(f"{knob} = {values[0]}" for knob, values in changes.items())
-            now = ", ".join(f"{knob} = {values[1]}" for knob, values in changes.items())
-            lines.append(
-                f"{latest.name} was saved with {before}; this run has {now}"
-                + "; the optimizer's state is resharded, so sums run in another order" * resharded
-            )
-        if steps := missing_steps(self._metrics, step):
-            lines.append(
-                f"{self._metrics} lacks {steps}, so its curves have a gap. The training itself is "
-                f"not affected: {latest.name} is complete"
-            )
+        if steps := missing_steps(self._metrics, checkpoint.step_of(latest)):
+            lines.append(f"{self._metrics} lacks {steps}, so its curves have a gap")
         return lines
 
     def status(self) -> str:
@@ -280,16 +257,6 @@ class RunFolder:
         if state.step >= steps:
             return f"holds a run whose {state.step} steps are done; raise run.steps to continue"
         return f"holds a run that resumes from step {state.step} of {steps}"
-
-    @property
-    def model(self) -> Path:
-        """Return the folder for the exported model."""
-        return self.path / "model"
-
-    @property
-    def rewards(self) -> Path:
-        """Return the folder for the output of reward functions."""
-        return self.path / "rewards"
 
     def check_model(self) -> None:
         """Verify the exported model. Raises ConfigError if it is damaged."""
@@ -359,24 +326,6 @@ class RunFolder:
         saved = checkpoint.save(self._checkpoints, state, synced, keep=keep, say=say)
         self._problems.pop(saved, None)  # of a replaced one
         return saved
-
-
-def check_recipe(recipe: str, overrides: Sequence[str], config: Config) -> None:
-    """Check that `recipe` is not the config.yaml of a run outside its `run.dir`. Raises ConfigError
-    if it is.
-
-    Without this check, a run folder that was moved would start a new run at its old place.
-    """
-    path = find(Path(recipe))
-    in_run = path.name == "config.yaml" and (path.parent / MARK).exists()
-    overridden = any(re.match(r"\s*run(\.dir\s*=|\s*=.*\bdir\b)", word) for word in overrides)
-    folder = Path(config.run.dir).expanduser().resolve()
-    if in_run and not overridden and path.parent.resolve() != folder:
-        raise ConfigError(
-            f"{recipe}: belongs to the run in {path.parent}, but its run.dir is "
-            f"{config.run.dir}. Set run.dir={path.parent} to resume that run, or another folder "
-            "to start a new one"
-        )
 
 
 def _unused(path: Path) -> Path:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ from typing import Any
 
 from keel.rl.metrics import Metric, values
 from keel.rl.records import scored_record
-from keel.rl.types import ScoredGroup, Trajectory
+from keel.rl.types import ScoredGroup
 from keel.trainer.run.alarms import Alarms
 from keel.trainer.run.batches import FOLDER as BATCHES
 from keel.trainer.run.batches import drop_after
@@ -30,11 +29,9 @@ EVENTS = "events.jsonl"
 """File to which events are appended.
 
 Their kinds are `resume`, `restart` (of engines and trainer), `alarm`, `engine` (an engine was
-restarted), `frozen` (a process hangs), `fewer` (the run has fewer ranks), `ledger` (a finding of
-the prompt audit), `tracker`, and `end` (the error that ended the run). A step that is repeated
-repeats its events.
+restarted), `frozen` (a process hangs), `fewer` (the run has fewer ranks), `tracker`, and `end` (the
+error that ended the run). A step that is repeated repeats its events.
 """
-_GAPS_NAMED = 4
 
 
 class Journal:
@@ -79,7 +76,6 @@ class Journal:
             self.note("resume", f"resumed after step {resumed_at}{gap}")
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  (0.3 s, unused by check)
 
-        _silence_tensorboard()
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_at + 1)
 
     def begin(self, activity: str) -> None:
@@ -167,31 +163,14 @@ class Journal:
             self._view.say(f"warning: the end of TensorBoard's curves is missing ({error})")
 
 
-def _silence_tensorboard() -> None:
-    """Hide the tracebacks of TensorBoard's writer thread if the disk is full. `flush` raises the
-    errors as well."""
-    previous = threading.excepthook
-    if getattr(previous, "__module__", "") == __name__:
-        return
-
-    def hook(error: threading.ExceptHookArgs) -> None:
-        tensorboard = type(error.thread).__module__.startswith("tensorboard.")
-        if not (tensorboard and issubclass(error.exc_type, OSError)):
-            previous(error)
-
-    threading.excepthook = hook
-
-
 def note(folder: Path, step: int, kind: str, text: str, at: float | None = None) -> None:
     """Append a line to `events.jsonl`. `at` is in seconds since the epoch, and is the current time
     by default."""
     when = round(time.time() if at is None else at, 3)
     line = {"step": step, "time": when, "kind": kind, "text": text}
     # A full disk ends the run at the next step, with a better message.
-    with suppress(OSError), (folder / EVENTS).open("ab+") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-        cut = file.read(1) not in (b"", b"\n")  # an incomplete last line
-        file.write(b"\n" * cut + json.dumps(line).encode() + b"\n")
+    with suppress(OSError), (folder / EVENTS).open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def truncate(path: Path, step: int) -> None:
@@ -229,27 +208,16 @@ def _files_after(folder: Path, step: int) -> list[Path]:
 
 
 def missing_steps(path: Path, until: int) -> str:
-    """Describe which steps from 1 to `until` have no line in `metrics.jsonl`, such as "steps 3 to 5
-    and 7". Empty if none is missing."""
+    """Describe which steps from 1 to `until` have no line in `metrics.jsonl`, such as "3 of the
+    steps 4 to 9". Empty if none is missing."""
     recorded = {step for step, _ in metric_lines(path)}
     missing = [step for step in range(1, until + 1) if step not in recorded]
-    spans: list[tuple[int, int]] = []
-    for step in missing:
-        first = spans.pop()[0] if spans and spans[-1][1] == step - 1 else step
-        spans.append((first, step))
-    words = [f"{a}" if a == b else f"{a} to {b}" for a, b in spans[:_GAPS_NAMED]]
-    if more := sum(b - a + 1 for a, b in spans[_GAPS_NAMED:]):
-        words.append(f"{more} more")
-    listed = " and ".join(part for part in (", ".join(words[:-1]), *words[-1:]) if part)
-    return f"step{'s' * (len(missing) > 1)} {listed}" if missing else ""
+    return f"{len(missing)} of the steps {missing[0]} to {missing[-1]}" if missing else ""
 
 
 def metric_lines(path: Path) -> list[tuple[int, str]]:
-    """Yield the step and the text for each line of `metrics.jsonl`, without an incomplete last
-    line.
-
-    Raises ValueError naming the file and line if any other line is not a step.
-    """
+    """Return the step and the text of each line of `metrics.jsonl`, without an incomplete last
+    line. Raises ValueError naming the file and line if any other line is not a step."""
     texts = path.read_text().splitlines() if path.exists() else []
     lines: list[tuple[int, str]] = []
     for number, text in enumerate(texts, start=1):
@@ -285,18 +253,11 @@ def describe(scored: ScoredGroup, index: int) -> str:
         f"advantage {scored.advantages_G[index]:+.3f}  {answer.sampled_tokens} tokens, "
         f"{answer.finish_reason}"
     )
-    question = () if prompt.environment else prompt.messages  # the transcript has it
-    messages = [_message_text(message) for message in (*question, *answer.messages)]
-    return "\n".join([head, *_usage_lines(answer), *messages, ""])
-
-
-def _usage_lines(trajectory: Trajectory) -> list[str]:
-    usage, verdict = trajectory.usage, trajectory.verdict
-    lines: list[str] = []
+    lines, usage, verdict = [head], answer.usage, answer.verdict
     if usage is not None:
         lines.append(
             f"    {usage.turns} turns, {usage.calls} calls ({usage.failed_calls} failed, "
-            f"{usage.malformed_calls} of them malformed), {len(trajectory.segments)} contexts "
+            f"{usage.malformed_calls} of them malformed), {len(answer.segments)} contexts "
             f"({usage.rewrites} rewritten), {usage.cached_tokens} of {usage.repeated_tokens} "
             f"repeated tokens from the cache, {usage.sampling_s:.2f} s in engines, "
             f"{usage.tools_s:.2f} s in tools"
@@ -304,7 +265,9 @@ def _usage_lines(trajectory: Trajectory) -> list[str]:
     if verdict is not None and verdict.facts:
         facts = json.dumps(dict(verdict.facts), ensure_ascii=False, default=str)
         lines.append(f"    verdict of the environment: {facts}")
-    return lines
+    question = () if prompt.environment else prompt.messages  # the transcript has it
+    lines += [_message_text(message) for message in (*question, *answer.messages)]
+    return "\n".join([*lines, ""])
 
 
 def _message_text(message: Mapping[str, Any]) -> str:

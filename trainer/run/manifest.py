@@ -1,8 +1,7 @@
 """Manifests, which list the size and SHA-256 of every file in a folder, and fingerprints of models.
 
 The manifest is written last, so a folder that has one is complete. Several threads compute the
-digests, in pieces of 64 MiB. A file that has only one piece gets the same digest as from
-`sha256sum`.
+digests, in pieces of 64 MiB.
 """
 
 from __future__ import annotations
@@ -26,15 +25,13 @@ _SAMPLES = 64
 """Number of positions in each file that a fingerprint reads."""
 _WRITER_KEYS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
 """Keys in config.json that depend on the program or recipe that wrote it, not on the model."""
-_THREADS = 8
 
 
 class Entry(NamedTuple):
-    """Size and digests of a file when it was written."""
+    """Size of a file when it was written, and a digest for each piece of it."""
 
     bytes: int
     sha256: list[str]
-    """One digest for each piece of the file."""
 
 
 def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
@@ -57,12 +54,8 @@ def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a quick fingerprint of the weights in a checkpoint or model folder, or an empty string
-    if it has none.
-
-    The fingerprint is computed from samples of the manifest, or of the tensor files if there is no
-    manifest. A copy of the folder has the same fingerprint.
-    """
+    """Return a quick fingerprint of the weights in a checkpoint or model folder, from samples of
+    its manifest or else its tensor files. Empty if it has neither."""
     digest = hashlib.sha256()
     manifest = folder / MANIFEST
     files = [manifest] if manifest.is_file() else sorted(folder.glob("*.safetensors"))
@@ -76,31 +69,24 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:12] if files else ""
 
 
-def _config_fingerprint(folder: Path) -> str:
-    path = folder / "config.json"
-    content = json.loads(path.read_text()) if path.is_file() else None
-    if not isinstance(content, dict):
-        return ""
-    facts = {name: value for name, value in content.items() if name not in _WRITER_KEYS}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
-
-
 def base_of(config: Config) -> str:
     """Return the fingerprints of the initial model as "weights+config.json" if it is a local
     folder, or else an empty string."""
     folder = Path(config.model.path).expanduser()
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, AttributeError):
         if config.model.path != TINY_MODEL and folder.is_dir():
-            return f"{fingerprint(folder)}+{_config_fingerprint(folder)}"
+            path, digest = folder / "config.json", ""
+            if path.is_file():
+                content = json.loads(path.read_text()).items()
+                facts = {name: value for name, value in content if name not in _WRITER_KEYS}
+                digest = _digest_json(facts)[:12]
+            return f"{fingerprint(folder)}+{digest}"
     return ""
 
 
 def model_difference(before: str, now: str) -> str:
-    """Name the part in which two `base_of` fingerprints differ, or return an empty string if they
-    agree.
-
-    A part that only one of them has is not compared.
-    """
+    """Name the part that two `base_of` fingerprints both have and in which they differ, or return
+    an empty string."""
     names = ("other weights", "another config.json")
     parts = zip(names, before.split("+"), now.split("+"), strict=False)
     return next((name for name, a, b in parts if a and b and a != b), "")
@@ -108,11 +94,7 @@ def model_difference(before: str, now: str) -> str:
 
 def write_manifest(folder: Path, sealed: Mapping[str, Entry]) -> None:
     """Write the manifest for `folder`, after computing digests for the files that are not in
-    `sealed`.
-
-    Raises ValueError if a sealed file has a different size here, because then the ranks that wrote
-    it do not share this file system.
-    """
+    `sealed`. Raises ValueError if the ranks that sealed files do not share this file system."""
     here = sizes(folder)
     for name, entry in sealed.items():
         if here.get(name) != entry.bytes:
@@ -130,10 +112,8 @@ def write_manifest(folder: Path, sealed: Mapping[str, Entry]) -> None:
 
 
 def find_damage(folder: Path, *, extra: bool, bits: bool = True) -> list[str]:
-    """List the differences between `folder` and its manifest, one line per file.
-
-    `extra` also reports files that the manifest does not list. `bits` reads every file completely.
-    """
+    """List the differences between `folder` and its manifest, one line per file. `extra` also
+    reports files that the manifest does not list, and `bits` reads every file completely."""
     try:
         entries = _read(folder / MANIFEST)
     except (OSError, ValueError) as error:
@@ -181,8 +161,7 @@ def join_problems(problems: list[str], limit: int = 3) -> str:
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Map the relative name of every file below `folder`, except its manifest, to its size in
-    bytes."""
+    """Map the relative name of every file below `folder`, except its manifest, to its bytes."""
     by_name: dict[str, int] = {}
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -212,7 +191,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Entry]:
-    """Read a manifest. Raises `OSError`, or `ValueError` if the file is not an intact manifest."""
     try:
         content: Any = json.loads(path.read_bytes())
         files = content["files"]
@@ -238,4 +216,4 @@ def _digest(path: Path, start: int) -> str:
 
 
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0))))
+    return ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from shutil import which
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 
@@ -21,22 +21,14 @@ from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import Journal, note
 from keel.trainer.run.progress import waiting
-from keel.trainer.run.restarts import RESUME_HINT, OutOfMemory, Restarts, WorkerLost
+from keel.trainer.run.restarts import OutOfMemory, Restarts, WorkerLost
 from keel.trainer.run.signals import preempted, print_line, stop_requested
 from keel.trainer.run.trackers.sender import open_trackers
 from keel.trainer.run.trackers.tracker import check_trackers
 from keel.trainer.run.trajectory_files import TokenFile
 from keel.trainer.run.view import View, open_view
 
-
-class _System(Protocol):
-    @property
-    def learner(self) -> Any:
-        """The trainer as a `keel.trainer.learner.Learner`."""
-        ...
-
-
-S = TypeVar("S", bound=_System)
+S = TypeVar("S")
 
 
 def run_with_restarts(
@@ -68,8 +60,7 @@ def run_with_restarts(
         if folder.set_aside:
             print(
                 f"{folder.path} holds a run without a checkpoint. Its files were moved to "
-                f"{folder.set_aside}, and this run starts over. Set run.checkpoint_every=N to "
-                "save a checkpoint every N steps"
+                f"{folder.set_aside}, and this run starts over"
             )
         for line in folder.warnings():
             print(f"warning: {line}")
@@ -82,15 +73,14 @@ def run_with_restarts(
             print(f"{folder.path}: all {start} steps are done. Raise {knob} to continue")
             return
         initial_position = position()
-        if state:
-            restore_data(folder, restore)
+        restore_data(folder, restore)
         on_open(folder.path)
         print(text + f"\nresumes after step {start}" * (start > 0), flush=True)
         restarts = Restarts(config.run.max_restarts)
         while True:
             try:
                 with launch(folder) as system:
-                    reached = run_attempt(system, folder, config, restarts, drive)
+                    reached = _attempt(system, folder, config, restarts, drive)
                 break
             except (WorkerLost, RayError) as raised:
                 reason = str(_count_restart(raised, restarts))
@@ -117,15 +107,14 @@ def restore_data(folder: RunFolder, restore: Callable[[Mapping[str, Any]], objec
         raise ConfigError(f"run.dir = {folder.path}: step {state.step}: {error}") from error
 
 
-def run_attempt(
-    system: S,
+def _attempt(
+    system: Any,
     folder: RunFolder,
     config: Config,
     restarts: Restarts,
-    drive: Callable[[S, RunFolder, View, int], int],
+    drive: Callable[[Any, RunFolder, View, int], int],
 ) -> int:
-    """Load the newest checkpoint, train, and export the model. Returns the last step that was
-    done."""
+    """Load the newest checkpoint, train and export the model. Returns the last step done."""
     state, steps = folder.state(), config.run.steps
     start = reached = state.step if state else 0
     if state and folder.latest:
@@ -164,12 +153,8 @@ def _count_restart(raised: WorkerLost | RayError, restarts: Restarts) -> WorkerL
         error.__cause__ = raised
     else:
         raise raised
-    if preempted():
+    if preempted() or stop_requested():
         raise error
-    if stop_requested():
-        raise WorkerLost(
-            f"{error}\nThe run was asked to stop and does not restart. {RESUME_HINT.capitalize()}"
-        ) from error
     restarts.count(error)
     return error
 
@@ -243,34 +228,31 @@ def closing_summary(
 ) -> str:
     """Summarise the results, and say where to look or how to resume. `run_with_restarts` explains
     the arguments."""
-    path, steps = folder.path, config.run.steps
-    lines = [""]
+    path, steps, lines = folder.path, config.run.steps, [""]
     evaluations = folder.evaluations()
     for name, points in evaluations.items():
-        if not name.endswith(MEASURES) and not _partial_score(name, evaluations):
+        held_out, _, metric = name.rpartition("/")
+        # A set that gives only partial credit has no passes, so its score is shown.
+        solved = any(value for _, value in evaluations.get(f"{held_out}/pass@1", []))
+        partial = metric == "score" and not solved and any(value for _, value in points)
+        if not name.endswith(MEASURES) and not partial:
             continue
         (first, before), (last, after) = points[0], points[-1]
         change = f", {after:.3f} at step {last} ({after - before:+.3f})" if last > first else ""
         lines.append(f"held-out {name}: {before:.3f} at step {first}{change}")
-        unscored = evaluations.get(f"{name.rpartition('/')[0]}/unscored", [(last, 0.0)])[-1][1]
-        if unscored:
-            lines.append(f"  {unscored:.0f} completions of step {last} had no score: counted wrong")
+    program = "keel" if Path(sys.argv[0]).name != "keel" or which("keel") else sys.argv[0]
     if reached < steps or preempted():  # a preempted run is exported when it resumes
-        resume = resume_command or shlex.join([_program(), *command])
-        if reached:
-            lines.append(f"stopped after step {reached} of {steps}; to resume: {resume}")
-        else:
-            lines.append(f"stopped before step 1, nothing was saved; to start again: {resume}")
-        if 0 < reached < steps and not _counts_epochs(command, config):
-            knob = f"run.steps={reached}"
-            export = f"the same with {knob}" if resume_command else f"{resume} {knob}"
-            lines.append(f"to export it now: {export}")
+        resume = resume_command or shlex.join([program, *command])
+        where = f"after step {reached} of {steps}" if reached else "before step 1"
+        lines.append(f"stopped {where}; to resume: {resume}")
+        if 0 < reached < steps and not resume_command and not _counts_epochs(command, config):
+            lines.append(f"to export it now: {resume} run.steps={reached}")
     else:
         lines.append(f"trained model   {folder.model}")
     if not reached and not evaluations:
         return "\n".join(lines)
     lines += [
-        f"report          {shlex.join([_program(), 'report', str(path)])}",
+        f"report          {shlex.join([program, 'report', str(path)])}",
         f"curves          {shlex.join(['tensorboard', '--logdir', str(path)])}",
         f"numbers         {path / 'metrics.jsonl'}",
     ]
@@ -281,17 +263,3 @@ def closing_summary(
 
 def _counts_epochs(command: Sequence[str], config: Config) -> bool:
     return command[0] in ("sft", "pretrain") and config.sft.epochs > 0
-
-
-def _program() -> str:
-    """Return `keel`, or the path that started this process if `keel` is not on PATH."""
-    started = Path(sys.argv[0])
-    return "keel" if started.name != "keel" or which("keel") else str(started)
-
-
-def _partial_score(name: str, evaluations: Mapping[str, Sequence[tuple[int, float]]]) -> bool:
-    """Return whether this is the score of a set that gives only partial credit, for which pass@1 is
-    meaningless."""
-    held_out, _, metric = name.rpartition("/")
-    solved = any(value for _, value in evaluations.get(f"{held_out}/pass@1", []))
-    return metric == "score" and not solved and any(value for _, value in evaluations[name])

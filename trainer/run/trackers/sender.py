@@ -2,11 +2,7 @@
 
 Each thread reads `metrics.jsonl` and `events.jsonl` while they grow. A slow or unreachable tracker
 therefore does not delay the run, and catches up later. `trackers/NAME.json` stores how far the
-thread has come.
-
-Steps that a resumed run repeats are not sent again. If an evaluation was made after a resume, its
-step has a second line, which adds the metrics of the evaluation
-(`keel.trainer.run.journal.steps_of`).
+thread has come, so steps that a resumed run repeats are not sent again.
 """
 
 from __future__ import annotations
@@ -32,14 +28,11 @@ from keel.trainer.run.trackers.tracker import (
     without_secrets,
 )
 
-_FOLDER = "trackers"
 EVENT = "tracker"
 """Kind of the events that this module writes. They are not sent."""
-_RETRY_S, _MAX_RETRY_S = 10.0, 600.0
-"""First and longest delay between retries; the delay doubles."""
+_RETRY_S, _HANG_S = 30.0, 120.0
 _ABANDONED = "keel-abandoned-"
 """Prefix for the names of abandoned threads."""
-_HANG_S = 120.0
 _CLOSE_S, _HURRY_S = 60.0, 5.0
 """Longest wait at the end of a run, and at the end of a preempted run."""
 
@@ -60,26 +53,23 @@ class TrackerThread:
     ) -> None:
         self.name, self._make, self._folder, self._knobs = name, make, folder, knobs
         self._say, self._retry_s, self._hang_s = say, retry_s, hang_s
-        self._file = folder / _FOLDER / f"{name}.json"
+        self._file = folder / "trackers" / f"{name}.json"
         state = _read_state(self._file)
         self._id: str = state.get("id", "")
         self.step: int = state.get("step", -1)
         """The last step that was sent."""
-        self._lines: int = state.get("lines", 1)
-        """Number of lines for that step that were sent."""
-        self._events: int = state.get("events", 0)
-        """Number of events that were sent or skipped."""
+        self._events_sent: int = state.get("events", 0)
         self._tracker: Tracker | None = None
         self._opened = False
-        self._step_lines = _Tail(folder / "metrics.jsonl")
-        self._event_lines = _Tail(folder / "events.jsonl")
-        self._current: tuple[int, list[dict[str, Any]]] = (-1, [])
-        """The last step that was read, with its lines."""
+        self._metrics, self._events = folder / "metrics.jsonl", folder / "events.jsonl"
+        self._position = {self._metrics: 0, self._events: 0}
+        """Bytes of each file that were read."""
+        self._old = self._metrics.stat().st_size if self._metrics.exists() else 0
+        """Bytes of `metrics.jsonl` that earlier processes wrote."""
         self._events_read = 0
         self._wake, self.done = threading.Event(), threading.Event()
         self._end: RunEnd | None = None
-        self._busy_since, self._failures, self._hangs = 0.0, 0, False
-        self._not_before = 0.0
+        self._busy_since, self._warned, self._not_before = 0.0, False, 0.0
         self._wake.set()
         self._thread = threading.Thread(target=self._run, name=f"keel-{name}", daemon=True)
         self._thread.start()
@@ -88,21 +78,13 @@ class TrackerThread:
         """Tell the thread that there are new lines, and warn if the tracker hangs."""
         self._wake.set()
         since = self._busy_since
-        if since and not self._hangs and time.monotonic() - since > self._hang_s:
-            self._hangs = True
-            self._say(
-                f"warning: {self.name} has not answered for {self._hang_s:.0f} s. The run "
-                f"continues, and {self._folder} has everything not yet sent.{self._remedy}"
-            )
+        if since and time.monotonic() - since > self._hang_s:
+            self._warn(f"has not answered for {self._hang_s:.0f} s")
 
     def close(self, end: RunEnd) -> None:
         """Let the thread send the rest in the background. It sets `done` when it has finished."""
         self._end = end
         self._wake.set()
-
-    @property
-    def _remedy(self) -> str:
-        return f" {self._tracker.remedy}" if self._tracker is not None else ""
 
     def abandon(self) -> None:
         """Stop waiting for the thread and suppress its messages."""
@@ -110,6 +92,16 @@ class TrackerThread:
         self._thread.name = f"{_ABANDONED}{self.name}"
         if self._tracker is not None:
             self._tracker.abandon()
+
+    def _warn(self, text: str) -> None:
+        """Print the first problem in a row."""
+        if not self._warned:
+            self._warned = True
+            remedy = self._tracker.remedy if self._tracker is not None else ""
+            self._say(
+                f"warning: {self.name} {text}. The run continues, and {self.name} is retried and "
+                f"catches up later. {remedy}"
+            )
 
     def _run(self) -> None:
         while not self.done.is_set():
@@ -122,12 +114,13 @@ class TrackerThread:
                 self._send()
                 if end is not None and self._tracker is not None:
                     self._tracker.close(end)
-            except (Exception, SystemExit) as error:  # packages may raise anything
-                self._failed(error)
-            else:
-                if self._failures or self._hangs:
+                if self._warned:
+                    self._warned = False
                     self._say(f"{self.name} has caught up with the run")
-                self._failures, self._hangs = 0, False
+            except (Exception, SystemExit) as error:  # packages may raise anything
+                self._not_before = time.monotonic() + self._retry_s
+                text = " ".join(without_secrets(f"{type(error).__name__}: {error}").split())
+                self._warn(f"failed ({text})")
             self._busy_since = 0.0
             if end is not None:
                 self.done.set()
@@ -135,48 +128,46 @@ class TrackerThread:
     def _send(self) -> None:
         if self._tracker is None or not self._opened:
             tracker = self._tracker = self._make()
-            name = self._folder.resolve().name
-            run = TrackedRun(folder=self._folder, name=name, id=self._id, knobs=self._knobs)
+            run = TrackedRun(folder=self._folder, id=self._id, knobs=self._knobs)
             self._id, location = tracker.open(run)
             self._opened = True
             self._progressed()
             self._say(f"{self.name}: {without_secrets(location)}")
-        for line in self._step_lines.unread():
+        for line in self._unread(self._metrics):
             step, at = line.pop("step"), line.pop("time")
-            before = self._current[1] if self._current[0] == step else []
-            if (step, len(before) + 1) > (self.step, self._lines):
-                sent = {name for other in before for name in other}
-                self._tracker.log(step, at, {k: v for k, v in line.items() if k not in sent})
-                self.step, self._lines = step, len(before) + 1
+            # An evaluation that was made after a resume is a second line for its step.
+            late = step == self.step and self._position[self._metrics] >= self._old
+            if step > self.step or (late and all(name.startswith("eval/") for name in line)):
+                self._tracker.log(step, at, line)
+                self.step = step
                 self._progressed()
-            self._current = step, [*before, line]
-            self._step_lines.advance()
-        for line in self._event_lines.unread():
-            if self._events_read >= self._events:
+        for line in self._unread(self._events):
+            if self._events_read >= self._events_sent:
                 if line["kind"] != EVENT:
                     self._tracker.event(line["step"], line["time"], line["kind"], line["text"])
-                self._events = self._events_read + 1
+                self._events_sent = self._events_read + 1
                 self._progressed()
             self._events_read += 1
-            self._event_lines.advance()
 
-    def _failed(self, error: BaseException) -> None:
-        """Schedule a retry. Only the first failure in a row is printed."""
-        delay = min(self._retry_s * 2 ** min(self._failures, 16), _MAX_RETRY_S)
-        self._not_before, self._failures = time.monotonic() + delay, self._failures + 1
-        if self._failures == 1:
-            text = " ".join(without_secrets(f"{type(error).__name__}: {error}").split())
-            self._say(
-                f"warning: {self.name}: {text}. The run continues, and {self.name} is retried and "
-                f"catches up later.{self._remedy}"
-            )
+    def _unread(self, path: Path) -> Iterator[dict[str, Any]]:
+        """Yield the complete lines of a growing file that were not read, and advance after each."""
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            file.seek(self._position[path])
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                with suppress(ValueError):  # cut by a full disk or a power failure
+                    yield json.loads(line)
+                self._position[path] += len(line)
 
     def _progressed(self) -> None:
         self._busy_since = time.monotonic()
         self._file.parent.mkdir(exist_ok=True)
-        counts = {"step": self.step, "lines": self._lines, "events": self._events}
         partial = self._file.with_suffix(".tmp")
-        partial.write_text(json.dumps({"id": self._id, **counts}))
+        state = {"id": self._id, "step": self.step, "events": self._events_sent}
+        partial.write_text(json.dumps(state))
         partial.replace(self._file)
 
 
@@ -192,33 +183,6 @@ def _read_state(path: Path) -> dict[str, Any]:
         if isinstance(state, dict):
             return state
     return {}
-
-
-class _Tail:
-    """Reads the complete lines of a growing JSONL file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._position, self._next = path, 0, 0
-
-    def unread(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines after the position of the last `advance`."""
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._position)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._next = self._position + len(line)
-                try:
-                    record = json.loads(line)
-                except ValueError:  # cut by a full disk or a power failure
-                    self.advance()
-                    continue
-                yield record
-
-    def advance(self) -> None:
-        self._position = self._next
 
 
 class Trackers:
@@ -241,9 +205,8 @@ class Trackers:
             if not ended:
                 thread.abandon()
             if not ended or thread.step < step:
-                late = "" if ended else f" within {seconds:.0f} s"
                 self._say(
-                    f"warning: {thread.name} received {max(thread.step, 0)} of {step} steps{late}. "
+                    f"warning: {thread.name} received {max(thread.step, 0)} of {step} steps. "
                     "Resume the run to send the rest, which is in metrics.jsonl"
                 )
 

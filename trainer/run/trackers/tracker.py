@@ -22,24 +22,26 @@ PROJECT = "keel"
 _CLASSES = {"wandb": "Wandb", "mlflow": "Mlflow", "trackio": "Trackio"}
 """Class for each tracker. The key is also the name of the package, the pip extra and the module in
 this folder."""
-QUIET = ("resume", "ledger")
-"""Kinds of events that do not need an alert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
     folder: Path
-    name: str
     id: str
     """The id that an earlier `Tracker.open` returned; empty for a new run."""
     knobs: Mapping[str, Any]
     """All knobs as plain data."""
 
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
 
 class Tracker(Protocol):
     """Sends the metrics and events of a run to an experiment tracker.
 
-    All calls come from one thread, which may block. A call that raises an exception is repeated.
+    All calls but `abandon` come from one thread, which may block. A call that raises an exception
+    is repeated.
     """
 
     remedy: str
@@ -50,24 +52,18 @@ class Tracker(Protocol):
         ...
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
-        """Log the metrics of a step at `time`, in seconds since the epoch.
-
-        Steps arrive in order. A step comes a second time with more metrics if its evaluation was
-        made later.
-        """
+        """Log the metrics of a step at `time`, in seconds since the epoch. Steps arrive in order;
+        an evaluation that was made later comes as the same step again."""
         ...
 
-    def event(self, step: int, time: float, kind: str, text: str) -> None:
-        """Log an event. `keel.trainer.run.journal.EVENTS` lists the kinds."""
-        ...
+    def event(self, step: int, time: float, kind: str, text: str) -> None: ...
 
     def close(self, end: RunEnd) -> None:
         """Send everything that is still buffered."""
         ...
 
     def abandon(self) -> None:
-        """Stop a tracker whose thread hangs, so that the process can exit. This is called from
-        another thread."""
+        """Stop a tracker whose thread hangs, so that the process can exit."""
         ...
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import trackio
 
-from keel.trainer.run.trackers.tracker import PROJECT, QUIET, RunEnd, TrackedRun, group_names
+from keel.trainer.run.trackers.tracker import PROJECT, RunEnd, TrackedRun, group_names
 
 
 class Trackio:
@@ -37,11 +37,10 @@ class Trackio:
         self._run.log(group_names(numbers), step=step)
 
     def event(self, step: int, time: float, kind: str, text: str) -> None:
-        level = trackio.AlertLevel.INFO if kind in QUIET else trackio.AlertLevel.WARN
+        level = trackio.AlertLevel.INFO if kind == "resume" else trackio.AlertLevel.WARN
         self._run.alert(kind, text, level=level, step=step)
 
     def close(self, end: RunEnd) -> None:
         self._run.finish()
 
-    def abandon(self) -> None:
-        pass
+    def abandon(self) -> None: ...

@@ -12,7 +12,7 @@ import psutil
 import wandb
 
 from keel.trainer.run.signals import signals_blocked
-from keel.trainer.run.trackers.tracker import PROJECT, QUIET, RunEnd, TrackedRun, group_names
+from keel.trainer.run.trackers.tracker import PROJECT, RunEnd, TrackedRun, group_names
 
 _SERVER_TIMEOUT_S = 60.0
 _PROCESS = "wandb-core"
@@ -58,7 +58,7 @@ class Wandb:
         self._run.log({**group_names(numbers), "_timestamp": time}, step=at)
 
     def event(self, step: int, time: float, kind: str, text: str) -> None:
-        level = "INFO" if kind in QUIET else "WARN"
+        level = "INFO" if kind == "resume" else "WARN"
         self._run.alert(f"{kind}, step {step}", text, level=level, wait_duration=0)
 
     def close(self, end: RunEnd) -> None:
