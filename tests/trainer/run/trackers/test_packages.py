@@ -60,9 +60,7 @@ def send(folder: Path, seconds: float, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_every_tracker_has_each_step_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_tracker_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient  # noqa: PLC0415  (a second)
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
