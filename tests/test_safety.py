@@ -34,7 +34,7 @@ PICKLES = {
 """Messages between ranks and engines of one run, and functions that the caller of `keel.train`
 passes to the run's workers."""
 RUNS_TEXT = {
-    "agents/environments/general/parts.py",
+    "agents/environments/general/author_code.py",
     "agents/env_runtime/fork_server.py",
     "rewards/code/call_driver.py",
     "rewards/code/languages.py",

@@ -8,12 +8,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import keel
-from keel.agents.env_process.fork_server import ForkServer
+from keel.agents.env_process.fork_server import ForkServer, reply_fault
 from keel.agents.env_process.process import (
     MAX_MESSAGE_BYTES,
     LineProcess,
@@ -108,11 +109,6 @@ class Program:
             encode_line(self.arguments)
         except ValueError as error:
             raise ValueError(f"environment {self.target}: arguments: {error}") from error
-        if self.memory_mib is not None and self.memory_mib < 64:
-            raise ValueError(
-                f"environment {self.target}: memory_mib = {self.memory_mib} must be at least 64, "
-                "which an interpreter alone takes"
-            )
 
     @property
     def where(self) -> Path:
@@ -179,9 +175,7 @@ class Hosted:
         self._turn = asyncio.Lock()
 
     async def open(self, task: Prompt, *, seed: int) -> Opening:
-        if self._starting is None:
-            return await self._open(task, seed)
-        async with self._starting:
+        async with self._starting or nullcontext():
             return await self._open(task, seed)
 
     async def _open(self, task: Prompt, seed: int) -> Opening:
@@ -281,15 +275,13 @@ class Hosted:
 
     async def close(self) -> None:
         self._closed = True
-        process = self._process
         try:
-            if process is not None and self._lost is None:
-                await self._ask("close", {"do": "close"}, self._program.deadlines.close_s)
-        except EnvironmentLost:
-            pass
+            if self._process is not None and self._lost is None:
+                with suppress(EnvironmentLost):
+                    await self._ask("close", {"do": "close"}, self._program.deadlines.close_s)
         finally:
-            if process is not None:
-                await process.end()
+            if self._process is not None:
+                await self._process.end()
             scratch, self._scratch = self._scratch, ""
             if scratch:
                 shutil.rmtree(scratch, ignore_errors=True)
@@ -311,8 +303,13 @@ class Hosted:
             self._requests += 1
             number = self._requests
             line = encode_line({"id": number, **request})
+
+            async def exchange() -> dict[str, Any] | str:
+                await process.send(line)
+                return await process.receive()
+
             try:
-                reply = await with_deadline(timeout_s, _exchange(process, line))
+                reply = await with_deadline(timeout_s, exchange())
             except TimeoutError as error:
                 knob = f" ({_TIMEOUT_KNOBS[during]})" if during in _TIMEOUT_KNOBS else ""
                 reason = f"{name or during} did not end within {timeout_s:g} s{knob}"
@@ -326,21 +323,12 @@ class Hosted:
             except ValueError as error:
                 reason = f"a message of more than {MAX_MESSAGE_BYTES >> 20} MiB"
                 raise await self._fail("large", during, reason) from error
-        if isinstance(reply, str) or reply.get("id") != number:
-            raise await self._fail(
-                "garbage", during, f"sent an invalid reply: {str(reply)[:200]!r}"
-            )
-        if "memory" in reply:
-            limit = self._program.memory_mib
-            raise await self._fail("memory", during, f"out of memory (memory_mib = {limit})")
-        if "refused" in reply:
-            raise await self._fail("start", during, str(reply["refused"]))
-        if "raised" in reply:
-            location = f" ({reply['at']})" if reply.get("at") else ""
-            raise await self._fail("raised", during, f"{reply['raised']}{location}")
-        if not isinstance(reply.get("is"), dict):
-            raise await self._fail("garbage", during, f"replied {str(reply)[:200]!r}")
-        return reply["is"]
+        if isinstance(reply, dict) and reply.get("id") == number:
+            if (fault := reply_fault(reply, self._program.memory_mib)) is not None:
+                raise await self._fail(fault[0], during, fault[1])
+            if isinstance(reply.get("is"), dict):
+                return reply["is"]
+        raise await self._fail("garbage", during, f"sent an invalid reply: {str(reply)[:200]!r}")
 
     async def _fail(self, fault: Fault, during: str, message: str) -> EnvironmentLost:
         assert self._process is not None
@@ -350,20 +338,17 @@ class Hosted:
         return self._lost
 
 
-async def _exchange(process: LineProcess, line: bytes) -> dict[str, Any] | str:
-    await process.send(line)
-    return await process.receive()
-
-
 def _tool(value: Any) -> ToolSpec:
-    if not isinstance(value, dict):
-        raise ValueError(f"a tool must be an object, is {str(value)[:200]!r}")
-    tool = cast(dict[str, Any], value)
-    name, parameters = str(tool.get("name", "")), tool.get("parameters", {})
-    if not isinstance(parameters, dict):
-        raise ValueError(f"tool {name}: parameters must be an object, is {parameters!r:.200}")
-    description = str(tool.get("description") or "")
-    return ToolSpec(name=name, description=description, parameters=cast(dict[str, Any], parameters))
+    tool = cast(dict[str, Any], value) if isinstance(value, dict) else {}
+    parameters = tool.get("parameters", {})
+    if not tool or not isinstance(parameters, dict):
+        text = str(cast(Any, value))[:200]
+        raise ValueError(f"a tool must be an object with parameters, is {text!r}")
+    return ToolSpec(
+        name=str(tool.get("name", "")),
+        description=str(tool.get("description") or ""),
+        parameters=cast(dict[str, Any], parameters),
+    )
 
 
 def _messages(value: Any) -> tuple[Message, ...]:
@@ -372,11 +357,12 @@ def _messages(value: Any) -> tuple[Message, ...]:
         raise ValueError(f"messages must be a non-empty list, is {str(cast(Any, value))[:200]!r}")
     for message in messages:
         fields = cast(dict[str, Any], message) if isinstance(message, dict) else {}
-        if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
+        if fields.get("role") not in _ROLES or not isinstance(fields.get("content"), str):
             text = str(cast(Any, message))[:200]
-            raise ValueError(f"a message needs a role and a content as text, is {text!r}")
-        if fields["role"] not in _ROLES:
-            raise ValueError(f"role {fields['role']!r:.50} is unknown; use {', '.join(_ROLES)}")
+            raise ValueError(
+                f"a message needs a text as its content and a role ({', '.join(_ROLES)}), "
+                f"is {text!r}"
+            )
     return tuple(messages)
 
 

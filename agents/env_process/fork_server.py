@@ -14,21 +14,20 @@ import os
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from keel.agents.env_process.process import (
-    EXIT_S,
     REAP_S,
-    ForkedChild,
+    Child,
     ForkingWrap,
     LimitCheck,
     LineProcess,
     OutputTail,
-    StartedChild,
+    OwnedProcess,
     Wrap,
-    end_child,
     launch,
     not_wrapped,
     with_deadline,
@@ -36,7 +35,18 @@ from keel.agents.env_process.process import (
 from keel.agents.types import EnvironmentLost, Fault
 
 _REPLY_BYTES = 1 << 16
-_Reply = dict[str, Any]
+
+
+def reply_fault(reply: Mapping[str, Any], memory_mib: int | None) -> tuple[Fault, str] | None:
+    """Return the fault that a reply of an environment's process reports, and a message."""
+    if "memory" in reply:
+        return "memory", f"out of memory (memory_mib = {memory_mib})"
+    if "refused" in reply:
+        return "start", str(reply["refused"])
+    if "raised" in reply:
+        location = f" ({reply['at']})" if reply.get("at") else ""
+        return "raised", f"{reply['raised']}{location}"
+    return None
 
 
 class ForkServer:
@@ -51,7 +61,7 @@ class ForkServer:
     def __init__(
         self,
         command: Sequence[str],
-        load: _Reply,
+        load: dict[str, Any],
         *,
         env: Mapping[str, str],
         folder: Path,
@@ -71,18 +81,16 @@ class ForkServer:
             else:
                 self._sandbox = cast(ForkingWrap, wrap)
                 wrap = self._sandbox.parent
-        self._start_server = partial(
-            _Server.start,
+        self._launch = partial(
+            launch,
             command,
+            socket.SOCK_SEQPACKET,
             env=env,
             folder=folder,
             wrap=wrap,
             readable=readable,
-            timeout_s=timeout_s,
         )
         self._server: _Server | None = None
-        self._load_error: EnvironmentLost | None = None
-        """The error from the last attempt to load, raised in every fork that waited for it."""
         self._gate = asyncio.Lock()
         self._cleanups: set[asyncio.Task[Any]] = set()
 
@@ -90,7 +98,7 @@ class ForkServer:
         """Fork a process with `env` added to its environment variables.
 
         Returns None if the caller must start a new process instead. Raises EnvironmentLost if
-        loading fails.
+        loading or forking fails.
         """
         task = asyncio.create_task(self._fork(env))
         try:
@@ -102,15 +110,8 @@ class ForkServer:
             raise
 
     async def _fork(self, env: Mapping[str, str]) -> LineProcess | None:
-        if self.disabled_reason:
-            return None
-        previous = self._load_error
         async with self._gate:
-            if self.disabled_reason:  # set while this fork waited
-                return None
-            if self._server is None:
-                if (error := self._load_error) is not None and error is not previous:
-                    raise EnvironmentLost(error.fault, error.during, error.detail, error.output)
+            if self._server is None and not self.disabled_reason:
                 await self._start()
             if self._server is None:
                 return None
@@ -124,25 +125,25 @@ class ForkServer:
         return await LineProcess.attach(*forked)
 
     async def _start(self) -> None:
-        self._server = server = await self._start_server()
+        channel, child, stderr = self._launch()
+        self._server = server = _Server(child, channel, OutputTail(stderr), self._timeout_s)
         try:
             if self._sandbox is not None:
                 await self._check_isolation(server, self._sandbox)
-                server.child.limit = self._sandbox.hold(server.child.pid, inside=False)
-            await server.ask(self._load)
-            if server.child.limit is not None:
-                server.child.limit()  # each forked process has its own memory limit
-        except _CannotFork as error:
-            self.disabled_reason = str(error)
-            self._server = None
-            await server.end()
+                child.limit = self._sandbox.hold(child.pid, inside=False)
+            reply, _ = await server.ask(self._load)
+            if (fault := reply_fault(reply, self._load["memory_mib"])) is not None:
+                raise _LoadFailed(*fault)
+            if child.limit is not None:
+                child.limit()  # each forked process has its own memory limit
         except (TimeoutError, OSError, EOFError, ValueError) as error:
-            self._load_error = await self._lost(error)
-            raise self._load_error from error
-        except BaseException:
+            raise await self._lost(error) from error
+        except BaseException as error:
             self._server = None
             await server.end()
-            raise
+            if not isinstance(error, _CannotFork):
+                raise
+            self.disabled_reason = str(error)
 
     async def _check_isolation(self, server: _Server, sandbox: ForkingWrap) -> None:
         """Raise _CannotFork if a forked process could escape from its sandbox."""
@@ -153,8 +154,9 @@ class ForkServer:
             result = process.output or ending
         except _CannotFork as error:
             result = str(error)
-        except (EOFError, OSError) as error:
-            result = f"{await server.end(EXIT_S)}: {server.output.text() or error}"
+        except (EOFError, OSError):
+            lost = await server.lost("exit", "open", "")
+            result = f"{lost.detail}: {lost.output}"
         if result != "isolated":
             raise _CannotFork(f"a sandbox for a forked process does not work here: {result}")
 
@@ -168,16 +170,10 @@ class ForkServer:
             fault, message = "hang", f"open did not end within {self._timeout_s:g} s"
         elif isinstance(error, _LoadFailed):
             fault, message = error.fault, str(error)
-            if fault == "memory":
-                message += f" (memory_mib = {self._load['memory_mib']})"
-        ending = await server.end(EXIT_S if fault == "exit" else 0.0)
-        if fault == "exit":
-            fault = "crash" if ending.startswith("was ended") else "exit"
-            message = ending
-        if server.child.limit_hit:
-            fault, message = "memory", server.child.limit_hit
-        target = self._load["target"]
-        return EnvironmentLost(fault, "open", f"{target}: {message}", server.output.text())
+        lost = await server.lost(fault, "open", message)
+        return EnvironmentLost(
+            lost.fault, "open", f"{self._load['target']}: {lost.detail}", lost.output
+        )
 
     async def close(self) -> None:
         """End the server and every process that it has forked."""
@@ -205,70 +201,40 @@ class _LoadFailed(ValueError):
         self.fault: Fault = fault
 
 
-class _Server:
+class _Server(OwnedProcess):
     """The server's process, which handles one request at a time."""
 
     def __init__(
-        self, child: StartedChild, control: socket.socket, output: OutputTail, timeout_s: float
+        self, child: Child, control: socket.socket, output: OutputTail, timeout_s: float
     ) -> None:
-        self.child, self.output = child, output
+        super().__init__(child, output, control.close)
         self._control, self._timeout_s = control, timeout_s
         self._request_id = 0
         self._gate = asyncio.Lock()
-        self._end: asyncio.Task[str] | None = None
-
-    @staticmethod
-    async def start(
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        folder: Path,
-        wrap: Wrap,
-        readable: Sequence[Path],
-        timeout_s: float,
-    ) -> _Server:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            with theirs:
-                child, stderr = launch(
-                    command, theirs, env=env, folder=folder, wrap=wrap, readable=readable
-                )
-        except BaseException:
-            ours.close()
-            raise
-        ours.setblocking(False)
-        return _Server(child, ours, OutputTail(stderr), timeout_s)
 
     async def ask(
-        self, request: _Reply, *fds: int, timeout_s: float | None = None
-    ) -> tuple[_Reply, list[int]]:
-        """Send a request and return its reply.
+        self, request: dict[str, Any], *fds: int, timeout_s: float | None = None
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Send a request with `fds`, and return its reply with those that came back.
 
-        Raises _CannotFork, _LoadFailed, TimeoutError, EOFError or OSError.
+        Raises _CannotFork, TimeoutError, EOFError or OSError.
         """
         async with self._gate:
             self._request_id += 1
             line = json.dumps({"id": self._request_id, **request}).encode()
             socket.send_fds(self._control, [line], fds)
-            reply, fds_back = await with_deadline(timeout_s or self._timeout_s, self._receive())
+            reply, received = await with_deadline(timeout_s or self._timeout_s, self._receive())
         if "cannot" in reply:
             raise _CannotFork(str(reply["cannot"]))
-        if "memory" in reply:
-            raise _LoadFailed("memory", "out of memory")
-        if "refused" in reply:
-            raise _LoadFailed("start", str(reply["refused"]))
-        if "raised" in reply:
-            location = f" ({reply['at']})" if reply.get("at") else ""
-            raise _LoadFailed("raised", f"{reply['raised']}{location}")
-        return reply["is"], fds_back
+        return reply, received
 
-    async def _receive(self) -> tuple[_Reply, list[int]]:
+    async def _receive(self) -> tuple[dict[str, Any], list[int]]:
         loop = asyncio.get_running_loop()
         while True:
-            ready = loop.create_future()
-            loop.add_reader(self._control, lambda: ready.done() or ready.set_result(None))  # noqa: B023
+            ready = asyncio.Event()
+            loop.add_reader(self._control, ready.set)
             try:
-                await ready
+                await ready.wait()
             finally:
                 loop.remove_reader(self._control)
             line, fds, _, _ = socket.recv_fds(self._control, _REPLY_BYTES, 1)
@@ -277,7 +243,7 @@ class _Server:
             reply = json.loads(line)
             if reply["id"] == self._request_id:
                 return reply, fds
-            for fd in fds:  # reply to a cancelled request
+            for fd in fds:  # reply to a request that timed out
                 os.close(fd)
 
     async def fork(
@@ -287,75 +253,53 @@ class _Server:
         watch: Callable[[int], LimitCheck] | None,
         *,
         run: str | None = None,
-    ) -> tuple[ForkedChild, socket.socket, int]:
+    ) -> tuple[Child, socket.socket, int]:
         """Fork a process and return the arguments for `LineProcess.attach`.
 
         Raises the same errors as `ask`, and EnvironmentLost if this process has run out of file
         descriptors.
         """
-        ours, theirs, stderr, write_end = _open_channel()
-        request = {"do": "fork", "inner": inner, "env": dict(env), "run": run}
         try:
-            forked, fds = await self.ask(request, theirs.fileno(), write_end)
-        except BaseException:
-            ours.close()
-            os.close(stderr)
-            raise
-        finally:
-            theirs.close()
-            os.close(write_end)
-        reap = partial(self._reap, forked["pid"])
-        try:
-            if not fds:  # the kernel drops descriptors that do not fit
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            pid = _local_pid(fds[0])
-            limit = watch(pid) if watch is not None else None
+            ours, theirs = socket.socketpair()
         except OSError as error:
-            ours.close()  # which ends the process
-            for fd in (stderr, *fds):
-                os.close(fd)
-            await reap()
             raise _fork_failed(error) from error
-        return ForkedChild(fds[0], pid, reap, limit), ours, stderr
+        ours.setblocking(False)
+        with ExitStack() as undo:
+            undo.callback(ours.close)  # which ends the process
+            with theirs:
+                try:
+                    stderr, write_end = os.pipe()
+                except OSError as error:
+                    raise _fork_failed(error) from error
+                undo.callback(os.close, stderr)
+                request = {"do": "fork", "inner": inner, "env": dict(env), "run": run}
+                try:
+                    reply, fds = await self.ask(request, theirs.fileno(), write_end)
+                finally:
+                    os.close(write_end)
+            reap = partial(self._reap, reply["is"]["pid"])
+            try:
+                if not fds:  # the kernel drops descriptors that do not fit
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                undo.callback(os.close, fds[0])
+                text = Path(f"/proc/self/fdinfo/{fds[0]}").read_text()
+                match = re.search(r"^Pid:\s+(\d+)$", text, re.MULTILINE)
+                pid = int(match[1]) if match else -1  # in this process's namespace
+                limit = watch(pid) if watch is not None else None
+            except OSError as error:
+                ours.close()
+                await reap()
+                raise _fork_failed(error) from error
+            undo.pop_all()
+        return Child(pid, fds[0], reap, "" if limit is None else "inside", limit), ours, stderr
 
     async def _reap(self, pid: int) -> int | None:
         try:
             reply, _ = await self.ask({"do": "reap", "pid": pid}, timeout_s=REAP_S)
-        except (_CannotFork, TimeoutError, EOFError, OSError, ValueError):  # the server has ended
-            return None
-        return reply["status"]
-
-    async def end(self, within_s: float = 0.0) -> str:
-        """Kill the server and its children. Returns how it ended if it exited within `within_s`."""
-        if self._end is None:
-            self._end = asyncio.create_task(self._shut_down(within_s))
-        return await asyncio.shield(self._end)
-
-    async def _shut_down(self, within_s: float) -> str:
-        ending = await end_child(self.child, within_s, self.output)
-        self._control.close()
-        return ending
-
-
-def _open_channel() -> tuple[socket.socket, socket.socket, int, int]:
-    try:
-        ours, theirs = socket.socketpair()
-        try:
-            return ours, theirs, *os.pipe()
-        except OSError:
-            ours.close()
-            theirs.close()
-            raise
-    except OSError as error:
-        raise _fork_failed(error) from error
+            return reply["is"]["status"]
+        except (_CannotFork, TimeoutError, EOFError, OSError, LookupError):
+            return None  # the server has ended
 
 
 def _fork_failed(error: Exception) -> EnvironmentLost:
     return EnvironmentLost("start", "open", f"cannot be forked: {error}")
-
-
-def _local_pid(pidfd: int) -> int:
-    """Return the PID that a process has in this process's namespace."""
-    text = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
-    match = re.search(r"^Pid:\s+(-?\d+)$", text, re.MULTILINE)
-    return int(match[1]) if match else -1

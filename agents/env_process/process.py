@@ -17,10 +17,10 @@ import subprocess
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 from keel.agents.types import EnvironmentLost, Fault
 
@@ -40,7 +40,7 @@ LimitCheck = Callable[[], str]
 
 
 class SandboxLaunch(Protocol):
-    """A command line that is ready to start."""
+    """A command line that is ready to start. `env` overrides the inherited variables."""
 
     @property
     def command(self) -> Sequence[str]: ...
@@ -49,23 +49,15 @@ class SandboxLaunch(Protocol):
     def pass_fds(self) -> Sequence[int]: ...
 
     @property
-    def env(self) -> Mapping[str, str]:
-        """Variables that override the inherited environment variables."""
-        ...
+    def env(self) -> Mapping[str, str]: ...
 
     def started(self, pid: int) -> LimitCheck | None:
-        """Monitor the process that was started.
-
-        Returns None unless the process is the outer process of a sandbox, which exits after
-        everything inside it.
-        """
+        """Monitor the outer process of a sandbox. Returns None if there is no sandbox."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Bare:
-    """A `SandboxLaunch` that uses no sandbox."""
-
     command: Sequence[str]
     pass_fds: Sequence[int] = ()
     env: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -75,49 +67,35 @@ class _Bare:
 
 
 class Wrap(Protocol):
-    """Puts a command line into a sandbox.
+    """Puts a command line into a sandbox that can read the system, the program and `readable`.
 
-    The files that it opens may be closed once the process has started.
+    Raises FileNotFoundError or PermissionError with a message for the user.
     """
 
     def __call__(
         self, command: Sequence[str], *, readable: Sequence[Path]
-    ) -> AbstractContextManager[SandboxLaunch]:
-        """Return the launch for `command`.
-
-        `readable` are the files and folders that the program needs in addition to the system and
-        its interpreter. Raises FileNotFoundError or PermissionError with a message for the user.
-        """
-        ...
+    ) -> AbstractContextManager[SandboxLaunch]: ...
 
 
 class ForkingWrap(Protocol):
-    """A sandbox whose process may fork children, each isolated as if it were started separately."""
+    """A sandbox whose process may fork children, each isolated as if it were started separately.
+
+    `inner` has the settings for `keel.agents.env_runtime.isolate`, or is None if this machine does
+    not allow it. `probe` is Python code that tries to escape, and prints `isolated` if it fails.
+    """
 
     @property
-    def inner(self) -> Mapping[str, Any] | None:
-        """Settings for `keel.agents.env_runtime.isolate`, or None if this machine does not allow
-        it."""
-        ...
+    def inner(self) -> Mapping[str, Any] | None: ...
 
     @property
-    def probe(self) -> str:
-        """Python code that tries to escape, and prints `isolated` if it fails."""
-        ...
+    def probe(self) -> str: ...
 
     def parent(
         self, command: Sequence[str], *, readable: Sequence[Path]
-    ) -> AbstractContextManager[SandboxLaunch]:
-        """Return the launch for a process that forks. It is like `__call__`, but sets no memory
-        limit."""
-        ...
+    ) -> AbstractContextManager[SandboxLaunch]: ...
 
     def hold(self, pid: int, *, inside: bool) -> LimitCheck:
-        """Monitor the memory of a sandbox.
-
-        If `inside` is True, `pid` is the first process in the namespace of a forked child.
-        Otherwise it is the outer process of a sandbox.
-        """
+        """Monitor the memory of a sandbox, by its outer process or by the one `inside` it."""
         ...
 
 
@@ -128,140 +106,87 @@ def not_wrapped(
     return nullcontext(_Bare(command))
 
 
-class Child(Protocol):
+class Child:
     """A process that belongs to an episode.
 
-    It is reaped only after its descendants are dead, so that its PID is not reused before.
-    """
-
-    pid: int
-    limit_hit: str
-    """The limit that ended its sandbox, or "". It is known once the process has been reaped."""
-    orphaned: bool
-    """True if the fork server was already dead when the process should have been reaped."""
-
-    async def gone(self, within_s: float) -> bool:
-        """Wait until the process exits, without reaping it. Returns False on timeout."""
-        ...
-
-    def kill(self) -> None:
-        """Kill the process and its descendants."""
-        ...
-
-    async def reap(self) -> int | None:
-        """Reap the process after `kill`.
-
-        Returns the exit status, which is the negative signal number if a signal killed the process,
-        or None if it is unknown.
-        """
-        ...
-
-
-class StartedChild:
-    """A process that this process has started.
-
-    `limit` is set if it is the outer process of a sandbox.
-    """
-
-    def __init__(self, process: subprocess.Popen[bytes], limit: LimitCheck | None) -> None:
-        self.pid = process.pid
-        self.limit_hit, self.orphaned = "", False
-        self._process, self.limit = process, limit
-        # Kills the group at interpreter exit if an abandoned event loop never closed it.
-        self._finalizer = weakref.finalize(self, _kill_group, process.pid)
-
-    async def gone(self, within_s: float) -> bool:
-        def has_exited() -> bool:
-            try:
-                flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-                return os.waitid(os.P_PID, self.pid, flags) is not None
-            except ChildProcessError:
-                return True
-
-        return await _poll(has_exited, within_s)
-
-    def kill(self) -> None:
-        _kill_descendants(self.pid)
-        if self.limit is None:
-            _kill_group(self.pid)
-
-    async def reap(self) -> int | None:
-        if self.limit is not None:
-            deadline = time.monotonic() + REAP_S
-            while not await self.gone(0.05) and time.monotonic() < deadline:
-                _kill_descendants(self.pid)  # the sandbox was still starting
-            _kill_group(self.pid)
-            self.limit_hit = self.limit()
-        await self.gone(REAP_S)
-        status = self._process.poll()
-        if status is not None:
-            self._finalizer.detach()
-        return status
-
-
-class ForkedChild:
-    """A process that a fork server has forked and will reap.
-
-    `limit` is set if it is the first process of a PID namespace. When that process ends, all others
-    in the namespace are killed.
+    It is reaped only after its descendants are dead, so that its PID is not reused before. `status`
+    reaps it and returns its exit status. `sandbox` says whether the process is the `outer` one of a
+    sandbox, which exits after everything inside it, the first one `inside` a PID namespace, which
+    takes all others there with it, or neither.
     """
 
     def __init__(
         self,
-        pidfd: int,
         pid: int,
-        reap: Callable[[], Awaitable[int | None]],
-        limit: LimitCheck | None,
+        pidfd: int,
+        status: Callable[[], Awaitable[int | None]],
+        sandbox: Literal["", "outer", "inside"] = "",
+        limit: LimitCheck | None = None,
     ) -> None:
-        self.pid = pid
-        self.limit_hit, self.orphaned = "", False
-        self._pidfd, self._reap, self._limit = pidfd, reap, limit
-        self._finalizer = weakref.finalize(self, _kill_and_close, pidfd)
+        self.pid, self.limit = pid, limit
+        self.limit_hit = ""
+        """The limit that ended its sandbox, or "". It is known once the process was reaped."""
+        self.orphaned = False
+        """True if the fork server was already dead when the process should have been reaped."""
+        self._pidfd, self._status, self._sandbox = pidfd, status, sandbox
+        # Kills it at interpreter exit if an abandoned event loop never closed it.
+        self._finalizer = weakref.finalize(self, _kill_abandoned, pid, pidfd)
 
     async def gone(self, within_s: float) -> bool:
+        """Wait until the process exits, without reaping it. Returns False on timeout."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
-        return await _poll(lambda: bool(poll.poll(0)), within_s)
+        deadline, pause_s = time.monotonic() + within_s, 0.001
+        while not poll.poll(0):
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+        return True
 
     def kill(self) -> None:
+        """Kill the process and its descendants."""
         try:
             signal.pidfd_send_signal(self._pidfd, 0)
-        except ProcessLookupError:  # reaped, since its parent has exited; so are its children
+        except ProcessLookupError:  # reaped by a parent that has exited; so are its children
             return
-        if self._limit is None:
-            _kill_descendants(self.pid)
-            _kill_group(self.pid)
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        if self._sandbox != "inside":
+            for child in descendants(self.pid):
+                _kill(os.kill, child)
+        if not self._sandbox:
+            _kill(os.killpg, self.pid)
+        if self._sandbox != "outer":
+            _kill(signal.pidfd_send_signal, self._pidfd)
 
     async def reap(self) -> int | None:
+        """Reap the process after `kill`. Returns None instead of its exit status if that is
+        unknown, or the negative signal number if a signal killed the process."""
+        deadline = time.monotonic() + REAP_S
+        while not (gone := await self.gone(0.05)) and time.monotonic() < deadline:
+            self.kill()  # a sandbox that was still starting
+        if self._sandbox == "outer":
+            _kill(os.killpg, self.pid)
         try:
-            if not await self.gone(REAP_S):
-                return None
-            status = await self._reap()
-            self.orphaned = status is None
+            status = await self._status() if gone else None
+            self.orphaned = gone and status is None
+            return status
         finally:
-            if self._limit is not None:
-                self.limit_hit = self._limit()
-            self._finalizer.detach()
-            os.close(self._pidfd)
-        return status
+            if self.limit is not None:
+                self.limit_hit = self.limit()
+            if self._finalizer.detach():
+                os.close(self._pidfd)
 
 
-def _kill_and_close(pidfd: int) -> None:
+def _kill(send: Callable[[int, int], None], target: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        send(target, signal.SIGKILL)
+
+
+def _kill_abandoned(pid: int, pidfd: int) -> None:
     with suppress(OSError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)
         os.close(pidfd)
-
-
-async def _poll(condition: Callable[[], bool], within_s: float) -> bool:
-    deadline, pause_s = time.monotonic() + within_s, 0.001
-    while not condition():
-        if time.monotonic() >= deadline:
-            return False
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.05)
-    return True
 
 
 def descendants(pid: int) -> list[int]:
@@ -279,17 +204,6 @@ def descendants(pid: int) -> list[int]:
                 pending += map(int, children)
                 pids += map(int, children)
     return pids
-
-
-def _kill_descendants(pid: int) -> None:
-    for child in descendants(pid):
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(child, signal.SIGKILL)
-
-
-def _kill_group(pid: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def encode_line(message: Mapping[str, Any]) -> bytes:
@@ -326,7 +240,63 @@ async def with_deadline(timeout_s: float, work: Coroutine[Any, Any, Result]) -> 
             task.exception()  # mark as retrieved, or asyncio logs it
 
 
-class LineProcess:
+class OwnedProcess:
+    """A child process with the last part of its standard error. `close` closes its channel."""
+
+    def __init__(self, child: Child, output: OutputTail, close: Callable[[], None]) -> None:
+        self.child = child
+        self._output, self._close = output, close
+        self._end: asyncio.Task[str] | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid
+
+    @property
+    def output(self) -> str:
+        """The last part of the process's standard error."""
+        return self._output.text()
+
+    async def lost(self, fault: Fault, during: str, message: str) -> EnvironmentLost:
+        """End the process, and return an error with the cause and the last part of its output."""
+        ending = await self.end(EXIT_S if fault == "exit" else 0.0)
+        if fault == "exit":
+            fault = "crash" if ending.startswith("was ended") else "exit"
+            message = ending
+        if self.child.orphaned:
+            during, message = "parent", "the process that it was forked from has ended"
+        if self.child.limit_hit:
+            fault, message = "memory", self.child.limit_hit
+        return EnvironmentLost(fault, during, message, self.output)
+
+    async def end(self, within_s: float = 0.0) -> str:
+        """Kill the process and its descendants.
+
+        Returns how the process ended, if it exited within `within_s`. It is safe to call this more
+        than once.
+        """
+        if self._end is None:
+            self._end = asyncio.create_task(self._shut_down(within_s))
+        return await asyncio.shield(self._end)
+
+    async def _shut_down(self, within_s: float) -> str:
+        try:
+            exited = await self.child.gone(within_s)
+        finally:
+            self.child.kill()
+        status = await self.child.reap()
+        await self._output.drain(0.2)
+        self._output.close()
+        self._close()
+        if not exited or status is None:
+            return "closed its output"
+        number = -status if status < 0 else status - 128  # 128 + n from a sandbox's first process
+        if number in set(signal.Signals):
+            return f"was ended by {signal.Signals(number).name}"
+        return f"was ended by signal {number}" if status < 0 else f"exited with status {status}"
+
+
+class LineProcess(OwnedProcess):
     """A child process and the channel for messages to it.
 
     It belongs to one event loop and handles one exchange at a time.
@@ -339,9 +309,8 @@ class LineProcess:
         writer: asyncio.StreamWriter,
         output: OutputTail,
     ) -> None:
-        self._child = child
-        self._reader, self._writer, self._output = reader, writer, output
-        self._end: asyncio.Task[str] | None = None
+        super().__init__(child, output, writer.transport.abort)
+        self._reader, self._writer = reader, writer
 
     @staticmethod
     async def start(
@@ -357,16 +326,10 @@ class LineProcess:
         Raises EnvironmentLost if the program cannot be run, and OSError if this process has run out
         of file descriptors.
         """
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                child, stderr = launch(
-                    command, theirs, env=env, folder=folder, wrap=wrap, readable=readable
-                )
-        except BaseException:
-            ours.close()
-            raise
-        return await LineProcess.attach(child, ours, stderr)
+        channel, child, stderr = launch(
+            command, socket.SOCK_STREAM, env=env, folder=folder, wrap=wrap, readable=readable
+        )
+        return await LineProcess.attach(child, channel, stderr)
 
     @staticmethod
     async def attach(child: Child, channel: socket.socket, stderr: int) -> LineProcess:
@@ -374,34 +337,18 @@ class LineProcess:
 
         `stderr` is the read end of the pipe for its standard error.
         """
-        channel.setblocking(False)
         output = OutputTail(stderr)
         try:
             reader, writer = await asyncio.open_unix_connection(
                 sock=channel, limit=MAX_MESSAGE_BYTES
             )
         except BaseException:  # cancelled
-            channel.close()
-            output.close()
-            child.kill()
-            await asyncio.shield(child.reap())
+            await asyncio.shield(OwnedProcess(child, output, channel.close).end())
             raise
         return LineProcess(child, reader, writer, output)
 
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    @property
-    def output(self) -> str:
-        """The last part of the process's standard error."""
-        return self._output.text()
-
     async def send(self, line: bytes) -> None:
-        """Send a line.
-
-        Raises OSError if the process has closed its channel.
-        """
+        """Send a line. Raises OSError if the process has closed its channel."""
         self._writer.write(line)
         await self._writer.drain()
 
@@ -414,97 +361,63 @@ class LineProcess:
         line = await self._reader.readline()
         if not line.endswith(b"\n"):
             raise EOFError
-        try:
+        with suppress(ValueError, RecursionError):
             message = json.loads(line)
-        except (ValueError, RecursionError):
-            message = None
-        if isinstance(message, dict):
-            return cast(dict[str, Any], message)
+            if isinstance(message, dict):
+                return cast(dict[str, Any], message)
         return line.decode(errors="replace").strip()
-
-    async def lost(self, fault: Fault, during: str, message: str) -> EnvironmentLost:
-        """End the process, and return an error with the cause and the last part of its output."""
-        ending = await self.end(EXIT_S if fault == "exit" else 0.0)
-        if fault == "exit":
-            fault = "crash" if ending.startswith("was ended") else "exit"
-            message = ending
-        if self._child.orphaned:
-            during, message = "parent", "the process that it was forked from has ended"
-        if self._child.limit_hit:
-            fault, message = "memory", self._child.limit_hit
-        return EnvironmentLost(fault, during, message, self.output)
-
-    async def end(self, within_s: float = 0.0) -> str:
-        """Kill the process and its descendants.
-
-        Returns how the process ended, if it exited within `within_s`. It is safe to call this more
-        than once.
-        """
-        if self._end is None:
-            self._end = asyncio.create_task(self._shut_down(within_s))
-        return await asyncio.shield(self._end)
-
-    async def _shut_down(self, within_s: float) -> str:
-        ending = await end_child(self._child, within_s, self._output)
-        self._writer.transport.abort()
-        return ending
-
-
-async def end_child(child: Child, within_s: float, output: OutputTail) -> str:
-    """Kill and reap a child, and close its output. Returns how the child ended."""
-    try:
-        exited = await child.gone(within_s)
-    finally:
-        child.kill()
-    status = await child.reap()
-    await output.drain(0.2)
-    output.close()
-    if not exited or status is None:
-        return "closed its output"
-    number = -status if status < 0 else status - 128  # 128 + n from a sandbox's outer process
-    known = number in set(signal.Signals)
-    if status < 0 or (status > 128 and known):
-        return f"was ended by {signal.Signals(number).name if known else f'signal {number}'}"
-    return f"exited with status {status}"
 
 
 def launch(
     command: Sequence[str],
-    channel: socket.socket,
+    kind: socket.SocketKind,
     *,
     env: Mapping[str, str],
     folder: Path | None,
     wrap: Wrap,
     readable: Sequence[Path],
-) -> tuple[StartedChild, int]:
-    """Start a process with `channel` as its standard input and output.
+) -> tuple[socket.socket, Child, int]:
+    """Start a process whose standard input and output are one end of a socket pair.
 
-    Returns the process and the read end of its standard error. Raises the same errors as
-    `LineProcess.start`.
+    Returns the other end, the process and the read end of its standard error. Raises the same
+    errors as `LineProcess.start`.
     """
-    stderr, write_end = os.pipe()
-    inherited = {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
-    try:
-        with wrap(command, readable=readable) as plan:
-            process = subprocess.Popen(
-                plan.command,
-                stdin=channel.fileno(),
-                stdout=channel.fileno(),
-                stderr=write_end,
-                env={**inherited, **plan.env, **env},
-                cwd=folder,
-                pass_fds=plan.pass_fds,
-                start_new_session=True,
-            )
-            return StartedChild(process, plan.started(process.pid)), stderr
-    except BaseException as error:
-        os.close(stderr)
-        if isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError):
-            reason = f"cannot run {command[0]}: {error}"
-            raise EnvironmentLost("start", "open", reason) from error
-        raise
-    finally:
-        os.close(write_end)
+    with ExitStack() as undo:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+        undo.callback(ours.close)
+        ours.setblocking(False)
+        with theirs:
+            stderr, write_end = os.pipe()
+            undo.callback(os.close, stderr)
+            inherited = {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
+            try:
+                with wrap(command, readable=readable) as plan:
+                    process = subprocess.Popen(
+                        plan.command,
+                        stdin=theirs.fileno(),
+                        stdout=theirs.fileno(),
+                        stderr=write_end,
+                        env={**inherited, **plan.env, **env},
+                        cwd=folder,
+                        pass_fds=plan.pass_fds,
+                        start_new_session=True,
+                    )
+                    undo.callback(process.wait)
+                    undo.callback(process.kill)
+                    limit = plan.started(process.pid)
+                    pidfd = os.pidfd_open(process.pid)
+            except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+                reason = f"cannot run {command[0]}: {error}"
+                raise EnvironmentLost("start", "open", reason) from error
+            finally:
+                os.close(write_end)
+
+        async def status() -> int | None:
+            return process.poll()
+
+        child = Child(process.pid, pidfd, status, "" if limit is None else "outer", limit)
+        undo.pop_all()
+    return ours, child, stderr
 
 
 class OutputTail:
@@ -519,13 +432,11 @@ class OutputTail:
         self._loop.add_reader(fd, self._read)
 
     def _read(self) -> None:
-        try:
+        with suppress(BlockingIOError):
             data = os.read(self._fd, 1 << 16)
-        except BlockingIOError:
-            return
-        self._tail = (self._tail + data)[-_OUTPUT_BYTES:]
-        if not data:
-            self.close()
+            self._tail = (self._tail + data)[-_OUTPUT_BYTES:]
+            if not data:
+                self.close()
 
     def close(self) -> None:
         if not self._ended.is_set():

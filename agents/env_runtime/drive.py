@@ -90,29 +90,17 @@ def _forward(path: str) -> int:
     return listener.getsockname()[1]
 
 
-class _LastLine:
-    """Copies a pipe to standard error and remembers the last line that is not empty."""
-
-    def __init__(self, pipe: Any) -> None:
-        self._pipe = pipe
-        self._line = b""
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        rest = b""
-        while data := os.read(self._pipe.fileno(), 1 << 16):
-            with suppress(OSError):
-                os.write(2, data)
-            *lines, rest = (rest + data).split(b"\n")
-            rest = rest[-_MAX_BYTES:]
-            for line in (*lines, rest):
-                if line.strip():
-                    self._line = line[-_MAX_BYTES:]
-
-    def text(self) -> str:
-        self._thread.join(0.5)  # a background process may hold the pipe open
-        return self._line.decode(errors="replace").strip()
+def _copy_lines(pipe: int, last_line: list[bytes]) -> None:
+    """Copy a pipe to standard error and keep its last line that is not empty."""
+    rest = b""
+    while data := os.read(pipe, 1 << 16):
+        with suppress(OSError):
+            os.write(2, data)
+        *lines, rest = (rest + data).split(b"\n")
+        rest = rest[-_MAX_BYTES:]
+        for line in (*lines, rest):
+            if line.strip():
+                last_line[0] = line[-_MAX_BYTES:]
 
 
 def _exit_code(process: Any) -> int:
@@ -149,14 +137,12 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         for name in [name for name in _URLS if name in env]:
             path = request["env"][name].split("/", 3)[3]
             env[name] = f"http://127.0.0.1:{port}/{path}"
-    values = {"{prompt}": request["prompt"], "{prompt_file}": paths["prompt"]}
-    command: list[str] = []
-    for word in request["command"]:
-        for name, text in values.items():
-            if name in word:
-                word = word.replace(name, text)
-                break
-        command.append(word)
+    command: list[str] = [
+        word.replace("{prompt}", request["prompt"])
+        if "{prompt}" in word
+        else word.replace("{prompt_file}", paths["prompt"])
+        for word in request["command"]
+    ]
     limit_memory(request["memory_mib"])
     try:
         process = subprocess.Popen(
@@ -168,12 +154,19 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         )
     except (OSError, ValueError) as error:
         return {"cannot": f"cannot run {command[0]}: {error}"}
-    last_line = _LastLine(process.stdout)
+    last_line = [b""]
+    assert process.stdout is not None
+    copying = threading.Thread(
+        target=_copy_lines, args=(process.stdout.fileno(), last_line), daemon=True
+    )
+    copying.start()
     code = _exit_code(process)  # Keel keeps the deadline, and kills
+    copying.join(0.5)  # a background process may hold the pipe open
     verdict = None
     with suppress(OSError), open(paths["verdict"], "rb") as file:
         verdict = file.read(_MAX_BYTES).decode(errors="replace")
-    return {"exit": code, "last": last_line.text(), "verdict": verdict}
+    last = last_line[0].decode(errors="replace").strip()
+    return {"exit": code, "last": last, "verdict": verdict}
 
 
 def main() -> None:

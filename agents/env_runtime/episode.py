@@ -45,9 +45,7 @@ def limit_memory(mib: Optional[int]) -> None:  # noqa: UP045  (Python 3.9)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if mib is not None:
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        limit = mib << 20
-        if hard != resource.RLIM_INFINITY:
-            limit = min(limit, hard)
+        limit = mib << 20 if hard == resource.RLIM_INFINITY else min(mib << 20, hard)
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
@@ -67,6 +65,15 @@ def take_channel() -> tuple[Any, Any]:
     requests, replies = open(os.dup(0), "rb"), open(os.dup(1), "wb")  # noqa: SIM115
     redirect_prints()
     return requests, replies
+
+
+def failure_of(error: Exception) -> Request:
+    """Return the reply for an error."""
+    if isinstance(error, MemoryError):
+        return {"memory": True}
+    if isinstance(error, InvalidEnvironment):
+        return {"refused": str(error)}
+    return {"raised": error_text(error), "at": error_location(error)}
 
 
 class _Episode:
@@ -127,18 +134,11 @@ def serve(requests: Any, replies: Any) -> None:
     episode = _Episode()
     for line in requests:
         request = json.loads(line)
-        reply: Request
         try:
             # Encoding is part of the try: an unencodable result is the environment's failure.
-            reply = {"is": episode.answer(request)}
-            text = json.dumps({"id": request["id"], **reply}, allow_nan=True)
-        except MemoryError:
-            text = json.dumps({"id": request["id"], "memory": True})
-        except InvalidEnvironment as error:
-            text = json.dumps({"id": request["id"], "refused": str(error)})
+            text = json.dumps({"id": request["id"], "is": episode.answer(request)}, allow_nan=True)
         except Exception as error:
-            reply = {"raised": error_text(error), "at": error_location(error)}
-            text = json.dumps({"id": request["id"], **reply})
+            text = json.dumps({"id": request["id"], **failure_of(error)})
         sys.stdout.flush()
         sys.stderr.flush()
         replies.write(text.encode() + b"\n")
@@ -177,11 +177,9 @@ def call_function(target: str) -> None:
     result = resolve(function(*positional, **named))
     if result is None:
         return
-    pair = cast("Any", result if isinstance(result, tuple) else (result, {}))
-    parts, facts = pair
-    if isinstance(result, str):
-        verdict: dict[str, Any] = {"answer": result}
-    else:
+    parts, facts = cast("Any", result if isinstance(result, tuple) else (result, {}))
+    verdict: Request = {"answer": result}
+    if not isinstance(result, str):
         scores = cast("Any", parts if isinstance(parts, dict) else {"correct": float(parts)})
         verdict = {"parts": scores, "facts": facts}
     with open(os.environ["KEEL_VERDICT"], "w", encoding="utf-8") as file:

@@ -12,9 +12,9 @@ Standard input is a socket (SOCK_SEQPACKET) that carries JSON messages:
     → {"id": 3, "do": "reap", "pid": 12}
     ← {"id": 3, "is": {"status": 0}}        once it has ended; negative: the signal that ended it
 
-Instead of "is", a reply may have "cannot" (the reason why forking is unsafe) or one of the errors
-in start.py. A forked process then uses the protocol of start.py, or executes the code in `run` if
-there is any.
+Instead of "is", a reply may have "cannot" (the reason why forking is unsafe or failed) or one of
+the errors in start.py. A forked process then uses the protocol of start.py, or executes the code in
+`run` if there is any.
 
 `inner` has the settings for `keel.agents.env_runtime.isolate`. With it, the reported process is the
 first one in a PID namespace. It exits with the program's status, or with 128 plus the number of the
@@ -34,8 +34,14 @@ import sys
 from contextlib import suppress
 from typing import Any, Optional, cast
 
-from keel.agents.env_runtime.episode import limit_memory, protect_process, redirect_prints, serve
-from keel.agents.env_runtime.errors import InvalidEnvironment, error_location, error_text
+from keel.agents.env_runtime.episode import (
+    failure_of,
+    limit_memory,
+    protect_process,
+    redirect_prints,
+    serve,
+)
+from keel.agents.env_runtime.errors import error_text
 from keel.agents.env_runtime.isolate import Inner, isolate, unshare
 from keel.agents.env_runtime.load import preload
 
@@ -54,7 +60,7 @@ class _Forker:
         random.seed(0)
         preload(request["target"], request["action"])
         if reason := self._shared_state():
-            return {"cannot": reason}
+            return {"cannot": f"importing it {reason}"}
         with suppress(OSError, ValueError):  # forked processes count towards this limit
             hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
             resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
@@ -64,19 +70,18 @@ class _Forker:
 
     def _shared_state(self) -> str:
         """Describe the state that forked processes would share. Returns "" if there is none."""
-        threads = len(os.listdir("/proc/self/task"))
-        if threads > 1:
-            return f"importing it starts {threads - 1} thread(s)"
+        if (threads := len(os.listdir("/proc/self/task"))) > 1:
+            return f"starts {threads - 1} thread(s)"
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             if file.read().split():
-                return "importing it starts a process"
+                return "starts a process"
         if opened := sorted(_open_files() - self._files):
-            return f"importing it opens {opened[0][1]}"
+            return f"opens {opened[0][1]}"
         with open("/proc/self/maps") as file:
             for line in file:
-                words = line.split(None, 5)
-                if words[1].startswith("rw") and words[1].endswith("s"):
-                    return f"importing it maps shared memory ({(words[5:] or ['?'])[0].strip()})"
+                permissions, name = line.split()[1], line.rstrip().rpartition(" ")[2]
+                if permissions.startswith("rw") and permissions.endswith("s"):
+                    return f"maps shared memory ({name})"
         return ""
 
     def fork(self, request: _Reply, channel: int, stderr: int) -> Optional[int]:  # noqa: UP045
@@ -145,8 +150,8 @@ class _Forker:
             while True:
                 pid, status = os.wait()
                 if pid == program:
-                    code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 0
-                    os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else code)
+                    code = os.waitstatus_to_exitcode(status)
+                    os._exit(128 - code if code < 0 else code)
         os.close(status_write)
 
     def _report(self, number: int, pid: int) -> None:
@@ -170,33 +175,28 @@ class _Forker:
         """
         while True:
             line, fds, _, _ = socket.recv_fds(self._control, _MAX_BYTES, 2)
-            for fd in fds:  # processes that the environment starts must not reach Keel
-                os.set_inheritable(fd, False)
             if not line:
                 return None
+            for fd in fds:  # processes that the environment starts must not reach Keel
+                os.set_inheritable(fd, False)
             request = json.loads(line)
-            number = request["id"]
             try:
                 if request["do"] == "fork":
                     channel = self.fork(request, *fds)
                     if channel is not None:
                         return channel, request["run"]
+                    reply = None
                 elif request["do"] == "reap":
-                    status = os.waitpid(request["pid"], 0)[1]
-                    code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else status >> 8
-                    self._send({"id": number, "is": {"status": code}})
+                    status = os.waitstatus_to_exitcode(os.waitpid(request["pid"], 0)[1])
+                    reply = {"is": {"status": status}}
                 else:
-                    self._send({"id": number, **self.load(request)})
-            except MemoryError:
-                self._send({"id": number, "memory": True})
-            except InvalidEnvironment as error:
-                self._send({"id": number, "refused": str(error)})
+                    reply = self.load(request)
             except Exception as error:
+                reply = failure_of(error)
                 if request["do"] == "fork":  # a limit of the machine, met by this episode alone
-                    self._send({"id": number, "cannot": error_text(error)})
-                else:
-                    reply = {"raised": error_text(error), "at": error_location(error)}
-                    self._send({"id": number, **reply})
+                    reply = {"cannot": error_text(error)}
+            if reply is not None:
+                self._send({"id": request["id"], **reply})
             sys.stdout.flush()
             sys.stderr.flush()
             for fd in fds:

@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 from contextlib import suppress
-from typing import Any, Optional
+from typing import Any, Optional, cast
 
 from keel.agents.env_runtime.errors import InvalidEnvironment, error_location, error_text
 from keel.agents.env_runtime.games import TextGame
@@ -28,42 +28,32 @@ _loaded: dict[str, Any] = {}
 
 
 def preload(target: str, action: Optional[str]) -> None:  # noqa: UP045
-    """Import the modules that each episode would import.
-
-    Raises InvalidEnvironment in the same cases as `load`.
-    """
-    if is_address(target):
-        with suppress(ImportError):  # reported when an episode opens
-            importlib.import_module(CLIENT)
-        return
-    load(target)
-    if action:
-        load(action)
-    name = target.partition(":")[0]
-    module = sys.modules[_module_name(name) if name.endswith(".py") else name]
-    for late in getattr(module, "PRELOAD", ()):
+    """Import the modules that each episode would import. Raises InvalidEnvironment as `load`."""
+    late: tuple[str, ...] = (CLIENT,)
+    if not is_address(target):
+        load(target)
+        if action:
+            load(action)
+        name = target.partition(":")[0]
+        module = sys.modules[_module_name(name) if name.endswith(".py") else name]
+        late = getattr(module, "PRELOAD", ())
+    for name in late:
         with suppress(ImportError):  # reported when it is used
-            importlib.import_module(late)
+            importlib.import_module(name)
 
 
 def load(target: str) -> Any:
-    """Return the object for `module:name`, `module` or `file.py:name`. It is loaded once per
-    process."""
-    if target not in _loaded:
-        _loaded[target] = _load(target)
-    return _loaded[target]
-
-
-def _load(target: str) -> Any:
+    """Return the object for `module:name`, `module` or `file.py:name`, loaded once per process."""
+    if target in _loaded:
+        return _loaded[target]
     name, _, attribute = target.partition(":")
     if name.endswith(".py") and not os.path.isfile(name):
-        place = "" if os.path.isabs(name) else f" in folder {os.getcwd()}, where paths begin"
-        raise InvalidEnvironment(f"there is no {name}{place}")
+        raise InvalidEnvironment(f"there is no {name} in folder {os.getcwd()}")
     try:
         if name.endswith(".py"):
             spec = importlib.util.spec_from_file_location(_module_name(name), name)
             assert spec is not None and spec.loader is not None
-            value = importlib.util.module_from_spec(spec)
+            value: Any = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = value
             spec.loader.exec_module(value)
         else:
@@ -72,32 +62,30 @@ def _load(target: str) -> Any:
         raise InvalidEnvironment(_import_failure(name, error)) from error
     for part in filter(None, attribute.split(".")):
         if not hasattr(value, part):
-            public = ", ".join(key for key in vars(value) if not key.startswith("_"))
+            names = cast("dict[str, Any]", vars(value))
+            public = ", ".join(key for key in names if not key.startswith("_"))
             raise InvalidEnvironment(f"{name} has no {part!r}; it has {public or 'nothing public'}")
         value = getattr(value, part)
+    _loaded[target] = value
     return value
 
 
 def _import_failure(name: str, error: Exception) -> str:
-    missing = str(error.name) if isinstance(error, ModuleNotFoundError) else ""
     outer, _, inner = name.rpartition(".")
-    if missing == name and hasattr(sys.modules.get(outer), inner):
+    if hasattr(sys.modules.get(outer), inner):
         return f"{name} is not a module; write {outer}:{inner}"
-    install = f"{sys.executable} -m pip install {missing.partition('.')[0]}"
-    if missing and not f"{name}.".startswith(f"{missing}."):
-        cure = f"; install it for this interpreter: {install}"
-    elif missing:
-        cure = f"; looked in {', '.join(filter(None, sys.path))}; if it is a package: {install}"
-    else:
-        cure = f" ({error_location(error)})" if error_location(error) else ""
+    location = error_location(error)
+    cure = f" ({location})" if location else ""
+    if isinstance(error, ModuleNotFoundError):
+        missing = str(error.name).partition(".")[0]
+        cure = f"; if it is a package: {sys.executable} -m pip install {missing}"
+        if f"{name}.".startswith(f"{error.name}."):
+            cure = f"; looked in {', '.join(filter(None, sys.path))}{cure}"
     return f"{name} cannot be imported: {error_text(error)}{cure}"
 
 
 def _module_name(path: str) -> str:
-    """Return the module name for a file.
-
-    It is the file's stem unless that would shadow another module.
-    """
+    """Return the module name for a file, its stem unless that would shadow another module."""
     name = os.path.basename(path)[:-3]
     try:
         spec = importlib.util.find_spec(name) if name.isidentifier() else None
@@ -120,12 +108,12 @@ def make(request: dict[str, Any]) -> Any:
         action = rest.pop("action", None)
         return OpenEnv(WrappedObject(value(**rest), action and load(action)), **options)
     if kind == "auto":
-        is_object = inspect.isclass(value) or not (
-            inspect.isroutine(value) or inspect.ismodule(value)
-        )
-        is_game = is_object and hasattr(value, "reset") and hasattr(value, "step")
-        is_list = isinstance(value, (list, tuple))
-        kind = "game" if is_game else "class" if is_object and not is_list else "functions"
+        no_object = inspect.isroutine(value) or inspect.ismodule(value)
+        kind = "class"
+        if no_object or type(value) in (list, tuple):
+            kind = "functions"
+        elif hasattr(value, "reset") and hasattr(value, "step"):
+            kind = "game"
     if kind == "functions":
         functions = functions_of(value)
         if not functions:

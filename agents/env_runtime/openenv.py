@@ -54,57 +54,51 @@ class OpenEnv:
     ) -> None:
         if play_by not in ("tool", "text"):
             raise ValueError(f"play_by = {play_by!r} must be 'tool' or 'text'")
-        self._backend, self._scale, self._rules = backend, scale, rules
         scaled_score(0.0, scale)
+        self._backend, self._scale, self._rules = backend, scale, rules
         self._total, self._steps, self._over = 0.0, 0, False
-        self._tools: list[_Data] | None = None
         self._text_field = ""
-        schema: _Data = {} if backend.has_tools() else _action_schema(backend.schema())
+        self._tools: list[_Data] = []
+        schema: _Data = {} if backend.has_tools else backend.schema()
+        properties = {k: v for k, v in schema.get("properties", {}).items() if k != "metadata"}
         if play_by == "text":
-            properties = schema.get("properties", {}).items()
-            texts = [name for name, value in properties if value.get("type") == "string"]
-            required = schema.get("required", texts)
-            if len(texts) != 1 or set(required) - set(texts):
+            texts = [name for name, value in properties.items() if value.get("type") == "string"]
+            if len(texts) != 1 or set(schema.get("required", texts)) - set(texts):
                 raise InvalidEnvironment("play_by = 'text': the action is not a single text")
-            (self._text_field,), self._tools = texts, []
-        elif schema:
-            description = str(
-                schema.pop("description", "") or "Act. The result is what is seen after it."
-            )
-            self._tools = [{"name": "step", "description": description, "parameters": schema}]
+            self._text_field = texts[0]
+        elif not backend.has_tools:
+            about = schema.get("description") or "Act. The result is what is seen after it."
+            rest = {k: v for k, v in schema.items() if k not in ("title", "description")}
+            parameters = {**rest, "type": "object", "properties": properties}
+            self._tools = [{"name": "step", "description": about, "parameters": parameters}]
 
     def opening(self, task: _Data, seed: int) -> _Data:
         reward: _Data = task.get("reward") or {}
         options: _Data = reward.get("reset") or {}
         first, _, self._over = self._backend.reset({"seed": seed % 2**31, **options})
-        if self._tools is None:
-            self._tools = self._list_tools()
+        if self._backend.has_tools:
+            listing: _Data = self._backend.step({"type": "list_tools"})[0]
+            self._tools = [
+                {
+                    "name": one["name"],
+                    "description": one.get("description") or "",
+                    "parameters": one.get("input_schema") or {"type": "object", "properties": {}},
+                }
+                for one in listing.get("tools", [])
+            ]
+            if not self._tools:
+                raise InvalidEnvironment(f"the environment lists no tools: {listing}")
         text = "\n\n".join(filter(None, (self._rules, _text_of(first))))
         system = [one for one in task.get("messages", ()) if one["role"] == "system"]
         messages = [*system, {"role": "user", "content": text}] if text else None
         return {"messages": messages, "tools": self._tools}
 
-    def _list_tools(self) -> list[_Data]:
-        listing: _Data = self._backend.step({"type": "list_tools"})[0]
-        tools: list[_Data] = [
-            {
-                "name": one["name"],
-                "description": one.get("description") or "",
-                "parameters": one.get("input_schema") or {"type": "object", "properties": {}},
-            }
-            for one in listing.get("tools", [])
-        ]
-        if not tools:
-            metadata: _Data = listing.get("metadata") or {}
-            reason = metadata.get("error", "it lists none")
-            raise InvalidEnvironment(f"the environment's tools cannot be listed: {reason}")
-        return tools
-
     def call(self, name: str, arguments: _Data) -> _Data:
-        if not self._backend.has_tools():
-            return {"text": _text_of(self._act(arguments)), "failed": False, "done": self._over}
-        observation = self._act({"type": "call_tool", "tool_name": name, "arguments": arguments})
-        failure = observation.get("error")
+        action = arguments
+        if self._backend.has_tools:
+            action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+        observation = self._act(action)
+        failure = observation.get("error") if self._backend.has_tools else None
         text = str(cast(_Data, failure).get("message")) if failure else _text_of(observation)
         return {"text": text, "failed": bool(failure), "done": self._over}
 
@@ -130,13 +124,6 @@ class OpenEnv:
         self._backend.close()
 
 
-def _action_schema(schema: _Data) -> _Data:
-    """Return the JSON schema for an action's arguments, without the optional metadata."""
-    properties = {k: v for k, v in schema.get("properties", {}).items() if k != "metadata"}
-    rest = {k: v for k, v in schema.items() if k not in ("title", "properties")}
-    return {**rest, "type": "object", "properties": properties}
-
-
 def _text_of(observation: _Data) -> str:
     """Return an observation as text, which is a tool's result, the only field, or JSON."""
     fields = {k: v for k, v in observation.items() if k not in _HIDDEN_FIELDS and v is not None}
@@ -155,13 +142,11 @@ class WrappedObject:
 
     def __init__(self, environment: Any, action: Any = None) -> None:
         self._environment = environment
-        self._is_mcp = any(one.__name__ == "MCPEnvironment" for one in type(environment).__mro__)
+        kind = cast(Any, type(environment))
+        self.has_tools = any(one.__name__ == "MCPEnvironment" for one in kind.__mro__)
         self._action: Any = action
-        if action is None and not self._is_mcp:
-            self._action = _action_class(environment)
-
-    def has_tools(self) -> bool:
-        return self._is_mcp
+        if action is None and not self.has_tools:
+            self._action = _action_class(kind)
 
     def schema(self) -> _Data:
         return self._action.model_json_schema()
@@ -171,7 +156,7 @@ class WrappedObject:
 
     def step(self, action: _Data) -> tuple[_Data, Any, bool]:
         kind = self._action
-        if self._is_mcp:
+        if self.has_tools:
             kinds: Any = importlib.import_module("openenv.core.env_server.mcp_types")
             is_listing = action["type"] == "list_tools"
             kind = kinds.ListToolsAction if is_listing else kinds.CallToolAction
@@ -186,6 +171,23 @@ class WrappedObject:
 
     def close(self) -> None:
         self._environment.close()
+
+
+def _action_class(kind: Any) -> Any:
+    """Find the class of an environment's actions in its type hints."""
+    try:
+        candidates: list[Any] = [get_type_hints(kind.step).get("action")]
+    except Exception:  # a hint may be any expression
+        candidates = []
+    for base in (one for each in kind.__mro__ for one in getattr(each, "__orig_bases__", ())):
+        candidates += get_args(base)[:1]
+    for one in candidates:
+        if hasattr(one, "model_json_schema") and one.__name__ != "Action":
+            return one
+    raise InvalidEnvironment(
+        f"{kind.__name__}: `step` has no type hint for its action. Name the class among the "
+        'arguments: `"action": "my_env.models:MyAction"`'
+    )
 
 
 class RemoteSession:
@@ -212,9 +214,7 @@ class RemoteSession:
         except (OSError, ValueError, KeyError) as error:
             message = f"{page}/schema has no schema of actions: {error_text(error)}"
             raise InvalidEnvironment(message) from error
-
-    def has_tools(self) -> bool:
-        return self._schema.get("title") in ("CallToolAction", "ListToolsAction")
+        self.has_tools = self._schema.get("title") in ("CallToolAction", "ListToolsAction")
 
     def schema(self) -> _Data:
         return self._schema
@@ -228,11 +228,10 @@ class RemoteSession:
     def _request(self, send: Callable[[], Any]) -> tuple[_Data, Any, bool]:
         try:
             result = send()
-        except RuntimeError as error:  # the environment's own error, passed on by its server
-            if str(error).startswith("Server error"):
+        except Exception as error:
+            # The environment's own error, passed on by its server. Others are lost connections.
+            if isinstance(error, RuntimeError) and str(error).startswith("Server error"):
                 raise
-            raise EnvironmentGone(f"{self._address}: {error_text(error)}") from error
-        except Exception as error:  # a connection error of whichever library
             raise EnvironmentGone(f"{self._address}: {error_text(error)}") from error
         return result.observation, result.reward, bool(result.done)
 
@@ -241,21 +240,3 @@ class RemoteSession:
 
     def close(self) -> None:
         self._client.close()
-
-
-def _action_class(environment: Any) -> Any:
-    """Find the class of an environment's actions in its type hints."""
-    kind = cast(Any, type(environment))
-    try:
-        candidates: list[Any] = [get_type_hints(kind.step).get("action")]
-    except Exception:  # a hint may be any expression
-        candidates = []
-    for base in (one for each in kind.__mro__ for one in getattr(each, "__orig_bases__", ())):
-        candidates += get_args(base)[:1]
-    for one in candidates:
-        if hasattr(one, "model_json_schema") and one.__name__ != "Action":
-            return one
-    raise InvalidEnvironment(
-        f"{kind.__name__}: `step` has no type hint for its action. Name the class among the "
-        'arguments: `"action": "my_env.models:MyAction"`'
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 from contextlib import suppress
@@ -30,9 +29,6 @@ of the available tools. If the task decides on the tools, it lists the tools the
 description, parameters), and calls to them go to the method `call(name, arguments)`. `call_s`, if
 present, is set before each call to the seconds until the process is killed.
 """
-_SIMILARITY = 0.85
-"""A name that is at least this similar to a reserved one counts as misspelt. This catches
-`openning` and `verdit`, but not `open`."""
 
 
 class Tool:
@@ -160,8 +156,7 @@ class Object:
 
     def verdict(self, messages: list[Any], finish_reason: str) -> dict[str, Any]:
         result = self._invoke("verdict", messages=messages, finish_reason=finish_reason)
-        pair = cast("Any", result if isinstance(result, tuple) else (result, {}))
-        parts, facts = pair
+        parts, facts = cast("Any", result if isinstance(result, tuple) else (result, {}))
         if parts is None:
             if hasattr(self._target, "verdict"):
                 raise TypeError("verdict returned None; return a number or a dict of numbers")
@@ -214,23 +209,11 @@ def bind_arguments(
 
 
 def methods_of(target: Any) -> dict[str, Callable[..., Any]]:
-    """Return an object's public methods in the order of the source, with inherited ones last.
-
-    Raises InvalidEnvironment if a method looks like a misspelt reserved one.
-    """
+    """Return an object's public methods in the order of the source, with inherited ones last."""
     kind = cast(Any, type(target))
     names = [name for name in dir(kind) if not name.startswith("_") and name not in _RESERVED]
     names = [name for name in names if inspect.isroutine(inspect.getattr_static(target, name))]
     order = list(cast("dict[str, Any]", vars(kind)))
-    missing = [name for name in _RESERVED if not hasattr(target, name)]
-    for name in names:
-        for meant in difflib.get_close_matches(name.lower(), missing, n=1, cutoff=_SIMILARITY):
-            declared = set(inspect.signature(getattr(target, name)).parameters)
-            if declared <= set(_RESERVED[meant]) and (declared or meant in ("verdict", "close")):
-                raise InvalidEnvironment(
-                    f"{name} would be a tool of the policy; did you mean `{meant}`? Give a tool "
-                    "another name"
-                )
     names.sort(key=lambda name: order.index(name) if name in order else len(order))
     return {name: getattr(target, name) for name in names}
 

@@ -12,9 +12,26 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 
 from keel.agents.env_runtime.errors import InvalidEnvironment, error_text
 
-_UNIONS = (Union, getattr(types, "UnionType", Union))
-_PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
-_ARRAYS = (list, tuple, set, frozenset, abc.Sequence, abc.Iterable, abc.Collection, abc.Set)
+_UNIONS: tuple[Any, ...] = (Union, getattr(types, "UnionType", Union))
+_PLAIN: dict[Any, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+}
+_ARRAYS: tuple[Any, ...] = (
+    list,
+    tuple,
+    set,
+    frozenset,
+    abc.Sequence,
+    abc.Iterable,
+    abc.Collection,
+    abc.Set,
+)
+_NUMBERS: tuple[Any, ...] = (int, float)
+_OBJECTS: tuple[Any, ...] = (dict, abc.Mapping)
 
 
 def schema_of(hint: Any, where: str) -> dict[str, Any]:
@@ -24,33 +41,33 @@ def schema_of(hint: Any, where: str) -> dict[str, Any]:
     """
     if hint is Any or hint is inspect.Parameter.empty:
         return {}
-    hint = type(None) if hint is None else hint
-    if hint in _PLAIN:
-        return {"type": _PLAIN[hint]}
-    origin, inner = get_origin(hint), get_args(hint)
+    parts = _parts(hint)
+    kind: Any = parts[0]
+    inner = parts[1]
     if hasattr(hint, "__metadata__"):  # Annotated[int, "a description"]
         texts = [one for one in hint.__metadata__ if isinstance(one, str)]
-        return {**schema_of(inner[0], where), **({"description": texts[0]} if texts else {})}
-    if origin is Literal:
+        schema = schema_of(hint.__origin__, where)
+        return {**schema, "description": texts[0]} if texts else schema
+    if kind in _PLAIN:
+        return {"type": _PLAIN[kind]}
+    if kind is Literal:
         return {"enum": list(inner)}
-    if origin in _UNIONS:
+    if kind in _UNIONS:
         return {"anyOf": [schema_of(one, where) for one in inner]}
-    kind = origin or hint
+    if _is_fixed(kind, inner):
+        shapes = [schema_of(one, where) for one in inner]
+        size = len(shapes)
+        return {"type": "array", "prefixItems": shapes, "minItems": size, "maxItems": size}
     if kind in _ARRAYS:
-        items = [one for one in inner if one is not Ellipsis]
-        if kind is tuple and items and Ellipsis not in inner:
-            shapes = [schema_of(one, where) for one in items]
-            count = len(shapes)
-            return {"type": "array", "prefixItems": shapes, "minItems": count, "maxItems": count}
-        return {"type": "array", **({"items": schema_of(items[0], where)} if items else {})}
-    if kind in (dict, abc.Mapping):
+        return {"type": "array", **({"items": schema_of(inner[0], where)} if inner else {})}
+    if kind in _OBJECTS:
         values = schema_of(inner[1], where) if inner else {}
         return {"type": "object", **({"additionalProperties": values} if values else {})}
-    if _is_enum(hint):
-        return {"enum": [one.value for one in hint]}
-    if _is_dataclass(hint):
-        hints = hints_of(hint, where)
-        fields = [one for one in dataclasses.fields(hint) if one.init]
+    if _is_enum(kind):
+        return {"enum": [one.value for one in kind]}
+    if _is_dataclass(kind):
+        hints = hints_of(kind, where)
+        fields = [one for one in dataclasses.fields(kind) if one.init]
         missing = dataclasses.MISSING
         return object_schema(
             {one.name: schema_of(hints[one.name], f"{where}.{one.name}") for one in fields},
@@ -77,50 +94,64 @@ def hints_of(owner: Any, where: str) -> dict[str, Any]:
         raise InvalidEnvironment(message) from error
 
 
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the type that a hint names, without `Annotated`, and its arguments."""
+    if hasattr(hint, "__metadata__"):
+        hint = hint.__origin__
+    hint = type(None) if hint is None else hint
+    return get_origin(hint) or hint, get_args(hint)
+
+
+def _is_fixed(kind: Any, inner: tuple[Any, ...]) -> bool:
+    return kind is tuple and bool(inner) and Ellipsis not in inner
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, enum.Enum)
+
+
+def _is_dataclass(kind: Any) -> bool:
+    return isinstance(kind, type) and hasattr(kind, "__dataclass_fields__")
+
+
 def value_of(hint: Any, value: Any) -> Any:
     """Convert a JSON value to the type `hint`, whose schema it must satisfy."""
-    if hasattr(hint, "__metadata__"):
-        hint = get_args(hint)[0]
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin in _UNIONS:
+    parts = _parts(hint)
+    kind: Any = parts[0]
+    inner = parts[1]
+    if kind in _UNIONS:
         return value_of(next((one for one in inner if _fits(one, value)), Any), value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if hint is int and isinstance(value, float):
+    if kind is int and isinstance(value, float):
         return int(value)  # 3.0 is an integer in JSON
-    kind: Any = origin or hint
     if kind in _ARRAYS and isinstance(value, list):
         items = cast("list[Any]", value)
-        types_ = [one for one in inner if one is not Ellipsis] or [Any]
-        is_fixed = kind is tuple and inner and Ellipsis not in inner
-        each = types_ if is_fixed else types_[:1] * len(items)
+        each = inner if _is_fixed(kind, inner) else (inner or (Any,))[:1] * len(items)
         converted = [value_of(one, item) for one, item in zip(each, items)]  # noqa: B905
         return cast("Any", kind(converted) if kind in (tuple, set, frozenset) else converted)
-    if _is_enum(hint):
-        return hint(value)
-    if not isinstance(value, dict):
-        return value
+    if _is_enum(kind):
+        return kind(value)
     fields = cast("dict[str, Any]", value)
-    if kind in (dict, abc.Mapping) and inner:
+    if kind in _OBJECTS and inner:
         return {key: value_of(inner[1], one) for key, one in fields.items()}
-    if _is_dataclass(hint):
-        hints = hints_of(hint, hint.__name__)
-        return hint(**{key: value_of(hints[key], one) for key, one in fields.items()})
-    return fields
+    if _is_dataclass(kind):
+        hints = hints_of(kind, kind.__name__)
+        return kind(**{key: value_of(hints[key], one) for key, one in fields.items()})
+    return value
 
 
 def _fits(hint: Any, value: Any) -> bool:
     """Return whether a JSON value has the type `hint`, which decides between the members of a
     union."""
-    if hasattr(hint, "__metadata__"):
-        hint = get_args(hint)[0]
-    if hint is Any:
+    parts = _parts(hint)
+    kind: Any = parts[0]
+    inner = parts[1]
+    if kind is Any:
         return True
-    kind: Any = get_origin(hint) or (type(None) if hint is None else hint)
-    inner = get_args(hint)
     if kind is Literal:
         return value in inner
-    if kind in (int, float):
+    if kind in _NUMBERS:
         numbers = (int, float) if kind is float else (int,)
         return isinstance(value, numbers) and not isinstance(value, bool)
     if kind in _PLAIN:
@@ -133,7 +164,7 @@ def _fits(hint: Any, value: Any) -> bool:
         if not isinstance(value, list):
             return False
         items = cast("list[Any]", value)
-        if kind is tuple and inner and Ellipsis not in inner:
+        if _is_fixed(kind, inner):
             pairs = zip(inner, items)  # noqa: B905  (Python 3.9)
             return len(items) == len(inner) and all(_fits(one, item) for one, item in pairs)
         return not inner or all(_fits(inner[0], item) for item in items)
@@ -144,14 +175,6 @@ def _fits(hint: Any, value: Any) -> bool:
         return len(inner) < 2 or all(_fits(inner[1], one) for one in fields.values())
     hints = hints_of(kind, kind.__name__)
     return set(fields) <= set(hints) and all(_fits(hints[key], one) for key, one in fields.items())
-
-
-def _is_enum(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, enum.Enum)
-
-
-def _is_dataclass(hint: Any) -> bool:
-    return isinstance(hint, type) and hasattr(hint, "__dataclass_fields__")
 
 
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Raises|Yields|Example|Examples):")
@@ -177,10 +200,8 @@ def docstring_parts(text: str) -> tuple[str, dict[str, str]]:
             section, last = "Field", field[1] or ""
             if last:
                 parameters[last] = field[2]
-        elif line and not indent:
+        elif not section or (line and not indent):
             section, last = "", ""
-            description.append(line)
-        elif not section:
             description.append(line)
         elif section in ("Args", "Arguments", "Parameters") and indent <= (depth or indent):
             argument = _ARGUMENT.match(line)

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 Number = int | float
 
-MOST_CHARACTERS = 500
-MOST_DIGITS = 1000
+_MAX_CHARACTERS = 500
+_MAX_DIGITS = 1000
 """Maximum number of digits in an integer, including intermediate results."""
-_MOST = 10**MOST_DIGITS
+_LIMIT = 10**_MAX_DIGITS
 _TWO: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -32,26 +32,12 @@ def _round(value: Number, digits: int = 0) -> Number:
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "abs": abs,
-    "acos": math.acos,
-    "asin": math.asin,
-    "atan": math.atan,
-    "ceil": math.ceil,
-    "cos": math.cos,
-    "exp": math.exp,
-    "floor": math.floor,
-    "gcd": math.gcd,
-    "lcm": math.lcm,
-    "log": math.log,
-    "log10": math.log10,
-    "log2": math.log2,
-    "max": max,
-    "min": min,
-    "round": _round,
-    "sin": math.sin,
-    "sqrt": math.sqrt,
-    "tan": math.tan,
-}
+    name: getattr(math, name)
+    for name in (
+        *("acos", "asin", "atan", "ceil", "cos", "exp", "floor", "gcd", "lcm", "log", "log10"),
+        *("log2", "sin", "sqrt", "tan"),
+    )
+} | {"abs": abs, "max": max, "min": min, "round": _round}
 
 
 class Calculator:
@@ -72,8 +58,8 @@ def evaluate(expression: str) -> Number:
 
     Raises ValueError if it is invalid, undefined or too large.
     """
-    if len(expression) > MOST_CHARACTERS:
-        raise ValueError(f"an expression has at most {MOST_CHARACTERS} characters")
+    if len(expression) > _MAX_CHARACTERS:
+        raise ValueError(f"an expression has at most {_MAX_CHARACTERS} characters")
     text = expression.strip().replace("^", "**").replace("×", "*").replace("÷", "/")
     try:
         tree = ast.parse(text.replace("−", "-"), mode="eval")
@@ -112,8 +98,8 @@ def _value(node: ast.expr) -> Number:
 def _power(base: Number, exponent: Number) -> Number:
     whole = isinstance(base, int) and isinstance(exponent, int)
     # Checked first: computing a huge power takes long.
-    if whole and abs(base) > 1 and exponent > MOST_DIGITS / math.log10(abs(base)):
-        raise ValueError(f"a number may have at most {MOST_DIGITS} digits")
+    if whole and abs(base) > 1 and exponent > _MAX_DIGITS / math.log10(abs(base)):
+        raise ValueError(f"a number may have at most {_MAX_DIGITS} digits")
     result: object = base**exponent
     if isinstance(result, complex):
         raise ValueError(f"({base}) ** ({exponent}) is no real number")
@@ -124,13 +110,11 @@ def _bounded(value: Number) -> Number:
     if isinstance(value, float):
         if not math.isfinite(value):
             raise ValueError("the result is not finite")
-    elif abs(value) > _MOST:
-        raise ValueError(f"a number may have at most {MOST_DIGITS} digits")
+    elif abs(value) > _LIMIT:
+        raise ValueError(f"a number may have at most {_MAX_DIGITS} digits")
     return value
 
 
 def shown(value: Number) -> str:
     """Format a number with 12 significant digits, so that 0.1 + 0.2 is shown as 0.3."""
-    if isinstance(value, float):
-        return f"{value:.12g}"
-    return str(value)
+    return f"{value:.12g}" if isinstance(value, float) else str(value)

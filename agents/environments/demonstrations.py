@@ -12,11 +12,8 @@ from keel.agents.env_runtime import games
 from keel.agents.env_runtime import tool_objects as kinds
 from keel.agents.environments.textarena_game import Game
 from keel.agents.environments.trip.environment import Trip, make_task
-from keel.agents.environments.trip.prompts import trip_prompts
-from keel.agents.environments.trip.solver import Calls, solve, written
-from keel.agents.environments.trip.tasks import LEVELS, TripTask
-from keel.agents.environments.trip.verify import checks
-from keel.agents.environments.trip.world import World
+from keel.agents.environments.trip.plans import Calls, checks, solve, written
+from keel.agents.environments.trip.tasks import LEVELS, TripTask, World
 from keel.rl.turns import Message, ToolSpec
 
 FAR = 1 << 20
@@ -43,10 +40,10 @@ def trip_demonstrations(
     """
     level = int(arguments.get("level", 0))
     made: list[Demonstration] = []
-    for prompt in trip_prompts(level, count, seed=FAR + seed):
-        number = prompt.reward["trip"]["seed"]
+    first = (FAR + seed) * 1_000_000
+    for number in range(first, first + count):
         world, task = make_task(number, LEVELS[level])
-        prompt_task = {"messages": prompt.messages, "reward": prompt.reward}
+        prompt_task = {"reward": {"trip": {"level": level, "seed": number}}}
 
         def converse(calls: Calls, prompt_task: Mapping[str, Any] = prompt_task) -> Conversation:
             trip = Trip()

@@ -25,15 +25,15 @@ from keel.agents.environments.messages import with_instructions
 
 CELL_S = 120.0
 """Time limit for a cell in seconds (DeepSeek-V3.2, 2025, Appendix B, Table 7)."""
-START_S = 60.0
+_START_S = 60.0
 """Time limit in seconds for starting a kernel."""
 ENDING_S = 10.0
 """Seconds that an interrupted cell may take to end before the kernel is restarted."""
 MOST_CHARACTERS = 20_000
 """Maximum length of a cell's output. The first and the last half of it are kept."""
-SLACK = 0.05
+_SLACK = 0.05
 """Fraction of a call's time that is reserved for everything but the waits below."""
-MOST_TRIES = 3
+_MAX_TRIES = 3
 """How often a cell is tried if the kernel aborts it after an interrupt."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _CURE = "python -m pip install jupyter_client ipykernel"
@@ -61,9 +61,7 @@ class Interpreter:
             raise ModuleNotFoundError(f"{error}; {_CURE}") from error
         self._cell_s, self._ending_s = cell_s, ending_s
         self._kind: Any = KernelManager
-        self._started = 0
-        self._seed = 0
-        self._files = files
+        self._started, self._seed, self._files = 0, 0, files
         self._folder = socket_folder("kernel-", "k1000-5")
         self._where = os.path.join(self._folder, "work")
         os.mkdir(self._where)
@@ -90,11 +88,11 @@ class Interpreter:
             code: One cell.
         """
         within = split_call_time(self._cell_s, self._ending_s, self.call_s)
-        for _ in range(MOST_TRIES):
+        for _ in range(_MAX_TRIES):
             output = self._run(code, *within)
             if output is not None:
                 return output
-        return self._anew("The kernel ran the cell in none of several tries", within[-1])
+        return self._restart("The kernel ran the cell in none of several tries", within[-1])
 
     def close(self) -> None:
         self._stop()
@@ -106,7 +104,7 @@ class Interpreter:
         if self._manager is not None and self._manager.has_kernel:
             self._manager.shutdown_kernel(now=True)
 
-    def _start(self, start_s: float = START_S) -> None:
+    def _start(self, start_s: float = _START_S) -> None:
         self._started += 1  # a manager cannot be restarted after it has closed its sockets
         self._manager = self._kind(
             transport="ipc",
@@ -121,7 +119,7 @@ class Interpreter:
         self._client.wait_for_ready(timeout=start_s)
         self._client.execute(f"__import__('random').seed({self._seed})", silent=True)
 
-    def _anew(self, why: str, start_s: float) -> str:
+    def _restart(self, why: str, start_s: float) -> str:
         self._stop()
         self._start(start_s)
         return f"{why}; it was started anew, and all variables are gone."
@@ -130,15 +128,15 @@ class Interpreter:
         """Run a cell and return its output, or None if the kernel aborted it after an interrupt."""
         # With stop_on_error, a failing cell makes the kernel abort the following ones.
         number = self._client.execute(code, allow_stdin=False, stop_on_error=False)
-        output = _Said()
+        output = _Output()
         until, interrupted = time.monotonic() + cell_s, False
         while True:
             if not self._manager.is_alive():
-                return str(output) + self._anew("The kernel died", start_s)
+                return str(output) + self._restart("The kernel died", start_s)
             if time.monotonic() >= until:
                 if interrupted:
                     why = f"The cell ran for {cell_s:g} s, and could not be interrupted"
-                    return str(output) + self._anew(why, start_s)
+                    return str(output) + self._restart(why, start_s)
                 interrupted, until = True, time.monotonic() + ending_s
                 self._manager.interrupt_kernel()
             try:
@@ -154,9 +152,6 @@ class Interpreter:
             output.add(message["msg_type"], message["content"])
         if interrupted:
             output.write(f"\nInterrupted: a cell may run for {cell_s:g} s.")
-        return None if self._left_out(number, ending_s) else str(output)
-
-    def _left_out(self, number: str, ending_s: float) -> bool:
         until = time.monotonic() + ending_s
         while time.monotonic() < until:
             try:
@@ -164,8 +159,8 @@ class Interpreter:
             except queue.Empty:
                 continue
             if reply["parent_header"].get("msg_id") == number:
-                return reply["content"]["status"] == "aborted"
-        return False
+                return None if reply["content"]["status"] == "aborted" else str(output)
+        return str(output)
 
 
 def split_call_time(cell_s: float, ending_s: float, call_s: float) -> tuple[float, float, float]:
@@ -174,8 +169,8 @@ def split_call_time(cell_s: float, ending_s: float, call_s: float) -> tuple[floa
 
     Together, they are less than the call's limit.
     """
-    available_s = (1 - SLACK) * call_s
-    ending_s, start_s = min(ending_s, available_s / 4), min(START_S, available_s / 4)
+    available_s = (1 - _SLACK) * call_s
+    ending_s, start_s = min(ending_s, available_s / 4), min(_START_S, available_s / 4)
     remaining_s = available_s - ending_s - start_s
     if 1 < remaining_s < cell_s:
         remaining_s = math.floor(remaining_s)  # the policy reads this number
@@ -207,10 +202,9 @@ def put_files(given: Any, folder: str, where: str) -> list[str]:
         else:
             root = os.path.realpath(folder)
             source = os.path.realpath(os.path.join(root, *parts))
-            if not folder or os.path.commonpath((root, source)) != root:
-                raise ValueError(f"`files` has {name!r}: not in the folder {folder!r} (files)")
-            if not os.path.isfile(source):
-                raise ValueError(f"`files` has {name!r}: there is no such file in {folder}")
+            inside = folder and os.path.commonpath((root, source)) == root
+            if not inside or not os.path.isfile(source):
+                raise ValueError(f"`files` has {name!r}: there is no such file in {folder!r}")
             shutil.copyfile(source, to)
         descriptions.append(f"{name} ({os.path.getsize(to):,} bytes)")
     return descriptions
@@ -232,7 +226,7 @@ def prepare(
     return {**arguments, "files": str(path)}, [path]
 
 
-class _Said:
+class _Output:
     """The output of a cell. If it is too long, the middle is dropped."""
 
     def __init__(self) -> None:

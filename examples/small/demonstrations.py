@@ -16,11 +16,11 @@ from keel.agents.environments.code.environment import Repository
 from keel.agents.environments.code.files import apply_edit, number_lines
 from keel.agents.environments.code.languages import REPO
 from keel.agents.environments.demonstrations import Demonstration, play
-from keel.agents.environments.general.parts import SUBMIT, tools_of
+from keel.agents.environments.general.author_code import SUBMIT, tools_of
 from keel.agents.environments.interpreter import Interpreter
 from keel.agents.environments.search.documents import Document, Hit
 from keel.agents.environments.search.environment import Search
-from keel.agents.environments.trip.solver import Calls
+from keel.agents.environments.trip.plans import Calls
 from keel.examples.small import pace, prices, towers
 from keel.rl.turns import Message
 from keel.synthesis.code.pipeline import PROMPT

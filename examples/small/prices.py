@@ -1,5 +1,5 @@
 """Small general tasks: look up prices in a shop, or find the cheaper of two items. The format is
-that of `keel.agents.environments.general.folder`."""
+that of `keel.agents.environments.general.author_code`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.agents.env_process.client import Hosted
-from keel.agents.environments.code.copies import find_packages, normalize_name
+from keel.agents.environments.code.environment import find_packages, normalize_name
 from keel.agents.environments.code.languages import matches
 from keel.agents.environments.code.tree import erase, tree_as_json, tree_from_json
 from keel.agents.types import ToolResult

@@ -112,7 +112,7 @@ class EnvironmentWriter:
 
         arguments = {"most_kib": config.database_kib, "bash_s": config.bash_s}
         with lost_to("database"):
-            async with self._rooms.open("desk:DatabaseDesk", arguments=arguments) as (
+            async with self._rooms.open("workshop:DatabaseDesk", arguments=arguments) as (
                 desk,
                 opening,
             ):

@@ -168,7 +168,7 @@ async def _run_solution(
     }
     said: Mapping[str, Any] = {}
     with lost_to("solution"):
-        async with rooms.open("checks:Solution", reward=given) as (solver, _):
+        async with rooms.open("workshop:Solution", reward=given) as (solver, _):
             try:
                 async with asyncio.timeout(rooms.config.solve_s):
                     for count in range(MOST_CALLS + 1):

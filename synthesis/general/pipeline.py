@@ -1,6 +1,6 @@
 """`family: general` of `keel synthesize`.
 
-tasks/NAME/   finished environments (keel.agents.environments.general.folder)
+tasks/NAME/   finished environments (keel.agents.environments.general.author_code)
 making/       unfinished ones, started again by the next start
 """
 

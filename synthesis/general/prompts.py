@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keel.agents.environments.general.rules import MODULES
+from keel.agents.environments.general.author_code import MODULES
 from keel.rl.turns import Message
 
 _AUTHOR = (

@@ -107,14 +107,14 @@ class GeneralSandboxes:
         hash_seed: int | None = None,
         seed: int = 0,
     ) -> Any:
-        """Call a method of `checks.AuthorWorkshop` on an environment. The method runs the author's
-        code `times` times, each with the timeout `each_s`. Raises Rejected by `gate` if that code
+        """Call a method of `AuthorWorkshop` on an environment. The method runs the author's code
+        `times` times, each with the timeout `each_s`. Raises Rejected by `gate` if that code
         fails."""
         called = ToolCall(call_id="c", name=name, arguments=dict(arguments or {}))
         reward = {"environment": str(environment), "within_s": each_s}
         with lost_to(gate):
             async with self.open(
-                "checks:AuthorWorkshop", reward=reward, hash_seed=hash_seed, seed=seed
+                "workshop:AuthorWorkshop", reward=reward, hash_seed=hash_seed, seed=seed
             ) as (hosted, _):
                 result = await hosted.call(called, timeout_s=times * each_s + SLACK_S)
         if result.failed:

@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from keel.agents.environments.search.documents import excerpt, terms
 from keel.agents.environments.search.index import SearchIndex, ensure_index
-from keel.agents.environments.search.text import excerpt, terms
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import GeneralConfig
 from keel.rl.turns import ToolSpec

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any, Literal
 
-from keel.agents.environments.search.citations import quote_fault
-from keel.agents.environments.search.environment import Search
+from keel.agents.environments.search.environment import Search, quote_fault
 from keel.rewards.text import answer_in, outside_think
 from keel.rl.turns import ToolSpec
 from keel.synthesis.author import Author

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from keel.agents.environments.search.documents import squeeze
 from keel.agents.environments.search.environment import Search
 from keel.agents.environments.search.index import SearchIndex
-from keel.agents.environments.search.text import squeeze
 from keel.rl.turns import ToolSpec
 from keel.synthesis.author import Author
 from keel.synthesis.ledger import Rejected

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from keel.agents.environments.search.citations import quote_fault
-from keel.agents.environments.search.documents import Document
-from keel.agents.environments.search.environment import Search
+from keel.agents.environments.search.documents import Document, squeeze, terms
+from keel.agents.environments.search.environment import Search, quote_fault
 from keel.agents.environments.search.index import SearchIndex
-from keel.agents.environments.search.text import squeeze, terms
 from keel.rewards.language.share import detected
 from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.question import Draft, Evidence

@@ -50,7 +50,6 @@ SOURCES = {
     "hangs.py": "import time\ntime.sleep(1000)\n",
     "eats.py": "class Shop:\n    def opening(self): self.x = bytearray(1 << 30)\n",
     "opens.py": "class Shop:\n    def opening(self): raise KeyError('no such shop')\n",
-    "slip.py": "class Shop:\n    def openning(self, task, seed): return 'Buy.'\n",
 }
 
 
@@ -62,7 +61,6 @@ SOURCES = {
         ("hints:Good", "'Good'", "Bad"),
         ("hangs", "within 1 s", "open_s"),
         ("eats:Shop", "memory_mib = 512", "raise memory_mib"),
-        ("slip:Shop", "openning", "`opening`"),
         ("opens:Shop", "KeyError: 'no such shop'", "Fix its code"),
     ],
 )

@@ -176,8 +176,8 @@ def test_without_namespaces_episodes_are_started(small: Wrap, monkeypatch: Any) 
 async def settled(parent: ForkServer) -> None:
     """Wait until the server has reaped its intermediate processes."""
     assert parent._server is not None
-    with pytest.raises(ValueError, match="child"):
-        await parent._server.ask({"do": "reap", "pid": 1 << 22})
+    reply, _ = await parent._server.ask({"do": "reap", "pid": 1 << 22})
+    assert "raised" in reply
 
 
 def test_failed_fork_leaves_no_process(small: Wrap) -> None:

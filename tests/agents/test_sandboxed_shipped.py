@@ -6,14 +6,14 @@ import asyncio
 import json
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from keel.agents.env_process.client import KEEL, Hosted, Program
 from keel.agents.environments.trip.environment import make_task
-from keel.agents.environments.trip.prompts import trip_prompts
-from keel.agents.environments.trip.solver import solve
+from keel.agents.environments.trip.plans import solve
 from keel.agents.environments.trip.tasks import LEVELS
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.configs.schema import Config, ConfigError, DataConfig, EnvironmentConfig, SourceConfig
@@ -33,11 +33,13 @@ def test_shipped_environments_run_concurrently() -> None:
     wrap = wrap_of()
 
     async def trip() -> None:
-        (prompt,) = trip_prompts(5, 1, seed=3)
+        _, task = make_task(3, LEVELS[5])
+        prompt = replace(TASK, reward={"trip": {"level": 5, "seed": 3}})
         target = f"{SHIPPED}.trip.environment:Trip"
         environment = Hosted(Program(target=target, folder=KEEL, wrap=wrap))
-        assert (await environment.open(prompt, seed=0)).messages == prompt.messages
-        calls = solve(make_task(prompt.reward["trip"]["seed"], LEVELS[5])[1])
+        (message,) = (await environment.open(prompt, seed=0)).messages
+        assert message["content"] == task.text()
+        calls = solve(task)
         name, arguments = next(calls)
         with suppress(StopIteration):
             while True:

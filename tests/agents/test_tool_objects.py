@@ -193,26 +193,6 @@ def test_functions_get_the_parameters_they_declare() -> None:
             passed(function)
 
 
-@pytest.mark.parametrize(
-    ("method", "meant"),
-    [
-        ("openning(self, task, seed): ...", "opening"),
-        ("verdit(self): ...", "verdict"),
-        ("open(self, task, seed): ...", ""),
-        ("verdicts(self, number, answers): ...", ""),
-        ("verdicts(self): ...\n    def verdict(self): ...", ""),
-    ],
-)
-def test_misspelt_method_is_no_tool(method: str, meant: str) -> None:
-    names: dict[str, Any] = {}
-    exec(f"class Shop:\n    def {method}", names)
-    if meant:
-        with pytest.raises(InvalidEnvironment, match=f"`{meant}`"):
-            methods_of(names["Shop"]())
-    else:
-        assert len(methods_of(names["Shop"]())) == 1
-
-
 class Counts:
     done: Any = False
     call_s = 0.0

@@ -11,20 +11,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from keel.agents.environments.code import files, grading, processes
-from keel.agents.environments.code.copies import (
-    Packages,
-    find_packages,
-    normalize_name,
-    system_folders,
-)
 from keel.agents.environments.code.languages import LANGUAGES, REPO
 from keel.agents.environments.code.tree import (
     Tree,
@@ -43,11 +39,83 @@ _SLACK_S = 15.0
 """Seconds of each call that are reserved for ending a command and reading its output."""
 _SKIPPED = (".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache")
 _COMMIT = "git -c user.name=keel -c user.email=keel@localhost commit -q -m 'As it is'"
+Packages = dict[str, list[str]]
+"""Paths of packages, keyed by the name that `normalize_name` returns."""
+_PACKAGE_FOLDERS = (
+    *("site-packages", "dist-packages", "node_modules", "extern", "third_party", "include"),
+)
+"""Names of folders that contain packages, in addition to names that contain `vendor`."""
+_METADATA = (".whl", ".egg", ".dist-info", ".egg-info")
+_SUFFIXES = (".py", ".so", ".js", *_METADATA, ".h", ".hpp")
+
+
+def find_packages(folders: Iterable[str]) -> Packages:
+    """Find packages below `folders`, where a copy would show the policy the finished change.
+
+    This includes vendored packages and those in archives, but not links into the repository.
+    """
+    packages: Packages = {}
+
+    def add(name: str, place: str) -> None:
+        suffix = next((one for one in _SUFFIXES if name.endswith(one)), "")
+        name = name[: len(name) - len(suffix)]
+        if suffix in _METADATA:
+            name = name.partition("-")[0]
+        elif suffix == ".so":
+            name = name.partition(".")[0]
+        packages.setdefault(normalize_name(name), []).append(place)
+
+    for folder in folders:
+        for path, subfolders, names in os.walk(folder):
+            holds_packages = _holds_packages(os.path.basename(path))
+            for name in [*subfolders, *names]:
+                place = os.path.join(path, name)
+                if (holds_packages or name.endswith(_METADATA)) and not _is_repository(place):
+                    add(name, place)
+                if name.endswith((".whl", ".egg", ".zip")):
+                    for one in _archive_packages(place):
+                        add(one, f"{place}:{one}")
+    return packages
+
+
+def normalize_name(name: str) -> str:
+    return re.sub(r"[-_.]+", "_", name).lower()
+
+
+def _holds_packages(folder: str) -> bool:
+    return folder in _PACKAGE_FOLDERS or "vendor" in folder
+
+
+def _is_repository(path: str) -> bool:
+    if os.path.islink(path):
+        return f"{os.path.realpath(path)}/".startswith(f"{REPO}/")
+    # Metadata of an editable installation, whose code is the repository's.
+    try:
+        with open(os.path.join(path, "direct_url.json")) as file:
+            return path.endswith(".dist-info") and f"file://{REPO}" in file.read()
+    except OSError:
+        return False
+
+
+def _archive_packages(path: str) -> set[str]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name.split("/") for name in archive.namelist()]
+    except (OSError, zipfile.BadZipFile):
+        return set()
+    nested = {
+        parts[n + 1] for parts in names for n in range(len(parts) - 1) if _holds_packages(parts[n])
+    }
+    return {parts[0] for parts in names} | nested
 
 
 @lru_cache(maxsize=1)
 def _system_packages() -> Packages:
-    return find_packages(system_folders())
+    folders = [sys.prefix, sys.base_prefix, "/usr/local", "/usr/include", "/usr/share/nodejs"]
+    folders += ["/usr/lib/node_modules", "/usr/share/python-wheels"]
+    folders += map(str, Path("/usr/lib").glob("python*"))
+    real = dict.fromkeys(map(os.path.realpath, folders))
+    return find_packages(one for one in real if one != "/usr" and os.path.isdir(one))
 
 
 if "keel.agents.env_runtime.fork_server" in sys.modules:  # episodes are forked from this process
@@ -108,11 +176,8 @@ class Repository:
 
         The prefixes of all instances are checked, since they are readable as well.
         """
-        listed = os.path.join(self._folder, "packages")
-        sources: list[Packages] = []
-        for name in sorted(os.listdir(listed)):
-            with open(os.path.join(listed, name), encoding="utf-8") as file:
-                sources.append(json.load(file))
+        listed = sorted(Path(self._folder, "packages").iterdir())
+        sources: list[Packages] = [json.loads(file.read_text("utf-8")) for file in listed]
         for packages in (*sources, _system_packages()):
             for name in map(normalize_name, self._instance["project"]):
                 if places := packages.get(name):
@@ -159,7 +224,9 @@ class Repository:
         """Run the hidden tests."""
         try:
             processes.stop_all()
-            written = read_tree(REPO, max_mib=_MAX_MIB, skip=_is_skipped)
+            written = read_tree(
+                REPO, max_mib=_MAX_MIB, skip=lambda path: os.path.basename(path) in _SKIPPED
+            )
             tree = grading.graded_tree(self._instance, self._base, self._harness, written)
             results = grading.run_tests(self._instance, tree, self._prefix)
         except (UnreadableTree, OSError, subprocess.SubprocessError) as error:
@@ -187,11 +254,10 @@ class Repository:
 def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Check the arguments before a run, outside the sandbox.
+    """Check the arguments before a run, outside the sandbox, and make the folder absolute.
 
-    Returns the arguments with an absolute folder, which episodes run in, and an empty list of
-    further paths to read. `without` are files with answers, which an episode cannot see anyway.
-    Raises ValueError if the folder is invalid.
+    Raises ValueError if the folder is invalid. `without` are files with answers, which an episode
+    cannot see anyway.
     """
     folder = Path(str(arguments.get("folder") or "")).expanduser().absolute()
     if not (folder / "sealed").is_dir():
@@ -200,7 +266,3 @@ def prepare(
             "`environment` made by keel synthesize"
         )
     return {**arguments, "folder": str(folder)}, []
-
-
-def _is_skipped(path: str) -> bool:
-    return path.rpartition("/")[2] in _SKIPPED

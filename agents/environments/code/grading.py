@@ -11,7 +11,7 @@ import stat
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from keel.agents.environments.code import processes
@@ -94,9 +94,15 @@ def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
     language = LANGUAGES[instance["language"]]
     canaries = {_test_name(): good for good in (True, False)}
     inside = {_test_name(): good for good in (True, False)}
-    tree = overlay(tree, _canary_files(language.canary, instance["canary_in"], canaries))
-    at_the_end = language.canary_at_the_end
-    tree = overlay(tree, _with_canaries(at_the_end, tree, _canary_paths(instance), inside))
+    added: Tree = {}
+    for nonce, good in canaries.items() if language.canary[0] else ():
+        name, text = (_canary(part, nonce, good) for part in language.canary)
+        added[os.path.join(instance["canary_in"], name)] = ("f", text.encode())
+    tree = overlay(tree, added)
+    ends = [_canary(language.canary_at_the_end, *one) for one in inside.items()]
+    for path in instance["canary_at"]:
+        if path in tree:
+            tree = {**tree, path: ("f", tree[path][1] + "".join(ends).encode())}
     processes.stop_all()
     for folder in WRITABLE:
         erase(folder)
@@ -128,33 +134,10 @@ def _test_name() -> str:
     return "_".join(secrets.choice(_WORDS.split()) for _ in range(4))
 
 
-def _canary_files(canary: tuple[str, str], folder: str, canaries: Mapping[str, bool]) -> Tree:
-    """Return separate test files with canaries, which look like ordinary tests."""
-    tree: Tree = {}
-    for nonce, good in canaries.items() if canary[0] else ():
-        name, text = (part.replace("NONCE", nonce) for part in canary)
-        tree[os.path.join(folder, name)] = ("f", text.replace("WORTH", _equation(good)).encode())
-    return tree
-
-
-def _with_canaries(
-    ending: str, tree: Tree, paths: Sequence[str], canaries: Mapping[str, bool]
-) -> Tree:
-    """Return files of the tree with canaries appended."""
-    ends = [
-        ending.replace("NONCE", nonce).replace("WORTH", _equation(good))
-        for nonce, good in canaries.items()
-    ]
-    return {path: ("f", tree[path][1] + "".join(ends).encode()) for path in paths if path in tree}
-
-
-def _canary_paths(instance: Mapping[str, Any]) -> Sequence[str]:
-    return instance.get("canary_at", ())  # missing in instances of earlier versions
-
-
-def _equation(good: bool) -> str:
+def _canary(text: str, nonce: str, good: bool) -> str:
     one, two = (10 + secrets.randbelow(90) for _ in range(2))
-    return f"{one} * {two} == {one * two + (0 if good else 1 + secrets.randbelow(9))}"
+    result = one * two + (0 if good else 1 + secrets.randbelow(9))
+    return text.replace("NONCE", nonce).replace("WORTH", f"{one} * {two} == {result}")
 
 
 def grade(instance: Mapping[str, Any], results: Results) -> tuple[float, dict[str, Any]]:
@@ -167,7 +150,7 @@ def grade(instance: Mapping[str, Any], results: Results) -> tuple[float, dict[st
     passes = facts["f2p_passed"] == facts["f2p"] > 0 and facts["p2p_passed"] == facts["p2p"]
     # Required only if it worked when the instance was made.
     trusted = results.canary == "as wanted" or not instance["canary"]
-    if _canary_paths(instance) and not results.inside:
+    if instance["canary_at"] and not results.inside:
         facts["canary"], trusted = "faked", False
     return float(passes and trusted), facts
 

@@ -45,29 +45,15 @@ class ProjectLanguage:
     for that file."""
     build_names_sources: bool = False
     """True if a new source file must be listed in one of the `steers` files."""
-    unproven: str = ""
-    """Why support for the language is unproven, or "" if our tests build a project in it."""
 
 
 PYTHON = ProjectLanguage(
     suffixes=(".py", ".pyi", ".pyx"),
     tests=("tests/", "test/", "test_*.py", "*_test.py", "conftest.py"),
     steers=(
-        "pytest.ini",
-        ".pytest.ini",
-        "pytest.toml",
-        ".pytest.toml",
-        "tox.ini",
-        "noxfile.py",
-        "hatch.toml",
-        "setup.cfg",
-        "pyproject.toml",
-        "sitecustomize.py",
-        "usercustomize.py",
-        "*.pth",
-        "*.dist-info/",
-        "*.egg-info/",
-        ".coveragerc",
+        *("pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "noxfile.py"),
+        *("hatch.toml", "setup.cfg", "pyproject.toml", "sitecustomize.py", "usercustomize.py"),
+        *("*.pth", "*.dist-info/", "*.egg-info/", ".coveragerc"),
     ),
     manifests=("pyproject.toml", "setup.py", "setup.cfg", "*requirements*.txt", "requirements/*"),
     setup=r"""
@@ -134,17 +120,17 @@ mkdir -p "$PREFIX/node_modules" && ln -s "$PREFIX/node_modules" "$REPO/node_modu
         'test("NONCE", () => { assert(WORTH); });\n',
     ),
 )
-_CTEST = (
-    "cmake -S . -B /tmp/build -DCMAKE_BUILD_TYPE=Release >/dev/null; cmake --build /tmp/build -j 2 "
-    '-- -k; ctest --test-dir /tmp/build --timeout 60 --output-junit "$JUNIT/ctest.xml"'
-)
 CPP = ProjectLanguage(
     suffixes=(".c", ".cc", ".cpp", ".cxx", ".h", ".hh", ".hpp", ".hxx", ".ipp"),
     tests=("test/", "tests/", "*_test.c*", "test_*.c*", "*_unittest.c*"),
     steers=("CMakeLists.txt", "*.cmake", "CMake*Presets.json", "*Makefile"),
     manifests=(),
     setup="cmake --version && c++ --version",
-    test=_CTEST,
+    test=(
+        "cmake -S . -B /tmp/build -DCMAKE_BUILD_TYPE=Release >/dev/null; "
+        "cmake --build /tmp/build -j 2 -- -k; "
+        'ctest --test-dir /tmp/build --timeout 60 --output-junit "$JUNIT/ctest.xml"'
+    ),
     check="cmake --version && c++ --version",
     build_names_sources=True,
 )
@@ -162,7 +148,6 @@ GO = ProjectLanguage(
         '"$PREFIX/bin/gotestsum" --junitfile "$JUNIT/go.xml" -- ./...'
     ),
     check='go version && test -x "$PREFIX/bin/gotestsum"',
-    unproven="never run",
 )
 RUST = ProjectLanguage(
     suffixes=(".rs",),
@@ -181,7 +166,6 @@ RUST = ProjectLanguage(
         "--tool-config-file keel:/tmp/nextest"
     ),
     check='cargo --version && test -x "$PREFIX/bin/cargo-nextest"',
-    unproven="never run; the policy can change tests inside source files",
 )
 JAVA = ProjectLanguage(
     suffixes=(".java",),
@@ -195,7 +179,6 @@ JAVA = ProjectLanguage(
         "find . -path '*/surefire-reports/*.xml' -exec cp --backup=numbered {} \"$JUNIT/\" \\;"
     ),
     check='mvn --version && test -d "$PREFIX/m2"',
-    unproven="never run",
 )
 LANGUAGES = {
     "python": PYTHON,

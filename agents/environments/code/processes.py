@@ -45,18 +45,18 @@ def stop_all() -> None:
     deadline = time.monotonic() + _KILL_S
     while pids := _descendants():
         for pid in pids:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            continue
+        _reap_zombies()
         if time.monotonic() > deadline:
             raise TimeoutError("some processes could not be killed")
         time.sleep(0.002)
+
+
+def _reap_zombies() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _descendants() -> list[int]:
@@ -64,18 +64,12 @@ def _descendants() -> list[int]:
     pending = [os.getpid()]
     while pending:
         folder = f"/proc/{pending.pop()}/task"
-        try:
-            tasks = os.listdir(folder)
-        except OSError:
-            continue
-        for task in tasks:
-            try:
-                with open(f"{folder}/{task}/children") as file:
+        with suppress(OSError):
+            for task in os.listdir(folder):
+                with suppress(OSError), open(f"{folder}/{task}/children") as file:
                     children = [int(one) for one in file.read().split()]
-            except OSError:
-                continue
-            pending += children
-            pids += children
+                    pending += children
+                    pids += children
     return pids
 
 
@@ -110,9 +104,7 @@ def run(
             process.wait(_KILL_S)
             status = None
         if _adopts:  # zombies take process slots; between commands, no status is lost
-            with suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
+            _reap_zombies()
         size = output.seek(0, os.SEEK_END)
         half = _MAX_CHARACTERS // 2
         output.seek(0)

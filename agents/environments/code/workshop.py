@@ -69,11 +69,12 @@ class RepositoryWorkshop(Repository):
 
     def copies(self) -> str:
         """Return the place of a copy of the project as JSON; "" if there is none."""
+        where = ""
         try:
             self._refuse_copies()
         except RuntimeError as error:
-            return json.dumps({"where": str(error)})
-        return json.dumps({"where": ""})
+            where = str(error)
+        return json.dumps({"where": where})
 
 
 def _is_leftover(path: str) -> bool:

@@ -6,11 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keel.agents.env_runtime.errors import EnvironmentGone
-from keel.agents.environments.general.child import Child, ChildEnded
-from keel.agents.environments.general.folder import Folder, folders
-from keel.agents.environments.general.parts import SUBMIT, answer_of, tools_child, verified
+from keel.agents.environments.general.author_code import (
+    SUBMIT,
+    Child,
+    ChildEnded,
+    Folder,
+    answer_of,
+    folders,
+    tools_child,
+    verified,
+)
 
-PRELOAD = tuple(f"keel.agents.environments.general.{name}" for name in ("checks", "desk"))
+PRELOAD = ("keel.agents.environments.general.workshop",)
 
 
 class General:
@@ -23,10 +30,9 @@ class General:
     """
 
     def __init__(self, folder: str | Sequence[str], verify_s: float = 20.0) -> None:
-        """Find the folders for one name or several.
+        """Find the folders for one name or several, as `author_code.folders` does.
 
-        `keel.agents.environments.general.folder.folders` describes the names. `verify_s` is the
-        time limit for a verifier. An answer for which the verifier exceeds it counts as wrong.
+        `verify_s` is the time limit for a verifier. An answer for which it is exceeded is wrong.
         """
         self._folders = folders([folder] if isinstance(folder, str) else folder)
         self._verify_s = verify_s

@@ -1,23 +1,26 @@
-"""Reads text, HTML and JSONL files in a folder as documents. Links are not followed."""
+"""Reads text, HTML and JSONL files in a folder as documents, and splits text in any language.
+
+Links are not followed. The text is untrusted, so all functions take time linear in its length.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 import os
+import re
 import stat
-from collections.abc import Iterator, Sequence
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from keel.agents.environments.search.markup import text_of_html
-from keel.agents.environments.search.text import cleaned
-
-TEXT, HTML, LINES = (".txt", ".md", ".rst"), (".html", ".htm", ".xhtml"), (".jsonl",)
-MOST_BYTES = 32 << 20
+_TEXT, _HTML, _LINES = (".txt", ".md", ".rst"), (".html", ".htm", ".xhtml"), (".jsonl",)
+_MAX_BYTES = 32 << 20
 """Size limit for a file that is a single document, and for a line of JSONL."""
-MOST_CHARACTERS = 4_000_000
+_MAX_CHARACTERS = 4_000_000
 """Maximum length of a document."""
 _UNNAMED = str.maketrans({"[": "(", "]": ")", '"': "'", "\n": " "})
 """Replacements for characters that would end a citation if they were in a name."""
@@ -78,7 +81,7 @@ def files_of(folder: Path) -> list[Path]:
         folders[:] = sorted(name for name in folders if name[0] != ".")
         for name in names:
             path = Path(above, name)
-            known = path.suffix.lower() in (*TEXT, *HTML, *LINES) and name[0] != "."
+            known = path.suffix.lower() in (*_TEXT, *_HTML, *_LINES) and name[0] != "."
             if known and stat.S_ISREG(path.lstat().st_mode):
                 paths.append(path)
     return sorted(paths)
@@ -105,9 +108,9 @@ def documents_of(folder: Path, files: Sequence[Path]) -> Iterator[Document]:
         for where, document in _of_file(path, name):
             if not document.text:
                 continue
-            if len(document.text) > MOST_CHARACTERS:
+            if len(document.text) > _MAX_CHARACTERS:
                 raise ValueError(
-                    f"{where}: a document has at most {MOST_CHARACTERS:,} characters; split it"
+                    f"{where}: a document has at most {_MAX_CHARACTERS:,} characters; split it"
                 )
             if document.name in seen:
                 raise ValueError(
@@ -120,13 +123,13 @@ def documents_of(folder: Path, files: Sequence[Path]) -> Iterator[Document]:
 
 def _of_file(path: Path, name: str) -> Iterator[tuple[str, Document]]:
     kind = path.suffix.lower()
-    if kind in LINES:
+    if kind in _LINES:
         yield from _of_lines(path, name)
         return
-    if path.stat().st_size > MOST_BYTES:
-        raise ValueError(f"{path}: a file has at most {MOST_BYTES >> 20} MiB; split it")
+    if path.stat().st_size > _MAX_BYTES:
+        raise ValueError(f"{path}: a file has at most {_MAX_BYTES >> 20} MiB; split it")
     text = path.read_bytes().decode(errors="replace")
-    title, text = text_of_html(text) if kind in HTML else (_heading(text), text)
+    title, text = text_of_html(text) if kind in _HTML else (_heading(text), text)
     yield str(path), made(name, title, text)
 
 
@@ -134,11 +137,11 @@ def _of_lines(path: Path, name: str) -> Iterator[tuple[str, Document]]:
     """Read lines like `{"text": "…", "title": "…", "id": "…"}`. Title and id are optional."""
     with path.open("rb") as file:
         number = 0
-        while line := file.readline(MOST_BYTES + 1):
+        while line := file.readline(_MAX_BYTES + 1):
             number += 1
             where = f"{path}:{number}"
-            if len(line) > MOST_BYTES:
-                raise ValueError(f"{where}: a line has at most {MOST_BYTES >> 20} MiB")
+            if len(line) > _MAX_BYTES:
+                raise ValueError(f"{where}: a line has at most {_MAX_BYTES >> 20} MiB")
             if not line.strip():
                 continue
             try:
@@ -160,3 +163,189 @@ def _heading(text: str) -> str:
     lines = (line.strip() for line in text.split("\n", 8)[:8])
     first = next((line for line in lines if line), "").lstrip("#= ")
     return first if len(first) <= 120 else ""
+
+
+_NAME = re.compile(r"/?[a-zA-Z][a-zA-Z0-9:-]{0,40}")
+_RAW = ("script", "style", "template", "noscript", "svg", "textarea", "iframe", "object")
+"""Elements whose content is not displayed as text."""
+_NAMES = """
+address article aside blockquote br caption dd div dl dt figcaption footer form h1 h2 h3 h4 h5 h6
+header hr li main nav ol p pre section table td th title tr ul
+"""
+_BLOCKS = frozenset(_NAMES.split())
+_VOID_NAMES = "area base br col embed hr img input link meta source track wbr"
+_VOID = frozenset(_VOID_NAMES.split())
+_HIDDEN = re.compile(
+    r"\shidden(?=[\s=/>]|$)|aria-hidden\s*=\s*[\"']?true|"
+    r"(?:display|visibility|font-size|opacity)\s*:\s*(?:none|hidden|0(?![.\d]*[1-9]))",
+    re.IGNORECASE,
+)
+_MAX_TAG = 4096
+"""Maximum length of a tag. Anything longer counts as text."""
+
+
+def text_of_html(source: str) -> tuple[str, str]:
+    """Return the title and the visible text of untrusted HTML. It never fails.
+
+    Python's own parser takes quadratic time for deliberately broken input (minutes for 100 kB of
+    `<a `). This one avoids that by never repeating a search that found nothing.
+    """
+    seen, title, at = list[str](), list[str](), 0
+    lower = source.lower() if len(source.lower()) == len(source) else source
+    missing: set[str] = set()
+    hidden: list[str] = []  # open elements, starting with the outermost hidden one
+    in_title = False
+
+    def after(mark: str, start: int) -> int:
+        position = -1 if mark in missing else lower.find(mark, start)
+        if position < 0:
+            missing.add(mark)
+            return len(source)
+        return position + len(mark)
+
+    while at < len(source):
+        start = source.find("<", at)
+        if start < 0:
+            start = len(source)
+        if start > at and not hidden:
+            (title if in_title else seen).append(html.unescape(source[at:start]))
+        if start == len(source):
+            break
+        if source.startswith("<!--", start):
+            at = after("-->", start + 4)
+            continue
+        if source.startswith(("<!", "<?"), start):
+            at = after(">", start)
+            continue
+        name = _NAME.match(source, start + 1)
+        end = _end_of_tag(source, start) if name else -1
+        if name is None or end < 0:
+            if not hidden:
+                seen.append("<")
+            at = start + 1
+            continue
+        tag, at = name[0].lower(), end
+        if tag in _RAW:
+            close = after(f"</{tag}", at)
+            at = after(">", close) if close < len(source) else close
+        elif tag == "title" and not "".join(title).strip():
+            in_title = True
+        elif tag == "/title":
+            in_title = False
+        elif hidden:
+            if tag[0] != "/":
+                if tag not in _VOID and source[end - 2] != "/" and len(hidden) < 512:
+                    hidden.append(tag)
+            elif tag[1:] in hidden[-64:]:  # an end tag without a start tag is ignored
+                while hidden.pop() != tag[1:]:
+                    pass
+        elif tag[0] != "/" and tag not in _VOID and _HIDDEN.search(source, start, end):
+            hidden.append(tag)
+        elif tag.lstrip("/") in _BLOCKS:
+            seen.append("\n")
+    return " ".join("".join(title).split()), "".join(seen)
+
+
+def _end_of_tag(source: str, start: int) -> int:
+    """Return the position after the tag's closing `>`, or -1. A quoted `>` does not count."""
+    quote = ""
+    for at in range(start + 1, min(len(source), start + _MAX_TAG)):
+        sign = source[at]
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "\"'" and source[at - 1] in "= \t\n":
+            quote = sign
+        elif sign == ">":
+            return at + 1
+        elif sign == "<":
+            return -1
+    return -1
+
+
+_UNSPACED = (
+    "\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Tibetan, Burmese, Khmer
+    "\u3005\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    "\uac00-\ud7af\U00020000-\U0003ffff"
+)
+"""Scripts without spaces between words. Hangul is included because its words have endings."""
+_MARKS = "\u0483-\u0487\u0591-\u05c7\u0610-\u061a\u064b-\u065f\u0670\u0900-\u0963\u0966-\u0dff"
+_TERMS = re.compile(rf"[{_UNSPACED}]+|(?:(?![{_UNSPACED}])[^\W_]|[{_MARKS}])+")
+_RUN = re.compile(rf"[{_UNSPACED}]+")
+_ACCENTS = re.compile("[\u0300-\u036f]")
+_UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn"}
+_KEPT = {"\n", "\t", "\u200c", "\u200d"}
+"""Joiners that are kept because they matter in Persian and in Indic scripts."""
+
+
+def cleaned(text: str) -> str:
+    """Remove extra white space and invisible characters, which could be meant to trick a model."""
+    text = unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
+    unseen = {c for c in set(text) if c not in _KEPT and unicodedata.category(c) in _UNSEEN}
+    text = text.translate(dict.fromkeys(map(ord, unseen)))
+    lines: list[str] = []
+    for line in text.split("\n"):
+        line = " ".join(line.split())
+        if line or (lines and lines[-1]):
+            lines.append(line)
+    return "\n".join(lines).strip()
+
+
+def _runs(text: str) -> list[str]:
+    """Return the words in `text` without case, width and accents.
+
+    In scripts without spaces, a run of characters is one word.
+    """
+    plain = _ACCENTS.sub("", unicodedata.normalize("NFKD", text.casefold()))
+    return _TERMS.findall(unicodedata.normalize("NFC", plain))
+
+
+def terms(text: str) -> list[str]:
+    """Return the search terms in a text.
+
+    They are words or, in scripts without spaces, pairs of adjacent characters. An isolated
+    character is a term of its own.
+    """
+    result: list[str] = []
+    for run in _runs(text):
+        if len(run) > 1 and _RUN.fullmatch(run):
+            result += [run[i : i + 2] for i in range(len(run) - 1)]
+        else:
+            result.append(run)
+    return result
+
+
+def signs(text: str) -> list[str]:
+    """Return each character that belongs to a script without spaces."""
+    return [sign for run in _runs(text) if _RUN.fullmatch(run) for sign in run]
+
+
+def squeeze(text: str) -> str:
+    """Return only the letters and digits of a text, for comparing quotes."""
+    return "".join(_runs(text))
+
+
+def spans(text: str, most: int) -> list[tuple[int, int]]:
+    """Split `text` into pieces [start, end) of at most `most` characters.
+
+    A piece ends after a line, a sentence or a word, if one of these ends in its second half.
+    """
+    boundaries: list[tuple[int, int]] = []
+    start = 0
+    while len(text) - start > most:
+        low, high = start + most // 2, start + most
+        ends = (text.rfind(sign, low, high) + len(sign) for sign in ("\n", "。", ". ", " "))
+        end = next((end for end in ends if end > low), high)
+        boundaries.append((start, end))
+        start = end
+    return [*boundaries, (start, len(text))]
+
+
+def excerpt(text: str, wanted: Iterable[str], most: int) -> str:
+    """Return the piece of `text` with the most different terms from `wanted`, on one line."""
+    wanted = set(wanted)
+    starts = range(0, len(text), most // 3) or [0]
+    pieces = [(start, min(len(text), start + most)) for start in starts]
+    best = max(pieces, key=lambda piece: len(wanted & set(terms(text[slice(*piece)]))))
+    start, end = best
+    before, after = "… " if start else "", " …" if end < len(text) else ""
+    return before + " ".join(text[start:end].split()) + after

@@ -8,26 +8,79 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
 from keel.agents.environments.messages import with_instructions
-from keel.agents.environments.search.citations import HOW, citations_in, fault
-from keel.agents.environments.search.documents import Document, Library, made
+from keel.agents.environments.search.documents import (
+    Document,
+    Library,
+    excerpt,
+    made,
+    signs,
+    spans,
+    squeeze,
+    terms,
+)
 from keel.agents.environments.search.index import SearchIndex, ensure_index
-from keel.agents.environments.search.text import excerpt, spans, terms
 
-MARK = (
+_MARK = (
     "Put the final answer, a name or a number and nothing else, between <answer> and </answer>, "
     "once, in your last message."
 )
-MOST_QUERY = 400
+_MAX_QUERY = 400
 """Maximum length in characters of a query, and of a text to find in a document."""
-FOUND = 8
+_MAX_MATCHES = 8
 """How many matches `find` shows."""
-AROUND = 160
+_CONTEXT = 160
 """How many characters are shown before and after each match."""
+
+
+_HOW = (
+    "Cite what your answer rests on: the name of a document that you have opened and words that "
+    'stand in it, as [[name: "words"]].'
+)
+_MAX_CITATIONS = 32
+"""Maximum number of citations that are checked."""
+_MAX_CHARACTERS = 1500
+_MIN_LETTERS, _MIN_SIGNS = 12, 6
+"""Minimum length of a quote in letters and digits, and in characters of scripts without spaces. A
+shorter quote could be found in almost any document."""
+_CITED = re.compile(r"(.*?):\s*[\"“”«「『'](.*)[\"“”»」』']\s*", re.DOTALL)
+
+
+def _citations_in(text: str) -> list[tuple[str, str]]:
+    """Return the name and quote of each citation in a text in order, without duplicates."""
+    citations, at = dict[tuple[str, str], None](), 0
+    while len(citations) < _MAX_CITATIONS and (start := text.find("[[", at)) >= 0:
+        if (end := text.find("]]", start)) < 0:
+            break
+        inside, at = text[start + 2 : end], end + 2
+        if len(inside) <= _MAX_CHARACTERS:
+            cited = _CITED.fullmatch(inside)
+            name, quote = cited.groups() if cited else (inside, "")
+            citations[" ".join(name.split()), quote] = None
+    return list(citations)
+
+
+def quote_fault(quote: str, document: Document) -> str:
+    """Return why a quote is not valid for `document`, or "" if it is.
+
+    White space, case and punctuation are ignored.
+    """
+    words = squeeze(quote)
+    if len(words) < (_MIN_SIGNS if len(signs(quote)) > len(words) / 2 else _MIN_LETTERS):
+        return f"the quote {quote[:80]!r} is too short to say anything; quote a clause"
+    if words not in _squeezed(document.text):
+        return f"{document.name} does not say {quote[:200]!r}"
+    return ""
+
+
+@lru_cache(maxsize=32)  # an answer may cite a long document many times
+def _squeezed(text: str) -> str:
+    return squeeze(text)
 
 
 class Search:
@@ -72,8 +125,8 @@ class Search:
     def opening(self, task: Mapping[str, Any]) -> list[dict[str, Any]]:
         own: Mapping[str, Any] = task["reward"].get("environment") or {}
         self._evidence = [str(name) for name in own.get("evidence") or ()]
-        mark = MARK if task["reward"].get("kind") == "answer" else ""
-        return with_instructions(task["messages"], HOW if self._cite else "", mark)
+        mark = _MARK if task["reward"].get("kind") == "answer" else ""
+        return with_instructions(task["messages"], _HOW if self._cite else "", mark)
 
     def search(self, query: str) -> str:
         """Search for documents by their words.
@@ -81,8 +134,8 @@ class Search:
         Args:
             query: A few words, names rather than sentences.
         """
-        if len(query) > MOST_QUERY:
-            raise ValueError(f"a query has at most {MOST_QUERY} characters")
+        if len(query) > _MAX_QUERY:
+            raise ValueError(f"a query has at most {_MAX_QUERY} characters")
         hits = self._library.search(query, self._results)[: self._results]
         if not hits:
             return "Nothing was found. Try other words, or fewer."
@@ -92,7 +145,7 @@ class Search:
             f"{number}. {hit.title}" + (f" ({hit.name})" if hit.name != hit.title else "")
             for number, hit in enumerate(cleaned, start=1)
         ]
-        snippets = [excerpt(hit.text, terms(query), 2 * AROUND) for hit in cleaned]
+        snippets = [excerpt(hit.text, terms(query), 2 * _CONTEXT) for hit in cleaned]
         both = zip(lines, snippets, strict=True)
         return "\n".join(f"{line}\n   {text}" if text else line for line, text in both)
 
@@ -122,20 +175,20 @@ class Search:
         """
         if self._open is None:
             raise ValueError("no document is open; open one first")
-        if not text.strip() or len(text) > MOST_QUERY:
-            raise ValueError(f"name 1 to {MOST_QUERY} characters to find")
+        if not text.strip() or len(text) > _MAX_QUERY:
+            raise ValueError(f"name 1 to {_MAX_QUERY} characters to find")
         whole, pages = self._open.text, spans(self._open.text, self._page)
         pattern = re.compile(r"\s+".join(map(re.escape, text.split())), re.IGNORECASE)
         lines: list[str] = []
         count = 0
         for count, match in enumerate(pattern.finditer(whole), start=1):
-            if count <= FOUND:
+            if count <= _MAX_MATCHES:
                 page = sum(start <= match.start() for start, _ in pages)
-                low, high = max(0, match.start() - AROUND), match.end() + AROUND
+                low, high = max(0, match.start() - _CONTEXT), match.end() + _CONTEXT
                 lines.append(f"page {page}: … {' '.join(whole[low:high].split())} …")
         if not lines:
             return f"{self._open.name} does not have {text!r}."
-        more = [f"({count - FOUND} more)"] if count > FOUND else []
+        more = [f"({count - _MAX_MATCHES} more)"] if count > _MAX_MATCHES else []
         return "\n".join([*lines, *more])
 
     def _document(self, name: str) -> Document | None:
@@ -157,8 +210,12 @@ class Search:
         """
         turns = [message for message in messages if message.get("role") == "assistant"]
         text = str(turns[-1].get("content") or "") if turns else ""
-        cited = citations_in(text.rpartition("</think>")[2])
-        faults = [fault(one, self.opened) for one in cited]
+        faults = [
+            quote_fault(quote, self.opened[name])
+            if name in self.opened
+            else f"no document {name[:200]!r} was opened"
+            for name, quote in _citations_in(text.rpartition("</think>")[2])
+        ]
         seen = [name in self.opened for name in self._evidence]
         parts = {
             "citations": faults.count("") / len(faults) if faults else 0.0,

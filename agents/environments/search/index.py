@@ -12,27 +12,32 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
+from urllib.parse import quote
 
 from keel.agents.environments.search.documents import (
     Document,
     Hit,
     documents_of,
+    excerpt,
     files_of,
     fingerprint,
+    signs,
+    spans,
+    terms,
 )
-from keel.agents.environments.search.text import excerpt, signs, spans, terms
 
-VERSION = 1
+_VERSION = 1
 """Version of the index format. Increase it whenever the content changes."""
-PASSAGE = 900
+_PASSAGE = 900
 """Length of a passage in characters."""
-SNIPPET = 280
-MOST_TERMS = 48
+_SNIPPET = 280
+_MAX_TERMS = 48
 """Maximum number of terms in a query."""
-SEARCH_S = 10.0
+_SEARCH_S = 10.0
 """Time limit for a search in seconds. If it is exceeded, only the call fails, not the episode."""
-STEPS = 1000
+_STEPS = 1000
 """How many SQLite instructions are run between two checks of the time limit."""
 _TABLES = """
 create table about (key text primary key, value text);
@@ -56,11 +61,15 @@ class SearchIndex:
         Raises ValueError if it is invalid.
         """
         try:
-            self._base = _opened(path)
+            # Immutable, so SQLite creates no files next to it, which a sandbox does not allow.
+            name = quote(str(path.absolute()))
+            self._base = sqlite3.connect(
+                f"file:{name}?mode=ro&immutable=1", uri=True, check_same_thread=False
+            )
             about = dict(self._base.execute("select key, value from about").fetchall())
         except sqlite3.Error as error:
             raise ValueError(f"{path}: not an index of a corpus: {error}") from error
-        if about.get("version") != str(VERSION):
+        if about.get("version") != str(_VERSION):
             raise ValueError(f"{path}: index of another version; remove it")
         self.of = about["of"]
         """Fingerprint of the files that were indexed."""
@@ -69,8 +78,8 @@ class SearchIndex:
         if not (expression := _expression(query)):
             return []
         wanted, hits = terms(query), dict[int, Hit]()
-        until = time.monotonic() + SEARCH_S
-        self._base.set_progress_handler(lambda: time.monotonic() > until, STEPS)
+        until = time.monotonic() + _SEARCH_S
+        self._base.set_progress_handler(lambda: time.monotonic() > until, _STEPS)
         try:
             # Several passages may belong to one document, so fetch more than `most`.
             passages = self._base.execute(_SEARCH, (expression, 8 * most)).fetchall()
@@ -80,8 +89,10 @@ class SearchIndex:
             self._base.set_progress_handler(None, 0)
         for number, start, stop in passages:
             if number not in hits and len(hits) < most:
-                name, title, text = self._row(number)
-                snippet = excerpt(text[start:stop], wanted, SNIPPET)
+                name, title, text = self._base.execute(
+                    "select name, title, text from documents where id = ?", (number,)
+                ).fetchone()
+                snippet = excerpt(text[start:stop], wanted, _SNIPPET)
                 hits[number] = Hit(name=name, title=title, snippet=snippet)
         return list(hits.values())
 
@@ -114,18 +125,6 @@ class SearchIndex:
     def close(self) -> None:
         self._base.close()
 
-    def _row(self, number: int) -> tuple[str, str, str]:
-        return self._base.execute(
-            "select name, title, text from documents where id = ?", (number,)
-        ).fetchone()
-
-
-def default_path(folder: Path) -> Path:
-    """Return the path in the cache for a folder's index."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
-    return cache / "keel" / "search" / f"{name}.sqlite"
-
 
 def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Path] = ()) -> Path:
     """Return the path of the index for `folder`, and rebuild it if a file has changed.
@@ -134,7 +133,11 @@ def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Pa
     the index cannot be written.
     """
     folder = folder.expanduser()
-    files, path = files_of(folder), path or default_path(folder)
+    files = files_of(folder)
+    if path is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+        path = cache / "keel" / "search" / f"{name}.sqlite"
     real = {file.resolve() for file in files}
     if bad := [file for file in without if file.resolve() in real]:
         raise ValueError(
@@ -142,15 +145,11 @@ def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Pa
         )
     files = [file for file in files if file.resolve() != path.resolve()]
     of = fingerprint(folder, files)
-    if path.exists():
-        try:
-            index = SearchIndex(path)
-        except ValueError:
-            pass
-        else:
-            index.close()
-            if index.of == of:
-                return path
+    with suppress(ValueError):  # there is none, or an invalid one
+        index = SearchIndex(path)
+        index.close()
+        if index.of == of:
+            return path
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, made = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
     os.close(handle)
@@ -166,8 +165,7 @@ def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Pa
 
 
 def _make(path: Path, folder: Path, files: Sequence[Path], of: str) -> None:
-    base = sqlite3.connect(path, isolation_level=None)
-    try:
+    with closing(sqlite3.connect(path, isolation_level=None)) as base:
         base.execute("pragma journal_mode = off")
         base.execute("pragma synchronous = off")
         base.executescript(_TABLES)
@@ -179,7 +177,7 @@ def _make(path: Path, folder: Path, files: Sequence[Path], of: str) -> None:
                 (number, document.name, document.title, document.text),
             )
             title = " ".join(terms(document.title)), signs(document.title)
-            for start, stop in spans(document.text, PASSAGE):
+            for start, stop in spans(document.text, _PASSAGE):
                 row += 1
                 piece = document.text[start:stop]
                 base.execute("insert into passages values (?, ?, ?, ?)", (row, number, start, stop))
@@ -192,18 +190,10 @@ def _make(path: Path, folder: Path, files: Sequence[Path], of: str) -> None:
                 f"corpus {folder}: has no document: no text in files that end in .txt, .md, .rst, "
                 ".html, .htm, .xhtml or .jsonl"
             )
-        about = {"version": str(VERSION), "of": of}
+        about = {"version": str(_VERSION), "of": of}
         base.executemany("insert into about values (?, ?)", about.items())
         base.execute("insert into found (found) values ('optimize')")
         base.execute("commit")
-    finally:
-        base.close()
-
-
-def _opened(path: Path) -> sqlite3.Connection:
-    # Immutable, so SQLite creates no files next to it, which a sandbox does not allow.
-    name = str(path.absolute()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
-    return sqlite3.connect(f"file:{name}?mode=ro&immutable=1", uri=True, check_same_thread=False)
 
 
 def _expression(query: str) -> str:
@@ -211,7 +201,7 @@ def _expression(query: str) -> str:
 
     Terms are quoted and consist of letters and digits, so a query cannot contain FTS5 syntax.
     """
-    words = list(dict.fromkeys(terms(query)))[:MOST_TERMS]
+    words = list(dict.fromkeys(terms(query)))[:_MAX_TERMS]
     return " OR ".join(f'{"signs" if _alone(one) else "{title terms}"}: "{one}"' for one in words)
 
 

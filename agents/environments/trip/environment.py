@@ -12,14 +12,19 @@ from dataclasses import asdict
 from typing import Any
 
 from keel.agents.env_runtime.tool_objects import text_of
-from keel.agents.environments.trip.solver import Calls, solve
-from keel.agents.environments.trip.tasks import LEVELS, Level, TripTask, draw_task
-from keel.agents.environments.trip.verify import checks, judge
-from keel.agents.environments.trip.world import Attraction, World
+from keel.agents.environments.trip.plans import Calls, checks, judge, solve
+from keel.agents.environments.trip.tasks import (
+    LEVELS,
+    Attraction,
+    Level,
+    TripTask,
+    World,
+    draw_task,
+)
 
-MOST_TRIES = 500
+_MAX_TRIES = 500
 """How many tasks are drawn at most until one has a solution."""
-GUESSES = 40
+_GUESSES = 40
 
 
 class Trip:
@@ -214,8 +219,8 @@ def make_task(seed: int, level: Level) -> tuple[World, TripTask]:
 
     It can be solved with its tools, and most random plans fail.
     """
-    for attempt in range(MOST_TRIES):
-        world, task = draw_task(seed * MOST_TRIES + attempt, level)
+    for attempt in range(_MAX_TRIES):
+        world, task = draw_task(seed * _MAX_TRIES + attempt, level)
         if _possible(world, task, level) and not _anything_goes(world, task):
             return world, task
     raise ValueError(f"trip: no task of seed {seed} can be solved at this level: {level}")
@@ -241,10 +246,10 @@ def _anything_goes(world: World, task: TripTask) -> bool:
     """Return whether most random plans with places in the right city would be correct."""
     draw = random.Random(task.text())
     good = bad = 0
-    while good <= GUESSES // 2 and bad < GUESSES / 2:  # stop once the outcome is certain
+    while good <= _GUESSES // 2 and bad < _GUESSES / 2:  # stop once the outcome is certain
         fits = all(judge(world, task, a_plan(world, task, draw)).values())
         good, bad = good + fits, bad + (not fits)
-    return good > GUESSES // 2
+    return good > _GUESSES // 2
 
 
 def a_plan(world: World, task: TripTask, draw: random.Random) -> list[dict[str, str]]:

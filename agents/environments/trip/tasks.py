@@ -1,24 +1,173 @@
-"""Trip tasks, which ask for a plan for some days with distinct places and a rule about hotel
-prices."""
+"""Trip tasks in made-up countries, drawn from a seed.
+
+A country has cities with hotels, restaurants and attractions, and transport between them. All names
+are unique. A task asks for a plan for some days with distinct places and a rule about hotel prices.
+"""
 
 from __future__ import annotations
 
 import datetime
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import permutations
 
-from keel.agents.environments.trip.world import Size, World, make_world
+_WEATHER = ("sunny", "cloudy", "rain")
+_CUISINES = ("noodles", "seafood", "grill", "vegetarian", "dumplings")
+_INSIDE = ("bus", "tram", "metro", "bicycle")
+_BETWEEN = ("train", "coach", "ferry")
+_CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 
-KEYS = (
-    "time",
-    "city",
-    "hotel",
-    "afternoon_restaurant",
-    "afternoon_attraction",
-    "evening_restaurant",
-)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hotel:
+    name: str
+    city: str
+    price: int
+    """Price per night in CNY."""
+    rating: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restaurant:
+    name: str
+    city: str
+    price: int
+    """Price per person in CNY."""
+    rating: float
+    cuisine: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attraction:
+    name: str
+    city: str
+    ticket: int
+    """Ticket price in CNY."""
+    rating: float
+    outdoor: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """A connection between two cities in both directions."""
+
+    by: str
+    hours: float
+    price: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """The size of a world."""
+
+    cities: int
+    hotels: int
+    """Number of hotels per city. Restaurants and attractions are also counted per city."""
+    restaurants: int
+    attractions: int
+    long_names: bool = True
+    """Whether to use long names. Short names have two letters, which a small model copies more
+    easily, but only 70 of them exist."""
+    price_step: int = 10
+    """Step between hotel prices, which start at 200 CNY."""
+    routes: float = 1.0
+    """Fraction of city pairs that have a route between them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    cities: tuple[str, ...]
+    hotels: dict[str, Hotel]
+    """Hotels by name. Restaurants and attractions are stored in the same way."""
+    restaurants: dict[str, Restaurant]
+    attractions: dict[str, Attraction]
+    routes: dict[tuple[str, str], Route]
+    """Routes by (from, to), in both directions."""
+    transport: dict[str, tuple[str, ...]]
+    """Local transport in each city."""
+    weather: dict[tuple[str, str], str]
+    """Weather by city and date."""
+
+
+def make_world(seed: int, size: Size, dates: tuple[str, ...]) -> World:
+    """Draw a world. The same seed gives the same world on every machine."""
+    draw = random.Random(f"world {seed}")
+    long = size.long_names
+    names = _names(draw, long)
+    cities = tuple(next(names) for _ in range(size.cities))
+    hotels: dict[str, Hotel] = {}
+    restaurants: dict[str, Restaurant] = {}
+    attractions: dict[str, Attraction] = {}
+    max_price = 1000 if size.price_step == 100 else 1200  # coarse prices all have three digits
+    for city in cities:
+        for _ in range(size.hotels):
+            name = next(names) + (draw.choice((" Inn", " Hotel", " House")) if long else "")
+            price, rating = draw.randrange(200, max_price, size.price_step), _rating(draw)
+            hotels[name] = Hotel(name=name, city=city, price=price, rating=rating)
+        for _ in range(size.restaurants):
+            name = next(names) + (draw.choice((" Kitchen", " Table", " Diner")) if long else "")
+            restaurants[name] = Restaurant(
+                name=name,
+                city=city,
+                price=draw.randrange(30, 320, 5),
+                rating=_rating(draw),
+                cuisine=draw.choice(_CUISINES),
+            )
+        for _ in range(size.attractions):
+            outdoor = draw.random() < 0.5
+            kind = draw.choice((" Lake", " Park", " Hill") if outdoor else (" Museum", " Hall"))
+            name = next(names) + (kind if long else "")
+            attractions[name] = Attraction(
+                name=name,
+                city=city,
+                ticket=draw.randrange(0, 260, 10),
+                rating=_rating(draw),
+                outdoor=outdoor,
+            )
+    routes: dict[tuple[str, str], Route] = {}
+    for one, other in permutations(cities, 2):
+        if one < other and draw.random() < size.routes:
+            route = Route(
+                by=draw.choice(_BETWEEN),
+                hours=draw.randrange(2, 20) / 2,
+                price=draw.randrange(40, 400, 10),
+            )
+            routes[one, other] = routes[other, one] = route
+    return World(
+        cities=cities,
+        hotels=hotels,
+        restaurants=restaurants,
+        attractions=attractions,
+        routes=routes,
+        transport={city: tuple(sorted(draw.sample(_INSIDE, 2))) for city in cities},
+        weather={(city, date): draw.choice(_WEATHER) for city in cities for date in dates},
+    )
+
+
+def _rating(draw: random.Random) -> float:
+    return draw.randrange(20, 51) / 10
+
+
+def _names(draw: random.Random, long: bool) -> Iterator[str]:
+    short = [one + two for one in _CONSONANTS for two in _VOWELS]
+    if not long:
+        draw.shuffle(short)
+        yield from (name.capitalize() for name in short)
+        return
+    used: set[str] = set()
+    while True:
+        name = "".join(draw.choices(short, k=draw.choice((2, 3)))).capitalize()
+        name += draw.choice(("", "n", "r", "s"))
+        if name not in used:
+            used.add(name)
+            yield name
+
+
+MEALS = ("afternoon_restaurant", "evening_restaurant")
+KEYS = ("time", "city", "hotel", MEALS[0], "afternoon_attraction", MEALS[1])
 """The keys that describe a day in a plan."""
-START_OF_TIME = datetime.date(2025, 10, 1)
+_FIRST_DAY = datetime.date(2025, 10, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,32 +329,27 @@ class TripTask:
         day = "" if len(self.dates) == 1 else f" of day {self.rule_day + 1}"
         for band in self.bands:
             most = "" if band.high is None else f" and below {band.high}"
-            rules.append(f"If the hotel{day} costs at least {band.low} CNY{most}: {_terms(band)}.")
+            terms = [
+                (band.meals_below, "both restaurants together cost less than {} CNY"),
+                (band.both_rated, "both restaurants are rated at least {}"),
+                (band.one_rated, "at least one restaurant is rated at least {}"),
+                (band.ticket_below, "the attraction's ticket costs less than {} CNY"),
+            ]
+            text = ", ".join(text.format(value) for value, text in terms if value is not None)
+            rules.append(
+                f"If the hotel{day} costs at least {band.low} CNY{most}: {text or 'anything'}."
+            )
         return rules
 
     def _form(self) -> str:
         if self.plain:
             words = " and ".join(key.replace("_", " ") for key in self.keys)
-            return (
-                f"Submit the {words}, separated by a comma."
-                if len(self.keys) > 1
-                else (f"Submit the {words}.")
-            )
+            return f"Submit the {words}{', separated by a comma' * (len(self.keys) > 1)}."
         keys = ", ".join(self.keys)
         return (
             f"Submit a JSON list with an object for each day, in order, with the keys {keys}; time "
             "is the date as YYYY-MM-DD, and the others are names."
         )
-
-
-def _terms(band: Band) -> str:
-    terms = [
-        (band.meals_below, "both restaurants together cost less than {} CNY"),
-        (band.both_rated, "both restaurants are rated at least {}"),
-        (band.one_rated, "at least one restaurant is rated at least {}"),
-        (band.ticket_below, "the attraction's ticket costs less than {} CNY"),
-    ]
-    return ", ".join(text.format(value) for value, text in terms if value is not None) or "anything"
 
 
 def draw_task(seed: int, level: Level) -> tuple[World, TripTask]:
@@ -214,7 +358,7 @@ def draw_task(seed: int, level: Level) -> tuple[World, TripTask]:
     The task may have no solution, which `environment.make_task` checks.
     """
     draw = random.Random(f"task {seed}")
-    first = START_OF_TIME + datetime.timedelta(days=draw.randrange(60))
+    first = _FIRST_DAY + datetime.timedelta(days=draw.randrange(60))
     dates = tuple(str(first + datetime.timedelta(days=day)) for day in range(level.days))
     world = make_world(seed, level.size, dates)
     prices = sorted(hotel.price for hotel in world.hotels.values())

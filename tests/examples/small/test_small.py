@@ -11,8 +11,7 @@ import pytest
 
 from keel.agents.env_process.client import Hosted, Program
 from keel.agents.environments.demonstrations import Demonstration
-from keel.agents.environments.general.folder import folders
-from keel.agents.environments.general.parts import tools_of
+from keel.agents.environments.general.author_code import folders, tools_of
 from keel.agents.environments.search.environment import Search
 from keel.agents.types import Transcript
 from keel.configs.load import load_config

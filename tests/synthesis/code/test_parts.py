@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.agents.environments.code.copies import find_packages
+from keel.agents.environments.code.environment import find_packages
 from keel.agents.environments.code.grading import Results, grade, graded_tree, read_results
 from keel.agents.environments.code.languages import LANGUAGES, is_grading, matches
 from keel.agents.environments.code.tree import (

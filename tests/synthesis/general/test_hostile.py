@@ -113,7 +113,7 @@ def test_author_workspace_is_confined(tmp_path: Path) -> None:
         arguments = {"most_kib": 1, "bash_s": bash_s}
         async with (
             GeneralSandboxes(tmp_path / f"making_{bash_s}", config()) as rooms,
-            rooms.open("desk:DatabaseDesk", arguments=arguments) as (desk, _),
+            rooms.open("workshop:DatabaseDesk", arguments=arguments) as (desk, _),
         ):
             outputs: list[str] = []
             for name, value in (

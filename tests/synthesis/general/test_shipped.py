@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.agents.environments.general.folder import Folder, folders
+from keel.agents.environments.general.author_code import Folder, folders
 from keel.configs.load import load_synthesis
 from keel.synthesis.general.sandboxes import GeneralSandboxes
 from tests.agents.sandboxes import wrap_of

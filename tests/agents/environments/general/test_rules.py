@@ -7,10 +7,15 @@ from pathlib import Path
 import pytest
 
 from keel.agents.env_runtime.errors import InvalidEnvironment
+from keel.agents.environments.general.author_code import (
+    SHIPPED,
+    Part,
+    answer_of,
+    folders,
+    function,
+    parsed,
+)
 from keel.agents.environments.general.environment import General
-from keel.agents.environments.general.folder import SHIPPED, folders
-from keel.agents.environments.general.parts import answer_of
-from keel.agents.environments.general.rules import Part, function, parsed
 
 
 @pytest.mark.parametrize(

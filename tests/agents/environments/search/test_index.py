@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from keel.agents.environments.search import index as index_module
+from keel.agents.environments.search.documents import cleaned, spans, terms, text_of_html
 from keel.agents.environments.search.index import SearchIndex, ensure_index
-from keel.agents.environments.search.markup import text_of_html
-from keel.agents.environments.search.text import cleaned, spans, terms
 from tests.agents.environments.search.corpus import write_corpus
 
 
@@ -56,8 +55,8 @@ def test_snippets_frequencies_and_slow_searches(
     assert index.search("zebra", 5) == [] == index.search("?!", 5)
     assert index.frequency("Mirela Dancu") == 2 and index.frequency("Dancu Mirela") == 0
     assert index.frequency("市民") == 1 and index.frequency("橋") == 1
-    monkeypatch.setattr(index_module, "SEARCH_S", -1.0)
-    monkeypatch.setattr(index_module, "STEPS", 1)
+    monkeypatch.setattr(index_module, "_SEARCH_S", -1.0)
+    monkeypatch.setattr(index_module, "_STEPS", 1)
     with pytest.raises(ValueError, match="too long"):
         index.search("the shop of the council", 5)
     assert index.document("bridge.md") is not None

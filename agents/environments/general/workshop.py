@@ -1,16 +1,29 @@
-"""Runs an author's code in the sandbox, so that a pipeline can check it."""
+"""Environments in which an author builds a database, and in which a pipeline runs the author's code
+to check it."""
 
 from __future__ import annotations
 
+import base64
 import json
+import os
+import signal
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from keel.agents.env_runtime.errors import InvalidEnvironment
-from keel.agents.environments.general.child import ChildEnded
-from keel.agents.environments.general.folder import Folder
-from keel.agents.environments.general.parts import solving_child, tools_child, verified
+from keel.agents.environments.general.author_code import (
+    ChildEnded,
+    Folder,
+    solving_child,
+    tools_child,
+    verified,
+)
+
+_MAX_OUTPUT = 12_000
+"""Maximum length of a command's output in characters. The first and last half of it are kept."""
+_SHOWN = 3
 
 
 class Solution:
@@ -86,26 +99,23 @@ class AuthorWorkshop:
         database = self._folder.database()
         if not isinstance(database, dict | list):
             parts = [
-                f"{sql}\n{_rows(database, quoted, SHOWN)}" for _, sql, quoted in _tables(database)
+                f"{sql}\n{_rows(database, quoted, _SHOWN)}" for _, sql, quoted in _tables(database)
             ]
             return ["\n\n".join(parts)[:most]]
         kinds = cast(dict[str, Any], database if isinstance(database, dict) else {"": database})
         return ["\n".join(f"{name}: {_some(kind)}" for name, kind in kinds.items())[:most]]
 
 
-SHOWN = 3
-
-
 def _some(kind: Any) -> str:
     if isinstance(kind, dict):
         entries = cast(dict[str, Any], kind)
-        first: Any = dict(list(entries.items())[:SHOWN])
+        first: Any = dict(list(entries.items())[:_SHOWN])
         count = len(entries)
     elif isinstance(kind, list):
-        first, count = cast(list[Any], kind)[:SHOWN], len(cast(list[Any], kind))
+        first, count = cast(list[Any], kind)[:_SHOWN], len(cast(list[Any], kind))
     else:
         first, count = kind, 0
-    return json.dumps(first, ensure_ascii=False) + (f" … {count} in all" if count > SHOWN else "")
+    return json.dumps(first, ensure_ascii=False) + (f" … {count} in all" if count > _SHOWN else "")
 
 
 def _tables(database: Any) -> list[tuple[str, str, str]]:
@@ -138,3 +148,59 @@ def strings_of(database: Any) -> list[str]:
         elif isinstance(one, list):
             pending += reversed(cast(list[Any], one))
     return list(texts)
+
+
+class DatabaseDesk:
+    """An environment for building one database. Only the database that is submitted is kept."""
+
+    def __init__(self, most_kib: int, bash_s: float) -> None:
+        self._most, self._bash_s = most_kib << 10, bash_s
+        self.done = False
+
+    def bash(self, command: str) -> str:
+        """Run a command in bash, in a folder of your own. There is Python, and no network.
+
+        Args:
+            command: For example: python3 make.py && head -c 500 database.json
+        """
+        process = subprocess.Popen(
+            ["bash", "-c", command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=os.environ.get("TMPDIR", "/tmp"),
+            start_new_session=True,
+        )
+        late = ""
+        try:
+            said, _ = process.communicate(timeout=self._bash_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            said, _ = process.communicate()
+            late = f"\n(ended after {self._bash_s:g} s)"
+        text = said.decode(errors="replace")
+        if len(text) > _MAX_OUTPUT:
+            text = f"{text[: _MAX_OUTPUT // 2]}\n[…]\n{text[-_MAX_OUTPUT // 2 :]}"
+        status = f"\n(exit status {process.returncode})" if process.returncode and not late else ""
+        return text + late + status
+
+    def submit_database(self, path: str) -> Any:
+        """Hand the finished database over: a file that ends in .json or .sqlite.
+
+        Args:
+            path: For example: database.json
+        """
+        path = os.path.join(os.environ.get("TMPDIR", "/tmp"), path)
+        with open(path, "rb") as file:
+            data = file.read(self._most + 1)
+        if len(data) > self._most:
+            raise ValueError(f"{path} has more than {self._most >> 10} KiB; make it smaller")
+        if path.endswith(".sqlite"):
+            if not data.startswith(b"SQLite format 3\0"):
+                raise ValueError(f"{path} is no SQLite database")
+        elif not path.endswith(".json"):
+            raise ValueError("the database's file must end in .json or .sqlite")
+        elif not isinstance(json.loads(data), dict | list):
+            raise ValueError(f"{path} must hold an object or a list")
+        self.done = True
+        return {"name": os.path.splitext(path)[1], "data": base64.b64encode(data).decode()}

@@ -1,0 +1,541 @@
+"""Reads, checks and runs the code of an author's environment.
+
+Its folder contains these files:
+
+database.json      or database.sqlite
+tools.py           the tools, which are typed functions over `database`
+task.json          {"name", "category", "tasks": [{"question", "tools": [names]}, …]},
+                   with easy tasks first
+solve.py           solve_0(tools), solve_1(tools), …, which no environment or policy reads
+verify.py          verify_0(answer, database), …, which return a bool or one for each demand
+provenance.json    how the environment was made
+
+The code runs in forked processes inside the sandbox, which can open no files, start no processes
+and write only to their channel. Their messages are untrusted.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import inspect
+import json
+import os
+import random
+import re
+import resource
+import select
+import signal
+import socket
+import sqlite3
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, NoReturn, cast, get_type_hints
+
+from keel.agents.env_runtime.episode import protect_process
+from keel.agents.env_runtime.errors import InvalidEnvironment, error_text
+from keel.agents.env_runtime.tool_objects import Tool, functions_of
+
+SHIPPED = Path(__file__).parent / "shipped"
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The folder that contains one environment."""
+
+    path: Path
+
+    def text(self, name: str) -> str:
+        return (self.path / name).read_text(encoding="utf-8")
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """Return the tasks in order.
+
+        Raises ValueError if task.json is invalid.
+        """
+        try:
+            tasks: list[dict[str, Any]] = json.loads(self.text("task.json"))["tasks"]
+            for task in tasks:
+                _ = str(task["question"]), list(task["tools"])
+        except (ValueError, TypeError, LookupError) as error:
+            raise ValueError(f"{self.path / 'task.json'}: {error!r}") from error
+        return tasks
+
+    def database(self) -> Any:
+        """Return a new copy of the database, as a JSON value or an SQLite connection."""
+        file = self.path / "database.sqlite"
+        if not file.exists():
+            return json.loads(self.text("database.json"))
+        connection = sqlite3.connect(":memory:")
+        connection.deserialize(file.read_bytes())  # type: ignore[attr-defined]
+        connection.execute("PRAGMA temp_store = MEMORY")
+        connection.row_factory = sqlite3.Row
+        return connection
+
+
+def folders(names: Sequence[str]) -> list[Folder]:
+    """Return the folders of the named environments in order.
+
+    Each name is an environment's folder, a folder that contains several, a bundled environment, or
+    `shipped` for all bundled ones. Raises ValueError if a name is not found.
+    """
+    environments: list[Folder] = []
+    for name in names:
+        own = SHIPPED if name == "shipped" else SHIPPED / name
+        path = own if "/" not in name and not Path(name).exists() else Path(name).expanduser()
+        inside = [path, *sorted(each.parent for each in path.glob("*/task.json"))]
+        inside = inside[:1] if (path / "task.json").is_file() else inside[1:]
+        if not inside:
+            known = ", ".join(each.name for each in sorted(SHIPPED.glob("*")))
+            raise ValueError(
+                f"{name} is no folder of tasks, nor has it any (looked in {path}; in a sandbox it "
+                f"must be among `readable`). Bundled ones: {known}"
+            )
+        environments += map(Folder, inside)
+    return environments
+
+
+# The rules for an author's code. What they miss is blocked by the process that runs it.
+
+Part = Literal["solve", "verify", "tools"]
+MODULES = (
+    *("__future__", "bisect", "calendar", "collections", "collections.abc", "copy", "dataclasses"),
+    *("datetime", "decimal", "difflib", "enum", "fractions", "functools", "heapq", "itertools"),
+    *("json", "math", "operator", "random", "re", "statistics", "string", "textwrap", "typing"),
+    "unicodedata",
+)
+"""Modules that tools and verifiers may import. None gives access to files, clocks or processes."""
+for _name in (*MODULES, "_strptime"):  # imported now, because their process can open no file
+    importlib.import_module(_name)
+_PLAIN = (
+    *("abs", "all", "any", "bin", "bool", "chr", "dict", "divmod", "enumerate", "filter", "float"),
+    *("frozenset", "hex", "int", "isinstance", "iter", "len", "list", "map", "max", "min", "next"),
+    *("oct", "ord", "pow", "range", "repr", "reversed", "round", "set", "slice", "sorted", "str"),
+    *("sum", "tuple", "zip"),
+    *("ArithmeticError", "AssertionError", "AttributeError", "Exception", "IndexError", "KeyError"),
+    *("LookupError", "OverflowError", "RuntimeError", "StopIteration", "TypeError", "ValueError"),
+    *("ZeroDivisionError", "NotImplementedError"),
+)
+_MORE = (
+    *("__build_class__", "bytes", "callable", "complex", "format", "issubclass", "object"),
+    *("property", "staticmethod", "classmethod", "super", "type"),
+)
+_CLOSED = re.compile(r"_.*|(gi|cr|ag|tb|f|co|func)_\w+|format|format_map|mro|now|today|utcnow")
+"""Attributes that give access to the interpreter or the clock."""
+_CLOCK = re.compile(
+    r"""CURRENT_(DATE|TIME|TIMESTAMP)\b | ["']now["'] | ^\s*now\s*$ | \brandom(blob)?\( |
+    \b(date|time|datetime|julianday|unixepoch)\(\s*\) | \bstrftime\(\s*('[^']*'|"[^"]*")\s*\)""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""SQLite functions that read the clock or return random values. Its time functions default to
+`now`."""
+
+
+def parsed(source: str, part: Part) -> ast.Module:
+    """Parse an author's code.
+
+    Raises InvalidEnvironment if it has a syntax error or is forbidden.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError, SystemError) as error:
+        raise InvalidEnvironment(f"{part}.py is no Python: {error}") from error
+    for node in ast.walk(tree):
+        if why := _complaint(node, part):
+            raise InvalidEnvironment(f"{part}.py, line {getattr(node, 'lineno', '?')}: {why}")
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            if node.name in names:  # a tool added later would change an earlier task
+                raise InvalidEnvironment(f"{part}.py, line {node.lineno}: {node.name} comes twice")
+            names.add(node.name)
+    return tree
+
+
+def _complaint(node: ast.AST, part: Part) -> str:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        if part == "solve":
+            return "a solution imports nothing: it calls tools and does logic"
+        names = [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or "."] if not node.level else ["."]
+        if part == "verify" and "random" in names:
+            return "imports random: a verifier says the same each time"
+        unknown = [name for name in names if name not in MODULES]
+        return f"imports {unknown[0]}; there are {', '.join(MODULES[1:])}" if unknown else ""
+    if isinstance(node, ast.Constant):
+        match = isinstance(node.value, str) and _CLOCK.search(node.value)
+        return f"asks for what differs from run to run: {match[0]}" if match else ""
+    if isinstance(node, ast.Global):
+        return "has a `global` statement"
+    if isinstance(node, ast.AsyncFunctionDef | ast.Await):
+        return "is asynchronous"
+    if part == "solve" and isinstance(node, ast.ClassDef):
+        return "defines a class"
+    for field, value in ast.iter_fields(node):
+        is_attribute = field in ("attr", "kwd_attrs")
+        for name in cast(list[Any], value if isinstance(value, list) else [value]):
+            if isinstance(name, str) and (
+                name.startswith("__") or (is_attribute and _CLOSED.fullmatch(name))
+            ):
+                return f"uses {name!r}, which is not for a task's code"
+    return ""
+
+
+def function(source: str, part: Part, name: str) -> tuple[ast.Module, ast.FunctionDef]:
+    """Return the function `name`, both as a module with the imports directly before it and alone.
+
+    Raises InvalidEnvironment if there is no such function, or anything else than functions.
+    """
+    pieces: dict[str, ast.Module] = {}
+    imports: list[ast.stmt] = []
+    for node in parsed(source, part).body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue
+        if isinstance(node, ast.FunctionDef) and not node.decorator_list:
+            pieces[node.name] = ast.Module(body=[*imports, node], type_ignores=[])
+            imports = []
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            imports.append(node)
+        else:
+            raise InvalidEnvironment(
+                f"{part}.py, line {node.lineno}: a task's function is one function without "
+                "decorators that contains all it needs; only imports may precede it"
+            )
+    if name not in pieces:
+        raise InvalidEnvironment(
+            f"{part}.py has no function {name!r}; it has {', '.join(pieces) or 'none'}"
+        )
+    return pieces[name], cast(ast.FunctionDef, pieces[name].body[-1])
+
+
+def _namespace(part: Part) -> dict[str, Any]:
+    """Return the global variables for an author's code, with only a few of Python's builtins."""
+
+    def import_module(
+        name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
+    ) -> ModuleType:
+        if name not in MODULES or level:
+            raise ImportError(f"there is no module {name!r} for a task's code")
+        return importlib.__import__(name, globals, locals, fromlist, level)
+
+    names = _PLAIN if part == "solve" else (*_PLAIN, *_MORE)
+    functions: dict[str, Any] = {name: getattr(builtins, name) for name in names}
+    functions["print"] = lambda *_, **__: None  # type: ignore[misc]
+    if part != "solve":
+        functions["__import__"] = import_module
+    return {"__builtins__": functions, "__name__": part}
+
+
+# The processes that run it.
+
+_MEMORY_MIB = 512
+_MAX_BYTES = 4 << 20
+"""Size limit for a message."""
+_Message = dict[str, Any]
+
+
+class ChildEnded(Exception):
+    """A child has exited, timed out or sent an invalid message."""
+
+
+class AuthorCodeFailed(Exception):
+    """The author's code raised an error."""
+
+
+class Channel:
+    """One end of a connection that carries JSON lines."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end, self._received = end, b""
+
+    def send(self, message: _Message) -> None:
+        """Send a message.
+
+        Raises ChildEnded if the other end is closed, and ValueError if the message is not JSON.
+        """
+        line = json.dumps(message, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        try:
+            self._end.sendall(line)
+        except OSError as error:
+            raise ChildEnded("its process ended") from error
+
+    def receive(self, within_s: float | None = None) -> _Message:
+        """Receive a message.
+
+        Raises ChildEnded on a timeout or if the message is invalid.
+        """
+        until = None if within_s is None else time.monotonic() + within_s
+        while b"\n" not in self._received:
+            remaining = None if until is None else max(0.0, until - time.monotonic())
+            if not select.select([self._end], [], [], remaining)[0]:
+                raise ChildEnded(f"it did not end within {within_s:g} s")
+            data = self._end.recv(1 << 16)
+            self._received += data
+            if not data or len(self._received) > _MAX_BYTES:
+                raise ChildEnded("its message is too large" if data else "its process ended")
+        line, _, self._received = self._received.partition(b"\n")
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            raise ChildEnded("it sent an invalid message")
+        return cast(_Message, message)
+
+
+class Child(Channel):
+    """A forked process that calls `run` with its channel.
+
+    `run` must call `_shut` before it runs any untrusted code. Errors are sent as {"refused": text}
+    or {"raised": text}.
+    """
+
+    def __init__(self, run: Callable[[Channel], None]) -> None:
+        ours, theirs = socket.socketpair()
+        self.pid = os.fork()
+        if not self.pid:
+            _run_child(theirs, run)
+        theirs.close()
+        super().__init__(ours)
+
+    def ask(self, message: _Message, within_s: float | None = None) -> Any:
+        """Send a request and return its result.
+
+        Raises ChildEnded, InvalidEnvironment, or AuthorCodeFailed if the author's code raises an
+        error.
+        """
+        self.send(message)
+        reply = self.receive(within_s)
+        if "refused" in reply:
+            raise InvalidEnvironment(str(reply["refused"]))
+        if "raised" in reply:
+            raise AuthorCodeFailed(str(reply["raised"]))
+        return reply.get("is")
+
+    def end(self) -> None:
+        if self.pid:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self._end.close()
+            self.pid = 0
+
+
+def _run_child(end: socket.socket, run: Callable[[Channel], None]) -> NoReturn:
+    channel = Channel(end)
+    try:
+        protect_process()
+        # These include the parent's channels, which the child must not write to.
+        os.closerange(3, end.fileno())
+        os.closerange(end.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(null, fd)
+        os.close(null)
+        run(channel)
+    except BaseException as error:
+        with suppress(BaseException):
+            channel.send(_failure(error))
+    finally:
+        os._exit(0)
+
+
+def _failure(error: BaseException) -> _Message:
+    if isinstance(error, InvalidEnvironment):
+        return {"refused": str(error)}
+    return {"raised": error_text(error)}
+
+
+def _serve(channel: Channel, answer: Callable[[_Message], Any]) -> None:
+    """Answer requests until the other end is closed."""
+    with suppress(ChildEnded):
+        while True:
+            request = channel.receive()
+            try:
+                channel.send({"is": answer(request)})
+            except ChildEnded:
+                raise
+            except (Exception, SystemExit) as error:
+                channel.send(_failure(error))
+
+
+def _shut() -> None:
+    """Forbid this process to open files, start processes or exceed a memory limit."""
+    memory, hard = _MEMORY_MIB << 20, resource.getrlimit(resource.RLIMIT_AS)[1]
+    memory = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
+    for limit, value in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NPROC, 0),
+        (resource.RLIMIT_NOFILE, 0),
+    ):
+        resource.setrlimit(limit, (value, value))
+
+
+def tools_child(folder: Folder, seed: int) -> Child:
+    """Start a process that runs the tools.
+
+    It answers {"do": "describe"} with the specs of the tools by name, and {"do": "call", "name",
+    "arguments"} with a text.
+    """
+
+    def run(channel: Channel) -> None:
+        source, database = folder.text("tools.py"), folder.database()
+        _shut()
+        tools: dict[str, Tool] = {}
+
+        def answer(request: _Message) -> Any:
+            if not tools:
+                tools.update(tools_of(source, database))
+                random.seed(seed)
+            if request["do"] == "describe":
+                return {name: tool.spec for name, tool in tools.items()}
+            if request["name"] not in tools:
+                raise InvalidEnvironment(f"there is no tool {request['name']!r}")
+            return tools[request["name"]](request["arguments"])
+
+        _serve(channel, answer)
+
+    return Child(run)
+
+
+def tools_of(source: str, database: Any) -> dict[str, Tool]:
+    """Run a tools.py and return its public functions as tools.
+
+    Raises InvalidEnvironment if there are none or one lacks type hints.
+    """
+    tree = parsed(source, "tools")
+    module = ModuleType("tools")
+    vars(module).update(_namespace("tools"), database=database)
+    sys.modules["tools"] = module  # dataclasses look up their module there
+    _run(lambda: exec(compile(tree, "tools.py", "exec"), vars(module)), "tools.py")
+    tools: dict[str, Tool] = {}
+    for name, given in functions_of(module).items():
+        if name == SUBMIT["name"]:
+            raise InvalidEnvironment(f"tool {name}: that name is taken: it submits the answer")
+        tools[name] = tool = Tool(name, given)
+        hints = get_type_hints(given)
+        for one in (*inspect.signature(given).parameters, "return"):
+            if hints.get(one, Any) is Any:
+                raise InvalidEnvironment(f"tool {name}: {one} has no type hint, or the hint Any")
+        if not tool.spec["description"]:
+            raise InvalidEnvironment(f"tool {name} has no docstring: it is all that is known of it")
+        tool.spec["returns"] = "text" if hints["return"] is str else "json"
+    if not tools:
+        raise InvalidEnvironment("tools.py has no public function")
+    return tools
+
+
+SUBMIT: dict[str, Any] = {
+    "name": "submit_result",
+    "description": "Submit the answer, in the form that the task asks for. This ends the task.",
+    "parameters": {
+        "type": "object",
+        "properties": {"answer_text": {"type": "string", "description": "The answer, as JSON"}},
+        "required": ["answer_text"],
+        "additionalProperties": False,
+    },
+}
+
+
+def answer_of(text: str) -> Any:
+    """Parse a submitted answer as JSON, or return it as text if it is not JSON."""
+    try:
+        answer = json.loads(text)
+        # Fails for 1e999, NaN and half of a surrogate pair, which are not JSON.
+        json.dumps(answer, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return text.encode(errors="replace").decode()
+    return answer
+
+
+def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[str, bool] | str:
+    """Return each demand and whether the answer meets it, or an error if the verifier fails.
+
+    The verifier reads the original database, so it does not see changes that the tools made. Raises
+    InvalidEnvironment if the verifier is invalid.
+    """
+
+    def run(channel: Channel) -> None:
+        source, database = folder.text("verify.py"), folder.database()
+        _shut()
+        verify = _function(source, "verify", f"verify_{number}", 2)
+
+        def checked(request: _Message) -> Any:
+            result: Any = verify(request["answer"], database)
+            demands = cast(
+                "dict[Any, Any]", result if isinstance(result, dict) else {"correct": result}
+            )
+            if not demands or not all(type(one) is bool for one in demands.values()):
+                raise AuthorCodeFailed(
+                    f"it returned {str(demands)[:200]}; True or False, or a dict of them"
+                )
+            return {str(name): met for name, met in demands.items()}
+
+        _serve(channel, checked)
+
+    child = Child(run)
+    try:
+        result = child.ask({"answer": answer}, within_s)
+    except (ChildEnded, AuthorCodeFailed) as error:
+        return str(error)
+    finally:
+        child.end()
+    # The verifier's code may control the child, so check its reply again.
+    demands = cast("dict[str, Any]", result if isinstance(result, dict) else {})
+    if not demands or not all(type(one) is bool for one in demands.values()):
+        return "it returned an invalid verdict"
+    return demands
+
+
+def solving_child(source: str, number: int, returns: dict[str, str]) -> Child:
+    """Start a process that runs a solution.
+
+    The process sends {"call": name, "arguments"} and expects {"text"} or {"failed"}. It ends with
+    {"is": the answer}. `returns` is the result type of each tool, `text` or `json`.
+    """
+
+    def run(channel: Channel) -> None:
+        def named(name: str) -> Callable[..., Any]:
+            def call(**arguments: Any) -> Any:
+                channel.send({"call": name, "arguments": arguments})
+                reply = channel.receive()
+                if "failed" in reply:
+                    raise RuntimeError(reply["failed"])
+                return reply["text"] if returns[name] == "text" else json.loads(reply["text"])
+
+            return call
+
+        _shut()
+        solve = _function(source, "solve", f"solve_{number}", 1)
+        tools = type("Tools", (), {name: staticmethod(named(name)) for name in returns})()
+        channel.send({"is": _run(lambda: solve(tools), "the solution")})
+
+    return Child(run)
+
+
+def _function(source: str, part: Part, name: str, parameters: int) -> Callable[..., Any]:
+    tree, node = function(source, part, name)
+    if len(node.args.args) != parameters or node.args.vararg or node.args.kwonlyargs:
+        raise InvalidEnvironment(
+            f"{part}.py: {name} has {parameters} parameter{'s' * (parameters > 1)}"
+        )
+    names = _namespace(part)
+    _run(lambda: exec(compile(tree, f"{part}.py", "exec"), names), f"{part}.py")
+    return names[name]
+
+
+def _run(what: Callable[[], Any], where: str) -> Any:
+    try:
+        return what()
+    except (InvalidEnvironment, ChildEnded):
+        raise
+    except (Exception, SystemExit) as error:
+        raise InvalidEnvironment(f"{where} raises {error_text(error)}") from error
