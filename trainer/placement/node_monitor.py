@@ -165,7 +165,7 @@ class ClusterMonitor:
         self._query: _NodeQuery | None = None
         self._since_query_s, self._clock = 0.0, ray_timeouts.PollClock(ANSWER_S, clock)
         self._hang_timeout_s = hang_timeout_s
-        self._add_nodes(self._alive_nodes())
+        self._add_nodes(_alive_nodes())
 
     def poll(self) -> NodeHealth:
         elapsed_s, end = self._clock.elapsed(), time.monotonic() + ANSWER_S
@@ -178,7 +178,7 @@ class ClusterMonitor:
             actors |= node.last.actors
         self._since_query_s += elapsed_s
         if self._query is None and self._since_query_s >= LIST_NODES_S:
-            self._query, elapsed_s, self._since_query_s = _NodeQuery(self._alive_nodes), 0.0, 0.0
+            self._query, elapsed_s, self._since_query_s = _NodeQuery(_alive_nodes), 0.0, 0.0
         failure = self._poll_gcs(self._query, actors, elapsed_s, messages) if self._query else ""
         return NodeHealth(
             actors=actors,
@@ -218,9 +218,10 @@ class ClusterMonitor:
                 monitor = _create_monitor(node, self._hang_timeout_s)
                 self._nodes[node] = _Node(host, monitor, NodeHealth(actors={}, host=host))
 
-    def _alive_nodes(self) -> Mapping[str, str]:
-        nodes = ray_timeouts.bounded(ray.nodes, ray_timeouts.CALL_S, "list its nodes")
-        return {n["NodeID"]: n["NodeManagerHostname"] for n in nodes if n["Alive"]}
+
+def _alive_nodes() -> Mapping[str, str]:
+    nodes = ray_timeouts.bounded(ray.nodes, ray_timeouts.CALL_S, "list its nodes")
+    return {n["NodeID"]: n["NodeManagerHostname"] for n in nodes if n["Alive"]}
 
 
 def _create_monitor(node: str, hang_timeout_s: float) -> Any:

@@ -15,7 +15,6 @@ from keel.trainer.placement.choose import (
     update_choice,
 )
 from keel.trainer.placement.hardware import Hardware, idle_nodes
-from keel.trainer.placement.nodes import used_gib
 from keel.trainer.run.checkpoint import STATE
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
@@ -48,13 +47,3 @@ def test_missing_checkpoint_or_damaged_file_means_no_choice(config: Config, tmp_
     save_choice(tmp_path, VALUES, FOUR)
     (tmp_path / "checkpoints" / "step_000002" / STATE).unlink()
     assert load_choice(config, FOUR) == SavedChoice()
-
-
-def test_only_memory_of_visible_gpus_counts() -> None:
-    listed = "GPU-aa-1, 40960\nGPU-bb-2, 81920\nGPU-cc-3, 300\n"
-    assert used_gib(listed, {"aa-1", "cc-3"}) == 40.0
-    assert used_gib(listed, {"cc-3"}) == 0.0  # used by an idle driver
-    assert used_gib("GPU-aa-1, [N/A]\n", {"aa-1"}) == 0.0
-    # On a cluster, Ray tracks which GPUs are taken.
-    assert used_gib(listed, {"aa-1", "bb-2"}, least=True) == 40.0
-    assert used_gib(listed, {"aa-1", "cc-3"}, least=True) == 0.0

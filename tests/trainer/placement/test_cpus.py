@@ -68,13 +68,6 @@ def test_resumed_run_keeps_its_dtype(
     assert with_dtype(config, open_knobs, gpu=gpu).model.dtype == first_dtype
 
 
-def test_explicit_dtype_stays_and_slow_one_warns(bfloat16: bool, tmp_path: Path) -> None:
-    config, open_knobs = recipe(tmp_path, ", dtype: bfloat16")
-    assert with_dtype(config, open_knobs, gpu=False).model.dtype == "bfloat16"
-    assert ("model.dtype=float32" in slow_dtype(config, gpu=False)) != bfloat16
-    assert not slow_dtype(config, gpu=True)
-
-
 def estimate(config: Config, heldout: int = 16, flops: float = 1e11) -> CpuTime:
     facts = facts_of(QWEN3_06B)
     return cpu_time(config, facts, prompt_tokens=50, heldout=heldout, flops=flops)
@@ -90,12 +83,3 @@ def test_times_grow_with_the_work(tmp_path: Path) -> None:
     assert estimate(more).evaluation == pytest.approx(base.evaluation)
     assert estimate(config, heldout=0).evaluation == 0
     assert estimate(config, flops=2e11).training < base.training
-
-
-def test_slow_estimate_names_a_knob_to_lower(tmp_path: Path) -> None:
-    config, _ = recipe(tmp_path, "")
-    (fast,) = estimate(config, flops=1e14).lines()
-    assert "ESTIMATE" in fast and "per evaluation" in fast
-    slow = estimate(config, flops=1e9).lines()
-    assert "rollout.sampling.max_tokens" in slow[-1]
-    assert "per step" not in " ".join(estimate(config).lines(trains=False))

@@ -25,7 +25,6 @@ from keel.trainer.placement.hardware import (
     Node,
     Placement,
     allowed,
-    assumed_nodes,
     place,
 )
 
@@ -78,29 +77,6 @@ def test_engines_never_span_nodes_and_ranks_stay_together(
         assert homes(placement, RANK) == ranks
 
 
-def test_every_gpu_has_one_owner() -> None:
-    placement = place(config(engines=5, width=4, ranks=12), nodes(8, 8, 8, 8))
-    owned = [(seat.node.name, gpu) for seat in placement.seats for gpu in seat.ids]
-    assert len(owned) == len(set(owned)) == 32
-    assert max(gpu for _, gpu in owned) == 7
-
-
-def test_lines_list_actors_by_node() -> None:
-    placement = place(config(engines=2, width=2, ranks=4), nodes(4, 4))
-    assert list(placement.lines()) == [
-        "n0: engines 0–1 on GPUs 0–3 (2 each)",
-        "n1: trainer ranks 0–3 on GPUs 0–3",
-    ]
-
-
-def test_busy_node_has_no_gpu_ids() -> None:
-    (node,) = nodes(8)
-    placement = place(config(engines=1, ranks=2), [replace(node, free_gpus=5)])
-    assert list(placement.lines()) == [
-        "n0: engine 0 on 1 of its 8 GPUs; trainer ranks 0–1 on 2 of its 8 GPUs"
-    ]
-
-
 def test_engine_and_rank_share_a_single_gpu() -> None:
     placement = place(config(), nodes(1))
     assert placement.shared and len(placement.seats) == 2
@@ -131,21 +107,6 @@ def test_colocated_engines_share_gpus_with_ranks() -> None:
         place(recipe, nodes(8, cpus=7))  # each pair needs two cores
 
 
-def test_time_sharing_needs_shared_gpus() -> None:
-    recipe = config(engines=2, ranks=2)
-    asleep = replace(recipe, rollout=replace(recipe.rollout, time_share=True))
-    with pytest.raises(ConfigError, match=r"^rollout\.time_share: .* rollout\.colocated"):
-        place(asleep, nodes(4))
-    assert place(replace(asleep, rollout=replace(asleep.rollout, colocated=True)), nodes(2)).shared
-
-
-@pytest.mark.parametrize("shape", [{"engines": 1, "ranks": 2}, {"engines": 2, "width": 2}])
-def test_colocation_needs_one_engine_per_rank(shape: dict[str, int]) -> None:
-    recipe = config(**{"ranks": 2, **shape})
-    with pytest.raises(ConfigError, match=r"rollout\.(engines|tensor_parallel) = \d"):
-        replace(recipe, rollout=replace(recipe.rollout, colocated=True))
-
-
 def test_recipe_limits_nodes_and_gpus() -> None:
     run = RunConfig(gpus_per_node=2, nodes=2)
     few, many, busy = nodes(1, 8, 8)
@@ -166,23 +127,6 @@ def test_recipe_limits_nodes_and_gpus() -> None:
         ConfigError, match=r"has 1: n1 \(1\) \(run\.gpus_per_node = 1, run\.nodes = 1\)"
     ):
         place(replace(recipe, trainer=TrainerConfig(ranks=2)), allowed([many], one))
-
-
-def test_engine_larger_than_any_node_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^rollout\.tensor_parallel = 8: .* the largest has 4: n0"
-    ):
-        place(config(width=8, ranks=1), nodes(4, 4, 4))
-    with pytest.raises(ConfigError, match=r"1 of 3 engine\(s\) of 2 .* no node"):
-        place(config(engines=3, width=2, ranks=1), nodes(3, 3, 1))
-    with pytest.raises(ConfigError, match=r"n0 \(4 GPUs, 2 CPU cores\)"):
-        place(config(engines=2, ranks=2), nodes(4, cpus=2))
-
-
-def test_assumed_nodes_are_sufficient() -> None:
-    recipe = config(engines=3, width=16, ranks=20)
-    placement = place(recipe, assumed_nodes(recipe, node_gpus=8))
-    assert sum(seat.gpus for seat in placement.seats) == 68
 
 
 def test_served_judge_has_dedicated_gpus() -> None:

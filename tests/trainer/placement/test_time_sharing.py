@@ -74,15 +74,6 @@ def test_offloads_only_the_bytes_the_engine_needs(
         assert waits.sampling == pytest.approx(state + weights + reference, rel=1e-6)
 
 
-def test_zero_3_offloads_single_layers() -> None:
-    config = turns(0.5, ranks=2, zero_stage=3)
-    held = held_bytes(memory(config))
-    assert held == pytest.approx(7e9)
-    gpu_gib = ((held - 2.5e9) / GIB + 1.55) / (0.5 - _FRAGMENTED)
-    waits = offload_plan(config, memory(config), gpu_gib, shared=True)
-    assert waits.sampling == pytest.approx(2.5e9, rel=1e-6)
-
-
 @pytest.mark.parametrize("updates", [1, 3])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_optimizer_is_offloaded_for_activations(updates: int, beta: float) -> None:
