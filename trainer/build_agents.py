@@ -28,7 +28,7 @@ from keel.agents.runner import PURPOSES, EpisodeLimits, EpisodeRunner, TurnSampl
 from keel.agents.system_prompt import SystemPrompt, WithSystemPrompt
 from keel.agents.types import Environment, NoEnvironment
 from keel.configs.paths import data_path
-from keel.configs.schema import Config, ConfigError, EnvironmentConfig, SourceConfig
+from keel.configs.schema import Config, ConfigError, SourceConfig
 from keel.configs.sections.model import TINY_MODEL
 from keel.configs.system_prompts import system_prompt
 from keel.data.dataset import Dataset
@@ -52,9 +52,8 @@ _MAX_STARTING = 8
 
 
 def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:
-    """Return the model's chat format, or None if no source has an environment. Also checks that the
-    format can extend conversations; `check_environments` does this for conversations with tools.
-    Raises ConfigError."""
+    """Return the model's chat format, or None if no source has an environment. Raises ConfigError
+    if the format cannot extend conversations."""
     if not config.with_agents:
         return None
     modes = {source.thinking for source in config.data.sources if source.environment.enabled}
@@ -98,10 +97,8 @@ def check_environments(
             continue
         if config.model.path == TINY_MODEL and demonstrated(source):
             demonstrator(source)
-        prompts = (
-            *dataset.train.sources.get(source.name, ()),
-            *dataset.heldout.get(source.name, ()),
-        )
+        train, heldout = dataset.train.sources, dataset.heldout
+        prompts = [*train.get(source.name, ()), *heldout.get(source.name, ())]
         task = prompts[0]
         if source.source == "environment":  # the last one exists only if `size` is not too large
             task = max(prompts, key=lambda each: int(each.prompt_id.rpartition("/")[2]))
@@ -110,7 +107,7 @@ def check_environments(
         except ConfigError:  # names its knob
             raise
         except ValueError as error:
-            raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
+            raise _invalid(source, error) from error
     if chat is not None and chat.tool_modes:
         try:
             check_prefix_law(chat, modes=sorted(chat.tool_modes))
@@ -124,36 +121,33 @@ async def _try_source(
 ) -> dict[str, str]:
     """Try out a source's environment and program. Raises ValueError if they do not work."""
     notes: dict[str, str] = {}
-    seed = environment_seed(config.run.seed, task)
-    if (made := environment_spec(config, source)) is not None:
+    seed, limits = environment_seed(config.run.seed, task), config.budget(source.domain_name)
+    if (spec := environment_spec(config, source)) is not None:
         trial = await probe(
-            made,
+            spec,
             task=task,
             seed=seed,
             chat=chat,
-            window=config.budget(source.domain_name).window,
+            window=limits.window,
             thinking=source.thinking,
             prompt=system_prompt_of(config, source),
         )
         names = [tool.name for tool in trial.tools]
+        shown = ", ".join(names[:_SHOWN_TOOLS]) or "none"
         more = f" and {len(names) - _SHOWN_TOOLS} more" if len(names) > _SHOWN_TOOLS else ""
         later = f", then {trial.forked_s:.2f} s each, forked" if trial.forked_s else ""
         later += f", each alone: {trial.fork_disabled_reason}" if trial.fork_disabled_reason else ""
-        local = config.budget(source.domain_name)
-        room = local.window - (trial.opening_tokens or 0)
-        little = ""
-        if room < local.max_tokens:
-            little = (
-                f". WARNING: that leaves {room} tokens of the window of {local.window} "
-                f"(agents.window), and a turn may take {local.max_tokens}"
+        note = f"opens in {trial.seconds:.1f} s{later}, with {trial.opening_tokens} tokens; "
+        note += f"tools: {shown}{more}"
+        if (room := limits.window - (trial.opening_tokens or 0)) < limits.max_tokens:
+            note += (
+                f". WARNING: that leaves {room} tokens of the window of {limits.window} "
+                f"(agents.window), and a turn may take {limits.max_tokens}"
             )
         if trial.parts is not None and (odd := unknown_parts(source.rewards, trial.parts)):
-            little += f". WARNING: {odd}"
-        notes[f"{source.name}, its environment"] = (
-            f"opens in {trial.seconds:.1f} s{later}, with {trial.opening_tokens} tokens; tools: "
-            f"{', '.join(names[:_SHOWN_TOOLS]) or 'none'}{more}{little}"
-        )
-    if (driver := agent_program(config, source)) is not None:
+            note += f". WARNING: {odd}"
+        notes[f"{source.name}, its environment"] = note
+    if (driver := _agent_program(config, source)) is not None:
         assert chat is not None
         tried = await try_program(
             driver,
@@ -171,6 +165,10 @@ async def _try_source(
     return notes
 
 
+def _invalid(source: SourceConfig, error: Exception) -> ConfigError:
+    return ConfigError(f"data.sources[{source.name}].environment: {error}")
+
+
 def spoken_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
     """Return the token ids that a policy would sample for `text`."""
     question = [{"role": "user", "content": "?"}]
@@ -185,42 +183,79 @@ def environment_spec(config: Config, source: SourceConfig) -> Program | McpServe
     environment = source.environment
     if environment.program_only:
         return None
+    common: dict[str, Any] = {
+        "folder": Path(environment.folder) if environment.folder else None,
+        "env": environment.env,
+        "deadlines": Deadlines(
+            open_s=environment.open_s, reply_s=environment.reply_s, verdict_s=environment.verdict_s
+        ),
+    }
+    readable = tuple(map(Path, environment.readable))
     try:
-        return program(config, source) if environment.target else _mcp_server(config, source)
+        if not environment.target:
+            isolated = wrap(config, source) if environment.command else not_wrapped
+            command, url = environment.command, environment.url
+            return McpServer(command=command, url=url, readable=readable, wrap=isolated, **common)
+        arguments, files = _prepared(config, source)
+        return Program(
+            target=environment.target,
+            kind=environment.kind,
+            arguments=arguments,
+            python=environment.python or sys.executable,
+            preload=environment.preload,
+            memory_mib=environment.memory_mib,
+            readable=(*readable, *files),
+            wrap=wrap(config, source),
+            **common,
+        )
     except ValueError as error:
-        raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
+        raise _invalid(source, error) from error
+
+
+def _prepared(config: Config, source: SourceConfig) -> tuple[Mapping[str, Any], Sequence[Path]]:
+    """Return the arguments for an environment and the files that its sandbox must be able to read.
+    Keel's own environments may have a `prepare` function that builds these files first, such as an
+    index for a corpus."""
+    environment = source.environment
+    module = environment.target.partition(":")[0]
+    if not module.startswith("keel.agents.environments."):
+        return environment.arguments, ()
+    prepare = getattr(import_module(module), "prepare", None)
+    if prepare is None:
+        return environment.arguments, ()
+    try:
+        return prepare(environment.arguments, [*_prompt_files(config)])
+    except OSError as error:
+        raise ValueError(f"{environment.target}: {error}") from error
 
 
 def episode_runner(config: Config, chat: Chat, turns: TurnSampler) -> EpisodeRunner:
     """Build the episode runner. Raises ConfigError if an environment is invalid."""
-    agents = config.agents
-    starting = asyncio.Semaphore(_MAX_STARTING)
+    agents, starting = config.agents, asyncio.Semaphore(_MAX_STARTING)
     sources = [source for source in config.data.sources if source.environment.enabled]
-    programs = {source.name: agent_program(config, source) for source in sources}
+    programs = {source.name: _agent_program(config, source) for source in sources}
     fork_servers: list[ForkServer] = []
+    environments = {
+        source.name: _environment_factory(config, source, starting, fork_servers)
+        for source in sources
+    }
 
-    def context(source: SourceConfig) -> ContextManager:
-        return ContextManager(
+    def limits(source: SourceConfig) -> EpisodeLimits:
+        context = ContextManager(
             method=agents.context,
             window=config.budget(source.domain_name).window,
             most=agents.max_rewrites,
             summary_tokens=agents.summary_tokens,
         )
+        return EpisodeLimits(budget(config, source), context)
 
-    environments = {
-        source.name: _environment_factory(config, source, starting, fork_servers)
-        for source in sources
-    }
     return EpisodeRunner(
         environments,
         programs={name: value for name, value in programs.items() if value is not None},
         closing=[server.close for server in fork_servers],
         chat=chat,
         turns=turns,
-        limits={
-            source.name: EpisodeLimits(budget(config, source), context(source))
-            for source in sources
-        },
+        limits={source.name: limits(source) for source in sources},
         seed=config.run.seed,
         most_open=agents.max_concurrent_episodes,
         crash_is_failure={
@@ -230,14 +265,14 @@ def episode_runner(config: Config, chat: Chat, turns: TurnSampler) -> EpisodeRun
 
 
 def budget(config: Config, source: SourceConfig) -> Budget:
-    local = config.budget(source.domain_name)
+    limits = config.budget(source.domain_name)
     return Budget(
-        turns=local.max_turns,
-        turn_tokens=local.max_tokens,
-        tokens=local.max_sampled_tokens or sys.maxsize,
-        window=local.window,
+        turns=limits.max_turns,
+        turn_tokens=limits.max_tokens,
+        tokens=limits.max_sampled_tokens or sys.maxsize,
+        window=limits.window,
         timeout_s=config.rollout.timeout_s,
-        call_s=local.call_s,
+        call_s=limits.call_s,
         calls=config.agents.max_thinking_calls if config.agents.tools_in_thinking else math.inf,
     )
 
@@ -248,26 +283,24 @@ def _environment_factory(
     starting: asyncio.Semaphore | None = None,
     fork_servers: list[ForkServer] | None = None,
 ) -> Callable[[], Environment]:
-    """Return a function that creates an environment for each episode. Raises the same errors as
-    `environment_spec`.
+    """Return a function that creates an environment for each episode.
 
     New fork servers are appended to `fork_servers`. If it is None, each environment starts as a new
     process.
     """
-    made, prompt = environment_spec(config, source), system_prompt_of(config, source)
-    if made is None:
+    spec, prompt = environment_spec(config, source), system_prompt_of(config, source)
+    if spec is None:
         return lambda: WithSystemPrompt(NoEnvironment(), prompt)
-    if not isinstance(made, Program):
-        return lambda: WithSystemPrompt(McpEpisode(made, starting=starting), prompt)
-    server = fork_server_for(made) if fork_servers is not None else None
+    if not isinstance(spec, Program):
+        return lambda: WithSystemPrompt(McpEpisode(spec, starting=starting), prompt)
+    server = fork_server_for(spec) if fork_servers is not None else None
     if fork_servers is not None and server is not None:
         fork_servers.append(server)
-    return lambda: WithSystemPrompt(Hosted(made, starting=starting, fork_server=server), prompt)
+    return lambda: WithSystemPrompt(Hosted(spec, starting=starting, fork_server=server), prompt)
 
 
 def system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
-    """Return a function that builds the system prompt for a source from the tools in its
-    environment."""
+    """Return a function that builds a source's system prompt from the tools of its environment."""
     arguments = source.environment.arguments
     cell_s, ending_s = (
         local if isinstance(local := arguments.get(name), int | float) else default
@@ -282,58 +315,17 @@ def system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
     )
 
 
-def program(config: Config, source: SourceConfig) -> Program:
-    environment = source.environment
-    arguments, made = prepared(config, source)
-    return Program(
-        target=environment.target,
-        kind=environment.kind,
-        arguments=arguments,
-        python=environment.python or sys.executable,
-        folder=Path(environment.folder) if environment.folder else None,
-        env=environment.env,
-        preload=environment.preload,
-        memory_mib=environment.memory_mib,
-        deadlines=deadlines(environment),
-        readable=(*readable(environment), *made),
-        wrap=wrap(config, source),
-    )
-
-
-def prepared(config: Config, source: SourceConfig) -> tuple[Mapping[str, Any], Sequence[Path]]:
-    """Return the arguments for an environment and the files that its sandbox must be able to read.
-    Keel's own environments may have a `prepare` function that builds these files first, such as an
-    index for a corpus. Raises ValueError."""
-    environment = source.environment
-    module = environment.target.partition(":")[0]
-    prepare = getattr(import_module(module), "prepare", None) if _is_ours(module) else None
-    if prepare is None:
-        return environment.arguments, ()
-    try:
-        return prepare(environment.arguments, [*_prompt_files(config)])
-    except OSError as error:
-        raise ValueError(f"{environment.target}: {error}") from error
-
-
-def _is_ours(module: str) -> bool:
-    return module.startswith("keel.agents.environments.")
-
-
-def agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
-    """Return the program that drives a source's episodes, or None if Keel drives them itself.
-    Raises ConfigError."""
+def _agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
+    """Return the program that drives a source's episodes, or None if Keel drives them itself."""
     environment = source.environment
     if not environment.program:
         return None
-    python, folder = (
-        environment.python or sys.executable,
-        Path(environment.folder or ".").absolute(),
-    )
+    python = environment.python or sys.executable
+    folder = Path(environment.folder or ".").absolute()
     try:
         command = command_of(environment.program, python=python, folder=folder)
-        isolated = wrap(
-            config, source, network="loopback" if environment.network == "none" else "host"
-        )
+        network = "loopback" if environment.network == "none" else "host"
+        isolated = wrap(config, source, network=network)
         local = runtime(command[0]).paths if isolated is not not_wrapped else ()
         return AgentProgram(
             command=command,
@@ -343,30 +335,13 @@ def agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
             env=environment.env,
             memory_mib=environment.memory_mib,
             wrap=isolated,
-            readable=(*local, *readable(environment)),
+            readable=(*local, *map(Path, environment.readable)),
             tells_reward=environment.tells_reward,
             drop_failures=environment.on_failure == "drop",
             judges=not environment.target,
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"data.sources[{source.name}].environment: {error}") from error
-
-
-def _mcp_server(config: Config, source: SourceConfig) -> McpServer:
-    environment = source.environment
-    return McpServer(
-        command=environment.command,
-        url=environment.url,
-        folder=Path(environment.folder) if environment.folder else None,
-        env=environment.env,
-        deadlines=deadlines(environment),
-        readable=readable(environment),
-        wrap=wrap(config, source) if environment.command else not_wrapped,
-    )
-
-
-def readable(environment: EnvironmentConfig) -> tuple[Path, ...]:
-    return tuple(map(Path, environment.readable))
+        raise _invalid(source, error) from error
 
 
 def wrap(config: Config, source: SourceConfig, *, network: Network | None = None) -> Wrap:
@@ -381,16 +356,14 @@ def wrap(config: Config, source: SourceConfig, *, network: Network | None = None
     named = {Path(path).resolve() for path in environment.readable}
     answers = [*_prompt_files(config), *_generators(config, environment.python or sys.executable)]
     answers = [path for path in answers if path.resolve() not in named]
-    return (
-        environment_wrap(
-            environment.isolation,
-            memory_mib=environment.memory_mib,
-            network=network or environment.network,
-            hidden=(Path(config.run.dir), *answers),
-            knob=f"data.sources[{source.name}].environment.isolation",
-        )
-        or not_wrapped
+    isolated = environment_wrap(
+        environment.isolation,
+        memory_mib=environment.memory_mib,
+        network=network or environment.network,
+        hidden=(Path(config.run.dir), *answers),
+        knob=f"data.sources[{source.name}].environment.isolation",
     )
+    return isolated or not_wrapped
 
 
 def _prompt_files(config: Config) -> list[Path]:
@@ -408,9 +381,3 @@ def _generators(config: Config, python: str) -> list[Path]:
             for path in runtime(python).paths:
                 paths += path.glob("python3*/site-packages/reasoning_gym")
     return paths
-
-
-def deadlines(environment: EnvironmentConfig) -> Deadlines:
-    return Deadlines(
-        open_s=environment.open_s, reply_s=environment.reply_s, verdict_s=environment.verdict_s
-    )

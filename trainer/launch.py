@@ -63,12 +63,11 @@ class Runtime:
     task: Task
     pool: RolloutPool
     ranks: Learner | None
-    """None if nothing is trained and the engines read their weights from files."""
+    """None if nothing is trained."""
     scorer: Scorer
     agents: EpisodeRunner | None = None
     watchdog: Watchdog | None = None
     oom_recovery: OomRecovery | None = None
-    """How to retry a step that runs out of memory. If None, running out of memory ends the run."""
 
     @property
     def learner(self) -> Learner:
@@ -85,8 +84,7 @@ class Runtime:
         )
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int = 0) -> Future[Group]:
-        """Sample a group of `size` completions. With 0, the recipe sets the number for this
-        purpose."""
+        """Sample a group of `size` completions, or as many as the recipe says."""
         config = self.task.config
         size = size or (config.algorithm.group_size if purpose == "train" else config.eval.samples)
         if prompt.environment:
@@ -100,8 +98,7 @@ class Runtime:
         awaited(self.weights.push(self.learner.version))
 
     def with_watchdog(self, should_abort: Callable[[], bool]) -> Callable[[], bool]:
-        """Return a version of `should_abort` that also raises an error if a process in the run is
-        lost or hangs."""
+        """Extend `should_abort` to raise an error if a process in the run is lost or hangs."""
 
         def check() -> bool:
             if self.watchdog is not None:
@@ -113,15 +110,13 @@ class Runtime:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteRuntime:
-    """A model behind an endpoint, and a scorer. It can be used like a `Runtime` that only
-    samples."""
+    """A model behind an endpoint, and a scorer. It can sample like a `Runtime`."""
 
     config: Config
     completions: EndpointCompletions
     scorer: Scorer
     turns: EndpointTurns | None = None
     agents: EpisodeRunner | None = None
-    """Runs the prompts that have environments."""
     _open: Counter[str] = field(default_factory=Counter[str], init=False)
     """The number of groups in flight for each prompt."""
     _lock: Lock = field(default_factory=Lock, init=False)
@@ -137,7 +132,6 @@ class RemoteRuntime:
         return self.completions.submit(prompt, group_size=size, sampling=sampling)
 
     def _forget(self, prompt: Prompt) -> None:
-        """Drop a prompt's conversations once its last group is done."""
         with self._lock:
             self._open[prompt.prompt_id] -= 1
             last = not self._open[prompt.prompt_id]
@@ -167,9 +161,8 @@ def launch(
     learner: bool = True,
     layouts: ElasticLayouts | None = None,
 ) -> Iterator[Runtime]:
-    """Start the engines, the scorer and, if `learner` is set, the trainer ranks. Engines that take
-    turns with the trainer on a GPU get their weights from the ranks, so in that case the ranks
-    always start.
+    """Start the engines, the scorer and, if `learner` is set or engines take turns with them on a
+    GPU, the trainer ranks.
 
     `log` is the folder for the output of reward functions. `layouts` provides the recipe's layout
     at each restart.
@@ -214,13 +207,13 @@ def launch(
         )
         stack.callback(pool.shutdown)
         time_share = config.rollout.time_share
-        ranks, actors = None, f"starting {_count(config.rollout.engines, 'engine')}"
+        ranks, actors = None, f"starting {config.rollout.engines} engine(s)"
         if learner or time_share:
             make_room = {"make_room": pool.sleep} if time_share else {}
             options = partial(seats.options, RANK) if seats else None
             ranks = Learner(model, config, gpu=task.gpu, actor_options=options, **make_room)
             stack.callback(ranks.shutdown)
-            actors += f" and {_count(config.trainer.ranks, 'trainer rank')}"
+            actors += f" and {config.trainer.ranks} trainer rank(s)"
         threads = ThreadPoolExecutor(2)
         # Not waited for: after Ctrl-C the end of the actors, which comes next, ends the threads.
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
@@ -231,8 +224,6 @@ def launch(
                 warm=not time_share,
                 roomy=roomy,
             )
-        if phases := pool.start_seconds.items():
-            say("engine start " + ", ".join(f"{phase} {spent:.0f} s" for phase, spent in phases))
         for line in warnings:
             say(f"warning: {line}")
         if judge and config.rewards.judge.serve:
@@ -268,8 +259,7 @@ def launch_sft(task: SftTask, say: Say, *, layouts: ElasticLayouts) -> Iterator[
             actor_options=partial(seats.options, RANK) if seats else None,
         )
         stack.callback(learner.shutdown)
-        actors = f"starting {_count(config.trainer.ranks, 'trainer rank')}"
-        with waiting(actors):
+        with waiting(f"starting {config.trainer.ranks} trainer rank(s)"):
             learner.prepared()
             warnings = learner.start()
         for line in warnings:
@@ -288,11 +278,9 @@ def _start_cluster(
     gpu: bool,
     layouts: ElasticLayouts | None,
 ) -> tuple[Config, Reservation | None]:
-    """Start Ray, reserve GPUs and download the models to the other nodes.
-
-    `models` pairs each hub name or folder with the kinds of actors that read it. Returns the
-    config, laid out for the nodes that are available, and the reserved GPUs.
-    """
+    """Start Ray, reserve GPUs and download the models to the other nodes. `models` pairs each hub
+    name or folder with the kinds of actors that read it. Returns the config, laid out for the
+    available nodes, and the reserved GPUs."""
     timeout_s = config.run.startup_timeout_s
     with waiting("starting Ray"):
         start_ray()
@@ -326,8 +314,8 @@ def _start_together(
     """Start engines and ranks, wait for both and return their warnings.
 
     With `engines_first`, the ranks take no GPU memory before the engines have theirs. With `warm`,
-    the ranks then compile the kernels for steps in the background. Kernels for whole micro-batches
-    wait until the engines have their memory, unless `roomy` is set.
+    the ranks then compile the kernels for steps, those for whole micro-batches only when the
+    engines have their memory, unless `roomy` is set.
     """
     engines, trainer = threads.submit(pool.start), None
 
@@ -354,8 +342,7 @@ def _start_together(
 
 
 def _await_engines(engines: Future[tuple[str, ...]], watchdog: Watchdog) -> tuple[str, ...]:
-    """Wait for the engines and return their warnings. Raises `WorkerLost` if an engine fails, so
-    that a run which has already begun can restart."""
+    """Wait for the engines and return their warnings. Raises `WorkerLost` if an engine fails."""
     try:
         return wait_for(engines, watchdog.should_stop_waiting)
     except Unanswered:  # a fault of Ray
@@ -417,8 +404,7 @@ def run_remote_episodes(remote: RemoteRuntime) -> Iterator[RemoteRuntime]:
 
 
 def download(path: str) -> None:
-    """Download a model from the hub to this machine's cache. Actors need it later, but their start
-    has a timeout."""
+    """Download a model from the hub to this machine's cache, since actors start with a timeout."""
     if path == TINY_MODEL or (model := download_of(path)) is None:
         return
     with waiting(f"downloading {path}", total=model.total, unit="bytes") as wait:
@@ -434,8 +420,7 @@ def model_folder(task: Task) -> str:
 
 def sft_model_folder(task: SftTask) -> str:
     """Return the folder with the initial weights. The tiny model gets the same cold start as in
-    `keel train`, using the recipe's `data.sources`. Without sources or a cold start, it has random
-    weights."""
+    `keel train`, or random weights without `data.sources` or a cold start."""
     config, tiny = task.config, task.config.model.tiny
     if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)
@@ -446,8 +431,7 @@ def sft_model_folder(task: SftTask) -> str:
 
 
 def initial_model(config: Config, dataset: Dataset, *, gpu: bool) -> str:
-    """Return the folder with the recipe's model. The tiny model is built first if it is not
-    cached."""
+    """Return the folder with the recipe's model, and build the tiny model if it is not cached."""
     if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)
     steps = config.model.tiny.cold_start.steps
@@ -470,7 +454,3 @@ def initial_model(config: Config, dataset: Dataset, *, gpu: bool) -> str:
         how = "cold start done; cached in" if wait.done else "cold start loaded from"
         print(f"tiny model: {how} {folder}", flush=True)
     return str(folder)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"

@@ -79,31 +79,27 @@ from keel.trainer.run.checkpoint import latest_complete, read_state
 from keel.trainer.run.manifest import MANIFEST, check_exported
 from keel.trainer.sft import Batches
 
-UNKNOWN_GIB = (
+_UNKNOWN_GIB = (
     "run.gpu_gib is not set and no GPU is here, so GPUs could not be planned: open knobs have "
     "their values for a CPU. Set the memory of a GPU, for example run.gpu_gib=80"
 )
-SAMPLED_PROMPTS = 32
+_SAMPLED_PROMPTS = 32
 """How many prompts per source are used to estimate the mean prompt length."""
-ATTENTION = {
+_ATTENTION = {
     "warm-up": "dense; the indexers alone are trained, by Eq. 3",
     "dense": "dense; everything but the indexers is trained",
     "sparse": "sparse; the indexers are trained by Eq. 4 alone, the rest by the model's loss",
 }
-
-DetectHardware = Callable[[Config], Hardware]
-"""A function that returns the hardware to plan for. See `keel.trainer.placement.nodes` for the
-available ones."""
+_DetectHardware = Callable[[Config], Hardware]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """A recipe's model, together with the plan for running it on the hardware."""
+    """A recipe's model, with the plan for running it on the hardware."""
 
     config: Config
     """The config, with every `auto` value resolved."""
     tokenizer: Any
-    """The tokenizer from Transformers."""
     facts: ModelFacts
     hardware: Hardware
     choice: Choice
@@ -143,11 +139,10 @@ class _Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class Task(_Prepared):
-    """A checked RL recipe, together with its prompts."""
+    """A checked RL recipe, with its prompts."""
 
     dataset: Dataset
     tokenizer: Any = None
-    """The tokenizer from Transformers."""
     chat: TemplateChat | None = None
     """The model's chat format. None if no source has an environment."""
     notes: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -157,7 +152,6 @@ class Task(_Prepared):
 
     @property
     def judged(self) -> bool:
-        """Whether any prompt needs a judge."""
         return needs_judge(self.config, self.dataset)
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -188,15 +182,14 @@ class Task(_Prepared):
         if self.gpu or self.config.with_agents or not (trains or evaluates):
             return []
         train, heldout = self.dataset.train.sources, self.dataset.heldout
-        prompts = [p for each in train.values() for p in each[:SAMPLED_PROMPTS]]
+        prompts = [p for each in train.values() for p in each[:_SAMPLED_PROMPTS]]
         # Only `keel eval` limits the size of sets, and may use the training prompts.
         most = 0 if trains else self.config.eval.size
         measured = train if not trains and self.config.eval.prompts == "train" else heldout
-        lengths = [prompt_tokens(p, self.tokenizer, self.facts) for p in prompts]
         estimate = cpu_time(
             self.config,
             self.facts,
-            prompt_tokens=fmean(lengths),
+            prompt_tokens=fmean(prompt_tokens(p, self.tokenizer, self.facts) for p in prompts),
             heldout=sum(len(each[: most or None]) for each in measured.values()) * evaluates,
         )
         return estimate.lines(trains=trains)
@@ -204,7 +197,7 @@ class Task(_Prepared):
 
 @dataclass(frozen=True, kw_only=True)
 class SftTask(_Prepared):
-    """A checked recipe for supervised training, together with its conversations or texts."""
+    """A checked recipe for supervised training, with its conversations or texts."""
 
     lessons: Lessons
     batches: Batches
@@ -228,28 +221,22 @@ class SftTask(_Prepared):
 
     def text(self, *, seats: Sequence[str] = ()) -> str:
         """Describe the plan."""
-        config, trainer = self.config, self.config.trainer
-        what = "windows" if config.sft.only_text else "conversations"
-        size = f"{config.sft.conversations_per_step} {what}"
-        if config.sft.tokens_per_step:
-            size = f"{what} of at most {config.sft.tokens_per_step:,} tokens together"
+        config, sft, trainer = self.config, self.config.sft, self.config.trainer
+        what = "windows" if sft.only_text else "conversations"
+        size = f"{sft.conversations_per_step} {what}"
+        if sft.tokens_per_step:
+            size = f"{what} of at most {sft.tokens_per_step:,} tokens together"
         seen = self.batches.passes(config.run.steps)
         passes = f", {seen:.3g} passes over the data" if seen else ""
-        passes += " (sft.epochs, and not run.steps)" if config.sft.epochs else ""
+        passes += " (sft.epochs, and not run.steps)" if sft.epochs else ""
+        batch = f"{size} a step, in micro-batches of {trainer.micro_batch_tokens:,} tokens"
+        reports = self.lessons.report.items()
         rows = [
             ("model", model_line(config, self.facts)),
-            *(
-                ("data", line)
-                for name, report in self.lessons.report.items()
-                for line in report.lines(name)
-            ),
+            *(("data", line) for name, report in reports for line in report.lines(name)),
             *([("", f"chats are written in the format {self.format}")] if self.format else []),
-            (
-                "batch",
-                f"{size} a step, in micro-batches of {trainer.micro_batch_tokens:,} tokens; the "
-                f"loss is a mean over {config.sft.mean}",
-            ),
-            *([("attention", ATTENTION[trainer.attention])] if self.facts.index_top_k else []),
+            ("batch", f"{batch}; the loss is a mean over {sft.mean}"),
+            *([("attention", _ATTENTION[trainer.attention])] if self.facts.index_top_k else []),
             ("steps", f"{config.run.steps}{passes}; lr {trainer.lr:g} ({trainer.schedule})"),
             ("actors", ranks_line(config, gpu=self.gpu)),
             ("hardware", str(self.hardware) if self.gpu else "on CPU"),
@@ -257,13 +244,13 @@ class SftTask(_Prepared):
             ("memory", f"trainer rank: {self.plan.trainer}"),
             ("run folder", config.run.dir),
         ]
-        named = ["" if i and rows[i - 1][0] == name else name for i, (name, _) in enumerate(rows)]
-        lines = [f"{name:<12} {text}" for name, (_, text) in zip(named, rows, strict=True)]
+        names = ["" if i and rows[i - 1][0] == name else name for i, (name, _) in enumerate(rows)]
+        lines = [f"{name:<12} {text}" for name, (_, text) in zip(names, rows, strict=True)]
         return "\n".join([*lines, *self._ending()])
 
 
 def prepare(
-    recipe: str, overrides: Sequence[str], *, hardware: DetectHardware = detect_hardware
+    recipe: str, overrides: Sequence[str], *, hardware: _DetectHardware = detect_hardware
 ) -> Task:
     """Load an RL recipe and make all checks that do not need an engine. Raises ConfigError."""
     disable_progress_bar()  # the bars of transformers would break ours
@@ -314,7 +301,7 @@ def prepare(
 
 
 def prepare_sft(
-    recipe: str, overrides: Sequence[str], *, hardware: DetectHardware = detect_hardware
+    recipe: str, overrides: Sequence[str], *, hardware: _DetectHardware = detect_hardware
 ) -> SftTask:
     """Load a recipe for supervised training and make all checks that do not need a trainer rank.
     Raises ConfigError."""
@@ -329,9 +316,8 @@ def prepare_sft(
     if facts.balance_loss:
         raise ConfigError(
             f"model.path = {config.model.path!r}: config.json asks for a loss that balances "
-            f"experts (output_router_logits: true, router_aux_loss_coef: {facts.balance_loss:g}), "
-            "which supervised training does not add (docs/sft.md). Set output_router_logits: "
-            "false in a copy of the folder"
+            "experts, which supervised training does not add (docs/sft.md). Set "
+            "output_router_logits: false in a copy of the folder"
         )
     digest = digest_of_tokenizer(model.tokenizer)
     prompts = load_prompts(whole, model.tokenizer, facts) if whole.data.sources else None
@@ -346,7 +332,7 @@ def prepare_sft(
     lessons = load_lessons(
         config.sft,
         seed=config.run.seed,
-        render=chat_renderer(chat) if chat else _no_chats,
+        render=chat_renderer(chat),
         solve=_solve,
         tokenizer=digest,
         encoded=encoded,
@@ -386,8 +372,8 @@ def prepare_pretraining(recipe: str, overrides: Sequence[str]) -> SftTask:
     if others or not config.sft.sources:
         problem = f"{', '.join(others)}: no text" if others else "it is empty"
         raise ConfigError(
-            f"sft.sources: {problem}. `keel pretrain` learns from source: {' and '.join(TEXT)} "
-            "(docs/pretrain.md), `keel sft` from conversations, and from both"
+            f"sft.sources: {problem}. `keel pretrain` learns from source: {' and '.join(TEXT)}, "
+            "and `keel sft` from conversations, too"
         )
     return prepare_sft(recipe, overrides)
 
@@ -398,7 +384,7 @@ def prepare_pretraining(recipe: str, overrides: Sequence[str]) -> SftTask:
 def plan_model(
     config: Config,
     open_knobs: frozenset[str],
-    hardware: DetectHardware,
+    hardware: _DetectHardware,
     *,
     chats: bool = True,
 ) -> PlannedModel:
@@ -554,9 +540,8 @@ def _chat_note(config: Config, tokenizer: Any, chat: TemplateChat | None) -> str
 
 
 def _total_steps(config: Config, batches: Batches) -> int:
-    """Return the number of steps that will have been done at the end of `sft.epochs`. It cannot be
-    computed from the epochs alone: if a run is resumed with more epochs, its earlier last batch was
-    cut short."""
+    """Return the number of steps that will have been done at the end of `sft.epochs`, counted from
+    the newest checkpoint, because the last batch of earlier epochs was cut short."""
     beginning, done = batches.position(), 0
     if newest := latest_complete(Path(config.run.dir).expanduser() / "checkpoints"):
         with suppress(ValueError, LookupError, TypeError):  # resuming reports it
@@ -582,16 +567,13 @@ def text_encoder(tokenizer: Any) -> Encoded:
     return Encoded(encode, tuple(before), (end,))
 
 
-def _no_chats(example: Example) -> list[Segment]:
-    raise AssertionError(f"{example.origin}: rendered as a conversation")
-
-
-def chat_renderer(chat: TemplateChat) -> Render:
-    """Return a function that renders conversations to token ids, using the same code as
-    rollouts."""
+def chat_renderer(chat: TemplateChat | None) -> Render:
+    """Return a function that renders conversations to token ids, using the same code as rollouts.
+    `chat` is None if there are no conversations."""
     checked: set[tuple[bool, bool]] = set()
 
     def render(example: Example) -> list[Segment]:
+        assert chat is not None, f"{example.origin}: rendered as a conversation"
         tools = [
             ToolSpec(
                 name=function["name"],
@@ -631,31 +613,23 @@ def _warnings(config: Config, model: PlannedModel) -> list[str]:
     """Return warnings about suspicious settings, GPUs that others use, and a layout that differs
     from the first one in this run."""
     path, hardware, lacking = config.model.path, model.hardware, model.missing_weights
-    single = [
-        slow_dtype(config, gpu=hardware.gpu),
-        hardware.taken_warning,
-        UNKNOWN_GIB if hardware.gpu and not hardware.gpu_gib else "",
-    ]
-    where = f"model.path = {path!r}: {lacking}; `keel train` needs them where it runs"
+    code = ignored_code(local_folder(path), transformers)
     return [
-        *filter(None, single),
+        *filter(None, [slow_dtype(config, gpu=hardware.gpu), hardware.taken_warning]),
+        *([_UNKNOWN_GIB] if hardware.gpu and not hardware.gpu_gib else []),
         *missing_node_warnings(config, hardware),
         *([model.saved_choice.changed] if model.saved_choice.changed else []),
         *lint_recipe(config, model.facts),
         *literal_lines(config),
-        *thinking_warnings(config, model.tokenizer),
-        *([where] if lacking else []),
-        *(
-            f"model.path = {path!r}: {line}"
-            for line in ignored_code(local_folder(path), transformers)
-        ),
+        *_thinking_warnings(config, model.tokenizer),
+        *([f"model.path = {path!r}: {lacking}; `keel train` needs them"] if lacking else []),
+        *(f"model.path = {path!r}: {line}" for line in code),
         *crowding_warnings(config, model.choice.plan, 0 if hardware.gpu else memory_gib()),
     ]
 
 
-def thinking_warnings(config: Config, tokenizer: Any) -> Iterator[str]:
-    """Return warnings about sources whose thinking tags differ from the model's, or that have
-    none."""
+def _thinking_warnings(config: Config, tokenizer: Any) -> Iterator[str]:
+    """Warn about sources whose thinking tags differ from the model's, or that have none."""
     if config.endpoint.base_url:
         return
     marks = marks_of(tokenizer, config.model.thinking_marks)
@@ -663,15 +637,12 @@ def thinking_warnings(config: Config, tokenizer: Any) -> Iterator[str]:
         if not source.thinking or source.raw:
             continue
         words = system_prompt(source.system_template) + source.system + source.template
-        asks = THINK.open in words
-        knob = f"data.sources[{source.name}]"
+        asks, knob = THINK.open in words, f"data.sources[{source.name}]"
         if marks is None and not asks:
             yield (
                 f"{knob}.thinking: true, but neither the chat template nor the tokenizer has "
-                f"thinking marks. A completion without {THINK.open} and {THINK.close} counts as "
-                "answer from its first word, and its part `format` is 0. Set thinking: false, have "
-                "the policy asked for these marks (system_template: reasoning), or name the "
-                "model's own (model.thinking_marks)"
+                "thinking marks, so the whole completion counts as the answer. Set thinking: "
+                "false, ask for marks (system_template: reasoning), or set model.thinking_marks"
             )
         elif marks is not None and marks != THINK and asks:
             yield (
@@ -687,14 +658,13 @@ def missing_node_warnings(config: Config, hardware: Hardware) -> Iterator[str]:
         trainer = config.trainer
         yield (
             f"{hardware.missing}. The run starts with fewer ranks, {trainer.min_ranks} of "
-            f"{trainer.ranks} at least (trainer.min_ranks); on a cluster it first waits for nodes, "
+            f"{trainer.ranks} at least (trainer.min_ranks), if no node joins within "
             f"{config.run.elastic_wait_s:g} s (run.elastic_wait_s)"
         )
 
 
 def crowding_warnings(config: Config, plan: Plan, machine_gib: float) -> Iterator[str]:
-    """Warn if engines and ranks need more than the machine's memory. A `machine_gib` of 0 means
-    that the amount is not known."""
+    """Warn if engines and ranks need more than the machine's memory, or nothing if that is 0."""
     engines, ranks = config.rollout.engines, config.trainer.ranks
     needed = (engines * plan.engine.total + ranks * plan.trainer.total) / GIB
     if machine_gib and needed > machine_gib and not os.environ.get("RAY_ADDRESS"):
