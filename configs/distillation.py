@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from keel.configs.sections.base import check_bounds, knob, require, require_unique
+from keel.configs.sections.base import Section, knob, require, require_unique
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpecialistConfig:
+class SpecialistConfig(Section):
     """A model that is trained with `recipe` on some of the recipe's sources."""
 
     name: str
@@ -22,20 +22,20 @@ class SpecialistConfig:
     overrides: tuple[str, ...] = ()
     """Overrides for this specialist's recipe, such as `[run.steps=200]`."""
 
-    def __post_init__(self) -> None:
-        path = f"specialists[{self.name}]"
-        require(
-            bool(re.fullmatch(r"[\w+-]+", self.name)),
-            f"{path}.name",
-            self.name,
-            "must be letters, digits and any of _ + -",
-        )
-        require(bool(self.sources), f"{path}.sources", [], "must name at least one source")
+    def full_path(self) -> str:
+        return f"specialists[{self.name}]"
+
+    def check(self) -> None:
+        ok = bool(re.fullmatch(r"[\w+-]+", self.name))
+        self.require(ok, "name", "must be letters, digits and any of _ + -")
+        self.require(bool(self.sources), "sources", "must name at least one source")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SelectConfig:
+class SelectConfig(Section):
     """How completions from the specialists are selected for supervised distillation."""
+
+    PATH = "select"
 
     least: float = knob(1.0, gt=0, le=1)
     """Minimum value of the reward part `correct`, as given by rules, tests, environments and
@@ -50,13 +50,12 @@ class SelectConfig:
     """Maximum number of completions in a domain and mode, as a multiple of the smallest. 0: do not
     balance."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "select")
-        require(not 0 < self.balance < 1, "select.balance", self.balance, "must be 0 or at least 1")
+    def check(self) -> None:
+        self.require(not 0 < self.balance < 1, "balance", "must be 0 or at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DistillConfig:
+class DistillConfig(Section):
     """The recipe for `keel distill`. It trains specialists, selects their completions, distills
     them into one model, runs mixed RL, and evaluates each model by domain (DeepSeek-V3.2, section
     3)."""
@@ -83,10 +82,9 @@ class DistillConfig:
     """Number of completions per held-out prompt when the specialists, the distilled model and the
     mixed model are evaluated."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "")
+    def check(self) -> None:
         for name in ("dir", "recipe", "sft"):
-            require(bool(getattr(self, name)), name, "", "must not be empty")
+            self.require(bool(getattr(self, name)), name, "must not be empty")
         names = [specialist.name for specialist in self.specialists]
         require(bool(names), "specialists", names, "must have at least one entry")
         require_unique("specialists", names)

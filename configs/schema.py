@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from keel.configs.paths import read_template
 from keel.configs.sections.agents import AgentsConfig, EnvironmentConfig
 from keel.configs.sections.alarms import AlarmsConfig
 from keel.configs.sections.algorithm import AlgorithmConfig
-from keel.configs.sections.base import ConfigError, require
+from keel.configs.sections.base import ConfigError, Section, require
 from keel.configs.sections.data import BudgetConfig, DataConfig, LengthConfig, SourceConfig
 from keel.configs.sections.evaluation import EndpointConfig, EvalConfig, EvalVariant, FilterConfig
 from keel.configs.sections.model import (
@@ -65,7 +65,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
+class Config(Section):
     """The complete configuration of a run."""
 
     run: RunConfig = field(default_factory=RunConfig)
@@ -82,63 +82,21 @@ class Config:
     sft: SftConfig = field(default_factory=SftConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         text = read_template(self.model.chat_template, "model.chat_template")
         if text != self.model.chat_template:
             object.__setattr__(self, "model", replace(self.model, chat_template=text))
-        require(
-            bool(self.data.sources or self.sft.sources),
-            "data.sources",
-            [],
-            "needs at least one source (or sft.sources for `keel sft` and `keel pretrain`)",
-        )
+        rule = "needs at least one source (or sft.sources for `keel sft` and `keel pretrain`)"
+        self.require(bool(self.data.sources or self.sft.sources), "data.sources", rule)
         evaluated = [source.name for source in self.data.sources if source.holdout]
         for name in self.alarms.stop_below:
-            require(
-                name in evaluated and self.run.eval_every > 0,
-                "alarms.stop_below",
-                name,
-                "needs run.eval_every and a source of this name with a holdout",
-            )
+            ok = name in evaluated and self.run.eval_every > 0
+            rule = "needs run.eval_every and a source of this name with a holdout"
+            require(ok, "alarms.stop_below", name, rule)
         self.algorithm.check_sampling(self.rollout.sampling)
-        if self.rollout.colocated:
-            self._require(
-                "rollout.engines",
-                self.rollout.engines == self.trainer.ranks,
-                f"must be trainer.ranks = {self.trainer.ranks} with rollout.colocated",
-            )
-            self._require(
-                "rollout.tensor_parallel",
-                self.rollout.tensor_parallel == 1,
-                "must be 1 with rollout.colocated",
-            )
+        self._check_engines()
         if self.model.batch_invariant:
             self._check_invariant()
-        self._require(
-            "rollout.tensor_parallel",
-            self.rollout.tensor_parallel == 1 or not self.model.wide_residual,
-            "must be 1 with model.residual_dtype: float32",
-        )
-        longest = self.rollout.timeout_s + 2 * CUT_S
-        ahead = self.algorithm.max_lag or self.algorithm.publish_every > 1
-        if self.rollout.weight_updates == "drain" and ahead:
-            self._require(
-                "rollout.update_timeout_s",
-                self.rollout.update_timeout_s >= longest,
-                f"must be at least rollout.timeout_s + {2 * CUT_S:g} = {longest:g} with "
-                "rollout.weight_updates: drain, which waits for in-flight completions",
-            )
-        if self.rollout.time_share:
-            self._require(
-                "algorithm.max_lag",
-                self.algorithm.max_lag == 0,
-                "must be 0 with rollout.time_share: engines cannot sample ahead while they sleep",
-            )
-            self._require(
-                "algorithm.publish_every",
-                self.algorithm.publish_every == 1,
-                "must be 1 with rollout.time_share: engines wake up without weights",
-            )
         if self.model.path == TINY_MODEL:
             self._check_tiny()
         for source in self.data.sources:
@@ -146,40 +104,46 @@ class Config:
         if self.with_agents:
             self._check_agents()
 
-    def _require(self, knob: str, ok: bool, rule: str) -> None:
-        section, name = knob.rsplit(".", 1)
-        value: Any = self
-        for step in (*section.split("."), name):
-            value = getattr(value, step)
-        require(ok, knob, value, rule)
+    def _check_engines(self) -> None:
+        rollout, alone = self.rollout, self.rollout.tensor_parallel == 1
+        if rollout.colocated:
+            rule = f"must be trainer.ranks = {self.trainer.ranks} with rollout.colocated"
+            self.require(rollout.engines == self.trainer.ranks, "rollout.engines", rule)
+            self.require(alone, "rollout.tensor_parallel", "must be 1 with rollout.colocated")
+        rule = "must be 1 with model.residual_dtype: float32"
+        self.require(alone or not self.model.wide_residual, "rollout.tensor_parallel", rule)
+        ahead = self.algorithm.max_lag or self.algorithm.publish_every > 1
+        if rollout.weight_updates == "drain" and ahead:
+            longest = rollout.timeout_s + 2 * CUT_S
+            self.require(
+                rollout.update_timeout_s >= longest,
+                "rollout.update_timeout_s",
+                f"must be at least rollout.timeout_s + {2 * CUT_S:g} = {longest:g} with "
+                "rollout.weight_updates: drain, which waits for in-flight completions",
+            )
+        if rollout.time_share:
+            rule = "must be 0 with rollout.time_share: engines cannot sample ahead while they sleep"
+            self.require(self.algorithm.max_lag == 0, "algorithm.max_lag", rule)
+            rule = "must be 1 with rollout.time_share: engines wake up without weights"
+            self.require(self.algorithm.publish_every == 1, "algorithm.publish_every", rule)
 
     def _check_tiny(self) -> None:
-        tiny = self.model.tiny
-        self._require(
-            "algorithm.keep_routing",
-            self.algorithm.keep_routing or self.algorithm.allow_unsound,
-            "must be true for the tiny model, which is a mixture of experts",
-        )
-        self._require(
-            "trainer.expert_parallel",
-            tiny.experts % self.trainer.expert_parallel == 0,
-            f"must divide model.tiny.experts = {tiny.experts}",
-        )
-        self._require(
-            "trainer.sequence_parallel",
-            tiny.heads % self.trainer.sequence_parallel == 0,
-            f"must divide model.tiny.heads = {tiny.heads}",
-        )
-        self._require(
-            "model.tiny.max_context",
-            self.max_context <= tiny.max_context,
-            f"is too short for {self.max_context_source}",
-        )
+        tiny, trainer = self.model.tiny, self.trainer
+        ok = self.algorithm.keep_routing or self.algorithm.allow_unsound
+        rule = "must be true for the tiny model, which is a mixture of experts"
+        self.require(ok, "algorithm.keep_routing", rule)
+        ok = tiny.experts % trainer.expert_parallel == 0
+        rule = f"must divide model.tiny.experts = {tiny.experts}"
+        self.require(ok, "trainer.expert_parallel", rule)
+        ok = tiny.heads % trainer.sequence_parallel == 0
+        rule = f"must divide model.tiny.heads = {tiny.heads}"
+        self.require(ok, "trainer.sequence_parallel", rule)
+        rule = f"is too short for {self.max_context_source}"
+        self.require(self.max_context <= tiny.max_context, "model.tiny.max_context", rule)
         for source in self.data.sources:
-            require(
+            source.require(
                 not source.raw or tiny.cold_start.steps == 0,
-                f"data.sources[{source.name}].raw",
-                source.raw,
+                "raw",
                 "needs a base model, and the cold start trains on chats. Set "
                 "model.tiny.cold_start.steps: 0",
             )
@@ -198,76 +162,46 @@ class Config:
             ("trainer.attention_kernels", kernels, kernels.replace("flash4", "torch")),
             ("trainer.zero_stage", self.trainer.zero_stage, min(2, self.trainer.zero_stage)),
         ):
-            require(
-                value == expected, knob, value, f"must be {expected} with model.batch_invariant"
-            )
+            rule = f"must be {expected} with model.batch_invariant"
+            require(value == expected, knob, value, rule)
 
     def _check_budget(self, source: SourceConfig) -> None:
         """Check that the engines and timeouts, which are sized by the limits of the whole run,
         allow the limits of the source."""
         budget, agents = source.budget, self.agents
-        turn = budget.max_tokens or self.rollout.sampling.max_tokens
-
-        def check(ok: bool, name: str, rule: str) -> None:
-            require(ok, f"data.sources[{source.name}].budget.{name}", getattr(budget, name), rule)
-
         most = self.rollout.sampling.max_tokens
-        check(
-            budget.max_tokens <= most,
-            "max_tokens",
-            f"must be at most rollout.sampling.max_tokens = {most}",
-        )
+        rule = f"must be at most rollout.sampling.max_tokens = {most}"
+        source.require(budget.max_tokens <= most, "budget.max_tokens", rule)
         if source.environment.enabled and budget.window:
-            check(
-                budget.window <= self.window,
-                "window",
-                f"must be at most agents.window = {self.window}",
-            )
-            check(budget.window > turn, "window", f"must be above the {turn} tokens of a turn")
-            check(
-                agents.context != "summary" or agents.summary_tokens < budget.window // 2,
-                "window",
-                f"must be more than twice agents.summary_tokens = {agents.summary_tokens}",
-            )
+            rule = f"must be at most agents.window = {self.window}"
+            source.require(budget.window <= self.window, "budget.window", rule)
+            turn = budget.max_tokens or most
+            rule = f"must be above the {turn} tokens of a turn"
+            source.require(budget.window > turn, "budget.window", rule)
+            fits = agents.context != "summary" or agents.summary_tokens < budget.window // 2
+            rule = f"must be more than twice agents.summary_tokens = {agents.summary_tokens}"
+            source.require(fits, "budget.window", rule)
 
     def _check_agents(self) -> None:
         sampling, agents = self.rollout.sampling, self.agents
-        require(
-            not sampling.stop,
-            "rollout.sampling.stop",
-            list(sampling.stop),
-            "must be empty with environments, where the chat format ends a turn",
-        )
-        self._require(
-            "agents.window",
-            agents.window == 0 or agents.window > sampling.max_tokens,
-            f"must be above rollout.sampling.max_tokens = {sampling.max_tokens}",
-        )
-        self._require(
-            "agents.context",
-            agents.context == "none"
-            or any(s.environment.enabled and not s.environment.program for s in self.data.sources),
-            "must be none: an agent program manages its context itself",
-        )
-        self._require(
-            "agents.summary_tokens",
-            agents.context != "summary" or agents.summary_tokens < self.window // 2,
-            f"must be less than half of the window of {self.window} tokens (agents.window)",
-        )
+        rule = "must be empty with environments, where the chat format ends a turn"
+        self.require(not sampling.stop, "rollout.sampling.stop", rule)
+        ok = agents.window == 0 or agents.window > sampling.max_tokens
+        rule = f"must be above rollout.sampling.max_tokens = {sampling.max_tokens}"
+        self.require(ok, "agents.window", rule)
+        environments = [source.environment for source in self.data.sources]
+        managed = any(one.enabled and not one.program for one in environments)
+        rule = "must be none: an agent program manages its context itself"
+        self.require(agents.context == "none" or managed, "agents.context", rule)
+        ok = agents.context != "summary" or agents.summary_tokens < self.window // 2
+        rule = f"must be less than half of the window of {self.window} tokens (agents.window)"
+        self.require(ok, "agents.summary_tokens", rule)
         for source in self.data.sources:
-            path = f"data.sources[{source.name}]"
-            require(
-                source.thinking or not source.environment.enabled or not agents.tools_in_thinking,
-                f"{path}.thinking",
-                source.thinking,
-                "must be true with agents.tools_in_thinking",
-            )
-            require(
-                agents.tools_in_thinking or source.system_template != "tools-in-thinking",
-                f"{path}.system_template",
-                source.system_template,
-                "needs agents.tools_in_thinking. Set it, or choose tools",
-            )
+            ok = source.thinking or not source.environment.enabled or not agents.tools_in_thinking
+            source.require(ok, "thinking", "must be true with agents.tools_in_thinking")
+            ok = agents.tools_in_thinking or source.system_template != "tools-in-thinking"
+            rule = "needs agents.tools_in_thinking. Set it, or choose tools"
+            source.require(ok, "system_template", rule)
 
     @property
     def with_agents(self) -> bool:

@@ -12,9 +12,8 @@ from typing import Any, Literal, get_args
 
 from keel.configs.sections.base import (
     ConfigError,
-    check_bounds,
+    Section,
     knob,
-    require,
     require_endpoint,
     require_unique,
 )
@@ -25,8 +24,10 @@ MOST_ANSWERERS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodeSourceConfig:
+class CodeSourceConfig(Section):
     """A project from which to make tasks: a git repository, or the archives of two releases."""
+
+    PATH = "code.sources[]"
 
     name: str
     """Name of the project's package, which is used to find installed copies of it."""
@@ -52,32 +53,19 @@ class CodeSourceConfig:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     """Environment variables for the tests."""
 
-    def __post_init__(self) -> None:
-        path = "code.sources[]"
-        check_bounds(self, path)
-        require(
-            bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name)),
-            f"{path}.name",
-            self.name,
-            "must be letters, digits, dots and dashes",
-        )
-        require(
-            bool(self.git) != bool(self.archives),
-            f"{path}.git",
-            self.git,
-            "set either git or archives",
-        )
-        require(
-            len(self.archives) in (0, 2),
-            f"{path}.archives",
-            self.archives,
-            "must be two files, the older release first",
-        )
+    def check(self) -> None:
+        ok = bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name))
+        self.require(ok, "name", "must be letters, digits, dots and dashes")
+        self.require(bool(self.git) != bool(self.archives), "git", "set either git or archives")
+        rule = "must be two files, the older release first"
+        self.require(len(self.archives) in (0, 2), "archives", rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodeTasksConfig:
+class CodeTasksConfig(Section):
     """Tasks made from code changes with tests. Candidates outside a limit are rejected."""
+
+    PATH = "code"
 
     sources: tuple[CodeSourceConfig, ...] = ()
     python: str = ""
@@ -118,15 +106,16 @@ class CodeTasksConfig:
     most_tree_mib: int = knob(32, ge=1)
     """Maximum size of the repository in MiB."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "code")
+    def check(self) -> None:
         require_unique("code.sources[].name", [source.name for source in self.sources])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GeneralConfig:
+class GeneralConfig(Section):
     """Tasks for general agents: a database, tools for it, and tasks of rising difficulty.
     DeepSeek-V3.2 (2025), section 3.2.3."""
+
+    PATH = "general"
 
     categories: tuple[str, ...] = ()
     """Subjects of the environments, such as `planning a trip`."""
@@ -159,24 +148,14 @@ class GeneralConfig:
     verify_s: float = knob(10.0, gt=0)
     """Timeout in seconds for verifying one answer."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "general")
+    def check(self) -> None:
         slugs = [slug(category) for category in self.categories]
-        for category, name in zip(self.categories, slugs, strict=True):
-            require(bool(name), "general.categories", category, "must contain letters")
+        self.require(all(slugs), "categories", "each must contain letters")
         require_unique("general.categories", slugs)
-        require(
-            self.least_tasks <= self.steps,
-            "general.least_tasks",
-            self.least_tasks,
-            f"must be at most general.steps = {self.steps}",
-        )
-        require(
-            not (self.documents and self.search),
-            "general.search",
-            self.search,
-            "set either documents or search",
-        )
+        rule = f"must be at most general.steps = {self.steps}"
+        self.require(self.least_tasks <= self.steps, "least_tasks", rule)
+        ok = not (self.documents and self.search)
+        self.require(ok, "search", "set either documents or search")
 
 
 def slug(category: str) -> str:
@@ -199,9 +178,11 @@ class AnswererConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchTasksConfig:
+class SearchTasksConfig(Section):
     """Questions about rare entities that every answering agent gets wrong and a verification agent
     confirms. DeepSeek-V3.2 (2025), section 3.2.3."""
+
+    PATH = "search"
 
     corpus: str = ""
     """Folder with text, HTML and JSONL files."""
@@ -245,27 +226,19 @@ class SearchTasksConfig:
     page_characters: int = knob(3000, ge=1)
     """Number of characters on a page of a document."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "search")
-        require(
-            1 <= len(self.answerers) <= MOST_ANSWERERS,
-            "search.answerers",
-            len(self.answerers),
-            f"must have 1 to {MOST_ANSWERERS} entries",
-        )
-        require(bool(self.languages), "search.languages", [], "must name at least one")
-        for code in self.languages:
-            require(
-                len(code) == 2 and code.isascii() and code.islower(),
-                "search.languages",
-                code,
-                "must be ISO 639-1 codes such as en, zh or ja",
-            )
+    def check(self) -> None:
+        ok = 1 <= len(self.answerers) <= MOST_ANSWERERS
+        self.require(ok, "answerers", f"must have 1 to {MOST_ANSWERERS} entries")
+        self.require(bool(self.languages), "languages", "must name at least one")
+        ok = all(re.fullmatch("[a-z]{2}", code) for code in self.languages)
+        self.require(ok, "languages", "must be ISO 639-1 codes such as en, zh or ja")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AuthorConfig:
+class AuthorConfig(Section):
     """A model behind an OpenAI-compatible endpoint that writes, solves or checks tasks."""
+
+    PATH = "author"
 
     base_url: str
     """URL of the endpoint, such as `http://localhost:8000/v1`."""
@@ -290,27 +263,25 @@ class AuthorConfig:
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Additional fields of the request body, such as `chat_template_kwargs`."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         require_endpoint("author", self.base_url, self.api_key_env)
-        require(bool(self.model), "author.model", self.model, "must name the endpoint's model")
-        check_bounds(self, "author")
+        self.require(bool(self.model), "model", "must name the endpoint's model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CostConfig:
+class CostConfig(Section):
     """Limits for all calls together, including those from earlier starts in the same folder."""
+
+    PATH = "budget"
 
     tokens: int = knob(0, ge=0)
     """Maximum number of prompt and completion tokens. 0: no limit."""
     usd: float = knob(0.0, ge=0)
     """Maximum cost in US dollars, computed from the authors' prices. 0: no limit."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "budget")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SynthesisConfig:
+class SynthesisConfig(Section):
     """The recipe for `keel synthesize`."""
 
     family: Family
@@ -329,35 +300,36 @@ class SynthesisConfig:
     search: SearchTasksConfig = field(default_factory=SearchTasksConfig)
     general: GeneralConfig = field(default_factory=GeneralConfig)
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "")
-        require(bool(self.dir), "dir", self.dir, "must name a folder")
+    def check(self) -> None:
+        self.require(bool(self.dir), "dir", "must name a folder")
         author = self.author
         priced = author.usd_per_million_prompt_tokens or author.usd_per_million_completion_tokens
-        require(
-            not self.budget.usd or bool(priced),
-            "budget.usd",
-            self.budget.usd,
-            "needs author.usd_per_million_prompt_tokens and "
-            "author.usd_per_million_completion_tokens",
-        )
+        rule = "needs author.usd_per_million_prompt_tokens and usd_per_million_completion_tokens"
+        self.require(not self.budget.usd or bool(priced), "budget.usd", rule)
         if self.family == "search":
-            _check_search(self.search, author)
+            self._check_search()
+
+    def _check_search(self) -> None:
+        search = self.search
+        self.require(
+            bool(search.corpus), "search.corpus", "must name a folder of text, HTML or JSONL"
+        )
+        for name, changes in (
+            *(
+                (f"search.answerers[{n}].author", one.author)
+                for n, one in enumerate(search.answerers)
+            ),
+            ("search.verifier", search.verifier),
+        ):
+            try:
+                replace(self.author, **changes)
+            except TypeError as error:
+                raise ConfigError(
+                    f"{name} = {dict(changes)}: not a knob of author: {error}"
+                ) from error
 
 
 def decides_tasks(knob: str) -> bool:
     """Return whether the tasks depend on this knob, so that it must not change for an existing
     folder."""
     return knob.partition(".")[0] in {"family", "seed", *get_args(Family)}
-
-
-def _check_search(search: SearchTasksConfig, author: AuthorConfig) -> None:
-    require(bool(search.corpus), "search.corpus", "", "must name a folder of text, HTML or JSONL")
-    for name, changes in (
-        *((f"search.answerers[{n}].author", one.author) for n, one in enumerate(search.answerers)),
-        ("search.verifier", search.verifier),
-    ):
-        try:
-            replace(author, **changes)
-        except TypeError as error:
-            raise ConfigError(f"{name} = {dict(changes)}: not a knob of author: {error}") from error

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from keel.configs.sections.base import ConfigError, check_bounds, knob, require
+from keel.configs.sections.base import ConfigError, Section, knob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentConfig:
+class EnvironmentConfig(Section):
     """An environment in which the policy acts: a Python class or module (`target`) or an MCP server
     (`command` or `url`). Keel or an agent `program` drives it."""
+
+    PATH = "data.sources[].environment"
 
     target: str = ""
     """Environment in Python: `my_env:Shop`, `my_tools` (a module of functions) or
@@ -96,29 +98,22 @@ class EnvironmentConfig:
     def label(self) -> str:
         return self.target or self.url or " ".join(self.command)
 
-    def __post_init__(self) -> None:
-        path = "data.sources[].environment"
-        check_bounds(self, path)
-
-        def check(ok: bool, name: str, rule: str) -> None:
-            require(ok, f"{path}.{name}", getattr(self, name), rule)
-
+    def check(self) -> None:
         kinds = [bool(self.target), bool(self.command), bool(self.url)]
-        check(sum(kinds) <= 1, "target", "set only one of target, command and url")
-        check(
-            not self.target.startswith(":"), "target", "write module:name or path/to/file.py:name"
-        )
+        self.require(sum(kinds) <= 1, "target", "set only one of target, command and url")
+        named = not self.target.startswith(":")
+        self.require(named, "target", "write module:name or path/to/file.py:name")
         try:
             words = shlex.split(self.program)
         except ValueError as error:
-            raise ConfigError(f"{path}.program = {self.program!r}: {error}") from error
-        check(
-            bool(words) or not self.program, "program", "name a command line or a module:function"
-        )
+            raise ConfigError(f"{self.PATH}.program = {self.program!r}: {error}") from error
+        named = bool(words) or not self.program
+        self.require(named, "program", "name a command line or a module:function")
         for name, default in (("tells_reward", False), ("on_failure", "zero")):
-            check(bool(self.program) or getattr(self, name) == default, name, "needs program")
-        check(not self.arguments or bool(self.target), "arguments", "needs target")
-        check(
+            ok = bool(self.program) or getattr(self, name) == default
+            self.require(ok, name, "needs program")
+        self.require(not self.arguments or bool(self.target), "arguments", "needs target")
+        self.require(
             self.on_crash == "drop" or bool(self.target or self.command),
             "on_crash",
             "needs target or command. Episodes share the server behind a url, and for a program "
@@ -127,10 +122,12 @@ class EnvironmentConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentsConfig:
+class AgentsConfig(Section):
     """Limits for a trajectory in an environment. Each turn is also limited by
     `rollout.sampling.max_tokens`, and `rollout.timeout_s` limits the time that the whole trajectory
     spends in engines and tools."""
+
+    PATH = "agents"
 
     max_turns: int = knob(16, ge=1)
     """Maximum number of policy turns per trajectory."""
@@ -156,6 +153,3 @@ class AgentsConfig:
     max_concurrent_episodes: int = knob(256, ge=1)
     """Maximum number of open episodes, each with its own process. An evaluation may open the same
     number in addition."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "agents")

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from keel.configs.sections.base import check_bounds, knob, require
+from keel.configs.sections.base import Section, knob, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlarmsConfig:
+class AlarmsConfig(Section):
     """Thresholds for metrics. A run that crosses one prints a warning and continues. Only
     `stop_below` stops it. 0 turns an alarm off. docs/alarms.md"""
+
+    PATH = "alarms"
 
     missing: float = knob(0.001, ge=0)
     """Warn if `rollout/dropped_completions` exceeds this share of the batch."""
@@ -46,7 +48,6 @@ class AlarmsConfig:
     checkpoint and stops. Use it for abilities that must not be lost, such as refusing harmful
     requests. docs/alarms.md"""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "alarms")
+    def check(self) -> None:
         for name, least in self.stop_below.items():
             require(0 < least <= 1, f"alarms.stop_below.{name}", least, "must be in (0, 1]")

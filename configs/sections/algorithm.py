@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from keel.configs.sections.base import ConfigError, check_bounds, knob, require
+from keel.configs.sections.base import ConfigError, Section, knob, require
 from keel.configs.sections.rollout import SamplingConfig
 
 PROBES = 64
@@ -14,8 +14,10 @@ masks is computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Section):
     """GRPO and the four stabilisers (DeepSeek-V3.2, section 3.1)."""
+
+    PATH = "algorithm"
 
     prompts_per_step: int = knob(16, ge=1)
     """Number of prompts per batch of rollouts. Each prompt gives one group."""
@@ -73,14 +75,10 @@ class AlgorithmConfig:
     """Allow a run without a replay that the recipe needs. Use it only for experiments that show why
     the replay is needed."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "algorithm")
-        require(
-            self.updates_per_batch <= self.prompts_per_step,
-            "algorithm.updates_per_batch",
-            self.updates_per_batch,
-            f"must be at most algorithm.prompts_per_step = {self.prompts_per_step}",
-        )
+    def check(self) -> None:
+        most = self.prompts_per_step
+        rule = f"must be at most algorithm.prompts_per_step = {most}"
+        self.require(self.updates_per_batch <= most, "updates_per_batch", rule)
 
     @property
     def probes(self) -> int:

@@ -1,10 +1,11 @@
-"""`ConfigError`, bounds for knobs, and checks that several sections share."""
+"""`ConfigError`, bounds for knobs, and the base class of all sections."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -18,9 +19,7 @@ class ConfigError(ValueError):
 
     def __init__(self, message: str) -> None:
         # The message may quote a file that contains terminal escape sequences.
-        if not message.isprintable():
-            message = "".join(c if c.isprintable() or c in "\n\t" else "�" for c in message)
-        super().__init__(message)
+        super().__init__("".join(c if c.isprintable() or c in "\n\t" else "�" for c in message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +51,10 @@ class Bounds:
         return f"{'<' if self.le is None else '<='} {_plain(cast(float, high))}"
 
 
+def _plain(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) and bound < 2**40 else f"{bound:g}"
+
+
 def knob(
     default: T,
     *,
@@ -60,8 +63,7 @@ def knob(
     le: float | None = None,
     lt: float | None = None,
 ) -> T:
-    """Declare a dataclass field with bounds. `check_bounds` enforces them and the knobs page lists
-    them."""
+    """Declare a knob with bounds, which the section enforces and the knobs page lists."""
     return field(default=default, metadata={"bounds": Bounds(ge, gt, le, lt)})
 
 
@@ -69,14 +71,40 @@ def bounds_of(declared: Field[Any]) -> Bounds | None:
     return declared.metadata.get("bounds")
 
 
-def check_bounds(section: Any, path: str) -> None:
-    """Raise a `ConfigError` if a number in `section` is outside its declared bounds. `path` is the
-    dotted path of the section in a recipe."""
-    for declared in fields(section):
-        bounds, value = bounds_of(declared), getattr(section, declared.name)
-        if bounds is not None and isinstance(value, int | float) and value not in bounds:
-            name = f"{path}.{declared.name}".lstrip(".")
-            raise ConfigError(f"{name} = {value!r}: must be {bounds}")
+class Section:
+    """Base class of the sections of a recipe, which check themselves when they are created."""
+
+    __slots__ = ()
+    PATH = ""
+    """Dotted path of the section in a recipe."""
+
+    def full_path(self) -> str:
+        return self.PATH
+
+    def __post_init__(self) -> None:
+        for declared in fields(cast(Any, self)):
+            bounds, value = bounds_of(declared), getattr(self, declared.name)
+            if bounds is not None and isinstance(value, int | float):
+                self.require(value in bounds, declared.name, f"must be {bounds}")
+        self.check()
+
+    def check(self) -> None:
+        """Check the rules between knobs. All numbers are within their bounds."""
+
+    def require(self, ok: bool, name: str, rule: str) -> None:
+        """Raise a `ConfigError` about the knob with the dotted `name` in this section if `ok` is
+        false."""
+        if not ok:
+            value: Any = attrgetter(name)(self)
+            if isinstance(value, tuple):  # as in YAML
+                value = [*cast(tuple[Any, ...], value)]
+            require(False, f"{self.full_path()}.{name}".lstrip("."), value, rule)
+
+    def require_kind(self, kind: str, rules: Sequence[tuple[str, object, Sequence[str]]]) -> None:
+        """Check that knobs which belong to some kinds of sources have their default otherwise."""
+        for name, default, kinds in rules:
+            ok = kind in kinds or getattr(self, name) == default
+            self.require(ok, name, f"belongs to source: {', '.join(kinds)}")
 
 
 def require(ok: bool, name: str, value: object, rule: str) -> None:
@@ -85,19 +113,16 @@ def require(ok: bool, name: str, value: object, rule: str) -> None:
         raise ConfigError(f"{name} = {value!r}: {rule}")
 
 
-def require_unique(name: str, values: list[str]) -> None:
+def require_unique(name: str, values: Sequence[str]) -> None:
     repeated = sorted({value for value in values if values.count(value) > 1})
     require(not repeated, name, repeated, "must be unique")
 
 
-def require_pass_rates(section: str, least: float, most: float) -> None:
+def require_pass_rates(section: Any) -> None:
     """Check that a section's `least_pass_rate` and `most_pass_rate` form a valid interval."""
-    require(
-        least <= most and most > 0,
-        f"{section}.most_pass_rate",
-        most,
-        f"must be above 0 and not below least_pass_rate = {least:g}",
-    )
+    least, most = section.least_pass_rate, section.most_pass_rate
+    rule = f"must be above 0 and not below least_pass_rate = {least:g}"
+    section.require(least <= most and most > 0, "most_pass_rate", rule)
 
 
 def require_gradient(section: str, rewards: Mapping[str, float], *others: float) -> None:
@@ -123,20 +148,10 @@ def require_endpoint(section: str, base_url: str, api_key_env: str) -> None:
             f"{section}.base_url: contains a password. Put the key into an environment variable "
             f"and its name into {section}.api_key_env"
         )
-    require(
-        url.scheme in ("http", "https") and bool(url.hostname),
-        f"{section}.base_url",
-        base_url,
-        "must be a URL like http://localhost:8000/v1",
-    )
-    require_variable(f"{section}.api_key_env", api_key_env)
-
-
-def require_variable(name: str, variable: str) -> None:
-    """Check that a knob holds the name of an environment variable rather than a key."""
-    if not re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)?", variable):
-        raise ConfigError(f"{name}: must be the name of an environment variable, never a key")
-
-
-def _plain(bound: float) -> str:
-    return f"{bound:,}" if isinstance(bound, int) and bound < 2**40 else f"{bound:g}"
+    rule = "must be a URL like http://localhost:8000/v1"
+    ok = url.scheme in ("http", "https") and bool(url.hostname)
+    require(ok, f"{section}.base_url", base_url, rule)
+    if not re.fullmatch(r"([A-Za-z_][A-Za-z0-9_]*)?", api_key_env):
+        raise ConfigError(
+            f"{section}.api_key_env: must be the name of an environment variable, never a key"
+        )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from keel.configs.sections.agents import EnvironmentConfig
 from keel.configs.sections.base import (
-    check_bounds,
+    Section,
     knob,
     require,
     require_gradient,
@@ -29,8 +29,10 @@ MOST = 10_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LengthConfig:
+class LengthConfig(Section):
     """Penalty for a completion's length relative to its group (`rewards/length.py`)."""
+
+    PATH = "data.sources[].length"
 
     linear: float = knob(0.0, ge=0)
     """Penalty at `limit` in units of reward. It grows linearly from `target`."""
@@ -57,13 +59,12 @@ class LengthConfig:
     """Handling of truncated completions. keep: score them like others. zero: reward 0. drop: leave
     them out of training."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "data.sources[].length")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BudgetConfig:
+class BudgetConfig(Section):
     """Limits for completions and trajectories in this domain. 0: use the limit of the whole run."""
+
+    PATH = "data.sources[].budget"
 
     max_tokens: int = knob(0, ge=0)
     """Maximum number of tokens per completion or turn; at most rollout.sampling.max_tokens."""
@@ -76,12 +77,9 @@ class BudgetConfig:
     call_s: float = knob(0.0, ge=0)
     """Environment: replaces agents.call_s."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "data.sources[].budget")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceConfig:
+class SourceConfig(Section):
     """One source of prompts."""
 
     name: str
@@ -157,115 +155,89 @@ class SourceConfig:
     length: LengthConfig = field(default_factory=LengthConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
 
-    def __post_init__(self) -> None:
-        path = f"data.sources[{self.name or '?'}]"
+    def full_path(self) -> str:
+        return f"data.sources[{self.name or '?'}]"
 
-        def check(ok: bool, name: str, rule: str, value: object = None) -> None:
-            require(ok, f"{path}.{name}", getattr(self, name) if value is None else value, rule)
-
-        check(bool(self.name), "name", "must not be empty")
-        check("/" not in self.name, "name", "must not contain '/'")
-        check_bounds(self, path)
-        enabled = self.environment.enabled
+    def check(self) -> None:
+        self.require(bool(self.name), "name", "must not be empty")
+        self.require("/" not in self.name, "name", "must not contain '/'")
+        self.require_kind(
+            self.source,
+            (
+                ("task", "", ("reasoning_gym",)),
+                ("params", {}, ("reasoning_gym",)),
+                ("path", "", ROWS),
+                ("split", "", ("file", "hub")),
+                ("subset", "", ("file", "hub")),
+                ("columns", {}, ROWS),
+                ("template", "", ROWS),
+                ("answer_after", "", ROWS),
+                ("on_bad_line", "error", ROWS),
+            ),
+        )
         if self.source in ROWS:
-            kind = "a dataset of the hub: owner/name" if self.source == "hub" else "a file"
-            check(bool(self.path), "path", f"must name {kind}")
+            self._check_rows()
         else:
-            check(self.size >= 1, "size", f"must be at least 1 with source: {self.source}")
+            self.require(self.size >= 1, "size", f"must be at least 1 with source: {self.source}")
         if self.source == "reasoning_gym":
-            check(bool(self.task), "task", "must name a reasoning_gym task")
+            self.require(bool(self.task), "task", "must name a reasoning_gym task")
+        self._check_prompts()
+        count = 0 if self.holdout == "all" else self.holdout
+        fits = self.size == 0 or count < self.size or self.weight == 0
+        self.require(fits, "holdout", f"must be below size = {self.size}, or set weight: 0")
+        bounds = (self.least_pass_rate, self.most_pass_rate)
+        require_pass_rates(self)
+        named = bool(self.pass_rates) or bounds == (0, 1)
+        rule = "must name the table for least_pass_rate and most_pass_rate"
+        self.require(named, "pass_rates", rule)
+        self.require(
+            self.weight > 0 or self.holdout != 0,
+            "weight",
+            "is 0, so the source is neither trained nor evaluated. Set holdout: all to evaluate it",
+        )
+        self.require(bool(self.rewards), "rewards", "must name at least one part")
+        for name, weight in self.rewards.items():
+            path = f"{self.full_path()}.rewards.{name}"
+            require(math.isfinite(weight), path, weight, "must be finite")
+
+    def _check_rows(self) -> None:
+        kind = "a dataset of the hub: owner/name" if self.source == "hub" else "a file"
+        self.require(bool(self.path), "path", f"must name {kind}")
+        table = self.path.lower().endswith((".csv", ".tsv", ".parquet", ".arrow"))
+        rule = f"reads JSON lines. Set source: file for {self.path!r}"
+        self.require(self.source != "jsonl" or not table, "source", rule)
+        named = self.source != "hub" or bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.path))
+        rule = "must be owner/name. For a folder or a file set source: file"
+        self.require(named, "path", rule)
+        filled = not self.template or bool(PLACEHOLDER.search(self.template_text))
+        rule = "must contain a {column} such as {prompt}, or be boxed"
+        self.require(filled, "template", rule)
+
+    def _check_prompts(self) -> None:
+        enabled, template = self.environment.enabled, self.system_template
         if self.source == "environment":
-            check(
-                enabled,
-                "environment",
-                "needs a target, command, url or program",
-                "",
-            )
-            check(
+            rule = "needs a target, command, url or program"
+            require(enabled, f"{self.full_path()}.environment", "", rule)
+            self.require(
                 self.environment.grades,
                 "source",
                 "needs an environment that creates and grades tasks, which an MCP server does not. "
                 "Use source: jsonl with an answer, tests, criteria or a reward per line",
             )
-            check(not self.system, "system", "cannot be set: the environment opens the episode")
-        self._check_kinds(check)
-        check(
-            enabled or "tools" not in self.system_template,
-            "system_template",
-            "needs an environment, which provides the tools",
-        )
-        check(
-            self.thinking or self.system_template in ("none", "tools"),
-            "system_template",
-            "needs thinking: true",
-        )
+            rule = "cannot be set: the environment opens the episode"
+            self.require(not self.system, "system", rule)
+        rule = "needs an environment, which provides the tools"
+        self.require(enabled or "tools" not in template, "system_template", rule)
+        plain = self.thinking or template in ("none", "tools")
+        self.require(plain, "system_template", "needs thinking: true")
         if self.raw:
-            for name, default in (("system", ""), ("system_template", "none")):
-                check(
-                    getattr(self, name) == default, name, "needs a chat template, and raw is true"
-                )
-            check(not enabled, "raw", "must be false with an environment")
-        count = 0 if self.holdout == "all" else self.holdout
-        check(
-            self.size == 0 or count < self.size or self.weight == 0,
-            "holdout",
-            f"must be below size = {self.size}, or set weight: 0",
-        )
-        require_pass_rates(path, self.least_pass_rate, self.most_pass_rate)
-        bounds = (self.least_pass_rate, self.most_pass_rate)
-        check(
-            bool(self.pass_rates) or bounds == (0, 1),
-            "pass_rates",
-            "must name the table for least_pass_rate and most_pass_rate",
-        )
-        check(
-            self.weight > 0 or self.holdout != 0,
-            "weight",
-            "is 0, so the source is neither trained nor evaluated. Set holdout: all to evaluate it",
-        )
+            rule = "needs a chat template, and raw is true"
+            self.require(not self.system, "system", rule)
+            self.require(template == "none", "system_template", rule)
+            self.require(not enabled, "raw", "must be false with an environment")
         for name in ("window", "max_turns", "max_sampled_tokens", "call_s"):
-            value = getattr(self.budget, name)
-            require(enabled or not value, f"{path}.budget.{name}", value, "needs an environment")
-        check(bool(self.rewards), "rewards", "must name at least one part")
-        for name, weight in self.rewards.items():
-            require(math.isfinite(weight), f"{path}.rewards.{name}", weight, "must be finite")
-
-    def _check_kinds(self, check: Any) -> None:
-        """Check the knobs that apply only to some kinds of sources."""
-        tables = ("file", "hub")
-        rules: tuple[tuple[str, object, tuple[str, ...]], ...] = (
-            ("task", "", ("reasoning_gym",)),
-            ("params", {}, ("reasoning_gym",)),
-            ("path", "", ROWS),
-            ("split", "", tables),
-            ("subset", "", tables),
-            ("columns", {}, ROWS),
-            ("template", "", ROWS),
-            ("answer_after", "", ROWS),
-            ("on_bad_line", "error", ROWS),
-        )
-        for name, default, kinds in rules:
-            check(
-                self.source in kinds or getattr(self, name) == default,
-                name,
-                f"belongs to source: {', '.join(kinds)}",
-            )
-        ending = self.path.rpartition(".")[2].lower()
-        check(
-            self.source != "jsonl" or ending not in ("csv", "tsv", "parquet", "arrow"),
-            "source",
-            f"reads JSON lines. Set source: file for {self.path!r}",
-        )
-        check(
-            self.source != "hub" or bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.path)),
-            "path",
-            "must be owner/name. For a folder or a file set source: file",
-        )
-        check(
-            not self.template or bool(PLACEHOLDER.search(self.template_text)),
-            "template",
-            "must contain a {column} such as {prompt}, or be boxed",
-        )
+            ok = enabled or not getattr(self.budget, name)
+            self.require(ok, f"budget.{name}", "needs an environment")
 
     @property
     def has_rows(self) -> bool:
@@ -282,8 +254,10 @@ class SourceConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """The sources of training prompts and held-out sets."""
+
+    PATH = "data"
 
     sources: tuple[SourceConfig, ...] = ()
     only: tuple[str, ...] = ()
@@ -297,8 +271,7 @@ class DataConfig:
     long_prompts: Literal["error", "drop"] = "error"
     """Handling of prompts longer than `max_prompt_tokens`. drop: leave them out and count them."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "data")
+    def check(self) -> None:
         names = [source.name for source in self.sources]
         require_unique("data.sources", names)
         self._require_known("data.only", self.only, names)
@@ -307,34 +280,29 @@ class DataConfig:
             object.__setattr__(self, "sources", chosen)
             names = [source.name for source in chosen]
         self._require_known("data.train_on", self.train_on, names)
+        rule = "must be above 0 for a source that is not in data.train_on"
         for source in self.sources:
-            require(
-                not self.train_on or source.name in self.train_on or bool(source.holdout),
-                f"data.sources[{source.name}].holdout",
-                source.holdout,
-                "must be above 0 for a source that is not in data.train_on",
-            )
-        require(
-            not names or any(self.weight_of(source) > 0 for source in self.sources),
-            "data.sources",
-            names,
-            "at least one source needs a weight above 0"
-            + " in data.train_on" * bool(self.train_on),
-        )
+            trained = not self.train_on or source.name in self.train_on
+            source.require(trained or bool(source.holdout), "holdout", rule)
+        trained = not names or any(self.weight_of(source) > 0 for source in self.sources)
+        among = " in data.train_on" * bool(self.train_on)
+        rule = f"at least one source needs a weight above 0{among}"
+        require(trained, "data.sources", names, rule)
+        shared = {
+            "rewards": self.rewards_by_domain,
+            "length": self.lengths_by_domain,
+            "budget": self.budgets_by_domain,
+        }
         for source in self.sources:
-            path, domain = f"data.sources[{source.name}]", source.domain_name
+            domain = source.domain_name
             if self.weight_of(source) > 0:
                 others = (source.length.linear, source.length.overlong, source.kl_coef)
-                require_gradient(path, source.rewards, *others)
-            for name, by_domain in (
-                ("rewards", self.rewards_by_domain),
-                ("length", self.lengths_by_domain),
-                ("budget", self.budgets_by_domain),
-            ):
-                require(
-                    getattr(source, name) == by_domain[domain],
-                    f"{path}.{name}",
-                    getattr(source, name),
+                require_gradient(source.full_path(), source.rewards, *others)
+            for name, by_domain in shared.items():
+                same = getattr(source, name) == by_domain[domain]
+                source.require(
+                    same,
+                    name,
                     f"differs from another source of domain {domain!r}. Use the same {name} or a "
                     "separate domain",
                 )

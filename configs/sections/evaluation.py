@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from keel.configs.sections.base import (
-    check_bounds,
+    Section,
     knob,
-    require,
     require_endpoint,
     require_pass_rates,
     require_unique,
@@ -22,9 +21,11 @@ Context = Literal["as-in-training", "none", "summary", "discard-75", "discard-al
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointConfig:
+class EndpointConfig(Section):
     """An OpenAI-compatible endpoint that `keel eval` and `keel filter` sample from instead of the
     recipe's model. No engine or trainer is started."""
+
+    PATH = "endpoint"
 
     base_url: str = ""
     """URL of the endpoint, such as `http://localhost:8000/v1`. Empty: use the recipe's model."""
@@ -44,20 +45,15 @@ class EndpointConfig:
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Additional fields of the request body."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "endpoint")
-        require(
-            bool(self.base_url) == bool(self.model),
-            "endpoint.model",
-            self.model,
-            f"set both endpoint.model and endpoint.base_url = {self.base_url!r}, or neither",
-        )
+    def check(self) -> None:
+        rule = f"set both endpoint.model and endpoint.base_url = {self.base_url!r}, or neither"
+        self.require(bool(self.base_url) == bool(self.model), "model", rule)
         if self.base_url:
             require_endpoint("endpoint", self.base_url, self.api_key_env)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalVariant:
+class EvalVariant(Section):
     """`keel eval`: one way of asking the prompts, which is evaluated next to the other variants."""
 
     name: str
@@ -73,15 +69,12 @@ class EvalVariant:
     context: Context = "as-in-training"
     """How to manage the context of episodes. as-in-training: as set by `agents.context`."""
 
-    def __post_init__(self) -> None:
-        path = f"eval.variants[{self.name}]"
-        check_bounds(self, path)
-        require(
-            bool(re.fullmatch(r"[\w.+-]+", self.name)),
-            f"{path}.name",
-            self.name,
-            "must be letters, digits and any of . _ + -",
-        )
+    def full_path(self) -> str:
+        return f"eval.variants[{self.name}]"
+
+    def check(self) -> None:
+        ok = bool(re.fullmatch(r"[\w.+-]+", self.name))
+        self.require(ok, "name", "must be letters, digits and any of . _ + -")
 
     @property
     def line(self) -> str:
@@ -89,8 +82,10 @@ class EvalVariant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalConfig:
+class EvalConfig(Section):
     """Evaluations during training and with `keel eval`."""
+
+    PATH = "eval"
 
     file: str = ""
     """File with evaluation prompts (`--eval FILE` on the command line). It adds a source with
@@ -130,41 +125,20 @@ class EvalConfig:
     against: str = ""
     """`keel eval`: folder of an earlier evaluation of the same prompts for a paired comparison."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "eval")
-        for k in self.pass_at:
-            require(
-                1 <= k <= self.samples,
-                "eval.pass_at",
-                list(self.pass_at),
-                f"each must be from 1 to eval.samples = {self.samples}",
-            )
-        require(
-            self.submissions <= self.samples,
-            "eval.submissions",
-            self.submissions,
-            f"must be at most eval.samples = {self.samples}",
-        )
+    def check(self) -> None:
+        most = self.samples
+        ok = all(1 <= k <= most for k in self.pass_at)
+        self.require(ok, "pass_at", f"each must be from 1 to eval.samples = {most}")
+        rule = f"must be at most eval.samples = {most}"
+        self.require(self.submissions <= most, "submissions", rule)
         require_unique("eval.variants", [variant.name for variant in self.variants])
-        _require_checkpoint("eval.checkpoint", self.checkpoint)
-        require(
-            self.temperature == 0 or self.temperature >= 0.01,
-            "eval.temperature",
-            self.temperature,
-            "must be 0 (greedy) or in [0.01, 10]",
-        )
-        require(
-            self.temperature > 0 or self.samples == 1,
-            "eval.samples",
-            self.samples,
-            "must be 1 with eval.temperature = 0, which always samples the same completion",
-        )
-        require(
-            self.top_p == 1 or self.top_k > 0,
-            "eval.top_k",
-            self.top_k,
-            f"must be above 0 with eval.top_p = {self.top_p}. Try 512",
-        )
+        require_checkpoint(self)
+        ok = self.temperature == 0 or self.temperature >= 0.01
+        self.require(ok, "temperature", "must be 0 (greedy) or in [0.01, 10]")
+        rule = "must be 1 with eval.temperature = 0, which always samples the same completion"
+        self.require(self.temperature > 0 or most == 1, "samples", rule)
+        rule = f"must be above 0 with eval.top_p = {self.top_p}. Try 512"
+        self.require(self.top_p == 1 or self.top_k > 0, "top_k", rule)
 
     @property
     def each_variant(self) -> tuple[EvalVariant, ...]:
@@ -178,8 +152,10 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FilterConfig:
+class FilterConfig(Section):
     """`keel filter`: select training prompts by the policy's pass rate."""
+
+    PATH = "filter"
 
     dir: str = ""
     """Folder for pass rates and selected prompts. Empty: `filter` in `run.dir`."""
@@ -193,16 +169,11 @@ class FilterConfig:
     most_pass_rate: float = knob(1.0, ge=0, le=1)
     """Maximum pass rate of a selected prompt."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "filter")
-        _require_checkpoint("filter.checkpoint", self.checkpoint)
-        require_pass_rates("filter", self.least_pass_rate, self.most_pass_rate)
+    def check(self) -> None:
+        require_checkpoint(self)
+        require_pass_rates(self)
 
 
-def _require_checkpoint(name: str, value: str) -> None:
-    require(
-        value in ("last", "base") or value.isdecimal(),
-        name,
-        value,
-        "must be last, base, or a step such as 20",
-    )
+def require_checkpoint(section: EvalConfig | FilterConfig) -> None:
+    ok = section.checkpoint in ("last", "base") or section.checkpoint.isdecimal()
+    section.require(ok, "checkpoint", "must be last, base, or a step such as 20")

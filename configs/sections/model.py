@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from keel.configs.sections.base import check_bounds, knob, require
+from keel.configs.sections.base import Section, knob
 
 TINY_MODEL = "tiny"
 """Value of `model.path` for the small model that Keel builds itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ColdStartConfig:
+class ColdStartConfig(Section):
     """Supervised warm-up for the tiny model on generated solutions."""
+
+    PATH = "model.tiny.cold_start"
 
     max_seconds: float = knob(3600.0, gt=0)
     """Timeout in seconds. A slower cold start fails, because a model cut short would be a different
@@ -30,13 +32,12 @@ class ColdStartConfig:
     """Fraction of correct, worked-out solutions in the last part. The others skip the work and are
     wrong, which leaves room for reinforcement learning."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "model.tiny.cold_start")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TinyModelConfig:
+class TinyModelConfig(Section):
     """Shape of the tiny mixture-of-experts model, whose random weights depend on the run's seed."""
+
+    PATH = "model.tiny"
 
     family: Literal["qwen3_moe", "deepseek_v32"] = "qwen3_moe"
     """Architecture. deepseek_v32 has latent and sparse attention. No engine serves it at this size,
@@ -75,45 +76,27 @@ class TinyModelConfig:
     """Folder for cold-started models. Empty: `keel` in the user's cache folder."""
     cold_start: ColdStartConfig = field(default_factory=ColdStartConfig)
 
-    def __post_init__(self) -> None:
-        path = "model.tiny"
-        check_bounds(self, path)
+    def check(self) -> None:
         for name in ("hidden_size", "expert_size"):
-            value = getattr(self, name)
-            require(value % 32 == 0, f"{path}.{name}", value, "must be a multiple of 32")
-        for phrase in self.phrases:
-            require(
-                bool(phrase) and phrase.isascii(),
-                f"{path}.phrases",
-                phrase,
-                "must be non-empty ASCII text",
-            )
-        require(
-            self.family == "qwen3_moe" or self.head_dim % 4 == 0,
-            f"{path}.head_dim",
-            self.head_dim,
-            "must be a multiple of 4 for deepseek_v32",
-        )
-        require(
-            self.heads % self.kv_heads == 0,
-            f"{path}.kv_heads",
-            self.kv_heads,
-            f"must divide {path}.heads = {self.heads}",
-        )
-        require(
-            self.experts_per_token <= self.experts,
-            f"{path}.experts_per_token",
-            self.experts_per_token,
-            f"must be at most {path}.experts = {self.experts}",
-        )
+            self.require(getattr(self, name) % 32 == 0, name, "must be a multiple of 32")
+        ok = all(phrase and phrase.isascii() for phrase in self.phrases)
+        self.require(ok, "phrases", "must be non-empty ASCII texts")
+        ok = self.family == "qwen3_moe" or self.head_dim % 4 == 0
+        self.require(ok, "head_dim", "must be a multiple of 4 for deepseek_v32")
+        rule = f"must divide model.tiny.heads = {self.heads}"
+        self.require(self.heads % self.kv_heads == 0, "kv_heads", rule)
+        rule = f"must be at most model.tiny.experts = {self.experts}"
+        self.require(self.experts_per_token <= self.experts, "experts_per_token", rule)
 
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """The model, its tokenizer and its precision."""
+
+    PATH = "model"
 
     path: str = TINY_MODEL
     """Local folder or hub name, or `tiny` for a small model that needs no download."""
@@ -142,35 +125,22 @@ class ModelConfig:
     and memory. Works with Llama, Mistral, Mixtral, Qwen2 and Qwen3 if each engine has one GPU."""
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
 
-    def __post_init__(self) -> None:
-        require(bool(self.path), "model.path", self.path, "must name a folder or a hub model")
-        require(self.path != "embedded", "model.path", self.path, f"renamed to {TINY_MODEL}")
+    def check(self) -> None:
+        self.require(bool(self.path), "path", "must name a folder or a hub model")
         if self.path == TINY_MODEL:
             for name in ("tokenizer", "thinking_marks", "chat_template"):
-                value = getattr(self, name)
-                require(not value, f"model.{name}", value, "cannot be set with model.path: tiny")
+                self.require(not getattr(self, name), name, "cannot be set with model.path: tiny")
         if self.batch_invariant:
-            name = "model.batch_invariant"
-            require(
-                self.residual_dtype == "model",
-                "model.residual_dtype",
-                self.residual_dtype,
-                "must be model with model.batch_invariant, whose kernels add in model.dtype",
-            )
-            require(
-                self.path != TINY_MODEL,
-                name,
-                True,
-                "supports dense models only, and the tiny model is a mixture of experts",
-            )
-            require(self.dtype != "float32", name, True, "needs model.dtype bfloat16 or float16")
-        require(
-            not self.thinking_marks
-            or (len(set(self.thinking_marks)) == 2 and all(map(str.strip, self.thinking_marks))),
-            "model.thinking_marks",
-            self.thinking_marks,
-            'must be two different texts such as ["<think>", "</think>"]',
-        )
+            rule = "must be model with model.batch_invariant, whose kernels add in model.dtype"
+            self.require(self.residual_dtype == "model", "residual_dtype", rule)
+            rule = "supports dense models only, and the tiny model is a mixture of experts"
+            self.require(self.path != TINY_MODEL, "batch_invariant", rule)
+            rule = "needs model.dtype bfloat16 or float16"
+            self.require(self.dtype != "float32", "batch_invariant", rule)
+        marks = {mark for mark in self.thinking_marks if mark.strip()}
+        ok = not self.thinking_marks or len(marks) == len(self.thinking_marks) == 2
+        rule = 'must be two different texts such as ["<think>", "</think>"]'
+        self.require(ok, "thinking_marks", rule)
 
     @property
     def wide_residual(self) -> bool:

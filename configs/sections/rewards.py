@@ -8,11 +8,10 @@ from typing import Any, Literal
 
 from keel.configs.sections.base import (
     ConfigError,
-    check_bounds,
+    Section,
     knob,
     require,
     require_endpoint,
-    require_variable,
 )
 
 _SERVER_OPTIONS = frozenset(
@@ -38,8 +37,10 @@ _SERVER_OPTIONS = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeServerConfig:
+class JudgeServerConfig(Section):
     """The vLLM server that `rewards.judge.serve` starts."""
+
+    PATH = "rewards.judge.server"
 
     tensor_parallel: int = knob(1, ge=1)
     """Number of GPUs for the server, in addition to those for engines and trainer."""
@@ -58,16 +59,16 @@ class JudgeServerConfig:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Additional options for vLLM's server, such as `quantization: fp8`."""
 
-    def __post_init__(self) -> None:
-        path = "rewards.judge.server"
-        check_bounds(self, path)
+    def check(self) -> None:
         reserved = sorted(_SERVER_OPTIONS & {name.replace("-", "_") for name in self.options})
-        require(not reserved, f"{path}.options", reserved, "are set by Keel; remove them")
+        require(not reserved, f"{self.PATH}.options", reserved, "are set by Keel; remove them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeConfig:
+class JudgeConfig(Section):
     """The model that judges rubrics and proofs, behind any OpenAI-compatible endpoint."""
+
+    PATH = "rewards.judge"
 
     base_url: str = ""
     """URL of the endpoint, such as `http://localhost:8000/v1`. Empty: no judge, or `serve`."""
@@ -109,34 +110,22 @@ class JudgeConfig:
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Additional fields of the request body, such as `chat_template_kwargs`."""
 
-    def __post_init__(self) -> None:
-        path = "rewards.judge"
-        check_bounds(self, path)
+    def check(self) -> None:
         if self.base_url:
-            require_endpoint(path, self.base_url, self.api_key_env)
-        require(
-            not (self.serve and self.base_url),
-            f"{path}.base_url",
-            self.base_url,
-            f"conflicts with {path}.serve; remove one of them",
-        )
-        require(
+            require_endpoint(self.PATH, self.base_url, self.api_key_env)
+        rule = "conflicts with rewards.judge.serve; remove one of them"
+        self.require(not (self.serve and self.base_url), "base_url", rule)
+        self.require(
             (bool(self.base_url) or self.serve) == bool(self.model),
-            f"{path}.model",
-            self.model,
-            f"set it together with {path}.base_url = {self.base_url!r} or {path}.serve = "
-            f"{self.serve}, or set none",
+            "model",
+            f"set it together with rewards.judge.base_url = {self.base_url!r} or "
+            f"rewards.judge.serve = {self.serve}, or set none",
         )
-        require(
-            not (self.serve and self.api_key_env),
-            f"{path}.api_key_env",
-            self.api_key_env,
-            f"must be empty with {path}.serve, whose server gets a generated key",
-        )
-        require_variable(f"{path}.api_key_env", self.api_key_env)
+        rule = "must be empty with rewards.judge.serve, whose server gets a generated key"
+        self.require(not (self.serve and self.api_key_env), "api_key_env", rule)
         taken = {"model", "messages", "temperature", "max_tokens", "response_format", "stream"}
         reserved = sorted(taken & set(self.extra))
-        require(not reserved, f"{path}.extra", reserved, "are set by Keel; remove them")
+        require(not reserved, f"{self.PATH}.extra", reserved, "are set by Keel; remove them")
 
     @property
     def gpus(self) -> int:
@@ -169,8 +158,10 @@ class JudgeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CodeConfig:
+class CodeConfig(Section):
     """Sandbox that runs programs in completions against hidden tests."""
+
+    PATH = "rewards.code"
 
     isolation: Literal["bubblewrap", "none-i-trust-the-answers"] = "bubblewrap"
     """bubblewrap: run in namespaces without network or files, and fail where that is not possible.
@@ -190,13 +181,12 @@ class CodeConfig:
     output_kib: int = knob(1024, ge=1)
     """Maximum output of a test in KiB."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "rewards.code")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardsConfig:
+class RewardsConfig(Section):
     """Processes that score completions. `data.sources[].rewards` sets the reward parts."""
+
+    PATH = "rewards"
 
     workers: int = knob(2, ge=0, le=4096)
     """Number of verifier processes. 0: score in the driver, without timeouts."""
@@ -209,6 +199,3 @@ class RewardsConfig:
     count: an answer they cannot parse is wrong."""
     code: CodeConfig = field(default_factory=CodeConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "rewards")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from keel.configs.sections.base import check_bounds, knob, require
+from keel.configs.sections.base import Section, knob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingConfig:
+class SamplingConfig(Section):
     """Sampling parameters. Keel offers only those that the engine can record exactly."""
+
+    PATH = "rollout.sampling"
 
     temperature: float = knob(1.0, ge=0.01, le=10)  # vLLM raises lower values to 0.01
     """Sampling temperature, by which engine and trainer both divide the logits. Greedy sampling is
@@ -26,17 +28,10 @@ class SamplingConfig:
     stop: tuple[str, ...] = ()
     """Stop strings. Each one ends a completion and remains part of it."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "rollout.sampling")
-        require(
-            self.top_p == 1 or self.top_k > 0,
-            "rollout.sampling.top_k",
-            self.top_k,
-            f"must be above 0 with top_p = {self.top_p}, to bound the sampling mask. Try 512",
-        )
-        require(
-            "" not in self.stop, "rollout.sampling.stop", list(self.stop), "must not be empty text"
-        )
+    def check(self) -> None:
+        rule = f"must be above 0 with top_p = {self.top_p}, to bound the sampling mask. Try 512"
+        self.require(self.top_p == 1 or self.top_k > 0, "top_k", rule)
+        self.require("" not in self.stop, "stop", "must not be empty text")
 
     @property
     def truncated(self) -> bool:
@@ -53,8 +48,10 @@ CUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutConfig:
+class RolloutConfig(Section):
     """vLLM engines, their limits, and how they receive new weights."""
+
+    PATH = "rollout"
 
     engines: int = knob(1, ge=1)
     """Number of vLLM engines, each of which is one Ray actor. auto: one next to each trainer rank,
@@ -124,9 +121,6 @@ class RolloutConfig:
     every update."""
     update_timeout_s: float = knob(300.0, gt=0)
     """Timeout in seconds for one engine to load new weights, and to drain before that."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "rollout")
 
     @property
     def silent_s(self) -> float:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from keel.configs.sections.base import check_bounds, knob, require, require_unique
+from keel.configs.sections.base import Section, knob, require_unique
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfig:
+class RunConfig(Section):
     """Run folder, number of steps, checkpoints and hardware."""
+
+    PATH = "run"
 
     dir: str = "runs/default"
     """Run folder, which holds the resolved config, metrics, checkpoints and trajectories."""
@@ -72,23 +74,13 @@ class RunConfig:
     """Seconds after SIGTERM, SIGHUP or SIGUSR1 to finish the current optimizer step and save a
     checkpoint. Slurm and Kubernetes kill after 30. docs/checkpoints.md"""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "run")
-        require(bool(self.dir), "run.dir", self.dir, "must name a folder")
-        require(
-            self.nodes == 1 or self.gpus_per_node > 0,
-            "run.nodes",
-            self.nodes,
-            "needs run.gpus_per_node",
-        )
+    def check(self) -> None:
+        self.require(bool(self.dir), "dir", "must name a folder")
+        self.require(self.nodes == 1 or self.gpus_per_node > 0, "nodes", "needs run.gpus_per_node")
+        rule = "conflicts with run.device: cpu. Set it to 0, or set run.device: gpu"
         for name in ("gpu_gib", "gpus_per_node"):
-            require(
-                self.device != "cpu" or not getattr(self, name),
-                f"run.{name}",
-                getattr(self, name),
-                "conflicts with run.device: cpu. Set it to 0, or set run.device: gpu",
-            )
-        require_unique("run.trackers", list(self.trackers))
+            self.require(self.device != "cpu" or not getattr(self, name), name, rule)
+        require_unique("run.trackers", self.trackers)
 
     @property
     def describes_gpus(self) -> bool:

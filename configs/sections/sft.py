@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from keel.configs.sections.base import check_bounds, knob, require, require_unique
+from keel.configs.sections.base import Section, knob, require, require_unique
 
 TEXT = ("text", "retrieval")
 """Kinds of sources that contain plain text, where each conversation is a window of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConversationsConfig:
+class ConversationsConfig(Section):
     """One source of conversations or text."""
 
     name: str
@@ -69,45 +69,39 @@ class ConversationsConfig:
     most_per_prompt: int = knob(0, ge=0)
     """trajectories: maximum number per prompt, in sampling order. 0: all."""
 
-    def __post_init__(self) -> None:
-        path = f"sft.sources[{self.name}]"
-        require(bool(self.name), "sft.sources[].name", self.name, "must not be empty")
-        check_bounds(self, path)
+    def full_path(self) -> str:
+        return f"sft.sources[{self.name}]"
 
-        def check(ok: bool, name: str, rule: str) -> None:
-            require(ok, f"{path}.{name}", getattr(self, name), rule)
-
+    def check(self) -> None:
+        self.require(bool(self.name), "name", "must not be empty")
         needed = {"solutions": "task", "retrieval": "length"}.get(self.source, "path")
-        check(bool(getattr(self, needed)), needed, f"is required for source: {self.source}")
+        rule = f"is required for source: {self.source}"
+        self.require(bool(getattr(self, needed)), needed, rule)
         tables, trajectories = ("file", "hub"), ("trajectories",)
-        rules: tuple[tuple[str, object, tuple[str, ...]], ...] = (
-            ("task", "", ("solutions",)),
-            ("params", {}, ("solutions", "retrieval")),
-            ("length", 0, ("retrieval",)),
-            ("split", "", tables),
-            ("subset", "", tables),
-            ("columns", {}, ("jsonl", *tables)),
-            ("least_reward", 1.0, trajectories),
-            ("reward", "correct", trajectories),
-            ("cut", False, trajectories),
-            ("most_per_prompt", 0, trajectories),
+        self.require_kind(
+            self.source,
+            (
+                ("task", "", ("solutions",)),
+                ("params", {}, ("solutions", "retrieval")),
+                ("length", 0, ("retrieval",)),
+                ("split", "", tables),
+                ("subset", "", tables),
+                ("columns", {}, ("jsonl", *tables)),
+                ("least_reward", 1.0, trajectories),
+                ("reward", "correct", trajectories),
+                ("cut", False, trajectories),
+                ("most_per_prompt", 0, trajectories),
+            ),
         )
-        for name, default, kinds in rules:
-            check(
-                self.source in kinds or getattr(self, name) == default,
-                name,
-                f"belongs to source: {', '.join(kinds)}",
-            )
         if self.source == "retrieval":
-            check({*self.params} <= {"letters", "digits"}, "params", "may set letters and digits")
-        check(not self.system or not self.is_text, "system", "belongs to conversations, not text")
+            ok = {*self.params} <= {"letters", "digits"}
+            self.require(ok, "params", "may set letters and digits")
+        rule = "belongs to conversations, not text"
+        self.require(not self.system or not self.is_text, "system", rule)
         if self.source in ("solutions", "retrieval"):
-            check(self.size > 0, "size", f"must be at least 1 for source: {self.source}")
-        check(
-            self.repeat > 0 or self.holdout > 0,
-            "repeat",
-            "is 0, so the source is neither trained nor evaluated. Set holdout",
-        )
+            self.require(self.size > 0, "size", f"must be at least 1 for source: {self.source}")
+        rule = "is 0, so the source is neither trained nor evaluated. Set holdout"
+        self.require(self.repeat > 0 or self.holdout > 0, "repeat", rule)
 
     @property
     def is_text(self) -> bool:
@@ -115,9 +109,11 @@ class ConversationsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SftConfig:
+class SftConfig(Section):
     """Supervised fine-tuning and pre-training on text. The sections `run`, `model`, `trainer` and
     `alarms` apply as in `keel train`."""
+
+    PATH = "sft"
 
     sources: tuple[ConversationsConfig, ...] = ()
     max_context_tokens: int = knob(4096, ge=1)
@@ -135,16 +131,11 @@ class SftConfig:
     """How the loss is averaged in a step: over all trained tokens, or over conversations, each of
     which is averaged over its own tokens first."""
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "sft")
+    def check(self) -> None:
         names = [source.name for source in self.sources]
         require_unique("sft.sources", names)
-        require(
-            not self.sources or any(source.repeat > 0 for source in self.sources),
-            "sft.sources",
-            names,
-            "at least one needs a repeat above 0",
-        )
+        trained = not names or any(source.repeat > 0 for source in self.sources)
+        require(trained, "sft.sources", names, "at least one needs a repeat above 0")
 
     @property
     def step_contexts(self) -> int:

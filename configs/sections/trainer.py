@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from keel.configs.sections.base import check_bounds, knob, require
+from keel.configs.sections.base import Section, knob
 
 LONG = 4096
 """Context length in tokens from which attention takes enough of the time for other kernels to pay
@@ -13,8 +13,10 @@ off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerConfig:
+class TrainerConfig(Section):
     """Trainer ranks, ZeRO, parallelism and AdamW."""
+
+    PATH = "trainer"
 
     ranks: int = knob(1, ge=1)
     """Number of data-parallel trainer processes, with one GPU each if there are GPUs. auto: the
@@ -118,45 +120,20 @@ class TrainerConfig:
             return longest >= LONG
         return self.attention_kernels == "flash4"
 
-    def __post_init__(self) -> None:
-        check_bounds(self, "trainer")
-        require(
-            self.min_ranks <= self.ranks,
-            "trainer.min_ranks",
-            self.min_ranks,
-            f"must be at most trainer.ranks = {self.ranks}",
-        )
+    def check(self) -> None:
+        rule = f"must be at most trainer.ranks = {self.ranks}"
+        self.require(self.min_ranks <= self.ranks, "min_ranks", rule)
+        rule = f"must divide trainer.ranks = {self.ranks}"
         for name in ("expert_parallel", "sequence_parallel"):
-            require(
-                self.ranks % getattr(self, name) == 0,
-                f"trainer.{name}",
-                getattr(self, name),
-                f"must divide trainer.ranks = {self.ranks}",
-            )
-        require(
-            self.attention != "warm-up" or self.indexer_loss > 0,
-            "trainer.indexer_loss",
-            self.indexer_loss,
-            "must be above 0 with trainer.attention: warm-up, which has no other loss",
-        )
-        require(
-            self.zero_stage > 0 or not self.offload_optimizer,
-            "trainer.offload_optimizer",
-            self.offload_optimizer,
-            "needs trainer.zero_stage 1, 2 or 3",
-        )
-        require(
-            self.zero_stage < 3 or not self.compile,
-            "trainer.compile",
-            self.compile,
-            "cannot be combined with trainer.zero_stage = 3. Use stage 2, or switch it off",
-        )
-        require(
-            self.min_lr <= self.lr,
-            "trainer.min_lr",
-            self.min_lr,
-            f"must be at most trainer.lr = {self.lr}",
-        )
+            self.require(self.ranks % getattr(self, name) == 0, name, rule)
+        rule = "must be above 0 with trainer.attention: warm-up, which has no other loss"
+        self.require(self.attention != "warm-up" or self.indexer_loss > 0, "indexer_loss", rule)
+        ok = self.zero_stage > 0 or not self.offload_optimizer
+        self.require(ok, "offload_optimizer", "needs trainer.zero_stage 1, 2 or 3")
+        rule = "cannot be combined with trainer.zero_stage = 3. Use stage 2, or switch it off"
+        self.require(self.zero_stage < 3 or not self.compile, "compile", rule)
+        rule = f"must be at most trainer.lr = {self.lr}"
+        self.require(self.min_lr <= self.lr, "min_lr", rule)
 
     @property
     def groups(self) -> int:
