@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from pathlib import Path
@@ -46,9 +47,16 @@ __all__ = [
     "split_overrides",
 ]
 
-MOST_VALUES = 100_000
+_MOST_VALUES = 100_000
 """Maximum number of values in a recipe after its aliases are expanded."""
-MOST_DIGITS = 100
+_MOST_DIGITS = 100
+_RESOLVER = re.compile(r"(?<!\\)\$\{\s*[\w.]+\s*:")
+"""A call of an OmegaConf resolver, such as `${oc.env:HOME}`."""
+_ROW_KNOBS = frozenset(
+    {"name", "source", "path", "split", "subset", "size", "holdout", "weight", "domain"}
+    | {"pass_rates", "least_pass_rate", "most_pass_rate"}
+)
+"""Knobs that select the rows of a source. The other knobs define how rows are read and scored."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -98,17 +106,19 @@ def _tree(
             tree = _merged(tree, layer)
         for override in overrides:
             steps, value, origin = _parsed(override)
-            _check_entries(tree, steps, origin)
+            _walk(tree, steps, origin)
             for knob, one in knobs_in(root, steps, value):
                 _set_knob(tree, where, knob, one, origin)
         if root is Config:
             tree = with_auto(_with_eval_file(tree, where))
-        if (key := _resolver_call(tree)) is not None:
-            raise ConfigError(
-                f"{where.get(key, recipe)}: {key}: ${{…:…}} would call a function or read the "
-                "environment. Refer to knobs only (write a literal ${ as \\${)"
-            )
-        if _has_references(tree):  # OmegaConf is slow
+        texts = list(_strings(tree))
+        for key, text in texts:
+            if _RESOLVER.search(text):
+                raise ConfigError(
+                    f"{where.get(key, recipe)}: {key}: ${{…:…}} would call a function or read the "
+                    "environment. Refer to knobs only (write a literal ${ as \\${)"
+                )
+        if any("${" in text or text == "???" for _, text in texts):  # OmegaConf is slow
             complete = OmegaConf.create(_with_defaults(root, tree))
             container = OmegaConf.to_container(complete, resolve=True, throw_on_missing=True)
             tree = cast(dict[str, Any], container)
@@ -119,28 +129,22 @@ def _tree(
     return tree, where, str(recipe)
 
 
-ROW_KNOBS = frozenset(
-    {"name", "source", "path", "split", "subset", "size", "holdout", "weight", "domain"}
-    | {"pass_rates", "least_pass_rate", "most_pass_rate"}
-)
-"""Knobs that select the rows of a source. The other knobs define how rows are read and scored."""
-
-
 def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, Any]:
     """Add a held-out source for `eval.file` that is read and scored like the recipe's first file
     source."""
-    if not isinstance(tree.get("eval"), dict) or not isinstance(tree.get("data"), dict):
+    section, data = tree.get("eval"), tree.get("data")
+    if not isinstance(section, dict) or not isinstance(data, dict):
         return tree
-    section, data = cast(dict[str, Any], tree["eval"]), cast(dict[str, Any], tree["data"])
-    path = section.get("file")
-    if not isinstance(path, str) or not path or not isinstance(data.get("sources"), list):
+    section, data = cast(dict[str, Any], section), cast(dict[str, Any], data)
+    path, sources = section.get("file"), cast(Any, data.get("sources"))
+    if not isinstance(path, str) or not path or not isinstance(sources, list):
         return tree
-    sources = cast(list[Any], data["sources"])
+    sources = cast(list[Any], sources)
     others = [cast(dict[str, Any], one) for one in sources if isinstance(one, dict)]
     rows = next((one for one in others if one.get("source") in ROWS), dict[str, Any]())
     name = Path(path).name.partition(".")[0] or "eval"
     source = {
-        **{knob: value for knob, value in rows.items() if knob not in ROW_KNOBS},
+        **{knob: value for knob, value in rows.items() if knob not in _ROW_KNOBS},
         "name": f"{name}-eval" if name in [one.get("name") for one in others] else name,
         "source": "jsonl" if path.endswith(".jsonl") else "file",
         "path": path,
@@ -178,16 +182,6 @@ def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield from _strings(inner, f"{key}.{name}".lstrip("."))
 
 
-def _has_references(tree: Any) -> bool:
-    return any("${" in text or text == "???" for _, text in _strings(tree))
-
-
-def _resolver_call(tree: Any) -> str | None:
-    """Return the key of a value that calls an OmegaConf resolver, such as `${oc.env:HOME}`."""
-    pattern = re.compile(r"(?<!\\)\$\{\s*[\w.]+\s*:")
-    return next((key for key, text in _strings(tree) if pattern.search(text)), None)
-
-
 def _with_defaults(section: type, tree: dict[str, Any]) -> dict[str, Any]:
     """Add the schema's defaults to `tree` so that references to them resolve."""
     hints, complete = knob_types(section), dict(tree)
@@ -218,9 +212,11 @@ def _read(
         for key, node, line in nodes:
             if problem := _misread(node):
                 raise ConfigError(f"{path}:{line}: {key} = {node.value[:40]}: {problem}")
-        layer = _copied(_values(text))
+        layer = deepcopy(_values(text))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}{_mark(error)}: not valid YAML: {_reason(error)}") from error
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{line}: not valid YAML: {_reason(error)}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(_explain(error, lines, str(path))) from error
     except RecursionError as error:
@@ -232,10 +228,8 @@ def _read(
         raise ConfigError(f"{lines['defaults']}: defaults = {base!r}: must be the path of a recipe")
     sibling = path.parent / base
     try:
-        bases, base_lines = _read(
-            sibling if sibling.exists() else find(Path(base), folder, sibling),
-            (*trail, real),
-        )
+        found = sibling if sibling.exists() else find(Path(base), folder, sibling)
+        bases, base_lines = _read(found, (*trail, real))
     except ConfigError as error:
         raise ConfigError(f"{lines['defaults']}: defaults: {error}") from error
     replaced = tuple(
@@ -245,17 +239,13 @@ def _read(
     return [*bases, layer], kept | lines
 
 
-_Placed = tuple[str, yaml.Node, int]
-"""A dotted key with its value and line."""
-
-
 def parse_yaml(text: str) -> yaml.Node | None:
     """Parse YAML into nodes without building objects. Raises yaml.YAMLError for invalid YAML or if
     aliases expand to too many values. Uses PyYAML's own parser because libyaml crashes on deeply
     nested brackets."""
     root = cast(yaml.Node | None, yaml.compose(text, Loader=yaml.SafeLoader))  # pyright: ignore
-    if _size(root, {}) >= MOST_VALUES:
-        raise yaml.YAMLError(f"its aliases expand to {MOST_VALUES} values or more")
+    if _size(root, {}) >= _MOST_VALUES:
+        raise yaml.YAMLError(f"its aliases expand to {_MOST_VALUES} values or more")
     return root
 
 
@@ -267,14 +257,14 @@ def _size(node: yaml.Node | None, known: dict[int, int]) -> int:
             below = [value for _, value in node.value]
         elif isinstance(node, yaml.SequenceNode):
             below = list(node.value)
-        known[id(node)] = min(MOST_VALUES, 1 + sum(_size(one, known) for one in below))
+        known[id(node)] = min(_MOST_VALUES, 1 + sum(_size(one, known) for one in below))
     return known[id(node)]
 
 
 # Cached, because parsing dominates loading and tests load the same recipes many times.
 @lru_cache(maxsize=64)
-def _composed(text: str) -> Sequence[_Placed] | None:
-    """Compose a document into nodes. Returns None if it is not a mapping."""
+def _composed(text: str) -> Sequence[tuple[str, yaml.Node, int]] | None:
+    """Return each dotted key with its value and line, or None if a document is not a mapping."""
     root = parse_yaml(text)
     return tuple(_nodes(root)) if root is None or isinstance(root, yaml.MappingNode) else None
 
@@ -284,29 +274,7 @@ def _values(text: str) -> dict[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(text)))
 
 
-@lru_cache(maxsize=256)
-def _override_value(text: str) -> tuple[str, Any]:
-    """Parse the value of an override. Returns the problem, or "", and the value."""
-    node = parse_yaml(text)
-    if node is not None:
-        rest = text[node.end_mark.index :].strip()
-        problem = _misread(node)
-        if rest.startswith("#"):
-            problem = f"YAML reads {rest!r} as a comment; put the value in quotes"
-        if problem:
-            return problem, None
-    # Unlike yaml.safe_load, OmegaConf reads values as it does in a recipe.
-    parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    return "", cast(dict[str, Any], parsed)["value"]
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copied(one) for key, one in cast(dict[Any, Any], value).items()}
-    return [_copied(one) for one in cast(list[Any], value)] if isinstance(value, list) else value
-
-
-def _nodes(node: yaml.Node | None, key: str = "") -> Iterator[_Placed]:
+def _nodes(node: yaml.Node | None, key: str = "") -> Iterator[tuple[str, yaml.Node, int]]:
     children: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         children = [(str(name.value), name, value) for name, value in node.value]
@@ -327,21 +295,12 @@ def _misread(node: yaml.Node) -> str:
         return "YAML reads it as a base-60 number; write the number, or put it in quotes"
     if kind == "int" and re.fullmatch(r"[-+]?0[0-7_]+", text):
         return "YAML reads it as an octal number; remove the zeros, or put it in quotes"
-    return "has too many digits" if len(text) > MOST_DIGITS else ""
-
-
-def _mark(error: yaml.YAMLError) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f":{error.problem_mark.line + 1}"
-    return ""
+    return "has too many digits" if len(text) > _MOST_DIGITS else ""
 
 
 def _reason(error: yaml.YAMLError) -> str:
-    if not isinstance(error, yaml.MarkedYAMLError) or not error.problem:
-        return str(error)
-    if error.problem.startswith("expected <block end>"):
-        return "inconsistent indentation"
-    return f"{error.problem} ({error.context})" if error.context else error.problem
+    problem = getattr(error, "problem", None) or str(error)
+    return "inconsistent indentation" if problem.startswith("expected <block end>") else problem
 
 
 def _explain(error: OmegaConfBaseException, where: Mapping[str, str], recipe: str) -> str:
@@ -355,22 +314,18 @@ def split_overrides(overrides: Sequence[str]) -> list[str]:
     """Split overrides for whole sections, so that `run={steps: 3, seed: 1}` becomes `run.steps=3`
     and `run.seed=1`. Overrides that do not name a section stay unchanged. Raises ConfigError for a
     malformed override."""
-    return [one for override in overrides for one in _split_override(override)]
-
-
-def _split_override(override: str) -> list[str]:
-    steps, value, _ = _parsed(override)
-    key, parts = override.partition("=")[0].strip(), list[str]()
-    for knob, one in knobs_in(Config, steps, value):
-        inner = "".join(f"[{k}]" if "." in k else f".{k}" for k in knob[len(steps) :])
-        try:
-            text = f"{key}{inner}={quoted(one)}" if inner else override
-            if _parsed(text)[:2] != (knob, one):
-                return [override]
-        except (TypeError, ConfigError):  # bytes, or a key that no knob has
-            return [override]
-        parts.append(text)
-    return parts or [override]
+    parts: list[str] = []
+    for override in overrides:
+        steps, value, _ = _parsed(override)
+        knobs = list(knobs_in(Config, steps, value))
+        if [knob for knob, _ in knobs] in ([], [steps]):
+            parts.append(override)
+            continue
+        key = override.partition("=")[0].strip()
+        for knob, one in knobs:
+            inner = "".join(f"[{k}]" if "." in k else f".{k}" for k in knob[len(steps) :])
+            parts.append(f"{key}{inner}={quoted(one)}")
+    return parts
 
 
 def _parsed(override: str) -> tuple[list[str], Any, str]:
@@ -380,37 +335,37 @@ def _parsed(override: str) -> tuple[list[str], Any, str]:
     key = key.strip()
     if key.startswith("-"):
         raise ConfigError(f"{origin}: write {override.lstrip('-')!r}, without dashes")
-    if not equals or not (steps := _steps_of(key)):
+    pairs = re.findall(r"\[([^\]]+)\]|([^.\[\]]+)", key)
+    steps = [bracketed or plain for bracketed, plain in pairs]
+    if not equals or not steps:
         raise ConfigError(f"{origin}: write key=value without spaces, such as run.steps=20")
+    if steps[:2] == ["data", "sources"] and steps[3:4] == ["rewards"] and len(steps) > 5:
+        steps = [*steps[:4], ".".join(steps[4:])]  # the dotted name of a reward function
     try:
-        problem, shared = _override_value(text)
+        node = parse_yaml(text)
+        problem = _misread(node) if node is not None else ""
+        rest = text[node.end_mark.index :].strip() if node is not None else ""
+        if rest.startswith("#"):
+            problem = f"YAML reads {rest!r} as a comment; put the value in quotes"
+        if problem:
+            raise ConfigError(f"{origin}: {problem}")
+        # Unlike yaml.safe_load, OmegaConf reads values as it does in a recipe.
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     except RecursionError as error:
         raise ConfigError(f"{origin}: nested too deeply") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{origin}: not valid YAML: {_reason(error)}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(_explain(error, {}, origin)) from error
-    if problem:
-        raise ConfigError(f"{origin}: {problem}")
-    return steps, _copied(shared), origin
+    return steps, cast(dict[str, Any], parsed)["value"], origin
 
 
-def _steps_of(key: str) -> list[str]:
-    """Split a key such as `data.sources[sums].size` into its steps. The dotted name of a reward
-    function stays one step."""
-    pairs = re.findall(r"\[([^\]]+)\]|([^.\[\]]+)", key)
-    steps = [bracketed or plain for bracketed, plain in pairs]
-    function = steps[:2] == ["data", "sources"] and steps[3:4] == ["rewards"] and len(steps) > 5
-    return [*steps[:4], ".".join(steps[4:])] if function else steps
-
-
-def _check_entries(tree: dict[str, Any], steps: Sequence[str], origin: str) -> None:
+def _walk(tree: dict[str, Any], steps: Sequence[str], origin: str) -> None:
     """Raise ConfigError if the key names a list entry that does not exist."""
     node: Any = tree
     for position, step in enumerate(steps):
         if isinstance(node, list):
-            items = cast(list[Any], node)
-            node = items[_index(items, step, ".".join(steps[:position]), origin)]
+        node = cast(Any, node[place])
         elif isinstance(node, dict):
             node = cast(dict[str, Any], node).get(step)
 
@@ -422,24 +377,17 @@ def _set_knob(
     node: Any = tree
     done: list[str] = []
     for position, step in enumerate(steps):
-        last = position == len(steps) - 1
+        place: Any = step
         if isinstance(node, list):
-            items = cast(list[Any], node)
-            index = _index(items, step, ".".join(done), origin)
-            done.append(str(index))
-            if last:
-                items[index] = value
-            node = items[index]
-        elif isinstance(node, dict):
-            section = cast(dict[str, Any], node)
-            done.append(step)
-            if last:
-                section[step] = value
-            elif section.get(step) is None:
-                section[step] = {}
-            node = section[step]
-        else:
+            place = _index(cast(list[Any], node), step, ".".join(done), origin)
+        elif not isinstance(node, dict):
             raise ConfigError(f"{origin}: {'.'.join(done)} = {node!r} is a value, not a section")
+        done.append(str(place))
+        if position == len(steps) - 1:
+            node[place] = value
+        elif isinstance(node, dict) and cast(dict[str, Any], node).get(step) is None:
+            node[place] = {}
+        node = cast(Any, node)[place]
     path = ".".join(done)
     for replaced in [known for known in where if known.startswith(f"{path}.")]:
         del where[replaced]

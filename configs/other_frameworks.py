@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -47,27 +46,19 @@ def framework_configs() -> dict[str, str]:
 @cache
 def foreign_names(kind: Literal["words", "metrics"]) -> tuple[ForeignName, ...]:
     """Return all known names of one kind: knobs for `words`, or metrics."""
-    return tuple(_read(kind))
-
-
-def _read(kind: str) -> Iterator[ForeignName]:
+    names: list[ForeignName] = []
     for framework, table in _tables().items():
         for name, value in table.get(kind, {}).items():
             entry = {"here": value} if isinstance(value, str) else value
             here = tuple(filter(None, entry.get("here", "").split(", ")))
-            yield ForeignName(framework=framework, name=name, here=here, note=entry.get("note", ""))
+            note = entry.get("note", "")
+            names.append(ForeignName(framework=framework, name=name, here=here, note=note))
+    return tuple(names)
 
 
-def foreign_hint(path: str, *, suffix: bool = True) -> str:
-    """Return advice for the dotted `path` of another framework's knob, or "" if it is unknown. With
-    `suffix`, names that end in `path` match as well."""
+def foreign_hint(path: str) -> str:
+    """Return advice for the dotted `path` of another framework's knob, or "" if it is unknown."""
     names, key = foreign_names("words"), path.rpartition(".")[2]
-    matches = [name for name in names if name.name == path]
-    matches = matches or [name for name in names if name.name == key]
-    if suffix and not matches:
-        matches = [name for name in names if name.name.endswith(f".{key}")]
+    matches = [name for name in names if name.name in (path, key)]
+    matches = matches or [name for name in names if name.name.endswith(f".{key}")]
     return "; ".join({name.here: name.hint for name in reversed(matches)}.values())
-
-
-def is_foreign_section(path: str) -> bool:
-    return any(name.name.startswith(f"{path}.") for name in foreign_names("words"))
