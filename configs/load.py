@@ -365,7 +365,7 @@ def _walk(tree: dict[str, Any], steps: Sequence[str], origin: str) -> None:
     node: Any = tree
     for position, step in enumerate(steps):
         if isinstance(node, list):
-        node = cast(Any, node[place])
+            node = node[_index(cast(list[Any], node), step, ".".join(steps[:position]), origin)]
         elif isinstance(node, dict):
             node = cast(dict[str, Any], node).get(step)
 
@@ -387,7 +387,7 @@ def _set_knob(
             node[place] = value
         elif isinstance(node, dict) and cast(dict[str, Any], node).get(step) is None:
             node[place] = {}
-        node = cast(Any, node)[place]
+        node = cast(dict[Any, Any], node)[place]
     path = ".".join(done)
     for replaced in [known for known in where if known.startswith(f"{path}.")]:
         del where[replaced]

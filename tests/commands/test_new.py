@@ -11,9 +11,9 @@ import pytest
 
 from keel.commands import new as module
 from keel.commands.cli import main, parser
-from keel.commands.new import context_of, new, scalar
+from keel.commands.new import new, scalar
 from keel.configs.load import load_config
-from keel.configs.schema import Config, ConfigError
+from keel.configs.schema import Config
 
 HARDWARE = (
     *("colocated", "ranks", "gpu_memory_utilization", "time_share"),
@@ -79,22 +79,6 @@ def test_reward_function_adds_to_the_answer() -> None:
     assert source.rewards == {"correct": 1}
 
 
-@pytest.mark.parametrize("config", [{}, {"text_config": {}}], ids=["text", "several kinds"])
-def test_completions_fit_the_models_context(config: dict[str, dict[str, int]]) -> None:
-    Path("small").mkdir()
-    config.get("text_config", config)["max_position_embeddings"] = 768  # type: ignore[assignment]
-    Path("small", "config.json").write_text(json.dumps(config))
-    flags = ("--model", "./small", "--data", "school.jsonl", "--gpus", "1", "--gpu-gib", "80")
-    assert written(*flags).rollout.sampling.max_tokens == 768 - 256
-    with pytest.raises(ConfigError, match=r"--max-tokens 600: ./small has a context of 768 .* 512"):
-        written(*flags, "other.yaml", "--max-tokens", "600")
-    assert not Path("other.yaml").exists()
-    for text in ("{}", "[]", "x", '{"max_position_embeddings": "much"}'):
-        Path("small", "config.json").write_text(text)
-        assert context_of("./small") == 0
-    assert context_of("nobody/nothing") == 0
-
-
 def test_odd_file_names_survive(here: Path) -> None:
     odd = "a b\nrun: {steps: 7}.jsonl"
     (here / "school.jsonl").rename(odd)
@@ -147,12 +131,11 @@ class Terminal:
 
 
 def test_terminal_is_asked_for_missing_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    replies = ("4", "", "open.jsonl", "", "y", "", "70", "its.yaml")
+    replies = ("4", "open.jsonl", "", "y", "", "70", "its.yaml")
     terminal = Terminal(monkeypatch, *replies)
     config = written("--model", "a/b")
     assert [question.partition(" [")[0] for question in terminal.asked] == [
         "GPUs (0: none)",
-        "Memory of a GPU, in GiB",
         "Prompts: a file, a folder, a dataset of the hub, or a task of reasoning_gym",
         "No column looks like an answer. Reward function",
         "Think before answering (y/n)",
@@ -176,8 +159,6 @@ def test_evaluation_file_never_trains() -> None:
         train.columns,
         train.rewards,
     )
-    *_, few = written("x.yaml", *flags, "--gpus", "0").data.sources
-    assert 0 < few.size < 300, "an evaluation takes long on a CPU"
 
 
 def test_defaults_are_checked_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
