@@ -378,16 +378,20 @@ def _set_knob(
     done: list[str] = []
     for position, step in enumerate(steps):
         place: Any = step
+        missing = False
         if isinstance(node, list):
             place = _index(cast(list[Any], node), step, ".".join(done), origin)
-        elif not isinstance(node, dict):
+        elif isinstance(node, dict):
+            missing = cast(dict[str, Any], node).get(step) is None
+        else:
             raise ConfigError(f"{origin}: {'.'.join(done)} = {node!r} is a value, not a section")
         done.append(str(place))
+        below: Any = cast(Any, node)
         if position == len(steps) - 1:
-            node[place] = value
-        elif isinstance(node, dict) and cast(dict[str, Any], node).get(step) is None:
-            node[place] = {}
-        node = cast(dict[Any, Any], node)[place]
+            below[place] = value
+        elif missing:
+            below[place] = {}
+        node = below[place]
     path = ".".join(done)
     for replaced in [known for known in where if known.startswith(f"{path}.")]:
         del where[replaced]
