@@ -1,6 +1,6 @@
 """`keel knobs NAME`, and the reference pages in docs/ that are generated from the schema.
 
-python -m keel.commands.reference docs   # writes docs/knobs.md, metrics.md, coming-from.md
+python -m keel.commands.reference   # writes docs/knobs.md, metrics.md, coming-from.md
 """
 
 from __future__ import annotations
@@ -21,15 +21,10 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from keel.configs.auto import AUTO, OPEN
-from keel.configs.convert import RENAMED, knob_types, section_type, suggest
+from keel.configs.convert import knob_types, section_type, suggest
 from keel.configs.diff import resumable
 from keel.configs.distillation import DistillConfig
-from keel.configs.other_frameworks import (
-    ForeignName,
-    foreign_hint,
-    foreign_names,
-    framework_configs,
-)
+from keel.configs.other_frameworks import foreign_hint, foreign_names, framework_configs
 from keel.configs.schema import Config
 from keel.configs.sections.base import ConfigError, bounds_of
 from keel.configs.synthesis import SynthesisConfig, decides_tasks
@@ -51,41 +46,24 @@ PAGES = {
     "run.eval_every": "evaluation",
     "run.save_trajectories": "report",
     "run.save_tokens": "report",
-    "run.save_all_trajectories": "sft",
-    "run.startup_timeout_s": "reliability",
-    "run.trackers": "trackers",
     "model": "from-base-to-rl",
-    "model.chat_template": "data",
-    "model.dtype": "stability",
-    "model.tokenizer": "data",
     "model.tiny": "learning",
     "data.sources": "data",
     "data.sources[].rewards": "rewards",
     "data.sources[].environment": "environments",
-    "data.sources[].pass_rates": "rollouts",
-    "data.sources[].least_pass_rate": "rollouts",
-    "data.sources[].most_pass_rate": "rollouts",
     "data.sources[].holdout": "evaluation",
     "data.sources[].kl_coef": "alarms",
-    "data.sources[].thinking": "rewards",
     "data.sources[].length": "rewards",
     "data.train_on": "distillation",
     "rewards": "rewards",
     "rewards.judge": "rubrics",
     "rollout": "rollouts",
-    "rollout.dtype": "stability",
     "rollout.sampling": "stability",
     "agents": "agents",
     "algorithm": "stability",
-    "algorithm.scale_advantages": "rewards",
     "algorithm.max_lag": "rollouts",
-    "algorithm.filter_groups": "rollouts",
-    "algorithm.max_refills": "rollouts",
     "algorithm.publish_every": "rollouts",
     "trainer": "performance",
-    "trainer.ranks": "checkpoints",
-    "trainer.offload_optimizer": "checkpoints",
-    "trainer.timeout_s": "reliability",
     "alarms": "alarms",
     "eval": "evaluation",
     "filter": "rollouts",
@@ -181,7 +159,7 @@ def _sections(recipe: Recipe, cls: type, path: str, about: str = "") -> Iterator
     for field in fields(cls):
         hint, here = hints[field.name], f"{path}.{field.name}".lstrip(".")
         text, inner = texts.get(field.name, ""), section_type(hint)
-        if inner is not None:
+        if inner is not None and get_origin(hint) not in (Union, UnionType):
             nested.append(_sections(recipe, inner, here + "[]" * (get_origin(hint) is tuple), text))
             continue
         auto = recipe == "train" and here in OPEN
@@ -309,20 +287,6 @@ def describe(name: str = "") -> str:
     query = normal(name)
     if not query:
         return _overview()
-    if matches := _named(query, name):
-        return matches
-    if query in RENAMED or foreign_hint(query, suffix=False):
-        raise ConfigError(f"{name}: {_unknown(name, query)}")
-    words = re.split(r"[\s_.-]+", query.lower())
-    entries = [*all_knobs(), *metrics()]
-    partial = [each for each in entries if all(word in each.name.lower() for word in words)]
-    top = query.partition(".")[0]
-    if partial and ("." not in query or any(s.name.partition(".")[0] == top for s in sections())):
-        return f"No knob or metric is called {name}. In their names:\n\n{_entries(partial)}"
-    raise ConfigError(f"{name}: {_unknown(name, query)}")
-
-
-def _named(query: str, name: str) -> str:
     inside = [
         section
         for section in sections()
@@ -334,16 +298,22 @@ def _named(query: str, name: str) -> str:
         return "\n\n".join(map(_section, inside))
     knobs = [knob for knob in all_knobs() if knob.name == query]
     knobs = knobs or [knob for knob in all_knobs() if f".{knob.name}".endswith(f".{query}")]
-    metric = find_metric(name) if "/" in name else None
-    result = [metric] if metric else [each for each in metrics() if each.name == name]
-    return _entries([*knobs, *result]) if knobs or result else ""
+    metric = find_metric(name)
+    if knobs or metric:
+        return _entries([*knobs, *([metric] if metric else [])])
+    words = re.split(r"[\s_.-]+", query.lower())
+    entries = [*all_knobs(), *metrics()]
+    partial = [each for each in entries if all(word in each.name.lower() for word in words)]
+    if partial:
+        return f"No knob or metric is called {name}. In their names:\n\n{_entries(partial)}"
+    raise ConfigError(f"{name}: {_unknown(name, query)}")
 
 
 def _unknown(name: str, query: str) -> str:
+    for foreign in foreign_names("metrics"):
+        if foreign.name == name and not foreign_hint(name):
+            return f"no such metric; {foreign.hint}"
     if "/" in name:
-        for foreign in foreign_names("metrics"):
-            if foreign.name == name:
-                return f"no such metric; {foreign.hint}"
         near = difflib.get_close_matches(name, [metric.name for metric in metrics()], n=3)
         return "no such metric" + f"; did you mean {' or '.join(near)}?" * bool(near)
     parent, _, key = query.rpartition(".")
@@ -351,18 +321,15 @@ def _unknown(name: str, query: str) -> str:
         if parent and parent in (section.name, section.name.removesuffix("[]")):
             prefix = f"{section.path}.".lstrip(".")
             return f"no such knob; {suggest(key, section.cls, prefix, RECIPES[section.recipe])}"
-    for foreign in foreign_names("metrics"):
-        if foreign.name == name and not foreign_hint(name, suffix=False):
-            return f"no such metric; {foreign.hint}"
     return f"no such knob or metric; {suggest(query.partition('.')[0], Config, '', Config)}"
 
 
-WHOLE = 3
+_WHOLE = 3
 """Maximum number of matching entries to describe in full."""
 
 
 def _entries(entries: Sequence[Knob | Metric]) -> str:
-    if len(entries) <= WHOLE:
+    if len(entries) <= _WHOLE:
         return "\n\n".join(_knob(e) if isinstance(e, Knob) else _metric(e) for e in entries)
     return _rows([_line(e) if isinstance(e, Knob) else (e.name, e.text) for e in entries])
 
@@ -448,53 +415,25 @@ def _rows(rows: Sequence[tuple[str, str]]) -> str:
 
 _KNOBS = """# Knobs
 
-A recipe lists the differences from these defaults; `keel check RECIPE` validates it, including
-the rules between knobs. Override a knob with `path.to.knob=value` on the command line; an entry
-of a list is named by its name or index: `data.sources[sums].size=64`. Several knobs of a section
-can be set together: `'run={steps: 20, seed: 1}'`, or `{"run": {"steps": 20, "seed": 1}}` for the
-`knobs` of `keel.train`. Lists and mappings with free keys, such as `rewards`, are replaced as a
-whole. The column **resume** tells whether a run folder can be continued with another value
-([checkpoints](checkpoints.md#changing-the-layout)). `keel knobs NAME` shows the same in a
-terminal.
+A recipe lists the differences from these defaults. Override a knob with `path.to.knob=value` on the
+command line; an entry of a list is named by its name or index: `data.sources[sums].size=64`.
+Several knobs of a section can be set together: `'run={steps: 20, seed: 1}'`. Lists and mappings
+with free keys, such as `rewards`, are replaced as a whole. The column **resume** tells whether a
+run folder can be continued with another value ([checkpoints](checkpoints.md)).
 """
 _TITLES: dict[Recipe, str] = {
     "train": "",
-    "distill": """# Recipes of `keel distill`
-
-A knob may change as long as the stages that depend on it have not run.
-""",
-    "synthesize": """# Recipes of `keel synthesize`
-
-Under **resume**, *no* marks the knobs that the tasks in a folder depend on.
-""",
+    "distill": "# Recipes of `keel distill`\n\nA knob may change until its stages have run.\n",
+    "synthesize": "# Recipes of `keel synthesize`\n\n*No*: the tasks in a folder depend on it.\n",
 }
 _METRICS = """# Metrics
 
 Each line of `metrics.jsonl` in the run folder holds `step`, `time` (seconds since the epoch) and
-the applicable metrics of this page, without numbers that are not finite. TensorBoard and `keel
-report` use the same names. `<set>`, `<domain>` and `<part>` stand for names of a recipe.
-**Healthy** is empty if the value depends on the task. **Otherwise** lists what to check and
-change first; [troubleshooting](troubleshooting.md) starts from symptoms, and [alarms](alarms.md)
-has the thresholds at which a run warns.
+the applicable metrics of this page. `<set>`, `<domain>` and `<part>` stand for names of a recipe.
+**Healthy** is empty if the value depends on the task, and **otherwise** lists what to check first
+([troubleshooting](troubleshooting.md), [alarms](alarms.md)).
 """
-_COMING_FROM = """# Coming from another framework
-
-Keel's names for the knobs you know. A recipe that uses another framework's name is answered with
-ours, and `keel knobs NAME` explains each knob on the right. The tables follow the sources of
-August 2026 (TRL: July).
-
-Three differences matter more than names:
-
-- **A step is one batch.** `algorithm.prompts_per_step` × `algorithm.group_size` completions are
-  sampled, scored and trained on. Batch size per device and gradient accumulation follow from
-  `trainer.micro_batch_tokens`, and change no gradient.
-- **Engine and trainer must agree.** Where others correct the mismatch by importance sampling, Keel
-  records experts and sampling masks and replays them ([Keep Routing](concepts/keep-routing.md),
-  [Keep Sampling Mask](concepts/keep-sampling-mask.md)).
-- **β belongs to a source**, not to the run: `data.sources[].kl_coef`.
-
-`python -m keel.commands.reference docs` writes this page from `configs/other_frameworks.toml`.
-"""
+_DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 def pages() -> Mapping[str, str]:
@@ -550,23 +489,22 @@ def _metrics_page() -> str:
 
 
 def _coming_from_page() -> str:
-    parts = [_COMING_FROM]
-    words, measures = foreign_names("words"), foreign_names("metrics")
-    for framework, config in framework_configs().items():
-        parts.append(f"## {framework} ({config})\n\n{_foreign_table(framework, words)}")
-    parts.append("## Metrics\n\n[Metrics](metrics.md) lists all of ours.\n")
-    for framework in dict.fromkeys(name.framework for name in measures):
-        parts.append(_foreign_table(framework, measures))
+    """The text before the first table is kept from the page itself."""
+    old = (_DOCS / "coming-from.md").read_text(encoding="utf-8")
+    parts = [old.partition("\n## ")[0]]
+    for kind in ("words", "metrics"):
+        if kind == "metrics":
+            parts.append("## Metrics\n\n[Metrics](metrics.md) lists all of ours.\n")
+        for framework, config in framework_configs().items():
+            rows = [
+                (f"`{each.name}`", ", ".join(f"`{k}`" for k in each.here) or "–", each.note)
+                for each in foreign_names(kind)
+                if each.framework == framework
+            ]
+            title = f"## {framework} ({config})\n\n" * (kind == "words")
+            if rows:
+                parts.append(title + _table((framework, "Keel", ""), rows))
     return "\n".join(parts)
-
-
-def _foreign_table(framework: str, names: Iterable[ForeignName]) -> str:
-    rows = [
-        (f"`{name.name}`", ", ".join(f"`{knob}`" for knob in name.here) or "–", name.note)
-        for name in names
-        if name.framework == framework
-    ]
-    return _table((framework, "Keel", ""), rows)
 
 
 def _linked(text: str) -> str:
@@ -582,4 +520,4 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 if __name__ == "__main__":
     for page_name, page_text in pages().items():
-        (Path(sys.argv[1]) / page_name).write_text(page_text, encoding="utf-8")
+        (_DOCS / page_name).write_text(page_text, encoding="utf-8")

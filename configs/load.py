@@ -365,7 +365,8 @@ def _walk(tree: dict[str, Any], steps: Sequence[str], origin: str) -> None:
     node: Any = tree
     for position, step in enumerate(steps):
         if isinstance(node, list):
-            node = node[_index(cast(list[Any], node), step, ".".join(steps[:position]), origin)]
+            items = cast(list[Any], node)
+            node = items[_index(items, step, ".".join(steps[:position]), origin)]
         elif isinstance(node, dict):
             node = cast(dict[str, Any], node).get(step)
 
@@ -378,18 +379,15 @@ def _set_knob(
     done: list[str] = []
     for position, step in enumerate(steps):
         place: Any = step
-        missing = False
         if isinstance(node, list):
             place = _index(cast(list[Any], node), step, ".".join(done), origin)
-        elif isinstance(node, dict):
-            missing = cast(dict[str, Any], node).get(step) is None
-        else:
+        elif not isinstance(node, dict):
             raise ConfigError(f"{origin}: {'.'.join(done)} = {node!r} is a value, not a section")
         done.append(str(place))
-        below: Any = cast(Any, node)
+        below = cast(dict[Any, Any], node)  # or a list with an entry at `place`
         if position == len(steps) - 1:
             below[place] = value
-        elif missing:
+        elif place == step and below.get(step) is None:
             below[place] = {}
         node = below[place]
     path = ".".join(done)

@@ -70,7 +70,6 @@ def test_names_are_described(name: str, parts: list[str], monkeypatch: pytest.Mo
         ("trainer.lrr", "trainer.lr?"),
         ("reward_std", "TRL"),
         ("trianer.lr", "trainer?"),
-        ("rollout.gpu_memory", "rollout.gpu_memory_utilization"),
         ("synthesize.author.modle", "author.model?"),
         ("mismach/logp_abs", "mismatch/logp_abs"),
         ("learning_rate", "trainer.lr?"),
