@@ -93,11 +93,3 @@ def with_turn(usage: Usage, result: TurnResult, *, repeated: int) -> Usage:
         cached_tokens=usage.cached_tokens + min(result.cached_tokens, repeated),
         sampling_s=usage.sampling_s + result.sampling_s,
     )
-
-
-def with_lost_turn(usage: Usage, seconds: float) -> Usage:
-    """Return the usage after a cancelled turn.
-
-    Its time counts, since a client that cancels every turn would otherwise never time out.
-    """
-    return replace(usage, sampling_s=usage.sampling_s + seconds)

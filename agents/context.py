@@ -73,19 +73,6 @@ class ContextManager:
     summary_tokens: int = 1024
     """Tokens reserved for the question and the policy's summary."""
 
-    def __post_init__(self) -> None:
-        if self.method not in (known := ("none", "summary", *_SHARES)):
-            raise ValueError(f"context method {self.method!r} is unknown; use {', '.join(known)}")
-        if self.window < 1 or self.most < 0 or self.summary_tokens < 1:
-            raise ValueError(
-                f"context: window = {self.window} and summary_tokens = {self.summary_tokens} must "
-                f"be at least 1, most = {self.most} at least 0"
-            )
-
-    def due(self, tokens: int, *, rewrites: int) -> bool:
-        """Return whether a context of `tokens` tokens must be rewritten before the next turn."""
-        return self.method != "none" and rewrites < self.most and tokens >= _FULL * self.window
-
     def rewrite(
         self, opening: Sequence[Message], view: Sequence[Message], *, tokens: int, rewrites: int
     ) -> Rewrite | AskFirst | None:
@@ -94,9 +81,14 @@ class ContextManager:
         `view` are the messages in the current context, which begin with the opening and have
         `tokens` tokens. Returns None if no rewrite is due or nothing can be removed.
         """
-        if not self.due(tokens, rewrites=rewrites):
+        if self.method == "none" or rewrites >= self.most or tokens < _FULL * self.window:
             return None
-        steps = _steps(view[len(opening) :])
+        steps: list[list[Message]] = []  # an assistant message with its results, or another message
+        for message in view[len(opening) :]:
+            if message["role"] == "tool" and steps and steps[-1][0]["role"] == "assistant":
+                steps[-1].append(message)
+            else:
+                steps.append([message])
         fits = tokens + self.summary_tokens <= self.window
         calls = [i for i, step in enumerate(steps) if step[0].get("tool_calls")]
         shorter: Rewrite | None = None
@@ -114,15 +106,3 @@ class ContextManager:
             before=None if fits else shorter,
             fallback=shorter or Rewrite(messages=tuple(view)),
         )
-
-
-def _steps(messages: Sequence[Message]) -> list[list[Message]]:
-    """Group each assistant message with its tool results. Every other message is a group of its
-    own."""
-    steps: list[list[Message]] = []
-    for message in messages:
-        if message["role"] == "tool" and steps and steps[-1][0]["role"] == "assistant":
-            steps[-1].append(message)
-        else:
-            steps.append([message])
-    return steps

@@ -8,13 +8,12 @@ was sampled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
 from math import inf
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from keel.rl.seeds import seed_of
 from keel.rl.turns import (
@@ -39,8 +38,6 @@ class SegmentRecord:
     """
 
     def __init__(self, prompt_id: str, context: Sequence[int]) -> None:
-        if not context:
-            raise ValueError(f"conversation of {prompt_id}: a segment needs a context")
         self._prompt_id = prompt_id
         self._ids = list(context)
         self._turns: list[tuple[int, TurnResult]] = []
@@ -86,25 +83,20 @@ class SegmentRecord:
         Raises ValueError if the turn is incomplete or answers a different request.
         """
         context, sampled = len(self._ids), len(result.token_ids_N)
+        name, routes = f"conversation {request.conversation}", result.routes_RLK
         if len(request.token_ids_T) != context or request.routes_from != self._rows:
-            raise ValueError(f"conversation {request.conversation}: a turn of an older context")
-        routes, mask = result.routes_RLK, result.sampling_mask
+            raise ValueError(f"{name}: a turn of an older context")
         rows = max(context + sampled - 1, self._rows)
-        for name, entries, expected in (
-            ("logp_old_N", len(result.logp_old_N), sampled),
-            ("version_N", len(result.version_N), sampled),
-            ("sampling_mask", sampled if mask is None else len(mask), sampled),
-            ("routes_RLK", rows - self._rows if routes is None else len(routes), rows - self._rows),
+        for field, values, expected in (
+            ("logp_old_N", result.logp_old_N, sampled),
+            ("version_N", result.version_N, sampled),
+            ("sampling_mask", result.sampling_mask, sampled),
+            ("routes_RLK", routes, rows - self._rows),
         ):
-            if entries != expected:
-                raise ValueError(
-                    f"conversation {request.conversation}: {name} of a turn has {entries} entries, "
-                    f"expected {expected}"
-                )
+            if values is not None and len(values) != expected:
+                raise ValueError(f"{name}: {field} has {len(values)} entries, expected {expected}")
         if self._turns and (routes is None) != (self._turns[0][1].routes_RLK is None):
-            raise ValueError(
-                f"conversation {request.conversation}: only some of its turns have routes"
-            )
+            raise ValueError(f"{name}: only some of its turns have routes")
         self._turns.append((context, result))
         self._ids += result.token_ids_N.tolist()
         self._rows = rows
@@ -135,22 +127,20 @@ class SegmentRecord:
             part = slice(start, start + len(result.token_ids_N))
             trainable[part], logp[part] = True, result.logp_old_N
             versions[part] = result.version_N
+        routes = None
+        parts = [r.routes_RLK for _, r in self._turns if r.routes_RLK is not None]
+        if parts:
+            rows = np.concatenate(parts)[: tokens - 1].astype(np.int16)
+            routes = np.concatenate([rows, np.full((1, *rows.shape[1:]), NO_ROUTE, np.int16)])
         return Segment(
             prompt_id=self._prompt_id,
             token_ids_T=np.array(self._ids[:tokens], np.int32),
             trainable_T=trainable,
             logp_old_T=logp,
             version_T=versions,
-            routes_TLK=self._routes(tokens),
+            routes_TLK=routes,
             sampling_mask=_sampling_masks(spans),
         )
-
-    def _routes(self, tokens: int) -> NDArray[np.int16] | None:
-        parts = [r.routes_RLK for _, r in self._turns if r.routes_RLK is not None]
-        if not parts:
-            return None
-        rows = np.concatenate(parts)[: tokens - 1].astype(np.int16)
-        return np.concatenate([rows, np.full((1, *rows.shape[1:]), NO_ROUTE, np.int16)])
 
 
 def common_prefix(ids: Sequence[int], records: Iterable[SegmentRecord]) -> int:
@@ -249,8 +239,7 @@ class Conversation:
 
     def append(self, result: TurnResult) -> Parsed:
         """Record the result of the requested turn and return its parsed content."""
-        if self._pending is None:
-            raise ValueError(f"conversation {self.name}: no turn was requested")
+        assert self._pending is not None, "no turn was requested"
         turn = self.turns
         self._records[-1].append(self._pending, result)
         self._pending = None
@@ -291,11 +280,8 @@ class Conversation:
     def rewrite(self, messages: Sequence[Message], *, added: Sequence[Message] = ()) -> None:
         """Continue in a new segment whose context contains only `messages`.
 
-        `added` are those of the messages that are new to the conversation. Raises ValueError if the
-        opening is missing from `messages`.
+        `added` are the messages that are new to the conversation.
         """
-        if list(messages[: len(self.opening)]) != list(self.opening):
-            raise ValueError(f"conversation {self.name}: a rewrite removed the opening")
         self.transcript += added
         self.view = list(messages)
         self._begin_segment()
@@ -323,16 +309,12 @@ def message_of(parsed: Parsed) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
     if parsed.reasoning:
         message["reasoning_content"] = parsed.reasoning
-    if parsed.calls:
-        message["tool_calls"] = [
-            _call(call.call_id, MALFORMED, {"text": call.text})
+    calls: list[dict[str, Any]] = []
+    for call in parsed.calls:
+        function = (
+            {"name": MALFORMED, "arguments": {"text": call.text}}
             if isinstance(call, Malformed)
-            else _call(call.call_id, call.name, call.arguments)
-            for call in parsed.calls
-        ]
-    return message
-
-
-def _call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": name, "arguments": dict(arguments)}
-    return {"id": call_id, "type": "function", "function": function}
+            else {"name": call.name, "arguments": dict(call.arguments)}
+        )
+        calls.append({"id": call.call_id, "type": "function", "function": function})
+    return {**message, "tool_calls": calls} if calls else message

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from keel.agents.budget import Budget, with_turn
 from keel.agents.context import AskFirst, ContextManager
 from keel.agents.conversation import Conversation
-from keel.agents.types import Environment, EnvironmentLost, Transcript, Unscored
+from keel.agents.types import Environment, EnvironmentLost, ToolResult, Transcript, Unscored
 from keel.rl.turns import (
     MALFORMED,
     Chat,
@@ -36,21 +36,11 @@ POLICY_PHASES = ("call", "reply")
 """The phases in which the policy's behavior can crash an environment."""
 
 
-def lost_to_the_policy(reason: str, during: Collection[str] = POLICY_PHASES) -> bool:
-    """Return whether a drop reason says that the environment was lost in one of these phases."""
-    return reason.startswith(tuple(f"{LOST}{phase}:" for phase in during))
+class _EngineRefused(RuntimeError):
+    """An engine rejected a request with a ValueError, its cause, which fails the run.
 
-
-class EngineRefused(RuntimeError):
-    """An engine rejected a request with a ValueError.
-
-    The run then fails with the original `error`. Any other ValueError in an episode only drops its
-    trajectory.
+    Any other ValueError in an episode only drops its trajectory.
     """
-
-    def __init__(self, error: ValueError) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,8 +74,9 @@ class Episode:
         """
         try:
             return await self._run()
-        except EngineRefused as refused:
-            raise refused.error from refused
+        except _EngineRefused as refused:
+            assert refused.__cause__ is not None
+            raise refused.__cause__ from None
         except EnvironmentLost as error:
             return self._crashed(str(error)) or str(error)
         except (ValueError, OSError) as error:
@@ -112,8 +103,7 @@ class Episode:
             tools=opening.tools,
             thinking=self.task.thinking,
         )
-        room = self.budget.window - len(conversation.ids)
-        if room < 1:
+        if len(conversation.ids) >= self.budget.window:
             return (
                 f"the opening has {len(conversation.ids)} tokens and fills the window of "
                 f"{self.budget.window} (agents.window)"
@@ -143,7 +133,7 @@ class Episode:
 
     def _crashed(self, reason: str) -> Trajectory | None:
         """Return a failed trajectory, or None if `crash_is_failure` does not cover this loss."""
-        if not lost_to_the_policy(reason, self.crash_is_failure):
+        if not reason.startswith(tuple(f"{LOST}{phase}:" for phase in self.crash_is_failure)):
             return None
         return self._trajectory("crash", Verdict(parts={"correct": 0.0}, facts={"crash": reason}))
 
@@ -237,7 +227,7 @@ class Episode:
         try:
             return await self.sample(request)
         except ValueError as error:
-            raise EngineRefused(error) from error
+            raise _EngineRefused from error
 
     async def _call_all(
         self, calls: Sequence[ToolCall | Malformed]
@@ -249,12 +239,13 @@ class Episode:
         """
         answers: list[Message] = []
         for call in calls:
+            name = MALFORMED if isinstance(call, Malformed) else call.name
             if isinstance(call, Malformed):
-                failed, done, name = True, False, MALFORMED
                 text = f"This is not a tool call: {call.why}. Nothing was run."
+                result = ToolResult(text=text, failed=True)
                 self.usage = replace(self.usage, malformed_calls=self.usage.malformed_calls + 1)
             elif text := self.budget.refusal(self._calls_run):
-                failed, done, name = True, False, call.name
+                result = ToolResult(text=text, failed=True)
             else:
                 if self.budget.remaining_s(self.usage) <= 0:
                     return answers, "deadline"
@@ -263,16 +254,15 @@ class Episode:
                 result = await self.environment.call(call, timeout_s=self.budget.call_s)
                 spent_s = time.monotonic() - began
                 self.usage = replace(self.usage, tools_s=self.usage.tools_s + spent_s)
-                failed, done, name, text = result.failed, result.done, call.name, result.text
             self.usage = replace(
                 self.usage,
                 calls=self.usage.calls + 1,
-                failed_calls=self.usage.failed_calls + failed,
+                failed_calls=self.usage.failed_calls + result.failed,
             )
-            text = self.budget.truncate(text)
+            text = self.budget.truncate(result.text)
             answers.append(
                 {"role": "tool", "content": text, "tool_call_id": call.call_id, "name": name}
             )
-            if done:
+            if result.done:
                 return answers, "stop"
         return answers, None

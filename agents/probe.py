@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from keel.agents.env_process.client import Hosted, Program, fork_server_for
-from keel.agents.env_process.fork_server import ForkServer
 from keel.agents.mcp_client import McpEpisode, McpServer
-from keel.agents.system_prompt import SystemPrompt, WithSystemPrompt
-from keel.agents.types import EnvironmentLost, Fault, Opening, Transcript, Unscored
+from keel.agents.types import (
+    EnvironmentLost,
+    Opening,
+    SystemPrompt,
+    Transcript,
+    Unscored,
+    WithSystemPrompt,
+)
 from keel.rl.turns import Chat, Message, ToolSpec
-from keel.rl.types import ENVIRONMENT, Prompt
+from keel.rl.types import ENVIRONMENT, Prompt, Verdict
 
-_CURES: dict[Fault, str] = {
-    "raised": "Fix its code, or change its arguments",
-    "exit": "Its code must not end the process while it opens",
-    "crash": "Its code must not end the process while it opens",
-    "hang": "Make it open faster, or raise the deadline open_s",
-    "memory": "Make it smaller, or raise memory_mib",
-    "large": "Shorten its opening",
-    "garbage": "Use a Python from 3.9 on",
+_CURES = {
+    "hang": ". Make it open faster, or raise the deadline open_s",
+    "memory": ". Make it smaller, or raise memory_mib",
 }
-_MISSING = re.compile(r"No module named '([\w.]+)'")
 _VERDICT_S = 20.0
 """Seconds to wait for the verdict."""
 
@@ -41,23 +39,10 @@ class Probe:
     """Number of tokens in the opening messages and tools, or None if there is no chat format."""
     seconds: float
     """How long it took to start and open the first episode."""
-    forked_s: float | None
-    """How long it took to open a forked episode, or None if episodes are not forked."""
     fork_disabled_reason: str
     """Why episodes are not forked although `preload` is set."""
     parts: tuple[str, ...] | None
     """The parts of a verdict requested right after the opening, or None if there was none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Trial:
-    opening: Opening
-    grades: bool
-    """True if the environment has a verdict."""
-    seconds: float
-    parts: tuple[str, ...] | None
-    problem: str
-    """Why the verdict could not be used."""
 
 
 async def probe(
@@ -77,43 +62,67 @@ async def probe(
     `WithSystemPrompt`.
 
     Raises ValueError if the environment cannot be opened, its tools are invalid, or its opening
-    does not fit the window. The message includes the environment's own error and suggests a fix.
+    does not fit the window. The message includes the environment's own error.
     """
     name = program.target if isinstance(program, Program) else program.name
     fork_server = fork_server_for(program) if isinstance(program, Program) else None
-    forked_s: float | None = None
+    inner = (
+        Hosted(program, fork_server=fork_server)
+        if isinstance(program, Program)
+        else McpEpisode(program)
+    )
+    environment = WithSystemPrompt(inner, prompt)
+    verdict: Verdict | Unscored | None = None
     disabled_reason = ""
+    began = time.monotonic()
     try:
-        trial = await _try(program, fork_server, prompt, task, seed)
-        if fork_server is not None and not fork_server.disabled_reason:
-            forked = await _try(program, fork_server, prompt, task, seed, judged=False)
-            forked_s = forked.seconds
+        opening = await environment.open(task, seed=seed)
+        seconds = time.monotonic() - began
+        if inner.grades:
+            transcript = Transcript(messages=opening.messages, finish_reason="stop")
+            try:
+                async with asyncio.timeout(_VERDICT_S):
+                    verdict = await environment.verdict(transcript)
+            except TimeoutError:
+                verdict = Unscored(reason=f"it took more than {_VERDICT_S:g} s")
     except EnvironmentLost as error:
-        raise ValueError(_explain(program, name, task, error)) from error
+        output = f". Its last words: {error.output}" if error.output else ""
+        where = f"folder {program.folder or Path.cwd()}"
+        if isinstance(program, Program):
+            where = f"interpreter {program.python}, {where}"
+        raise ValueError(
+            f"environment {name} cannot be opened for task {task.prompt_id}: "
+            f"{error.detail.removeprefix(f'{name}: ')} ({where}){output}"
+            f"{_CURES.get(error.fault, '')}"
+        ) from error
     finally:
+        await environment.close()
         if fork_server is not None:
             disabled_reason = fork_server.disabled_reason
             await fork_server.close()
-    opening = trial.opening
     if [message["content"] for message in opening.messages] == [f"(task {task.prompt_id})"]:
         raise ValueError(
             f"environment {name} does not open its tasks, and they have no prompt (source: "
             "environment). Add a method `opening(self, task, seed)` that returns the user's "
             "message or a list of messages, or take the tasks from a file (source: jsonl)"
         )
-    if not trial.grades and task.reward.get("kind") == ENVIRONMENT:
+    is_grader = task.reward.get("kind") == ENVIRONMENT
+    if not inner.grades and is_grader:
         raise ValueError(
             f"environment {name} has no `verdict`, and nothing else grades its tasks. Add a method "
             "`verdict` that returns a number from 0 to 1, or a dict of them with one named "
             "`correct`, or take the tasks from a file (source: jsonl) whose lines have answers"
         )
-    if trial.problem:
+    problem = verdict.reason if isinstance(verdict, Unscored) else ""
+    if isinstance(verdict, Verdict) and is_grader and "correct" not in verdict.parts:
+        problem = f"it has no part `correct`, and has {', '.join(verdict.parts) or 'none'}"
+    if problem:
         logging.getLogger(__name__).warning(
             "environment %s: no verdict right after the opening of task %s: %s. Trajectories "
             "without a verdict are dropped. Fix `verdict`, unless it needs a turn first",
             name,
             task.prompt_id,
-            trial.problem,
+            problem,
         )
     tokens = None if chat is None else _count_tokens(name, task, opening, chat, thinking)
     if tokens is not None and tokens >= window:
@@ -126,68 +135,9 @@ async def probe(
         messages=opening.messages,
         tools=opening.tools,
         opening_tokens=tokens,
-        seconds=trial.seconds,
-        forked_s=forked_s,
+        seconds=seconds,
         fork_disabled_reason=disabled_reason,
-        parts=trial.parts,
-    )
-
-
-async def _try(
-    program: Program | McpServer,
-    fork_server: ForkServer | None,
-    prompt: SystemPrompt,
-    task: Prompt,
-    seed: int,
-    *,
-    judged: bool = True,
-) -> _Trial:
-    inner = (
-        Hosted(program, fork_server=fork_server)
-        if isinstance(program, Program)
-        else McpEpisode(program)
-    )
-    environment = WithSystemPrompt(inner, prompt)
-    began = time.monotonic()
-    try:
-        opening = await environment.open(task, seed=seed)
-        seconds, problem = time.monotonic() - began, ""
-        parts: tuple[str, ...] | None = None
-        if judged and inner.grades:
-            transcript = Transcript(messages=opening.messages, finish_reason="stop")
-            try:
-                async with asyncio.timeout(_VERDICT_S):
-                    verdict = await environment.verdict(transcript)
-            except TimeoutError:
-                verdict = Unscored(reason=f"it took more than {_VERDICT_S:g} s")
-            if isinstance(verdict, Unscored):
-                problem = verdict.reason
-            else:
-                parts = tuple(verdict.parts)
-                if task.reward.get("kind") == ENVIRONMENT and "correct" not in parts:
-                    problem = f"it has no part `correct`, and has {', '.join(parts) or 'none'}"
-        return _Trial(
-            opening=opening, grades=inner.grades, seconds=seconds, parts=parts, problem=problem
-        )
-    finally:
-        await environment.close()
-
-
-def _explain(program: Program | McpServer, name: str, task: Prompt, error: EnvironmentLost) -> str:
-    detail = error.detail.removeprefix(f"{name}: ")
-    output = f". Its last words: {error.output}" if error.output else ""
-    where = f"folder {program.folder or Path.cwd()}"
-    cure = _CURES.get(error.fault, "")
-    if isinstance(program, Program):
-        where = f"interpreter {program.python}, {where}"
-        missing = _MISSING.search(detail)
-        if missing and error.fault == "raised":
-            package = missing[1].partition(".")[0]
-            cure = f"Install the package: {program.python} -m pip install {package}"
-    cure = f". {cure}" if cure else ""
-    return (
-        f"environment {name} cannot be opened for task {task.prompt_id}: {detail} ({where})"
-        f"{output}{cure}"
+        parts=tuple(verdict.parts) if isinstance(verdict, Verdict) else None,
     )
 
 
@@ -205,9 +155,8 @@ def _count_tokens(name: str, task: Prompt, opening: Opening, chat: Chat, thinkin
             f"environment {name}: the opening of task {task.prompt_id} cannot be rendered: {error}"
         ) from error
     if ids == plain:
-        tools = ", ".join(tool.name for tool in opening.tools)
         raise ValueError(
-            f"environment {name} has tools ({tools}), and the tokenizer's chat template shows none "
-            "of them. Use a tokenizer whose chat_template lists tools"
+            f"environment {name} has tools, and the tokenizer's chat template shows none of them. "
+            "Use a tokenizer whose chat_template lists tools"
         )
     return len(ids)

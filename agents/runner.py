@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple, Protocol, get_args
+from typing import NamedTuple, Protocol, get_args
 
 from keel.agents.budget import Budget
 from keel.agents.context import ContextManager
@@ -21,16 +21,13 @@ from keel.agents.endpoint.driven import DrivenEpisode
 from keel.agents.endpoint.program import AgentProgram
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.env_process.os_limits import connection_limit, make_room
-from keel.agents.episode import Episode, lost_to_the_policy
+from keel.agents.episode import Episode
 from keel.agents.types import Environment
 from keel.rl.seeds import seed_of
 from keel.rl.turns import Chat, TurnRequest, TurnResult, conversation_of
 from keel.rl.types import Group, Prompt, Purpose, Trajectory
 
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
-_MANY_LOST = 0.5
-"""A warning is logged if the policy crashes at least this fraction of a group's environments."""
-_MAX_REASON = 500
 _STARTING = 8
 """How many programs may start at the same time. More would slow each other down."""
 _CLOSE_S = 120.0
@@ -95,9 +92,6 @@ class EpisodeRunner:
         self._draws: Counter[str] = Counter()
         """How many groups each prompt has had since the last weight update."""
         self._crash_is_failure = crash_is_failure or {}
-        self._warned: set[str] = set()
-        self.say: Callable[[str], Any] = lambda _: None
-        """Prints one line for the user."""
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._slots = {purpose: asyncio.Semaphore(most_open) for purpose in PURPOSES}
@@ -120,11 +114,7 @@ class EpisodeRunner:
         `Group.dropped`. If an engine fails, the future fails with the same error.
         """
         if prompt.environment not in self._environments:
-            known = ", ".join(self._environments) or "none"
-            raise ValueError(
-                f"prompt {prompt.prompt_id}: no environment {prompt.environment!r}; there are: "
-                f"{known}"
-            )
+            raise ValueError(f"prompt {prompt.prompt_id}: no environment {prompt.environment!r}")
         with self._gate:
             if self._closed:
                 raise RuntimeError("the episode runner is closed")
@@ -202,7 +192,6 @@ class EpisodeRunner:
         except BaseExceptionGroup as errors:  # the first error has cancelled the others
             raise errors.exceptions[0] from None
         results = [task.result() for task in tasks]
-        self._warn(prompt, results)
         return Group(
             prompt=prompt,
             trajectories=tuple(r for r in results if isinstance(r, Trajectory)),
@@ -237,38 +226,3 @@ class EpisodeRunner:
                 crash_is_failure=self._crash_is_failure.get(prompt.environment, ()),
             )
             return await episode.run()
-
-    def _warn(self, prompt: Prompt, results: Sequence[Trajectory | str]) -> None:
-        """Warn, once per environment, if the policy crashes many environments or programs in a
-        group."""
-        name = prompt.environment
-        reasons = [reason for result in results if (reason := _loss(result))]
-        if name in self._warned or len(reasons) < max(2, _MANY_LOST * len(results)):
-            return
-        self._warned.add(name)
-        # Without control characters: the policy may have written some of it.
-        last = reasons[-1].replace("\n", " ")[:_MAX_REASON]
-        last = "".join(c if c.isprintable() else "�" for c in last)
-        is_program = name in self._programs
-        if any(isinstance(result, Trajectory) and _loss(result) for result in results):
-            knobs = "on_failure: zero; on_crash for an environment" * is_program
-            outcome = f"They count as failures ({knobs or 'on_crash: zero'})"
-        else:
-            outcome = (
-                "They are dropped, so a policy may learn to crash rather than to fail. Fix the "
-                f"environment, or set data.sources[{name}].environment.on_crash: zero"
-            )
-        self.say(
-            f"{len(reasons)} of {len(results)} episodes of prompt {prompt.prompt_id} lost their "
-            f"environment {'or program ' * is_program}to the policy's actions; the last: {last}. "
-            f"{outcome}. This warning is printed once; agents/crashes counts all"
-        )
-
-
-def _loss(result: Trajectory | str) -> str:
-    """Return why the policy's actions crashed the environment or program, or "" if they did not."""
-    if isinstance(result, str):
-        return result if lost_to_the_policy(result) else ""
-    if result.finish_reason == "crash" and result.verdict is not None:
-        return str(result.verdict.facts["crash"])
-    return ""

@@ -6,10 +6,11 @@ caller sets a deadline for every call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from keel.configs.system_prompts import with_system
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rl.types import LOST, Prompt, Verdict
 
@@ -126,3 +127,22 @@ class NoEnvironment:
 
     async def close(self) -> None:
         pass
+
+
+SystemPrompt = Callable[[Sequence[str]], str]
+"""Returns the system prompt, given the names of the available tools. "" means no prompt."""
+
+
+class WithSystemPrompt:
+    """Wraps an environment and adds a system prompt to its first messages."""
+
+    def __init__(self, environment: Environment, prompt: SystemPrompt) -> None:
+        self._prompt = prompt
+        self.call, self.reply = environment.call, environment.reply
+        self.verdict, self.close = environment.verdict, environment.close
+        self._open = environment.open
+
+    async def open(self, task: Prompt, *, seed: int) -> Opening:
+        opening = await self._open(task, seed=seed)
+        text = self._prompt([tool.name for tool in opening.tools])
+        return replace(opening, messages=with_system(text, opening.messages))

@@ -130,8 +130,6 @@ def run_loop(
         runtime.pool.say = partial(journal.say, "engine")
         if runtime.watchdog is not None:
             runtime.watchdog.say = partial(journal.say, "frozen")
-        if runtime.agents is not None:
-            runtime.agents.say = view.say
         runtime.scorer.tell(view.say)
         heldout = dataset.heldout if config.run.eval_every >= 0 else {}
 

@@ -25,8 +25,7 @@ from keel.agents.episode import POLICY_PHASES
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.probe import probe
 from keel.agents.runner import PURPOSES, EpisodeLimits, EpisodeRunner, TurnSampler, environment_seed
-from keel.agents.system_prompt import SystemPrompt, WithSystemPrompt
-from keel.agents.types import Environment, NoEnvironment
+from keel.agents.types import Environment, NoEnvironment, SystemPrompt, WithSystemPrompt
 from keel.configs.paths import data_path
 from keel.configs.schema import Config, ConfigError, SourceConfig
 from keel.configs.sections.model import TINY_MODEL
@@ -135,8 +134,8 @@ async def _try_source(
         names = [tool.name for tool in trial.tools]
         shown = ", ".join(names[:_SHOWN_TOOLS]) or "none"
         more = f" and {len(names) - _SHOWN_TOOLS} more" if len(names) > _SHOWN_TOOLS else ""
-        later = f", then {trial.forked_s:.2f} s each, forked" if trial.forked_s else ""
-        later += f", each alone: {trial.fork_disabled_reason}" if trial.fork_disabled_reason else ""
+        reason = trial.fork_disabled_reason
+        later = f", without forking: {reason}" if reason else ""
         note = f"opens in {trial.seconds:.1f} s{later}, with {trial.opening_tokens} tokens; "
         note += f"tools: {shown}{more}"
         if (room := limits.window - (trial.opening_tokens or 0)) < limits.max_tokens:

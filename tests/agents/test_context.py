@@ -39,10 +39,11 @@ def rewrite(method: str, view: list[Message], tokens: int = 85) -> Any:
 
 
 def test_rewrite_is_due_from_80_percent() -> None:
+    view = [*OPENING, *step(0, 1)]
     for method in METHODS:
-        due = [tokens for tokens in range(100) if manager(method).due(tokens, rewrites=0)]
+        due = [tokens for tokens in range(100) if rewrite(method, view, tokens)]
         assert due == ([] if method == "none" else list(range(80, 100)))
-        assert not manager(method).due(99, rewrites=3)
+        assert not manager(method).rewrite(OPENING, view, tokens=99, rewrites=3)
 
 
 def test_discard_removes_the_oldest_calls() -> None:

@@ -182,14 +182,9 @@ def test_incomplete_turn_is_refused(change: dict[str, Any]) -> None:
 
 def test_turns_out_of_order_are_refused() -> None:
     conversation, engine = conversation_of(), FakeEngine()
-    stray = TurnRequest(conversation="a", token_ids_T=np.array([1], np.int32), max_tokens=1, seed=0)
-    with pytest.raises(ValueError):
-        conversation.append(engine.sample(stray, [0]))
     take_turn(conversation, engine, [0])
     with pytest.raises(ValueError):  # the policy has spoken
         conversation.request(max_tokens=9, seed=1)
-    with pytest.raises(ValueError):  # without the opening
-        conversation.rewrite([TOOL])
     conversation.answer([TOOL])
     request = conversation.request(max_tokens=9, seed=1)
     with pytest.raises(ValueError):  # routes in some turns only

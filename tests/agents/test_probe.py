@@ -56,12 +56,12 @@ SOURCES = {
 @pytest.mark.parametrize(
     ("target", "reason", "cure"),
     [
-        ("shap:make", "No module named 'shap'", "-m pip install shap"),
+        ("shap:make", "No module named 'shap'", "interpreter"),
         ("hints:Bad", "parameter x", "dataclass"),
         ("hints:Good", "'Good'", "Bad"),
         ("hangs", "within 1 s", "open_s"),
         ("eats:Shop", "memory_mib = 512", "raise memory_mib"),
-        ("opens:Shop", "KeyError: 'no such shop'", "Fix its code"),
+        ("opens:Shop", "KeyError: 'no such shop'", "opens.py"),
     ],
 )
 def test_failed_opening_names_the_cure(tmp_path: Path, target: str, reason: str, cure: str) -> None:
