@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,9 +28,6 @@ from keel.agents.schemas import Arguments, arguments_of
 from keel.agents.types import EnvironmentLost, Opening, ToolResult, Transcript, Unscored
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rl.types import Prompt, Verdict
-
-_MAX_PAGES = 100
-"""Maximum number of pages that are read from a server's list of tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +54,7 @@ class McpServer:
         if self.folder is not None and not self.folder.is_dir():
             raise ValueError(f"MCP server {self.name}: folder {self.folder} does not exist")
         if find_spec("mcp") is None:
-            raise ValueError(
-                f"MCP server {self.name}: the package mcp is not installed: "
-                "python -m pip install 'mcp>=2,<3'"
-            )
+            raise ValueError("MCP server: the package is missing; pip install 'mcp>=2,<3'")
 
     @property
     def name(self) -> str:
@@ -86,14 +80,10 @@ class McpEpisode:
         self.grades = False
 
     async def open(self, task: Prompt, *, seed: int) -> Opening:
-        if self._starting is None:
-            return await self._open(task, seed)
-        async with self._starting:
-            return await self._open(task, seed)
+        async with self._starting or nullcontext():
+            return Opening(messages=task.messages, tools=tuple(await self._open(seed)))
 
-    async def _open(self, task: Prompt, seed: int) -> Opening:
-        if self._session is not None or self._closing.is_set():
-            raise EnvironmentLost("closed", "open", "an environment serves one episode")
+    async def _open(self, seed: int) -> list[ToolSpec]:
         server, timeout_s = self._server, self._server.deadlines.open_s
         transport: Any = server.url
         if server.command:
@@ -113,15 +103,14 @@ class McpEpisode:
             tools = await with_deadline(timeout_s, self._connect(ready, self._session))
             self._arguments = arguments_of(tools)
         except TimeoutError as error:
-            raise await self._fail(
-                "hang", "open", f"did not open within {timeout_s:g} s"
-            ) from error
+            reason = f"did not open within {timeout_s:g} s"
+            raise await self._fail("hang", "open", reason) from error
         except asyncio.CancelledError:
             await self.close()
             raise
         except Exception as error:  # the client raises groups of many kinds
             raise await self._broken("open", error) from error
-        return Opening(messages=task.messages, tools=tuple(tools))
+        return tools
 
     async def _run_session(self, transport: Any, ready: asyncio.Future[Any]) -> None:
         from mcp import Client  # noqa: PLC0415  (takes a second, and is rarely needed)
@@ -138,20 +127,14 @@ class McpEpisode:
         if not ready.done():
             session.result()
         self._client = ready.result()
-        listed: list[Any] = []
-        cursor: str | None = None
-        for _ in range(_MAX_PAGES):
-            page = await self._client.list_tools(cursor=cursor)
-            listed += page.tools
+        tools: dict[str, ToolSpec] = {}
+        cursor: str | None = ""
+        while cursor is not None:
+            page = await self._client.list_tools(cursor=cursor or None)
+            for tool in page.tools:
+                text, schema = tool.description or "", tool.input_schema
+                tools[tool.name] = ToolSpec(name=tool.name, description=text, parameters=schema)
             cursor = page.next_cursor
-            if cursor is None:
-                break
-        tools = {
-            tool.name: ToolSpec(
-                name=tool.name, description=tool.description or "", parameters=tool.input_schema
-            )
-            for tool in listed
-        }
         offered = list(tools) if self._server.offered is None else self._server.offered
         if missing := [name for name in offered if name not in tools]:
             raise ValueError(f"has no tool {missing[0]}; it has {', '.join(tools) or 'none'}")
@@ -227,8 +210,7 @@ class McpEpisode:
             return await self._fail("large", during, message)
         if self._wire is not None and self._wire.ended:
             return await self._fail("exit", during, "")
-        fault = "start" if during == "open" else "crash"
-        return await self._fail(fault, during, _flatten(error))
+        return await self._fail("start" if during == "open" else "crash", during, _flatten(error))
 
     async def _fail(self, fault: Any, during: str, message: str) -> EnvironmentLost:
         name = self._server.name

@@ -59,8 +59,8 @@ class Arguments:
         if not isinstance(arguments, Mapping):
             return f"{call.name}: its arguments must be an object, by name"
         try:
-            errors: Iterator[Any] = validator.iter_errors(dict(cast(Mapping[str, Any], arguments)))
-            first = list(islice(errors, _MAX_COMPLAINTS))
+            every: Iterator[Any] = validator.iter_errors(dict(cast(Mapping[str, Any], arguments)))
+            errors = list(islice(every, _MAX_COMPLAINTS))
         except RecursionError:
             return f"{call.name}: its arguments are nested too deeply"
         except TimeoutError:
@@ -68,9 +68,8 @@ class Arguments:
         except ArithmeticError:  # `multipleOf` of an integer that no float holds
             return f"{call.name}: a number in its arguments is too large"
         messages = [
-            f"{error.message[:_MAX_CHARACTERS]}"
-            + (f" (at {error.json_path})" if error.path else "")
-            for error in first
+            error.message[:_MAX_CHARACTERS] + (f" (at {error.json_path})" if error.path else "")
+            for error in errors
         ]
         return f"{call.name}: {'; '.join(messages)}" if messages else ""
 
@@ -82,9 +81,8 @@ def arguments_of(tools: Sequence[ToolSpec]) -> Arguments:
 
 @lru_cache(maxsize=64)
 def _arguments_of(text: str) -> Arguments:
-    return Arguments(
-        [ToolSpec(name=n, description=d, parameters=p) for n, d, p in json.loads(text)]
-    )
+    tools = json.loads(text)
+    return Arguments([ToolSpec(name=n, description=d, parameters=p) for n, d, p in tools])
 
 
 def _validator(parameters: Any) -> Any:
@@ -103,12 +101,16 @@ def _validator(parameters: Any) -> Any:
     if not isinstance(parameters, Mapping) or cast(Any, parameters).get("type") != "object":
         raise ValueError("must have type: object, with the arguments as its properties")
     schema = dict(cast(Mapping[str, Any], parameters))
-    if not isinstance(dialect := schema.get("$schema", ""), str):
-        raise ValueError(f"has $schema {dialect!r:.50}, must be a string")
+    if not isinstance(schema.get("$schema", ""), str):
+        raise ValueError("has a $schema that is not a string")
     kind: Any = validator_for(schema, default=Draft202012Validator)
     formats = FormatChecker(())
     formats.checkers = dict(kind.FORMAT_CHECKER.checkers)
-    formats.checks("regex", raises=regex.error)(_compiles)
+
+    def compiles(pattern: Any) -> bool:  # with the engine that will match it
+        return not isinstance(pattern, str) or bool(regex.compile(pattern))
+
+    formats.checks("regex", raises=regex.error)(compiles)
     try:
         kind.check_schema(schema, format_checker=formats)
     except SchemaError as error:
@@ -137,10 +139,8 @@ def _unique(_: Any, enabled: Any, items: Any, __: Any) -> Iterator[Any]:
 
 
 def _hashable(value: Any) -> Any:
-    """Convert a value to a key that is equal for values that JSON schema treats as equal.
-
-    For example, 1 equals 1.0 but not true.
-    """
+    """Return a key that is equal for values that JSON schema treats as equal, such as 1 and
+    1.0."""
     if isinstance(value, dict):
         pairs = cast(dict[str, Any], value).items()
         return frozenset((key, _hashable(item)) for key, item in pairs)
@@ -179,11 +179,6 @@ def _additional_properties(
             yield _error(f"Additional properties are not allowed ({key!r} was unexpected)")
 
 
-def _compiles(pattern: Any) -> bool:
-    """Check that a pattern compiles with the engine that will match it. Raises regex.error."""
-    return not isinstance(pattern, str) or bool(regex.compile(pattern))
-
-
 def _matches(pattern: str, text: str) -> bool:
     """Search for a pattern with a time limit, which `re` lacks. Raises TimeoutError."""
     return regex.search(pattern, text, timeout=_MATCH_S) is not None
@@ -209,11 +204,8 @@ still be slow.)
 
 
 def _references(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        items = cast(Mapping[str, Any], value)
-        if isinstance(items.get("$ref"), str):
-            yield items["$ref"]
-        value = list(items.values())
-    if isinstance(value, list):
-        for item in cast(list[Any], value):
-            yield from _references(item)
+    items: Any = cast(Any, value).values() if isinstance(value, Mapping) else ()
+    if isinstance(value, Mapping) and isinstance(reference := cast(Any, value).get("$ref"), str):
+        yield reference
+    for item in cast(Any, value) if isinstance(value, list) else items:
+        yield from _references(item)

@@ -113,8 +113,6 @@ class ProgramResult:
     """Why the program failed, or "" if it exited with status 0."""
     output: str = ""
     """The last part of the program's output."""
-    timed_out: bool = False
-    """True if the program was killed because it exceeded its time limit."""
     verdict: Verdict | Unscored | None = None
     """The program's verdict. It is None if there was none or it is ignored."""
     answer: str | None = None
@@ -148,9 +146,8 @@ async def run_program(
         "domain": task.domain,
         "messages": [dict(message) for message in task.messages],
         "tools": [dict(tool) for tool in task.tools],
+        **({"reward": dict(task.reward)} if program.tells_reward else {}),
     }
-    if program.tells_reward:
-        described["reward"] = dict(task.reward)
     prompts = [message["content"] for message in task.messages if message["role"] == "user"]
     request = {
         "command": list(program.command),
@@ -188,58 +185,50 @@ async def run_program(
             reply = received.result() if received.done() else None
         finally:
             received.cancel()
-        failed = late.result() if reply is None else _failure(reply)
+        if reply is None:
+            failed = late.result()
+        elif isinstance(reply, str) or "cannot" in reply:
+            text = reply if isinstance(reply, str) else str(reply["cannot"])
+            failed = f"could not be run: {text[:500]}"
+        else:
+            code = reply.get("exit")
+            failed = "" if code == 0 else f"exited with status {code}"
+            if isinstance(code, int) and code < 0:
+                failed = f"was ended by signal {-code}"
     except EOFError:  # the whole sandbox is gone, usually over its memory
         assert process is not None
-        reply, failed = "", (await process.lost("exit", "run", "")).detail
+        failed = (await process.lost("exit", "run", "")).detail
     except (TimeoutError, OSError, ValueError, EnvironmentLost) as error:
-        reply, failed = "", f"could not be run: {error}"
+        failed = f"could not be run: {error}"
     finally:
         late.cancel()
+
+        async def clean_up() -> None:
+            if process is not None:
+                await process.end()
+            if scratch:
+                shutil.rmtree(scratch, ignore_errors=True)
+
         # Must finish even if this task is cancelled.
-        await asyncio.shield(asyncio.ensure_future(_clean_up(process, scratch)))
-    if isinstance(reply, dict) and program.is_function:
-        reply.pop("last", None)  # a function's prints may be the policy's words
-    verdict, answer = _parse_result(reply, judges=program.judges)
-    return ProgramResult(
-        failed=failed,
-        output=process.output if process is not None else "",
-        timed_out=reply is None,
-        verdict=verdict,
-        answer=answer,
-    )
-
-
-async def _clean_up(process: LineProcess | None, scratch: str) -> None:
-    if process is not None:
-        await process.end()
-    if scratch:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _failure(reply: dict[str, Any] | str) -> str:
-    if isinstance(reply, str) or "cannot" in reply:
-        text = reply if isinstance(reply, str) else str(reply["cannot"])
-        return f"could not be run: {text[:500]}"
-    code = reply.get("exit")
-    if isinstance(code, int) and code < 0:
-        return f"was ended by signal {-code}"
-    return "" if code == 0 else f"exited with status {code}"
+        await asyncio.shield(asyncio.ensure_future(clean_up()))
+    verdict, answer = _parse_result(program, reply) if isinstance(reply, dict) else (None, None)
+    output = process.output if process is not None else ""
+    return ProgramResult(failed=failed, output=output, verdict=verdict, answer=answer)
 
 
 def _parse_result(
-    reply: dict[str, Any] | str | None, *, judges: bool
+    program: AgentProgram, reply: dict[str, Any]
 ) -> tuple[Verdict | Unscored | None, str | None]:
-    if not isinstance(reply, dict):
-        return None, None
     written = reply.get("verdict")
+    # A function's prints may be the policy's words.
+    last = "" if program.is_function else str(reply.get("last", ""))
     try:
-        value = json.loads(written if isinstance(written, str) else str(reply.get("last", "")))
+        value = json.loads(written if isinstance(written, str) else last)
     except (ValueError, RecursionError):
         value = None
     fields = cast(dict[str, Any], value) if isinstance(value, dict) else {}
     answer = str(fields["answer"]) if "answer" in fields else None
-    if not judges or ("parts" not in fields and (written is None or answer is not None)):
+    if not program.judges or ("parts" not in fields and (written is None or answer is not None)):
         return None, answer
     if "parts" not in fields:
         reason = f"it wrote no verdict to KEEL_VERDICT but {str(written)[:200]!r}"
