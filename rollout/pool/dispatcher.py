@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -56,10 +55,6 @@ class Request:
         with suppress(InvalidStateError):  # the caller has cancelled it
             self.result.set_exception(error)
 
-    def resolve(self, result: Any) -> None:
-        with suppress(InvalidStateError):
-            self.result.set_result(result)
-
 
 @dataclass(slots=True)
 class InFlight:
@@ -77,11 +72,8 @@ class Dispatcher:
     """Assigns requests to engines and tracks them until they complete."""
 
     def __init__(self, config: RolloutConfig, *, on_done: Callable[[int], Any]) -> None:
-        """Create a dispatcher without any requests.
-
-        `on_done(number)` is called when an engine finishes a request, possibly on another thread.
-        The pool must then call `complete`.
-        """
+        """`on_done(number)` is called when an engine finishes a request, possibly on another
+        thread. The pool must then call `complete`."""
         self._config, self._on_done = config, on_done
         self._queue: list[Request] = []
         """Waiting requests, sorted by rank."""
@@ -102,8 +94,11 @@ class Dispatcher:
 
     def send(self, slots: Sequence[EngineSlot]) -> None:
         """Send queued requests to engines until all engines are full."""
-        index, available = 0, self._available(slots)
-        while available and index < len(self._queue):
+        capacity, index = self._config.max_num_seqs, 0
+        while index < len(self._queue):
+            available = [s for s in slots if s.stage == "ready" and s.sequences < capacity]
+            if not available:
+                return
             request = self._queue[index]  # stays queued, and so fails with the pool, if this raises
             slot = self._choose_slot(request, slots, available)
             if slot is None:
@@ -114,12 +109,7 @@ class Dispatcher:
             self._in_flight[request.number] = InFlight(request, slot, future, self._deadline())
             slot.sequences += request.sequences
             slot.load += request.tokens
-            future.add_done_callback(partial(self._notify, request.number))
-            available = self._available(slots)
-
-    def _available(self, slots: Sequence[EngineSlot]) -> list[EngineSlot]:
-        capacity = self._config.max_num_seqs
-        return [slot for slot in slots if slot.stage == "ready" and slot.sequences < capacity]
+            future.add_done_callback(lambda _, number=request.number: self._on_done(number))
 
     def _choose_slot(
         self, request: Request, slots: Sequence[EngineSlot], available: Sequence[EngineSlot]
@@ -144,9 +134,6 @@ class Dispatcher:
             self._homes.popitem(last=False)
         return chosen
 
-    def _notify(self, number: int, _: Future[Any]) -> None:
-        self._on_done(number)
-
     def complete(self, number: int) -> tuple[EngineSlot, EngineError] | None:
         """Pass the result of a finished request to its caller.
 
@@ -159,10 +146,7 @@ class Dispatcher:
         error = entry.future.exception()
         if isinstance(error, EngineError):
             return entry.slot, error
-        if error is not None:
-            self._remove(number).fail(error)
-        else:
-            self._remove(number).resolve(entry.future.result())
+        _finish(self._remove(number), entry.future)
         return None
 
     def requeue(self, slot: EngineSlot) -> None:
@@ -171,7 +155,7 @@ class Dispatcher:
             request, future = self._remove(entry.request.number), entry.future
             # A result that arrived before the engine died is valid.
             if future.done() and not future.cancelled() and future.exception() is None:
-                request.resolve(future.result())
+                _finish(request, future)
             else:
                 self.add(request)
 
@@ -184,13 +168,11 @@ class Dispatcher:
     def next_deadline(self) -> float | None:
         return next((entry.deadline for entry in self._sampling()), None)
 
-    def overdue(self) -> list[InFlight]:
-        """Return the requests whose deadlines have passed."""
+    def overdue(self) -> InFlight | None:
+        """Return a request whose deadline has passed without a result."""
         now = time.monotonic()
-        return list(takewhile(lambda entry: entry.deadline <= now, self._sampling()))
-
-    def holds(self, entry: InFlight) -> bool:
-        return self._in_flight.get(entry.request.number) is entry
+        late = takewhile(lambda entry: entry.deadline <= now, self._sampling())
+        return next((entry for entry in late if not entry.future.done()), None)
 
     def close(self) -> list[Request]:
         """Cancel the requests in flight and return all unfinished requests."""
@@ -213,3 +195,12 @@ class Dispatcher:
 
     def _deadline(self) -> float:
         return time.monotonic() + self._config.silent_s
+
+
+def _finish(request: Request, future: Future[Any]) -> None:
+    """Pass an engine's result to the caller, unless the caller has cancelled the request."""
+    with suppress(InvalidStateError):
+        if (error := future.exception()) is not None:
+            request.result.set_exception(error)
+        else:
+            request.result.set_result(future.result())

@@ -16,18 +16,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from keel.configs.schema import RolloutConfig, SamplingConfig
+from keel.model.ray_timeouts import POLL_S
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
 from keel.rollout.spec import EngineError, EngineProgress, EngineStarted
 from keel.weights.sync import Transfer
 
 MAX_RESTARTS = 3
-"""How often one engine may restart within `restart_window_s` before the run fails."""
+"""How often one engine may restart within three hours before the run fails."""
 _WINDOW_S = 3 * 3600.0
 _MEMORY_RACE, _START_TRIES = "Error in memory profiling", 3
 """The error that vLLM raises when another process frees GPU memory during its memory profiling, and
 how many times a start is attempted when this happens."""
-_POLL_S = 0.2
 _TASKS = {"starting": "start", "loading": "take new weights", "going to sleep": "fall asleep"}
 _NUMBER = re.compile(r"\b(?:[0-9a-f]{8,}|\d+)\b")
 """Matches numbers such as process and actor ids, which differ between starts."""
@@ -48,30 +48,16 @@ class RolloutEngine(Protocol):
 
     def generate(
         self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig, record: bool, draw: int
-    ) -> Future[Group]:
-        """Sample a group.
-
-        `draw` is the number of groups that were already sampled for this prompt with the current
-        weights.
-        """
-        ...
-
+    ) -> Future[Group]: ...
     def turn(
         self, request: TurnRequest, *, sampling: SamplingConfig, record: bool
     ) -> Future[TurnResult]: ...
-
     def update(self, version: int, buckets: Sequence[Any]) -> Future[int]:
         """Load new weights and return the version that the engine samples from afterwards."""
         ...
 
-    def sleep(self) -> Future[None]:
-        """Release GPU memory until the next update."""
-        ...
-
-    def progress(self) -> Future[EngineProgress]:
-        """Return the engine's counters, even while a step is running."""
-        ...
-
+    def sleep(self) -> Future[None]: ...
+    def progress(self) -> Future[EngineProgress]: ...
     def kill(self) -> None: ...
 
 
@@ -96,8 +82,7 @@ class EngineSlot:
     restarts: list[float] = field(default_factory=list[float])
     """Times of the restarts, from the monotonic clock."""
     start_failure: str = ""
-    """Error message of the last failed start, with numbers removed so that messages can be
-    compared."""
+    """Error message of the last failed start, without its numbers."""
     sequences: int = 0
     """Number of completions in flight."""
     load: int = 0
@@ -113,18 +98,6 @@ class WeightUpdate:
     done: Future[None] = field(default_factory=Future[None])
 
 
-def restart_window_s(config: RolloutConfig, startup_s: float) -> float:
-    """Return the time window in which restarts are counted, in seconds.
-
-    The window is long enough for an engine to start and become unresponsive `MAX_RESTARTS` times.
-    """
-    return max(_WINDOW_S, (MAX_RESTARTS + 2) * (config.silent_s + startup_s))
-
-
-class StartCancelled(RuntimeError):
-    """Raised when the pool is shut down while its engines are starting."""
-
-
 class EngineSupervisor:
     """Brings all engines to the weights in `target`, or puts them to sleep once `resting` is
     set."""
@@ -138,11 +111,8 @@ class EngineSupervisor:
         startup_s: float,
         update_s: float,
     ) -> None:
-        """Create a supervisor without starting any engine.
-
-        `build(i)` begins to start engine i. `update_s` is the time limit, in seconds, for a weight
-        update or for falling asleep.
-        """
+        """`build(i)` begins to start engine i. `update_s` is the time limit, in seconds, for a
+        weight update or for falling asleep."""
         self.slots: list[EngineSlot] = []
         self.update_s = update_s
         self.target: WeightUpdate | None = None
@@ -151,6 +121,9 @@ class EngineSupervisor:
         """Duration of each start phase in seconds, measured on the slowest engine."""
         self._config, self._build, self._translate = config, build, translate
         self._startup_s = startup_s
+        self._started: Stage = "asleep" if config.time_share else "ready"
+        """Stage of an engine that has just started. With `rollout.time_share` it waits for
+        weights."""
         self._closed = False
         """Set by `kill`, which may run on a different thread from `start`."""
 
@@ -162,55 +135,49 @@ class EngineSupervisor:
     def pending(self) -> Mapping[Future[Any], EngineSlot]:
         return {slot.pending: slot for slot in self.slots if slot.pending is not None}
 
-    @property
-    def _started_stage(self) -> Stage:
-        """Return the stage of an engine that has just started. With `rollout.time_share` an engine
-        starts asleep and waits for weights."""
-        return "asleep" if self._config.time_share else "ready"
-
     def start(self) -> tuple[str, ...]:
         """Start all engines, wait until they are ready and return their distinct warnings.
 
-        Raises EngineError or TimeoutError if an engine does not start, and StartCancelled if `kill`
-        is called meanwhile.
+        Raises TimeoutError if an engine does not start in time, and EngineError if its start fails
+        or if `kill` is called meanwhile.
         """
         for index in range(self._config.engines):
             engine = self._build(index)
             deadline = time.monotonic() + self._startup_s
             self.slots.append(EngineSlot(index, engine, "starting", engine.ready(), deadline))
             self._check_open(engine)  # `kill` may have missed it
-        warnings: list[str] = []
-        for slot in self.slots:
-            warnings += self._await_start(slot)
-            slot.stage, slot.pending = self._started_stage, None
-        return tuple(dict.fromkeys(warnings))
+        warnings: dict[str, None] = {}
+        for slot in list(self.slots):
+            warnings |= dict.fromkeys(self._await_start(slot))
+            slot.stage, slot.pending = self._started, None
+        return tuple(warnings)
 
-    def _await_start(self, slot: EngineSlot, tries: int = _START_TRIES) -> list[str]:
-        assert slot.pending is not None
-        try:
+    def _await_start(self, slot: EngineSlot) -> list[str]:
+        name, warnings = f"rollout engine {slot.index}", list[str]()
+        while True:
+            assert slot.pending is not None
             while not slot.pending.done() and (rest := slot.deadline - time.monotonic()) > 0:
                 self._check_open(slot.engine)
-                wait([slot.pending], min(rest, _POLL_S))
-            started = slot.pending.result(timeout=0)
-            for phase, seconds in started.seconds.items():
-                self.start_seconds[phase] = max(seconds, self.start_seconds.get(phase, 0.0))
-            return list(started.warnings)
-        except TimeoutError:
-            raise TimeoutError(
-                f"rollout engine {slot.index} was not ready within {self._startup_s:g} s "
-                "(run.startup_timeout_s)"
-            ) from None
-        except EngineError as error:
-            if tries == 1 or _MEMORY_RACE not in str(error):
-                raise EngineError(f"rollout engine {slot.index} did not start: {error}") from error
-        slot.engine.kill()
-        slot.engine = self._build(slot.index)
-        slot.pending = slot.engine.ready()
-        warning = (
-            f"rollout engine {slot.index} was restarted: another process freed GPU memory during "
-            "its start"
-        )
-        return [warning, *self._await_start(slot, tries - 1)]
+                wait([slot.pending], min(rest, POLL_S))
+            try:
+                started = slot.pending.result(timeout=0)
+            except TimeoutError:
+                raise TimeoutError(
+                    f"{name} was not ready within {self._startup_s:g} s (run.startup_timeout_s)"
+                ) from None
+            except EngineError as error:
+                if len(warnings) + 1 == _START_TRIES or _MEMORY_RACE not in str(error):
+                    raise EngineError(f"{name} did not start: {error}") from error
+                slot.engine.kill()
+                slot.engine = self._build(slot.index)
+                slot.pending = slot.engine.ready()
+                warnings.append(
+                    f"{name} was restarted: another process freed GPU memory during its start"
+                )
+            else:
+                for phase, seconds in started.seconds.items():
+                    self.start_seconds[phase] = max(seconds, self.start_seconds.get(phase, 0.0))
+                return [*warnings, *started.warnings]
 
     def follow(self, target: WeightUpdate | None, resting: Future[None] | None) -> None:
         """Make all engines load the new weights or fall asleep. Engines that are busy with another
@@ -220,7 +187,8 @@ class EngineSupervisor:
             self.target = target
             self._load([slot for slot in self.slots if slot.stage in ("ready", "asleep")])
         if resting is not None:
-            self._put_to_sleep([slot for slot in self.slots if slot.stage == "ready"])
+            for slot in self.slots:
+                self._put_to_sleep(slot)
 
     def kill(self) -> None:
         """Kill all engines and cancel a start that is running on another thread."""
@@ -232,14 +200,11 @@ class EngineSupervisor:
     def _check_open(self, engine: RolloutEngine) -> None:
         if self._closed:
             engine.kill()
-            raise StartCancelled("the engines were killed while they started")
+            raise EngineError("the engines were killed while they started")
 
     def advance(self, slot: EngineSlot) -> EngineError | None:
         """Move a slot to its next stage if its pending result has arrived or its deadline has
-        passed.
-
-        Returns an error if the engine must be replaced.
-        """
+        passed. Returns an error if the engine must be replaced."""
         assert slot.pending is not None
         if not slot.pending.done():
             return EngineError(f"did not {_TASKS[slot.stage]} in time")
@@ -256,18 +221,17 @@ class EngineSupervisor:
                     f"{slot.version}"
                 )
             slot.version = loaded
-        stages: dict[Stage, Stage] = {"starting": self._started_stage, "going to sleep": "asleep"}
+        stages: dict[Stage, Stage] = {"starting": self._started, "going to sleep": "asleep"}
         slot.stage, slot.pending = stages.get(slot.stage, "ready"), None
         slot.start_failure = ""
         if self.resting is not None:
-            if slot.stage == "ready":
-                self._put_to_sleep([slot])
+            self._put_to_sleep(slot)
+            if all(slot.stage == "asleep" for slot in self.slots):
+                _settle(self.resting)
         elif self.target is not None:
             if slot.stage == "asleep" or self.target.version > slot.version:
                 self._load([slot])
             self._check_updated()
-        if self.resting is not None and all(slot.stage == "asleep" for slot in self.slots):
-            _settle(self.resting)
         return None
 
     def replace(self, slot: EngineSlot, error: EngineError) -> None:
@@ -285,11 +249,13 @@ class EngineSupervisor:
                 ) from error
             slot.start_failure = failure
         now = time.monotonic()
-        window = restart_window_s(self._config, self._startup_s)
-        if sum(now - restart < window for restart in slot.restarts) >= MAX_RESTARTS:
+        # Long enough for an engine to start and become unresponsive several times.
+        least_s = (MAX_RESTARTS + 2) * (self._config.silent_s + self._startup_s)
+        window_s = max(_WINDOW_S, least_s)
+        if sum(now - restart < window_s for restart in slot.restarts) >= MAX_RESTARTS:
             raise EngineError(
                 f"rollout engine {slot.index} failed {MAX_RESTARTS + 1} times within "
-                f"{window / 3600:.3g} hours, the last time with: {error}"
+                f"{window_s / 3600:.3g} hours, the last time with: {error}"
             ) from error
         slot.restarts.append(now)
         slot.engine = self._build(slot.index)
@@ -308,8 +274,8 @@ class EngineSupervisor:
         if self.target is not None and rest and all(slot.stage == "ready" for slot in rest):
             _settle(self.target.done)
 
-    def _put_to_sleep(self, slots: Sequence[EngineSlot]) -> None:
-        for slot in slots:
+    def _put_to_sleep(self, slot: EngineSlot) -> None:
+        if slot.stage == "ready":
             slot.stage, slot.pending = "going to sleep", slot.engine.sleep()
             slot.deadline = time.monotonic() + self.update_s
 

@@ -53,11 +53,8 @@ class RolloutPool:
         update_timeout_s: float | None = None,
         translate: Translate = lambda future: future,
     ) -> None:
-        """Create a pool whose engines are started later by `start`.
-
-        `build(i)` begins to start engine i. `update_timeout_s` is the time limit for a weight
-        update and defaults to `rollout.update_timeout_s`.
-        """
+        """`build(i)` begins to start engine i. `update_timeout_s` is the time limit for a weight
+        update and defaults to `rollout.update_timeout_s`."""
         self.say: Callable[[str], Any] = lambda _: None
         """Called on the pool's thread with messages about warnings and restarts."""
         self._config = config
@@ -127,15 +124,12 @@ class RolloutPool:
         sampling: SamplingConfig | None = None,
         purpose: Purpose = "train",
     ) -> Future[Group]:
-        """Sample `group_size` completions of `prompt`.
+        """Sample `group_size` completions of `prompt`. Cancelling the future aborts them.
 
-        Cancelling the future aborts the completions. The engine stops them after
-        `rollout.timeout_s`, counted from when sampling begins. If an engine stops responding, the
-        pool replaces it and samples its groups again. Evaluation groups are sampled without
-        recording routes and sampling masks.
-
-        The future fails with the engine's error if the prompt is invalid, or with EngineError if
-        engines keep dying.
+        The engine stops them after `rollout.timeout_s`, counted from when sampling begins. Groups
+        of an engine that dies or stops responding are sampled again. Evaluation groups are sampled
+        without recording routes and sampling masks. The future fails with the engine's error if the
+        prompt is invalid, or with EngineError if engines keep dying.
         """
         options = sampling or self._config.sampling
         record = purpose == "train"
@@ -257,8 +251,7 @@ class RolloutPool:
 
     def _end(self, error: Exception) -> None:
         with self._lock:
-            if self._ended is None:
-                self._ended = error
+            self._ended = self._ended or error
             self._wake()
 
     # Everything below runs on the pool's thread.
@@ -331,29 +324,23 @@ class RolloutPool:
                 self._replace(slot, error)
             elif over and slot.stage == "ready":
                 self._dispatcher.restart_deadlines(slot)
-        self._replace_silent_engines()
+        while (entry := self._dispatcher.overdue()) is not None:
+            error = EngineError(
+                f"fell silent: no {entry.request.label} within {self._config.silent_s:g} s, though "
+                f"rollout.timeout_s = {self._config.timeout_s:g} cuts it"
+            )
+            self._replace(entry.slot, error)
         for slot, error in self._stalls.poll(self._supervisor.slots, lambda line: self.say(line)):
             self._replace(slot, error)
 
     def _wait_events(self, until: float | None) -> list[int | None]:
         timeout = None if until is None else max(0.0, until - time.monotonic())
         events: list[int | None] = []
-        try:
+        with suppress(queue.Empty):
             events.append(self._events.get(timeout=timeout))
             while True:
                 events.append(self._events.get_nowait())
-        except queue.Empty:
-            return events
-
-    def _replace_silent_engines(self) -> None:
-        for entry in self._dispatcher.overdue():
-            if not self._dispatcher.holds(entry) or entry.future.done():
-                continue  # requeued with another request of its engine
-            error = EngineError(
-                f"fell silent: no {entry.request.label} within {self._config.silent_s:g} s, though "
-                f"rollout.timeout_s = {self._config.timeout_s:g} cuts it"
-            )
-            self._replace(entry.slot, error)
+        return events
 
     def _replace(self, slot: EngineSlot, error: EngineError) -> None:
         self._supervisor.replace(slot, error)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from keel.rollout.pool.engine_supervisor import EngineSlot, RolloutEngine
 from keel.rollout.spec import EngineError, EngineProgress
 
-POLL_S = 2.0
+PROGRESS_POLL_S = 2.0
 WARN_S, STUCK_S = 20.0, 60.0
 """Seconds without a finished step after which the pool logs a warning, and after which it replaces
 the engine."""
@@ -65,17 +65,17 @@ class StallDetector:
 
     @property
     def next_poll(self) -> float:
-        return self._last + POLL_S
+        return self._last + PROGRESS_POLL_S
 
     def poll(
         self, slots: Sequence[EngineSlot], warn: Callable[[str], object]
     ) -> list[tuple[EngineSlot, EngineError]]:
         """Return the slots whose engines hang, and call `warn` for engines that may be hanging."""
         now = self._clock()
-        if now < self._last + POLL_S:
+        if now < self._last + PROGRESS_POLL_S:
             return []
         # Time in which the driver itself was stopped does not count.
-        elapsed_s, self._last = min(now - self._last, 2 * POLL_S), now
+        elapsed_s, self._last = min(now - self._last, 2 * PROGRESS_POLL_S), now
         stuck: list[tuple[EngineSlot, EngineError]] = []
         for slot in slots:
             watch = self._watches.get(slot.index)

@@ -112,7 +112,7 @@ def test_engines_with_a_hanging_step_are_replaced(
     pool: RolloutPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     all_work(pool)
-    monkeypatch.setattr(stall_detector, "POLL_S", 0.5)
+    monkeypatch.setattr(stall_detector, "PROGRESS_POLL_S", 0.5)
     monkeypatch.setattr(stall_detector, "WARN_S", 1.0)
     monkeypatch.setattr(stall_detector, "STUCK_S", PATIENCE_S)  # until it has been asked how it is
     said: list[str] = []

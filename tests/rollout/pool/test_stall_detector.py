@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from keel.rollout.pool.engine_supervisor import EngineSlot
-from keel.rollout.pool.stall_detector import POLL_S, STUCK_S, WARN_S, StallDetector
+from keel.rollout.pool.stall_detector import PROGRESS_POLL_S, STUCK_S, WARN_S, StallDetector
 from keel.rollout.spec import EngineError, EngineProgress
 from tests.rollout.pool.fake_engines import World, done, failed
 
 
 class Watched:
-    """A slot with a scripted engine that is polled every `POLL_S` seconds."""
+    """A slot with a scripted engine that is polled every `PROGRESS_POLL_S` seconds."""
 
     def __init__(self, steps: int = 1, longest_s: float = 0.5, requests: int = 2) -> None:
         self.now = 0.0
@@ -30,8 +30,8 @@ class Watched:
         begin = self.now
         while self.now < begin + seconds:
             if steady:
-                self.answer = done(EngineProgress(int(self.now / POLL_S) // 3, 0.5, 2))
-            self.now += POLL_S
+                self.answer = done(EngineProgress(int(self.now / PROGRESS_POLL_S) // 3, 0.5, 2))
+            self.now += PROGRESS_POLL_S
             warn = lambda _: self.warnings.append(self.now - begin)  # noqa: E731
             for slot, error in self.detector.poll([self.slot], warn):
                 assert slot is self.slot and isinstance(error, EngineError)
@@ -47,9 +47,9 @@ def test_a_stalled_engine_is_warned_about_then_replaced(
 ) -> None:
     watched = Watched(steps=7, longest_s=longest_s)
     stuck = watched.run(600)
-    assert stuck is not None and stuck_s <= stuck <= stuck_s + 2 * POLL_S
+    assert stuck is not None and stuck_s <= stuck <= stuck_s + 2 * PROGRESS_POLL_S
     (warned,) = watched.warnings
-    assert warn_s <= warned <= warn_s + 2 * POLL_S
+    assert warn_s <= warned <= warn_s + 2 * PROGRESS_POLL_S
 
 
 def test_slow_progress_is_not_a_stall() -> None:
@@ -66,14 +66,14 @@ def test_time_without_a_running_step_does_not_count() -> None:
         setattr(watched.slot, name, value)
         assert watched.run(10_000) is None
         watched.slot.stage, watched.slot.sequences = "ready", 8
-        assert watched.run(STUCK_S - POLL_S) is None
+        assert watched.run(STUCK_S - PROGRESS_POLL_S) is None
 
 
 def test_a_suspended_driver_does_not_count() -> None:
     watched = Watched()
     assert watched.run(10) is None
     watched.now += 3600
-    assert watched.run(STUCK_S - 6 * POLL_S) is None
+    assert watched.run(STUCK_S - 6 * PROGRESS_POLL_S) is None
 
 
 def test_only_unanswered_polls_count_as_a_stall() -> None:
