@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextvars import ContextVar
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Self, TypeVar, cast
@@ -61,11 +60,9 @@ _MAX_TURN_S = 86_400.0
 _REASONING_FIELDS = ("reasoning_content", "reasoning")
 _THINKING = _REASONING_FIELDS[0]
 """The message key under which Keel stores the reasoning."""
-_status: ContextVar[int] = ContextVar("_status", default=0)
-"""HTTP status of the last attempt of a request, or 0 before the first response."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class EndpointReply:
     """A chat completion returned by the endpoint."""
 
@@ -98,7 +95,7 @@ class EndpointCompletions:
         reply means that the endpoint is unusable."""
 
     def __enter__(self) -> Self:
-        from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout  # noqa: PLC0415  slow, for few commands
+        from openai import AsyncOpenAI, Timeout  # noqa: PLC0415  slow, for few commands
 
         config = self._config
         self._loop = asyncio.new_event_loop()
@@ -109,9 +106,6 @@ class EndpointCompletions:
             api_key=self._key or "none",
             max_retries=config.retries,
             timeout=Timeout(config.timeout_s, connect=min(_CONNECT_S, config.timeout_s)),
-            http_client=DefaultAsyncHttpxClient(
-                event_hooks={"request": [_on_request], "response": [_on_response]}
-            ),
         )
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="keel-endpoint", daemon=True
@@ -134,11 +128,8 @@ class EndpointCompletions:
         await self._client.close()
 
     def submit(self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig) -> Future[Group]:
-        """Sample a group of completions.
-
-        Failed completions are listed in the group with the reason why they were dropped. The future
-        fails with RuntimeError if the endpoint is unusable for all requests.
-        """
+        """Sample a group of completions, which lists failed ones with the reason. The future fails
+        with RuntimeError if the endpoint is unusable for all requests."""
         return self.schedule(self._group(prompt, group_size, sampling))
 
     def schedule(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -146,26 +137,23 @@ class EndpointCompletions:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _group(self, prompt: Prompt, size: int, sampling: SamplingConfig) -> Group:
-        requests = [
-            self.complete(
-                prompt.messages,
-                prompt.tools,
-                sampling,
-                max_tokens=sampling.max_tokens,
-                thinking=prompt.thinking,
+        results = await asyncio.gather(
+            *(
+                self.complete(
+                    *(prompt.messages, prompt.tools, sampling),
+                    max_tokens=sampling.max_tokens,
+                    thinking=prompt.thinking,
+                )
+                for _ in range(size)
             )
-            for _ in range(size)
-        ]
-        results = await asyncio.gather(*requests)
-        return Group(
-            prompt=prompt,
-            trajectories=tuple(
-                _trajectory(prompt, sibling, reply)
-                for sibling, reply in enumerate(results)
-                if not isinstance(reply, str)
-            ),
-            dropped=tuple(reply for reply in results if isinstance(reply, str)),
         )
+        trajectories = tuple(
+            _trajectory(prompt, sibling, reply)
+            for sibling, reply in enumerate(results)
+            if not isinstance(reply, str)
+        )
+        dropped = tuple(reply for reply in results if isinstance(reply, str))
+        return Group(prompt=prompt, trajectories=trajectories, dropped=dropped)
 
     async def complete(
         self,
@@ -209,14 +197,10 @@ class EndpointCompletions:
                 self._failures = 0
                 body = response.model_dump(warnings=False)
                 return read_reply(body, seconds=time.monotonic() - begin)
-        except TimeoutError:
-            if (status := _status.get()) in _BUSY_STATUS:
-                local = "endpoint.timeout_s and endpoint.retries"
-                knobs = local if limit_s < within_s else "rollout.timeout_s"
-                return f"{LATER}the endpoint returned HTTP {status} for {limit_s:g} s ({knobs})"
+        except TimeoutError:  # while the client retries
             if limit_s == within_s:
                 raise
-            return self._late
+            return LATER + self._late
         except openai.APITimeoutError:
             return self._late
         except openai.APIStatusError as error:
@@ -246,17 +230,8 @@ class EndpointCompletions:
         return RuntimeError(f"endpoint.base_url = {self._config.base_url}: {self._printable(why)}")
 
     def _printable(self, text: str) -> str:
-        """Shorten a text and hide the API key."""
         text = (text.replace(self._key, "***") if self._key else text)[:_MAX_SHOWN]
         return "".join(c if c.isprintable() else " " for c in text)
-
-
-async def _on_request(_: object) -> None:
-    _status.set(0)
-
-
-async def _on_response(response: Any) -> None:
-    _status.set(response.status_code)
 
 
 def read_reply(body: Any, *, seconds: float) -> EndpointReply | str:
@@ -275,15 +250,7 @@ def read_reply(body: Any, *, seconds: float) -> EndpointReply | str:
     tokens: Any = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
     if not isinstance(tokens, int) or tokens < 1:
         return "the endpoint does not count the tokens of its completions"
-    return EndpointReply(
-        content=content,
-        reasoning=reasoning,
-        reasoning_field=field,
-        calls=tuple(calls),
-        tokens=tokens,
-        cut=cut,
-        seconds=seconds,
-    )
+    return EndpointReply(content, reasoning, field, tuple(calls), tokens, cut, seconds)
 
 
 def _trajectory(prompt: Prompt, sibling: int, reply: EndpointReply) -> Trajectory:
@@ -314,8 +281,6 @@ class EndpointTurnLost(OSError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """One part of a conversation: its opening, a reply, or the messages that follow a reply."""
-
     messages: tuple[Message, ...]
     """The messages in the endpoint's format, including their thinking."""
     tools: tuple[ToolSpec, ...] = ()
@@ -388,11 +353,11 @@ class EndpointTurns:
         known.update(numbers)
         parts = [self._parts[number] for number in numbers]
         within_s = min(request.timeout_s, _MAX_TURN_S)
+        messages = self._with_thinking([message for part in parts for message in part.messages])
+        tools = [tool.as_json() for tool in parts[0].tools]
         try:
             reply = await self._completions.complete(
-                self._with_thinking([message for part in parts for message in part.messages]),
-                [tool.as_json() for tool in parts[0].tools],
-                sampling,
+                *(messages, tools, sampling),
                 max_tokens=request.max_tokens,
                 thinking=parts[0].thinking,
                 within_s=within_s,
@@ -404,8 +369,29 @@ class EndpointTurns:
         if reply.reasoning:
             self._reasoning_field = reply.reasoning_field
         number = next(self._numbers)
-        parsed = _parsed(reply, f"call_{number}")
-        self._parts[number] = _Part(messages=(_as_message(parsed),), reply=parsed)
+        calls = [_call(f"call_{number}_{n}", *call) for n, call in enumerate(reply.calls)]
+        parsed = Parsed(
+            content=reply.content,
+            reasoning=reply.reasoning,
+            closed=not reply.cut,
+            calls=tuple(calls),
+        )
+        functions = [
+            (call.name, call.arguments)
+            if isinstance(call, ToolCall)
+            else (MALFORMED, {"text": call.text})
+            for call in calls
+        ]
+        message = {
+            "role": "assistant",
+            "content": reply.content,
+            _THINKING: reply.reasoning,
+            "tool_calls": [
+                {"id": call.call_id, "function": {"name": name, "arguments": arguments}}
+                for call, (name, arguments) in zip(calls, functions, strict=True)
+            ],
+        }
+        self._parts[number] = _Part(messages=(_as_sent(message),), reply=parsed)
         known.add(number)
         ids = [number, *[_UNKNOWN_ID] * (min(reply.tokens, request.max_tokens) - 1)]
         return _turn_result(ids, "length" if reply.cut else "stop", reply.seconds)
@@ -442,56 +428,23 @@ def _turn_result(ids: Sequence[int], finish: Any, seconds: float) -> TurnResult:
     )
 
 
-def _parsed(reply: EndpointReply, name: str) -> Parsed:
-    """Convert a reply to a parsed turn. `name` is a prefix that makes call ids unique in the
-    conversation."""
-    calls: list[ToolCall | Malformed] = []
-    for n, (tool, text) in enumerate(reply.calls):
-        try:
-            arguments = strict_json.load(text)
-            if not isinstance(arguments, dict):
-                raise ValueError("the arguments are not a JSON object")
-        except ValueError as error:
-            shown = text[:_MAX_SHOWN]
-            calls.append(Malformed(call_id=f"{name}_{n}", text=shown, why=str(error)))
-        else:
-            arguments = cast(dict[str, Any], arguments)
-            calls.append(ToolCall(call_id=f"{name}_{n}", name=tool, arguments=arguments))
-    return Parsed(
-        content=reply.content,
-        reasoning=reply.reasoning,
-        closed=not reply.cut,
-        calls=tuple(calls),
-    )
-
-
-def _as_message(reply: Parsed) -> Message:
-    """Convert a reply to a message that can be sent in the next request."""
-    calls = [
-        (call.call_id, call.name, call.arguments)
-        if isinstance(call, ToolCall)
-        else (call.call_id, MALFORMED, {"text": call.text})
-        for call in reply.calls
-    ]
-    functions = [{"id": n, "function": {"name": name, "arguments": a}} for n, name, a in calls]
-    message = {"role": "assistant", "content": reply.content, _THINKING: reply.reasoning}
-    return _as_sent({**message, "tool_calls": functions})
+def _call(call_id: str, tool: str, text: str) -> ToolCall | Malformed:
+    try:
+        arguments = strict_json.load(text)
+        if not isinstance(arguments, dict):
+            raise ValueError("the arguments are not a JSON object")
+    except ValueError as error:
+        return Malformed(call_id=call_id, text=text[:_MAX_SHOWN], why=str(error))
+    return ToolCall(call_id=call_id, name=tool, arguments=cast(dict[str, Any], arguments))
 
 
 def _as_sent(message: Message) -> Message:
-    """Convert one of Keel's messages to the endpoint's format, in which call arguments are text."""
+    # Call arguments are text in the endpoint's format.
     keys = ("role", "content", _THINKING, "tool_call_id")
     sent = {key: message[key] for key in keys if key in message}
-    if calls := message.get("tool_calls"):
-        sent["tool_calls"] = [
-            {
-                "id": call["id"],
-                "type": "function",
-                "function": {
-                    "name": call["function"]["name"],
-                    "arguments": json.dumps(dict(call["function"]["arguments"])),
-                },
-            }
-            for call in calls
-        ]
-    return sent
+    calls: list[dict[str, Any]] = []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        function = {"name": function["name"], "arguments": json.dumps(dict(function["arguments"]))}
+        calls.append({"id": call["id"], "type": "function", "function": function})
+    return {**sent, "tool_calls": calls} if calls else sent

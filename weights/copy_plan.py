@@ -346,7 +346,6 @@ class LoadRecorder:
         return CopyPlan(kernels, placed, fills)
 
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a PyTorch operation and record what it does."""
         inputs = [] if self.refusal or self._paused else _leaves((args, kwargs))
         keys = {_key(tensor) for tensor in inputs if not tensor.is_meta and tensor.numel()}
         known = any(key in self._buckets or key in self._targets for key in keys)
@@ -366,7 +365,6 @@ class LoadRecorder:
         return result
 
     def _read(self, key: int, by: str) -> None:
-        """Handle an operation other than a copy that reads or changes a storage."""
         if key in self._buckets:
             self.refuse(f"{by} reads a tensor of the checkpoint")
         elif (target := self._targets.get(key)) is not None:
@@ -497,7 +495,6 @@ def _leaves(value: Any) -> Iterator[Tensor]:
 
 
 def _key(tensor: Tensor) -> int:
-    """Return a key that identifies the tensor's storage."""
     return tensor.untyped_storage()._cdata
 
 

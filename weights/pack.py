@@ -151,7 +151,6 @@ def _origin(tensor: Tensor, local: Mapping[str, Tensor]) -> tuple[str, int] | No
 
 
 def _append(runs: list[_Run], run: _Run) -> None:
-    """Append a run. If it continues the last run in both places, extend that one instead."""
     if runs:
         last = runs[-1]
         bytes_before = last.count * last.dtype.itemsize

@@ -28,8 +28,6 @@ GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """The connection to one engine, which is kept between updates."""
-
     actor: int
     """A hash of the engine's actor handle, used to notice that an engine was replaced. The handle
     itself would keep the actor alive."""

@@ -194,7 +194,6 @@ class TemplateChat:
         return self._continuation(messages, thinking=thinking)[1]
 
     def _prefix(self, thinking: bool) -> str:
-        """Return the text that the template puts between a user message and the policy's turn."""
         if thinking not in self._prefixes:
             word = "Keelprobe"
             question = [{"role": "user", "content": word}]
@@ -211,7 +210,6 @@ class TemplateChat:
         return self._prefix(True) != self._prefix(False)
 
     def _has_thought(self, ids: Sequence[int]) -> bool:
-        """Return True if any of the policy's turns in `ids` contains thinking that is not blank."""
         text, _ = self._decode(ids)
         turns = text.split(self.header)[1:] if self.header else [text]
         return any(self._parse(turn, (), opened=False).reasoning.strip() for turn in turns)
@@ -247,8 +245,6 @@ class TemplateChat:
     def _continuation(
         self, messages: Sequence[Message], *, thinking: bool
     ) -> tuple[str, str, Marks]:
-        """Return the text that follows the policy's turn, the control text that ends the turn, and
-        the marks."""
         word = _unused_word(messages)
         answers = [message for message in messages if message["role"] == "tool"]
         calls = [
@@ -286,15 +282,12 @@ class TemplateChat:
         return rest[at + len(end) :], end, marks
 
     def _between_messages(self, turn: str) -> bool:
-        """Return True if the turn was cut between two of its messages, where no end of turn may
-        follow."""
         if not self.format.message:
             return False
         _, begun, body = turn.rpartition(self.format.message)
         return not begun or self.format.message_end in body
 
     def _thinking_end(self) -> str:
-        """Return the text that the template puts between thinking and answer."""
         thought, answer = "Keelthought", "Keelsaid"
         messages = [
             {"role": "user", "content": "?"},

@@ -132,8 +132,6 @@ def _outside(call: Written, marks: ThinkingMarks) -> Broken:
 
 
 def _json_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    """Parse the calls of Hermes and Qwen3: `<tool_call>{"name": …, "arguments":
-    {…}}</tool_call>`."""
 
     def read(body: str) -> _Item:
         try:
@@ -145,8 +143,6 @@ def _json_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
 
 
 def _deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    """Parse the calls of DeepSeek-V3.1, which have a name, a separator and arguments between
-    control tokens."""
 
     def read(body: str) -> _Item:
         name, separator, arguments = body.partition("<｜tool▁sep｜>")
@@ -162,8 +158,6 @@ def _deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
 
 
 def _deepseek_v32_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    """Parse the calls of DeepSeek-V3.2: `<｜DSML｜function_calls>` with invocations and
-    parameters."""
     mark = "｜DSML｜"
     parameter = re.compile(
         rf'\s*<{mark}parameter name="([^"]*)" string="(true|false)">(.*?)</{mark}parameter>\s*',
@@ -197,8 +191,6 @@ def _deepseek_v32_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
 
 
 def _glm_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    """Parse the calls of GLM-4.5: `<tool_call>name`, then pairs of `<arg_key>` and
-    `<arg_value>`."""
 
     def read(body: str) -> _Item:
         name, mark, _ = body.partition("<arg_key>")
@@ -206,8 +198,6 @@ def _glm_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
         position = len(name) if mark else len(body)
 
         def next_tag(tag: str) -> str | None:
-            """Return the content of the next element, which must be a `tag`, and advance past
-            it."""
             nonlocal position
             begin = body.find(f"<{tag}>", position)
             end = body.find(f"</{tag}>", begin)
@@ -326,7 +316,6 @@ def _blocks(text: str, start: str, end: str, read: Callable[[str], _Item]) -> _C
 
 
 def _around(text: str, begin: str, end: str) -> str:
-    """Return the text outside the two marks, without unpaired marks."""
     before, *blocks = text.split(begin)
     return (before + "".join(block.partition(end)[2] for block in blocks)).replace(end, "")
 

@@ -118,7 +118,6 @@ class Renderer:
         return {**call, "function": {**function, "arguments": arguments}}
 
     def _shield_all(self, value: Any, marks: Marks) -> Any:
-        """Shield every string in a JSON-like value, including keys."""
         if isinstance(value, str):
             return self._encoder.shield(value, marks)
         if isinstance(value, Mapping):
@@ -130,7 +129,6 @@ class Renderer:
         return value
 
     def _detect_form_of_arguments(self) -> None:
-        """Find out whether the template needs call arguments as text instead of JSON."""
         messages = [
             {"role": "user", "content": "a"},
             {"role": "assistant", "tool_calls": [call_message("call_0", "b", {"c": "d"})]},
@@ -190,7 +188,6 @@ def check_developers(messages: Sequence[Mapping[str, Any]], text: str) -> None:
 def _with_tools(
     messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Add the tools and the call format to the system message, for DeepSeek-V3.1."""
     functions = [tool["function"] for tool in tools]
     listed = [
         f"### {function['name']}\nDescription: {function.get('description', '')}\n\n"
@@ -211,10 +208,6 @@ def _with_tools(
 def _deepseek_v32(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, thinking: bool
 ) -> str:
-    """Render with DeepSeek's published code, because the model has no Jinja template.
-
-    Raises ValueError if the code refuses the messages or is not installed.
-    """
     renamed = [
         {("reasoning" if key == "reasoning_content" else key): v for key, v in message.items()}
         for message in messages

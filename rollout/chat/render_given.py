@@ -161,7 +161,6 @@ def _check_read_back(
     *,
     thinking: bool,
 ) -> None:
-    """Check that parsing the turn, as a rollout does, gives back the original message."""
     parsed = chat.parse(turn, tools, thinking=thinking, turn=0)
     calls = [
         (call.name, dict(call.arguments)) if isinstance(call, ToolCall) else None

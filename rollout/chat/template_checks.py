@@ -165,8 +165,6 @@ def _check_conversation(
 
 
 def _check_controls(chat: TemplateChat, tools: Sequence[ToolSpec], *, thinking: bool) -> None:
-    """Check that control texts in messages stay text, that encoding in pieces works, and that tools
-    are shown."""
     counts: list[int] = []
     for content in ("Which?", "x".join(chat.encoder.controls)):
         ids = chat.opening([{"role": "user", "content": content}], tools, thinking=thinking)

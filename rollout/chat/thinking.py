@@ -103,7 +103,6 @@ class _Scanner:
         self._call_edge = re.compile(either, re.MULTILINE) if either else None
 
     def starts_in_thinking(self) -> bool:
-        """Return True if a closing mark comes before the first opening mark."""
         position = 0
         if self._all_calls(0):
             return False
@@ -116,7 +115,6 @@ class _Scanner:
         return False
 
     def next_open(self, position: int, answer: Sequence[str]) -> re.Match[str] | None:
-        """Find the next opening mark outside calls. `answer` is the content before `position`."""
         if not any(map(str.strip, answer[-1:])) and self._all_calls(position):
             return None
         while mark := self._open.search(self._text, position):
@@ -128,7 +126,6 @@ class _Scanner:
         return None
 
     def next_close(self, position: int) -> re.Match[str] | None:
-        """Find the next closing mark outside complete calls."""
         while mark := self._close.search(self._text, position):
             if mark[0] == self._marks.close:
                 return mark

@@ -97,15 +97,12 @@ def _free_memory() -> int:
 
 
 def _one_completion(vllm_config: Any, layers: Mapping[str, Any]) -> int:
-    """Return the bytes of one completion of maximum length, or 0 if layers differ in size."""
     if len({type(layer) for layer in layers.values()}) != 1:
         return 0
     return sum(layer.max_memory_usage_bytes(vllm_config) for layer in layers.values())
 
 
 def _all_completions(vllm_config: Any, layers: Mapping[str, Any], conversations: int) -> float:
-    """Return the bytes of all completions and conversations of a worker, or infinity if layers
-    differ in size."""
     if len({(type(layer), layer.page_size_bytes) for layer in layers.values()}) != 1:
         return float("inf")
     completion = sum(
@@ -250,8 +247,6 @@ class _Float32Norm(RMSNorm):
 
 
 class _Float32Output(RowParallelLinear):
-    """The last matrix product of a block, without rounding its result."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.prefix.endswith(OUTPUTS) and type(self.quant_method) is UnquantizedLinearMethod:

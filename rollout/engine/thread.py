@@ -332,8 +332,6 @@ class EngineThread:
         return command.when == "now" or not engine.busy
 
     def _cut_overdue(self, engine: VllmEngine) -> Iterator[tuple[int, Result]]:
-        """Cut jobs that have reached their deadline, and drop jobs that are still unfinished
-        `CUT_S` seconds later."""
         overdue = [
             (job, entry) for job, entry in self._in_flight.items() if entry.deadline <= self._busy_s
         ]

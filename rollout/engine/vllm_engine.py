@@ -488,7 +488,6 @@ def _engine_request(job: Job, recorder: Recorder, name: str, seed: int) -> Engin
 
 
 def _versions(request_id: str, output: CompletionOutput) -> NDArray[np.int32]:
-    """Return the weight version that sampled each token, with shape [G]."""
     versions = np.full(len(output.token_ids), -1, np.int32)
     for span in output.weight_versions or ():
         versions[span.start : span.end] = int(span.version)

@@ -68,7 +68,6 @@ def main(command: list[str]) -> None:
 
 
 def _stopped(pid: int) -> bool:
-    """Return True if the process or one of its descendants is suspended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         tasks = [t / "children" for t in Path(f"/proc/{pid}/task").iterdir()]
@@ -79,7 +78,6 @@ def _stopped(pid: int) -> bool:
 
 
 def _end_children() -> None:
-    """Kill all descendants of this process and wait for them."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     while True:
         for pid in children.read_text().split():

@@ -181,7 +181,6 @@ class Dispatcher:
         return [*(entry.request for entry in self._in_flight.values()), *self._queue]
 
     def _sampling(self) -> Iterator[InFlight]:
-        """Yield the requests that ready engines are sampling, ordered by deadline."""
         return (entry for entry in self._in_flight.values() if entry.slot.stage == "ready")
 
     def _in_slot(self, slot: EngineSlot) -> list[InFlight]:

@@ -152,7 +152,6 @@ def as_engine_error(error: BaseException, gone: tuple[type[RayError], ...] = GON
 
 
 def _death_reason(error: RayError) -> str:
-    """Return the reason why an actor died, without the traceback from its constructor."""
     text = (isinstance(error, RayActorError) and ray_timeouts.death_reason(error)) or str(error)
     if died := _DIED.search(text):  # Ray then adds a page of guesses
         return f"its process {died[1]} crashed or was killed. Check dmesg for out of memory"

@@ -82,7 +82,6 @@ class _RouteTable:
             self._slots[slots] = self._step[: len(slots)]
 
     def blocks(self, request_id: str) -> list[int]:
-        """Return the cache blocks of a request in the runner's batch."""
         row = self._batch.req_id_to_index.get(request_id)
         if row is None:
             raise RecordingError(
@@ -98,16 +97,12 @@ class _RouteTable:
 
 
 class _Draws(NamedTuple):
-    """The tokens drawn in one sampling step, by row of the batch."""
-
     tokens: list[int]
     logp: list[float]
     masks: list[NDArray[np.int32]] | None
 
 
 class _DrawLog:
-    """Keeps the draws of each unfinished request, in order."""
-
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._live: dict[str, list[tuple[_Draws, int]]] = {}

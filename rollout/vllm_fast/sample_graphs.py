@@ -178,7 +178,6 @@ class SampleGraphs:
         )
 
     def _fixed(self) -> Tensor | None:
-        """Return the output buffer of vLLM's graphs."""
         manager = self._runner.cudagraph_manager
         return None if manager is None else manager.hidden_states
 

@@ -95,7 +95,6 @@ class _FastPath(Scheduler):
         )
 
     def leave_routes(self) -> None:
-        """Leave the handling of routes to the workers."""
         self.aux_output_connector = None
 
     # Overrides of vLLM's methods.
@@ -206,7 +205,6 @@ class _FastPath(Scheduler):
             self.prev_step_scheduled_req_ids = set(batch.ids)
 
     def _join_decoding(self, batch: DecodeBatch) -> None:
-        """Move the requests that only decode into the batch."""
         if not self._outside:
             return
         unfinished = [request for request in self._outside if not request.is_finished()]
@@ -242,7 +240,6 @@ class _FastPath(Scheduler):
         return output
 
     def _should_begin(self, batch: DecodeBatch) -> bool:
-        """Decide whether waiting requests should begin now."""
         finished = len(batch.ids) - int(np.count_nonzero(batch.live))
         waiting = len(self.waiting) + len(self.kv_holding_waiting)
         full = self._stuck or len(batch.ids) >= self.max_num_running_reqs
@@ -362,7 +359,6 @@ class _FastPath(Scheduler):
         return outputs
 
     def _remove(self, batch: DecodeBatch, places: Collection[int]) -> None:
-        """Remove finished requests from the batch and from vLLM."""
         if not places:
             return
         requests = {it for place in places if (it := batch.requests[place]) is not None}

@@ -116,7 +116,6 @@ class StepReuse:
         )
 
     def _graph(self, rows: int) -> Any:
-        """Return the CUDA graph that vLLM would choose."""
         return self._runner.cudagraph_manager.dispatch(rows, rows, 1, 0, max_query_len=1)
 
     def _again(self, known: _KnownStep, output: SchedulerOutput) -> _KnownStep:

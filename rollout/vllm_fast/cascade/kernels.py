@@ -347,7 +347,6 @@ def _join(
     HEADS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr,
     SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Combine the parts of one row and query head."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     shared = tl.load(shared_ptr + row)
