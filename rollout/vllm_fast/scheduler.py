@@ -35,7 +35,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from keel.rollout.vllm_fast.decode_batch import DecodeBatch, ScheduledStep, only_decodes
 from keel.rollout.vllm_fast.step_arrays import PackedRecording
-from keel.rollout.vllm_pin import check_parameters
 
 JOIN_COST = 1.0
 """Extra cost of a step in which requests begin, measured in ordinary steps of the batch."""
@@ -47,13 +46,6 @@ _MAX_FINISHED = 0.25
 """Maximum fraction of the batch that may have finished. These rows are still computed."""
 _BLOCKS_AHEAD = 4
 """Number of KV blocks to allocate at once, if twice as many are free for every request."""
-_PARAMETERS = {
-    "schedule": "self throttle_prefills",
-    "update_from_output": "self scheduler_output model_runner_output",
-    "finish_requests": "self request_ids finished_status",
-    "_update_request_with_output": "self request new_token_ids is_stale",
-}
-"""Expected parameters of the vLLM methods that are overridden or called."""
 
 
 class _FastPath(Scheduler):
@@ -61,8 +53,6 @@ class _FastPath(Scheduler):
     `recordings` and `finished_blocks`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        for method, parameters in _PARAMETERS.items():
-            check_parameters(getattr(Scheduler, method), parameters)
         super().__init__(*args, **kwargs)
         self.recordings: dict[str, PackedRecording] = {}
         """Log-probabilities and sampling masks of the requests that are being recorded."""
