@@ -62,8 +62,7 @@ class EngineThread:
     def __init__(self, build: Callable[[], Any], config: RolloutConfig) -> None:
         """Build a `VllmEngine` on a new thread and wait until it is ready. Errors from building it
         are raised here."""
-        self._build = build
-        self._config = config
+        self._build, self._config = build, config
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._in_flight: dict[int, _JobInFlight] = {}
         self._numbers = itertools.count()
@@ -92,19 +91,14 @@ class EngineThread:
         record: bool = True,
         draw: int = 0,
     ) -> Future[Group]:
-        """Sample a group of completions.
+        """Sample a group of completions for at most `rollout.timeout_s`. Cancelling aborts it.
 
-        Cancelling the future aborts the group, and `rollout.timeout_s` limits its duration. Routes
-        and sampling masks are recorded only if `record` is set; evaluation does not need them. The
-        future fails with ValueError if the prompt does not fit, RecordingError if a token was not
-        recorded, and EngineError if the engine breaks or its last update failed.
+        Routes and sampling masks are recorded only if `record` is set. The future fails with
+        ValueError if the prompt does not fit, RecordingError if a token was not recorded, and
+        EngineError if the engine breaks or its last update failed.
         """
-        options: dict[str, Any] = {
-            "group_size": group_size,
-            "sampling": sampling or self._config.sampling,
-            "record": record,
-            "draw": draw,
-        }
+        options: dict[str, Any] = {"group_size": group_size, "record": record, "draw": draw}
+        options["sampling"] = sampling or self._config.sampling
         return self._begin(
             lambda engine, job: engine.add(job, prompt, **options), self._config.timeout_s
         )
@@ -143,9 +137,8 @@ class EngineThread:
                 self._commands.put(_Command(lambda engine: self._abort(engine, job), Future()))
 
         def on_started(started: Future[Any]) -> None:
-            error = started.exception()
-            if error is not None and future.set_running_or_notify_cancel():
-                future.set_exception(error)
+            if (error := started.exception()) is not None:
+                _fail([future], error)
 
         future.add_done_callback(on_done)
         # Calls of an actor may overtake each other: a job that arrives during sleep or an update
@@ -231,17 +224,11 @@ class EngineThread:
     def stats(self) -> dict[str, float]:
         """Return totals since the start, and the number of groups, turns and recordings that the
         engine holds now."""
+        names = ("version", "sampled_tokens", "steps", "fast_steps", "recordings")
 
         def collect(engine: VllmEngine) -> dict[str, float]:
-            return {
-                "version": engine.version,
-                "sampled_tokens": engine.sampled_tokens,
-                "steps": engine.steps,
-                "fast_steps": engine.fast_steps,
-                "busy_s": self._busy_s,
-                "groups": len(self._in_flight),
-                "recordings": engine.recordings,
-            }
+            own = {"busy_s": self._busy_s, "groups": len(self._in_flight)}
+            return {**{name: getattr(engine, name) for name in names}, **own}
 
         return self._await(self._enqueue(collect), "the engine's statistics")
 
@@ -305,7 +292,12 @@ class EngineThread:
             ended.__cause__ = error
         with self._lock:
             self._ended = ended
-        self._fail_all(deferred, ended)
+        while not self._commands.empty():
+            if (command := self._commands.get()) is not None:
+                deferred.append(command)
+        _fail([*(entry.future for entry in self._in_flight.values())], ended)
+        _fail([command.future for command in deferred], ended)
+        self._in_flight.clear()
 
     def _run_commands(self, engine: VllmEngine, deferred: list[_Command]) -> bool:
         """Run queued commands, and wait for one if the engine is idle. Returns False if the thread
@@ -332,10 +324,10 @@ class EngineThread:
         return command.when == "now" or not engine.busy
 
     def _cut_overdue(self, engine: VllmEngine) -> Iterator[tuple[int, Result]]:
-        overdue = [
-            (job, entry) for job, entry in self._in_flight.items() if entry.deadline <= self._busy_s
-        ]
-        for job, entry in overdue:
+        # A job that is still unfinished some time after it was cut is dropped.
+        for job, entry in list(self._in_flight.items()):
+            if entry.deadline > self._busy_s:
+                continue
             if entry.cut:
                 yield from engine.drop_unfinished(job)
             else:
@@ -357,16 +349,11 @@ class EngineThread:
                 result = replace(result, sampling_s=self._busy_s + step_s - entry.begin)
             entry.future.set_result(result)
 
-    def _fail_all(self, deferred: list[_Command], error: Exception) -> None:
-        futures = [entry.future for entry in self._in_flight.values()]
-        futures += [command.future for command in deferred]
-        while not self._commands.empty():
-            command = self._commands.get()
-            futures += [] if command is None else [command.future]
-        self._in_flight.clear()
-        for future in futures:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+
+def _fail(futures: Iterable[Future[Any]], error: BaseException) -> None:
+    for future in futures:
+        if future.set_running_or_notify_cancel():
+            future.set_exception(error)
 
 
 def _execute(command: _Command, engine: VllmEngine) -> None:
