@@ -102,9 +102,9 @@ class VllmEngine:
         if spec.batch_invariant:
             install_invariant_kernels()
         if name == "packed":
-            from keel.rollout.vllm_fast.install import prepare  # noqa: PLC0415  (needs Triton)
+            from keel.rollout.vllm_fast.install import share_prompts  # noqa: PLC0415  (needs Triton)
 
-            prepare(spec, text)
+            share_prompts(spec)
         in_process = config.architectures or () if spec.config.tensor_parallel == 1 else ()
         with (
             residual_layers(text.num_hidden_layers, wide=spec.wide_residual),

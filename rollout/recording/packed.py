@@ -2,7 +2,7 @@
 
 The scheduler keeps log-probabilities and sampling masks in arrays that cover whole steps
 (`keel.rollout.vllm_fast.step_arrays`). Routes stay on the GPU until their request is finished
-(`keel.rollout.vllm_fast.routed_experts`).
+(`keel.rollout.vllm_fast.install`).
 """
 
 from __future__ import annotations

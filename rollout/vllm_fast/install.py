@@ -1,48 +1,30 @@
 """Installs everything that makes vLLM faster for an engine with the packed recorder.
 
-`prepare` runs before the engine is built. `AsyncFastScheduler` and `FastExtension` are passed to
-the engine as arguments (`keel.rollout.recording.packed`). Afterwards,
+`share_prompts` runs before the engine is built. `AsyncFastScheduler` and `FastExtension` are passed
+to the engine as arguments (`keel.rollout.recording.packed`). Afterwards,
 `FastExtension.keel_install_fast` replaces parts of each worker's model runner.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedConfig
+from torch import Tensor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from keel.rl.types import NO_ROUTE
 from keel.rollout.spec import EngineSpec
 from keel.rollout.vllm_fast import sample_graphs, sampler, step_reuse
-from keel.rollout.vllm_fast.cascade.kernels import PAGE, Heads, Scratch, attend, heads_of, plan
-from keel.rollout.vllm_fast.routed_experts import SlotRoutes
-from keel.rollout.vllm_fast.sample_graphs import SamplingRows, gather
-from keel.rollout.vllm_fast.sample_kernels import Truncation, draw
-from keel.rollout.vllm_fast.step_reuse import advance
-from keel.rollout.vllm_fast.truncate_kernels import WIDEST_TOP_K
 from keel.weights.loader import WeightsExtension, moe_runners
 
-_LOG = logging.getLogger(__name__)
 _CASCADE = "keel.rollout.vllm_fast.cascade.backend"
-_HEAD_ALIGNMENT = 64
-"""vLLM pads the number of rows in the output head to a multiple of this number."""
-
-
-def prepare(spec: EngineSpec, text: PreTrainedConfig) -> None:
-    """Choose the attention backend for engines that are built afterwards, and start to compile
-    kernels.
-
-    `text` is the configuration of the model's language part.
-    """
-    cascades = share_prompts(spec)
-    compile_ahead(spec, text.vocab_size, heads_of(text) if cascades else None)
 
 
 def share_prompts(spec: EngineSpec) -> bool:
@@ -53,6 +35,67 @@ def share_prompts(spec: EngineSpec) -> bool:
     if enabled or _CASCADE in sys.modules:
         import_module(_CASCADE).install(enabled=enabled)
     return enabled
+
+
+class SlotRoutes:
+    """Stores routes on the GPU, indexed by KV cache slot.
+
+    It replaces `AuxOutputWorkerConnector` in vLLM's Model Runner V2, which copies each step's
+    routes to the CPU and sorts them in Python, and uses vLLM's route capture. Here, one kernel per
+    step stores the routes in the slot that also holds the token's keys. A token keeps its slot as
+    long as another token attends to it. Routes can therefore be found through a request's blocks,
+    even after chunked prefills, with shared prefixes, or when tokens are recomputed after a
+    preemption.
+    """
+
+    def __init__(self, captured: Tensor, slots: Tensor, layers: Sequence[int], size: int) -> None:
+        """Allocate storage for the routes.
+
+        `captured` [N, all layers, K] int32 holds the experts of the current step, and `slots` [≥ N]
+        the cache slot of each of its tokens. Both tensors are overwritten in each step, in stream
+        order. `layers` are the MoE layers, and `size` is the number of slots in the cache.
+        """
+        self._captured, self._slots = captured, slots
+        every = list(range(captured.shape[1]))
+        self._layers = (
+            None
+            if list(layers) == every
+            else torch.tensor(list(layers), dtype=torch.int64, device=captured.device)
+        )
+        # A slot that was never stored must not look like a token sent to expert 0.
+        self._table = torch.full(
+            (size, len(layers), captured.shape[2]),
+            NO_ROUTE,
+            dtype=torch.int16,
+            device=captured.device,
+        )
+        self._copy_stream = torch.cuda.Stream() if captured.is_cuda else None
+
+    def begin_step(self, metadata: Any) -> None:
+        """Called by vLLM before the forward pass."""
+
+    def prepare_output(self, batch: Any) -> None:
+        """Store the rows of the step without copying anything to the CPU. vLLM calls this after
+        sampling."""
+        self.store(int(batch.query_start_loc_np[batch.num_reqs]))
+
+    def store(self, tokens: int) -> None:
+        rows = self._captured[:tokens]
+        if self._layers is not None:
+            rows = rows.index_select(1, self._layers)
+        self._table.index_copy_(0, self._slots[:tokens], rows.to(self._table.dtype))
+
+    def rows(self, slots: NDArray[np.int64], *, stored: bool = False) -> NDArray[np.int16]:
+        """Return the routes [len(slots), L, K]. Waits for the steps in flight unless all rows are
+        `stored`."""
+        with (
+            torch.cuda.stream(self._copy_stream) if stored and self._copy_stream else nullcontext()
+        ):
+            index = torch.from_numpy(slots).to(self._table.device)
+            return self._table[index].cpu().numpy()
+
+    def close(self) -> None:
+        """Called by vLLM when the engine shuts down."""
 
 
 class FastExtension(WeightsExtension):
@@ -110,95 +153,3 @@ class FastExtension(WeightsExtension):
     def _keel_slots(self, blocks: Sequence[int]) -> NDArray[np.int64]:
         first = np.asarray(blocks, np.int64) * self._keel_block_size
         return (first[:, None] + np.arange(self._keel_block_size)).ravel()
-
-
-def compile_ahead(
-    spec: EngineSpec, vocabulary: int, heads: Heads | None = None
-) -> threading.Thread | None:
-    """Compile Keel's kernels on a thread while vLLM loads, which makes the first step ten seconds
-    faster.
-
-    If `heads` are given, the attention kernels are compiled for them. Returns None if there is
-    nothing to compile. Other kernel variants are compiled when they are first used.
-    """
-    sampling, parts = spec.config.sampling, list[Callable[[], None]]()
-    if heads is not None and heads.covered:  # first, because vLLM's graphs need it
-        parts.append(lambda: _compile_attention(spec, heads))
-    if 0 < sampling.top_k <= WIDEST_TOP_K and sampling.temperature > 0:
-        parts.append(lambda: _compile_sampling(spec, vocabulary))
-        parts.append(lambda: _compile_step_reuse(spec))
-    if not parts:
-        return None
-
-    def run() -> None:
-        for part in parts:
-            try:
-                part()
-            except Exception:  # the engine raises it when it compiles the kernel itself
-                _LOG.info("kernels were not compiled ahead", exc_info=True)
-
-    thread = threading.Thread(target=run, name="keel-compile-ahead", daemon=True)
-    thread.start()
-    return thread
-
-
-def _meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _compile_sampling(spec: EngineSpec, vocabulary: int) -> None:
-    sampling, rows = spec.config.sampling, spec.config.max_num_seqs
-    dtype = "float32" if spec.config.head_dtype == "float32" else spec.dtype
-    padded = -(-vocabulary // _HEAD_ALIGNMENT) * _HEAD_ALIGNMENT
-    draw(
-        _meta(rows, padded, dtype=getattr(torch, dtype))[:, :vocabulary],
-        _meta(rows, dtype=torch.int64),
-        _meta(rows, dtype=torch.int64),
-        sampled=_meta(rows, dtype=torch.int32),
-        temperature=_meta(rows, dtype=torch.float32),
-        seeds=_meta(rows, dtype=torch.int64),
-        width=sampling.top_k,
-        record=spec.keep_sampling_mask,
-        truncation=Truncation(_meta(rows, dtype=torch.int32), _meta(rows, dtype=torch.float32)),
-    )
-
-
-def _compile_step_reuse(spec: EngineSpec) -> None:
-    rows = spec.config.max_num_seqs
-    number, small = (_meta(rows, dtype=kind) for kind in (torch.int64, torch.int32))
-    states = SamplingRows.of(rows, torch.device("meta"))
-    gather(
-        states,
-        number,
-        rows,
-        temperature=states.temperature,
-        top_k=states.top_k,
-        top_p=states.top_p,
-        seeds=states.seeds,
-    )
-    advance(
-        number,
-        computed=small,
-        sampled=number[:, None],
-        table=_meta(rows, -(-spec.max_model_len // PAGE), dtype=torch.int32),
-        page=PAGE,
-        positions=number,
-        lengths=small,
-        ids=small,
-        slots=number,
-    )
-
-
-def _compile_attention(spec: EngineSpec, heads: Heads) -> None:
-    rows, dtype = spec.config.max_num_seqs, getattr(torch, spec.dtype)
-    blocks = -(-spec.max_model_len // heads.page)
-    table, lengths = (_meta(*shape, dtype=torch.int32) for shape in ((rows, blocks), (rows,)))
-    scratch = Scratch(heads, rows, torch.device("meta"))
-    plan(scratch, table, lengths)
-    # Layouts of vLLM's cache and of its projections' outputs.
-    cache = _meta(rows, heads.keys, heads.page, 2 * heads.size, dtype=dtype)
-    keys, values = cache.transpose(1, 2).split(heads.size, dim=-1)
-    width = heads.queries + 2 * heads.keys
-    query = _meta(rows, width, heads.size, dtype=dtype)[:, : heads.queries]
-    out = _meta(rows, heads.queries, heads.size, dtype=dtype)
-    attend(scratch, query, keys, values, table, lengths, heads.size**-0.5, out)

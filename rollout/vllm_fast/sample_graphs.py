@@ -29,7 +29,6 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from keel.rollout.vllm_fast.sample_kernels import SampledRows, Truncation, draw
 from keel.rollout.vllm_fast.sampler import KeptSampler, as_vllm
 from keel.rollout.vllm_fast.step_arrays import StepMasks
-from keel.rollout.vllm_fast.truncate_kernels import launch
 
 _LOG = logging.getLogger(__name__)
 _COPIES = 2
@@ -72,9 +71,7 @@ def gather(
     `temperature`, `top_k`, `top_p` and `seeds` are indexed by request.
     """
     grid, rows = (triton.cdiv(size, BLOCK),), len(requests)
-    launch(
-        _gather, grid, requests, temperature, top_k, top_p, seeds, *into, rows, size, BLOCK=BLOCK
-    )
+    _gather[grid](requests, temperature, top_k, top_p, seeds, *into, rows, size, BLOCK=BLOCK)
 
 
 @triton.jit(do_not_specialize=["rows", "size"])

@@ -20,7 +20,7 @@ from torch import Tensor
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_noised_argmax
 
 from keel.rollout.vllm_fast.step_arrays import StepMasks, ids_in_step
-from keel.rollout.vllm_fast.truncate_kernels import launch, truncate
+from keel.rollout.vllm_fast.truncate_kernels import truncate
 
 WIDEST = 2048
 """Number of ids stored per row. A row that keeps more ids is scanned as a whole."""
@@ -200,8 +200,7 @@ def draw(
     prompt), the mask is empty and the other results are undefined. `width` is the largest top_k
     among the rows or, without `truncation`, the number of ids that a row usually keeps.
 
-    All results are new tensors, because a later step may run before they are read. On the device
-    `meta`, kernels are only compiled.
+    All results are new tensors, because a later step may run before they are read.
     """
     rows, vocab_size = logits.shape
     width = min(width, vocab_size, WIDEST)
@@ -222,8 +221,7 @@ def draw(
         ids = torch.empty((rows, width), dtype=torch.int32, device=device)
         if record:
             bits = torch.zeros((rows, -(-vocab_size // 8)), dtype=torch.uint8, device=device)
-        launch(
-            _find, (rows, -(-vocab_size // BLOCK)), logits, logits.stride(0), sampled, ids,
+        _find[(rows, -(-vocab_size // BLOCK))](logits, logits.stride(0), sampled, ids,
             counts, ids if bits is None else bits, 0 if bits is None else bits.shape[1],
             vocab_size, width, RECORD=record, SIZE=BLOCK,
         )  # fmt: skip
@@ -234,8 +232,7 @@ def draw(
         flat = torch.empty(ids_in_step(rows, width), dtype=torch.int32, device=device)
         masks = StepMasks(counts, flat, ids, bits)
     widest = max(NARROWEST, triton.next_power_of_2(width))
-    launch(
-        _draw, (rows,), logits, logits.stride(0), states, temperature, seeds, positions, ids,
+    _draw[(rows,)](logits, logits.stride(0), states, temperature, seeds, positions, ids,
         counts, tokens, logp, masks.flat if masks else ids, vocab_size, width,
         len(masks.flat) if masks else 0, RECORD=record, SCALE=truncation is not None,
         ROWS=max(ROWS, triton.next_power_of_2(rows)), NARROW=min(NARROW, widest), WIDTH=widest,

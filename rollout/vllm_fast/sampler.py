@@ -7,7 +7,6 @@ support use vLLM's sampler.
 
 from __future__ import annotations
 
-import logging
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -26,8 +25,6 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from keel.rollout.vllm_fast.sample_kernels import SampledRows, Truncation, draw
 from keel.rollout.vllm_fast.step_arrays import UNMASKED
 from keel.rollout.vllm_fast.truncate_kernels import WIDEST_TOP_K
-
-logger = logging.getLogger(__name__)
 
 _PROCESSORS = [LogitBiasState, PenaltiesState, BadWordsState]
 """vLLM's logits processors, for which `KeptSampler.only_truncates` can check whether they are
@@ -160,19 +157,10 @@ def as_vllm(rows: SampledRows, sampled: Tensor, rejected: Tensor) -> SamplerOutp
 
 
 def install(runner: Any) -> bool:
-    """Replace the model runner's sampler with a `KeptSampler`. Returns False if the sampler is not
-    supported."""
+    """Replace the model runner's sampler with a `KeptSampler`. Returns False if this process has
+    none."""
     sampler: Any = runner.sampler
-    if (
-        type(sampler) is not Sampler  # one with a watermark, or none in this process
-        or runner.rejection_sampler is not None
-        or runner.batch_sharder is not None
-        or sampler.logprobs_mode != "processed_logprobs"
-        or sampler.use_fp64_gumbel
-        or sampler.compute_nans
-        or sampler.trace_replay_state is not None
-    ):
-        logger.warning("rollout.recorder = 'packed': using vLLM's slower sampler")
+    if type(sampler) is not Sampler:
         return False
     counts = torch.tensor([[1], [0]], dtype=torch.int32, device=runner.device)
     sampler.__class__ = KeptSampler

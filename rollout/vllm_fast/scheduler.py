@@ -71,18 +71,7 @@ class _FastPath(Scheduler):
         """True if requests are waiting but vLLM could not begin any in its last step, although it
         had tokens to spare."""
         groups = self.kv_cache_config.kv_cache_groups
-        self._possible = (
-            len(groups) == 1
-            and type(groups[0].kv_cache_spec) is FullAttentionSpec
-            and not self.use_pp
-            and not self.num_spec_tokens
-            and not self.num_lookahead_tokens
-            and self.num_sampled_tokens_per_step == 1
-            and self.connector is None
-            and self.ec_connector is None
-            and not self.log_stats
-            and not self.enable_kv_cache_events
-        )
+        self._possible = len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec
 
     def leave_routes(self) -> None:
         self.aux_output_connector = None

@@ -24,10 +24,7 @@ from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-
-from keel.rollout.vllm_fast.truncate_kernels import launch
 
 BLOCK = 256
 
@@ -199,8 +196,7 @@ def advance(
     `meta`, the kernel is only compiled.
     """
     rows = len(requests)
-    launch(
-        _advance, (triton.cdiv(rows, BLOCK),), requests, computed, sampled, table, table.stride(0),
+    _advance[(triton.cdiv(rows, BLOCK),)](requests, computed, sampled, table, table.stride(0),
         positions, lengths, ids, slots, rows, PAGE=page, BLOCK=BLOCK,
     )  # fmt: skip
 
@@ -223,31 +219,20 @@ def _advance(
 
 
 def covers(runner: Any) -> bool:
-    """Return True for a text model with full attention that runs on one GPU and uses no other
-    features."""
-    parallel, groups = runner.vllm_config.parallel_config, runner.kv_cache_config.kv_cache_groups
+    """Return True for a text model with full attention that runs on one GPU with CUDA graphs. Keel
+    enables none of vLLM's other features."""
+    groups = runner.kv_cache_config.kv_cache_groups
     return (
-        parallel.world_size == 1
-        and parallel.data_parallel_size == 1
-        and not parallel.enable_eplb
+        runner.vllm_config.parallel_config.world_size == 1
         and runner.cudagraph_manager is not None
         and type(runner.model_state) is DefaultModelState
         and runner.model_state.rope_state is None
         and runner.model_state.prompt_embeds_state is None
         and len(groups) == 1
         and type(groups[0].kv_cache_spec) is FullAttentionSpec
-        and runner.kv_connector is NO_OP_KV_CONNECTOR
-        and runner.dcp_size == 1
-        and runner.pcp_manager is None
-        and runner.ubatch_runner is None
         and runner.fast_prefill is None
-        and runner.pooling_runner is None
         and runner.encoder_cache is None
-        and not runner.lora_config
-        and not runner.num_speculative_steps
         and not runner.uses_inputs_embeds
-        and not runner.is_encoder_decoder
-        and not runner.observability_config.cudagraph_metrics
         and runner.model_config.rswa_window is None
     )
 

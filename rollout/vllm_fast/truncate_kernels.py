@@ -12,8 +12,6 @@ logits at a cut are equal, those with the lowest ids are kept, and no row keeps 
 # Triton's kernels are not written in the types of Python.
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -201,15 +199,6 @@ def _cut(
     tl.store(counts_ptr + row, count)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Run a kernel. If its first argument is on the device `meta`, only compile the kernel and its
-    launcher."""
-    if args[0].is_meta:
-        assert kernel.warmup(*args, grid=grid, **options).run
-    else:
-        kernel[grid](*args, **options)
-
-
 def truncate(
     logits: Tensor,
     states: Tensor,
@@ -225,8 +214,7 @@ def truncate(
 
     `logits` [rows, V] come directly from the model, and `states` [rows] is the request of each row.
     `temperature` (> 0), `top_k` (1 to `width`) and `top_p` are indexed by request. `width` is at
-    most `WIDEST_TOP_K`. A row keeps no ids where `sampled` [rows] is 0. On the device `meta`,
-    kernels are only compiled.
+    most `WIDEST_TOP_K`. A row keeps no ids where `sampled` [rows] is 0.
     """
     rows, vocab_size = logits.shape
     device = logits.device
@@ -242,18 +230,15 @@ def truncate(
     bounds, found, counts = (torch.empty(rows, dtype=torch.int32, device=device) for _ in range(3))
     keys = torch.empty((rows, room), dtype=torch.int64, device=device)
     ids = torch.empty((rows, width), dtype=torch.int32, device=device)
-    launch(
-        _maxima, (rows, blocks), logits, logits.stride(0), states, temperature, sampled, maxima,
+    _maxima[(rows, blocks)](logits, logits.stride(0), states, temperature, sampled, maxima,
         vocab_size, groups, GROUP=group, GROUPS=block_groups,
     )  # fmt: skip
     size = triton.next_power_of_2(groups)
-    launch(_bound, (rows,), states, top_k, sampled, maxima, bounds, found, groups, SIZE=size)
-    launch(
-        _file, (rows, blocks), logits, logits.stride(0), states, temperature, sampled, bounds,
+    _bound[(rows,)](states, top_k, sampled, maxima, bounds, found, groups, SIZE=size)
+    _file[(rows, blocks)](logits, logits.stride(0), states, temperature, sampled, bounds,
         keys, found, vocab_size, ROOM=room, SIZE=BLOCK, num_warps=8,
     )  # fmt: skip
-    launch(
-        _cut, (rows,), logits, logits.stride(0), states, temperature, top_k, top_p, keys, found,
+    _cut[(rows,)](logits, logits.stride(0), states, temperature, top_k, top_p, keys, found,
         ids, counts, vocab_size, width, LIKELY=likely, ROOM=room, SIZE=BLOCK, num_warps=8,
     )  # fmt: skip
     return ids, counts

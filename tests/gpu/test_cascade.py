@@ -6,7 +6,6 @@ The kernels run on a GPU, or anywhere under Triton's interpreter (TRITON_INTERPR
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -108,55 +107,6 @@ def planned(cache: Cache, queries: int = 4, keys: int = 2) -> tuple[list[int], l
     lengths = torch.tensor(cache.lengths, dtype=torch.int32, device=DEVICE)
     plan(scratch, cache.table(), lengths)
     return scratch.leader.tolist(), scratch.shared.tolist()
-
-
-@pytest.mark.skipif(
-    INTERPRETED, reason="no NVIDIA GPU is visible (an interpreter compiles nothing)"
-)
-def test_steps_use_precompiled_kernels() -> None:
-    from triton import knobs
-
-    from keel.configs.schema import RolloutConfig
-    from keel.rollout.spec import EngineSpec
-    from keel.rollout.vllm_fast.cascade.kernels import Heads, Scratch, attend, plan
-    from keel.rollout.vllm_fast.install import compile_ahead
-
-    heads = Heads(12, 4, 128, PAGE)
-    spec = EngineSpec(
-        model_path="",
-        tokenizer="",
-        config=RolloutConfig(max_num_seqs=40),
-        dtype="bfloat16",
-        max_model_len=640,
-        seed=0,
-        keep_routing=False,
-        keep_sampling_mask=True,
-    )
-    compiled: list[str] = []
-
-    def note(**what: Any) -> None:
-        compiled.append(what["repr"])
-
-    before, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, note
-    try:
-        thread = compile_ahead(spec, 1000, heads)
-        assert thread is not None
-        thread.join(100)
-        ahead = list(compiled)
-        scratch = Scratch(heads, 40, torch.device(DEVICE))
-        for rows in (40, 7):
-            table = torch.zeros(rows, 40, dtype=torch.int32, device=DEVICE)
-            lengths = torch.full((rows,), 100, dtype=torch.int32, device=DEVICE)
-            projected = torch.randn(rows, 20, 128, device=DEVICE).bfloat16()
-            cache = torch.randn(50, 4, PAGE, 256, device=DEVICE).bfloat16()
-            keys, values = cache.transpose(1, 2).split(128, dim=-1)
-            out = torch.empty(rows, 12, 128, dtype=torch.bfloat16, device=DEVICE)
-            plan(scratch, table, lengths)
-            attend(scratch, projected[:, :12], keys, values, table, lengths, 0.1, out)
-    finally:
-        knobs.runtime.jit_post_compile_hook = before
-    assert len(ahead) >= 4
-    assert compiled == ahead
 
 
 def test_rows_of_a_group_are_a_segment() -> None:

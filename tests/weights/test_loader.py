@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def test_unfiled_slots_have_no_route() -> None:
-    from keel.rollout.vllm_fast.routed_experts import SlotRoutes  # noqa: PLC0415
+    from keel.rollout.vllm_fast.install import SlotRoutes  # noqa: PLC0415
 
     captured = torch.zeros((4, 3, 2), dtype=torch.int32)
     routes = SlotRoutes(captured, torch.tensor([5, 6, 0, 0]), layers=[0, 2], size=8)

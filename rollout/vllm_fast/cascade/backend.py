@@ -90,7 +90,6 @@ class CascadeBuilder(FlashAttentionMetadataBuilder):
         if (
             # Graphs of steps with prompts would also run steps that only decode.
             (mode.has_full_cudagraphs() and not mode.separate_routine())
-            or self.dcp_world_size > 1
             or self.rswa_window is not None
             or self.model_config.is_mm_prefix_lm
             or not heads.covered

@@ -17,17 +17,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from keel.rollout.vllm_fast.truncate_kernels import launch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 LEAST_SHARED = tl.constexpr(64)
 """Minimum number of tokens that the rows of a segment must share."""
@@ -47,8 +41,6 @@ LONGER = 4
 finish at the same time."""
 MOST_SPLITS = 32
 """Maximum number of slices per row."""
-PAGE = 16
-"""Default number of tokens per KV block."""
 SIZES = (64, 128)
 """Head sizes for which the kernels are tested."""
 MOST_EACH = 4
@@ -102,17 +94,6 @@ class Heads:
         return max(1, min(MOST_SPLITS, fewest)), max(1, min(MOST_SPLITS, most))
 
 
-def heads_of(text: PreTrainedConfig) -> Heads | None:
-    """Return the attention heads of a model configuration, or None if it uses another kind of
-    attention."""
-    queries = getattr(text, "num_attention_heads", 0)
-    keys = getattr(text, "num_key_value_heads", None) or queries
-    if not queries or getattr(text, "kv_lora_rank", None):
-        return None
-    size = getattr(text, "head_dim", None) or text.hidden_size // queries
-    return Heads(queries, keys, size, PAGE)
-
-
 class Scratch:
     """Buffers that the layers of a model use one after the other."""
 
@@ -139,12 +120,10 @@ def plan(scratch: Scratch, table: Tensor, lengths: Tensor) -> None:
     the current one and is 0 for padding.
     """
     rows = len(lengths)
-    launch(
-        _compare, (triton.cdiv(rows, AT_ONCE),), table, table.stride(0), table.shape[1], lengths,
+    _compare[(triton.cdiv(rows, AT_ONCE),)](table, table.stride(0), table.shape[1], lengths,
         scratch.alike, rows, PAGE=scratch.heads.page, ROWS=AT_ONCE,
     )  # fmt: skip
-    launch(
-        _segment, (1,), scratch.alike, scratch.leader, scratch.shared, rows,
+    _segment[(1,)](scratch.alike, scratch.leader, scratch.shared, rows,
         ROWS=scratch.heads.rows, SIZE=triton.next_power_of_2(len(scratch.leader)), num_warps=8,
     )  # fmt: skip
 
@@ -234,16 +213,14 @@ def attend(
     heads, rows = scratch.heads, len(lengths)
     fewest, splits = heads.splits(rows)
     pairs = triton.cdiv(rows, 2)
-    launch(
-        _parts, (pairs + rows, heads.keys, splits), query, query.stride(0), query.stride(1), keys,
+    _parts[(pairs + rows, heads.keys, splits)](query, query.stride(0), query.stride(1), keys,
         values, keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0),
         values.stride(1), values.stride(2), table, table.stride(0), lengths, scratch.leader,
         scratch.shared, scratch.sums, scratch.values, scale * LOG2_E, rows, pairs, fewest, splits,
         PAGE=heads.page, EACH=heads.each, HEADS=heads.queries, ROWS=heads.rows, SIZE=heads.size,
         QUERIES=heads.tile, TOKENS=TOKENS, SLICE=SLICE, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
-    launch(
-        _join, (rows, heads.queries), scratch.sums, scratch.values, lengths, scratch.shared, out,
+    _join[(rows, heads.queries)](scratch.sums, scratch.values, lengths, scratch.shared, out,
         out.stride(0), out.stride(1), fewest, splits, HEADS=heads.queries, SIZE=heads.size,
         SPLITS=MOST_SPLITS if splits > SHORT else SHORT, TOKENS=TOKENS, SLICE=SLICE,
         num_warps=4 if splits > SHORT else 1,

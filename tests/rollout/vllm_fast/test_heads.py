@@ -8,19 +8,10 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
 
 from keel.configs.schema import RolloutConfig
-from keel.rollout.vllm_fast.cascade.kernels import Heads, heads_of
+from keel.rollout.vllm_fast.cascade.kernels import Heads
 from keel.trainer.placement.memory import read_together
-
-
-def test_heads_are_those_of_the_configuration() -> None:
-    qwen = Qwen3Config(num_attention_heads=16, num_key_value_heads=8, head_dim=128)
-    assert heads_of(qwen) == Heads(16, 8, 128, 16)
-    llama = LlamaConfig(hidden_size=1024, num_attention_heads=16, num_key_value_heads=None)
-    assert heads_of(llama) == Heads(16, 16, 64, 16)
-    assert heads_of(DeepseekV3Config()) is None
 
 
 @pytest.mark.parametrize(
