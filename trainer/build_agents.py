@@ -39,8 +39,7 @@ from keel.rewards.sandbox.runtime import runtime
 from keel.rl.turns import Chat
 from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.chat.eos_ids import ends_of
-from keel.rollout.chat.template_checks import check_calls_in_thinking, check_prefix_law, turn_ids
+from keel.rollout.chat.template_checks import check_calls_in_thinking, check_prefix_law, ends_of
 
 _SHOWN_TOOLS = 8
 """How many tools the notes before a run list by name."""
@@ -173,7 +172,7 @@ def spoken_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
     question = [{"role": "user", "content": "?"}]
     thought = {"reasoning_content": "Hm."} if thinking else {}  # some formats need it
     turn = {"role": "assistant", **thought, "content": text}
-    return turn_ids(chat, question, turn, question, (), thinking=thinking)
+    return chat.turn_ids(question, turn, question, (), thinking=thinking)
 
 
 def environment_spec(config: Config, source: SourceConfig) -> Program | McpServer | None:

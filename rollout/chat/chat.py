@@ -43,7 +43,7 @@ class TemplateChat:
         `tools_in_thinking` means that the policy calls tools only while it thinks. If its thinking
         is still open at the end of a turn, the next turn continues it (DeepSeek-V3.2, 2025,
         Appendix B, Table 8). `ends` are additional tokens that end a turn in the engine
-        (`keel.rollout.chat.eos_ids`). `marks` is the setting `model.thinking_marks`.
+        (`template_checks.ends_of`). `marks` is the setting `model.thinking_marks`.
 
         Raises ValueError if the tokenizer has no chat template or no tokenizer.json.
         """
@@ -177,17 +177,39 @@ class TemplateChat:
         )
         return text, marks
 
-    def turn_of(self, before: str, whole: str) -> str | None:
-        """Return the part of `whole` that follows the rendered prompt `before`, or None if `whole`
-        does not start with it.
+    def turn_ids(
+        self,
+        messages: Sequence[Message],
+        reply: Message,
+        after: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        *,
+        thinking: bool,
+    ) -> list[int]:
+        """Return the ids that the policy would sample for `reply`, including the end of the turn.
 
-        A think block at the end of `before` may be missing from `whole`, because some templates
-        omit it from the history.
+        `after` are the messages that follow, which matter for formats whose turns end with the
+        start of the next message. Raises ValueError if the template changes `messages` once `reply`
+        follows.
         """
+        before, _ = self.text(messages, tools, thinking=thinking)
+        whole, marks = self.text([*messages, reply], tools, thinking=thinking, speak=False)
+        # Some templates omit a think block at the end of the prompt from the history.
         opened, closed = map(re.escape, (self.marks.open, self.marks.close))
         without_mode = re.sub(rf"(?:{opened}\s*)?(?:{closed}\s*)?\Z", "", before)
         start = next((each for each in (before, without_mode) if whole.startswith(each)), None)
-        return None if start is None else whole[len(start) :]
+        if start is None:
+            raise ValueError(f"{self.label} changes earlier messages once others follow")
+        turn = whole[len(start) :]
+        reasoning = str(reply.get("reasoning_content") or "")
+        if reasoning and turn.startswith(self.marks.close):  # a history without the thinking
+            turn = self.encoder.shield_whole(reasoning, marks) + turn
+        ends = [at + len(end) for end in self.ends if (at := turn.find(end)) >= 0]
+        if ends:
+            return self.encoder.encode(turn[: min(ends)], marks)
+        follows = [one for one in after if one["role"] != "assistant"]
+        end = self.end_before(follows or [{"role": "user", "content": "?"}], thinking=thinking)
+        return self.encoder.encode(turn + end, marks)
 
     def end_before(self, messages: Sequence[Message], *, thinking: bool) -> str:
         """Return the control text that ends a turn when `messages` follow."""
@@ -204,10 +226,6 @@ class TemplateChat:
     def opened(self, *, thinking: bool) -> bool:
         """Return True if the prompt opens the thinking, so that the policy only has to close it."""
         return self.marks.ends_open(self._prefix(thinking))
-
-    def has_modes(self) -> bool:
-        """Return True if the template's prompt depends on whether thinking is on or off."""
-        return self._prefix(True) != self._prefix(False)
 
     def _has_thought(self, ids: Sequence[int]) -> bool:
         text, _ = self._decode(ids)

@@ -23,7 +23,6 @@ _THINKING_LOST = (
     ": it opens each turn's thinking itself, but shows finished turns without thinking. Set "
     "model.chat_template to a template that keeps the last turn's"
 )
-_END = {"role": "user", "content": "?"}
 _CHECKED: WeakKeyDictionary[TemplateChat, set[tuple[Any, ...]]] = WeakKeyDictionary()
 """Sequences of roles that a template is known to show completely, for each way of rendering."""
 
@@ -81,42 +80,13 @@ def render_given(
         context.add(extended[len(context.ids) :], trained=False)
         after = messages[index + 1 : index + 2]
         try:
-            turn = _turn_ids(chat, messages[:index], message, after, tools, thinking=thinking)
+            turn = chat.turn_ids(messages[:index], message, after, tools, thinking=thinking)
             _check_read_back(chat, message, turn, tools, thinking=thinking)
         except ValueError as error:
             raise ValueError(f"messages[{index}]: {error}") from error
         context.add(turn, trained=True)
         done = index + 1
     return contexts
-
-
-def _turn_ids(
-    chat: TemplateChat,
-    messages: Sequence[Message],
-    reply: Message,
-    after: Sequence[Message],
-    tools: Sequence[ToolSpec],
-    *,
-    thinking: bool,
-) -> list[int]:
-    """Return the ids that the policy would sample for `reply`, including the end of the turn.
-
-    `after` are the messages that follow, which matter for formats whose turns end with the start of
-    the next message. Raises ValueError if the template changes `messages` once `reply` follows.
-    """
-    before, _ = chat.text(messages, tools, thinking=thinking)
-    whole, marks = chat.text([*messages, reply], tools, thinking=thinking, speak=False)
-    turn = chat.turn_of(before, whole)
-    if turn is None:
-        raise ValueError(f"{chat.label} changes earlier messages once others follow")
-    reasoning = str(reply.get("reasoning_content") or "")
-    if reasoning and turn.startswith(chat.marks.close):  # a history without the thinking
-        turn = chat.encoder.shield_whole(reasoning, marks) + turn
-    ends = [at + len(end) for end in chat.ends if (at := turn.find(end)) >= 0]
-    if ends:
-        return chat.encoder.encode(turn[: min(ends)], marks)
-    follows = [one for one in after if one["role"] != _ASSISTANT] or [_END]
-    return chat.encoder.encode(turn + chat.end_before(follows, thinking=thinking), marks)
 
 
 def _check_shown(

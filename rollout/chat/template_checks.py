@@ -6,6 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from transformers import GenerationConfig
+
+from keel.model.hub import hub_options
+from keel.model.load import load_model_config
 from keel.rl.turns import Malformed, Message, ToolCall, ToolSpec
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.encoding import free_marks
@@ -62,7 +66,7 @@ def check_calls_in_thinking(chat: TemplateChat, *, tools: Sequence[ToolSpec] = _
     reply = _reply(0, 1, tools, thinking=True)
     after = _answers(reply)
     ids = chat.opening(messages, tools, thinking=True)
-    outside = turn_ids(chat, messages, reply, after, tools, thinking=True)
+    outside = chat.turn_ids(messages, reply, after, tools, thinking=True)
     text = chat.decode(outside)
     close = chat.marks.close
     check(close in text, f"it has no {close} after a call")
@@ -90,39 +94,6 @@ def check_calls_in_thinking(chat: TemplateChat, *, tools: Sequence[ToolSpec] = _
     check(kinds == [Malformed], "a call after the thinking is parsed")
 
 
-def turn_ids(
-    chat: TemplateChat,
-    messages: Sequence[Message],
-    reply: Message,
-    after: Sequence[Message],
-    tools: Sequence[ToolSpec],
-    *,
-    thinking: bool,
-) -> list[int]:
-    """Return the ids that the policy would sample for `reply`, including the end of the turn.
-
-    `reply` must end in text that appears nowhere else. Raises ValueError if the template does not
-    show `reply`, or changes `messages` once `reply` and `after` follow.
-    """
-    before, _ = chat.text(messages, tools, thinking=thinking)
-    # A user's next message would end the thinking.
-    shown = after if after[0]["role"] == "tool" else ()
-    conversation = [*messages, reply, *shown]
-    whole, marks = chat.text(conversation, tools, thinking=thinking, speak=bool(shown))
-    turn = chat.turn_of(before, whole)
-    if turn is None:
-        raise _failure(chat, thinking, "it changes earlier messages once others follow")
-    last = turn.rfind(_last_words(reply))
-    if last < 0:
-        if reply.get("tool_calls"):
-            raise _failure(chat, thinking, "it shows no tool calls", _WRITES_TOOLS)
-        raise _failure(chat, thinking, "it does not show the assistant's text")
-    ends = [at + len(end) for end in chat.ends if (at := turn.find(end, last)) >= 0]
-    if ends:
-        return chat.encoder.encode(turn[: min(ends)], marks)
-    return chat.encoder.encode(turn + chat.end_before(after, thinking=thinking), marks)
-
-
 def _check_conversation(
     chat: TemplateChat, tools: Sequence[ToolSpec], calls: Sequence[int], *, thinking: bool
 ) -> None:
@@ -145,11 +116,14 @@ def _check_conversation(
         reply = _reply(turn, count, tools, thinking=thinking)
         after = _answers(reply) or [{"role": "user", "content": "And then?"}]
         try:
-            sampled = turn_ids(chat, messages, reply, after, tools, thinking=thinking)
-        except ValueError:
+            sampled = chat.turn_ids(messages, reply, after, tools, thinking=thinking)
+        except ValueError as error:
             if count < 2:
-                raise
+                raise _failure(chat, thinking, str(error)) from error
             return  # a template with one call per turn
+        if _last_words(reply) not in chat.decode(sampled):
+            problem = "it does not show the assistant's text or tool calls"
+            raise _failure(chat, thinking, problem, _WRITES_TOOLS if count else "")
         whole = chat.opening([*messages, reply, *after], tools, thinking=thinking)
         for name, turn_end in (("ended", sampled), ("cut", sampled[:-1])):
             extended = chat.extend([*ids, *turn_end], after, thinking=thinking)
@@ -158,8 +132,6 @@ def _check_conversation(
                 raise _failure(chat, thinking, f"{case}: {_difference(chat, extended, whole)}")
             if count and extended is None:
                 raise _failure(chat, thinking, "it cannot continue after a tool's result")
-        if count and f"Thought{turn}z" not in chat.decode(whole) and chat.has_modes() and thinking:
-            raise _failure(chat, thinking, "it drops the thinking of a turn that calls tools")
         ids = chat.extend([*ids, *sampled], after, thinking=thinking) or whole
         messages += [reply, *after]
 
@@ -240,3 +212,17 @@ def _failure(chat: TemplateChat, thinking: bool, problem: str, fix: str = "") ->
     return ValueError(
         f"{chat.label} cannot extend a conversation {mode} thinking: {problem}. {fix or usual}"
     )
+
+
+def ends_of(path: str) -> tuple[int, ...]:
+    """Return the `eos_token_id`s of a model, which end every completion in the engine.
+
+    As in vLLM, they are read from generation_config.json or, if that does not exist, from
+    config.json. `path` is a folder or a hub name. Raises ConfigError if there is neither file.
+    """
+    try:
+        config = GenerationConfig.from_pretrained(path, **hub_options(path))
+    except OSError:
+        config = GenerationConfig.from_model_config(load_model_config(path))
+    ends = config.eos_token_id
+    return (ends,) if isinstance(ends, int) else tuple(ends or ())

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,10 @@ class VllmServer:
     ) -> None:
         """Start the server.
 
-        `name` is used in error messages, and `options` are the options for vLLM. `environment` is
-        added to this process's environment. A `port` of 0 selects a free port. The server's output
-        goes to `log`. `key` is the API key that clients must send; if it is empty, `VLLM_API_KEY`
-        from the environment applies. Raises OSError if the address cannot be bound.
+        `name` is used in error messages. `environment` is added to this process's environment. A
+        `port` of 0 selects a free port. `key` is the API key that clients must send; if it is
+        empty, `VLLM_API_KEY` from the environment applies. Raises OSError if the address cannot be
+        bound.
         """
         self._name, self._host, self._log = name, host, log
         # Bound but not listening: reserves the port until the server listens on it.
@@ -87,13 +87,10 @@ class VllmServer:
         return f"http://{self._host}:{self._port}/v1"
 
     def wait(self, timeout_s: float, knob: str = "") -> None:
-        """Wait until the server answers.
-
-        `knob` is the name of the setting that determines `timeout_s`. Raises RuntimeError with the
-        end of the log if the server does not start.
-        """
+        """Wait until the server answers. `knob` is the setting that determines `timeout_s`. Raises
+        RuntimeError with the end of the log if the server does not start."""
         end = time.monotonic() + timeout_s
-        while not self._healthy():
+        while not self._is_healthy():
             reason = self.ended()
             if not reason and time.monotonic() > end:
                 reason = (
@@ -135,7 +132,7 @@ class VllmServer:
             self._reaper.kill()
             self._reaper.wait()
 
-    def _healthy(self) -> bool:
+    def _is_healthy(self) -> bool:
         # http.client ignores proxy settings, which must not apply here.
         connection = http.client.HTTPConnection(self._host, self._port, timeout=_HEALTH_TIMEOUT_S)
         try:
@@ -147,24 +144,11 @@ class VllmServer:
             connection.close()
 
 
-class JudgeProcess(VllmServer):
-    """The vLLM server for the judge model `config.model`."""
-
-    def __init__(self, config: JudgeConfig, *, gpu: bool, host: str, key: str, log: Path) -> None:
-        super().__init__(
-            f"rewards.judge.model = {config.model!r}",
-            options(config, gpu=gpu),
-            environment(gpu=gpu, threads=config.server.threads),
-            host=host,
-            key=key,
-            log=log,
-        )
-
-
 def options(config: JudgeConfig, *, gpu: bool) -> dict[str, Any]:
     """Return the vLLM options for the judge's server, without its address."""
     server = config.server
     vllm_options: dict[str, Any] = {
+        **common_options(gpu=gpu, kv_cache_gib=server.kv_cache_gib),
         "model": config.model,
         "served_model_name": config.model,
         "dtype": server.dtype,
@@ -179,18 +163,11 @@ def options(config: JudgeConfig, *, gpu: bool) -> dict[str, Any]:
             "gpu_memory_utilization": server.gpu_memory_utilization,
             "tensor_parallel_size": server.tensor_parallel,
         }
-    return {
-        **common_options(gpu=gpu, kv_cache_gib=server.kv_cache_gib),
-        **vllm_options,
-        **server.options,
-    }
+    return {**vllm_options, **server.options}
 
 
 def common_options(*, gpu: bool, kv_cache_gib: float) -> dict[str, Any]:
-    """Return the vLLM options that all of Keel's servers share.
-
-    `kv_cache_gib` is the size of the KV cache on a CPU.
-    """
+    """Return the vLLM options that all of Keel's servers share. `kv_cache_gib` applies to CPUs."""
     quiet = {"disable_log_stats": True, "disable_uvicorn_access_log": True}
     if gpu:
         return quiet
@@ -204,23 +181,19 @@ def common_options(*, gpu: bool, kv_cache_gib: float) -> dict[str, Any]:
 
 def flags(options: Mapping[str, Any]) -> list[str]:
     """Convert `options` to command-line arguments for vLLM's server."""
-    return [argument for name, value in options.items() for argument in _flag(name, value)]
-
-
-def _flag(name: str, value: Any) -> Iterator[str]:
-    flag = name.replace("_", "-")
-    if isinstance(value, bool):
-        yield f"--{flag}" if value else f"--no-{flag}"
-    else:
-        yield f"--{flag}"
-        yield json.dumps(value) if isinstance(value, (Mapping, list, tuple)) else str(value)
+    arguments: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            text = json.dumps(value) if isinstance(value, Mapping | list | tuple) else str(value)
+            arguments += [f"--{flag}", text]
+    return arguments
 
 
 def environment(*, gpu: bool, threads: int) -> dict[str, str]:
-    """Return environment variables to add for the server.
-
-    `threads` is the number of CPU threads for a server without a GPU.
-    """
+    """Return environment variables to add for the server. `threads` applies to CPUs."""
     common = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     if gpu:
         return common

@@ -22,7 +22,7 @@ from ray.util import get_node_ip_address
 
 from keel.configs.schema import JudgeConfig
 from keel.model import ray_timeouts
-from keel.rollout.judge.process import STOP_TIMEOUT_S, JudgeProcess
+from keel.rollout.judge.process import STOP_TIMEOUT_S, VllmServer, environment, options
 
 MAX_RESTARTS, RECENT_S = 3, 3 * 3600.0
 """Maximum number of restarts within `RECENT_S` seconds. If the server dies once more, the run
@@ -46,9 +46,10 @@ class JudgeActor:
         if not folder.is_dir() or not folder.is_absolute() or folder == Path("/dev"):
             folder = Path(tempfile.gettempdir())
         self._timeout_s = config.server.startup_timeout_s
-        self._process = JudgeProcess(
-            config,
-            gpu=gpu,
+        self._process = VllmServer(
+            f"rewards.judge.model = {config.model!r}",
+            options(config, gpu=gpu),
+            environment(gpu=gpu, threads=config.server.threads),
             host=get_node_ip_address(),
             key=key,
             log=folder / f"judge-server-{os.getpid()}.log",  # among Ray's logs of this session
@@ -60,7 +61,6 @@ class JudgeActor:
         return self._process.url
 
     def ended(self) -> str:
-        """The reason why the server ended, or an empty string while it runs."""
         return self._process.ended()
 
     def stop(self) -> None:
@@ -73,10 +73,8 @@ class JudgeServer:
     def __init__(
         self, config: JudgeConfig, *, gpu: bool, options: Mapping[str, Any] | None = None
     ) -> None:
-        """Begin to start the server, without waiting for it. Ray must be running.
-
-        `options` are Ray options for the actor and override the defaults.
-        """
+        """Begin to start the server, without waiting for it. Ray must be running. `options` are Ray
+        options for the actor and override the defaults."""
         self._config, self._gpu, self._options = config, gpu, options or {}
         self.key = secrets.token_hex(16)
         self._lock = threading.Lock()

@@ -13,7 +13,7 @@ from keel.rl.turns import Message, ToolSpec
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.encoding import Marks
 from keel.rollout.chat.render import _deepseek_code, call_message, retained
-from keel.rollout.chat.template_checks import check_prefix_law, turn_ids
+from keel.rollout.chat.template_checks import check_prefix_law
 from tests.rollout.chat.families import (
     CITY,
     NAMES,
@@ -75,7 +75,7 @@ def test_extensions_equal_one_render(name: str, data: st.DataObject) -> None:
         count = 1 if name in ONE_CALL else data.draw(st.integers(1, 3))
         said = calling(turn, count, thought="so" if thinking else "")
         after = answers(said, data.draw(st.lists(WORDS, min_size=count, max_size=count)))
-        sampled = turn_ids(chat, messages, said, after, [CITY], thinking=thinking)
+        sampled = chat.turn_ids(messages, said, after, [CITY], thinking=thinking)
         if data.draw(st.booleans()):
             extended = chat.extend([*ids, *sampled[:-1]], after, thinking=thinking)  # cut
         else:
@@ -99,7 +99,7 @@ def test_user_messages_end_thinking_and_segment(name: str) -> None:
     if name == "deepseek-v3.1":
         sampled = tokenizer_of(name).encode("hm</think>There.<｜end▁of▁sentence｜>")
     else:
-        sampled = turn_ids(chat, USER, said, USER, [], thinking=True)
+        sampled = chat.turn_ids(USER, said, USER, [], thinking=True)
     ids = [*chat.opening(USER, [], thinking=True), *sampled]
     assert chat.extend(ids, USER, thinking=True) is None
     whole = chat.opening([*USER, said, *USER], [], thinking=True)
@@ -162,22 +162,23 @@ def changed(name: str, old: str, new: str) -> TemplateChat:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "why"),
+    ("old", "new"),
     [
         # The first words change once there are more messages.
-        ("# Tools", "# Tools for {{ messages | length }} messages", "changes earlier messages"),
+        ("# Tools", "# Tools for {{ messages | length }} messages"),
         # Thinking goes though only a tool has answered.
-        ("(loop.last or thought)", "loop.last", "drops the thinking"),
+        ("(loop.last or thought)", "loop.last"),
         # Tools are not shown.
-        ("{{ '\n' + tool | tojson }}", "", "tool city"),
+        ("{{ '\n' + tool | tojson }}", ""),
         # Results are numbered from the conversation's beginning.
-        ("'\n<tool_response>\n'", "'\n' ~ loop.index ~ '<tool_response>\n'", "extended.*whole"),
+        ("'\n<tool_response>\n'", "'\n' ~ loop.index ~ '<tool_response>\n'"),
+        # Calls are not shown.
+        ("{%- for call in m.tool_calls or [] -%}", "{%- for call in [] -%}"),
     ],
 )
-def test_templates_breaking_the_prefix_law_are_refused(old: str, new: str, why: str) -> None:
-    with pytest.raises(ValueError, match=why) as refused:
+def test_templates_breaking_the_prefix_law_are_refused(old: str, new: str) -> None:
+    with pytest.raises(ValueError, match="chat_template"):
         check_prefix_law(changed("qwen3", old, new))
-    assert "format hermes" in str(refused.value) and "chat_template" in str(refused.value)
 
 
 def test_deepseek_v31_tools_go_into_the_system_message() -> None:

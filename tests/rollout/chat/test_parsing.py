@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from keel.rl.turns import Malformed, Parsed, ToolCall, ToolSpec
 from keel.rollout.chat.render import call_message
-from keel.rollout.chat.template_checks import turn_ids
 from tests.rollout.chat.families import CITY, NAMES, WITHOUT_THINKING, chat_of, tokenizer_of
 
 USER = [{"role": "user", "content": "Where to?"}]
@@ -61,7 +60,7 @@ def test_what_a_template_writes_is_read_back(name: str, words: str, days: int | 
     if thinking:
         said["reasoning_content"] = "so"
     after = [{"role": "tool", "content": "", "tool_call_id": "a", "name": "city"}]
-    sampled = turn_ids(chat, USER, said, after, [tool], thinking=thinking)
+    sampled = chat.turn_ids(USER, said, after, [tool], thinking=thinking)
     parsed = chat.parse(sampled, [tool], thinking=thinking, turn=0)
     call = ToolCall(call_id="call_0_0", name="city", arguments=arguments | {"last": last})
     expected = Parsed(content="", reasoning="so" if thinking else "", closed=True, calls=(call,))
