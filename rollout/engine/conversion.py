@@ -7,12 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from keel.rl.seeds import seed_of
 from keel.rl.turns import THINK, ThinkingMarks
-from keel.rl.types import NO_ROUTE, FinishReason, Prompt, SamplingMasks, Segment, Trajectory
+from keel.rl.types import Prompt
 from keel.rollout.chat.parsing import Broken, read_harmony
 from keel.rollout.chat.render import check_developers, render
 from keel.rollout.chat.thinking import HARMONY, HARMONY_CONTROLS
@@ -116,17 +113,6 @@ def _translate_marks(text: str, marks: ThinkingMarks) -> str:
     return f"{THINK.open}{thoughts}" + f"{THINK.close}{turn.content}" * bool(turn.content)
 
 
-def check_fits(prompt: Prompt, prompt_tokens: int, max_tokens: int, context: int) -> None:
-    """Check that a prompt and its longest possible completion fit into the engine's context window.
-    Raises ValueError if they do not."""
-    if prompt_tokens + max_tokens > context:
-        raise ValueError(
-            f"prompt {prompt.prompt_id}: its {prompt_tokens} tokens and rollout.sampling.max_tokens"
-            f" = {max_tokens} exceed the engine's context of {context}. Lower max_tokens or "
-            "data.max_prompt_tokens"
-        )
-
-
 def split_message(raw: str, *, thinking: bool) -> dict[str, str]:
     """Convert a completion to an assistant message with `content`, `raw` and, if there is any
     reasoning, `reasoning_content`.
@@ -147,66 +133,6 @@ def split_message(raw: str, *, thinking: bool) -> dict[str, str]:
     if reasoning.strip():
         message["reasoning_content"] = reasoning.strip()
     return {**message, "raw": raw}
-
-
-def build_segment(
-    prompt_id: str,
-    prompt_ids: Sequence[int] | NDArray[np.int32],
-    sampled_ids: Sequence[int],
-    *,
-    logp: NDArray[np.float32],
-    versions: NDArray[np.int32],
-    sampling_mask: SamplingMasks | None = None,
-    routes: NDArray[np.int16] | None = None,
-) -> Segment:
-    """Build the segment of one turn with P prompt tokens and G sampled tokens.
-
-    Shapes: `logp` and `versions` [G], `sampling_mask` G spans, `routes` [P+G−1, L, K]. Routes are
-    aligned with the input, so the last token has none. Raises ValueError if lengths differ.
-    """
-    prompt, sampled = len(prompt_ids), len(sampled_ids)
-    tokens = prompt + sampled
-    for name, values, expected in (
-        ("logp", logp, sampled),
-        ("versions", versions, sampled),
-        ("sampling_mask", sampling_mask, sampled),
-        ("routes", routes, tokens - 1),
-    ):
-        if values is not None and len(values) != expected:
-            raise ValueError(
-                f"segment of {prompt_id}: {name} has {len(values)} entries, expected {expected}"
-            )
-    return Segment(
-        prompt_id=prompt_id,
-        token_ids_T=np.array([*prompt_ids, *sampled_ids], np.int32),
-        trainable_T=np.arange(tokens) >= prompt,
-        logp_old_T=np.concatenate([np.zeros(prompt, np.float32), logp]),
-        version_T=np.concatenate([np.full(prompt, -1, np.int32), versions]),
-        routes_TLK=(
-            None
-            if routes is None
-            else np.concatenate([routes, np.full((1, *routes.shape[1:]), NO_ROUTE, np.int16)])
-        ),
-        sampling_mask=(
-            None
-            if sampling_mask is None
-            else SamplingMasks.concat([SamplingMasks.empty(prompt), sampling_mask])
-        ),
-    )
-
-
-def build_trajectory(
-    sibling: int, segment: Segment, raw: str, *, thinking: bool, finish_reason: FinishReason
-) -> Trajectory:
-    """Build the trajectory of a completion with a single turn. Its text must not contain special
-    tokens."""
-    return Trajectory(
-        prompt_id=segment.prompt_id,
-        sibling=sibling,
-        segments=(segment,),
-        finish_reason=finish_reason,
-        messages=(split_message(raw, thinking=thinking),),
-    )
 
 
 def sibling_seed(seed: int, prompt_id: str, version: int, draw: int, sibling: int) -> int:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from keel.configs.schema import SamplingConfig
 from keel.rl.turns import TurnRequest, TurnResult
-from keel.rl.types import Group, Prompt, Trajectory
-from keel.rollout.engine.conversion import RenderedPrompt, build_segment, build_trajectory
+from keel.rl.types import NO_ROUTE, Group, Prompt, SamplingMasks, Segment, Trajectory
+from keel.rollout.engine.conversion import RenderedPrompt, split_message
 from keel.rollout.recording.base import Recording, RecordingOptions
 from keel.rollout.spec import LostTurn
 
@@ -93,12 +93,12 @@ class GroupJob(Job):
         )
 
     def add(self, sibling: int, completion: Completion) -> None:
-        recording = completion.recording
+        recording, prompt_id = completion.recording, self.prompt.prompt_id
         if not np.isfinite(recording.logp).all():
             self.dropped.append(NOT_FINITE)
             return
         segment = build_segment(
-            self.prompt.prompt_id,
+            prompt_id,
             self.context,
             completion.ids,
             logp=recording.logp,
@@ -106,12 +106,12 @@ class GroupJob(Job):
             sampling_mask=recording.sampling_mask,
             routes=recording.routes,
         )
-        self.done[sibling] = build_trajectory(
-            sibling,
-            segment,
-            completion.text,
-            thinking=self.thinking,
+        self.done[sibling] = Trajectory(
+            prompt_id=prompt_id,
+            sibling=sibling,
+            segments=(segment,),
             finish_reason=completion.finish_reason,
+            messages=(split_message(completion.text, thinking=self.thinking),),
         )
 
     def result(self) -> Group:
@@ -161,3 +161,34 @@ class TurnJob(Job):
             version_N=np.zeros(0, np.int32),
             finish_reason="deadline",
         )
+
+
+def build_segment(
+    prompt_id: str,
+    prompt_ids: Sequence[int] | NDArray[np.int32],
+    sampled_ids: Sequence[int],
+    *,
+    logp: NDArray[np.float32],
+    versions: NDArray[np.int32],
+    sampling_mask: SamplingMasks | None = None,
+    routes: NDArray[np.int16] | None = None,
+) -> Segment:
+    """Build the segment of one turn with P prompt tokens and G sampled tokens.
+
+    Shapes: `logp` and `versions` [G], `sampling_mask` G spans, `routes` [P+G−1, L, K]. Routes are
+    aligned with the input, so the last token has none. Raises ValueError if lengths differ.
+    """
+    prompt, tokens = len(prompt_ids), len(prompt_ids) + len(sampled_ids)
+    if routes is not None:
+        routes = np.concatenate([routes, np.full((1, *routes.shape[1:]), NO_ROUTE, np.int16)])
+    if sampling_mask is not None:
+        sampling_mask = SamplingMasks.concat([SamplingMasks.empty(prompt), sampling_mask])
+    return Segment(
+        prompt_id=prompt_id,
+        token_ids_T=np.array([*prompt_ids, *sampled_ids], np.int32),
+        trainable_T=np.arange(tokens) >= prompt,
+        logp_old_T=np.concatenate([np.zeros(prompt, np.float32), logp]),
+        version_T=np.concatenate([np.full(prompt, -1, np.int32), versions]),
+        routes_TLK=routes,
+        sampling_mask=sampling_mask,
+    )

@@ -5,9 +5,9 @@ Each patch is installed before an engine is built, and is undone or checked afte
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from vllm.v1.engine import core as engine_core
 
 from keel.model.layers.residual import OUTPUTS, summed
 
+_LOG = logging.getLogger(__name__)
 _core: Any = engine_core
 _layernorm: Any = layernorm
 _linear: Any = linear
@@ -40,17 +41,8 @@ _RESERVE = 2**30
 """Bytes reserved for CUDA graphs, which are captured after the cache is allocated."""
 
 
-@dataclass(slots=True)
-class CacheBound:
-    called: bool = False
-    """True once vLLM has called the patched function."""
-    added_gib: float = 0.0
-    """GiB of memory used beyond the engine's share, because the share could not hold one
-    completion."""
-
-
 @contextmanager
-def bounded_kv_cache(conversations: int = 0) -> Iterator[CacheBound]:
+def bounded_kv_cache(conversations: int = 0) -> Iterator[None]:
     """Limit the KV cache of engines built inside this context to what their completions can fill.
 
     By default vLLM takes all the memory that it may use. This wastes time with
@@ -58,12 +50,11 @@ def bounded_kv_cache(conversations: int = 0) -> Iterator[CacheBound]:
     update. vLLM's options cannot express this limit, since the size of a completion is known only
     after the model is loaded. `conversations` is described in `EngineSpec`.
     """
-    original, bound = _core.get_kv_cache_configs, CacheBound()
+    original = _core.get_kv_cache_configs
 
     def get_kv_cache_configs(
         vllm_config: Any, kv_cache_specs: list[dict[str, Any]], available_memory: list[int]
     ) -> Any:
-        bound.called = True
         contexts = max(vllm_config.scheduler_config.max_num_seqs, conversations)
         sizes: list[float | int] = []
         for spec, memory in zip(kv_cache_specs, available_memory, strict=True):
@@ -71,7 +62,13 @@ def bounded_kv_cache(conversations: int = 0) -> Iterator[CacheBound]:
             if len({type(layer) for layer in layers}) == 1:  # otherwise nothing is known
                 one = sum(layer.max_memory_usage_bytes(vllm_config) for layer in layers)
             room = enough(memory, one, _free_memory)
-            bound.added_gib = max(bound.added_gib, (room - memory) / 2**30)
+            if room > memory:
+                _LOG.warning(
+                    "rollout.gpu_memory_utilization leaves no room for the keys and values of one "
+                    "completion, so the KV cache takes %.1f GiB more of the GPU's free memory. "
+                    "Raise the knob or remove it",
+                    (room - memory) / 2**30,
+                )
             if one and len({layer.page_size_bytes for layer in layers}) == 1:
                 spare = SPARE_PAGES * sum(layer.page_size_bytes for layer in layers)
                 room = min(room, int(SPARE * contexts * (one + spare)))
@@ -80,7 +77,7 @@ def bounded_kv_cache(conversations: int = 0) -> Iterator[CacheBound]:
 
     _core.get_kv_cache_configs = get_kv_cache_configs
     try:
-        yield bound
+        yield
     finally:
         _core.get_kv_cache_configs = original
 

@@ -6,15 +6,14 @@ vLLM.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from transformers import AutoConfig, PreTrainedConfig
 from vllm import EngineArgs, LLMEngine, SamplingParams
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
@@ -25,7 +24,7 @@ from keel.model.routing.routers import is_moe
 from keel.rl.turns import THINK, TurnRequest
 from keel.rl.types import Prompt
 from keel.rollout.chat.thinking import marks_of
-from keel.rollout.engine.conversion import check_fits, decode_all, render_prompt, sibling_seed
+from keel.rollout.engine.conversion import decode_all, render_prompt, sibling_seed
 from keel.rollout.engine.jobs import Completion, GroupJob, Job, Result, TurnJob
 from keel.rollout.engine.patches import (
     bounded_kv_cache,
@@ -34,7 +33,7 @@ from keel.rollout.engine.patches import (
     short_warm_up,
 )
 from keel.rollout.engine.request_builder import EngineRequest, TemplatedRequests
-from keel.rollout.recording.base import Recorder, RecorderName, RecordingOptions, recorder_name
+from keel.rollout.recording.base import Recorder, RecordingOptions, recorder_name
 from keel.rollout.spec import (
     EngineError,
     EngineSpec,
@@ -53,7 +52,6 @@ from keel.weights.buckets import Bucket
 from keel.weights.channel import Rendezvous, call_workers
 from keel.weights.manifest import Manifest
 
-_LOG = logging.getLogger(__name__)
 _DISCARD = 2
 """vLLM's sleep level that discards the weights. New weights come from the trainer."""
 _CPU_BLOCK = 32
@@ -95,8 +93,11 @@ class VllmEngine:
         self._routes = spec.keep_routing and is_moe(text)
         self._masks = spec.keep_sampling_mask
         name = recorder_name(spec.config, gpu=not cpu, full_attention=full_attention(text))
-        self._recorder = _build_recorder(
-            name, routes=self._routes, sampling_mask=self._masks and spec.config.sampling.truncated
+        kind: type[Recorder] = getattr(
+            import_module(f"keel.rollout.recording.{name}"), f"{name.capitalize()}Recorder"
+        )
+        self._recorder = kind(
+            routes=self._routes, sampling_mask=self._masks and spec.config.sampling.truncated
         )
         self._no_copies = "" if spec.config.copy_weights else "it is switched off"
         if spec.batch_invariant:
@@ -109,8 +110,9 @@ class VllmEngine:
         with (
             residual_layers(text.num_hidden_layers, wide=spec.wide_residual),
             short_warm_up(in_process, gpu=not cpu),
+            bounded_kv_cache(spec.conversations),
         ):
-            self._llm = _build(engine_args(spec, self._recorder, text), spec.conversations)
+            self._llm = LLMEngine.from_engine_args(engine_args(spec, self._recorder, text))
         self._llm.set_weight_version("0")
         self._recorder.attach(self._llm)
         self._requests = TemplatedRequests(self._llm)
@@ -159,7 +161,13 @@ class VllmEngine:
         """
         self._check_weights(f"prompt {prompt.prompt_id}")
         rendered = render_prompt(self._tokenizer, prompt, self._marks)
-        check_fits(prompt, len(rendered.token_ids), sampling.max_tokens, self.spec.max_model_len)
+        tokens, limit = len(rendered.token_ids), self.spec.max_model_len
+        if tokens + sampling.max_tokens > limit:
+            raise ValueError(
+                f"prompt {prompt.prompt_id}: its {tokens} tokens and rollout.sampling.max_tokens = "
+                f"{sampling.max_tokens} exceed the engine's context of {limit}. Lower max_tokens "
+                "or data.max_prompt_tokens"
+            )
         # One request per sibling: each has its seed, and they share the prompt's blocks.
         seeds = [
             sibling_seed(self.spec.seed, prompt.prompt_id, self.version, draw, sibling)
@@ -346,6 +354,11 @@ class VllmEngine:
         if completion.finish_reason not in ("stop", "length"):
             raise RecordingError(f"{job.label}: ended with {completion.finish_reason!r}")
         self.sampled_tokens += len(ids)
+        versions = np.full(len(ids), -1, np.int32)
+        for span in completion.weight_versions or ():
+            versions[span.start : span.end] = int(span.version)
+        if (versions < 0).any():
+            raise RecordingError(f"{job.label}: some tokens have no weight version")
         finish = "stop" if completion.finish_reason == "stop" else "length"
         if finish == "length" and job.cut and len(ids) < job.sampling.max_tokens:
             finish = "deadline"
@@ -353,21 +366,10 @@ class VllmEngine:
             ids=ids,
             text=text,
             recording=self._recorder.take(internal, len(job.context), completion),
-            versions=_versions(internal, completion),
+            versions=versions,
             finish_reason=finish,
             cached_tokens=output.num_cached_tokens or 0,
         )
-
-
-def _build_recorder(name: RecorderName, *, routes: bool, sampling_mask: bool) -> Recorder:
-    """Build the recorder. Only the parts of vLLM that it needs are imported."""
-    if name == "native":
-        from keel.rollout.recording.native import NativeRecorder as Kind  # noqa: PLC0415
-    elif name == "packed":
-        from keel.rollout.recording.packed import PackedRecorder as Kind  # noqa: PLC0415
-    else:
-        from keel.rollout.recording.v1 import V1Recorder as Kind  # noqa: PLC0415
-    return Kind(routes=routes, sampling_mask=sampling_mask)
 
 
 def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) -> EngineArgs:
@@ -428,21 +430,6 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
     return EngineArgs(**{**args, **recorder.engine_args()})
 
 
-def _build(args: EngineArgs, conversations: int) -> LLMEngine:
-    with bounded_kv_cache(conversations) as bound:
-        engine = LLMEngine.from_engine_args(args)
-    if bound.added_gib:
-        _LOG.warning(
-            "rollout.gpu_memory_utilization leaves no room for the keys and values of one "
-            "completion, so the KV cache takes %.1f GiB more of the GPU's free memory. Raise the "
-            "knob or remove it",
-            bound.added_gib,
-        )
-    if not bound.called:
-        raise RuntimeError("vLLM did not call get_kv_cache_configs, which Keel patches")
-    return engine
-
-
 def _engine_request(job: Job, recorder: Recorder, name: str, seed: int) -> EngineRequest:
     sampling, options = job.sampling, job.recording
     recording_args = recorder.sampling_args(sampling, options)
@@ -474,12 +461,3 @@ def _engine_request(job: Job, recorder: Recorder, name: str, seed: int) -> Engin
         varying=varying,
         params=params,
     )
-
-
-def _versions(request_id: str, output: CompletionOutput) -> NDArray[np.int32]:
-    versions = np.full(len(output.token_ids), -1, np.int32)
-    for span in output.weight_versions or ():
-        versions[span.start : span.end] = int(span.version)
-    if (versions < 0).any():
-        raise RecordingError(f"request {request_id}: tokens without a weight version")
-    return versions

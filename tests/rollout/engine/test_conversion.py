@@ -10,12 +10,11 @@ import pytest
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.types import SamplingMasks
 from keel.rollout.engine.conversion import (
-    build_segment,
-    build_trajectory,
     decode_all,
     sibling_seed,
     split_message,
 )
+from keel.rollout.engine.jobs import build_segment
 
 
 @pytest.mark.parametrize(
@@ -80,22 +79,20 @@ def test_segments_align_recordings() -> None:
     assert (built.routes_TLK[4] == -1).all()
     empty = segment(sampling_mask=None, routes=None)
     assert empty.sampling_mask is None and empty.routes_TLK is None
-    trajectory = build_trajectory(3, built, "4", thinking=False, finish_reason="stop")
-    assert (trajectory.sibling, trajectory.sampled_tokens) == (3, 2)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("logp", np.zeros(3, np.float32)),
-        ("versions", np.zeros(1, np.int32)),
+        ("version", np.zeros(1, np.int32)),
         ("sampling_mask", SamplingMasks.empty(5)),
         ("routes", np.zeros((5, 3, 2), np.int16)),
     ],
 )
 def test_recordings_of_a_wrong_length_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
-        segment(**{name: value})
+        segment(**{"versions" if name == "version" else name: value})
 
 
 def test_seeds_differ_and_are_reproducible() -> None:
