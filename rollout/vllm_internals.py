@@ -37,11 +37,6 @@ def scheduler_of(engine: LLMEngine) -> Any:
     return _core(engine).scheduler
 
 
-def runs_v2(engine: LLMEngine) -> bool:
-    """Return True if vLLM chose Model Runner V2."""
-    return engine.vllm_config.use_v2_model_runner
-
-
 def pause(engine: LLMEngine, step: Callable[[], object]) -> None:
     """Stop scheduling and call `step` until nothing is in flight, so that caches can be reset.
 

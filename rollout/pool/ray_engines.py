@@ -49,33 +49,37 @@ class RayEngine:
         name = f"rollout engine {index}"
         self.actor = ray_timeouts.create(RolloutWorker, name, actor_options, spec)
 
+    def _call(
+        self, method: str, *args: Any, gone: tuple[type[RayError], ...] = GONE
+    ) -> Future[Any]:
+        return as_future(ray_timeouts.call(getattr(self.actor, method), *args), gone)
+
     def ready(self) -> Future[EngineStarted]:
-        return as_future(ray_timeouts.call(self.actor.ready))
+        return self._call("ready")
 
     def generate(
         self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig, record: bool, draw: int
     ) -> Future[Group]:
-        ref = ray_timeouts.call(self.actor.generate, prompt, group_size, sampling, record, draw)
-        return as_future(ref, _RESULT_LOST)
+        args = (prompt, group_size, sampling, record, draw)
+        return self._call("generate", *args, gone=_RESULT_LOST)
 
     def turn(
         self, request: TurnRequest, *, sampling: SamplingConfig, record: bool
     ) -> Future[TurnResult]:
-        ref = ray_timeouts.call(self.actor.turn, request, sampling, record)
-        return as_future(ref, _RESULT_LOST)
+        return self._call("turn", request, sampling, record, gone=_RESULT_LOST)
 
     def update(self, version: int, buckets: Sequence[ObjectRef]) -> Future[int]:
-        return as_future(ray_timeouts.call(self.actor.update, version, list(buckets)))
+        return self._call("update", version, list(buckets))
 
     def progress(self) -> Future[EngineProgress]:
-        return as_future(ray_timeouts.call(self.actor.progress))
+        return self._call("progress")
 
     def stats(self) -> Future[dict[str, float]]:
         """Return the statistics described in `EngineThread.stats`."""
-        return as_future(ray_timeouts.call(self.actor.stats))
+        return self._call("stats")
 
     def sleep(self) -> Future[None]:
-        return as_future(ray_timeouts.call(self.actor.sleep))
+        return self._call("sleep")
 
     def kill(self) -> None:
         ray_timeouts.kill(self.actor)
@@ -130,28 +134,19 @@ def with_engine_errors(inner: Future[Any], gone: tuple[type[RayError], ...] = GO
             error = error.cause
         if error is None:
             outer.set_result(inner.result())
+        elif isinstance(error, (*gone, TimeoutError)):
+            reason = str(error) if isinstance(error, TimeoutError) else _death_reason(error)
+            engine_error = EngineError(reason)
+            engine_error.__cause__ = error
+            outer.set_exception(engine_error)
         else:
-            outer.set_exception(as_engine_error(error, gone))
+            outer.set_exception(error)
 
     inner.add_done_callback(done)
     return outer
 
 
-def as_engine_error(error: BaseException, gone: tuple[type[RayError], ...] = GONE) -> BaseException:
-    """Convert an error caused by a dead or late engine to `EngineError`. Other errors are returned
-    unchanged."""
-    if isinstance(error, gone):
-        reason = _death_reason(error)
-    elif isinstance(error, TimeoutError):
-        reason = str(error)
-    else:
-        return error
-    engine_error = EngineError(reason)
-    engine_error.__cause__ = error
-    return engine_error
-
-
-def _death_reason(error: RayError) -> str:
+def _death_reason(error: BaseException) -> str:
     text = (isinstance(error, RayActorError) and ray_timeouts.death_reason(error)) or str(error)
     if died := _DIED.search(text):  # Ray then adds a page of guesses
         return f"its process {died[1]} crashed or was killed. Check dmesg for out of memory"

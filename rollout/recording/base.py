@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from keel.configs.schema import RolloutConfig, SamplingConfig
 from keel.rl.types import NO_ROUTE, SamplingMasks
 from keel.rollout.spec import RecordingError
-from keel.rollout.vllm_internals import before_preemption, runs_v2
+from keel.rollout.vllm_internals import before_preemption
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -110,25 +110,12 @@ def recorder_name(config: RolloutConfig, *, gpu: bool, full_attention: bool = Tr
         return "packed" if config.packs(full_attention=full_attention) else "native"
     if name == "auto":
         return "v1"
-    if name in ("native", "packed") and not gpu:
+    if (name == "v1") == gpu:
         raise ValueError(
-            f"rollout.recorder = '{name}': vLLM's Model Runner V2 needs a GPU. Use auto or v1 here"
-        )
-    if name == "v1" and gpu:
-        raise ValueError(
-            "rollout.recorder = 'v1': its Python hooks do not run inside CUDA graphs. Use auto or "
-            "native here"
+            f"rollout.recorder = '{name}': v1 is for CPUs, because its Python hooks do not run in "
+            "CUDA graphs, and native and packed are for GPUs. Use auto"
         )
     return name
-
-
-def require_v2(engine: LLMEngine, recorder: str) -> None:
-    """Check that vLLM chose Model Runner V2. Raises ValueError if it did not."""
-    if not runs_v2(engine):
-        raise ValueError(
-            f"rollout.recorder = '{recorder}' needs Model Runner V2, and vLLM chose the V1 runner "
-            "for this model. Set VLLM_USE_V2_MODEL_RUNNER=1 where the engine starts"
-        )
 
 
 class RoutesBeforePreemption:
@@ -145,23 +132,19 @@ class RoutesBeforePreemption:
         options: Mapping[str, RecordingOptions],
         read: Callable[[Sequence[int], int, int], NDArray[np.int16]],
     ) -> None:
-        """Create an empty store.
-
-        `read(blocks, first, tokens)` returns the rows [tokens − first, L, K] of a request with
-        these cache blocks, starting at position `first`.
-        """
+        """`read(blocks, first, tokens)` returns the rows [tokens − first, L, K] of a request with
+        these cache blocks, starting at position `first`."""
         self._rows: dict[str, NDArray[np.int16]] = {}
-        self._options, self._read = options, read
-        before_preemption(scheduler, self._on_preemption)
+        self._read = read
 
-    def _on_preemption(
-        self, request_id: str, blocks: Callable[[], Sequence[int]], tokens: int
-    ) -> None:
-        options = self._options.get(request_id)
-        if options is None or not options.routes:
-            return
-        if tokens - options.routes_from > len(self._rows.get(request_id, ())):
-            self._rows[request_id] = self.rows(request_id, blocks(), options.routes_from, tokens)
+        def save(request_id: str, blocks: Callable[[], Sequence[int]], tokens: int) -> None:
+            known = options.get(request_id)
+            if known is None or not known.routes:
+                return
+            if tokens - known.routes_from > len(self._rows.get(request_id, ())):
+                self._rows[request_id] = self.rows(request_id, blocks(), known.routes_from, tokens)
+
+        before_preemption(scheduler, save)
 
     def rows(
         self,

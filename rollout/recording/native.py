@@ -16,7 +16,6 @@ from keel.rollout.recording.base import (
     RecordingOptions,
     check_count,
     check_routed,
-    require_v2,
 )
 from keel.rollout.spec import RecordingError
 
@@ -41,7 +40,6 @@ class NativeRecorder(Recorder):
         }
 
     def attach(self, engine: LLMEngine) -> None:
-        require_v2(engine, "native")
         layers = engine.collective_rpc("keel_moe_layers")[0]
         self._moe_layers = np.asarray(layers, np.int64)
 

@@ -22,7 +22,6 @@ from keel.rollout.recording.base import (
     RoutesBeforePreemption,
     check_count,
     check_routed,
-    require_v2,
 )
 from keel.rollout.recording.native import bounded_top_k, checked_masks
 from keel.rollout.vllm_fast.scheduler import AsyncFastScheduler
@@ -53,7 +52,6 @@ class PackedRecorder(Recorder):
         }
 
     def attach(self, engine: LLMEngine) -> None:
-        require_v2(engine, "packed")
         self._engine, self._scheduler = engine, scheduler_of(engine)
         self._ahead: dict[str, NDArray[np.int16]] = {}
         """Routes of requests that were read together with those of another request."""
