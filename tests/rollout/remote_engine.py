@@ -23,11 +23,10 @@ from keel.weights.buckets import Bucket, Checksum, pack_flat
 from keel.weights.channel import SharedMemory
 from tests.buckets import pack_buckets
 from tests.forked import forked_from
-from tests.rollout import plain_weights
 from tests.waiting import wait_for
 
 DEADLINE_S = 600
-Kind = Literal["", "fast", "plain"]
+Kind = Literal["", "fast"]
 Item = tuple[Prompt, int, SamplingConfig | None, bool] | TurnRequest
 """Either a prompt with its group size, its sampling parameters (None means the engine's) and
 whether to record it, or a turn."""
@@ -99,8 +98,6 @@ def _start(spec: EngineSpec, blocks: int | None, kind: Kind, amx: bool | None) -
     global _ENGINE
     if amx is not None:
         torch.cpu._is_amx_tile_supported = lambda: amx
-    if kind == "plain":
-        plain_weights.install()
     # Keeps vLLM out of the pytest process.
     from keel.rollout.engine import vllm_engine  # noqa: PLC0415
     from keel.rollout.vllm_fast.scheduler import FastScheduler  # noqa: PLC0415
@@ -179,18 +176,6 @@ def update(version: int, buckets: Sequence[Any], checksum: int | None = None) ->
 
 def _updates() -> list[str]:
     return _on_engine(lambda engine: engine._llm.collective_rpc("keel_way"))
-
-
-def _stop_copying() -> None:
-    def reset(wrapper: Any) -> None:
-        worker = wrapper.worker
-        worker.keel_plan, worker.keel_recorder, worker.keel_decided = None, None, False
-
-    def stop(engine: Any) -> None:
-        engine._no_copies = "it is switched off"
-        engine._llm.collective_rpc(reset)
-
-    _on_engine(stop)
 
 
 def _fingerprint() -> dict[str, str]:
@@ -292,10 +277,6 @@ class RemoteEngine:
         """Return the update method of each worker (see `WeightsExtension.keel_way`)."""
         return self.call(_updates)
 
-    def stop_copying(self) -> None:
-        """Load all later updates through vLLM's loader, as with `copy_weights: false`."""
-        self.call(_stop_copying)
-
     def blocks(self) -> int:
         """Return the number of blocks in the KV cache."""
         return self.call(_blocks)
@@ -340,8 +321,8 @@ def running_engine(
     """Run an engine in a separate process.
 
     `blocks` is the size of the KV cache on a GPU, and `variables` are added to the environment.
-    `kind` selects a variant on a CPU: "fast" (the V1 recorder with the packed recorder's scheduler)
-    or "plain" (`plain_weights`). `amx` overrides vLLM's AMX detection.
+    With the `kind` "fast", the V1 recorder runs with the packed recorder's scheduler. `amx`
+    overrides vLLM's AMX detection.
     """
     saved = dict(os.environ)
     # torch and vLLM read these on import.

@@ -117,9 +117,8 @@ def check(
     shared: bool = False,
     **how: Any,
 ) -> None:
-    """Update three times by copies, then by vLLM's loader: on a CPU in the same engine, which saves
-    a start; on a GPU in an engine that must not copy. shared: send GPU memory of the same device.
-    how: as for `running_engine`."""
+    """Update three times by copies, then by vLLM's loader in an engine that must not copy. shared:
+    send GPU memory of the same device. how: as for `running_engine`."""
     model = make(folder, of)
     options: dict[str, Any] = {
         "gpu_memory_utilization": 0.1,
@@ -144,10 +143,6 @@ def check(
             check_probabilities(model, groups, version)
         assert engine.updates() == ["copies"]
         assert held[0] != held[1] != held[2]
-        if not how["gpu"]:
-            engine.stop_copying()
-            check_against_loader(engine, came, held)
-            return
     options |= {"copy_weights": False, "enforce_eager": True}  # compares weights only
     with running_engine(engine_spec(folder, **options), **how) as engine:
         assert BLOCKS[0] <= engine.blocks() <= BLOCKS[1]

@@ -246,18 +246,6 @@ SEED = """\
 {%- if add_generation_prompt -%}{{ '<seed:bos>assistant\\n' }}{%- endif -%}
 """
 
-MAGISTRAL = """\
-{{- bos_token -}}
-{%- for m in messages -%}
-{%- if m.role == 'system' -%}{{ '[SYSTEM_PROMPT]' + m.content + '[/SYSTEM_PROMPT]' }}
-{%- elif m.role == 'user' -%}{{ '[INST]' + m.content + '[/INST]' }}
-{%- else -%}
-  {{- '[THINK]' + m.reasoning_content + '[/THINK]' if m.reasoning_content else '' -}}
-  {{- m.content + eos_token -}}
-{%- endif -%}
-{%- endfor -%}
-"""
-
 _CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 _TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 _THINK = ("<think>", "</think>")
@@ -285,11 +273,6 @@ _COMMAND = (
     *("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
 )
 _SEED = ("<seed:bos>", "<seed:eos>", "<seed:think>", "</seed:think>")
-_MAGISTRAL = (
-    *("<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
-    *("[THINK]", "[/THINK]"),
-)
-
 # Name: template, special tokens, added tokens that are not special, end of the turn, begin of text.
 FAMILIES: dict[str, tuple[str | None, tuple[str, ...], tuple[str, ...], str, str | None]] = {
     "qwen3": (QWEN3, _CHATML, _TAGS + _THINK, "<|im_end|>", None),
@@ -305,7 +288,6 @@ FAMILIES |= {
     "chatml": (CHATML, _CHATML, (), "<|im_end|>", None),
     "command": (COMMAND, _COMMAND, (), "<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>"),
     "seed": (SEED, _SEED, (), "<seed:eos>", None),
-    "magistral": (MAGISTRAL, _MAGISTRAL, (), "</s>", "<s>"),
 }
 PLAIN = tuple(name for name in FAMILIES if name not in NAMES)
 """Families whose call format Keel cannot parse."""

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from keel.rl.types import Prompt
 from keel.rollout.chat.encoding import Encoder, Marks
-from keel.rollout.chat.render import call_message
 from keel.rollout.engine.conversion import render_prompt
 from tests.rollout.chat.families import CITY, LINES, NAMES, chat_of, tokenizer_of
 
@@ -95,19 +94,3 @@ def test_text_cannot_complete_a_control_text() -> None:
         encoder.controls["<|im_start|>"]
     ]
     assert encoder.shield_whole("plain words", marks) == "plain words"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_lone_surrogates_become_replacement_characters(name: str) -> None:
-    """JSON can contain lone surrogates in call arguments, and environments can return them in
-    results."""
-    chat = chat_of(name)
-
-    def asked(half: str, pair: str) -> list[int]:
-        call = call_message("call_0", "city", {"name": half + pair})
-        answer = {"role": "tool", "content": pair + half, "tool_call_id": "call_0", "name": "city"}
-        said = {"role": "assistant", "content": "", "tool_calls": [call]}
-        user = {"role": "user", "content": half}
-        return chat.opening([user, said, answer], [CITY], thinking=False)
-
-    assert asked("a\ud800é", "\ud83d\ude00") == asked("a\ufffdé", "\U0001f600")

@@ -20,7 +20,6 @@ FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
 # Name: opening mark, closing mark, end of the turn.
 MARKS = {
     "qwen3": ("<think>", "</think>", "<|im_end|>"),
-    "magistral": ("[THINK]", "[/THINK]", "</s>"),
     "seed": ("<seed:think>", "</seed:think>", "<seed:eos>"),
     # The prompt has opened the thinking.
     "command": ("", "<|END_THINKING|><|START_RESPONSE|>", "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"),
@@ -70,9 +69,9 @@ def test_a_box_in_unfinished_thinking_never_scores(name: str, made: Any) -> None
 
 def test_order_of_mark_sources() -> None:
     assert marks_of(tokenizer_of("seed"), ("<a>", "</a>")) == ThinkingMarks("<a>", "</a>")
-    tokenizer = copy.deepcopy(tokenizer_of("magistral"))
+    tokenizer = copy.deepcopy(tokenizer_of("seed"))
     tokenizer.chat_template = tokenizer_of("chatml").chat_template
-    assert marks_of(tokenizer) == ThinkingMarks("[THINK]", "[/THINK]")
+    assert marks_of(tokenizer) == ThinkingMarks("<seed:think>", "</seed:think>")
     tokenizer.chat_template = tokenizer_of("deepseek-v3.1").chat_template
     assert marks_of(tokenizer) == THINK
     assert marks_of(tokenizer_of("chatml")) is None

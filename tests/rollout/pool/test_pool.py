@@ -131,23 +131,6 @@ def test_prompt_and_weight_errors_are_final() -> None:
         assert len(world.lives) == 1
 
 
-def test_a_start_disturbed_by_freed_memory_is_retried() -> None:
-    world = World()
-    world.start = lambda engine: (
-        failed(EngineError(MEMORY_RACE))
-        if engine.name in ("1.0", "1.1")
-        else done(EngineStarted(1))
-    )
-    (warning,) = world.pool.start()
-    assert "engine 1" in warning and world.names() == ["0.0", "1.0", "1.1", "1.2"]
-    assert [engine.killed for engine in world.lives] == [False, True, True, False]
-    world = World(engines=1)
-    world.start = lambda _: failed(EngineError(MEMORY_RACE))
-    with pytest.raises(EngineError, match="memory profiling"):
-        world.pool.start()
-    assert len(world.lives) == 3
-
-
 @pytest.mark.parametrize(
     ("reasons", "recovers"),
     [

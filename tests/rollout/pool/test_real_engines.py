@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import psutil
 import pytest
 import ray
 
-from keel.configs.schema import SamplingConfig
 from keel.rollout.pool import stall_detector
 from keel.rollout.pool.pool import RolloutPool
 from keel.rollout.pool.ray_engines import ray_pool
@@ -133,38 +131,3 @@ def test_engines_with_a_hanging_step_are_replaced(
     assert all(len(group.result(timeout=START_S).trajectories) == 4 for group in groups)
     assert [line for line in said if "engine 0" in line and "hangs" in line]
     assert ray.get(actors(pool)[0].ready.remote(), timeout=START_S).pid != pid
-
-
-def test_weights_reach_engines_that_are_sampling(pool: RolloutPool, buckets: list[Any]) -> None:
-    short = SamplingConfig(temperature=0.8, top_p=0.9, top_k=12, max_tokens=4)
-    long = replace(short, max_tokens=100)
-    asked = prompts(4, shared=0, own=60, tag="w")
-    seen: list[set[tuple[int, ...]]] = []
-    for version in range(5, 10):  # on a busy machine weights may come when all is sampled
-        groups = [pool.submit(p, group_size=4, sampling=long) for p in asked]
-        # Asked after them, so that they are under way when it is there.
-        pool.submit(asked[-1], group_size=1, sampling=short).result(timeout=2 * PATIENCE_S)
-        pool.update(version, stored(version, buckets)).result(timeout=2 * PATIENCE_S)
-        done = [group.result(timeout=2 * PATIENCE_S) for group in groups]
-        answers = [answer for group in done for answer in group.trajectories]
-        seen.append({tuple(sorted(set(a.segments[0].version_T.tolist()))) for a in answers})
-        if (-1, version - 1, version) in seen[-1]:
-            return
-    raise AssertionError(seen)
-
-
-def test_abandoned_groups_are_aborted_on_the_engine(pool: RolloutPool) -> None:
-    long = SamplingConfig(temperature=0.8, top_p=0.9, top_k=12, max_tokens=100)
-    groups = generate(pool, prompts(8, shared=0, own=60, tag="a"), group_size=4, sampling=long)
-    next(groups)
-    groups.close()
-
-    def groups_left() -> int:
-        stats = ray.get([a.stats.remote() for a in actors(pool)], timeout=PATIENCE_S)
-        return sum(each["groups"] for each in stats)
-
-    wait_for(lambda: not groups_left(), "the engines to give up abandoned groups")
-    held = [
-        ray.get(actor.stats.remote(), timeout=PATIENCE_S)["recordings"] for actor in actors(pool)
-    ]
-    assert held == [0, 0]

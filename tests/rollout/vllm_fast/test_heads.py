@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from keel.configs.schema import RolloutConfig
 from keel.rollout.vllm_fast.cascade.kernels import Heads
-from keel.trainer.placement.memory import read_together
 
 
 @pytest.mark.parametrize(
@@ -30,18 +25,3 @@ from keel.trainer.placement.memory import read_together
 def test_covered_heads_and_tile_rows(heads: Heads, covered: bool, rows: int) -> None:
     assert heads.covered == covered
     assert heads.rows == rows
-
-
-@pytest.mark.parametrize("each", range(1, 9))
-def test_plan_tile_rows(each: int) -> None:
-    heads = Heads(8 * each, 8, 128, 16)
-    facts: Any = SimpleNamespace(
-        head_size=128, attention_width=128 * 8 * each, kv_heads=8, full_attention=True
-    )
-    config: Any = SimpleNamespace(
-        model=SimpleNamespace(batch_invariant=False),
-        engine_dtype="bfloat16",
-        rollout=RolloutConfig(recorder="packed"),
-        algorithm=SimpleNamespace(group_size=16),
-    )
-    assert read_together(config, facts) == (heads.rows if heads.covered else 1)
