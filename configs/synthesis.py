@@ -19,7 +19,7 @@ from keel.configs.sections.base import (
 )
 
 Family = Literal["general", "code", "search"]
-CodeLanguage = Literal["python", "javascript", "cpp", "go", "rust", "java"]
+CodeLanguage = Literal["python", "javascript", "cpp"]
 MOST_ANSWERERS = 24
 
 

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError
 
 import keel
 from keel.agents.env_process.fork_server import ForkServer, reply_fault
@@ -39,8 +41,6 @@ _TIMEOUT_KNOBS = {
     "reply": "environment.reply_s",
     "verdict": "environment.verdict_s",
 }
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-"""The message roles that chat templates can render."""
 _MAX_S = 1e9
 """A time limit that stands for infinity, which JSON lacks."""
 ENVIRONMENT = {
@@ -123,10 +123,8 @@ class Program:
 
 
 def fork_server_for(program: Program) -> ForkServer | None:
-    """Return a fork server for a program's episodes, or None if `preload` is off.
-
-    The caller must close the server.
-    """
+    """Return a fork server for a program's episodes, or None if `preload` is off. The caller must
+    close the server."""
     if not program.preload:
         return None
     load = {
@@ -148,11 +146,9 @@ def fork_server_for(program: Program) -> ForkServer | None:
 
 
 class Hosted:
-    """One episode of a `Program`, as a `keel.agents.types.Environment`.
-
-    `starting` limits how many processes start at once. `fork_server` forks the episode's process.
-    If it is None, a new process is started.
-    """
+    """One episode of a `Program`, as a `keel.agents.types.Environment`. `starting` limits how many
+    processes start at once. `fork_server` forks the episode's process. If it is None, a new process
+    is started."""
 
     def __init__(
         self,
@@ -215,15 +211,13 @@ class Hosted:
         }
         reply = await self._ask("open", request, program.deadlines.open_s)
         try:
-            if not isinstance(tools := reply.get("tools"), list):
-                raise ValueError(f"tools must be a list, is {str(tools)[:200]!r}")
-            specs = tuple(map(_tool, cast(list[Any], tools)))
-            messages = reply.get("messages")
-            messages = task.messages if messages is None else _messages(messages)
+            opening = _parsed(_OpeningReply, reply)
+            specs = tuple(ToolSpec(**dict(tool)) for tool in opening.tools)
             self._arguments = arguments_of(specs)
-            self.grades = reply.get("grades") is not False
         except ValueError as error:
             raise await self._fail("start", "open", f"{program.target}: {error}") from error
+        self.grades = opening.grades
+        messages = task.messages if opening.messages is None else reply["messages"]
         return Opening(messages=tuple(messages), tools=specs)
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
@@ -252,12 +246,12 @@ class Hosted:
         request = {"do": "reply", "turn": dict(turn)}
         reply = await self._ask("reply", request, self._program.deadlines.reply_s)
         message = reply.get("message")
-        if message is None:
-            return None
         try:
-            return _messages([message])[0]
+            if message is not None:
+                _parsed(_ChatMessage, message)
         except ValueError as error:
             raise await self._fail("garbage", "reply", str(error)) from error
+        return message
 
     async def verdict(self, transcript: Transcript) -> Verdict | Unscored:
         request = {
@@ -289,11 +283,9 @@ class Hosted:
     async def _ask(
         self, during: str, request: Mapping[str, Any], timeout_s: float, *, name: str = ""
     ) -> dict[str, Any]:
-        """Send a request and return its reply.
-
-        Any failure ends the process and raises EnvironmentLost. The exception is a request that
-        cannot be converted to JSON. It is not sent and raises ValueError.
-        """
+        """Send a request and return its reply. Any failure ends the process and raises
+        EnvironmentLost. The exception is a request that cannot be converted to JSON. It is not sent
+        and raises ValueError."""
         async with self._turn:
             process = self._process
             if self._lost is not None:
@@ -338,45 +330,41 @@ class Hosted:
         return self._lost
 
 
-def _tool(value: Any) -> ToolSpec:
-    tool = cast(dict[str, Any], value) if isinstance(value, dict) else {}
-    parameters = tool.get("parameters", {})
-    if not tool or not isinstance(parameters, dict):
-        text = str(cast(Any, value))[:200]
-        raise ValueError(f"a tool must be an object with parameters, is {text!r}")
-    return ToolSpec(
-        name=str(tool.get("name", "")),
-        description=str(tool.get("description") or ""),
-        parameters=cast(dict[str, Any], parameters),
-    )
+class _ChatMessage(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str
 
 
-def _messages(value: Any) -> tuple[Message, ...]:
-    messages = cast(list[Any], value) if isinstance(value, list) else []
-    if not messages:
-        raise ValueError(f"messages must be a non-empty list, is {str(cast(Any, value))[:200]!r}")
-    for message in messages:
-        fields = cast(dict[str, Any], message) if isinstance(message, dict) else {}
-        if fields.get("role") not in _ROLES or not isinstance(fields.get("content"), str):
-            text = str(cast(Any, message))[:200]
-            raise ValueError(
-                f"a message needs a text as its content and a role ({', '.join(_ROLES)}), "
-                f"is {text!r}"
-            )
-    return tuple(messages)
+class _Tool(BaseModel):
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = {}
+
+
+class _OpeningReply(BaseModel):
+    tools: list[_Tool]
+    messages: Annotated[list[_ChatMessage], Field(min_length=1)] | None = None
+    grades: bool = True
+
+
+class _VerdictReply(BaseModel):
+    parts: dict[str, Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]]
+    facts: dict[str, Any] = {}
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def _parsed(model: type[_Model], reply: Any) -> _Model:
+    try:
+        return model.model_validate(reply)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where}: {first['msg']}, is {str(reply)[:200]!r}") from error
 
 
 def verdict_of(reply: Mapping[str, Any]) -> Verdict:
-    """Parse a verdict from an object with `parts` and `facts`.
-
-    Raises ValueError if it is invalid.
-    """
-    parts, facts = reply.get("parts"), reply.get("facts", {})
-    if not isinstance(parts, dict) or not isinstance(facts, dict):
-        raise ValueError(f"the verdict must be numbers by name, is {str(reply)[:200]!r}")
-    numbers: dict[str, float] = {}
-    for name, value in cast(dict[str, Any], parts).items():
-        if not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise ValueError(f"the verdict's {name} is {value!r}, must be a number from 0 to 1")
-        numbers[name] = float(value)
-    return Verdict(parts=numbers, facts=cast(dict[str, Any], facts))
+    """Parse a verdict, an object with `parts` and `facts`. Raises ValueError if it is invalid."""
+    verdict = _parsed(_VerdictReply, reply)
+    return Verdict(parts=verdict.parts, facts=verdict.facts)

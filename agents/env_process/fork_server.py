@@ -95,11 +95,8 @@ class ForkServer:
         self._cleanups: set[asyncio.Task[Any]] = set()
 
     async def fork(self, env: Mapping[str, str]) -> LineProcess | None:
-        """Fork a process with `env` added to its environment variables.
-
-        Returns None if the caller must start a new process instead. Raises EnvironmentLost if
-        loading or forking fails.
-        """
+        """Fork a process with `env` added to its environment variables. Returns None if the caller
+        must start a new process instead. Raises EnvironmentLost if loading or forking fails."""
         task = asyncio.create_task(self._fork(env))
         try:
             return await asyncio.shield(task)
@@ -146,7 +143,6 @@ class ForkServer:
             self.disabled_reason = str(error)
 
     async def _check_isolation(self, server: _Server, sandbox: ForkingWrap) -> None:
-        """Raise _CannotFork if a forked process could escape from its sandbox."""
         try:
             forked = await server.fork(self._inner, {}, None, run=sandbox.probe)
             process = await LineProcess.attach(*forked)
@@ -161,7 +157,6 @@ class ForkServer:
             raise _CannotFork(f"a sandbox for a forked process does not work here: {result}")
 
     async def _lost(self, error: BaseException) -> EnvironmentLost:
-        """End the server and all its children after a failure."""
         server, self._server = self._server, None
         assert server is not None
         fault: Fault = "exit"
@@ -215,10 +210,8 @@ class _Server(OwnedProcess):
     async def ask(
         self, request: dict[str, Any], *fds: int, timeout_s: float | None = None
     ) -> tuple[dict[str, Any], list[int]]:
-        """Send a request with `fds`, and return its reply with those that came back.
-
-        Raises _CannotFork, TimeoutError, EOFError or OSError.
-        """
+        """Send a request with `fds`, and return its reply with those that came back. Raises
+        _CannotFork, TimeoutError, EOFError or OSError."""
         async with self._gate:
             self._request_id += 1
             line = json.dumps({"id": self._request_id, **request}).encode()
@@ -254,11 +247,8 @@ class _Server(OwnedProcess):
         *,
         run: str | None = None,
     ) -> tuple[Child, socket.socket, int]:
-        """Fork a process and return the arguments for `LineProcess.attach`.
-
-        Raises the same errors as `ask`, and EnvironmentLost if this process has run out of file
-        descriptors.
-        """
+        """Fork a process and return the arguments for `LineProcess.attach`. Raises the same errors
+        as `ask`, and EnvironmentLost if this process has run out of file descriptors."""
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:

@@ -13,11 +13,9 @@ _SPARE_FILES = 512
 
 
 def make_room(episodes: int, *, programs: bool = False) -> None:
-    """Raise the limit on open files so that `episodes` episodes can be open at once.
-
-    `programs` says whether agent programs drive some of them. Raises ValueError if the machine
-    allows too few files.
-    """
+    """Raise the limit on open files so that `episodes` episodes can be open at once. `programs`
+    says whether agent programs drive some of them. Raises ValueError if the machine allows too few
+    files."""
     files = _FILES_PER_EPISODE * (1 + programs) * episodes + _SPARE_FILES
     files += connection_limit(episodes) if programs else 0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

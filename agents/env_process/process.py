@@ -68,9 +68,7 @@ class _Bare:
 
 class Wrap(Protocol):
     """Puts a command line into a sandbox that can read the system, the program and `readable`.
-
-    Raises FileNotFoundError or PermissionError with a message for the user.
-    """
+    Raises FileNotFoundError or PermissionError with a message for the user."""
 
     def __call__(
         self, command: Sequence[str], *, readable: Sequence[Path]
@@ -79,10 +77,8 @@ class Wrap(Protocol):
 
 class ForkingWrap(Protocol):
     """A sandbox whose process may fork children, each isolated as if it were started separately.
-
     `inner` has the settings for `keel.agents.env_runtime.isolate`, or is None if this machine does
-    not allow it. `probe` is Python code that tries to escape, and prints `isolated` if it fails.
-    """
+    not allow it. `probe` is Python code that tries to escape, and prints `isolated` if it fails."""
 
     @property
     def inner(self) -> Mapping[str, Any] | None: ...
@@ -190,10 +186,8 @@ def _kill_abandoned(pid: int, pidfd: int) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the PIDs of all descendants of `pid` that can be found.
-
-    This includes processes that have left its group, as long as their parents are alive.
-    """
+    """Return the PIDs of all descendants of `pid` that can be found. This includes processes that
+    have left its group, as long as their parents are alive."""
     pids: list[int] = []
     pending = [pid]
     while pending:
@@ -207,10 +201,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def encode_line(message: Mapping[str, Any]) -> bytes:
-    """Encode a message as a line of JSON.
-
-    Raises ValueError if the message cannot be converted to JSON.
-    """
+    """Encode a message as a line of JSON. Raises ValueError if the message cannot be converted to
+    JSON."""
     try:
         return json.dumps(message, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
@@ -221,11 +213,9 @@ Result = TypeVar("Result")
 
 
 async def with_deadline(timeout_s: float, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await `work`, and raise TimeoutError if it takes longer than `timeout_s`.
-
-    Unlike `asyncio.timeout`, it still returns a result that arrived in time but was not read
-    because the event loop was busy.
-    """
+    """Await `work`, and raise TimeoutError if it takes longer than `timeout_s`. Unlike
+    `asyncio.timeout`, it still returns a result that arrived in time but was not read because the
+    event loop was busy."""
     task = asyncio.ensure_future(work)
     try:
         for limit_s in (timeout_s, _READ_S):
@@ -270,11 +260,8 @@ class OwnedProcess:
         return EnvironmentLost(fault, during, message, self.output)
 
     async def end(self, within_s: float = 0.0) -> str:
-        """Kill the process and its descendants.
-
-        Returns how the process ended, if it exited within `within_s`. It is safe to call this more
-        than once.
-        """
+        """Kill the process and its descendants. Returns how the process ended, if it exited within
+        `within_s`. It is safe to call this more than once."""
         if self._end is None:
             self._end = asyncio.create_task(self._shut_down(within_s))
         return await asyncio.shield(self._end)
@@ -297,10 +284,8 @@ class OwnedProcess:
 
 
 class LineProcess(OwnedProcess):
-    """A child process and the channel for messages to it.
-
-    It belongs to one event loop and handles one exchange at a time.
-    """
+    """A child process and the channel for messages to it. It belongs to one event loop and handles
+    one exchange at a time."""
 
     def __init__(
         self,
@@ -321,11 +306,8 @@ class LineProcess(OwnedProcess):
         wrap: Wrap = not_wrapped,
         readable: Sequence[Path] = (),
     ) -> LineProcess:
-        """Start a process.
-
-        Raises EnvironmentLost if the program cannot be run, and OSError if this process has run out
-        of file descriptors.
-        """
+        """Start a process. Raises EnvironmentLost if the program cannot be run, and OSError if this
+        process has run out of file descriptors."""
         channel, child, stderr = launch(
             command, socket.SOCK_STREAM, env=env, folder=folder, wrap=wrap, readable=readable
         )
@@ -333,10 +315,8 @@ class LineProcess(OwnedProcess):
 
     @staticmethod
     async def attach(child: Child, channel: socket.socket, stderr: int) -> LineProcess:
-        """Wrap a process that is already running.
-
-        `stderr` is the read end of the pipe for its standard error.
-        """
+        """Wrap a process that is already running. `stderr` is the read end of the pipe for its
+        standard error."""
         output = OutputTail(stderr)
         try:
             reader, writer = await asyncio.open_unix_connection(
@@ -353,11 +333,8 @@ class LineProcess(OwnedProcess):
         await self._writer.drain()
 
     async def receive(self) -> dict[str, Any] | str:
-        """Return the next message, or its text if it is not a JSON object.
-
-        Raises ValueError if the message is too long, and EOFError if the process has closed its
-        channel.
-        """
+        """Return the next message, or its text if it is not a JSON object. Raises ValueError if the
+        message is too long, and EOFError if the process has closed its channel."""
         line = await self._reader.readline()
         if not line.endswith(b"\n"):
             raise EOFError
@@ -377,11 +354,9 @@ def launch(
     wrap: Wrap,
     readable: Sequence[Path],
 ) -> tuple[socket.socket, Child, int]:
-    """Start a process whose standard input and output are one end of a socket pair.
-
-    Returns the other end, the process and the read end of its standard error. Raises the same
-    errors as `LineProcess.start`.
-    """
+    """Start a process whose standard input and output are one end of a socket pair. Returns the
+    other end, the process and the read end of its standard error. Raises the same errors as
+    `LineProcess.start`."""
     with ExitStack() as undo:
         ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
         undo.callback(ours.close)

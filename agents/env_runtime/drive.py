@@ -42,7 +42,6 @@ _URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "KEEL_MCP_U
 
 
 def _forward(path: str) -> int:
-    """Listen on a loopback port and forward its connections to the unix socket `path`."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     slots = threading.Semaphore(_MAX_CONNECTIONS)
 
@@ -104,10 +103,8 @@ def _copy_lines(pipe: int, last_line: list[bytes]) -> None:
 
 
 def _exit_code(process: Any) -> int:
-    """Wait until the program exits and return its exit code.
-
-    Orphaned processes are reaped in the meantime, because a sandbox allows only a few processes.
-    """
+    """Wait until the program exits and return its exit code. Orphaned processes are reaped in the
+    meantime, because a sandbox allows only a few processes."""
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == process.pid:

@@ -31,10 +31,8 @@ def end_with_parent() -> None:
 
 
 def protect_process() -> None:
-    """Make this process end with its parent, and deny other processes access to its memory.
-
-    The verdict is computed in this process, and the policy may control some processes that it
-    starts.
+    """Make this process end with its parent, and deny other processes access to its memory. The
+    verdict is computed in this process, and the policy may control some processes that it starts.
     """
     end_with_parent()
     with suppress(Exception):
@@ -50,10 +48,8 @@ def limit_memory(mib: Optional[int]) -> None:  # noqa: UP045  (Python 3.9)
 
 
 def redirect_prints() -> None:
-    """Redirect standard output to standard error and make standard input empty.
-
-    This keeps prints from being taken for replies.
-    """
+    """Redirect standard output to standard error and make standard input empty. This keeps prints
+    from being taken for replies."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
@@ -127,10 +123,8 @@ class _Episode:
 
 
 def serve(requests: Any, replies: Any) -> None:
-    """Serve one episode until Keel closes the channel.
-
-    After `close`, the process waits to be killed so that its descendants can still be found.
-    """
+    """Serve one episode until Keel closes the channel. After `close`, the process waits to be
+    killed so that its descendants can still be found."""
     episode = _Episode()
     for line in requests:
         request = json.loads(line)

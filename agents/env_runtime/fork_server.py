@@ -69,7 +69,6 @@ class _Forker:
         return {"is": {}}
 
     def _shared_state(self) -> str:
-        """Describe the state that forked processes would share. Returns "" if there is none."""
         if (threads := len(os.listdir("/proc/self/task"))) > 1:
             return f"starts {threads - 1} thread(s)"
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
@@ -115,10 +114,8 @@ class _Forker:
         return channel
 
     def _fork_isolated(self, number: int, inner: Inner, channel: int, stderr: int) -> None:
-        """Fork twice more into new namespaces.
-
-        Returns only in the last process, which runs the episode.
-        """
+        """Fork twice more into new namespaces. Returns only in the last process, which runs the
+        episode."""
         uid, gid = os.getuid(), os.getgid()
         status_read, status_write = os.pipe()
         try:
@@ -169,10 +166,8 @@ class _Forker:
         socket.send_fds(self._control, [json.dumps(reply).encode()], fds)
 
     def serve(self) -> Optional[tuple[int, Optional[str]]]:  # noqa: UP045
-        """Serve requests until Keel closes the socket.
-
-        In a forked process, it returns the process's channel and `run`.
-        """
+        """Serve requests until Keel closes the socket. In a forked process, it returns the
+        process's channel and `run`."""
         while True:
             line, fds, _, _ = socket.recv_fds(self._control, _MAX_BYTES, 2)
             if not line:

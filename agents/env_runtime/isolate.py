@@ -57,11 +57,8 @@ def unshare(inner: Inner) -> None:
 
 
 def isolate(inner: Inner, uid: int, gid: int) -> None:
-    """Mount private folders and drop all privileges.
-
-    It must be called in the first process of the namespaces. `uid` and `gid` are those of the user
-    before `unshare`.
-    """
+    """Mount private folders and drop all privileges. It must be called in the first process of the
+    namespaces. `uid` and `gid` are those of the user before `unshare`."""
     size = b"mode=1777,size=%d" % (inner["files_mib"] << 20)
     _mount_private_tmp(size)
     _mount(b"tmpfs", b"/dev/shm", _NOSUID | _NODEV, size)
@@ -85,11 +82,8 @@ def isolate(inner: Inner, uid: int, gid: int) -> None:
 
 
 def _mount_private_tmp(options: bytes) -> None:
-    """Mount a private /tmp.
-
-    It contains copies of files that were created at import, and the folders that are mounted below
-    /tmp, such as a project.
-    """
+    """Mount a private /tmp. It contains copies of files that were created at import, and the
+    folders that are mounted below /tmp, such as a project."""
     previous = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
     mounted = {path: os.open(path, os.O_PATH) for path in _mounts_below("/tmp")}
     tops = {"/".join(path.split("/")[:3]) for path in mounted}
@@ -118,7 +112,6 @@ def _mount_private_tmp(options: bytes) -> None:
 
 
 def _mounts_below(folder: str) -> list[str]:
-    """Return the outermost mount points below a folder."""
 
     def unescape(octal: re.Match[bytes]) -> bytes:
         return bytes([int(octal[1], 8)])
@@ -133,7 +126,6 @@ def _mounts_below(folder: str) -> list[str]:
 
 
 def _map_user(uid: tuple[int, int], gid: tuple[int, int]) -> None:
-    """Write the user and group ID maps. Each pair is (ID inside, ID outside)."""
     users, groups = (f"{inside} {outside} 1" for inside, outside in (uid, gid))
     for name, line in (("setgroups", "deny"), ("uid_map", users), ("gid_map", groups)):
         with open(f"/proc/self/{name}", "w") as file:

@@ -174,7 +174,6 @@ class WrappedObject:
 
 
 def _action_class(kind: Any) -> Any:
-    """Find the class of an environment's actions in its type hints."""
     try:
         candidates: list[Any] = [get_type_hints(kind.step).get("action")]
     except Exception:  # a hint may be any expression

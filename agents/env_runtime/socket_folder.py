@@ -10,10 +10,8 @@ _MAX_PATH = 107
 
 
 def socket_folder(prefix: str, socket: str) -> str:
-    """Create a temporary folder for a socket.
-
-    It is in /tmp if the path of `socket` would be too long in TMPDIR.
-    """
+    """Create a temporary folder for a socket. It is in /tmp if the path of `socket` would be too
+    long in TMPDIR."""
     folder = tempfile.mkdtemp(prefix=prefix)
     if len(os.fsencode(os.path.join(folder, socket))) <= _MAX_PATH:
         return folder

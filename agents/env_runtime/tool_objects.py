@@ -77,10 +77,8 @@ _loop: Any = None
 
 
 def resolve(value: Any) -> Any:
-    """Return a value, awaiting it first if it is a coroutine.
-
-    All coroutines of an episode run on the same event loop.
-    """
+    """Return a value, awaiting it first if it is a coroutine. All coroutines of an episode run on
+    the same event loop."""
     global _loop
     if not inspect.isawaitable(value):
         return value
@@ -183,11 +181,9 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def bind_arguments(
     name: str, parameters: list[inspect.Parameter], values: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Choose those of `values` that `parameters` declare, as positional and keyword arguments.
-
-    If no value is declared by name, `**` receives all of them, and a single parameter with another
-    name receives the first one. Raises InvalidEnvironment if a parameter has no value.
-    """
+    """Choose those of `values` that `parameters` declare, as positional and keyword arguments. If
+    no value is declared by name, `**` receives all of them, and a single parameter with another
+    name receives the first one. Raises InvalidEnvironment if a parameter has no value."""
     plain = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     known = [one for one in plain if one.name in values]
     unknown = [one for one in plain if one.name not in values and one.default is one.empty]

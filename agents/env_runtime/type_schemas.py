@@ -35,10 +35,8 @@ _OBJECTS: tuple[Any, ...] = (dict, abc.Mapping)
 
 
 def schema_of(hint: Any, where: str) -> dict[str, Any]:
-    """Return the JSON schema for a type hint.
-
-    Raises InvalidEnvironment if the type is not supported.
-    """
+    """Return the JSON schema for a type hint. Raises InvalidEnvironment if the type is not
+    supported."""
     if hint is Any or hint is inspect.Parameter.empty:
         return {}
     parts = _parts(hint)
@@ -95,7 +93,6 @@ def hints_of(owner: Any, where: str) -> dict[str, Any]:
 
 
 def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the type that a hint names, without `Annotated`, and its arguments."""
     if hasattr(hint, "__metadata__"):
         hint = hint.__origin__
     hint = type(None) if hint is None else hint

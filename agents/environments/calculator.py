@@ -54,10 +54,8 @@ class Calculator:
 
 
 def evaluate(expression: str) -> Number:
-    """Evaluate an arithmetic expression.
-
-    Raises ValueError if it is invalid, undefined or too large.
-    """
+    """Evaluate an arithmetic expression. Raises ValueError if it is invalid, undefined or too
+    large."""
     if len(expression) > _MAX_CHARACTERS:
         raise ValueError(f"an expression has at most {_MAX_CHARACTERS} characters")
     text = expression.strip().replace("^", "**").replace("×", "*").replace("÷", "/")

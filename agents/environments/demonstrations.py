@@ -34,10 +34,8 @@ class Demonstration:
 def trip_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Create demonstrations for the trip planner.
-
-    The hasty ones submit a wrong plan at once. `arguments` are the environment's arguments.
-    """
+    """Create demonstrations for the trip planner. The hasty ones submit a wrong plan at once.
+    `arguments` are the environment's arguments."""
     level = int(arguments.get("level", 0))
     made: list[Demonstration] = []
     first = (FAR + seed) * 1_000_000
@@ -58,12 +56,9 @@ def trip_demonstrations(
 def guess_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Create demonstrations for TextArena's GuessTheNumber with brief rules.
-
-    The hasty ones guess at random and ignore the hints. `arguments` are the environment's
-    arguments, with `min_number` and `max_number` in `options`. Raises ModuleNotFoundError if
-    textarena is not installed.
-    """
+    """Create demonstrations for TextArena's GuessTheNumber with brief rules. The hasty ones guess
+    at random and ignore the hints. `arguments` are the environment's arguments, with `min_number`
+    and `max_number` in `options`. Raises ModuleNotFoundError if textarena is not installed."""
     options = arguments["options"]
     low, high = options["min_number"], options["max_number"]
     made: list[Demonstration] = []
@@ -127,7 +122,6 @@ def _submit(answer: str) -> Calls:
 
 
 def _wrong_plan(world: World, task: TripTask, draw: random.Random) -> str:
-    """Return a well-formed plan with random places that fails the checks."""
     places = {
         "hotel": world.hotels,
         "restaurant": world.restaurants,
@@ -161,7 +155,6 @@ def _draw_numbers(low: int, high: int, draw: random.Random) -> Calls:
 
 @contextmanager
 def _dice_put_back() -> Generator[None]:
-    """Restore the global random state on exit, since the games draw from it."""
     before = random.getstate()
     try:
         yield

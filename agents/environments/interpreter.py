@@ -165,10 +165,7 @@ class Interpreter:
 
 def split_call_time(cell_s: float, ending_s: float, call_s: float) -> tuple[float, float, float]:
     """Split a call's time into limits for a cell, for its end after an interrupt, and for a new
-    kernel.
-
-    Together, they are less than the call's limit.
-    """
+    kernel. Together, they are less than the call's limit."""
     available_s = (1 - _SLACK) * call_s
     ending_s, start_s = min(ending_s, available_s / 4), min(_START_S, available_s / 4)
     remaining_s = available_s - ending_s - start_s
@@ -179,10 +176,8 @@ def split_call_time(cell_s: float, ending_s: float, call_s: float) -> tuple[floa
 
 def put_files(given: Any, folder: str, where: str) -> list[str]:
     """Copy a task's files to the episode's folder `where`, and return each file's name and size.
-
     `given` lists names of files in `folder`, or maps names to texts. Raises ValueError if a file is
-    invalid.
-    """
+    invalid."""
     if not isinstance(given, (list, tuple, dict)):
         raise ValueError(f"`files` must list names, or give texts by name, is {given!r}"[:200])
     descriptions: list[str] = []
@@ -213,11 +208,9 @@ def put_files(given: Any, folder: str, where: str) -> list[str]:
 def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Check the arguments before a run, outside the sandbox.
-
-    Returns the arguments and the paths that the sandbox must be able to read. `without` are files
-    with answers, which the sandbox hides anyway. Raises ValueError if an argument is invalid.
-    """
+    """Check the arguments before a run, outside the sandbox. Returns the arguments and the paths
+    that the sandbox must be able to read. `without` are files with answers, which the sandbox hides
+    anyway. Raises ValueError if an argument is invalid."""
     if not (folder := str(arguments.get("files") or "")):
         return dict(arguments), []
     path = Path(folder).expanduser().absolute()

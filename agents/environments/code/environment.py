@@ -50,10 +50,8 @@ _SUFFIXES = (".py", ".so", ".js", *_METADATA, ".h", ".hpp")
 
 
 def find_packages(folders: Iterable[str]) -> Packages:
-    """Find packages below `folders`, where a copy would show the policy the finished change.
-
-    This includes vendored packages and those in archives, but not links into the repository.
-    """
+    """Find packages below `folders`, where a copy would show the policy the finished change. This
+    includes vendored packages and those in archives, but not links into the repository."""
     packages: Packages = {}
 
     def add(name: str, place: str) -> None:
@@ -123,11 +121,8 @@ if "keel.agents.env_runtime.fork_server" in sys.modules:  # episodes are forked 
 
 
 class Repository:
-    """A repository that the policy changes.
-
-    `folder` is the folder `environment` that `keel synthesize` has created. The episode must be
-    able to read it, but not its parent folder.
-    """
+    """A repository that the policy changes. `folder` is the folder `environment` that `keel
+    synthesize` has created. The episode must be able to read it, but not its parent folder."""
 
     call_s = math.inf
     """Time limit in seconds for a call, which is set before each call."""
@@ -172,10 +167,8 @@ class Repository:
         self._shell("git init -q . && git add -A && " + _COMMIT, _CHECK_S)
 
     def _refuse_copies(self) -> None:
-        """Raise RuntimeError if the episode could read a copy of the project.
-
-        The prefixes of all instances are checked, since they are readable as well.
-        """
+        """Raise RuntimeError if the episode could read a copy of the project. The prefixes of all
+        instances are checked, since they are readable as well."""
         listed = sorted(Path(self._folder, "packages").iterdir())
         sources: list[Packages] = [json.loads(file.read_text("utf-8")) for file in listed]
         for packages in (*sources, _system_packages()):
@@ -239,10 +232,8 @@ class Repository:
         return processes.run(words, env=self._env, folder=REPO, within_s=within_s)
 
     def _file_tool(self, request: Mapping[str, Any]) -> str:
-        """Run a file tool in a process with the permissions of the policy's commands.
-
-        If it ran in this process, links could give the policy access to the process's memory.
-        """
+        """Run a file tool in a process with the permissions of the policy's commands. If it ran in
+        this process, links could give the policy access to the process's memory."""
         words = [sys.executable, "-I", "-S", files.__file__]
         stdin = json.dumps(request).encode()
         status, output = processes.run(words, env={}, folder=REPO, within_s=_CHECK_S, stdin=stdin)
@@ -254,11 +245,9 @@ class Repository:
 def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Check the arguments before a run, outside the sandbox, and make the folder absolute.
-
-    Raises ValueError if the folder is invalid. `without` are files with answers, which an episode
-    cannot see anyway.
-    """
+    """Check the arguments before a run, outside the sandbox, and make the folder absolute. Raises
+    ValueError if the folder is invalid. `without` are files with answers, which an episode cannot
+    see anyway."""
     folder = Path(str(arguments.get("folder") or "")).expanduser().absolute()
     if not (folder / "sealed").is_dir():
         raise ValueError(

@@ -19,10 +19,8 @@ _MAX_BYTES = 16 << 20
 
 
 def execute(request: Mapping[str, Any]) -> str:
-    """Run a file tool and return its result.
-
-    Raises ValueError or OSError with a message for the policy.
-    """
+    """Run a file tool and return its result. Raises ValueError or OSError with a message for the
+    policy."""
     path = request["path"]
     if request["do"] == "view":
         if os.path.isdir(path):
@@ -40,10 +38,8 @@ def execute(request: Mapping[str, Any]) -> str:
 
 
 def apply_edit(path: str, text: str, old: str, new: str) -> tuple[str, str]:
-    """Return the new text of the file and a message for the policy.
-
-    Raises ValueError if the edit cannot be made.
-    """
+    """Return the new text of the file and a message for the policy. Raises ValueError if the edit
+    cannot be made."""
     count = text.count(old)
     if count != 1:
         raise ValueError(f"`old` is in {path} {count} times; it must be there exactly once")
@@ -74,7 +70,6 @@ def _read(path: str) -> str:
 
 
 def _write(path: str, text: str) -> None:
-    """Replace `path` with a new file, so that a failure leaves the old file unchanged."""
     data = text.encode()
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     path = os.path.realpath(path)  # write through a link, which stays

@@ -64,10 +64,8 @@ def environment(prefix: str, extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def graded_tree(instance: Mapping[str, Any], base: Tree, harness: Tree, written: Tree) -> Tree:
-    """Return the policy's tree with the grading files replaced with the instance's own.
-
-    New links are removed, since later writes would follow them.
-    """
+    """Return the policy's tree with the grading files replaced with the instance's own. New links
+    are removed, since later writes would follow them."""
     language = LANGUAGES[instance["language"]]
     policys = {
         path: entry
@@ -156,10 +154,8 @@ def grade(instance: Mapping[str, Any], results: Results) -> tuple[float, dict[st
 
 
 def read_results(folder: str) -> dict[str, str]:
-    """Read all JUnit files (.xml) in a folder, and return the result of each test by its name.
-
-    The results are passed, failed or skipped. Invalid files are ignored.
-    """
+    """Read all JUnit files (.xml) in a folder, and return the result of each test by its name. The
+    results are passed, failed or skipped. Invalid files are ignored."""
     results: dict[str, str] = {}
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
         return results
@@ -191,10 +187,8 @@ def _read_junit(path: str) -> list[tuple[str, str]]:
 
 
 def _cases(element: ElementTree.Element, suites: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield the name and result of each test.
-
-    The name of the root element is left out, because it depends on the runner or the machine.
-    """
+    """Yield the name and result of each test. The name of the root element is left out, because it
+    depends on the runner or the machine."""
     for child in element:
         if child.tag == "testsuite":
             yield from _cases(child, (*suites, child.get("name", "")))

@@ -38,10 +38,8 @@ def adopt_orphans() -> None:
 
 
 def stop_all() -> None:
-    """Kill all descendants, including those in other sessions.
-
-    Raises TimeoutError if some of them keep forking.
-    """
+    """Kill all descendants, including those in other sessions. Raises TimeoutError if some of them
+    keep forking."""
     deadline = time.monotonic() + _KILL_S
     while pids := _descendants():
         for pid in pids:
@@ -81,10 +79,8 @@ def run(
     within_s: float,
     stdin: bytes = b"",
 ) -> tuple[int | None, str]:
-    """Run a command and return its exit status and its output.
-
-    The status is None if the command was killed at its deadline. Background processes keep running.
-    """
+    """Run a command and return its exit status and its output. The status is None if the command
+    was killed at its deadline. Background processes keep running."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as source:
         source.write(stdin)
         source.seek(0)

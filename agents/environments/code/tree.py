@@ -28,11 +28,9 @@ class UnreadableTree(ValueError):
 
 
 def read_tree(root: str, *, max_mib: int, skip: Callable[[str], bool]) -> Tree:
-    """Read all regular files and links in a folder, without following links.
-
-    No other process may write to the folder meanwhile. `skip` returns True for paths to leave out.
-    Raises UnreadableTree if the folder is not a source tree.
-    """
+    """Read all regular files and links in a folder, without following links. No other process may
+    write to the folder meanwhile. `skip` returns True for paths to leave out. Raises UnreadableTree
+    if the folder is not a source tree."""
     if not stat.S_ISDIR(os.lstat(root).st_mode):
         raise UnreadableTree(f"{root} is no folder")
     tree: Tree = {}
@@ -61,10 +59,7 @@ def read_tree(root: str, *, max_mib: int, skip: Callable[[str], bool]) -> Tree:
 
 
 def write_tree(root: str, tree: Tree) -> None:
-    """Write a tree to a new folder.
-
-    Raises UnreadableTree if a path is below a file or link.
-    """
+    """Write a tree to a new folder. Raises UnreadableTree if a path is below a file or link."""
     for path in tree:
         if blocking := [part for part in _parents(path) if part in tree]:
             raise UnreadableTree(f"{path} lies under {blocking[0]}, which is no folder")
@@ -98,10 +93,8 @@ find "$1" -xdev -mindepth 1 -depth -delete
 
 
 def overlay(under: Tree, over: Tree) -> Tree:
-    """Return `under` with the entries of `over` added.
-
-    If a file and a folder have the same path, the one in `over` is kept.
-    """
+    """Return `under` with the entries of `over` added. If a file and a folder have the same path,
+    the one in `over` is kept."""
     folders = {part for path in over for part in _parents(path)}
     visible = {
         path: entry
@@ -137,10 +130,7 @@ def seal(content: dict[str, Any], key: bytes) -> bytes:
 
 
 def unseal(data: bytes, key: bytes) -> dict[str, Any]:
-    """Decrypt content.
-
-    Raises ValueError if the key is wrong or the file has been changed.
-    """
+    """Decrypt content. Raises ValueError if the key is wrong or the file has been changed."""
     plain = _xor(data, key)
     if hashlib.sha256(plain[_DIGEST_BYTES:]).digest() != plain[:_DIGEST_BYTES]:
         raise ValueError("the key is not this file's, or the file was changed")

@@ -26,10 +26,8 @@ _LEFTOVERS = (
 
 
 class RepositoryWorkshop(Repository):
-    """A repository and its prefix, opened from a draft that includes the gold patch.
-
-    The tool `bash` is inherited.
-    """
+    """A repository and its prefix, opened from a draft that includes the gold patch. The tool
+    `bash` is inherited."""
 
     def _begin(self, tree: Tree) -> None:
         write_tree(REPO, tree)

@@ -55,10 +55,7 @@ class Folder:
         return (self.path / name).read_text(encoding="utf-8")
 
     def tasks(self) -> list[dict[str, Any]]:
-        """Return the tasks in order.
-
-        Raises ValueError if task.json is invalid.
-        """
+        """Return the tasks in order. Raises ValueError if task.json is invalid."""
         try:
             tasks: list[dict[str, Any]] = json.loads(self.text("task.json"))["tasks"]
             for task in tasks:
@@ -80,11 +77,9 @@ class Folder:
 
 
 def folders(names: Sequence[str]) -> list[Folder]:
-    """Return the folders of the named environments in order.
-
-    Each name is an environment's folder, a folder that contains several, a bundled environment, or
-    `shipped` for all bundled ones. Raises ValueError if a name is not found.
-    """
+    """Return the folders of the named environments in order. Each name is an environment's folder,
+    a folder that contains several, a bundled environment, or `shipped` for all bundled ones. Raises
+    ValueError if a name is not found."""
     environments: list[Folder] = []
     for name in names:
         own = SHIPPED if name == "shipped" else SHIPPED / name
@@ -138,10 +133,7 @@ _CLOCK = re.compile(
 
 
 def parsed(source: str, part: Part) -> ast.Module:
-    """Parse an author's code.
-
-    Raises InvalidEnvironment if it has a syntax error or is forbidden.
-    """
+    """Parse an author's code. Raises InvalidEnvironment if it is invalid or forbidden."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError, SystemError) as error:
@@ -190,9 +182,7 @@ def _complaint(node: ast.AST, part: Part) -> str:
 
 def function(source: str, part: Part, name: str) -> tuple[ast.Module, ast.FunctionDef]:
     """Return the function `name`, both as a module with the imports directly before it and alone.
-
-    Raises InvalidEnvironment if there is no such function, or anything else than functions.
-    """
+    Raises InvalidEnvironment if there is no such function, or anything else than functions."""
     pieces: dict[str, ast.Module] = {}
     imports: list[ast.stmt] = []
     for node in parsed(source, part).body:
@@ -256,10 +246,8 @@ class Channel:
         self._end, self._received = end, b""
 
     def send(self, message: _Message) -> None:
-        """Send a message.
-
-        Raises ChildEnded if the other end is closed, and ValueError if the message is not JSON.
-        """
+        """Send a message. Raises ChildEnded if the other end is closed, and ValueError if the
+        message is not JSON."""
         line = json.dumps(message, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         try:
             self._end.sendall(line)
@@ -267,10 +255,7 @@ class Channel:
             raise ChildEnded("its process ended") from error
 
     def receive(self, within_s: float | None = None) -> _Message:
-        """Receive a message.
-
-        Raises ChildEnded on a timeout or if the message is invalid.
-        """
+        """Receive a message. Raises ChildEnded on a timeout or if the message is invalid."""
         until = None if within_s is None else time.monotonic() + within_s
         while b"\n" not in self._received:
             remaining = None if until is None else max(0.0, until - time.monotonic())
@@ -291,11 +276,8 @@ class Channel:
 
 
 class Child(Channel):
-    """A forked process that calls `run` with its channel.
-
-    `run` must call `_shut` before it runs any untrusted code. Errors are sent as {"refused": text}
-    or {"raised": text}.
-    """
+    """A forked process that calls `run` with its channel. `run` must call `_shut` before it runs
+    any untrusted code. Errors are sent as {"refused": text} or {"raised": text}."""
 
     def __init__(self, run: Callable[[Channel], None]) -> None:
         ours, theirs = socket.socketpair()
@@ -306,11 +288,8 @@ class Child(Channel):
         super().__init__(ours)
 
     def ask(self, message: _Message, within_s: float | None = None) -> Any:
-        """Send a request and return its result.
-
-        Raises ChildEnded, InvalidEnvironment, or AuthorCodeFailed if the author's code raises an
-        error.
-        """
+        """Send a request and return its result. Raises ChildEnded, InvalidEnvironment, or
+        AuthorCodeFailed if the author's code raises an error."""
         self.send(message)
         reply = self.receive(within_s)
         if "refused" in reply:
@@ -354,7 +333,6 @@ def _failure(error: BaseException) -> _Message:
 
 
 def _serve(channel: Channel, answer: Callable[[_Message], Any]) -> None:
-    """Answer requests until the other end is closed."""
     with suppress(ChildEnded):
         while True:
             request = channel.receive()
@@ -367,7 +345,6 @@ def _serve(channel: Channel, answer: Callable[[_Message], Any]) -> None:
 
 
 def _shut() -> None:
-    """Forbid this process to open files, start processes or exceed a memory limit."""
     memory, hard = _MEMORY_MIB << 20, resource.getrlimit(resource.RLIMIT_AS)[1]
     memory = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
     for limit, value in (
@@ -380,11 +357,8 @@ def _shut() -> None:
 
 
 def tools_child(folder: Folder, seed: int) -> Child:
-    """Start a process that runs the tools.
-
-    It answers {"do": "describe"} with the specs of the tools by name, and {"do": "call", "name",
-    "arguments"} with a text.
-    """
+    """Start a process that runs the tools. It answers {"do": "describe"} with the specs of the
+    tools by name, and {"do": "call", "name", "arguments"} with a text."""
 
     def run(channel: Channel) -> None:
         source, database = folder.text("tools.py"), folder.database()
@@ -407,10 +381,8 @@ def tools_child(folder: Folder, seed: int) -> Child:
 
 
 def tools_of(source: str, database: Any) -> dict[str, Tool]:
-    """Run a tools.py and return its public functions as tools.
-
-    Raises InvalidEnvironment if there are none or one lacks type hints.
-    """
+    """Run a tools.py and return its public functions as tools. Raises InvalidEnvironment if there
+    are none or one lacks type hints."""
     tree = parsed(source, "tools")
     module = ModuleType("tools")
     vars(module).update(_namespace("tools"), database=database)
@@ -457,11 +429,9 @@ def answer_of(text: str) -> Any:
 
 
 def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[str, bool] | str:
-    """Return each demand and whether the answer meets it, or an error if the verifier fails.
-
-    The verifier reads the original database, so it does not see changes that the tools made. Raises
-    InvalidEnvironment if the verifier is invalid.
-    """
+    """Return each demand and whether the answer meets it, or an error if the verifier fails. The
+    verifier reads the original database, so it does not see changes that the tools made. Raises
+    InvalidEnvironment if the verifier is invalid."""
 
     def run(channel: Channel) -> None:
         source, database = folder.text("verify.py"), folder.database()
@@ -496,11 +466,9 @@ def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[
 
 
 def solving_child(source: str, number: int, returns: dict[str, str]) -> Child:
-    """Start a process that runs a solution.
-
-    The process sends {"call": name, "arguments"} and expects {"text"} or {"failed"}. It ends with
-    {"is": the answer}. `returns` is the result type of each tool, `text` or `json`.
-    """
+    """Start a process that runs a solution. The process sends {"call": name, "arguments"} and
+    expects {"text"} or {"failed"}. It ends with {"is": the answer}. `returns` is the result type of
+    each tool, `text` or `json`."""
 
     def run(channel: Channel) -> None:
         def named(name: str) -> Callable[..., Any]:

@@ -30,10 +30,8 @@ class General:
     """
 
     def __init__(self, folder: str | Sequence[str], verify_s: float = 20.0) -> None:
-        """Find the folders for one name or several, as `author_code.folders` does.
-
-        `verify_s` is the time limit for a verifier. An answer for which it is exceeded is wrong.
-        """
+        """Find the folders for one name or several, as `author_code.folders` does. `verify_s` is
+        the time limit for a verifier. An answer for which it is exceeded is wrong."""
         self._folders = folders([folder] if isinstance(folder, str) else folder)
         self._verify_s = verify_s
         self._tools: Child | None = None

@@ -48,11 +48,8 @@ class Solution:
 
 
 class AuthorWorkshop:
-    """Runs the tools and verifiers in an author's folder.
-
-    The task's reward names the folder as `environment`, and `within_s` limits the time for each
-    request.
-    """
+    """Runs the tools and verifiers in an author's folder. The task's reward names the folder as
+    `environment`, and `within_s` limits the time for each request."""
 
     def opening(self, task: Mapping[str, Any], seed: int) -> None:
         self._folder = Folder(Path(task["reward"]["environment"]))

@@ -6,7 +6,6 @@ Links are not followed. The text is untrusted, so all functions take time linear
 from __future__ import annotations
 
 import hashlib
-import html
 import json
 import os
 import re
@@ -14,6 +13,7 @@ import stat
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -59,21 +59,16 @@ class Library(Protocol):
 
 
 def made(name: str, title: str, text: str) -> Document:
-    """Create a document without invisible characters.
-
-    If the title is empty, it is replaced with the name. A search API may return an empty or None
-    title and text.
-    """
+    """Create a document without invisible characters. If the title is empty, it is replaced with
+    the name. A search API may return an empty or None title and text."""
     name = " ".join(cleaned(name).translate(_UNNAMED).split())
     title = " ".join(cleaned(title or "").split())
     return Document(name=name, title=title or name, text=cleaned(text or ""))
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the files in a folder that can be read as documents, in order.
-
-    Raises ValueError if the folder is missing.
-    """
+    """Return the files in a folder that can be read as documents, in order. Raises ValueError if
+    the folder is missing."""
     if not folder.is_dir():
         raise ValueError(f"corpus {folder}: there is no such folder")
     paths: list[Path] = []
@@ -98,10 +93,8 @@ def fingerprint(folder: Path, files: Sequence[Path]) -> str:
 
 
 def documents_of(folder: Path, files: Sequence[Path]) -> Iterator[Document]:
-    """Yield the documents in all files, except blank ones.
-
-    Raises ValueError with the file and line if a document is unreadable or its name occurs twice.
-    """
+    """Yield the documents in all files, except blank ones. Raises ValueError with the file and line
+    if a document is unreadable or its name occurs twice."""
     seen: set[str] = set()
     for path in files:
         name = os.fsencode(path.relative_to(folder)).decode(errors="replace")
@@ -134,7 +127,6 @@ def _of_file(path: Path, name: str) -> Iterator[tuple[str, Document]]:
 
 
 def _of_lines(path: Path, name: str) -> Iterator[tuple[str, Document]]:
-    """Read lines like `{"text": "…", "title": "…", "id": "…"}`. Title and id are optional."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(_MAX_BYTES + 1):
@@ -159,20 +151,17 @@ def _of_lines(path: Path, name: str) -> Iterator[tuple[str, Document]]:
 
 
 def _heading(text: str) -> str:
-    """Return the first line if it is short enough to be a heading, else ""."""
     lines = (line.strip() for line in text.split("\n", 8)[:8])
     first = next((line for line in lines if line), "").lstrip("#= ")
     return first if len(first) <= 120 else ""
 
 
-_NAME = re.compile(r"/?[a-zA-Z][a-zA-Z0-9:-]{0,40}")
-_RAW = ("script", "style", "template", "noscript", "svg", "textarea", "iframe", "object")
-"""Elements whose content is not displayed as text."""
 _NAMES = """
 address article aside blockquote br caption dd div dl dt figcaption footer form h1 h2 h3 h4 h5 h6
 header hr li main nav ol p pre section table td th title tr ul
 """
 _BLOCKS = frozenset(_NAMES.split())
+_UNDISPLAYED = ("script", "style", "template", "noscript", "svg", "textarea", "iframe", "object")
 _VOID_NAMES = "area base br col embed hr img input link meta source track wbr"
 _VOID = frozenset(_VOID_NAMES.split())
 _HIDDEN = re.compile(
@@ -180,86 +169,48 @@ _HIDDEN = re.compile(
     r"(?:display|visibility|font-size|opacity)\s*:\s*(?:none|hidden|0(?![.\d]*[1-9]))",
     re.IGNORECASE,
 )
-_MAX_TAG = 4096
-"""Maximum length of a tag. Anything longer counts as text."""
+
+
+class _VisibleText(HTMLParser):
+    """Collects the text of elements that a browser displays, which excludes hidden instructions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.title, self.text = list[str](), list[str]()
+        self._hidden: list[str] = []  # open elements, starting with the outermost hidden one
+        self._in_title = False
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        hides = tag in _UNDISPLAYED or _HIDDEN.search(self.get_starttag_text() or "")
+        if self._hidden or hides:
+            if tag not in _VOID:
+                self._hidden.append(tag)
+        elif tag == "title":
+            self._in_title = not self.title
+        elif tag in _BLOCKS:
+            self.text.append("\n")
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._hidden:
+            if tag in self._hidden:  # an end tag without a start tag is ignored
+                while self._hidden.pop() != tag:
+                    pass
+        elif tag == "title":
+            self._in_title = False
+        elif tag in _BLOCKS:
+            self.text.append("\n")
+
+    def handle_data(self, data: str) -> None:
+        if not self._hidden:
+            (self.title if self._in_title else self.text).append(data)
 
 
 def text_of_html(source: str) -> tuple[str, str]:
-    """Return the title and the visible text of untrusted HTML. It never fails.
-
-    Python's own parser takes quadratic time for deliberately broken input (minutes for 100 kB of
-    `<a `). This one avoids that by never repeating a search that found nothing.
-    """
-    seen, title, at = list[str](), list[str](), 0
-    lower = source.lower() if len(source.lower()) == len(source) else source
-    missing: set[str] = set()
-    hidden: list[str] = []  # open elements, starting with the outermost hidden one
-    in_title = False
-
-    def after(mark: str, start: int) -> int:
-        position = -1 if mark in missing else lower.find(mark, start)
-        if position < 0:
-            missing.add(mark)
-            return len(source)
-        return position + len(mark)
-
-    while at < len(source):
-        start = source.find("<", at)
-        if start < 0:
-            start = len(source)
-        if start > at and not hidden:
-            (title if in_title else seen).append(html.unescape(source[at:start]))
-        if start == len(source):
-            break
-        if source.startswith("<!--", start):
-            at = after("-->", start + 4)
-            continue
-        if source.startswith(("<!", "<?"), start):
-            at = after(">", start)
-            continue
-        name = _NAME.match(source, start + 1)
-        end = _end_of_tag(source, start) if name else -1
-        if name is None or end < 0:
-            if not hidden:
-                seen.append("<")
-            at = start + 1
-            continue
-        tag, at = name[0].lower(), end
-        if tag in _RAW:
-            close = after(f"</{tag}", at)
-            at = after(">", close) if close < len(source) else close
-        elif tag == "title" and not "".join(title).strip():
-            in_title = True
-        elif tag == "/title":
-            in_title = False
-        elif hidden:
-            if tag[0] != "/":
-                if tag not in _VOID and source[end - 2] != "/" and len(hidden) < 512:
-                    hidden.append(tag)
-            elif tag[1:] in hidden[-64:]:  # an end tag without a start tag is ignored
-                while hidden.pop() != tag[1:]:
-                    pass
-        elif tag[0] != "/" and tag not in _VOID and _HIDDEN.search(source, start, end):
-            hidden.append(tag)
-        elif tag.lstrip("/") in _BLOCKS:
-            seen.append("\n")
-    return " ".join("".join(title).split()), "".join(seen)
-
-
-def _end_of_tag(source: str, start: int) -> int:
-    """Return the position after the tag's closing `>`, or -1. A quoted `>` does not count."""
-    quote = ""
-    for at in range(start + 1, min(len(source), start + _MAX_TAG)):
-        sign = source[at]
-        if quote:
-            quote = "" if sign == quote else quote
-        elif sign in "\"'" and source[at - 1] in "= \t\n":
-            quote = sign
-        elif sign == ">":
-            return at + 1
-        elif sign == "<":
-            return -1
-    return -1
+    """Return the title and the visible text of HTML."""
+    parser = _VisibleText()
+    parser.feed(source)
+    parser.close()
+    return " ".join("".join(parser.title).split()), "".join(parser.text)
 
 
 _UNSPACED = (
@@ -291,20 +242,15 @@ def cleaned(text: str) -> str:
 
 
 def _runs(text: str) -> list[str]:
-    """Return the words in `text` without case, width and accents.
-
-    In scripts without spaces, a run of characters is one word.
-    """
+    """Return the words in `text` without case, width and accents. In scripts without spaces, a run
+    of characters is one word."""
     plain = _ACCENTS.sub("", unicodedata.normalize("NFKD", text.casefold()))
     return _TERMS.findall(unicodedata.normalize("NFC", plain))
 
 
 def terms(text: str) -> list[str]:
-    """Return the search terms in a text.
-
-    They are words or, in scripts without spaces, pairs of adjacent characters. An isolated
-    character is a term of its own.
-    """
+    """Return the search terms in a text. They are words or, in scripts without spaces, pairs of
+    adjacent characters. An isolated character is a term of its own."""
     result: list[str] = []
     for run in _runs(text):
         if len(run) > 1 and _RUN.fullmatch(run):
@@ -325,10 +271,8 @@ def squeeze(text: str) -> str:
 
 
 def spans(text: str, most: int) -> list[tuple[int, int]]:
-    """Split `text` into pieces [start, end) of at most `most` characters.
-
-    A piece ends after a line, a sentence or a word, if one of these ends in its second half.
-    """
+    """Split `text` into pieces [start, end) of at most `most` characters. A piece ends after a
+    line, a sentence or a word, if one of these ends in its second half."""
     boundaries: list[tuple[int, int]] = []
     start = 0
     while len(text) - start > most:

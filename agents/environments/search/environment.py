@@ -52,7 +52,6 @@ _CITED = re.compile(r"(.*?):\s*[\"“”«「『'](.*)[\"“”»」』']\s*", r
 
 
 def _citations_in(text: str) -> list[tuple[str, str]]:
-    """Return the name and quote of each citation in a text in order, without duplicates."""
     citations, at = dict[tuple[str, str], None](), 0
     while len(citations) < _MAX_CITATIONS and (start := text.find("[[", at)) >= 0:
         if (end := text.find("]]", start)) < 0:
@@ -66,10 +65,8 @@ def _citations_in(text: str) -> list[tuple[str, str]]:
 
 
 def quote_fault(quote: str, document: Document) -> str:
-    """Return why a quote is not valid for `document`, or "" if it is.
-
-    White space, case and punctuation are ignored.
-    """
+    """Return why a quote is not valid for `document`, or "" if it is. White space, case and
+    punctuation are ignored."""
     words = squeeze(quote)
     if len(words) < (_MIN_SIGNS if len(signs(quote)) > len(words) / 2 else _MIN_LETTERS):
         return f"the quote {quote[:80]!r} is too short to say anything; quote a clause"
@@ -105,10 +102,7 @@ class Search:
         cite: bool = True,
         ready: Library | None = None,
     ) -> None:
-        """Open the index or the library.
-
-        Raises ValueError if an argument is invalid.
-        """
+        """Open the index or the library. Raises ValueError if an argument is invalid."""
         for name, value in (("results", results), ("page_characters", page_characters)):
             if value < 1:
                 raise ValueError(f"search: {name} = {value} must be at least 1")
@@ -192,7 +186,6 @@ class Search:
         return "\n".join([*lines, *more])
 
     def _document(self, name: str) -> Document | None:
-        """Return the document with this name, or with this number in the last search."""
         if (document := self.opened.get(name.strip())) is not None:
             return document
         document = self._library.document(name.strip())
@@ -204,10 +197,8 @@ class Search:
 
     def verdict(self, messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], Any]:
         """Return `citations`, the share of valid citations (0 without any), and `evidence`.
-
         `evidence` is the share of the task's source documents that were opened, or 1 if the task
-        names none.
-        """
+        names none."""
         turns = [message for message in messages if message.get("role") == "assistant"]
         text = str(turns[-1].get("content") or "") if turns else ""
         faults = [
@@ -227,12 +218,9 @@ class Search:
 def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Index the corpus before a run, outside the sandbox.
-
-    Returns the arguments and the paths that the sandbox must be able to read. `without` are files
-    with answers, which the corpus must not contain. Raises ValueError or OSError as `ensure_index`
-    does.
-    """
+    """Index the corpus before a run, outside the sandbox. Returns the arguments and the paths that
+    the sandbox must be able to read. `without` are files with answers, which the corpus must not
+    contain. Raises ValueError or OSError as `ensure_index` does."""
     arguments = dict(arguments)
     if not (corpus := arguments.pop("corpus", "")):
         path_text = arguments.get("index")

@@ -56,10 +56,7 @@ class SearchIndex:
     """An open index, as a `Library`."""
 
     def __init__(self, path: Path) -> None:
-        """Open an index.
-
-        Raises ValueError if it is invalid.
-        """
+        """Open an index. Raises ValueError if it is invalid."""
         try:
             # Immutable, so SQLite creates no files next to it, which a sandbox does not allow.
             name = quote(str(path.absolute()))
@@ -127,11 +124,9 @@ class SearchIndex:
 
 
 def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Path] = ()) -> Path:
-    """Return the path of the index for `folder`, and rebuild it if a file has changed.
-
-    Raises ValueError if the corpus is unreadable or contains a file from `without`, and OSError if
-    the index cannot be written.
-    """
+    """Return the path of the index for `folder`, and rebuild it if a file has changed. Raises
+    ValueError if the corpus is unreadable or contains a file from `without`, and OSError if the
+    index cannot be written."""
     folder = folder.expanduser()
     files = files_of(folder)
     if path is None:
@@ -197,17 +192,13 @@ def _make(path: Path, folder: Path, files: Sequence[Path], of: str) -> None:
 
 
 def _expression(query: str) -> str:
-    """Return an FTS5 expression that matches any term in `words`.
-
-    Terms are quoted and consist of letters and digits, so a query cannot contain FTS5 syntax.
-    """
+    """Return an FTS5 expression that matches any term in `words`. Terms are quoted and consist of
+    letters and digits, so a query cannot contain FTS5 syntax."""
     words = list(dict.fromkeys(terms(query)))[:_MAX_TERMS]
     return " OR ".join(f'{"signs" if _alone(one) else "{title terms}"}: "{one}"' for one in words)
 
 
 def _alone(term: str) -> bool:
-    """Return whether a term is a single character of a script without spaces.
-
-    All other terms in such scripts are pairs.
-    """
+    """Return whether a term is a single character of a script without spaces. All other terms in
+    such scripts are pairs."""
     return len(term) == 1 and bool(signs(term))

@@ -28,17 +28,12 @@ _GUESSES = 40
 
 
 class Trip:
-    """An environment in which the policy plans one trip.
-
-    The prompt's `reward` selects the task, as in `{"trip": {"level": 0, "seed": 17}}`. Without it,
-    the task is drawn from the seed at `level`.
+    """An environment in which the policy plans one trip. The prompt's `reward` selects the task, as
+    in `{"trip": {"level": 0, "seed": 17}}`. Without it, the task is drawn from the seed at `level`.
     """
 
     def __init__(self, level: int = 0, ready: tuple[World, TripTask, Level] | None = None) -> None:
-        """Start with the task `ready` if it is given.
-
-        Raises ValueError if the level is unknown.
-        """
+        """Start with the task `ready` if it is given. Raises ValueError if the level is unknown."""
         if not 0 <= level < len(LEVELS):
             raise ValueError(f"trip: level = {level}, there are 0 to {len(LEVELS) - 1}")
         self._of = level
@@ -167,11 +162,9 @@ class Trip:
         return parts, {"submitted": True, "not met": [name for name, ok in met.items() if not ok]}
 
     def _progress(self, share: float) -> float:
-        """Return the fraction of the needed steps that have been completed.
-
-        The steps are the answer and the lists that must be requested. There is one list for each
-        kind of place in each day's city, or in any city if the task does not name the cities.
-        """
+        """Return the fraction of the needed steps that have been completed. The steps are the
+        answer and the lists that must be requested. There is one list for each kind of place in
+        each day's city, or in any city if the task does not name the cities."""
         task = self._task
         kinds = [kind for kind in ("hotel", "restaurant", "attraction") if task.asks_for(kind)]
         if task.cities is None:
@@ -215,10 +208,7 @@ def _facts(known: dict[str, Any], keywords: Sequence[str]) -> dict[str, Any]:
 
 
 def make_task(seed: int, level: Level) -> tuple[World, TripTask]:
-    """Return the task for a seed.
-
-    It can be solved with its tools, and most random plans fail.
-    """
+    """Return the task for a seed. It can be solved with its tools, and most random plans fail."""
     for attempt in range(_MAX_TRIES):
         world, task = draw_task(seed * _MAX_TRIES + attempt, level)
         if _possible(world, task, level) and not _anything_goes(world, task):
@@ -243,7 +233,6 @@ def _possible(world: World, task: TripTask, level: Level) -> bool:
 
 
 def _anything_goes(world: World, task: TripTask) -> bool:
-    """Return whether most random plans with places in the right city would be correct."""
     draw = random.Random(task.text())
     good = bad = 0
     while good <= _GUESSES // 2 and bad < _GUESSES / 2:  # stop once the outcome is certain

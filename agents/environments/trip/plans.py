@@ -14,10 +14,8 @@ _Day = Mapping[str, str]
 
 
 def checks(world: World, task: TripTask, answer: str) -> dict[str, bool]:
-    """Return the name of each demand and whether `answer` meets it.
-
-    If the answer is malformed, the only demand is `form`.
-    """
+    """Return the name of each demand and whether `answer` meets it. If the answer is malformed, the
+    only demand is `form`."""
     plan = parse(task, answer)
     if plan is None:
         return {"form": False}
@@ -25,10 +23,8 @@ def checks(world: World, task: TripTask, answer: str) -> dict[str, bool]:
 
 
 def parse(task: TripTask, answer: str) -> list[dict[str, str]] | None:
-    """Return the days of a plan, or None if the answer is malformed.
-
-    Each day must have exactly the keys that the task asks for.
-    """
+    """Return the days of a plan, or None if the answer is malformed. Each day must have exactly the
+    keys that the task asks for."""
     if len(answer) > _MAX_CHARACTERS:
         return None
     if task.plain:

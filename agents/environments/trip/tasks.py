@@ -172,10 +172,8 @@ _FIRST_DAY = datetime.date(2025, 10, 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """Demands on a day whose hotel costs at least `low` and less than `high` CNY.
-
-    A demand that is None is always met.
-    """
+    """Demands on a day whose hotel costs at least `low` and less than `high` CNY. A demand that is
+    None is always met."""
 
     low: int
     high: int | None = None
@@ -353,10 +351,7 @@ class TripTask:
 
 
 def draw_task(seed: int, level: Level) -> tuple[World, TripTask]:
-    """Draw a world and a task.
-
-    The task may have no solution, which `environment.make_task` checks.
-    """
+    """Draw a world and a task, which may have no solution."""
     draw = random.Random(f"task {seed}")
     first = _FIRST_DAY + datetime.timedelta(days=draw.randrange(60))
     dates = tuple(str(first + datetime.timedelta(days=day)) for day in range(level.days))
@@ -383,7 +378,6 @@ def draw_task(seed: int, level: Level) -> tuple[World, TripTask]:
 
 
 def _varied(band: Band, draw: random.Random) -> Band:
-    """Return a copy of the band with bounds drawn near the original ones."""
     return replace(
         band,
         meals_below=band.meals_below and band.meals_below + 10 * draw.randrange(-6, 7),

@@ -148,7 +148,6 @@ def test_file_patterns() -> None:
             "lib/a.js",
         ),
         ("cpp", "CMakeLists.txt tests/a.cpp a/b_test.cc", "src/a.cpp"),
-        ("go", "a_test.go vendor/b.go go.mod", "a.go"),
     ):
         assert all(is_grading(LANGUAGES[language], path) for path in graders.split())
         assert not any(is_grading(LANGUAGES[language], path) for path in sources.split())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,10 +66,6 @@ def test_html_yields_visible_text_only(index: SearchIndex) -> None:
     assert result is not None and result.title == "Corvane Society"
     assert "31,000 volumes & one globe" in result.text
     assert not any(word in result.text for word in ("Ignore", "hidden words", "comment", "<"))
-    for piece in ("<!--", "<a ", "<script>", "</x>", "<p hidden><b>", "<a ='<a =\"", "&#", "<"):
-        begun = time.process_time()
-        text_of_html((piece * 100_000)[:100_000])
-        assert time.process_time() - begun < 1.0, piece
     title, text = text_of_html("<p hidden>no<p>no</p></p><br>3 < 4 <b title='a>b'>yes</b><title>x")
     assert (title, text.split()) == ("x", ["3", "<", "4", "yes"])
 
