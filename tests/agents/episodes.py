@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,6 +58,16 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
         time.sleep(0.01)
     assert not leaked
     return result
+
+
+def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an async test as `run` does."""
+
+    @functools.wraps(test)
+    def sync(*args: Any, **kwargs: Any) -> None:
+        run(test(*args, **kwargs))
+
+    return sync
 
 
 def result_of(work: Coroutine[Any, Any, Any], *, within_s: float) -> Any:

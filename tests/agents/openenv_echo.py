@@ -14,11 +14,6 @@ class Text(Action):
     text: str
 
 
-class TwoTexts(Action):
-    one: str
-    two: str
-
-
 class Said(Observation):
     said: str = ""
 
@@ -60,15 +55,6 @@ class Plain(Echo):
 
     def step(self, action: Text) -> Said:
         return Said(said=action.text, done=action.text == "bye", reward=0.5)
-
-
-class Two(Echo):
-    def step(self, action: TwoTexts) -> Said: ...
-
-
-class Unhinted(Echo):
-    def step(self, action):
-        return super().step(action)
 
 
 class Called(Observation):

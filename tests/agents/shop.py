@@ -186,24 +186,6 @@ class Offers:
         return "two"
 
 
-class Opens:
-    """Opens with the configured messages."""
-
-    def __init__(self, observations: list) -> None:
-        self._said = observations
-
-    def opening(self) -> list:
-        return self._said
-
-    def one(self) -> str:
-        return "one"
-
-
-class NotANumber(Graded):
-    def verdict(self, messages: list) -> float:
-        return float("nan")
-
-
 def add(a: int, b: int) -> int:
     """Add two numbers."""
     return a + b
@@ -212,9 +194,6 @@ def add(a: int, b: int) -> int:
 def greet(name: str = "you") -> str:
     """Greet."""
     return f"Hello, {name}!"
-
-
-def _hidden() -> None: ...
 
 
 class Guess:

@@ -7,46 +7,45 @@ from pathlib import Path
 import pytest
 
 from tests.agents.code_episodes import HIDDEN, bash, opened, worth
-from tests.agents.episodes import run, use
+from tests.agents.episodes import asynchronous, run, use
 from tests.synthesis.code.projects import FIXED
 
 pytestmark = pytest.mark.e2e
 FIX = f"cat > adding.py <<'E'\n{FIXED}E\n"
 
 
-def test_the_tools_and_an_honest_solution(tmp_path: Path) -> None:
-    async def play() -> None:
-        async with opened(tmp_path) as open_, open_() as hosted:
-            seen = await use(hosted, "view", path="adding.py", first_line=2, last_line=2)
-            assert seen.text == "     2\t    result = numbers[0]\n[3 more lines]"
-            assert (await use(hosted, "view", path="tests")).text == "test_adding.py"
-            twice = await use(hosted, "edit", path="adding.py", old="result", new="r")
-            assert twice.failed and "3 times" in twice.text
-            edited = await use(hosted, "edit", path="adding.py", old="numbers[0]", new="0")
-            assert "     2\t    result = 0" in edited.text
-            await use(hosted, "edit", path="adding.py", old="numbers[1:]", new="numbers")
-            assert (await use(hosted, "edit", path="adding.py", old="", new="x")).failed
-            await use(hosted, "edit", path="notes/new.txt", old="", new="Würde\r\n")
-            assert await bash(hosted, "cat notes/new.txt; false") == "Würde\r\n\n[exit status 1]"
-            for limit_s in (1, 10, 60):  # a busy machine may not get as far as `echo` in a second
-                command = "echo a; sleep 1000"
-                late = await use(hosted, "bash", command=command, timeout_s=limit_s)
-                if late.text.startswith("a"):
-                    break
-            assert late.text == f"a\n\n[killed after {limit_s} s]"
-            long = await bash(hosted, "seq 100000")
-            assert "left out" in long and len(long) < 21_000
-            assert "+    result = 0" in await bash(hosted, "git diff")
-            # Changes to the tests have no effect.
-            await bash(hosted, "echo 'def test_some(): assert 0' > tests/test_adding.py")
-            await bash(hosted, "echo 'raise SystemExit' > conftest.py; echo x > pytest.ini")
-            facts = {"f2p": 1, "f2p_passed": 1, "p2p": 1, "p2p_passed": 1, "canary": "as wanted"}
-            assert await worth(hosted) == (1.0, facts)
-
-    run(play())
+@asynchronous
+async def test_the_tools_and_an_honest_solution(tmp_path: Path) -> None:
+    async with opened(tmp_path) as open_, open_() as hosted:
+        seen = await use(hosted, "view", path="adding.py", first_line=2, last_line=2)
+        assert seen.text == "     2\t    result = numbers[0]\n[3 more lines]"
+        assert (await use(hosted, "view", path="tests")).text == "test_adding.py"
+        twice = await use(hosted, "edit", path="adding.py", old="result", new="r")
+        assert twice.failed and "3 times" in twice.text
+        edited = await use(hosted, "edit", path="adding.py", old="numbers[0]", new="0")
+        assert "     2\t    result = 0" in edited.text
+        await use(hosted, "edit", path="adding.py", old="numbers[1:]", new="numbers")
+        assert (await use(hosted, "edit", path="adding.py", old="", new="x")).failed
+        await use(hosted, "edit", path="notes/new.txt", old="", new="Würde\r\n")
+        assert await bash(hosted, "cat notes/new.txt; false") == "Würde\r\n\n[exit status 1]"
+        for limit_s in (1, 10, 60):  # a busy machine may not get as far as `echo` in a second
+            command = "echo a; sleep 1000"
+            late = await use(hosted, "bash", command=command, timeout_s=limit_s)
+            if late.text.startswith("a"):
+                break
+        assert late.text == f"a\n\n[killed after {limit_s} s]"
+        long = await bash(hosted, "seq 100000")
+        assert "left out" in long and len(long) < 21_000
+        assert "+    result = 0" in await bash(hosted, "git diff")
+        # Changes to the tests have no effect.
+        await bash(hosted, "echo 'def test_some(): assert 0' > tests/test_adding.py")
+        await bash(hosted, "echo 'raise SystemExit' > conftest.py; echo x > pytest.ini")
+        facts = {"f2p": 1, "f2p_passed": 1, "p2p": 1, "p2p_passed": 1, "canary": "as wanted"}
+        assert await worth(hosted) == (1.0, facts)
 
 
-def test_hidden_tests_and_answer_are_unreachable(tmp_path: Path) -> None:
+@asynchronous
+async def test_hidden_tests_and_answer_are_unreachable(tmp_path: Path) -> None:
     """No file, process or variable contains the hidden test's name, the key or the answer."""
     hunt = f"""
     grep -rIl --devices=skip --exclude-dir=site-packages -e {HIDDEN} -e 'sum(numbers)' \\
@@ -61,23 +60,19 @@ def test_hidden_tests_and_answer_are_unreachable(tmp_path: Path) -> None:
     ls {tmp_path}/instances 2>/dev/null
     echo searched
     """
-
-    async def play() -> None:
-        async with opened(tmp_path) as open_, open_() as hosted:
-            (tmp_path / "instances").mkdir()
-            result = await bash(hosted, hunt)
-            assert result.split() == ["environment", "searched"], result
-            # Links into the reading process lead to one without secrets.
-            await bash(hosted, "ln -sf /proc/self/cmdline link; ln -sf /proc/self/mem memory")
-            assert "files.py" in (await use(hosted, "view", path="link")).text
-            assert (await use(hosted, "view", path="memory")).failed
-            above = "ls -la /proc/$PPID/fd /proc/$PPID/mem; cat /proc/$PPID/environ | tr '\\0' ' '"
-            assert "Permission denied" in await bash(hosted, above)
-            python = "import urllib.request as u; u.urlopen('http://192.0.2.1', timeout=2)"
-            assert "Error" in await bash(hosted, f'$PREFIX/bin/python -c "{python}"')
-            assert "Read-only" in await bash(hosted, "touch $PREFIX/bin/pytest")
-
-    run(play())
+    async with opened(tmp_path) as open_, open_() as hosted:
+        (tmp_path / "instances").mkdir()
+        result = await bash(hosted, hunt)
+        assert result.split() == ["environment", "searched"], result
+        # Links into the reading process lead to one without secrets.
+        await bash(hosted, "ln -sf /proc/self/cmdline link; ln -sf /proc/self/mem memory")
+        assert "files.py" in (await use(hosted, "view", path="link")).text
+        assert (await use(hosted, "view", path="memory")).failed
+        above = "ls -la /proc/$PPID/fd /proc/$PPID/mem; cat /proc/$PPID/environ | tr '\\0' ' '"
+        assert "Permission denied" in await bash(hosted, above)
+        python = "import urllib.request as u; u.urlopen('http://192.0.2.1', timeout=2)"
+        assert "Error" in await bash(hosted, f'$PREFIX/bin/python -c "{python}"')
+        assert "Read-only" in await bash(hosted, "touch $PREFIX/bin/pytest")
 
 
 PATCHES_PYTEST = """

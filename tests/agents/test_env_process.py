@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from keel.agents.env_process import os_limits, process
-from keel.agents.env_process.client import Deadlines, Hosted, Program, fork_server_for
+from keel.agents.env_process.client import Hosted, Program, fork_server_for
 from keel.agents.env_process.fork_server import ForkServer
 from keel.agents.env_process.process import descendants
 from keel.agents.types import EnvironmentLost, Unscored
@@ -30,6 +30,7 @@ from tests.agents.episodes import (
     PATIENT,
     TASK,
     alive,
+    asynchronous,
     episode,
     program,
     run,
@@ -54,48 +55,44 @@ def limits_of(how: str) -> tuple[float, ...]:
     return LIMITS_S if how == "hang" else (PATIENCE_S,)
 
 
-def test_episode_from_opening_to_verdict() -> None:
-    async def play() -> None:
-        environment = Hosted(program())
-        opening = await environment.open(TASK, seed=3)
-        (message,) = opening.messages
-        assert message["role"] == "user" and message["content"].startswith("p7 3 0.")
-        result = await use(environment, "buy", item={"name": "ring"}, pay=3)
-        assert (result.text, result.failed) == ("Item ring 1 3.0 cash ", False)
-        result = await use(environment, "wait", seconds=0, then="done")
-        assert (result.text, result.done) == ('{"slept": 0.0, "of": "float"}', True)
-        reply = await environment.reply({"role": "assistant", "content": "hello"})
-        assert reply == {"role": "user", "content": "you said hello"}
-        assert await environment.reply({"role": "assistant", "content": "bye"}) is None
-        verdict = await environment.verdict(transcript(finish_reason="length"))
-        assert verdict == Verdict(parts={"correct": 1.0}, facts={"ended": "length"})
-        await environment.close()
-        await environment.close()
-        assert (await lost(use(environment, "call"))).fault == "closed"
-
-    run(play())
+@asynchronous
+async def test_episode_from_opening_to_verdict() -> None:
+    environment = Hosted(program())
+    opening = await environment.open(TASK, seed=3)
+    (message,) = opening.messages
+    assert message["role"] == "user" and message["content"].startswith("p7 3 0.")
+    result = await use(environment, "buy", item={"name": "ring"}, pay=3)
+    assert (result.text, result.failed) == ("Item ring 1 3.0 cash ", False)
+    result = await use(environment, "wait", seconds=0, then="done")
+    assert (result.text, result.done) == ('{"slept": 0.0, "of": "float"}', True)
+    reply = await environment.reply({"role": "assistant", "content": "hello"})
+    assert reply == {"role": "user", "content": "you said hello"}
+    assert await environment.reply({"role": "assistant", "content": "bye"}) is None
+    verdict = await environment.verdict(transcript(finish_reason="length"))
+    assert verdict == Verdict(parts={"correct": 1.0}, facts={"ended": "length"})
+    await environment.close()
+    await environment.close()
+    assert (await lost(use(environment, "call"))).fault == "closed"
 
 
-def test_invalid_call_fails_without_running() -> None:
-    async def play() -> None:
-        async with episode() as environment:
-            for name, arguments in [
-                ("byu", {}),
-                ("buy", {"item": 3}),
-                ("buy", {"item": {"name": "a"}, "how": "theft"}),
-                ("wait", {"seconds": float("nan")}),
-                ("_maybe", {"at": "call"}),
-                ("opening", {}),
-            ]:
-                assert (await use(environment, name, **arguments)).failed, name
-            result = await use(environment, "buy", item={"name": "bomb"})
-            assert (result.text, result.failed) == ("ValueError: no bombs here", True)
-            results = await asyncio.gather(
-                *(use(environment, "buy", item={"name": f"n{i}"}) for i in range(20))
-            )
-            assert [one.text.split()[1] for one in results] == [f"n{i}" for i in range(20)]
-
-    run(play())
+@asynchronous
+async def test_invalid_call_fails_without_running() -> None:
+    async with episode() as environment:
+        for name, arguments in [
+            ("byu", {}),
+            ("buy", {"item": 3}),
+            ("buy", {"item": {"name": "a"}, "how": "theft"}),
+            ("wait", {"seconds": float("nan")}),
+            ("_maybe", {"at": "call"}),
+            ("opening", {}),
+        ]:
+            assert (await use(environment, name, **arguments)).failed, name
+        result = await use(environment, "buy", item={"name": "bomb"})
+        assert (result.text, result.failed) == ("ValueError: no bombs here", True)
+        results = await asyncio.gather(
+            *(use(environment, "buy", item={"name": f"n{i}"}) for i in range(20))
+        )
+        assert [one.text.split()[1] for one in results] == [f"n{i}" for i in range(20)]
 
 
 @pytest.mark.parametrize(
@@ -133,30 +130,26 @@ def test_failing_grader_is_unscored(how: str) -> None:
     within_some(lambda limit_s: run(play(limit_s)), limits_of(how))
 
 
-def test_invalid_verdicts_and_failing_close() -> None:
-    async def play() -> None:
-        for value in (1.5, "good", None, {"correct": "yes"}):
-            arguments = {"verdict": value}
-            async with episode("shop:Graded", arguments=arguments) as environment:
-                assert isinstance(await environment.verdict(transcript()), Unscored)
-        for how in ("hang", "crash", "raise"):
-            deadlines = replace(PATIENT, close_s=limits_of(how)[0])
-            async with episode(arguments={"how": how, "at": "close"}, deadlines=deadlines):
-                pass
-
-    run(play())
+@asynchronous
+async def test_invalid_verdicts_and_failing_close() -> None:
+    for value in (1.5, "good", None, {"correct": "yes"}):
+        arguments = {"verdict": value}
+        async with episode("shop:Graded", arguments=arguments) as environment:
+            assert isinstance(await environment.verdict(transcript()), Unscored)
+    for how in ("hang", "crash", "raise"):
+        deadlines = replace(PATIENT, close_s=limits_of(how)[0])
+        async with episode(arguments={"how": how, "at": "close"}, deadlines=deadlines):
+            pass
 
 
-def test_faults_inside_a_call() -> None:
-    async def play() -> None:
-        for then, fault in (("another", "garbage"), ("late exit", "exit"), ("memory", "memory")):
-            async with episode(memory_mib=512) as environment:
-                assert (await lost(use(environment, "wait", seconds=0, then=then))).fault == fault
-        async with episode() as environment:
-            assert len((await use(environment, "say", letters=7 << 20)).text) == 7 << 20
-            assert (await lost(use(environment, "say", letters=9 << 20))).fault == "large"
-
-    run(play())
+@asynchronous
+async def test_faults_inside_a_call() -> None:
+    for then, fault in (("another", "garbage"), ("late exit", "exit"), ("memory", "memory")):
+        async with episode(memory_mib=512) as environment:
+            assert (await lost(use(environment, "wait", seconds=0, then=then))).fault == fault
+    async with episode() as environment:
+        assert len((await use(environment, "say", letters=7 << 20)).text) == 7 << 20
+        assert (await lost(use(environment, "say", letters=9 << 20))).fault == "large"
 
 
 @asynccontextmanager
@@ -180,52 +173,48 @@ async def opened(program: Program, server: ForkServer | None, seed: int = 3) -> 
 
 
 @pytest.mark.parametrize(("how", "forked"), [("close", True), ("hang", False), ("exit", True)])
-def test_descendants_end_with_the_environment(how: str, forked: bool) -> None:
-    async def play() -> None:
-        spec = program(preload=forked)
-        server = fork_server_for(spec)
-        async with opened(spec, server) as environment:
-            helpers = json.loads((await use(environment, "hire")).text)
-            assert len(helpers) == 2 and all(map(alive, helpers))
-            if how != "close":
-                limit_s = 0.3 if how == "hang" else PATIENCE_S
-                assert (await lost(use(environment, "wait", limit_s, seconds=0, then=how))).fault
-        # A process that left the group is found only below a living parent.
-        gone = helpers[:1] if how == "exit" else helpers
-        wait_for(lambda: not any(map(alive, gone)), f"the end of the helpers: {how}")
-        if server is not None:
-            assert server._server is not None
-            assert not descendants(server._server.child.pid)
-            await server.close()
-        for pid in filter(alive, helpers):
-            os.kill(pid, signal.SIGKILL)
-
-    run(play())
+@asynchronous
+async def test_descendants_end_with_the_environment(how: str, forked: bool) -> None:
+    spec = program(preload=forked)
+    server = fork_server_for(spec)
+    async with opened(spec, server) as environment:
+        helpers = json.loads((await use(environment, "hire")).text)
+        assert len(helpers) == 2 and all(map(alive, helpers))
+        if how != "close":
+            limit_s = 0.3 if how == "hang" else PATIENCE_S
+            assert (await lost(use(environment, "wait", limit_s, seconds=0, then=how))).fault
+    # A process that left the group is found only below a living parent.
+    gone = helpers[:1] if how == "exit" else helpers
+    wait_for(lambda: not any(map(alive, gone)), f"the end of the helpers: {how}")
+    if server is not None:
+        assert server._server is not None
+        assert not descendants(server._server.child.pid)
+        await server.close()
+    for pid in filter(alive, helpers):
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("forked", [False, True])
-def test_cancelled_opening_leaves_nothing(forked: bool) -> None:
-    async def play() -> None:
-        spec = program(preload=forked)
-        server = fork_server_for(spec)
-        for seconds in (0.0, 0.01, 0.1, 0.3, 0.0, 0.002, 0.05):
-            environment = Hosted(spec, fork_server=server)
-            opening = asyncio.create_task(environment.open(TASK, seed=3))
-            await asyncio.sleep(seconds)
-            opening.cancel()
-            await asyncio.gather(opening, return_exceptions=True)
-            await environment.close()
-        async with opened(spec, server) as environment:
-            waiting = asyncio.create_task(use(environment, "wait", seconds=100))
-            await asyncio.sleep(0.05)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            assert (await lost(use(environment, "call"))).fault == "closed"
-        if server is not None:
-            await server.close()
-
-    run(play())
+@asynchronous
+async def test_cancelled_opening_leaves_nothing(forked: bool) -> None:
+    spec = program(preload=forked)
+    server = fork_server_for(spec)
+    for seconds in (0.0, 0.01, 0.1, 0.3, 0.0, 0.002, 0.05):
+        environment = Hosted(spec, fork_server=server)
+        opening = asyncio.create_task(environment.open(TASK, seed=3))
+        await asyncio.sleep(seconds)
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        await environment.close()
+    async with opened(spec, server) as environment:
+        waiting = asyncio.create_task(use(environment, "wait", seconds=100))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert (await lost(use(environment, "call"))).fault == "closed"
+    if server is not None:
+        await server.close()
 
 
 def test_environment_sees_no_secrets_and_no_keel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,95 +295,54 @@ def test_forked_episodes_share_only_the_import() -> None:
     run(play())
 
 
-def test_shared_state_disables_forking() -> None:
-    async def play() -> None:
-        for how in ("thread", "file", "process", "memory"):
-            spec = counter(how)
-            async with forking(spec) as server, opened(spec, server) as environment:
-                assert not (await look(environment))["forked"], how
-                assert server.disabled_reason and server._server is None
-
-    run(play())
+@asynchronous
+async def test_shared_state_disables_forking() -> None:
+    for how in ("thread", "file", "process", "memory"):
+        spec = counter(how)
+        async with forking(spec) as server, opened(spec, server) as environment:
+            assert not (await look(environment))["forked"], how
+            assert server.disabled_reason and server._server is None
 
 
 @pytest.mark.parametrize(
     ("how", "fault"), [("hang", "hang"), ("crash", "crash"), ("raise", "start")]
 )
-def test_failed_import_fails_every_opening(how: str, fault: str) -> None:
-    async def play() -> None:
-        limit_s = 0.5 if how == "hang" else PATIENCE_S
-        spec = counter(how, deadlines=replace(PATIENT, open_s=limit_s))
-        async with forking(spec) as server:
-            for _ in range(2):
-                with pytest.raises(EnvironmentLost) as caught:
-                    async with opened(spec, server):
-                        raise AssertionError("it opened")
-                assert (caught.value.fault, caught.value.during) == (fault, "open")
-
-    run(play())
-
-
-def test_fault_spares_the_siblings_unless_the_server_dies() -> None:
-    async def play() -> None:
-        spec = counter()
-        async with forking(spec) as server:
-            async with opened(spec, server) as sibling:
-                for how in ("crash", "exit", "hang"):
-                    async with opened(spec, server) as environment:
-                        limit_s = 0.3 if how == "hang" else PATIENCE_S
-                        assert (await lost(use(environment, "end", limit_s, how=how))).fault == how
-                assert (await use(sibling, "see", word="a")).text == '["a"]'
-                assert (await sibling.verdict(transcript())).parts == {"correct": 1.0}
-                async with opened(spec, server) as environment:
-                    await lost(use(environment, "end", how="parent"))
-                error = await lost(use(sibling, "look"))
-                assert error.during == "parent", "it must not count as the policy's"
-            with pytest.raises(EnvironmentLost):
+@asynchronous
+async def test_failed_import_fails_every_opening(how: str, fault: str) -> None:
+    limit_s = 0.5 if how == "hang" else PATIENCE_S
+    spec = counter(how, deadlines=replace(PATIENT, open_s=limit_s))
+    async with forking(spec) as server:
+        for _ in range(2):
+            with pytest.raises(EnvironmentLost) as caught:
                 async with opened(spec, server):
                     raise AssertionError("it opened")
+            assert (caught.value.fault, caught.value.during) == (fault, "open")
+
+
+@asynchronous
+async def test_fault_spares_the_siblings_unless_the_server_dies() -> None:
+    spec = counter()
+    async with forking(spec) as server:
+        async with opened(spec, server) as sibling:
+            for how in ("crash", "exit", "hang"):
+                async with opened(spec, server) as environment:
+                    limit_s = 0.3 if how == "hang" else PATIENCE_S
+                    assert (await lost(use(environment, "end", limit_s, how=how))).fault == how
+            assert (await use(sibling, "see", word="a")).text == '["a"]'
+            assert (await sibling.verdict(transcript())).parts == {"correct": 1.0}
             async with opened(spec, server) as environment:
-                assert (await look(environment))["forked"]
-                pid = environment._process.pid
-                await server.close()
-                wait_for(lambda: not alive(pid))
-                await lost(use(environment, "look"))
-
-    run(play())
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"target": "shop:Shap"}, "Shap"),
-        ({"target": "broken.py:Shop"}, "SyntaxError"),
-        ({"target": "shop:Shop", "arguments": {"hou": 1}}, "hou"),
-        ({"target": "shop:Shop", "python": "/no/such/python"}, "/no/such/python"),
-        ({"target": "shop:Shop", "python": "/bin/echo"}, ""),
-    ],
-)
-def test_failed_start_is_explained(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
-    (tmp_path / "broken.py").write_text("class Shop\n")
-    (tmp_path / "shop.py").write_text((HERE / "shop.py").read_text())
-
-    async def play() -> None:
-        environment = Hosted(Program(folder=tmp_path, deadlines=PATIENT, **settings))
-        error = await lost(environment.open(TASK, seed=3))
-        assert reason in str(error) and error.during == "open"
-        await environment.close()
-
-    run(play())
-
-
-def test_invalid_settings_are_refused(tmp_path: Path) -> None:
-    for name, settings in (
-        ("target", {"target": ":Shop"}),
-        ("nowhere", {"target": "shop", "folder": tmp_path / "nowhere"}),
-        ("arguments", {"target": "shop", "arguments": {"rate": float("nan")}}),
-    ):
-        with pytest.raises(ValueError, match=name):
-            Program(**settings)
-    with pytest.raises(ValueError, match="close_s"):
-        Deadlines(close_s=0)
+                await lost(use(environment, "end", how="parent"))
+            error = await lost(use(sibling, "look"))
+            assert error.during == "parent", "it must not count as the policy's"
+        with pytest.raises(EnvironmentLost):
+            async with opened(spec, server):
+                raise AssertionError("it opened")
+        async with opened(spec, server) as environment:
+            assert (await look(environment))["forked"]
+            pid = environment._process.pid
+            await server.close()
+            wait_for(lambda: not alive(pid))
+            await lost(use(environment, "look"))
 
 
 def test_limit_on_open_files_is_raised() -> None:
@@ -409,25 +357,23 @@ def test_limit_on_open_files_is_raised() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_answer_read_late_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def play() -> None:
-        ours, theirs = socket.socketpair()
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        with theirs:
-            task = asyncio.create_task(process.with_deadline(0.02, reader.readline()))
-            await asyncio.sleep(0)
-            theirs.sendall(b"here\n")
-            time.sleep(0.05)  # the event loop is busy
-            assert await task == b"here\n"
-            monkeypatch.setattr(process, "_READ_S", 0.01)
-            with pytest.raises(TimeoutError):
-                await process.with_deadline(0.01, reader.readline())
-            theirs.sendall(b"more\n")
-            assert await process.with_deadline(PATIENCE_S, reader.readline()) == b"more\n"
-        writer.close()
-        await writer.wait_closed()
-
-    run(play())
+@asynchronous
+async def test_answer_read_late_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_unix_connection(sock=ours)
+    with theirs:
+        task = asyncio.create_task(process.with_deadline(0.02, reader.readline()))
+        await asyncio.sleep(0)
+        theirs.sendall(b"here\n")
+        time.sleep(0.05)  # the event loop is busy
+        assert await task == b"here\n"
+        monkeypatch.setattr(process, "_READ_S", 0.01)
+        with pytest.raises(TimeoutError):
+            await process.with_deadline(0.01, reader.readline())
+        theirs.sendall(b"more\n")
+        assert await process.with_deadline(PATIENCE_S, reader.readline()) == b"more\n"
+    writer.close()
+    await writer.wait_closed()
 
 
 ORPHANS = "for i in 1 2 3; do (true &); done"
@@ -447,24 +393,7 @@ assert _exit_code(process) == 7 == process.poll()
 process = subprocess.Popen(["bash", "-c", "kill -9 $$"])
 assert _exit_code(process) == -9
 """
-COMMANDS = f"""
-import os, time
-from keel.agents.environments.code import processes
-processes.adopt_orphans()
-def run(command):
-    return processes.run(["bash", "-c", command], env=os.environ, folder="/", within_s=60)
-assert run({ORPHANS!r} + "; exit 3")[0] == 3
-for _ in range(1000):
-    assert run("exit 5")[0] == 5
-    with open(f"/proc/self/task/{{os.getpid()}}/children") as file:
-        if not file.read().split():
-            break
-    time.sleep(0.02)
-else:
-    raise SystemExit("orphans remain")
-"""
 
 
-@pytest.mark.parametrize("code", [DRIVEN, COMMANDS], ids=["driven", "commands"])
-def test_orphans_are_reaped(code: str) -> None:
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
+def test_orphans_are_reaped() -> None:
+    subprocess.run([sys.executable, "-c", DRIVEN], check=True, timeout=PATIENCE_S)

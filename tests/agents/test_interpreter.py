@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,10 @@ from keel.agents.env_process.process import descendants
 from keel.agents.environments.interpreter import (
     CELL_S,
     ENDING_S,
-    MOST_CHARACTERS,
     put_files,
     split_call_time,
 )
-from keel.agents.types import EnvironmentLost
-from keel.configs.schema import Config, ConfigError, DataConfig, EnvironmentConfig, SourceConfig
+from keel.configs.schema import Config, DataConfig, EnvironmentConfig, SourceConfig
 from keel.configs.sections.agents import AgentsConfig
 from keel.data.jsonl import load_jsonl
 from keel.rewards.checks import check_spec
@@ -50,43 +47,6 @@ async def cell(environment: Hosted, code: str) -> str:
     result = await use(environment, "python", code=code)
     assert not result.failed
     return result.text
-
-
-@pytest.mark.e2e
-@needs_jupyter
-def test_the_kernel_keeps_its_state() -> None:
-    async def play() -> None:
-        environment = Hosted(PYTHON)
-        opening = await environment.open(TASK, seed=3)
-        assert [tool.name for tool in opening.tools] == ["python"]
-        assert opening.messages == TASK.messages
-        assert await cell(environment, "import math\nx = 6\nprint('a')\nx * 7") == "a\n42"
-        assert "ZeroDivisionError: division by zero" in await cell(environment, "x / 0")
-        assert "SyntaxError" in await cell(environment, "x +")
-        assert "StdinNotImplementedError" in await cell(environment, "input()")
-        output = await cell(environment, "for n in range(9999): print(n)")
-        assert len(output) < MOST_CHARACTERS + 100 and "characters left out" in output
-        assert output.startswith("0\n1\n") and output.endswith("\n9998")
-        await environment.close()
-
-    run(play())
-
-
-@pytest.mark.e2e
-@needs_jupyter
-def test_the_kernel_ends_with_its_episode() -> None:
-    async def play() -> None:
-        environment = Hosted(PYTHON)
-        await environment.open(TASK, seed=3)
-        assert environment._process is not None
-        inside = descendants(environment._process.pid)
-        assert inside
-        with pytest.raises(EnvironmentLost):
-            await use(environment, "python", 3.0, code="import os; os.kill(os.getppid(), 19)")
-        wait_for(lambda: not any(map(alive, inside)))
-        await environment.close()
-
-    run(play())
 
 
 @pytest.mark.parametrize("call_s", [AgentsConfig().call_s, 2.0, 150.0, 240.0, float("inf")])
@@ -127,23 +87,6 @@ def test_kernel_in_the_sandbox() -> None:
         wait_for(lambda: not any(map(alive, inside)))
 
     within_some(lambda cell_s: run(play(cell_s)), (2.0, 10.0, 60.0))
-
-
-@pytest.mark.e2e
-@needs_jupyter
-def test_an_endless_cell_does_not_end_the_episode() -> None:
-    """The default time limit of a cell may exceed a call's."""
-
-    async def play(call_s: float) -> None:
-        environment = Hosted(replace(PYTHON, arguments={}))
-        await environment.open(TASK, seed=3)
-        try:
-            for code, why in (("while True: pass", "Interrupted: a cell may run"), (DEAF, "anew")):
-                assert why in (await use(environment, "python", call_s, code=code)).text
-        finally:
-            await environment.close()
-
-    within_some(lambda call_s: run(play(call_s)), (8.0, 20.0, 60.0))
 
 
 SECRET = ".".join(("4711", "0815"))
@@ -222,12 +165,6 @@ def test_an_episode_sees_files_but_no_answer(tmp_path: Path) -> None:
 
     run(play())
     assert (tmp_path / "files" / "sales.csv").read_text().startswith("day")
-
-
-def test_missing_files_fail_the_recipe(tmp_path: Path) -> None:
-    config = source(tmp_path, {"prompt": "a", "answer": "1"}, files=str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match=r"sources\[x\]\.environment"):
-        environment_spec(Config(data=DataConfig(sources=(config,))), config)
 
 
 @pytest.mark.e2e

@@ -16,7 +16,7 @@ from keel.agents.env_process.client import Hosted, Program
 from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Prompt, Verdict
 from tests.agents import openenv_stand_in
-from tests.agents.episodes import HERE, PATIENT, run, transcript, use
+from tests.agents.episodes import HERE, PATIENT, asynchronous, run, transcript, use
 
 pytestmark = pytest.mark.e2e
 
@@ -40,72 +40,48 @@ def hosted(folder: Path, target: str, **settings: Any) -> Hosted:
     return Hosted(Program(target=target, folder=folder, deadlines=PATIENT, **settings))
 
 
-def test_openenv_class_is_recognized(folder: Path) -> None:
-    async def play() -> None:
-        environment = hosted(folder, "echo:Echo", arguments={"scale": [0, 2], "rules": "Speak."})
-        opening = await environment.open(TASK, seed=3)
-        system, first = opening.messages
-        assert system["content"] == "Be quick."
-        observation = {"said": "ready", "seed": 3, "where": "train 12"}
-        assert first["content"] == f"Speak.\n\n{json.dumps(observation)}"
-        (tool,) = opening.tools
-        assert (tool.name, tool.description) == ("step", "Say something.")
-        assert list(tool.parameters["properties"]) == ["message", "loud"]
-        assert (await use(environment, "step", loud=True)).failed  # is not run
-        assert (await use(environment, "step", message="a")).text == "a"
-        failed = await use(environment, "step", message="raise")
-        assert failed.failed and "no such word" in failed.text
-        result = await use(environment, "step", message="bye", loud=True)
-        assert result.done and result.text == "BYE"
-        assert (await use(environment, "step", message="a")).failed
-        verdict = await environment.verdict(transcript())
-        assert isinstance(verdict, Verdict)
-        assert verdict.parts == {"correct": 0.0, "score": 0.75}
-        assert verdict.facts == {"return": 1.5, "steps": 2, "state": {"step_count": 3}}
-        await environment.close()
-
-    run(play())
+@asynchronous
+async def test_openenv_class_is_recognized(folder: Path) -> None:
+    environment = hosted(folder, "echo:Echo", arguments={"scale": [0, 2], "rules": "Speak."})
+    opening = await environment.open(TASK, seed=3)
+    system, first = opening.messages
+    assert system["content"] == "Be quick."
+    observation = {"said": "ready", "seed": 3, "where": "train 12"}
+    assert first["content"] == f"Speak.\n\n{json.dumps(observation)}"
+    (tool,) = opening.tools
+    assert (tool.name, tool.description) == ("step", "Say something.")
+    assert list(tool.parameters["properties"]) == ["message", "loud"]
+    assert (await use(environment, "step", loud=True)).failed  # is not run
+    assert (await use(environment, "step", message="a")).text == "a"
+    failed = await use(environment, "step", message="raise")
+    assert failed.failed and "no such word" in failed.text
+    result = await use(environment, "step", message="bye", loud=True)
+    assert result.done and result.text == "BYE"
+    assert (await use(environment, "step", message="a")).failed
+    verdict = await environment.verdict(transcript())
+    assert isinstance(verdict, Verdict)
+    assert verdict.parts == {"correct": 0.0, "score": 0.75}
+    assert verdict.facts == {"return": 1.5, "steps": 2, "state": {"step_count": 3}}
+    await environment.close()
 
 
-def test_text_actions_and_mcp_tools(folder: Path) -> None:
-    async def play() -> None:
-        environment = hosted(folder, "echo:Plain", arguments={"play_by": "text"})
-        opening = await environment.open(TASK, seed=3)
-        assert not opening.tools and opening.messages[1]["content"] == "ready"
-        reply = await environment.reply({"role": "assistant", "content": "a"})
-        assert reply == {"role": "user", "content": "a"}
-        assert await environment.reply({"role": "assistant", "content": "bye"}) is None
-        await environment.close()
-        environment = hosted(folder, "echo:Tools")
-        opening = await environment.open(TASK, seed=3)
-        assert opening.messages == TASK.messages
-        assert [tool.name for tool in opening.tools] == ["price"]
-        assert (await use(environment, "price", fruit="apple")).text == "3"
-        failed = await use(environment, "price", fruit="pear")
-        assert (failed.text, failed.failed) == ("no pear", True)
-        await environment.close()
-
-    run(play())
-
-
-@pytest.mark.parametrize(
-    ("target", "arguments", "why"),
-    [
-        ("echo:Unhinted", {}, "Unhinted"),
-        ("echo:Two", {"play_by": "text"}, "play_by"),
-        ("ws://127.0.0.1:9", {}, "127.0.0.1:9/schema"),
-    ],
-)
-def test_invalid_environment_is_explained(
-    folder: Path, target: str, arguments: dict[str, Any], why: str
-) -> None:
-    async def play() -> None:
-        environment = hosted(folder, target, arguments=arguments)
-        with pytest.raises(EnvironmentLost, match=why):
-            await environment.open(TASK, seed=3)
-        await environment.close()
-
-    run(play())
+@asynchronous
+async def test_text_actions_and_mcp_tools(folder: Path) -> None:
+    environment = hosted(folder, "echo:Plain", arguments={"play_by": "text"})
+    opening = await environment.open(TASK, seed=3)
+    assert not opening.tools and opening.messages[1]["content"] == "ready"
+    reply = await environment.reply({"role": "assistant", "content": "a"})
+    assert reply == {"role": "user", "content": "a"}
+    assert await environment.reply({"role": "assistant", "content": "bye"}) is None
+    await environment.close()
+    environment = hosted(folder, "echo:Tools")
+    opening = await environment.open(TASK, seed=3)
+    assert opening.messages == TASK.messages
+    assert [tool.name for tool in opening.tools] == ["price"]
+    assert (await use(environment, "price", fruit="apple")).text == "3"
+    failed = await use(environment, "price", fruit="pear")
+    assert (failed.text, failed.failed) == ("no pear", True)
+    await environment.close()
 
 
 @pytest.fixture
@@ -131,20 +107,18 @@ def server() -> Iterator[str]:
     thread.join(10)
 
 
-def test_lost_server_ends_the_episode(folder: Path, server: str) -> None:
-    async def play() -> None:
-        environment = hosted(folder, server.replace("http", "ws"))
-        opening = await environment.open(TASK, seed=3)
-        assert opening.messages[1]["content"] == "train 12"
-        assert (await use(environment, "step", message="a")).text == "a"
-        assert (await use(environment, "step", message="raise")).failed
-        with pytest.raises(EnvironmentLost) as caught:
-            await use(environment, "step", message="gone")
-        assert caught.value.fault == "raised"
-        assert isinstance(await environment.verdict(transcript()), Unscored)
-        await environment.close()
-
-    run(play())
+@asynchronous
+async def test_lost_server_ends_the_episode(folder: Path, server: str) -> None:
+    environment = hosted(folder, server.replace("http", "ws"))
+    opening = await environment.open(TASK, seed=3)
+    assert opening.messages[1]["content"] == "train 12"
+    assert (await use(environment, "step", message="a")).text == "a"
+    assert (await use(environment, "step", message="raise")).failed
+    with pytest.raises(EnvironmentLost) as caught:
+        await use(environment, "step", message="gone")
+    assert caught.value.fault == "raised"
+    assert isinstance(await environment.verdict(transcript()), Unscored)
+    await environment.close()
 
 
 def test_runtime_files_are_not_importable_by_name(tmp_path: Path) -> None:

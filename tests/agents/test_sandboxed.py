@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from keel.agents.env_process.client import Hosted, fork_server_for
-from keel.agents.env_process.fork_server import ForkServer
 from keel.agents.env_process.process import Wrap, descendants
 from keel.agents.types import EnvironmentLost
 from keel.rewards.sandbox import environments
 from keel.rl.types import Verdict
-from tests.agents.episodes import HERE, TASK, program, run, transcript, use
+from tests.agents.episodes import HERE, TASK, asynchronous, program, run, transcript, use
 from tests.agents.sandboxes import MINE, attacker, attackers, parent_for, sleeping, wrap_of
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -99,118 +98,77 @@ def test_attacks_fail(
 
 
 @WAYS
-def test_no_process_outlives_an_episode(small: Wrap, way: str) -> None:
-    async def play() -> None:
-        async with parent_for(small, way) as parent:
-            for how in ("close", "crash", "hang"):
-                environment = attacker(small, parent)
-                await environment.open(TASK, seed=3)
-                assert (await use(environment, "flee")).text == "gone"
-                wait_for(lambda: len(sleeping(1000)) == 2)
-                assert environment._process is not None
-                inside = descendants(environment._process.pid)
-                assert len(inside) >= 3 + (way == "started")
-                if how != "close":
-                    with pytest.raises(
-                        EnvironmentLost, match="SIGSEGV" if how == "crash" else "0.2 s"
-                    ):
-                        await use(environment, how, 0.2 if how == "hang" else PATIENCE_S)
-                await environment.close()
-                # Not even zombies: PID 1 of this machine may not reap.
-                assert not [pid for pid in inside if Path(f"/proc/{pid}").exists()]
-
-    run(play())
+@asynchronous
+async def test_no_process_outlives_an_episode(small: Wrap, way: str) -> None:
+    async with parent_for(small, way) as parent:
+        for how in ("close", "crash", "hang"):
+            environment = attacker(small, parent)
+            await environment.open(TASK, seed=3)
+            assert (await use(environment, "flee")).text == "gone"
+            wait_for(lambda: len(sleeping(1000)) == 2)
+            assert environment._process is not None
+            inside = descendants(environment._process.pid)
+            assert len(inside) >= 3 + (way == "started")
+            if how != "close":
+                with pytest.raises(EnvironmentLost, match="SIGSEGV" if how == "crash" else "0.2 s"):
+                    await use(environment, how, 0.2 if how == "hang" else PATIENCE_S)
+            await environment.close()
+            # Not even zombies: PID 1 of this machine may not reap.
+            assert not [pid for pid in inside if Path(f"/proc/{pid}").exists()]
 
 
 @WAYS
-def test_memory_limit_covers_all_processes(small: Wrap, way: str) -> None:
-    async def play() -> None:
-        async with parent_for(small, way) as parent:
-            environment = attacker(small, parent)
-            await environment.open(TASK, seed=3)
-            with pytest.raises(EnvironmentLost, match=str(MEMORY_MIB)) as caught:
-                await use(environment, "memory_bomb")
-            assert caught.value.fault == "memory"
-            await environment.close()
-
-    run(play())
-
-
-def test_forked_siblings_are_isolated(small: Wrap) -> None:
-    async def play() -> None:
-        async with parent_for(small, "forked") as parent:
-            one, other = attacker(small, parent), attacker(small, parent)
-            await one.open(TASK, seed=3)
-            await other.open(TASK, seed=3)
-            for each in (one, other):
-                traces = json.loads((await use(each, "leave", word="trace")).text)
-                assert traces == ["", "1", "2"]  # an abstract socket, and two processes
-            await use(one, "kill_all")
-            with pytest.raises(EnvironmentLost):
-                await use(one, "crash")
-            assert (await use(other, "write_to_its_parent")).text == "PermissionError"
-            await one.close()
-            assert await other.verdict(transcript()) == Verdict(parts={"correct": 1.0})
-            await other.close()
-
-    run(play())
-
-
-def test_without_namespaces_episodes_are_started(small: Wrap, monkeypatch: Any) -> None:
-    """The filter refuses them, as on a machine that forbids user namespaces."""
-    monkeypatch.setattr(environments, "FORKING", ())
-
-    async def play() -> None:
-        parent = fork_server_for(attackers(small))
-        assert parent is not None
+@asynchronous
+async def test_memory_limit_covers_all_processes(small: Wrap, way: str) -> None:
+    async with parent_for(small, way) as parent:
         environment = attacker(small, parent)
         await environment.open(TASK, seed=3)
-        assert parent.disabled_reason
-        assert (await use(environment, "write_to_its_parent")).text == "PermissionError"
-        await environment.close()
-        await parent.close()
-
-    run(play())
-
-
-async def settled(parent: ForkServer) -> None:
-    """Wait until the server has reaped its intermediate processes."""
-    assert parent._server is not None
-    reply, _ = await parent._server.ask({"do": "reap", "pid": 1 << 22})
-    assert "raised" in reply
-
-
-def test_failed_fork_leaves_no_process(small: Wrap) -> None:
-    async def play() -> None:
-        async with parent_for(small, "forked") as parent:
-            one, other = attacker(small, parent), attacker(small, parent)
-            await one.open(TASK, seed=3)
-            assert parent is not None and one._process is not None
-            await settled(parent)
-            inside = Path(f"/proc/{one._process.pid}/status").read_text()
-            forker = inside.partition("PPid:")[2].split()[0]
-            children = Path(f"/proc/{forker}/task/{forker}/children")
-            before = children.read_text().split()
-            parent._inner = {**(parent._inner or {}), "processes": ""}
-            with pytest.raises(EnvironmentLost, match="forked"):
-                await other.open(TASK, seed=3)
-            await settled(parent)
-            assert children.read_text().split() == before
-            await one.close()
-
-    run(play())
-
-
-def test_endless_output_loses_the_environment(small: Wrap) -> None:
-    async def play() -> None:
-        environment = attacker(small)
-        await environment.open(TASK, seed=3)
-        with pytest.raises(EnvironmentLost) as caught:
-            await use(environment, "shout")
-        assert caught.value.fault == "large" and len(caught.value.output) <= 4096
+        with pytest.raises(EnvironmentLost, match=str(MEMORY_MIB)) as caught:
+            await use(environment, "memory_bomb")
+        assert caught.value.fault == "memory"
         await environment.close()
 
-    run(play())
+
+@asynchronous
+async def test_forked_siblings_are_isolated(small: Wrap) -> None:
+    async with parent_for(small, "forked") as parent:
+        one, other = attacker(small, parent), attacker(small, parent)
+        await one.open(TASK, seed=3)
+        await other.open(TASK, seed=3)
+        for each in (one, other):
+            traces = json.loads((await use(each, "leave", word="trace")).text)
+            assert traces == ["", "1", "2"]  # an abstract socket, and two processes
+        await use(one, "kill_all")
+        with pytest.raises(EnvironmentLost):
+            await use(one, "crash")
+        assert (await use(other, "write_to_its_parent")).text == "PermissionError"
+        await one.close()
+        assert await other.verdict(transcript()) == Verdict(parts={"correct": 1.0})
+        await other.close()
+
+
+@asynchronous
+async def test_without_namespaces_episodes_are_started(small: Wrap, monkeypatch: Any) -> None:
+    """The filter refuses them, as on a machine that forbids user namespaces."""
+    monkeypatch.setattr(environments, "FORKING", ())
+    parent = fork_server_for(attackers(small))
+    assert parent is not None
+    environment = attacker(small, parent)
+    await environment.open(TASK, seed=3)
+    assert parent.disabled_reason
+    assert (await use(environment, "write_to_its_parent")).text == "PermissionError"
+    await environment.close()
+    await parent.close()
+
+
+@asynchronous
+async def test_endless_output_loses_the_environment(small: Wrap) -> None:
+    environment = attacker(small)
+    await environment.open(TASK, seed=3)
+    with pytest.raises(EnvironmentLost) as caught:
+        await use(environment, "shout")
+    assert caught.value.fault == "large" and len(caught.value.output) <= 4096
+    await environment.close()
 
 
 def test_sandbox_dies_with_keel(small: Wrap) -> None:

@@ -28,10 +28,18 @@ from keel.agents.env_runtime.tool_objects import (
 )
 from keel.agents.env_runtime.type_schemas import docstring_parts, schema_of, value_of
 from keel.agents.schemas import Arguments
-from keel.agents.types import EnvironmentLost
 from keel.rl.turns import ToolCall, ToolSpec
 from keel.rl.types import Verdict
-from tests.agents.episodes import HERE, TASK, episode, program, run, transcript, use
+from tests.agents.episodes import (
+    HERE,
+    TASK,
+    asynchronous,
+    episode,
+    program,
+    run,
+    transcript,
+    use,
+)
 
 
 class Size(Enum):
@@ -50,7 +58,6 @@ def test_hints_and_docstrings_become_schemas() -> None:
     def plan(
         leg: Leg,
         days: int,
-        pair: tuple[int, str],
         prices: dict[str, float],
         hotel: Optional[str] = None,  # noqa: UP045
         rating: Annotated[float, "Stars."] = 4.0,
@@ -70,7 +77,7 @@ def test_hints_and_docstrings_become_schemas() -> None:
 
     spec = Tool("plan", plan).spec
     assert spec["description"] == "Plan a trip.\n\nIn one step."
-    assert spec["parameters"]["required"] == ["leg", "days", "pair", "prices"]
+    assert spec["parameters"]["required"] == ["leg", "days", "prices"]
     assert spec["parameters"]["properties"] == {
         "leg": {
             "type": "object",
@@ -83,12 +90,6 @@ def test_hints_and_docstrings_become_schemas() -> None:
             "additionalProperties": False,
         },
         "days": {"type": "integer", "description": "Their number."},
-        "pair": {
-            "type": "array",
-            "prefixItems": [{"type": "integer"}, {"type": "string"}],
-            "minItems": 2,
-            "maxItems": 2,
-        },
         "prices": {
             "type": "object",
             "additionalProperties": {"type": "number"},
@@ -243,30 +244,28 @@ def test_the_task_can_decide_the_tools() -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("target", ["tools_of_mine", "shop:several"])
-def test_functions_are_an_environment(target: str, tmp_path: Path) -> None:
+@asynchronous
+async def test_functions_are_an_environment(target: str, tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(f"{(HERE / 'shop.py').read_text()}\nseveral = [add, greet]\n")
     (tmp_path / "tools_of_mine.py").write_text(
         "from json import dumps\nfrom shop import Shop\n"
         "def add(a: int, b: int) -> int:\n    'Add two numbers.'\n    return a + b\n"
         "def _hidden(): ...\n"
     )
-
-    async def play() -> None:
-        environment = Hosted(program(target, folder=tmp_path))
-        opening = await environment.open(TASK, seed=3)
-        assert opening.messages == TASK.messages
-        names = [tool.name for tool in opening.tools]
-        assert names == (["add", "greet"] if target == "shop:several" else ["add"])
-        assert (await use(environment, "add", a=2, b=3)).text == "5"
-        assert await environment.reply({"role": "assistant", "content": "5"}) is None
-        assert await environment.verdict(transcript()) == Verdict(parts={})
-        await environment.close()
-
-    run(play())
+    environment = Hosted(program(target, folder=tmp_path))
+    opening = await environment.open(TASK, seed=3)
+    assert opening.messages == TASK.messages
+    names = [tool.name for tool in opening.tools]
+    assert names == (["add", "greet"] if target == "shop:several" else ["add"])
+    assert (await use(environment, "add", a=2, b=3)).text == "5"
+    assert await environment.reply({"role": "assistant", "content": "5"}) is None
+    assert await environment.verdict(transcript()) == Verdict(parts={})
+    await environment.close()
 
 
 @pytest.mark.e2e
-def test_file_may_shadow_a_module_name(tmp_path: Path) -> None:
+@asynchronous
+async def test_file_may_shadow_a_module_name(tmp_path: Path) -> None:
     (tmp_path / "random.py").write_text(
         "from dataclasses import dataclass\n"
         "@dataclass\nclass Sum:\n    a: int = 1\n"
@@ -275,76 +274,50 @@ def test_file_may_shadow_a_module_name(tmp_path: Path) -> None:
         "    return f'{random.Random(3).randint(a, a)} {Sum(a).a} {tempfile.gettempprefix()}'\n"
     )
     spec = program(f"{tmp_path / 'random.py'}:add")
-
-    async def play() -> None:
-        server = fork_server_for(spec)
-        assert server is not None
-        environment = Hosted(spec, fork_server=server)
-        await environment.open(TASK, seed=3)
-        assert (await use(environment, "add", a=2)).text == "2 2 tmp"
-        assert not server.disabled_reason
-        await environment.close()
-        await server.close()
-
-    run(play())
+    server = fork_server_for(spec)
+    assert server is not None
+    environment = Hosted(spec, fork_server=server)
+    await environment.open(TASK, seed=3)
+    assert (await use(environment, "add", a=2)).text == "2 2 tmp"
+    assert not server.disabled_reason
+    await environment.close()
+    await server.close()
 
 
 @pytest.mark.e2e
-def test_offered_selects_the_tools() -> None:
-    async def play() -> None:
-        async with episode("shop:Offers", arguments={"offered": ["two"]}) as environment:
-            assert (await use(environment, "one")).failed
-            assert not (await use(environment, "two")).failed
-        broken = {"name": "three", "parameters": "none"}
-        for target, arguments in (
-            ("shop:Offers", {"offered": ["three"]}),
-            ("shop:Offers", {"offered": [broken]}),
-            ("shop:Opens", {"observations": [{"role": "human", "content": "Buy."}]}),
-        ):
-            with pytest.raises(EnvironmentLost) as caught:
-                async with episode(target, arguments=arguments):
-                    pass
-            assert caught.value.fault == "start"
-
-    run(play())
-
-
-@pytest.mark.e2e
-def test_game_is_played_by_tool_or_text() -> None:
-    async def play() -> None:
-        environment = Hosted(program("shop:Guess"))
-        opening = await environment.open(TASK, seed=3)
-        (tool,) = opening.tools
-        action = {"type": "integer", "minimum": 1, "maximum": 8}
-        assert tool.parameters["properties"] == {"action": action}
-        assert (await use(environment, "play", action=9)).failed
-        texts: list[str] = []
-        low, high, done = 1, 8, False
-        while not done:
-            middle = (low + high) // 2
-            result = await use(environment, "play", action=middle)
-            texts.append(result.text)
-            done = result.done
-            low, high = (middle + 1, high) if result.text == "Higher." else (low, middle - 1)
+@asynchronous
+async def test_game_is_played_by_tool_or_text() -> None:
+    environment = Hosted(program("shop:Guess"))
+    opening = await environment.open(TASK, seed=3)
+    (tool,) = opening.tools
+    action = {"type": "integer", "minimum": 1, "maximum": 8}
+    assert tool.parameters["properties"] == {"action": action}
+    assert (await use(environment, "play", action=9)).failed
+    texts: list[str] = []
+    low, high, done = 1, 8, False
+    while not done:
+        middle = (low + high) // 2
+        result = await use(environment, "play", action=middle)
+        texts.append(result.text)
+        done = result.done
+        low, high = (middle + 1, high) if result.text == "Higher." else (low, middle - 1)
+    verdict = await environment.verdict(transcript())
+    won = float(texts[-1] == "Right.")
+    facts = {"return": won, "moves": len(texts)}
+    assert verdict == Verdict(parts={"correct": won, "score": won}, facts=facts)
+    assert (await use(environment, "play", action=1)).text == "The game is over."
+    await environment.close()
+    arguments = {"play_by": "text", "scale": [0, 2]}
+    async with episode("shop:Guess", arguments=arguments) as environment:
+        reply = await environment.reply({"role": "assistant", "content": "I think of\nseven"})
+        assert reply is not None and "1 to 8" in reply["content"]
+        for guess in (2, 4, 7, 1):
+            turn = {"role": "assistant", "content": f"So I say\n{guess}"}
+            if await environment.reply(turn) is None:
+                break
         verdict = await environment.verdict(transcript())
-        won = float(texts[-1] == "Right.")
-        facts = {"return": won, "moves": len(texts)}
-        assert verdict == Verdict(parts={"correct": won, "score": won}, facts=facts)
-        assert (await use(environment, "play", action=1)).text == "The game is over."
-        await environment.close()
-        arguments = {"play_by": "text", "scale": [0, 2]}
-        async with episode("shop:Guess", arguments=arguments) as environment:
-            reply = await environment.reply({"role": "assistant", "content": "I think of\nseven"})
-            assert reply is not None and "1 to 8" in reply["content"]
-            for guess in (2, 4, 7, 1):
-                turn = {"role": "assistant", "content": f"So I say\n{guess}"}
-                if await environment.reply(turn) is None:
-                    break
-            verdict = await environment.verdict(transcript())
-            assert isinstance(verdict, Verdict) and verdict.facts["moves"] <= 3
-            assert verdict.parts == {"correct": 0.0, "score": verdict.facts["return"] / 2}
-
-    run(play())
+        assert isinstance(verdict, Verdict) and verdict.facts["moves"] <= 3
+        assert verdict.parts == {"correct": 0.0, "score": verdict.facts["return"] / 2}
 
 
 def test_runtime_needs_only_python_3_9() -> None:

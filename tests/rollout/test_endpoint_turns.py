@@ -30,7 +30,7 @@ data:
       task: chain_sum
       size: 3
       system_template: tools
-      environment: {{target: "keel.agents.environments.calculator:Calculator"}}
+      environment: {{target: "sums.py:Sums", folder: "{folder}"}}
 rewards: {{workers: 0}}
 rollout: {{sampling: {{max_tokens: 40}}}}
 agents: {{window: 4000}}
@@ -78,14 +78,19 @@ def test_endpoints_filter_tasks_with_tools(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrap_of()
-    recipe = tmp_path / "recipe.yaml"
+    recipe, folder = tmp_path / "recipe.yaml", tmp_path / "tools"
+    folder.mkdir()
+    (folder / "sums.py").write_text(
+        "class Sums:\n    def calculate(self, expression: str) -> int:\n"
+        "        return sum(map(int, expression.replace('- ', '+ -').split('+')))\n"
+    )
     table = tmp_path / "run/filter/pass_rates.jsonl"
 
     def rates() -> list[float]:
         return sorted(rate["pass_rate"] for rate in map(json.loads, table.open()))
 
     with running(model := Model()) as server:
-        recipe.write_text(RECIPE.format(dir=tmp_path / "run", url=server.url))
+        recipe.write_text(RECIPE.format(dir=tmp_path / "run", url=server.url, folder=folder))
         assert main(["filter", str(recipe)]) == 0, capsys.readouterr()
         assert rates() == [0.0, 1.0] and model.sums[0] not in table.read_text()
         model.busy = False

@@ -356,7 +356,6 @@ def draw_task(seed: int, level: Level) -> tuple[World, TripTask]:
     first = _FIRST_DAY + datetime.timedelta(days=draw.randrange(60))
     dates = tuple(str(first + datetime.timedelta(days=day)) for day in range(level.days))
     world = make_world(seed, level.size, dates)
-    prices = sorted(hotel.price for hotel in world.hotels.values())
     cities = draw.sample(world.cities, level.days if level.fixed else 1)
     at_most = None
     if not level.bands:  # at least one and at most half of the city's hotels are cheap enough

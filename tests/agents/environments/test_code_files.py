@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.agents.environments.code.files import apply_edit, execute, number_lines
+from keel.agents.environments.code.files import execute, number_lines
 
 
 @pytest.mark.parametrize(
@@ -24,12 +24,6 @@ from keel.agents.environments.code.files import apply_edit, execute, number_line
 def test_lines_match_those_of_compilers(text: str, lines: list[str]) -> None:
     expected = "\n".join(f"{n:6}\t{line}" for n, line in enumerate(lines, 1))
     assert number_lines(text, 0, 0) == expected
-
-
-def test_an_edit_shows_its_place_behind_form_feeds() -> None:
-    text = "\f\n" * 20 + "here\n" + "after\n" * 20
-    new, message = apply_edit("a.py", text, "here", "there")
-    assert new == text.replace("here", "there") and "    21\tthere" in message
 
 
 def test_a_failed_edit_keeps_the_file(tmp_path: Path) -> None:
