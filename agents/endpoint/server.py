@@ -19,7 +19,7 @@ from keel.agents.endpoint import anthropic, replies
 from keel.agents.endpoint.mcp_tools import McpTools
 from keel.agents.endpoint.recorder import Finished, TrajectoryRecorder
 from keel.agents.endpoint.requests import ApiError, ChatRequest, read_request
-from keel.agents.env_runtime.socket_folder import socket_folder
+from keel.agents.env_runtime.processes import socket_folder
 
 MAX_REQUEST_BYTES = 16 << 20
 """Size limit for a request. A context of 131,072 tokens needs at most 12 MiB, even if every

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
 
+from keel.agents.env_runtime.processes import descendants
 from keel.agents.types import EnvironmentLost, Fault
 
 MAX_MESSAGE_BYTES = 8 << 20
@@ -183,21 +184,6 @@ def _kill_abandoned(pid: int, pidfd: int) -> None:
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         os.killpg(pid, signal.SIGKILL)
         os.close(pidfd)
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the PIDs of all descendants of `pid` that can be found. This includes processes that
-    have left its group, as long as their parents are alive."""
-    pids: list[int] = []
-    pending = [pid]
-    while pending:
-        folder = Path("/proc") / str(pending.pop()) / "task"
-        with suppress(OSError):
-            for task in os.listdir(folder):
-                children = (folder / task / "children").read_bytes().split()
-                pending += map(int, children)
-                pids += map(int, children)
-    return pids
 
 
 def encode_line(message: Mapping[str, Any]) -> bytes:

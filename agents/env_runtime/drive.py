@@ -16,7 +16,6 @@ found below it.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import socket
@@ -28,7 +27,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from keel.agents.env_runtime.episode import end_with_parent, limit_memory, take_channel
+from keel.agents.env_runtime.episode import take_channel
+from keel.agents.env_runtime.processes import adopt_orphans, end_with_parent, limit_memory
 
 _MAX_BYTES = 1 << 20
 """Size limit for the last line and for a verdict."""
@@ -168,8 +168,7 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     end_with_parent()
-    with suppress(Exception):  # makes orphans children of this process, to be found and killed
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    adopt_orphans()  # to be found and killed
     requests, replies = take_channel()
     result = _run(json.loads(requests.readline()))
     replies.write(json.dumps(result).encode() + b"\n")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import random
-import resource
 import sys
-from contextlib import suppress
-from typing import Any, Optional, cast
+from typing import Any, cast
 
 from keel.agents.env_runtime.errors import (
     EnvironmentGone,
@@ -19,32 +16,10 @@ from keel.agents.env_runtime.errors import (
 )
 from keel.agents.env_runtime.load import load, make
 from keel.agents.env_runtime.openenv import is_address
+from keel.agents.env_runtime.processes import limit_memory
 from keel.agents.env_runtime.tool_objects import Object, bind_arguments, parameters_of, resolve
 
 Request = dict[str, Any]
-
-
-def end_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies."""
-    with suppress(Exception):  # not Linux
-        ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
-
-
-def protect_process() -> None:
-    """Make this process end with its parent, and deny other processes access to its memory. The
-    verdict is computed in this process, and the policy may control some processes that it starts.
-    """
-    end_with_parent()
-    with suppress(Exception):
-        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
-
-
-def limit_memory(mib: Optional[int]) -> None:  # noqa: UP045  (Python 3.9)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if mib is not None:
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        limit = mib << 20 if hard == resource.RLIM_INFINITY else min(mib << 20, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 def redirect_prints() -> None:

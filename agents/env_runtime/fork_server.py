@@ -23,7 +23,6 @@ signal that ended the program.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -34,16 +33,11 @@ import sys
 from contextlib import suppress
 from typing import Any, Optional, cast
 
-from keel.agents.env_runtime.episode import (
-    failure_of,
-    limit_memory,
-    protect_process,
-    redirect_prints,
-    serve,
-)
+from keel.agents.env_runtime.episode import failure_of, redirect_prints, serve
 from keel.agents.env_runtime.errors import error_text
 from keel.agents.env_runtime.isolate import Inner, isolate, unshare
 from keel.agents.env_runtime.load import preload
+from keel.agents.env_runtime.processes import adopt_orphans, limit_memory, protect_process
 
 _MAX_BYTES = 1 << 16
 _Reply = dict[str, Any]
@@ -94,9 +88,9 @@ class _Forker:
                 self._report(number, pid)
                 return None
         else:
-            # Makes this process reap the child of `middle` (PR_SET_CHILD_SUBREAPER). Without a
-            # sandbox it is not set, or a program's orphans would collect here.
-            ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+            # Makes this process reap the child of `middle`. Without a sandbox, a program's orphans
+            # would collect here.
+            adopt_orphans()
             middle = os.fork()
             if middle:
                 os.waitpid(middle, 0)

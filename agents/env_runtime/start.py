@@ -56,6 +56,7 @@ def main() -> None:
 
         return drive()
     from keel.agents.env_runtime import episode
+    from keel.agents.env_runtime.processes import protect_process
 
     if mode == "call":
         from keel.agents.env_runtime.errors import InvalidEnvironment
@@ -64,7 +65,7 @@ def main() -> None:
             return episode.call_function(sys.argv[2])
         except InvalidEnvironment as error:
             sys.exit(str(error))
-    episode.protect_process()
+    protect_process()
     episode.serve(*episode.take_channel())
 
 

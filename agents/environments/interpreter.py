@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from keel.agents.env_runtime.socket_folder import socket_folder
+from keel.agents.env_runtime.processes import socket_folder
 from keel.agents.environments.messages import with_instructions
 
 CELL_S = 120.0

@@ -22,7 +22,7 @@ import pytest
 from keel.agents.env_process import os_limits, process
 from keel.agents.env_process.client import Hosted, Program, fork_server_for
 from keel.agents.env_process.fork_server import ForkServer
-from keel.agents.env_process.process import descendants
+from keel.agents.env_runtime.processes import descendants
 from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Verdict
 from tests.agents.episodes import (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from keel.agents.env_process.client import KEEL, Hosted, Program
-from keel.agents.env_process.process import descendants
+from keel.agents.env_runtime.processes import descendants
 from keel.agents.environments.interpreter import (
     CELL_S,
     ENDING_S,

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from keel.agents.env_process.client import Hosted, fork_server_for
-from keel.agents.env_process.process import Wrap, descendants
+from keel.agents.env_process.process import Wrap
+from keel.agents.env_runtime.processes import descendants
 from keel.agents.types import EnvironmentLost
 from keel.rewards.sandbox import environments
 from keel.rl.types import Verdict

@@ -5,7 +5,6 @@ It runs on Python 3.9 or later and needs no packages.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -15,10 +14,11 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
+from keel.agents.env_runtime import processes
+
 _MAX_CHARACTERS = 20_000
 """Maximum length of a command's output. The first and the last half of it are kept."""
 _KILL_S = 10.0
-_SET_CHILD_SUBREAPER = 36
 _adopts = False
 """True once orphaned descendants become children of this process."""
 
@@ -31,9 +31,8 @@ def in_sandbox() -> bool:
 
 def adopt_orphans() -> None:
     """Make orphaned descendants children of this process from now on."""
-    if ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError("prctl(PR_SET_CHILD_SUBREAPER) failed")
     global _adopts
+    processes.adopt_orphans()
     _adopts = True
 
 
@@ -41,7 +40,7 @@ def stop_all() -> None:
     """Kill all descendants, including those in other sessions. Raises TimeoutError if some of them
     keep forking."""
     deadline = time.monotonic() + _KILL_S
-    while pids := _descendants():
+    while pids := processes.descendants(os.getpid()):
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -55,20 +54,6 @@ def _reap_zombies() -> None:
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-
-
-def _descendants() -> list[int]:
-    pids: list[int] = []
-    pending = [os.getpid()]
-    while pending:
-        folder = f"/proc/{pending.pop()}/task"
-        with suppress(OSError):
-            for task in os.listdir(folder):
-                with suppress(OSError), open(f"{folder}/{task}/children") as file:
-                    children = [int(one) for one in file.read().split()]
-                    pending += children
-                    pids += children
-    return pids
 
 
 def run(
