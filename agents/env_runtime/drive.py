@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -34,58 +33,38 @@ _MAX_BYTES = 1 << 20
 """Size limit for the last line and for a verdict."""
 _MAX_ENV_BYTES = 100_000
 """Size limit for KEEL_TASK. Linux allows 131071 bytes per variable."""
-_MAX_CONNECTIONS = 256
-"""How many connections are forwarded at once. Each takes two file descriptors and threads, and
-further ones wait."""
-_RETRY_S = 0.05
 _URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "KEEL_MCP_URL")
 
 
 def _forward(path: str) -> int:
-    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-    slots = threading.Semaphore(_MAX_CONNECTIONS)
+    """Listen on a loopback port and forward its connections to the unix socket `path`."""
+    import asyncio  # noqa: PLC0415  (only a sandbox without a network needs it)
 
-    def pump(source: socket.socket, target: socket.socket) -> None:
-        try:
-            while data := source.recv(1 << 16):
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
-        except OSError:  # one side has closed
-            for end in (source, target):
-                with suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
+    async def pump(source: Any, target: Any) -> None:
+        while data := await source.read(1 << 16):
+            target.write(data)
+            await target.drain()
+        target.write_eof()
 
-    def serve(near: socket.socket) -> None:
+    async def serve(reader: Any, writer: Any) -> None:
+        writers = [writer]
         try:
-            with near, socket.socket(socket.AF_UNIX) as far:
-                try:
-                    far.connect(path)
-                except OSError as error:
-                    print(f"the endpoint {path} cannot be reached: {error}", file=sys.stderr)
-                    return
-                back = threading.Thread(target=pump, args=(far, near), daemon=True)
-                back.start()
-                pump(near, far)
-                back.join()
+            far_reader, far_writer = await asyncio.open_unix_connection(path)
+            writers.append(far_writer)
+            await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))
+        except OSError as error:  # otherwise one side has closed
+            if len(writers) == 1:
+                print(f"the endpoint {path} cannot be reached: {error}", file=sys.stderr)
         finally:
-            slots.release()
+            for one in writers:
+                one.close()
 
-    def accept() -> None:
-        while True:
-            slots.acquire()
-            try:
-                near, _ = listener.accept()
-            except OSError:  # out of descriptors
-                slots.release()
-                time.sleep(_RETRY_S)
-                continue
-            try:
-                threading.Thread(target=serve, args=(near,), daemon=True).start()
-            except RuntimeError:  # out of threads
-                near.close()
-                slots.release()
+    async def run() -> None:
+        server = await asyncio.start_server(serve, sock=listener)
+        await server.serve_forever()
 
-    threading.Thread(target=accept, daemon=True, name="forwarding").start()
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    threading.Thread(target=lambda: asyncio.run(run()), daemon=True).start()
     return listener.getsockname()[1]
 
 
