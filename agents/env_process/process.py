@@ -27,7 +27,7 @@ from keel.agents.types import EnvironmentLost, Fault
 
 MAX_MESSAGE_BYTES = 8 << 20
 """Size limit for a message. A process that sends a larger one is killed."""
-EXIT_S = 30.0
+_EXIT_S = 30.0
 """Seconds to wait for the exit status of a process that has closed its channel."""
 REAP_S = 60.0
 """Seconds to wait until a killed process has disappeared."""
@@ -235,7 +235,7 @@ class OwnedProcess:
 
     async def lost(self, fault: Fault, during: str, message: str) -> EnvironmentLost:
         """End the process, and return an error with the cause and the last part of its output."""
-        ending = await self.end(EXIT_S if fault == "exit" else 0.0)
+        ending = await self.end(_EXIT_S if fault == "exit" else 0.0)
         if fault == "exit":
             fault = "crash" if ending.startswith("was ended") else "exit"
             message = ending

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +61,8 @@ def guess_demonstrations(
     options = arguments["options"]
     low, high = options["min_number"], options["max_number"]
     made: list[Demonstration] = []
-    with _dice_put_back():
+    before = random.getstate()  # the games draw from it
+    try:
         for number in range(count):
             draw = random.Random(f"guess {seed} {number}")
             game_seed = draw.randrange(1 << 31)
@@ -74,6 +74,8 @@ def guess_demonstrations(
             worked = converse(_bisect(low, high))
             hasty = converse(_draw_numbers(low, high, draw))
             made.append(Demonstration(tools=worked.tools, worked=worked.said, hasty=hasty.said))
+    finally:
+        random.setstate(before)
     return made
 
 
@@ -151,12 +153,3 @@ def _bisect(low: int, high: int) -> Calls:
 def _draw_numbers(low: int, high: int, draw: random.Random) -> Calls:
     for number in draw.sample(range(low, high + 1), high + 1 - low):
         yield "play", {"action": str(number)}
-
-
-@contextmanager
-def _dice_put_back() -> Generator[None]:
-    before = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(before)

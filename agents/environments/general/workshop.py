@@ -89,62 +89,50 @@ class AuthorWorkshop:
 
     def strings(self, most: int) -> list[str]:
         """Return the database's texts in order, without duplicates."""
-        return strings_of(self._folder.database())[:most]
+        database: Any = self._folder.database()
+        texts = dict[str, None]()
+        pending: list[Any] = [database] if type(database) in (dict, list) else []
+        for _, quoted in [] if pending else _tables(database):
+            for row in database.execute(f"SELECT * FROM {quoted} LIMIT 1000"):
+                texts.update(dict.fromkeys(one for one in row if isinstance(one, str)))
+        while pending:
+            one = pending.pop()
+            if isinstance(one, str):
+                texts[one] = None
+            elif isinstance(one, dict):
+                entries = cast(dict[str, Any], one)
+                pending += [*reversed(entries.values()), *reversed(entries)]
+            elif isinstance(one, list):
+                pending += reversed(cast(list[Any], one))
+        return list(texts)[:most]
 
     def shown(self, most: int) -> list[str]:
         """Return examples of each kind of entry, in at most `most` characters."""
-        database = self._folder.database()
-        if not isinstance(database, dict | list):
-            parts = [
-                f"{sql}\n{_rows(database, quoted, _SHOWN)}" for _, sql, quoted in _tables(database)
-            ]
+        database: Any = self._folder.database()
+        parts = list[str]()
+        if type(database) not in (dict, list):
+            for sql, quoted in _tables(database):
+                rows = database.execute(f"SELECT * FROM {quoted} LIMIT {_SHOWN}")
+                texts = [json.dumps(dict(row), ensure_ascii=False, default=str) for row in rows]
+                parts.append("\n".join([sql, *texts]))
             return ["\n\n".join(parts)[:most]]
-        kinds = cast(dict[str, Any], database if isinstance(database, dict) else {"": database})
-        return ["\n".join(f"{name}: {_some(kind)}" for name, kind in kinds.items())[:most]]
+        kinds = cast(dict[str, Any], database if type(database) is dict else {"": database})
+        for name, kind in kinds.items():
+            first, count = kind, 0
+            if isinstance(kind, dict | list):
+                entries = cast(Any, kind)
+                count = len(entries)
+                is_list = isinstance(kind, list)
+                first = entries[:_SHOWN] if is_list else dict(list(entries.items())[:_SHOWN])
+            more = f" … {count} in all" if count > _SHOWN else ""
+            parts.append(f"{name}: {json.dumps(first, ensure_ascii=False)}{more}")
+        return ["\n".join(parts)[:most]]
 
 
-def _some(kind: Any) -> str:
-    if isinstance(kind, dict):
-        entries = cast(dict[str, Any], kind)
-        first: Any = dict(list(entries.items())[:_SHOWN])
-        count = len(entries)
-    elif isinstance(kind, list):
-        first, count = cast(list[Any], kind)[:_SHOWN], len(cast(list[Any], kind))
-    else:
-        first, count = kind, 0
-    return json.dumps(first, ensure_ascii=False) + (f" … {count} in all" if count > _SHOWN else "")
-
-
-def _tables(database: Any) -> list[tuple[str, str, str]]:
-    """Return the name, the CREATE statement and the quoted name of each table in an SQLite
-    database."""
+def _tables(database: Any) -> list[tuple[str, str]]:
+    """Return the CREATE statement and the quoted name of each table in an SQLite database."""
     rows = database.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'").fetchall()
-    return [(name, sql, '"' + name.replace('"', '""') + '"') for name, sql in rows]
-
-
-def _rows(database: Any, quoted: str, most: int) -> str:
-    rows = database.execute(f"SELECT * FROM {quoted} LIMIT {most}")
-    return "\n".join(json.dumps(dict(row), ensure_ascii=False, default=str) for row in rows)
-
-
-def strings_of(database: Any) -> list[str]:
-    texts: dict[str, None] = {}
-    if not isinstance(database, dict | list):
-        for _, _, quoted in _tables(database):
-            for row in database.execute(f"SELECT * FROM {quoted} LIMIT 1000"):
-                texts.update(dict.fromkeys(one for one in row if isinstance(one, str)))
-        return list(texts)
-    pending: list[Any] = [database]
-    while pending:
-        one = pending.pop()
-        if isinstance(one, str):
-            texts[one] = None
-        elif isinstance(one, dict):
-            entries = cast(dict[str, Any], one)
-            pending += [*reversed(entries.values()), *reversed(entries)]
-        elif isinstance(one, list):
-            pending += reversed(cast(list[Any], one))
-    return list(texts)
+    return [(sql, '"' + name.replace('"', '""') + '"') for name, sql in rows]
 
 
 class DatabaseDesk:
