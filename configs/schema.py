@@ -21,6 +21,7 @@ from keel.configs.sections.model import (
     TINY_MODEL,
     ColdStartConfig,
     Dtype,
+    LoraConfig,
     ModelConfig,
     TinyModelConfig,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "JudgeConfig",
     "JudgeServerConfig",
     "LengthConfig",
+    "LoraConfig",
     "ModelConfig",
     "RewardsConfig",
     "RolloutConfig",
@@ -97,6 +99,12 @@ class Config(Section):
         self._check_engines()
         if self.model.batch_invariant:
             self._check_invariant()
+        if self.model.lora.enabled:
+            rule = "must be at most {} with model.lora"
+            self.require(self.trainer.zero_stage <= 2, "trainer.zero_stage", rule.format(2))
+            self.require(
+                self.trainer.expert_parallel == 1, "trainer.expert_parallel", rule.format(1)
+            )
         if self.model.path == TINY_MODEL:
             self._check_tiny()
         for source in self.data.sources:

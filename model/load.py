@@ -7,9 +7,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from keel.model.hub import (
     written_by_code,
 )
 from keel.model.layers.fused import fuses_experts, fuses_norms
+from keel.model.lora import MLP, is_adapted, merged_tensors
 from keel.model.template_probe import check_template
 from keel.model.transformers_internals import always_float32
 
@@ -95,6 +96,9 @@ class ModelFacts:
     """Whether RMS norms run as single kernels on a GPU (model/layers/fused.py)."""
     fused_experts: bool = True
     """Whether experts use Keel's kernels on a GPU. This has no meaning for a dense model."""
+    projections: Mapping[str, int] = field(default_factory=dict)
+    """Sum of input and output widths over all layers that may have a LoRA adapter and have the same
+    last name, such as q_proj."""
     balance_loss: float = 0.0
     """Weight of the load balancing loss, if the config enables this loss
     (`output_router_logits`)."""
@@ -322,8 +326,18 @@ def _compute_facts(config: PreTrainedConfig) -> ModelFacts:
         full_attention=full_attention(text),
         fused_norms=fuses_norms(model),
         fused_experts=fuses_experts(model),
+        projections=_projections(model, experts=experts > 0),
         balance_loss=_balance_loss(text) if experts else 0.0,
     )
+
+
+def _projections(model: PreTrainedModel, *, experts: bool) -> dict[str, int]:
+    widths: dict[str, int] = {}
+    for name, module in model.get_decoder().named_modules():
+        last = name.rpartition(".")[2]
+        if isinstance(module, nn.Linear) and not (experts and last in MLP):
+            widths[last] = widths.get(last, 0) + module.in_features + module.out_features
+    return widths
 
 
 def is_tied(model: PreTrainedModel) -> bool:
@@ -345,10 +359,18 @@ def full_attention(config: PreTrainedConfig) -> bool:
 
 
 def _own_tensors(model: nn.Module) -> Iterator[Named]:
-    """Yield the state dict entries of each module by full name. Shared tensors are yielded once."""
+    """Yield the state dict entries of each module by full name. Shared tensors are yielded once,
+    and layers with LoRA adapters as one merged layer."""
     seen: set[int] = set()
     saved = model.state_dict(keep_vars=True).keys()  # without non-persistent buffers
+    adapted: tuple[str, ...] = ()
     for prefix, module in model.named_modules():
+        if is_adapted(module):
+            adapted = (*adapted, f"{prefix}.")
+            yield merged_tensors(prefix, module)
+            continue
+        if prefix.startswith(adapted):
+            continue
         tensors: dict[str, Tensor] = dict(module.named_parameters(prefix, recurse=False))
         tensors |= {
             name: buffer

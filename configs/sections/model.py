@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -89,6 +90,38 @@ class TinyModelConfig(Section):
         self.require(self.experts_per_token <= self.experts, "experts_per_token", rule)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig(Section):
+    """Low-rank adapters, which train a small part of the parameters."""
+
+    PATH = "model.lora"
+
+    rank: int = knob(0, ge=0)
+    """Rank of the adapters. 0: train all parameters."""
+    alpha: float = knob(32.0, gt=0)
+    """Scale of the adapters: their output is multiplied by `alpha / rank`."""
+    targets: tuple[str, ...] = (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    )
+    """Names of the linear layers with adapters. Names that a model does not have are ignored. In a
+    mixture of experts, only attention can have adapters."""
+    dropout: float = knob(0.0, ge=0, le=0)
+    """Must be 0, because engines sample from the merged weights, which have no dropout."""
+
+    def check(self) -> None:
+        ok = bool(self.targets) and all(name.isidentifier() for name in self.targets)
+        self.require(ok, "targets", "must be names of linear layers, such as q_proj")
+
+    @property
+    def enabled(self) -> bool:
+        return self.rank > 0
+
+    def parameters(self, projections: Mapping[str, int]) -> int:
+        """Return how many parameters the adapters have. See `ModelFacts.projections`."""
+        return self.rank * sum(projections.get(target, 0) for target in self.targets)
+
+
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -123,6 +156,7 @@ class ModelConfig(Section):
     """Precision of the residual stream in engines and trainer. float32 avoids rounding at each
     addition, so engine and trainer differ less (docs/stability.md), but takes slightly more time
     and memory. Works with Llama, Mistral, Mixtral, Qwen2 and Qwen3 if each engine has one GPU."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
 
     def check(self) -> None:
@@ -137,6 +171,12 @@ class ModelConfig(Section):
             self.require(self.path != TINY_MODEL, "batch_invariant", rule)
             rule = "needs model.dtype bfloat16 or float16"
             self.require(self.dtype != "float32", "batch_invariant", rule)
+        if self.lora.enabled:
+            self.require(
+                not self.batch_invariant, "batch_invariant", "must be false with model.lora"
+            )
+            rule = "must be model with model.lora"
+            self.require(self.residual_dtype == "model", "residual_dtype", rule)
         marks = {mark for mark in self.thinking_marks if mark.strip()}
         ok = not self.thinking_marks or len(marks) == len(self.thinking_marks) == 2
         rule = 'must be two different texts such as ["<think>", "</think>"]'

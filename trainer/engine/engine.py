@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from keel.configs.schema import Config
 from keel.model.load import load_policy
+from keel.model.lora import add_adapters, save_adapter
 from keel.model.routing.routers import router_modules
 from keel.model.torch_internals import limit_all_groups
 from keel.model.trainable import decoder_layers
@@ -51,6 +52,7 @@ from keel.trainer.engine.objectives import (
 )
 from keel.trainer.engine.offload import make_offload
 from keel.trainer.engine.policy import (
+    BasePolicy,
     Inputs,
     PolicyNetwork,
     ReferencePolicy,
@@ -130,6 +132,8 @@ class TrainerEngine:
 
         load = partial(load_policy, model_path, dtype)
         model, outline = read_once(load, dtype, readers=reading_ranks(trainer), read=read)
+        if config.model.lora.enabled:
+            add_adapters(model, config.model.lora, seed=config.run.seed)
         network = self._network = self._make_network(model)
         self._note(check_transformers(network.model))
         routers = router_modules(network.model)
@@ -150,16 +154,20 @@ class TrainerEngine:
         self._traced_layers = () if trainer.compile else decoder_layers(network.model)
         experts = ExpertLayers(network.model, expected=(trainer.expert_parallel > 1) * len(routers))
         self._weights = Weights(network.model, experts, stage=self._stage)
-        self._reference = frozen = None
+        self._reference: ReferencePolicy | BasePolicy | None = None
+        frozen = None
         if any(source.kl_coef > 0 for source in config.data.sources):
             sharded = frozen_config(options) if self._weights.gathered else None
             replays = self._replays and config.algorithm.ref_routing == "replay"
-            frozen = self._make_network(twin(outline, load, "cpu" if sharded else self._device))
-            self._reference = ReferencePolicy(frozen, self._device, sharded, replays=replays)
-            if outline:
-                copy_weights(network, frozen, stage=self._stage)
-            if trainer.compile:
-                compile_layers(frozen.model)
+            if config.model.lora.enabled:
+                self._reference = BasePolicy(network, replays=replays)
+            else:
+                frozen = self._make_network(twin(outline, load, "cpu" if sharded else self._device))
+                self._reference = ReferencePolicy(frozen, self._device, sharded, replays=replays)
+                if outline:
+                    copy_weights(network, frozen, stage=self._stage)
+                if trainer.compile:
+                    compile_layers(frozen.model)
         self._sums_apart = dtype == torch.bfloat16 and sums_in_float32("bfloat16", trainer)
         if self._sums_apart:
             sum_in_one_pass(self._engine.optimizer)
@@ -398,6 +406,8 @@ class TrainerEngine:
         wrote."""
         self._offload.load()
         model, config = self._network.model, self._config.model
+        if config.lora.enabled and self._rank == 0:
+            save_adapter(folder / "adapter", model, config.lora, self._model_path)
         return export_model(folder, model, self._weights, config, self._model_path)
 
     # Checkpoints

@@ -21,7 +21,13 @@ from keel.model.trainable import decoder_layers
 from keel.model.ulysses import Slice
 from keel.rl.packing import MicroBatch
 from keel.rl.types import NO_ROUTE, SamplingMasks
-from keel.trainer.engine.policy import Inputs, PolicyNetwork, ReferencePolicy, recorded_routes
+from keel.trainer.engine.policy import (
+    BasePolicy,
+    Inputs,
+    PolicyNetwork,
+    ReferencePolicy,
+    recorded_routes,
+)
 from keel.trainer.placement.memory import rank_tokens, sums_in_float32
 
 _LOG = logging.getLogger(__name__)
@@ -119,7 +125,7 @@ def _dummy_batch(
 
 def warm_up(
     network: PolicyNetwork,
-    reference: ReferencePolicy | None,
+    reference: ReferencePolicy | BasePolicy | None,
     config: Config,
     device: torch.device,
     part: Slice,

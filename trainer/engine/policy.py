@@ -30,6 +30,7 @@ from keel.model.logprobs import (
     policy_logprobs,
     trainable_rows,
 )
+from keel.model.lora import adapters_off
 from keel.model.rope import fix_long_rope
 from keel.model.routing.replay import Replay, replay_routes
 from keel.model.routing.routers import router_modules
@@ -315,6 +316,21 @@ class ReferencePolicy:
         with recorded_routes(self.network, inputs) if replays else nullcontext():
             logp, *_ = self._forward(inputs=inputs)
         return logp
+
+
+class BasePolicy:
+    """The reference policy under LoRA: the trained network without its adapters."""
+
+    def __init__(self, network: PolicyNetwork, *, replays: bool) -> None:
+        self.network, self._replays = network, replays
+
+    @torch.no_grad()
+    def logp(self, inputs: Inputs) -> Tensor:
+        """See `ReferencePolicy.logp`."""
+        replays = self._replays and inputs.loss == "grpo"
+        routes = recorded_routes(self.network, inputs) if replays else nullcontext()
+        with adapters_off(self.network.model), routes:
+            return self.network(inputs=inputs)[0]
 
 
 def indexer_weight(network: PolicyNetwork, config: Config, step: TrainBatch) -> float:

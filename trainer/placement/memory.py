@@ -235,6 +235,8 @@ def learned_parameters(config: Config, facts: ModelFacts) -> tuple[int, int]:
 
     During the warm-up of an indexer (`trainer.attention`), only the indexer is trained.
     """
+    if config.model.lora.enabled:
+        return config.model.lora.parameters(facts.projections), 0
     if config.trainer.attention == "warm-up":
         return facts.indexer_parameters, 0
     return facts.parameters, facts.expert_parameters
@@ -266,7 +268,9 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     local = learned - of_experts * (1 - 1 / trainer.expert_parallel)
     # Adam's two moments, and from stage 1 up float32 master weights.
     state = 12 * learned / ranks if stage >= 1 else 8 * local
-    with_reference = any(source.kl_coef > 0 for source in config.data.sources)
+    with_reference = (
+        any(source.kl_coef > 0 for source in config.data.sources) and not config.model.lora.enabled
+    )
     if not gpu:  # transformers' own norms and experts run there
         facts = replace(facts, fused_norms=False, fused_experts=False)
     elif trainer.expert_parallel > 1 or config.model.dtype != "bfloat16":

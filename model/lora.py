@@ -1,0 +1,117 @@
+"""LoRA adapters (`model.lora`) from peft, merged into the base weights wherever these leave the
+trainer.
+
+A target layer computes W x + (alpha / rank) B A x, where only A [rank, in] and B [out, rank] are
+trained. Engines and exported models get W + (alpha / rank) B A under the name of W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from keel.configs.schema import ConfigError, LoraConfig
+from keel.model.routing.routers import router_modules
+
+if TYPE_CHECKING:
+    from keel.model.load import ModelFacts
+
+MLP = ("gate_proj", "up_proj", "down_proj")
+"""Layers without adapters in a mixture of experts, where peft takes these names for experts."""
+_NAME = "default"
+"""The name under which peft keeps the adapter."""
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
+    """Freeze `model` and add an adapter to each layer whose name ends in one of `config.targets`.
+
+    B is zero at first, so the policy does not change. Raises ValueError if no layer matches.
+    """
+    from peft import inject_adapter_in_model  # noqa: PLC0415  (takes seconds)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(_peft_config(model, config, ""), model)
+
+
+def _peft_config(model: PreTrainedModel, config: LoraConfig, base: str) -> Any:
+    from peft import LoraConfig as PeftConfig  # noqa: PLC0415
+
+    left_out = MLP if router_modules(model) else ()
+    return PeftConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=[name for name in config.targets if name not in left_out],
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the name and module of each layer that has an adapter."""
+    for name, module in model.named_modules():
+        if is_adapted(module):
+            yield name, module
+
+
+def is_adapted(module: nn.Module) -> bool:
+    return hasattr(module, "lora_A") and hasattr(module, "base_layer")
+
+
+def merged_tensors(prefix: str, layer: Any) -> dict[str, Tensor]:
+    """Return the tensors of the layer `prefix` as they are without an adapter, computed in float32
+    and rounded once to the dtype of the base weights."""
+    base, a, b = layer.base_layer, layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+    with torch.no_grad():
+        update = layer.scaling[_NAME] * (b.float() @ a.float())
+        weight = (base.weight.float() + update).to(base.weight.dtype)
+    bias = {} if base.bias is None else {f"{prefix}.bias": base.bias}
+    return {f"{prefix}.weight": weight, **bias}
+
+
+def check_adapters(config: LoraConfig, facts: ModelFacts) -> None:
+    """Check that a model can have the adapters of a recipe. Raises ConfigError if not."""
+    if config.enabled and facts.index_top_k:
+        raise ConfigError(
+            f"model.lora.rank = {config.rank}: {facts.architecture} has sparse attention, which "
+            "cannot have adapters. Set it to 0"
+        )
+    if config.enabled and not config.parameters(facts.projections):
+        raise ConfigError(
+            f"model.lora.targets = {', '.join(config.targets)}: {facts.architecture} has none of "
+            f"these layers. It has {', '.join(facts.projections)}"
+        )
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Make `model` compute the base model, which is the reference policy."""
+    layers = [layer for _, layer in adapted_layers(model)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def save_adapter(folder: Path, model: PreTrainedModel, config: LoraConfig, base: str) -> None:
+    """Write the adapter in peft's format. `base` is the model that it belongs to."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        f"base_model.model.{name}.{part}.weight": getattr(layer, part)[_NAME].weight.detach()
+        for name, layer in adapted_layers(model)
+        for part in ("lora_A", "lora_B")
+    }
+    file = folder / "adapter_model.safetensors"
+    save_file({name: tensor.cpu().clone() for name, tensor in tensors.items()}, file)
+    file.chmod(folder.stat().st_mode & 0o666)  # safetensors makes it private to its owner
+    _peft_config(model, config, base).save_pretrained(folder)
