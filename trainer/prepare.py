@@ -40,6 +40,7 @@ from keel.model.load import (
     load_model_config,
     load_tokenizer,
 )
+from keel.model.lora import check_adapters
 from keel.model.tiny.build import model_config
 from keel.model.tiny.cold_start import taught_sources
 from keel.model.tiny.solutions import TAUGHT
@@ -424,11 +425,14 @@ def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelF
     if settings.path == TINY_MODEL:
         check_residual(config, settings.tiny.family)
         tokenizer = build_tokenizer(settings.tiny.phrases)
-        return tokenizer, facts_of(model_config(settings.tiny, tokenizer))
+        facts = facts_of(model_config(settings.tiny, tokenizer))
+        check_adapters(settings.lora, facts)
+        return tokenizer, facts
     name = settings.tokenizer or settings.path
     model = load_model_config(settings.path)
     tokenizer = load_tokenizer(name, chats=chats, chat_template=settings.chat_template)
     facts = trainable_facts(settings.path, model)
+    check_adapters(settings.lora, facts)
     check_engine_dtype(config, model.model_type)
     check_residual(config, model.model_type)
     if settings.batch_invariant:
