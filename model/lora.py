@@ -10,18 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from keel.configs.schema import ConfigError, LoraConfig
+from keel.configs.schema import LoraConfig
 from keel.model.routing.routers import router_modules
-
-if TYPE_CHECKING:
-    from keel.model.load import ModelFacts
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 """Layers without adapters in a mixture of experts, where peft takes these names for experts."""
@@ -74,20 +71,6 @@ def merged_tensors(prefix: str, layer: Any) -> dict[str, Tensor]:
         weight = (base.weight.float() + update).to(base.weight.dtype)
     bias = {} if base.bias is None else {f"{prefix}.bias": base.bias}
     return {f"{prefix}.weight": weight, **bias}
-
-
-def check_adapters(config: LoraConfig, facts: ModelFacts) -> None:
-    """Check that a model can have the adapters of a recipe. Raises ConfigError if not."""
-    if config.enabled and facts.index_top_k:
-        raise ConfigError(
-            f"model.lora.rank = {config.rank}: {facts.architecture} has sparse attention, which "
-            "cannot have adapters. Set it to 0"
-        )
-    if config.enabled and not config.parameters(facts.projections):
-        raise ConfigError(
-            f"model.lora.targets = {', '.join(config.targets)}: {facts.architecture} has none of "
-            f"these layers. It has {', '.join(facts.projections)}"
-        )
 
 
 @contextmanager

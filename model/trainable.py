@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from keel.configs.schema import ConfigError
+from keel.configs.schema import ConfigError, LoraConfig
 from keel.model.attention import Segments, UnsupportedAttention, use_packed_attention
 from keel.model.config_file import check_quantised, one_line
 from keel.model.head.module import install_support_head
@@ -235,6 +235,20 @@ def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, name: str) 
             f"model.tokenizer = {name!r} does not belong to the model {path!r}: {len(different):,} "
             f"of {len(shared):,} ids differ from its own tokenizer (id {index} is {original!r} "
             f"there and {token!r} here). Remove it to use the model's own"
+        )
+
+
+def check_adapters(config: LoraConfig, facts: ModelFacts) -> None:
+    """Check that a model can have the adapters of a recipe. Raises ConfigError if not."""
+    if config.enabled and facts.index_top_k:
+        raise ConfigError(
+            f"model.lora.rank = {config.rank}: {facts.architecture} has sparse attention, which "
+            "cannot have adapters. Set it to 0"
+        )
+    if config.enabled and not config.parameters(facts.projections):
+        raise ConfigError(
+            f"model.lora.targets = {', '.join(config.targets)}: {facts.architecture} has none of "
+            f"these layers. It has {', '.join(facts.projections)}"
         )
 
 
