@@ -44,7 +44,7 @@ def _peft_config(model: PreTrainedModel, config: LoraConfig, base: str) -> Any:
     left_out = MLP if router_modules(model) else ()
     return PeftConfig(
         r=config.rank,
-        lora_alpha=config.alpha,
+        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType] (any number works)
         target_modules=[name for name in config.targets if name not in left_out],
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
