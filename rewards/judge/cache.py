@@ -5,52 +5,41 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
-import sys
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _FILE = "judge.sqlite"
 _BUSY_TIMEOUT_S = 5.0
 """How long to wait while another process writes to the database."""
-_MAX_BYTES = 256 << 20
-"""Size limit for the memory cache, enough for about 250,000 typical replies."""
+_MAX_REPLIES = 250_000
+"""Size limit for the cache in memory, about 256 MiB of typical replies."""
 
 log = logging.getLogger(__name__)
 
 
 class MemoryCache:
-    """Keeps replies in memory and drops the least recently used ones beyond `_MAX_BYTES`."""
+    """Keeps replies in memory and drops the oldest ones beyond `_MAX_REPLIES`."""
 
     def __init__(self) -> None:
-        self._replies = OrderedDict[str, str]()
-        self._bytes = 0
+        self._replies: dict[str, str] = {}
 
     def get(self, key: str) -> str | None:
-        if key in self._replies:
-            self._replies.move_to_end(key)
         return self._replies.get(key)
 
     def put(self, key: str, reply: str) -> None:
-        self._drop(key)
         self._replies[key] = reply
-        self._bytes += sys.getsizeof(key) + sys.getsizeof(reply)
-        while self._bytes > _MAX_BYTES:
-            self._drop(next(iter(self._replies)))
+        if len(self._replies) > _MAX_REPLIES:
+            del self._replies[next(iter(self._replies))]
 
     def close(self) -> None:
         self._replies.clear()
-
-    def _drop(self, key: str) -> None:
-        if (reply := self._replies.pop(key, None)) is not None:
-            self._bytes -= sys.getsizeof(key) + sys.getsizeof(reply)
 
 
 class SqliteCache:
     """Keeps replies in a SQLite file that several runs may share. The file grows without limit.
 
-    Each entry is written in one transaction, so a killed run leaves no partial entry. The first
-    error while reading or writing is logged, and every error counts as a cache miss.
+    Each entry is one transaction, so a killed run leaves no partial entry. Errors while reading or
+    writing are logged and count as cache misses.
     """
 
     def __init__(self, folder: str) -> None:
@@ -58,7 +47,6 @@ class SqliteCache:
 
         Raises ValueError if the folder cannot be used.
         """
-        self._warned = False
         try:
             path = Path(folder).expanduser()
             path.mkdir(parents=True, exist_ok=True)
@@ -79,42 +67,32 @@ class SqliteCache:
             ) from error
 
     def get(self, key: str) -> str | None:
-        try:
-            row = self._db.execute("SELECT reply FROM replies WHERE key = ?", (key,)).fetchone()
-        except sqlite3.Error as error:
-            self._warn(error)
-            return None
+        row = self._execute("SELECT reply FROM replies WHERE key = ?", key)
         return str(row[0]) if row else None
 
     def put(self, key: str, reply: str) -> None:
-        try:
-            self._db.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (key, reply))
-        except sqlite3.Error as error:
-            self._warn(error)
+        self._execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", key, reply)
 
     def close(self) -> None:
         self._db.close()
 
-    def _warn(self, error: sqlite3.Error) -> None:
-        if not self._warned:
+    def _execute(self, statement: str, *values: str) -> tuple[str] | None:
+        try:
+            return self._db.execute(statement, values).fetchone()
+        except sqlite3.Error as error:
             log.warning("the judge's cache fails and is bypassed: %s", error)
-        self._warned = True
+            return None
 
 
 class ChatLog:
     """Appends the judge's requests and replies to a JSONL file of chats for `keel sft`.
 
-    See docs/sft.md. Each line is written at once, so several runs may share the file. Only the
-    first write error is logged.
+    Each line is written at once, so several runs may share the file.
     """
 
     def __init__(self, path: str) -> None:
-        """Open the file at `path`, or log nothing if it is "".
-
-        Raises ValueError if the file cannot be opened.
-        """
+        """Open the file, or log nothing if `path` is "". Raises ValueError if that fails."""
         self._file = None
-        self._warned = False
         if not path:
             return
         try:
@@ -133,9 +111,7 @@ class ChatLog:
         try:
             self._file.write(f"{json.dumps(chat, ensure_ascii=False)}\n".encode())
         except OSError as error:
-            if not self._warned:
-                log.warning("rewards.judge.chats cannot be written: %s", error)
-            self._warned = True
+            log.warning("rewards.judge.chats cannot be written: %s", error)
 
     def close(self) -> None:
         if self._file is not None:

@@ -9,9 +9,8 @@ import os
 import random
 import re
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -22,7 +21,6 @@ from keel.configs.sections.rewards import JudgeConfig
 from keel.rewards.judge.cache import ChatLog, MemoryCache, SqliteCache
 from keel.rewards.judge.prompts import BadReply, Question
 from keel.rewards.judge.results import (
-    NO_MEAN,
     Counts,
     FailureKind,
     JudgeStopped,
@@ -74,8 +72,14 @@ class JudgeEndpoint:
         self._settings = settings
         self._server = server
         self._backoff_s = backoff_s
-        self._key = server.key if server else _api_key(settings.api_key_env)
-        self._url: str = "" if server else settings.base_url
+        variable = settings.api_key_env
+        self._key = server.key if server else os.environ.get(variable, "").strip()
+        if variable and not self._key:
+            raise ValueError(
+                f"rewards.judge.api_key_env = {variable!r}: this environment variable is not set; "
+                "export the judge's key in it"
+            )
+        self._url: str = settings.base_url
         self._client = None if server else self._connect(settings.base_url)
         self._locating = asyncio.Lock()
         folder = settings.cache_dir
@@ -84,20 +88,7 @@ class JudgeEndpoint:
         self._slots = asyncio.Semaphore(settings.max_concurrent)
         self._in_flight: dict[str, asyncio.Task[str]] = {}
         self._stopped = ""
-        self._calls = self._cached = self._prompt_tokens = self._reply_tokens = 0
-        self._retried: Counter[FailureKind] = Counter()
-        self._call_s = self._queue_s = NO_MEAN
-
-    def counts(self) -> Counts:
-        return Counts(
-            calls=self._calls,
-            cached=self._cached,
-            prompt_tokens=self._prompt_tokens,
-            reply_tokens=self._reply_tokens,
-            retried=dict(self._retried),
-            call_s=self._call_s,
-            queue_s=self._queue_s,
-        )
+        self.counts = Counts()
 
     def stop(self, reason: str) -> JudgeStopped:
         """Refuse all further calls and return the error that they will raise."""
@@ -110,26 +101,17 @@ class JudgeEndpoint:
         The same question in the same sample is asked only once, unless `fresh` is set. Raises
         Unjudged if all attempts failed, and JudgeStopped if no more calls are allowed.
         """
-        settings = self._settings
-        key = question.key(
-            settings.model,
-            settings.temperature,
-            settings.max_reply_tokens,
-            dict(settings.extra),
-            sample,
-        )
+        s = self._settings
+        key = question.key(s.model, s.temperature, s.max_reply_tokens, dict(s.extra), sample)
         cached = None if fresh else self._cache.get(key)
         if cached is not None:
-            try:
+            with suppress(BadReply):  # a corrupt entry is asked again and overwritten
                 reply = question.read(cached)
-            except BadReply:
-                pass  # corrupt: ask again and overwrite
-            else:
-                self._cached += 1
+                self.counts.cached += 1
                 return reply
         task = self._in_flight.get(key)
         if task is not None:
-            self._cached += 1
+            self.counts.cached += 1
         else:
             task = asyncio.create_task(self._attempts(question, key))
             self._in_flight[key] = task
@@ -178,7 +160,7 @@ class JudgeEndpoint:
         attempt, started = 0, time.monotonic()
         # The slot is held during pauses, which slows all calls down if the endpoint is busy.
         async with self._slots:
-            self._queue_s = self._queue_s.merge(Mean(time.monotonic() - started, 1))
+            self.counts.queue_s = self.counts.queue_s.merge(Mean(time.monotonic() - started, 1))
             while True:
                 try:
                     messages = question.messages(new_fence())
@@ -190,7 +172,7 @@ class JudgeEndpoint:
                     attempt += 1
                     if not error.retry or attempt > self._settings.retries:
                         raise
-                    self._retried[error.kind] += 1
+                    self.counts.retried[error.kind] += 1
                     pause = self._backoff_s * 2 ** min(attempt - 1, _MAX_DOUBLINGS)
                     pause *= random.uniform(0.5, 1.5)
                     await asyncio.sleep(min(max(pause, error.after_s), _MAX_PAUSE_S))
@@ -201,17 +183,18 @@ class JudgeEndpoint:
             raise JudgeStopped(self._stopped)
         # Before the limit is checked: other calls may be made while the server is located.
         client = self._client or await self._locate()
-        if 0 < settings.max_calls <= self._calls:
+        if 0 < settings.max_calls <= self.counts.calls:
             raise self.stop(
-                f"the judge has been called {self._calls} times, the limit of "
+                f"the judge has been called {self.counts.calls} times, the limit of "
                 f"rewards.judge.max_calls = {settings.max_calls}; raise it and rerun to resume "
                 "from the last checkpoint"
             )
-        self._calls += 1
+        self.counts.calls += 1
         schema = {"name": "judgement", "strict": True, "schema": dict(question.schema)}
+        started = time.monotonic()
         try:
             # The library's timeout applies to each read, so a slow trickle would outlast it.
-            async with self._timed(), asyncio.timeout(settings.timeout_s):
+            async with asyncio.timeout(settings.timeout_s):
                 response = await client.chat.completions.with_raw_response.create(
                     model=settings.model,
                     messages=cast(Any, messages),
@@ -220,48 +203,46 @@ class JudgeEndpoint:
                     response_format=cast(Any, {"type": "json_schema", "json_schema": schema}),
                     extra_body=dict(settings.extra) or None,
                 )
-        except (TimeoutError, openai.APITimeoutError) as error:
-            if self._server:
+        except (TimeoutError, openai.APIError) as error:
+            failure = self._failure(error, question)
+            if self._server and failure.kind in ("timeout", "unreachable"):
                 await self._locate()  # its machine may be gone
-            raise Unjudged(
-                "timeout", f"no reply within {settings.timeout_s:g} s", retry=True
-            ) from error
-        except openai.APIStatusError as error:
-            raise self._status_failure(error, question) from error
-        except APIConnectionError as error:
-            if self._server:
-                await self._locate()
-            cause = error if isinstance(error, ReplyTooLarge) else error.__cause__
-            if isinstance(cause, ReplyTooLarge):
-                raise Unjudged("invalid", cause.message, retry=True) from error
-            reason = self._public(f"cannot be reached ({error.__cause__ or error})")
-            raise Unjudged("unreachable", reason, retry=True) from error
+            raise failure from error
+        finally:
+            self.counts.call_s = self.counts.call_s.merge(Mean(time.monotonic() - started, 1))
         try:
             content = self._content(response.text)
             question.read(content)
         except BadReply as error:
-            reason = self._public(f"invalid reply: {error}")
-            raise Unjudged("invalid", reason, retry=True) from error
+            raise self._unjudged("invalid", f"invalid reply: {error}", retry=True) from error
         return content
 
-    @asynccontextmanager
-    async def _timed(self) -> AsyncGenerator[None]:
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self._call_s = self._call_s.merge(Mean(time.monotonic() - started, 1))
+    def _failure(self, error: Exception, question: Question[Any]) -> Unjudged:
+        if isinstance(error, openai.APIStatusError):
+            code, reason = error.status_code, f"HTTP {error.status_code}: {error.message}"
+            if code == 429 or code >= 500:
+                try:
+                    after_s = max(0.0, float(error.response.headers.get("retry-after", "0")))
+                except ValueError:  # a date
+                    after_s = 0.0
+                kind: FailureKind = "busy" if code == 429 else "server"
+                return self._unjudged(kind, reason, retry=True, after_s=after_s)
+            if code in _TOO_LONG_STATUSES and _TOO_LONG.search(error.message):
+                thinking = size(question.material.get("thinking", ""))
+                return self._unjudged("too_long", reason, retry=False, thinking=thinking)
+            return self._unjudged("refused", reason, retry=code in _RETRIED)
+        if isinstance(error, TimeoutError | openai.APITimeoutError):
+            reason = f"no reply within {self._settings.timeout_s:g} s"
+            return self._unjudged("timeout", reason, retry=True)
+        cause = error if isinstance(error, ReplyTooLarge) else error.__cause__
+        if isinstance(cause, ReplyTooLarge):
+            return self._unjudged("invalid", cause.message, retry=True)
+        return self._unjudged("unreachable", f"cannot be reached ({cause or error})", retry=True)
 
-    def _status_failure(self, error: openai.APIStatusError, question: Question[Any]) -> Unjudged:
-        code = error.status_code
-        reason = self._public(f"HTTP {code}: {error.message}")
-        if code == 429 or code >= 500:
-            kind: FailureKind = "busy" if code == 429 else "server"
-            return Unjudged(kind, reason, retry=True, after_s=_retry_after(error))
-        if code in _TOO_LONG_STATUSES and _TOO_LONG.search(error.message):
-            thinking = size(question.material.get("thinking", ""))
-            return Unjudged("too_long", reason, retry=False, thinking=thinking)
-        return Unjudged("refused", reason, retry=code in _RETRIED)
+    def _unjudged(self, kind: FailureKind, reason: str, **more: Any) -> Unjudged:
+        """Create an error whose reason is short and has no API key or control characters."""
+        reason = (reason.replace(self._key, "***") if self._key else reason)[:300]
+        return Unjudged(kind, "".join(c if c.isprintable() else " " for c in reason), **more)
 
     def _content(self, body: str) -> str:
         """Extract the text from a chat completion's first choice. Raises BadReply."""
@@ -273,9 +254,13 @@ class JudgeEndpoint:
             raise BadReply("not a chat completion") from error
         usage = completion.get("usage")
         if isinstance(usage, Mapping):
-            counts = cast(Mapping[str, Any], usage)
-            self._prompt_tokens += _tokens(counts.get("prompt_tokens"))
-            self._reply_tokens += _tokens(counts.get("completion_tokens"))
+            prompt, reply = (
+                count if type(count) is int and 0 <= count <= _MAX_TOKENS else 0
+                for key in ("prompt_tokens", "completion_tokens")
+                for count in [cast(Mapping[str, Any], usage).get(key)]
+            )
+            self.counts.prompt_tokens += prompt
+            self.counts.reply_tokens += reply
         if finish == "length":
             limit = self._settings.max_reply_tokens
             raise BadReply(f"cut off after rewards.judge.max_reply_tokens = {limit}")
@@ -286,35 +271,6 @@ class JudgeEndpoint:
         except UnicodeEncodeError as error:  # a lone surrogate, which the cache cannot store
             raise BadReply("not text") from error
         return content
-
-    def _public(self, text: str) -> str:
-        """Make a text safe to show: shorten it and remove the API key and control characters."""
-        text = (text.replace(self._key, "***") if self._key else text)[:300]
-        return "".join(c if c.isprintable() else " " for c in text)
-
-
-def _tokens(value: Any) -> int:
-    """Return the reported token count, or 0 if it is implausible."""
-    return value if type(value) is int and 0 <= value <= _MAX_TOKENS else 0
-
-
-def _api_key(variable: str) -> str:
-    if not variable:
-        return ""
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ValueError(
-            f"rewards.judge.api_key_env = {variable!r}: this environment variable is not set; "
-            "export the judge's key in it"
-        )
-    return key
-
-
-def _retry_after(error: openai.APIStatusError) -> float:
-    try:
-        return max(0.0, float(error.response.headers.get("retry-after", "0")))
-    except ValueError:  # a date
-        return 0.0
 
 
 # --- HTTP with bounded replies ---

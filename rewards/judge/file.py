@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import difflib
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
 import yaml
@@ -26,7 +26,6 @@ from rich.text import Text
 
 from keel.configs.sections.rewards import JudgeConfig
 from keel.rewards.judge.results import Failed, FailureKind, Judged, ServedJudge
-from keel.rewards.judge.rubric import Rubric
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.specs import judged_spec
 from keel.rl.types import Prompt
@@ -40,16 +39,9 @@ _MAX_ROWS = 50
 class AnswerToJudge:
     """One answer from the input file."""
 
-    label: str
     prompt: Prompt
     answer: str
     thinking: str
-
-    @property
-    def calls(self) -> int:
-        """The most calls that one sample can need, not counting retries."""
-        spec = judged_spec(self.prompt.reward)
-        return len({c.thinking for c in spec.criteria}) if isinstance(spec, Rubric) else 3
 
 
 def read_answers(path: Path, rubric: Path | None = None) -> list[AnswerToJudge]:
@@ -57,7 +49,18 @@ def read_answers(path: Path, rubric: Path | None = None) -> list[AnswerToJudge]:
 
     Raises ValueError with the file and line number if a line cannot be judged.
     """
-    common = None if rubric is None else _read_rubric(rubric)
+    common: Mapping[str, Any] | None = None
+    if rubric is not None:
+        try:
+            content: Any = yaml.safe_load(_read_text(rubric))
+            if isinstance(content, list):
+                content = {"criteria": cast(list[Any], content)}
+            if not isinstance(content, dict):
+                raise ValueError("must hold `criteria: …`")
+            common = {"kind": "rubric", **cast(dict[str, Any], content)}
+            judged_spec(common)
+        except (yaml.YAMLError, ValueError) as error:
+            raise ValueError(f"{rubric}: {error}") from error
     answers: list[AnswerToJudge] = []
     for number, line in enumerate(_read_text(path).split("\n"), start=1):
         if line.strip():
@@ -70,38 +73,59 @@ def read_answers(path: Path, rubric: Path | None = None) -> list[AnswerToJudge]:
     return answers
 
 
-def _read_rubric(path: Path) -> Mapping[str, Any]:
-    """Read a spec from YAML or JSON. The file may contain an object or just a list of criteria."""
+def _answer(line: str, number: str, common: Mapping[str, Any] | None) -> AnswerToJudge:
+    record: Any = json.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError("must be an object")
+    fields = cast(dict[str, Any], record)
+    for key in fields:  # other columns are ignored, but not a misspelt name
+        if key not in _KEYS and (near := difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.8)):
+            raise ValueError(f"unknown key {key!r}; did you mean {near[0]}?")
+    spec: Any = fields.get("reward")
+    if spec is None:
+        has_criteria = "criteria" in fields
+        spec = {"kind": "rubric", "criteria": fields["criteria"]} if has_criteria else common
+        if not spec:
+            raise ValueError("no `criteria`; add them to the line, or use --rubric")
+        if "reference" in fields:
+            spec = {**spec, "reference": fields["reference"]}
+    if not isinstance(spec, Mapping):
+        raise ValueError("`reward` must be a reward spec")
+    reward = cast(Mapping[str, Any], spec)
+    judged_spec(reward)
+    for key in ("answer", "prompt", "thinking"):
+        optional = key == "thinking" or (key == "prompt" and fields.get("messages") is not None)
+        if not isinstance(fields.get(key, "" if optional else None), str):
+            raise ValueError(f"`{key}` must be text" if key in fields else f"no `{key}`")
+    messages: Any = fields.get("messages") or [{"role": "user", "content": fields.get("prompt")}]
+    turns = cast(list[dict[str, Any]], messages)
+    if not isinstance(messages, list) or not all(
+        isinstance(cast(Any, turn), dict) and isinstance(turn.get("content"), str) for turn in turns
+    ):
+        raise ValueError("`messages` must be a list of messages with `role` and `content`")
+    label = str(fields.get("id", number))
+    prompt = Prompt(prompt_id=label, domain="judge", messages=tuple(turns), reward=reward)
+    return AnswerToJudge(prompt, fields["answer"], fields.get("thinking", ""))
+
+
+def _read_text(path: Path) -> str:
     try:
-        content: Any = yaml.safe_load(_read_text(path))
-        if isinstance(content, list):
-            content = {"criteria": cast(list[Any], content)}
-        if not isinstance(content, dict):
-            raise ValueError("must hold `criteria: …`")
-        spec: dict[str, Any] = {"kind": "rubric", **cast(dict[str, Any], content)}
-        judged_spec(spec)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
-    return spec
-
-
-class _Progress(Protocol):
-    done: float
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 class _ShowProgress(Protocol):
-    """Opens a progress display for `total` answers, where 0 means that the number is unknown."""
+    """Opens a progress display for `total` answers, where 0 means that the number is unknown.
 
-    def __call__(self, what: str, *, total: int = 0) -> AbstractContextManager[_Progress]: ...
+    The context has an attribute `done`.
+    """
 
-
-@dataclass(slots=True)
-class _Hidden:
-    done: float = 0.0
+    def __call__(self, what: str, *, total: int = 0) -> AbstractContextManager[Any]: ...
 
 
-def _show_nothing(what: str, *, total: int = 0) -> AbstractContextManager[_Progress]:
-    return nullcontext(_Hidden())
+def _show_nothing(what: str, *, total: int = 0) -> AbstractContextManager[Any]:
+    return nullcontext(SimpleNamespace(done=0.0))
 
 
 def judge_answers(
@@ -119,28 +143,13 @@ def judge_answers(
     if the judge cannot be used. Raises JudgeStopped if it stops early; `out` then contains the
     results so far.
     """
-
-    def print_line(text: str) -> None:
-        console.print(text, markup=False, highlight=False)
-
-    lock = threading.Lock()
     with JudgeService(settings, server=server) as judge:
         with show("starting the judge" if server else "connecting to the judge"):
             judge.check_reachable()
-        calls = sum(answer.calls for answer in answers) * settings.samples
-        print_line(f"{len(answers)} answers, judged by {settings.model}: at most {calls} calls")
+        console.print(f"{len(answers)} answers, judged by", Text(settings.model), highlight=False)
         futures = [judge.submit_text(a.prompt, a.answer, thinking=a.thinking) for a in answers]
         with show("judging", total=len(answers)) as progress:
-
-            def count(_: Future[Any]) -> None:
-                with lock:
-                    progress.done += 1
-
-            for future in futures:
-                future.add_done_callback(count)
-            results = _write(answers, futures, out)
-            with lock:
-                progress.done = len(answers)  # the last callback may still be running
+            results = _write(answers, futures, out, progress)
         counts = judge.counts()
     console.print(_table(answers, results))
     judged = [result for result in results if isinstance(result, Judged)]
@@ -149,14 +158,15 @@ def judge_answers(
         scores.setdefault("mean score", []).append(result.value)
         for verdict in result.verdicts:
             scores.setdefault(verdict.name, []).append(verdict.score)
-    print_line(" · ".join(f"{name} {sum(v) / len(v):.3f}" for name, v in scores.items()))
     failures = len(results) - len(judged)
-    print_line(
+    summary = (
+        f"{' · '.join(f'{name} {sum(v) / len(v):.3f}' for name, v in scores.items())}\n"
         f"judged {len(judged)}, failed {failures}{_by_kind(counts.failed)}; {counts.calls} calls, "
-        f"{sum(counts.retried.values())} of them retries{_by_kind(counts.retried)}, "
+        f"{counts.retried.total()} of them retries{_by_kind(counts.retried)}, "
         f"{counts.cached} cached; {counts.prompt_tokens:,} tokens in, {counts.reply_tokens:,} out\n"
         f"reasons: {out}"
     )
+    console.print(summary, markup=False, highlight=False)
     return failures
 
 
@@ -166,7 +176,10 @@ def _by_kind(counts: Mapping[FailureKind, int]) -> str:
 
 
 def _write(
-    answers: Sequence[AnswerToJudge], futures: Sequence[Future[Judged | Failed]], out: Path
+    answers: Sequence[AnswerToJudge],
+    futures: Sequence[Future[Judged | Failed]],
+    out: Path,
+    progress: Any,
 ) -> list[Judged | Failed]:
     results: list[Judged | Failed] = []
     try:
@@ -176,7 +189,7 @@ def _write(
     with file:
         for answer, future in zip(answers, futures, strict=True):
             result = future.result()
-            line: dict[str, Any] = {"id": answer.label}
+            line: dict[str, Any] = {"id": answer.prompt.prompt_id}
             if isinstance(result, Judged):
                 line |= {"score": result.value, "parts": dict(result.parts)}
                 line["verdicts"] = [asdict(verdict) for verdict in result.verdicts]
@@ -185,83 +198,31 @@ def _write(
             file.write(json.dumps(line) + "\n")
             file.flush()
             results.append(result)
+            progress.done = len(results)
     return results
 
 
-def _answer(line: str, number: str, common: Mapping[str, Any] | None) -> AnswerToJudge:
-    record: Any = json.loads(line)
-    if not isinstance(record, dict):
-        raise ValueError("must be an object")
-    fields = cast(dict[str, Any], record)
-    for key in fields:
-        near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.8)
-        if key not in _KEYS and near:
-            raise ValueError(f"unknown key {key!r}; did you mean {near[0]}?")
-    spec: Any = fields.get("reward")
-    if spec is None:
-        has_criteria = "criteria" in fields
-        spec = {"kind": "rubric", "criteria": fields["criteria"]} if has_criteria else common
-        if not spec:
-            raise ValueError("no `criteria`; add them to the line, or use --rubric")
-        if "reference" in fields:
-            spec = {**spec, "reference": fields["reference"]}
-    if not isinstance(spec, Mapping):
-        raise ValueError("`reward` must be a reward spec")
-    reward = cast(Mapping[str, Any], spec)
-    judged_spec(reward)
-    if fields.get("messages") is None:
-        messages: list[Any] = [{"role": "user", "content": _text_of(fields, "prompt")}]
-    else:
-        messages = cast(list[Any], fields["messages"])
-    is_chat = isinstance(cast(Any, messages), list) and all(
-        isinstance(m, dict) and isinstance(cast(dict[str, Any], m).get("content"), str)
-        for m in messages
-    )
-    if not is_chat or not messages:
-        raise ValueError("`messages` must be a list of messages with `role` and `content`")
-    label = str(fields.get("id", number))
-    return AnswerToJudge(
-        label=label,
-        prompt=Prompt(prompt_id=label, domain="judge", messages=tuple(messages), reward=reward),
-        answer=_text_of(fields, "answer"),
-        thinking=_text_of({"thinking": "", **fields}, "thinking"),
-    )
-
-
-def _text_of(fields: Mapping[str, Any], key: str) -> str:
-    value = fields.get(key)
-    if not isinstance(value, str):
-        raise ValueError(f"`{key}` must be text" if key in fields else f"no `{key}`")
-    return value
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-
-
 def _table(answers: Sequence[AnswerToJudge], results: Sequence[Judged | Failed]) -> Table:
+
+    def printable(text: str) -> Text:
+        # A judge may quote an answer with escape sequences.
+        return Text("".join(c if c.isprintable() else " " for c in text)[:300])
+
     table = Table(box=None, pad_edge=False)
     table.add_column("id", no_wrap=True)
     table.add_column("score", justify="right")
     table.add_column("spread", justify="right")
     table.add_column("verdicts")
     for answer, result in list(zip(answers, results, strict=True))[:_MAX_ROWS]:
+        label = printable(answer.prompt.prompt_id)
         if isinstance(result, Failed):
-            table.add_row(_printable(answer.label), "failed", "", _printable(result.reason))
+            table.add_row(label, "failed", "", printable(result.reason))
             continue
         verdicts = ", ".join(f"{verdict.name} {verdict.score:g}" for verdict in result.verdicts)
-        if all(score == 0 for score in result.parts.values()) and result.verdicts:
+        if not any(result.parts.values()) and result.verdicts:
             verdicts += f" ({result.verdicts[0].reason})"
         spread = f"{result.parts['disagreement']:.2f}"
-        table.add_row(_printable(answer.label), f"{result.value:.3f}", spread, _printable(verdicts))
+        table.add_row(label, f"{result.value:.3f}", spread, printable(verdicts))
     if len(results) > _MAX_ROWS:
         table.add_row("…", "", "", f"{len(results) - _MAX_ROWS} more in the file")
     return table
-
-
-def _printable(text: str) -> Text:
-    """Remove control characters, because a judge may quote an answer with escape sequences."""
-    return Text("".join(c if c.isprintable() else " " for c in text)[:300])

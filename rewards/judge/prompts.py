@@ -13,7 +13,9 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
+
+from jsonschema import Draft202012Validator
 
 from keel.rewards.judge.untrusted import as_json, fenced
 
@@ -27,37 +29,21 @@ class BadReply(ValueError):
     """Raised if a reply does not match its schema."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """A reply that must be one of several words, each of which has a score."""
-
-    scores: Mapping[str, float]
+_TEXT: dict[str, Any] = {"type": "string"}
 
 
-_Shape = type[str] | _Choice | list["_Shape"] | dict[str, "_Shape"]
-"""The expected form of a reply: text, a choice, a list with one kind of item, or an object."""
+def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of an object with exactly these properties."""
+    kind = {"type": "object", "properties": dict(properties)}
+    return {**kind, "required": list(properties), "additionalProperties": False}
 
 
-def _schema(shape: _Shape) -> dict[str, Any]:
-    if isinstance(shape, _Choice):
-        return {"type": "string", "enum": list(shape.scores)}
-    if isinstance(shape, list):
-        return {"type": "array", "items": _schema(shape[0])}
-    if not isinstance(shape, dict):
-        return {"type": "string"}
-    return {
-        "type": "object",
-        "properties": {key: _schema(value) for key, value in shape.items()},
-        "required": list(shape),
-        "additionalProperties": False,
-    }
+def _choice(scores: Mapping[str, float]) -> dict[str, Any]:
+    return {"type": "string", "enum": list(scores)}
 
 
-def _read(shape: _Shape, content: str) -> Any:
-    """Parse a reply that must have exactly this shape, and replace choices with their scores.
-
-    Raises BadReply if it does not.
-    """
+def _read(schema: Mapping[str, Any], content: str) -> Any:
+    """Parse a reply. Raises BadReply if it is not JSON of this schema."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) < len(pairs):
@@ -70,28 +56,11 @@ def _read(shape: _Shape, content: str) -> Any:
         raise
     except (ValueError, RecursionError) as error:
         raise BadReply(f"not JSON ({error})") from error
-    return _value(shape, reply, "the reply")
-
-
-def _value(shape: _Shape, value: Any, name: str) -> Any:
-    if isinstance(shape, _Choice):
-        if not isinstance(value, str) or value not in shape.scores:
-            raise BadReply(f"{name} is {value!r}, not one of {', '.join(shape.scores)}"[:200])
-        return shape.scores[value]
-    if isinstance(shape, list):
-        if not isinstance(value, list):
-            raise BadReply(f"{name} is not a list")
-        return [_value(shape[0], item, name) for item in cast(list[Any], value)]
-    if not isinstance(shape, dict):
-        if not isinstance(value, str):
-            raise BadReply(f"{name} is not text")
-        return value
-    if not isinstance(value, dict):
-        raise BadReply(f"{name} is not an object")
-    fields = cast(dict[str, Any], value)
-    if fields.keys() != shape.keys():
-        raise BadReply(f"{name} has the keys {list(fields)} instead of {list(shape)}"[:200])
-    return {key: _value(shape[key], fields[key], f"{name}.{key}") for key in shape}
+    validator: Any = Draft202012Validator(schema)
+    error = next(validator.iter_errors(reply), None)
+    if error is not None:
+        raise BadReply(f"{error.json_path}: {error.message}"[:200])
+    return reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,33 +203,35 @@ def rubric_question(
         reference=_reference(reference),
         criteria="\n".join(as_json({"id": key, "text": text}) for key, text in criteria.items()),
     )
-    verdict: _Shape = {"reason": str, "verdict": _Choice(_VERDICTS)}
-    shape: _Shape = dict.fromkeys(criteria, verdict)
+    verdict = _object({"reason": _TEXT, "verdict": _choice(_VERDICTS)})
+    schema = _object(dict.fromkeys(criteria, verdict))
 
     def read(content: str) -> Mapping[str, tuple[float, str]]:
-        reply = _read(shape, content)
-        return {key: (reply[key]["verdict"], reply[key]["reason"]) for key in criteria}
+        reply = _read(schema, content)
+        return {key: (_VERDICTS[reply[key]["verdict"]], reply[key]["reason"]) for key in criteria}
 
     if thinking is None:
-        return Question(instructions, {"answer": answer}, _schema(shape), read)
+        return Question(instructions, {"answer": answer}, schema, read)
     material = {"thinking": thinking, "answer": answer}
-    return Question(instructions + _THINKING, material, _schema(shape), read)
+    return Question(instructions + _THINKING, material, schema, read)
 
 
 def verify_question(
     task: Sequence[Mapping[str, Any]], reference: str, solution: str
 ) -> Question[Verification]:
     """Ask the judge to find flaws in a proof and score it (DeepSeekMath-V2, 2025, section 2.1)."""
-    shape: _Shape = {"evaluation": str, "flaws": [str], "score": _Choice(SCORES)}
+    flaws = {"type": "array", "items": _TEXT}
+    schema = _object({"evaluation": _TEXT, "flaws": flaws, "score": _choice(SCORES)})
 
     def read(content: str) -> Verification:
-        reply = _read(shape, content)
-        if reply["score"] < 1 and not reply["flaws"]:
-            raise BadReply(f"score {reply['score']:g} without a flaw")
-        return Verification(reply["evaluation"], tuple(reply["flaws"]), reply["score"])
+        reply = _read(schema, content)
+        score = SCORES[reply["score"]]
+        if score < 1 and not reply["flaws"]:
+            raise BadReply(f"score {score:g} without a flaw")
+        return Verification(reply["evaluation"], tuple(reply["flaws"]), score)
 
     instructions = _VERIFY.format(scale=_SCALE, task=_task(task), reference=_reference(reference))
-    return Question(instructions, {"solution": solution}, _schema(shape), read)
+    return Question(instructions, {"solution": solution}, schema, read)
 
 
 def meta_question(
@@ -270,12 +241,14 @@ def meta_question(
 
     See DeepSeekMath-V2 (2025), section 2.1.
     """
-    shape: _Shape = {"analysis": str, "score": _Choice(SCORES)}
+    schema = _object({"analysis": _TEXT, "score": _choice(SCORES)})
+
+    def read(content: str) -> MetaCheck:
+        reply = _read(schema, content)
+        return MetaCheck(reply["analysis"], SCORES[reply["score"]])
+
     material = {"solution": solution, "evaluation": evaluation}
-    instructions = _META.format(scale=_SCALE, task=_task(task))
-    return Question(
-        instructions, material, _schema(shape), lambda content: MetaCheck(**_read(shape, content))
-    )
+    return Question(_META.format(scale=_SCALE, task=_task(task)), material, schema, read)
 
 
 def _reference(reference: str) -> str:

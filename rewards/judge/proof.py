@@ -139,7 +139,7 @@ def read_proof(answer: str) -> Proof | str:
     evaluations = list(_EVALUATION.finditer(answer))
     if len(solutions) != 1 or len(evaluations) != 1:
         return "needs one section `## Solution` and one `## Self Evaluation`"
-    (start,), (middle,) = solutions, evaluations
+    start, middle = solutions[0], evaluations[0]
     if answer[: start.start()].strip() or middle.start() < start.end():
         return "must start with `## Solution`, then `## Self Evaluation`"
     solution = answer[start.end() : middle.start()].strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -50,43 +51,31 @@ class Failed:
 
 
 class Unjudged(Exception):
-    """Raised if a call to the judge gave no usable result. The judge turns it into `Failed`."""
+    """Raised if a call to the judge gave no usable result. The judge turns it into `Failed`.
+
+    `after_s` is how long the endpoint asks to wait before a retry. `thinking` is how many
+    characters of thinking the call contained.
+    """
 
     def __init__(
-        self,
-        kind: FailureKind,
-        reason: str,
-        *,
-        retry: bool,
-        after_s: float = 0.0,
-        thinking: int = 0,
+        self, kind: FailureKind, reason: str, *, retry: bool, after_s: float = 0, thinking: int = 0
     ) -> None:
-        """Create the error.
-
-        `after_s` is how long the endpoint asks to wait before a retry. `thinking` is how many
-        characters of thinking the call contained.
-        """
         super().__init__(reason)
         self.kind: FailureKind = kind
-        self.retry = retry
-        self.after_s = after_s
-        self.thinking = thinking
+        self.retry, self.after_s, self.thinking = retry, after_s, thinking
 
 
 class JudgeStopped(RuntimeError):
     """Raised if the call limit is reached, too many calls fail, or the judge's server is gone."""
 
 
-NO_MEAN = Mean(0.0, 0)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Counts:
-    """What a judge has done since it started."""
+    """What a judge has done since it started. The judge updates its own counts in place."""
 
     judged: int = 0
     """Answers that were judged, including cached ones and those that needed no call."""
-    failed: Mapping[FailureKind, int] = field(default_factory=dict[FailureKind, int])
+    failed: Counter[FailureKind] = field(default_factory=Counter[FailureKind])
     """How many answers could not be judged, for each reason."""
     unasked: int = 0
     """Answers that scored 0 without a call because they were blank, too long or malformed."""
@@ -96,11 +85,11 @@ class Counts:
     """Requests answered from the cache or by an identical request that was already running."""
     prompt_tokens: int = 0
     reply_tokens: int = 0
-    retried: Mapping[FailureKind, int] = field(default_factory=dict[FailureKind, int])
+    retried: Counter[FailureKind] = field(default_factory=Counter[FailureKind])
     """How many retries followed each kind of failure."""
-    call_s: Mean = NO_MEAN
+    call_s: Mean = Mean(0.0, 0)  # noqa: RUF009
     """The total duration of all requests, including failed ones."""
-    queue_s: Mean = NO_MEAN
+    queue_s: Mean = Mean(0.0, 0)  # noqa: RUF009
     """The total time that questions waited for one of the `max_concurrent` slots."""
 
     def since(self, previous: Counts) -> dict[str, Metric]:
@@ -109,11 +98,10 @@ class Counts:
             f"judge/{name}": Sum(getattr(self, count) - getattr(previous, count))
             for name, count in JUDGE_COUNTS.items()
         }
-        failed = {kind: n - previous.failed.get(kind, 0) for kind, n in self.failed.items()}
-        metrics["judge/failures"] = Sum(sum(failed.values()))
-        metrics |= {f"judge/failures_{kind}": Sum(n) for kind, n in failed.items() if n}
-        retried = {kind: n - previous.retried.get(kind, 0) for kind, n in self.retried.items()}
-        metrics |= {f"judge/retries_{kind}": Sum(n) for kind, n in retried.items() if n}
+        failed, retried = self.failed - previous.failed, self.retried - previous.retried
+        metrics["judge/failures"] = Sum(failed.total())
+        metrics |= {f"judge/failures_{kind}": Sum(n) for kind, n in failed.items()}
+        metrics |= {f"judge/retries_{kind}": Sum(n) for kind, n in retried.items()}
         for name, now, before in (
             ("call", self.call_s, previous.call_s),
             ("queue", self.queue_s, previous.queue_s),

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from keel.configs.sections.rewards import JudgeConfig
 from keel.rewards.failure_budget import FailureRate
@@ -24,20 +24,18 @@ from keel.rewards.judge.proof import (
     Proof,
     ProofSample,
     ProofSpec,
-    VerificationSpec,
     read_evaluation,
     read_proof,
 )
 from keel.rewards.judge.results import (
     Counts,
     Failed,
-    FailureKind,
     Judged,
     ServedJudge,
     Unjudged,
 )
 from keel.rewards.judge.rubric import Rubric, Sample
-from keel.rewards.judge.specs import JudgedSpec, judged_spec
+from keel.rewards.judge.specs import judged_spec
 from keel.rewards.judge.untrusted import size, tail
 from keel.rewards.text import blank, final_text, outside_think, thinking_text
 from keel.rl.types import Prompt, Trajectory
@@ -71,16 +69,7 @@ class Judge:
         self._settings = settings
         self._endpoint = JudgeEndpoint(settings, server=server, backoff_s=backoff_s)
         self._rate = FailureRate(settings.max_failure_fraction)
-        self._failed: Counter[FailureKind] = Counter()
-        self._judged = self._unasked = 0
-
-    def counts(self) -> Counts:
-        return replace(
-            self._endpoint.counts(),
-            judged=self._judged,
-            failed=dict(self._failed),
-            unasked=self._unasked,
-        )
+        self.counts = self._endpoint.counts
 
     async def judge(self, prompt: Prompt, answer: str, *, thinking: str = "") -> Judged | Failed:
         """Judge an answer by `prompt.reward`.
@@ -94,7 +83,9 @@ class Judge:
         except ValueError as error:
             raise ValueError(f"prompt {prompt.prompt_id}: {error}") from error
         final = outside_think(answer)
-        parsed = _parse(spec, final)
+        parsed = None
+        if not isinstance(spec, Rubric):
+            parsed = (read_proof if isinstance(spec, ProofSpec) else read_evaluation)(final)
         limit = self._settings.max_characters
         reason = ""
         if size(final) > limit:
@@ -104,22 +95,26 @@ class Judge:
         elif isinstance(parsed, str):
             reason = f"the answer {parsed}"
         if reason:
-            self._judged += 1
-            self._unasked += 1
+            self.counts.judged += 1
+            self.counts.unasked += 1
             return spec.missed(reason)
         try:
             if isinstance(spec, Rubric):
                 result = await self._rubric(spec, prompt, final, thinking)
             elif isinstance(spec, ProofSpec):
-                assert isinstance(parsed, Proof)
-                result = await self._proof(spec, prompt, parsed)
+                result = await self._proof(spec, prompt, cast(Proof, parsed))
             else:
-                assert isinstance(parsed, Evaluation)
-                result = await self._verification(spec, parsed)
+                evaluation = cast(Evaluation, parsed)
+                problem = [{"role": "user", "content": spec.problem}]
+                question = meta_question(problem, spec.proof, evaluation.text)
+                checks = await self._samples(
+                    lambda sample: self._endpoint.ask(question, sample=sample)
+                )
+                result = spec.judged(evaluation, checks)
         except Unjudged as error:
             # A completion too long for the context is the policy's fault, not the judge's.
             if error.kind == "too_long" and size(final) + error.thinking > limit * _LONG:
-                self._unasked += 1
+                self.counts.unasked += 1
                 return self._count(spec.missed(f"it exceeds the judge's context: {error}"))
             return self._count(Failed(error.kind, str(error)))
         return self._count(result)
@@ -136,15 +131,10 @@ class Judge:
             await self._endpoint.ask(question, fresh=True)
         except Unjudged as error:
             settings = self._settings
-            if not settings.base_url:
-                raise ValueError(
-                    f"rewards.judge.model = {settings.model!r} is served but gives no judgement: "
-                    f"{error}. Check rewards.judge.server and max_reply_tokens, or use another "
-                    "model"
-                ) from error
+            where = f"base_url = {settings.base_url!r}" if settings.base_url else "serve = True"
             raise ValueError(
-                f"rewards.judge.base_url = {settings.base_url!r}: the judge {settings.model!r} "
-                f"does not answer: {error}. Start it, or correct base_url, model or api_key_env"
+                f"rewards.judge.{where}: the judge {settings.model!r} gives no judgement: {error}. "
+                "Start it, or correct base_url, model, api_key_env, server or max_reply_tokens"
             ) from error
 
     async def close(self) -> None:
@@ -193,15 +183,6 @@ class Judge:
 
         return spec.judged(proof, await self._samples(judge_sample))
 
-    async def _verification(self, spec: VerificationSpec, evaluation: Evaluation) -> Judged:
-        task = [{"role": "user", "content": spec.problem}]
-        question = meta_question(task, spec.proof, evaluation.text)
-
-        async def judge_sample(sample: int) -> MetaCheck:
-            return await self._endpoint.ask(question, sample=sample)
-
-        return spec.judged(evaluation, await self._samples(judge_sample))
-
     async def _samples(self, judge_sample: Callable[[int], Awaitable[T]]) -> list[T]:
         """Judge `samples` times in parallel. More than half of the attempts must succeed."""
         count = self._settings.samples
@@ -220,9 +201,9 @@ class Judge:
         """Count a result. Raises JudgeStopped if too many recent results were failures."""
         excess = self._rate.add(isinstance(result, Failed))
         if not isinstance(result, Failed):
-            self._judged += 1
+            self.counts.judged += 1
             return result
-        self._failed[result.kind] += 1
+        self.counts.failed[result.kind] += 1
         if excess:
             settings = self._settings
             where = f"at {settings.base_url}" if settings.base_url else f"{settings.model!r}"
@@ -231,13 +212,6 @@ class Judge:
                 f"{settings.max_failure_fraction:g}; last error: {result.reason}"
             )
         return result
-
-
-def _parse(spec: JudgedSpec, final: str) -> Proof | Evaluation | str | None:
-    """Parse an answer as its spec requires, or describe why it is malformed; None for rubrics."""
-    if isinstance(spec, Rubric):
-        return None
-    return read_proof(final) if isinstance(spec, ProofSpec) else read_evaluation(final)
 
 
 class JudgeService:
@@ -279,7 +253,9 @@ class JudgeService:
         asyncio.run_coroutine_threadsafe(self._judge.check_reachable(), self._loop).result()
 
     def counts(self) -> Counts:
-        return self._judge.counts()
+        """Return a copy of the judge's counts."""
+        counts = self._judge.counts
+        return replace(counts, failed=Counter(counts.failed), retried=Counter(counts.retried))
 
     def close(self) -> None:
         """Cancel the judgements in progress and stop the thread."""

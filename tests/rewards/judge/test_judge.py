@@ -164,7 +164,7 @@ def test_the_key_comes_from_the_environment_and_stays_secret(
     monkeypatch.setenv("JUDGE_KEY", "sk-secret\n")
     replies = [
         Reply('{"error": {"message": "bad key: sk-secret"}}', status=401),
-        says({"sk-secret": 1}),
+        says({key: {"reason": "", "verdict": "met"} for key in ("c1", "c2")} | {"sk-secret": 1}),
         says({"c1": {"reason": "", "verdict": "sk-secret"}, "c2": 1}),
     ]
     for reply in replies:
