@@ -49,7 +49,7 @@ from keel.commands.arguments import (
 from keel.configs.dump import quoted
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
-from keel.rewards.pickled_functions import named, passing
+from keel.rewards.custom import named, passing
 from keel.trainer.launch import Runtime
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.journal import steps_of

@@ -15,23 +15,14 @@ LANGUAGE_PARTS = {
     "language_thinking": "thinking",
 }
 """Maps each language part to the text it measures. It is computed only if a recipe weights it."""
+_RUBRIC = ("rubric", "disagreement")
+_PROOF = ("proof", "self_score", "self_meta", "verifier_meta", "proof_format", "disagreement")
+_VERIFICATION = ("verification_score", "verification_meta", "verification_format", "disagreement")
 JUDGED_PARTS = {
-    "rubric": ("rubric", "disagreement"),
-    "proof": (
-        "proof",
-        "self_score",
-        "self_meta",
-        "verifier_meta",
-        "proof_format",
-        "disagreement",
-    ),
-    "refusal": ("rubric", "disagreement"),
-    "verification": (
-        "verification_score",
-        "verification_meta",
-        "verification_format",
-        "disagreement",
-    ),
+    "rubric": _RUBRIC,
+    "proof": _PROOF,
+    "refusal": _RUBRIC,
+    "verification": _VERIFICATION,
 }
 """Maps each kind of judged spec to the parts it gives in addition to `correct`, the total score."""
 REFUSAL = "refusal"
@@ -83,26 +74,25 @@ def check_weights(
                 except ValueError as error:
                     raise ValueError(f"rewards of domain {domain!r}: {error}") from error
             elif name not in PARTS and domain not in environments:
-                known = f"use {', '.join(PARTS)} or MODULE.FUNCTION"
-                hint = _did_you_mean(name, PARTS) or known
-                raise ValueError(f"rewards of domain {domain!r}: no reward {name!r}; {hint}")
+                near = difflib.get_close_matches(name, PARTS, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"use {', '.join(PARTS)}"
+                raise ValueError(
+                    f"rewards of domain {domain!r}: no reward {name!r}; {hint} Functions are named "
+                    "MODULE.FUNCTION"
+                )
 
 
 def unknown_parts(weights: Mapping[str, float], known: Collection[str]) -> str:
     """Describe the first weighted part that an environment did not return, or return ""."""
     for name in weights:
         if not is_function(name) and name not in PARTS and name not in known:
-            hint = _did_you_mean(name, known) or "a verdict without it stops the run"
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "a verdict without it stops the run"
             return (
                 f"its verdict has {', '.join(known) or 'no parts'}, but data.sources[].rewards "
                 f"weights {name!r}; {hint}"
             )
     return ""
-
-
-def _did_you_mean(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else ""
 
 
 def check_parts(kind: str, weights: Mapping[str, float]) -> None:

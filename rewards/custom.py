@@ -8,28 +8,38 @@ It runs in the worker processes and has the same deadline as the verifiers. What
 `rewards/worker_*.log` in the run folder. It may be async; calls in one process then share an event
 loop and run one after another. A function whose second parameter is called `trajectories` receives
 a whole group and returns one number for each trajectory.
+
+Functions given to `keel.train` are pickled into a folder that the worker processes read.
 """
 
 from __future__ import annotations
 
 import asyncio
-import difflib
 import functools
 import importlib
 import inspect
 import json
 import math
 import os
+import pickle
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
+
 from keel.rewards.failure_budget import error_location, format_location
-from keel.rewards.pickled_functions import PREFIX, passed
 from keel.rewards.text import every_turn, final_text, raw_text, thinking_text
+
+PREFIX = "python."
+"""Starts the name that a function given to `keel.train` has in a recipe."""
+FOLDER = "KEEL_PASSED_FUNCTIONS"
+"""Environment variable with the folder that holds this process's pickled functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +90,75 @@ class TextTrajectory:
         return TextTrajectory(**json.loads(text))
 
 
+# --- Functions given to `keel.train` ---
+
+
+def named(function: Callable[..., Any]) -> str:
+    """Return a function's name for use in recipes. Raises ValueError for a lambda or a partial."""
+    name = getattr(function, "__name__", type(function).__name__)
+    if not name.isidentifier():
+        raise ValueError(f"reward {name}: the function has no name; define it with def")
+    return PREFIX + name
+
+
+@contextmanager
+def passing(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
+    """Make `functions` available to worker processes that are started inside the block.
+
+    Blocks cannot be nested. Raises ValueError for duplicate names, and for a function that cannot
+    be pickled.
+    """
+    pickles: dict[str, bytes] = {}
+    for function in functions:
+        name = named(function)
+        if name in pickles:
+            raise ValueError(f"reward {name}: two functions have this name; rename one")
+        try:
+            pickles[name] = cloudpickle.dumps(function)  # pyright: ignore[reportUnknownMemberType]
+        except Exception as error:  # captured objects may raise anything when pickled
+            raise ValueError(
+                f"reward {name}: the function cannot be pickled ({error}). Create such objects "
+                "at the first call and keep them in a global"
+            ) from error
+    with TemporaryDirectory() as folder:
+        for name, data in pickles.items():
+            Path(folder, f"{name}.pkl").write_bytes(data)
+        os.environ[FOLDER] = folder
+        try:
+            yield
+        finally:
+            del os.environ[FOLDER]
+
+
+@functools.cache
+def _load(path: Path) -> Any:
+    """Load a function once in each process, so that it keeps its globals between calls."""
+    return pickle.loads(path.read_bytes())  # written by `passing` in our own process
+
+
+def passed(name: str) -> Any:
+    """Load the function that a recipe calls `name`. Raises ValueError if it is not available."""
+    folder = os.environ.get(FOLDER)
+    path = Path(folder or ".", f"{name}.pkl")
+    is_plain = name.removeprefix(PREFIX).isidentifier()  # a recipe may hold any path
+    if not folder or not is_plain or not path.is_file():
+        raise ValueError(
+            f"reward {name!r} was passed to keel.train from Python; run that script again, or move "
+            "the function into a module and name it as module.function"
+        )
+    try:
+        return _load(path)
+    except Exception as error:  # unpickling imports modules, which may raise anything
+        raise ValueError(
+            f"reward {name!r} cannot be unpickled: {type(error).__name__}: {error}"
+        ) from error
+
+
+# --- Loading ---
+
 _Function = Callable[[Any, Any], Any]
-_PROMPT, _TRAJECTORY, _GROUP = "prompt", "trajectory", "trajectories"
 _FOREIGN = frozenset(
-    (
-        *("prompts", "completions", "completion_ids", "generations", "queries"),
-        *("responses", "response_str", "solution_str", "solution_strs", "solutions"),
-        *("data_source", "data_sources", "ground_truth", "ground_truths"),
-    )
+    "prompts completions queries responses solution_str data_source ground_truth".split()  # noqa: SIM905
 )
 """Parameter names that reward functions for TRL, verl and OpenRLHF use for their texts."""
 _ROUNDING = 1e-6
@@ -102,11 +173,28 @@ def is_function(part: str) -> bool:
 def load_function(name: str) -> _Function:
     """Import a user's function by its dotted name, also from the working directory.
 
-    Raises ValueError if it cannot be imported or called as `name(prompt, trajectory)`; the message
-    suggests the nearest existing name.
+    Raises ValueError if it cannot be imported or called as `name(prompt, trajectory)`.
     """
     function = passed(name) if name.startswith(PREFIX) else _imported(name)
-    _check_callable(name, function)
+    where = _location(function)
+    label = f"reward {name!r}{where and f' ({where})'}"
+    if inspect.isclass(function):
+        raise ValueError(f"{label} is a class; create an instance in the module and name that")
+    if any(inspect.isasyncgenfunction(f) for f in (function, type(function).__call__)):
+        raise ValueError(f"{label} is an async generator; return the number instead")
+    names = _parameters(function)
+    swapped = "prompt" in names[1:2] and names[0] in ("trajectory", "trajectories")
+    try:
+        inspect.signature(function, follow_wrapped=False).bind("prompt", "trajectory")
+        if swapped or (names[:1] != ["prompt"] and not _FOREIGN.isdisjoint(names[:2])):
+            raise TypeError("the parameters are others")
+    except TypeError as error:
+        raise ValueError(
+            f"{label} must take one prompt and one trajectory ({error}). Define it with the "
+            "parameters (prompt, trajectory), or (prompt, trajectories) for a whole group"
+        ) from error
+    except ValueError:
+        pass  # some built-in functions have no signature
     return cast(_Function, function)
 
 
@@ -117,90 +205,45 @@ def _imported(name: str) -> Callable[..., Any]:
             f"reward {name!r} must be MODULE.FUNCTION, for example my_rewards.brief for "
             "`def brief` in my_rewards.py"
         )
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.append(folder)  # last, so that a local `json.py` does not replace the library's
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last: a local `json.py` does not replace the library's
     importlib.invalidate_caches()
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ValueError(
-                f"reward {name!r}: {module_name} cannot be imported: {error}"
-            ) from error
-        hint = _did_you_mean(module_name, [path.stem for path in Path(folder).glob("*.py")])
-        raise ValueError(
-            f"reward {name!r}: there is no module {error.name!r} in {folder} or on Python's path"
-            f"{hint}"
-        ) from error
     except (Exception, SystemExit) as error:  # a user's file may raise anything
         where = "" if isinstance(error, (ImportError, SyntaxError)) else error_location(error)
         raise ValueError(
-            f"reward {name!r}: {module_name} cannot be imported: {type(error).__name__}: {error}"
-            f"{where and f' ({where})'}"
+            f"reward {name!r}: {module_name} cannot be imported from {os.getcwd()} or Python's "
+            f"path: {type(error).__name__}: {error}{where and f' ({where})'}"
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        hint = _did_you_mean(attribute, [k for k, v in vars(module).items() if callable(v)])
         raise ValueError(
-            f"reward {name!r}: {module_name} ({module.__file__}) has no function "
-            f"{attribute!r}{hint}"
+            f"reward {name!r}: {module_name} ({module.__file__}) has no function {attribute!r}"
         )
     return function
 
 
-def _did_you_mean(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def _check_callable(name: str, function: Callable[..., Any]) -> None:
-    where = _location(function)
-    label = f"reward {name!r}{where and f' ({where})'}"
-    if inspect.isclass(function):
-        raise ValueError(f"{label} is a class; create an instance in the module and name that")
-    if isinstance(function, functools._lru_cache_wrapper):  # pyright: ignore[reportPrivateUsage]
-        raise ValueError(
-            f"{label} is cached by functools, but a prompt cannot be hashed; cache a helper that "
-            "takes trajectory.answer"
-        )
-    if any(inspect.isasyncgenfunction(f) for f in (function, type(function).__call__)):
-        raise ValueError(f"{label} is an async generator; return the number instead")
-    signature = _signature(function)
-    if signature is None:
-        return
-    plain = name.rpartition(".")[2]
-    cure = (
-        f"Write def {plain}(prompt, trajectory), or def {plain}(prompt, {_GROUP}) for all of a "
-        "group (docs/rewards.md)"
-    )
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    """Return the outermost function's parameters, since a decorator may supply arguments."""
     try:
-        signature.bind("prompt", "trajectory")
-    except TypeError as error:
-        raise ValueError(
-            f"{label} takes {signature}, not one prompt and one trajectory: {error}. {cure}"
-        ) from error
-    names = list(signature.parameters)[:2]
-    swapped = names in ([_TRAJECTORY, _PROMPT], [_GROUP, _PROMPT])
-    if swapped or (names[:1] != [_PROMPT] and not _FOREIGN.isdisjoint(names)):
-        reason = "in that order" if swapped else "not another library's texts and columns"
-        raise ValueError(
-            f"{label} takes {signature}, but gets one prompt and one trajectory, {reason}. {cure}"
-        )
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature of the outermost function, since a decorator may supply arguments."""
-    try:
-        return inspect.signature(function, follow_wrapped=False)
+        return list(inspect.signature(function, follow_wrapped=False).parameters)
     except ValueError:  # some built-in functions have none
-        return None
+        return []
 
 
 def _location(function: Callable[..., Any]) -> str:
     inner = inspect.unwrap(function)
     code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
     return format_location(code.co_filename, code.co_firstlineno, code.co_name) if code else ""
+
+
+def sees_group(name: str) -> bool:
+    """Return whether a function takes a whole group. Raises ValueError if it cannot be loaded."""
+    return _parameters(load_function(name))[1:2] == ["trajectories"]
+
+
+# --- Calling ---
 
 
 def prompt_fields(prompt: Any) -> dict[str, Any]:
@@ -216,10 +259,12 @@ def prompt_fields(prompt: Any) -> dict[str, Any]:
     }
 
 
-def sees_group(name: str) -> bool:
-    """Return whether a function takes a whole group. Raises ValueError if it cannot be loaded."""
-    signature = _signature(load_function(name))
-    return signature is not None and list(signature.parameters)[1:2] == [_GROUP]
+class BadReward(ValueError):
+    """Raised if a function returns something that is not a reward; `at` locates the function."""
+
+    def __init__(self, message: str, at: str) -> None:
+        super().__init__(message)
+        self.at = at
 
 
 def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float]]:
@@ -244,18 +289,22 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
         except SystemExit as error:  # would end the worker, or the run
             exited = RuntimeError(f"called exit({error.code})")
             raise exited.with_traceback(error.__traceback__) from error
-        except (AttributeError, KeyError) as error:
-            _add_names(error, prompt, argument)
-            raise
 
     def number(value: Any) -> float:
-        score = _number(value)
-        if isinstance(score, str):
-            raise BadReward(f"returned {score}", _location(reward))
-        return score
-
-    def verify(text: str) -> float:
-        return number(call(TextTrajectory.loads(text)))
+        if value is None:
+            raise BadReward("returned None; check for a path without `return`", _location(reward))
+        try:
+            if issubclass(type(value), (str, bytes, bytearray)):  # `float` would parse these
+                raise TypeError
+            score = float(value)
+        except (TypeError, ValueError):
+            score = math.nan
+        if not -_ROUNDING <= score <= 1.0 + _ROUNDING:
+            text = f"returned a {type(value).__name__} ({str(value)[:50]!r}); return a number "
+            raise BadReward(
+                text + "from 0 to 1, since the recipe holds its weight", _location(reward)
+            )
+        return min(max(score, 0.0), 1.0)
 
     def verify_group(text: str) -> dict[str, float]:
         trajectories = tuple(map(TextTrajectory.loads, json.loads(text)))
@@ -265,54 +314,16 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
                 raise TypeError
             values = list(values)
         except TypeError:
-            kind = type(values).__name__
-            raise BadReward(f"returned a {kind}; return a list", _location(reward)) from None
+            values = []
         if len(values) != len(trajectories):
-            raise BadReward(
-                f"returned {len(values)} numbers for {len(trajectories)} trajectories",
-                _location(reward),
-            )
+            wanted = f"a list of {len(trajectories)} numbers, one for each trajectory"
+            raise BadReward(f"must return {wanted}", _location(reward))
         scores = {str(index): number(value) for index, value in enumerate(values)}
         return {"correct": math.fsum(scores.values()) / len(scores), **scores}
 
-    return verify_group if spec.get("group") else verify
-
-
-class BadReward(ValueError):
-    """Raised if a function returns something that is not a reward; `at` locates the function."""
-
-    def __init__(self, message: str, at: str) -> None:
-        super().__init__(message)
-        self.at = at
-
-
-def _number(value: Any) -> float | str:
-    """Return a number from 0 to 1, or a description of what is wrong with the value."""
-    if value is None:
-        return "None; check for a path without `return`"
-    try:
-        if issubclass(type(value), (str, bytes, bytearray)):  # `float` would parse these
-            raise TypeError
-        number = float(value)
-    except (TypeError, ValueError):
-        return f"a {type(value).__name__} ({str(value)[:50]!r}); return a number from 0 to 1"
-    if math.isnan(number):
-        return "NaN"
-    if not -_ROUNDING <= number <= 1.0 + _ROUNDING:
-        side = "below 0" if number < 0 else "above 1"
-        return f"{number!r}, {side}; scale it to 0 … 1, since the recipe holds its weight"
-    return min(max(number, 0.0), 1.0)
-
-
-def _add_names(error: AttributeError | KeyError, prompt: Any, argument: Any) -> None:
-    """Add the keys or attributes that do exist to an error about a prompt or trajectory."""
-    trajectory = cast(Any, argument)[0] if isinstance(argument, tuple) else argument
-    if isinstance(error, KeyError):
-        names: list[str] = [*prompt.reward, *(f"columns.{k}" for k in prompt.reward["columns"])]
-        error.add_note(f"prompt.reward has {', '.join(names)}")
-    elif type(error.obj) in (type(prompt), type(trajectory)):
-        names = [name for name in dir(error.obj) if not name.startswith("_")]
-        error.add_note(f"a {type(error.obj).__name__} has {', '.join(names)}")
+    if spec.get("group"):
+        return verify_group
+    return lambda text: number(call(TextTrajectory.loads(text)))
 
 
 @functools.cache

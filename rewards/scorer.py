@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -49,8 +49,6 @@ from keel.rl.types import (
     Trajectory,
 )
 
-_Judgement = Judged | Failed
-
 
 @dataclass(slots=True)
 class _Draft:
@@ -64,111 +62,75 @@ class _Draft:
     """Why the trajectory is left out of its group; empty if it is kept."""
 
 
-class RewardPart(Protocol):
-    """A scorer for a whole group, such as a verifier, a judge, a function or an environment."""
-
-    @property
-    def futures(self) -> Sequence[Future[Any]]: ...
-
-    def add_to(self, drafts: Sequence[_Draft]) -> None:
-        """Add this scorer's results to the drafts. All `futures` must be done.
-
-        Raises ValueError for bad input.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class _EnvironmentPart:
-    """Adds the parts that the environment returned. A grader that runs later may overwrite them."""
+class _Source:
+    """A verifier, judge, function or environment that scores a whole group.
 
-    graded: bool
-    """Whether a grader other than the environment sets `correct`."""
+    Once all `futures` are done, `add_to` adds its results to the drafts. It raises ValueError for
+    bad input.
+    """
+
+    add_to: Callable[[Sequence[_Draft]], None]
     futures: Sequence[Future[Any]] = ()
 
-    def add_to(self, drafts: Sequence[_Draft]) -> None:
+
+def _environment_source(*, graded: bool) -> _Source:
+    """Add the parts that the environment returned; `graded` says whether others set `correct`."""
+
+    def add_to(drafts: Sequence[_Draft]) -> None:
         for draft in drafts:
             if draft.trajectory.verdict is not None:
                 draft.parts = {**draft.trajectory.verdict.parts, ERROR: 0.0}
-        if not self.graded and any("correct" not in draft.parts for draft in drafts):
+        if not graded and any("correct" not in draft.parts for draft in drafts):
             raise ValueError(
                 "its environment's verdict has no part `correct`, and nothing else grades it. "
                 "Return one from the environment, or give the prompts something to be judged by"
             )
 
+    return _Source(add_to)
 
-@dataclass(frozen=True, slots=True)
-class _JudgePart:
-    """Adds the judge's scores for a rubric or a proof, or for a refusal if `refusal` is set."""
 
-    futures: Sequence[Future[_Judgement]]
-    refusal: bool = False
+def _judge_source(futures: Sequence[Future[Judged | Failed]], *, refusal: bool = False) -> _Source:
+    """Add the judge's scores for a rubric or a proof, or for a refusal if `refusal` is set."""
+    prefix = f"{REFUSAL}: " if refusal else ""
 
-    def add_to(self, drafts: Sequence[_Draft]) -> None:
-        prefix = f"{REFUSAL}: " if self.refusal else ""
-        for draft, future in zip(drafts, self.futures, strict=True):
+    def add_to(drafts: Sequence[_Draft]) -> None:
+        for draft, future in zip(drafts, futures, strict=True):
             result = future.result()
             if isinstance(result, Failed):
-                draft.dropped = (
-                    draft.dropped or f"the judge failed ({result.kind}): {result.reason}"
-                )
+                reason = f"the judge failed ({result.kind}): {result.reason}"
+                draft.dropped = draft.dropped or reason
                 continue
-            draft.parts |= (
-                {REFUSAL: result.value}
-                if self.refusal
-                else {"correct": result.value, **result.parts}
-            )
+            parts = {"correct": result.value, **result.parts}
+            draft.parts |= {REFUSAL: result.value} if refusal else parts
             for verdict in result.verdicts:
                 draft.notes[prefix + verdict.name] = f"{verdict.score:g}: {verdict.reason}"
 
-
-@dataclass(frozen=True, slots=True)
-class _VerifierPart:
-    """Adds the score from a rule, a program, a function or the language check as the part
-    `name`."""
-
-    name: str
-    futures: Sequence[Future[list[VerifierScore]]]
-    record: Callable[[Sequence[VerifierScore]], None]
-
-    def add_to(self, drafts: Sequence[_Draft]) -> None:
-        scores = [score for future in self.futures for score in future.result()]
-        self.record(scores)
-        for draft, score in zip(drafts, scores, strict=True):
-            draft.parts |= {**score.parts, self.name: score.score}
-            if score.error:
-                draft.parts[ERROR] = 1.0
-                draft.notes[self.name] = f"error: {score.error}"
+    return _Source(add_to, futures)
 
 
-@dataclass(frozen=True, slots=True)
-class _FunctionMeanPart:
-    """Sets `correct` to the mean of the user's functions if nothing else grades the prompt.
+def _function_mean_source(weights: Mapping[str, float]) -> _Source:
+    """Set `correct` to the mean of the functions, which have added their parts before."""
 
-    It has to run after those functions have added their parts.
-    """
-
-    weights: Mapping[str, float]
-    futures: Sequence[Future[Any]] = ()
-
-    def add_to(self, drafts: Sequence[_Draft]) -> None:
+    def add_to(drafts: Sequence[_Draft]) -> None:
         for draft in drafts:
-            draft.parts["correct"] = mean_of_functions(draft.parts, self.weights)
+            draft.parts["correct"] = mean_of_functions(draft.parts, weights)
+
+    return _Source(add_to)
 
 
-@dataclass(frozen=True, slots=True)
-class _FormatPart:
-    """Adds the part `format` to every trajectory that no environment has scored."""
+def _format_source(*, thinking: bool) -> _Source:
+    """Add the part `format` to every trajectory that no environment has scored."""
 
-    thinking: bool
-    futures: Sequence[Future[Any]] = ()
-
-    def add_to(self, drafts: Sequence[_Draft]) -> None:
+    def add_to(drafts: Sequence[_Draft]) -> None:
         for draft in drafts:
             if draft.trajectory.verdict is None:
                 text, finished = raw_text(draft.trajectory.messages), not draft.trajectory.cut
-                keeps = keeps_format(text, thinking=self.thinking, finished=finished)
-                draft.parts["format"] = float(keeps)
+                draft.parts["format"] = float(
+                    keeps_format(text, thinking=thinking, finished=finished)
+                )
+
+    return _Source(add_to)
 
 
 class Scorer:
@@ -266,11 +228,8 @@ class Scorer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _sources(self, group: Group) -> list[RewardPart]:
-        """Submit a group to everything that scores it.
-
-        The result is in the order of application.
-        """
+    def _sources(self, group: Group) -> list[_Source]:
+        """Submit a group to everything that scores it, in the order in which results are added."""
         prompt, trajectories = group.prompt, group.trajectories
         kind, weights = prompt.reward.get("kind"), self._weights.get(prompt.domain)
         if weights is None:
@@ -279,48 +238,59 @@ class Scorer:
                 f"{', '.join(self._weights)}"
             )
         check_parts(str(kind), weights)
-        sources: list[RewardPart] = []
+        sources: list[_Source] = []
         if prompt.environment:
-            sources.append(_EnvironmentPart(graded=kind != ENVIRONMENT))
+            sources.append(_environment_source(graded=kind != ENVIRONMENT))
         if is_judged(prompt.reward):
-            sources.append(_JudgePart([self._ask(prompt, t) for t in trajectories]))
+            sources.append(_judge_source([self._ask(prompt, t) for t in trajectories]))
         elif kind not in (ENVIRONMENT, FUNCTIONS):
             label = (str(prompt.reward.get(key, "")) for key in ("kind", "task", "match"))
             name = f"correct ({' '.join(filter(None, label))})"
-            sources.append(self._part("correct", group, self._verify(prompt, trajectories), name))
+            futures = self._verify(prompt, trajectories)
+            sources.append(self._verifier_source("correct", group, futures, name))
         if REFUSAL in weights:
             declining = replace(prompt, reward=REFUSAL_SPEC)
-            futures = [self._ask(declining, trajectory) for trajectory in trajectories]
-            sources.append(_JudgePart(futures, refusal=True))
+            asked = [self._ask(declining, trajectory) for trajectory in trajectories]
+            sources.append(_judge_source(asked, refusal=True))
         for name in weights:
             if is_function(name):
                 future = self._call(name, group)
             elif name in LANGUAGE_PARTS:
-                spec = {"kind": "language", "prompt": _task(group), "of": LANGUAGE_PARTS[name]}
-                future = self._pool.submit(spec, [_sampled_text(t).dumps() for t in trajectories])
+                # An environment may have written the task.
+                opening = _opening(prompt, trajectories[0]) if trajectories else prompt.messages
+                task = str(opening[-1].get("content") or "")
+                spec = {"kind": "language", "prompt": task, "of": LANGUAGE_PARTS[name]}
+                texts = [_text(trajectory, sampled=True) for trajectory in trajectories]
+                future = self._pool.submit(spec, texts)
             else:
                 continue
-            sources.append(self._part(name, group, [future], name))
+            sources.append(self._verifier_source(name, group, [future], name))
         if kind == FUNCTIONS:
-            sources.append(_FunctionMeanPart(weights))
-        return [*sources, _FormatPart(prompt.thinking)]
+            sources.append(_function_mean_source(weights))
+        return [*sources, _format_source(thinking=prompt.thinking)]
 
-    def _part(
+    def _verifier_source(
         self, part: str, group: Group, futures: Sequence[Future[list[VerifierScore]]], name: str
-    ) -> _VerifierPart:
+    ) -> _Source:
+        """Add the score from a rule, a program, a function or the language check as `part`."""
 
-        def record(scores: Sequence[VerifierScore]) -> None:
+        def add_to(drafts: Sequence[_Draft]) -> None:
+            scores = [score for future in futures for score in future.result()]
             errors = [(score.error, score.at) for score in scores]
             counted = is_function(part)
             self._failures.record(name, group.prompt.prompt_id, errors, counted=counted)
+            for draft, score in zip(drafts, scores, strict=True):
+                draft.parts |= {**score.parts, part: score.score}
+                if score.error:
+                    draft.parts[ERROR] = 1.0
+                    draft.notes[part] = f"error: {score.error}"
 
-        return _VerifierPart(part, futures, record)
+        return _Source(add_to, futures)
 
     def _call(self, name: str, group: Group) -> Future[list[VerifierScore]]:
-        """Call a user's function on each trajectory, or once on the whole group if it accepts
-        one."""
+        """Call a user's function on each trajectory, or once on the group if it takes one."""
         spec = {"kind": "function", "name": name, "prompt": prompt_fields(group.prompt)}
-        texts = [_text(trajectory).dumps() for trajectory in group.trajectories]
+        texts = [_text(trajectory) for trajectory in group.trajectories]
         if name not in self._group_functions:
             return self._pool.submit(spec, texts)
         whole = self._pool.submit({**spec, "group": True}, [json.dumps(texts)])
@@ -332,7 +302,7 @@ class Scorer:
 
         return when_all([whole], split)
 
-    def _ask(self, prompt: Prompt, trajectory: Trajectory) -> Future[_Judgement]:
+    def _ask(self, prompt: Prompt, trajectory: Trajectory) -> Future[Judged | Failed]:
         if self._judge is None:
             raise ValueError("needs a judge; set rewards.judge.base_url and model")
         prompt = replace(prompt, messages=_opening(prompt, trajectory))
@@ -348,7 +318,7 @@ class Scorer:
         jobs = {text: self._pool.submit(prompt.reward, [text]) for text in set(completions)}
         return [jobs[text] for text in completions]
 
-    def _scored(self, group: Group, sources: Sequence[RewardPart], purpose: Purpose) -> ScoredGroup:
+    def _scored(self, group: Group, sources: Sequence[_Source], purpose: Purpose) -> ScoredGroup:
         weights = self._weights[group.prompt.domain]
         rule = self._lengths.get(group.prompt.domain, LengthRule())
         drafts = [_Draft(trajectory) for trajectory in group.trajectories]
@@ -359,7 +329,9 @@ class Scorer:
                 _finish(draft, weights)
         except ValueError as error:
             raise ValueError(f"prompt {group.prompt.prompt_id}: {error}") from error
-        self._announce_log()
+        if self._log is not None and not self._log_announced and self._pool.printed():
+            self._log_announced = True
+            self._failures.report(f"the reward workers print to {self._log}")
         scores: list[Score] = []
         for draft in drafts:
             cut = draft.trajectory.cut and draft.trajectory.finish_reason != "crash"
@@ -388,11 +360,6 @@ class Scorer:
             notes_G=notes if any(notes) else (),
         )
 
-    def _announce_log(self) -> None:
-        if self._log is not None and not self._log_announced and self._pool.printed():
-            self._log_announced = True
-            self._failures.report(f"the reward workers print to {self._log}")
-
 
 def _finish(draft: _Draft, weights: Mapping[str, float]) -> None:
     """Check that every weighted part is present. A crashed episode gets the worst parts instead."""
@@ -408,11 +375,6 @@ def _finish(draft: _Draft, weights: Mapping[str, float]) -> None:
             draft.dropped = f"its program or environment gave no verdict: {error}"
 
 
-def _task(group: Group) -> str:
-    openings = [_opening(group.prompt, trajectory) for trajectory in group.trajectories[:1]]
-    return str([*openings, group.prompt.messages][0][-1].get("content") or "")
-
-
 def _opening(prompt: Prompt, trajectory: Trajectory) -> tuple[Mapping[str, Any], ...]:
     """Return the messages before the policy's first turn, which an environment may have written."""
     messages = trajectory.messages if prompt.environment else ()
@@ -421,20 +383,15 @@ def _opening(prompt: Prompt, trajectory: Trajectory) -> tuple[Mapping[str, Any],
     return messages[:first] or prompt.messages
 
 
-def _text(trajectory: Trajectory) -> TextTrajectory:
+def _text(trajectory: Trajectory, *, sampled: bool = False) -> str:
+    """Serialize a trajectory. With `sampled`, skip messages that an agent program wrote itself."""
+    messages = trajectory.messages
+    if sampled:
+        ours = [m.get("role") == "assistant" and m.get("name") == PROGRAM for m in messages]
+        messages = tuple(m for m, skip in zip(messages, ours, strict=True) if not skip)
     return TextTrajectory(
-        messages=trajectory.messages,
+        messages=messages,
         finish_reason="length" if trajectory.cut else "stop",
         sampled_tokens=trajectory.sampled_tokens,
         opening=trajectory.opening,
-    )
-
-
-def _sampled_text(trajectory: Trajectory) -> TextTrajectory:
-    """Convert a trajectory like `_text`, but skip messages that an agent program wrote itself."""
-    messages = tuple(
-        message
-        for message in trajectory.messages
-        if not (message.get("role") == "assistant" and message.get("name") == PROGRAM)
-    )
-    return replace(_text(trajectory), messages=messages)
+    ).dumps()

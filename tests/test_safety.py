@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.rewards.pickled_functions import FOLDER, PREFIX, passed
+from keel.rewards.custom import FOLDER, PREFIX, passed
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = [
@@ -29,7 +29,7 @@ FOLDERS = [
 ]
 PICKLES = {
     *("weights/channel.py", "trainer/engine/weights.py"),
-    "rewards/pickled_functions.py",
+    "rewards/custom.py",
 }
 """Messages between ranks and engines of one run, and functions that the caller of `keel.train`
 passes to the run's workers."""

@@ -21,8 +21,7 @@ from keel.configs.schema import Config, ConfigError
 from keel.data.jsonl import load_jsonl
 from keel.rewards.checks import check_prompts, check_spec
 from keel.rewards.code.verifier import CodeSettings
-from keel.rewards.custom import load_function
-from keel.rewards.pickled_functions import passing
+from keel.rewards.custom import load_function, passing
 from keel.rewards.scorer import Scorer
 from keel.rl.types import FUNCTIONS
 from keel.trainer.run.signals import Interrupt

@@ -16,8 +16,14 @@ import pytest
 import torch
 
 from keel.rewards.compose import check_weights
-from keel.rewards.custom import BadReward, TextTrajectory, function, load_function, prompt_fields
-from keel.rewards.pickled_functions import passing
+from keel.rewards.custom import (
+    BadReward,
+    TextTrajectory,
+    function,
+    load_function,
+    passing,
+    prompt_fields,
+)
 from keel.rewards.scorer import Scorer
 from tests.rewards import functions
 from tests.rewards.groups import PROMPT, group
@@ -90,7 +96,7 @@ def test_a_group_function_must_return_a_list(values: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        *(("no_keel_rewards.polite", ""), (f"{MINE}.polit", "polite")),
+        *(("no_keel_rewards.polite", ""), (f"{MINE}.polit", "")),
         *((f"{MINE}:polite.x", ""), (f"{MINE}.Brief", "class")),
         *((f"{MINE}.functools", ""), (f"{MINE}.stream", "generator")),
         *((".polite", ""), ("..", ""), ("../../etc/passwd.x", ""), ("exiting_rewards.x", "")),
