@@ -7,13 +7,12 @@ processes that takes 2.3 ms instead of 0.2 ms here, twenty times a second for ea
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import select
 import signal
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,6 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _POLL_S = 0.1
 _CPU_SHARE = 0.1
 """The largest share of a core that polling may use. With many sandboxes it polls less often."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,33 +45,37 @@ def usage(root: int, *, include_root: bool = True) -> ProcessUsage:
     Raises OSError if this process cannot open more files or the kernel is out of memory.
     """
     resident = ticks = processes = 0
-    pending = [root]
-    while pending:
-        pid = pending.pop()
-        folder = Path("/proc") / str(pid)
-        thread_pages = 0  # read from another thread if the main thread has exited
-        try:
-            fields = _stat(folder)
-            for task in os.listdir(folder / "task"):
-                children = (folder / "task" / task / "children").read_bytes()
-                pending += [int(child) for child in children.split()]
-                if fields[0] == b"Z" and task != str(pid):
-                    thread_pages = max(thread_pages, int(_stat(folder / "task" / task)[21]))
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # exited meanwhile
+    for pid, fields, tasks in _walk(root):
         if pid == root and not include_root:
             continue
         # Fields 14 to 17 (utime, stime, cutime, cstime) and 24 (rss) of proc(5); ours start at 3.
         ticks += sum(int(value) for value in fields[11:15])
-        resident += max(thread_pages, int(fields[21])) * _PAGE
+        pages = int(fields[21])
+        if fields[0] == b"Z":  # its main thread has exited, but others may hold memory
+            for task in tasks:
+                with suppress(FileNotFoundError, ProcessLookupError):
+                    pages = max(pages, int(_stat(f"{pid}/task/{task}")[21]))
+        resident += pages * _PAGE
         processes += 1
     return ProcessUsage(resident=resident, cpu_s=ticks / _TICKS, processes=processes)
 
 
-def _stat(folder: Path) -> list[bytes]:
-    """Return the fields in proc(5) `stat` from the third on, since the name may contain
-    anything."""
-    return (folder / "stat").read_bytes().rpartition(b") ")[2].split()
+def _walk(root: int) -> Iterator[tuple[int, list[bytes], list[str]]]:
+    """Yield each process in a tree with the fields of its `stat` and its threads."""
+    pending = [root]
+    while pending:
+        pid = pending.pop()
+        with suppress(FileNotFoundError, ProcessLookupError):  # exited meanwhile
+            fields, tasks = _stat(str(pid)), os.listdir(f"/proc/{pid}/task")
+            for task in tasks:
+                children = Path(f"/proc/{pid}/task/{task}/children").read_bytes()
+                pending += map(int, children.split())
+            yield pid, fields, tasks
+
+
+def _stat(name: str) -> list[bytes]:
+    """Return the fields in proc(5) `stat` after the name, which may contain anything."""
+    return Path(f"/proc/{name}/stat").read_bytes().rpartition(b") ")[2].split()
 
 
 def kill_descendants(root: int, within_s: float) -> None:
@@ -98,19 +99,12 @@ def kill_descendants(root: int, within_s: float) -> None:
 
 def _descendants(root: int) -> dict[int, bool]:
     """Return the processes below `root`, and whether each is alive rather than a zombie."""
-    alive: dict[int, bool] = {}
-    pending = [root]
-    while pending:
-        pid = pending.pop()
-        folder = Path("/proc") / str(pid)
-        with suppress(FileNotFoundError, ProcessLookupError):
-            state = (folder / "stat").read_bytes().rpartition(b") ")[2][:1]
-            tasks = os.listdir(folder / "task")
-            if pid != root:  # its main thread may exit before the others
-                alive[pid] = state not in b"ZX" or len(tasks) > 1
-            for task in tasks:
-                pending += map(int, (folder / "task" / task / "children").read_bytes().split())
-    return alive
+    return {
+        # The main thread may exit before the others.
+        pid: fields[0] not in (b"Z", b"X") or len(tasks) > 1
+        for pid, fields, tasks in _walk(root)
+        if pid != root
+    }
 
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -175,7 +169,6 @@ class MemoryLimiter:
     def __init__(self) -> None:
         self._limits: dict[int, _Limit] = {}
         self._reasons: dict[int, str] = {}
-        self._warned = False
         self._lock = threading.Lock()
         self._idle = threading.Event()
         self._thread: threading.Thread | None = None
@@ -216,12 +209,8 @@ class MemoryLimiter:
                 limits = dict(self._limits)
             started = time.monotonic()
             for pid, limit in limits.items():
-                try:
+                with suppress(OSError):  # out of open files or memory: retried
                     self._poll(pid, limit)
-                except OSError as error:  # out of open files or memory: retried
-                    if not self._warned:
-                        log.warning("could not read the memory of a sandbox, retrying: %s", error)
-                    self._warned = True
             self._idle.wait(max(_POLL_S, (time.monotonic() - started) / _CPU_SHARE))
 
     def _poll(self, pid: int, limit: _Limit) -> None:
@@ -236,11 +225,7 @@ class MemoryLimiter:
             if self._limits.get(pid) is not limit:
                 return  # released meanwhile
             if over and limit.start_time == _start_time(pid):  # the PID was not reused
-                if limit.inside:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                else:
-                    _kill_first_inside(pid)
+                _kill_sandbox(pid, inside=limit.inside)
                 self._reasons[pid] = (
                     f"out of memory: its {used.processes} processes use {used.resident >> 20} MiB "
                     f"together, the limit is {limit.memory_mib}"
@@ -248,13 +233,15 @@ class MemoryLimiter:
             self._drop(pid)
 
 
-def _kill_first_inside(pid: int) -> None:
+def _kill_sandbox(pid: int, *, inside: bool) -> None:
     """Kill the first process inside the sandbox, which ends all the others.
 
-    The outer process then reaps it and exits. Raises OSError if the children of `pid` cannot be
-    read.
+    The outer process then reaps it and exits. Raises OSError if its children cannot be read.
     """
     with suppress(FileNotFoundError, ProcessLookupError):
+        if inside:
+            os.kill(pid, signal.SIGKILL)
+            return
         for task in os.listdir(f"/proc/{pid}/task"):
             for child in Path(f"/proc/{pid}/task/{task}/children").read_bytes().split():
                 os.kill(int(child), signal.SIGKILL)
@@ -263,7 +250,7 @@ def _kill_first_inside(pid: int) -> None:
 def _start_time(pid: int) -> bytes:
     """Return when a process started, or b"" if it has exited. Raises OSError if unreadable."""
     try:
-        fields = _stat(Path(f"/proc/{pid}"))
+        fields = _stat(str(pid))
     except (FileNotFoundError, ProcessLookupError):
         return b""
     return b"" if fields[0] in (b"Z", b"X") else fields[19]

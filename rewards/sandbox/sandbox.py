@@ -137,7 +137,11 @@ class Sandbox:
             if not self._isolated:
                 root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keel-")))
                 box, folder = str(root / "box"), root / "tmp"
-                _write(root, files)
+                for name in ("box", "tmp"):
+                    (root / name).mkdir()
+                for name, content in files.items():
+                    (root / "box" / name).write_bytes(content)
+                    (root / "box" / name).chmod(0o555)
             words = [
                 word.replace("{box}", box).replace("{python}", self._python.executable)
                 for word in command
@@ -181,7 +185,12 @@ class Sandbox:
             watch = Watch(process, status.fileno(), alive.fileno(), limits, lines)
             outcome = watch.outcome(started, within_s)
             if self._isolated:
-                _reap(bytes(watch.received[status.fileno()]), outcome)
+                first = FIRST_PROCESS.search(bytes(watch.received[status.fileno()]))
+                if first is None and outcome.status == "exited":
+                    message = outcome.stderr.decode(errors="replace").strip()
+                    raise RuntimeError(f"bubblewrap did not start the program: {message}")
+                if first is not None and not reap(int(first[1]), GRACE_S):
+                    raise RuntimeError(f"a sandbox is still alive {GRACE_S:g} s after its end")
             return outcome
 
     def _limit_command(self, limits: Limits, lines: int, bounded: bool) -> list[str]:
@@ -231,16 +240,6 @@ class Sandbox:
         return words
 
 
-def _reap(status: bytes, outcome: SandboxOutcome) -> None:
-    first = FIRST_PROCESS.search(status)
-    if first is None:
-        if outcome.status == "exited":
-            message = outcome.stderr.decode(errors="replace").strip()
-            raise RuntimeError(f"bubblewrap did not start the program: {message}")
-    elif not reap(int(first[1]), GRACE_S):
-        raise RuntimeError(f"a sandbox is still alive {GRACE_S:g} s after its end")
-
-
 @lru_cache(maxsize=2)
 def open_sandbox(isolation: str) -> Sandbox:
     """Return a sandbox after a probe inside it has looked for ways out.
@@ -273,14 +272,6 @@ def _pipe(stack: ExitStack) -> tuple[BinaryIO, BinaryIO]:
         stack.enter_context(open(read, "rb", buffering=0)),
         stack.enter_context(open(write, "wb", buffering=0)),
     )
-
-
-def _write(root: Path, files: Mapping[str, bytes]) -> None:
-    for name in ("box", "tmp"):
-        (root / name).mkdir()
-    for name, content in files.items():
-        (root / "box" / name).write_bytes(content)
-        (root / "box" / name).chmod(0o555)
 
 
 _PROBE = b"""

@@ -12,97 +12,51 @@ import errno
 import signal
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-# name → number on x86_64 and aarch64 (the kernel's syscall_64.tbl and asm-generic/unistd.h)
-_DENIED = {
-    "acct": (163, 89),
-    "add_key": (248, 217),
-    "bpf": (321, 280),
-    "chroot": (161, 51),
-    "delete_module": (176, 106),
-    "fanotify_init": (300, 262),
-    "finit_module": (313, 273),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fsopen": (430, 430),
-    "fspick": (433, 433),
-    "init_module": (175, 105),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "io_uring_setup": (425, 425),
-    "kcmp": (312, 272),
-    "kexec_file_load": (320, 294),
-    "kexec_load": (246, 104),
-    "keyctl": (250, 219),
-    "lookup_dcookie": (212, 18),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "migrate_pages": (256, 238),
-    "mount": (165, 40),
-    "mount_setattr": (442, 442),
-    "move_mount": (429, 429),
-    "move_pages": (279, 239),
-    "mq_open": (240, 180),
-    "msgctl": (71, 187),
-    "msgget": (68, 186),
-    "msgrcv": (70, 188),
-    "msgsnd": (69, 189),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "open_tree": (428, 428),
-    "perf_event_open": (298, 241),
-    "personality": (135, 92),
-    "pidfd_getfd": (438, 438),
-    "pivot_root": (155, 41),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "ptrace": (101, 117),
-    "quotactl": (179, 60),
-    "reboot": (169, 142),
-    "request_key": (249, 218),
-    "semctl": (66, 191),
-    "semget": (64, 190),
-    "semop": (65, 193),
-    "semtimedop": (220, 192),
-    "setns": (308, 268),
-    "shmat": (30, 196),
-    "shmctl": (31, 195),
-    "shmget": (29, 194),
-    "socket": (41, 198),
-    "swapoff": (168, 225),
-    "swapon": (167, 224),
-    "syslog": (103, 116),
-    "umount2": (166, 39),
-    "unshare": (272, 97),
-    "userfaultfd": (323, 282),
-    "vmsplice": (278, 75),
-}
+_Numbers = Mapping[str, tuple[int, ...]]
+
+
+def _table(text: str) -> _Numbers:
+    """Read `name number number;`, with a call's numbers on x86_64 and aarch64 (-1 if missing).
+
+    They are from the kernel's syscall_64.tbl and asm-generic/unistd.h.
+    """
+    rows = (row.split() for row in text.split(";"))
+    return {name: tuple(map(int, numbers)) for name, *numbers in rows}
+
+
+_DENIED = _table("""
+acct 163 89; add_key 248 217; bpf 321 280; chroot 161 51; delete_module 176 106;
+fanotify_init 300 262; finit_module 313 273; fsconfig 431 431; fsmount 432 432; fsopen 430 430;
+fspick 433 433; init_module 175 105; io_uring_enter 426 426; io_uring_register 427 427;
+io_uring_setup 425 425; kcmp 312 272; kexec_file_load 320 294; kexec_load 246 104;
+keyctl 250 219; lookup_dcookie 212 18; memfd_create 319 279; memfd_secret 447 447;
+migrate_pages 256 238; mount 165 40; mount_setattr 442 442; move_mount 429 429;
+move_pages 279 239; mq_open 240 180; msgctl 71 187; msgget 68 186; msgrcv 70 188; msgsnd 69 189;
+name_to_handle_at 303 264; open_by_handle_at 304 265; open_tree 428 428; perf_event_open 298 241;
+personality 135 92; pidfd_getfd 438 438; pivot_root 155 41; process_vm_readv 310 270;
+process_vm_writev 311 271; ptrace 101 117; quotactl 179 60; reboot 169 142; request_key 249 218;
+semctl 66 191; semget 64 190; semop 65 193; semtimedop 220 192; setns 308 268; shmat 30 196;
+shmctl 31 195; shmget 29 194; socket 41 198; swapoff 168 225; swapon 167 224; syslog 103 116;
+umount2 166 39; unshare 272 97; userfaultfd 323 282; vmsplice 278 75
+""")
 _UNKNOWN = 453
 """The first call number that is too new for this table (Linux 6.6). C libraries use older calls
 instead."""
-_UNCOUNTED = {
-    "ioprio_set": (251, 30),
-    "sched_setaffinity": (203, 122),
-    "sched_setattr": (314, 274),
-    "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119),
-    "sendmmsg": (307, 269),
-    "sendmsg": (46, 211),
-    "setpriority": (141, 140),
-    "setsockopt": (54, 208),
-}
+_UNCOUNTED = _table("""
+ioprio_set 251 30; sched_setaffinity 203 122; sched_setattr 314 274; sched_setparam 142 118;
+sched_setscheduler 144 119; sendmmsg 307 269; sendmsg 46 211; setpriority 141 140;
+setsockopt 54 208
+""")
 """Calls that are refused if memory and CPU time are measured from outside.
 
 A socket pair holds about 200 KiB that nothing counts, and more with larger buffers or with sockets
 in transit.
 """
-_PRETENDED = {
-    "futimesat": (261, None),
-    "utime": (132, None),
-    "utimensat": (280, 88),
-    "utimes": (235, None),
-}
+_PRETENDED = _table("""
+futimesat 261 -1; utime 132 -1; utimensat 280 88; utimes 235 -1
+""")
 """Calls that succeed without doing anything, because they would change timestamps on devices."""
 _MMAP = (9, 222)
 _PRLIMIT64 = (302, 261)
@@ -188,8 +142,8 @@ def _counted(column: int, refused: int) -> list[_Instruction]:
     for numbers in _UNCOUNTED.values():
         program += _when(_EQUAL, numbers[column], refused)
     for numbers in _PRETENDED.values():
-        if (number := numbers[column]) is not None:
-            program += _when(_EQUAL, number, _ERRNO)
+        if numbers[column] >= 0:
+            program += _when(_EQUAL, numbers[column], _ERRNO)
     # The CPU time of children is lost if their parent ignores SIGCHLD.
     check = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *_when(_EQUAL, signal.SIGCHLD, refused)]
     program += [(_EQUAL, 0, len(check) + 1, _RT_SIGACTION[column]), *check, (_RETURN, 0, 0, _ALLOW)]

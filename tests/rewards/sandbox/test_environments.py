@@ -110,7 +110,7 @@ def test_a_reused_pid_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     pids: list[int] = []
     excess = ProcessUsage(resident=65 << 20, cpu_s=0.0, processes=2)
     monkeypatch.setattr(processes, "usage", lambda pid, include_root: excess)
-    monkeypatch.setattr(processes, "_kill_first_inside", pids.append)
+    monkeypatch.setattr(processes, "_kill_sandbox", lambda pid, inside: pids.append(pid))
     for now, killed in ((b"2", []), (b"1", [1])):
         limiter = MemoryLimiter()
         limiter._thread = threading.current_thread()  # polled by hand
