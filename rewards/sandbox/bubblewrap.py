@@ -138,3 +138,63 @@ def memory_file(stack: ExitStack, data: bytes) -> int:
         read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     stack.callback(os.close, read_only)
     return read_only
+
+
+_PROBE = """
+import ctypes, os, socket
+holes = ["is root"] if os.getuid() == 0 else []
+if os.path.exists("/proc/self") if STRICT else os.getpid() > 9:
+    holes.append("sees processes")
+for folder in ("/", "/box", "/dev", "/etc", "/usr", "/usr/lib"):
+    try:
+        open(folder + "/probe", "w")
+        holes.append("writes to " + folder)
+    except OSError:
+        pass
+open("/tmp/probe", "w").close()
+for family in (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PACKET):
+    try:
+        socket.socket(family, socket.SOCK_RAW if family > 10 else socket.SOCK_STREAM).close()
+        if family > 10 or NETWORK == "none":
+            holes.append("opens sockets of " + str(family))
+    except OSError:
+        pass
+try:
+    socket.socket(socket.AF_UNIX).close()
+    holes += ["opens Unix sockets"] * STRICT
+except OSError:
+    if not STRICT:
+        raise
+if NETWORK == "loopback":
+    socket.create_server(("127.0.0.1", 0)).close()
+    try:
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(("192.0.2.1", 9))
+        holes.append("has a way to other machines")
+    except OSError:
+        pass
+try:
+    os.memfd_create("probe")
+    holes.append("has memory that is not counted")
+except OSError:
+    pass
+if ctypes.CDLL(None).unshare(0x10000000) == 0:
+    holes.append("makes namespaces")
+held = os.pipe()
+try:
+    for _ in range(PROCESSES + 8):
+        if os.fork() == 0:
+            os.read(held[0], 1)
+    holes.append("starts processes without limit")
+except OSError:
+    pass
+os.write(1, ("a program inside " + ", ".join(holes)).encode() if holes else b"isolated")
+os._exit(0)
+"""
+
+
+def probe(*, network: str, processes: int, strict: bool) -> str:
+    """Return Python code that tries to escape, and prints `isolated` if it finds no way out.
+
+    `strict` is for programs, which may open no sockets and have no /proc.
+    """
+    return f"STRICT, NETWORK, PROCESSES = {strict!r}, {network!r}, {processes!r}{_PROBE}"

@@ -32,6 +32,7 @@ from keel.rewards.sandbox.bubblewrap import (
     memory_file,
     namespaces,
     private_folder,
+    probe,
     system,
     tool,
     unprivileged,
@@ -54,6 +55,13 @@ _CURE = (
     f"{_INSTALL}, or set {{knob}}: none-i-trust-the-environments if environments and the policy in "
     "them may do anything on this machine that you may"
 )
+
+
+def _limit_memory(pid: int, memory_mib: int | None, *, inside: bool = False) -> Callable[[], str]:
+    if memory_mib is None:
+        return lambda: ""
+    MEMORY_LIMITER.hold(pid, memory_mib, inside=inside)
+    return partial(MEMORY_LIMITER.release, pid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +138,8 @@ class EnvironmentSandbox:
 
     @property
     def probe(self) -> str:
-        """Return Python code that tries to escape, and prints `isolated` if it finds no way out."""
-        return f"import os\nos.environ.update({self._probe_settings!r})\n{_PROBE}"
+        """Return Python code that prints `isolated` if it finds no way out of the sandbox."""
+        return probe(network=self.network, processes=self.processes, strict=False)
 
     def hold(self, pid: int, *, inside: bool) -> Callable[[], str]:
         """Limit a sandbox's memory, as in `MemoryLimiter.hold`.
@@ -139,10 +147,6 @@ class EnvironmentSandbox:
         Call the result to remove the limit; it returns why the sandbox was killed, or "".
         """
         return _limit_memory(pid, self.memory_mib, inside=inside)
-
-    @property
-    def _probe_settings(self) -> dict[str, str]:
-        return {"KEEL_NETWORK": self.network, "KEEL_PROCESSES": str(self.processes)}
 
     def _seccomp(self, *permitted: str) -> bytes:
         sockets = LOCAL if self.network == "none" else NETWORK
@@ -311,13 +315,6 @@ def environment_wrap(
     raise IsolationError(f"{knob} = {isolation!r} does not work here: {problem}. {cure}")
 
 
-def _limit_memory(pid: int, memory_mib: int | None, *, inside: bool = False) -> Callable[[], str]:
-    if memory_mib is None:
-        return lambda: ""
-    MEMORY_LIMITER.hold(pid, memory_mib, inside=inside)
-    return partial(MEMORY_LIMITER.release, pid)
-
-
 def _through_link(path: Path, mounted: Set[Path]) -> bool:
     for folder in (path, *path.parents):
         if folder in mounted:
@@ -356,50 +353,3 @@ def _probe_problem(sandbox: EnvironmentSandbox) -> str:
         return ""
     message = (done.stdout or done.stderr).decode(errors="replace").strip()
     return message or f"exit status {done.returncode}"
-
-
-_PROBE = """
-import ctypes, os, socket
-holes = ["is root"] if os.getuid() == 0 else []
-if os.getpid() > 9:
-    holes.append("sees processes")
-for folder in ("/", "/dev", "/etc", "/usr", "/usr/lib"):
-    try:
-        open(folder + "/probe", "w")
-        holes.append("writes to " + folder)
-    except OSError:
-        pass
-open("/tmp/probe", "w").close()
-socket.socket(socket.AF_UNIX).close()
-for family in (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PACKET):
-    try:
-        socket.socket(family, socket.SOCK_RAW if family > 10 else socket.SOCK_STREAM).close()
-        if family > 10 or os.environ["KEEL_NETWORK"] == "none":
-            holes.append("opens sockets of " + str(family))
-    except OSError:
-        pass
-if os.environ["KEEL_NETWORK"] == "loopback":
-    socket.create_server(("127.0.0.1", 0)).close()
-    try:
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(("192.0.2.1", 9))
-        holes.append("has a way to other machines")
-    except OSError:
-        pass
-try:
-    os.memfd_create("probe")
-    holes.append("has memory that is not counted")
-except OSError:
-    pass
-if ctypes.CDLL(None).unshare(0x10000000) == 0:
-    holes.append("makes namespaces")
-held = os.pipe()
-try:
-    for _ in range(int(os.environ["KEEL_PROCESSES"]) + 8):
-        if os.fork() == 0:
-            os.read(held[0], 1)
-    holes.append("starts processes without limit")
-except OSError:
-    pass
-os.write(1, ("a program inside " + ", ".join(holes)).encode() if holes else b"isolated")
-os._exit(0)
-"""
