@@ -21,16 +21,15 @@ whose score s is known:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from pydantic import Field
 
 from keel.rewards.judge.prompts import SCORES, MetaCheck, Verification
-from keel.rewards.judge.results import CriterionVerdict, Judged
-from keel.rewards.judge.rubric import check_keys, optional_text
+from keel.rewards.judge.results import CriterionVerdict, Judged, Spec
 from keel.rewards.text import BOXED, marked_answer
 
-_ALPHA = 0.76
 INSTRUCTIONS = r"""Write your final response in two sections with exactly these titles:
 
 ## Solution
@@ -74,13 +73,12 @@ class ProofSample:
         return 1 - confirmed * (1 - self.verification.score)
 
 
-@dataclass(frozen=True, slots=True)
-class ProofSpec:
-    """How to compute the reward for a proof."""
+class ProofSpec(Spec):
+    """`{"kind": "proof", "reference": "…", "alpha": 0.76}`. Both settings are optional."""
 
-    reference: str = ""
-    """An optional solution or marking notes for the verifier."""
-    alpha: float = _ALPHA
+    reference: str | None = None
+    """A solution or marking notes for the verifier."""
+    alpha: float = Field(0.76, ge=0, le=1)
     """The weight on the proof itself. The rest rewards an honest self-evaluation."""
 
     def judged(self, proof: Proof, samples: Sequence[ProofSample]) -> Judged:
@@ -114,19 +112,6 @@ class ProofSpec:
         names = ("proof", "self_score", "self_meta", "verifier_meta", "proof_format")
         parts: dict[str, float] = dict.fromkeys((*names, "disagreement"), 0.0)
         return Judged(0.0, parts, (CriterionVerdict("proof_format", 0.0, reason),))
-
-
-def proof_from(spec: Mapping[str, Any]) -> ProofSpec:
-    """Read `{"kind": "proof", "reference": "…", "alpha": 0.76}`. Both settings are optional."""
-    check_keys(spec, ("kind", "reference", "alpha", "environment", "columns"), "proof")
-    alpha = _fraction(spec.get("alpha", _ALPHA), "proof: alpha")
-    return ProofSpec(optional_text(spec, "reference", "proof"), alpha)
-
-
-def _fraction(value: Any, label: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ValueError(f"{label} {value!r} must be a number in [0, 1]"[:200])
-    return float(value)
 
 
 def read_proof(answer: str) -> Proof | str:
@@ -173,14 +158,13 @@ class Evaluation:
     """s', the score that the policy gives the proof: 0, 0.5 or 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class VerificationSpec:
-    """A proof that the policy has to evaluate."""
+class VerificationSpec(Spec):
+    """`{"kind": "verification", "problem": "…", "proof": "…", "score": 0.5}`."""
 
-    problem: str
-    proof: str
-    score: float
-    """The known score s for the proof, from 0 to 1."""
+    problem: str = Field(pattern=r"\S")
+    proof: str = Field(pattern=r"\S")
+    score: float = Field(ge=0, le=1)
+    """The known score s for the proof."""
 
     def judged(self, evaluation: Evaluation, samples: Sequence[MetaCheck]) -> Judged:
         """Compute the reward R from the mean meta-check over the samples."""
@@ -200,18 +184,6 @@ class VerificationSpec:
         verdict = CriterionVerdict("verification_format", 0.0, reason)
         parts: dict[str, float] = dict.fromkeys(_VERIFICATION_PARTS, 0.0)
         return Judged(0.0, parts, (verdict,))
-
-
-def verification_from(spec: Mapping[str, Any]) -> VerificationSpec:
-    """Read `{"kind": "verification", "problem": "…", "proof": "…", "score": 0.5}`."""
-    check_keys(
-        spec, ("kind", "problem", "proof", "score", "environment", "columns"), "verification"
-    )
-    for key in ("problem", "proof"):
-        if not isinstance(spec.get(key), str) or not spec[key].strip():
-            raise ValueError(f"verification: needs a `{key}`, a text")
-    score = _fraction(spec.get("score"), "verification: score")
-    return VerificationSpec(spec["problem"], spec["proof"], score)
 
 
 def read_evaluation(answer: str) -> Evaluation | str:

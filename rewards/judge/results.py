@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from keel.rl.metrics import Mean, Metric, Sum
 
@@ -131,9 +133,31 @@ class ServedJudge(Protocol):
         ...
 
     def url(self) -> str:
-        """Return the server's URL, and start or restart the server first if needed.
+        """Return the server's URL, after starting or restarting the server if needed.
 
         The call blocks until the server is ready and is safe from any thread. Raises RuntimeError
         if the server does not start.
         """
         ...
+
+
+class Spec(BaseModel):
+    """The fields that all reward specs for a judge may have."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    kind: str = ""
+    environment: Any = None
+    columns: Any = None
+
+    @classmethod
+    def parse(cls, spec: Mapping[str, Any]) -> Self:
+        """Read a reward spec. Raises ValueError with the name of a bad field."""
+        try:
+            return cls.model_validate(dict(spec))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            given = repr(first["input"])[:100]
+            raise ValueError(
+                f"{spec.get('kind')}: {where and f'{where}: '}{first['msg']}, is {given}"
+            ) from error

@@ -165,7 +165,7 @@ class Judge:
         task = prompt.messages
 
         async def verify(sample: int) -> tuple[Verification, MetaCheck | None]:
-            question = verify_question(task, spec.reference, proof.solution)
+            question = verify_question(task, spec.reference or "", proof.solution)
             verification = await self._endpoint.ask(question, sample=sample)
             if verification.score == 1:
                 return verification, None

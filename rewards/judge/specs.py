@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from keel.rewards.judge.proof import ProofSpec, VerificationSpec, proof_from, verification_from
-from keel.rewards.judge.rubric import Rubric, refusal_from, rubric_from
+from keel.rewards.judge.proof import ProofSpec, VerificationSpec
+from keel.rewards.judge.rubric import Refusal, Rubric
 
 JudgedSpec = Rubric | ProofSpec | VerificationSpec
 KINDS: dict[str, Callable[[Mapping[str, Any]], JudgedSpec]] = {
-    "rubric": rubric_from,
-    "proof": proof_from,
-    "refusal": refusal_from,
-    "verification": verification_from,
+    "rubric": Rubric.parse,
+    "proof": ProofSpec.parse,
+    "refusal": Refusal.rubric,
+    "verification": VerificationSpec.parse,
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from keel.agents.environments.search.environment import Search
 from keel.rewards.judge.prompts import BadReply
-from keel.rewards.judge.rubric import Rubric, Sample, rubric_from
+from keel.rewards.judge.rubric import Rubric, Sample
 from keel.rewards.judge.untrusted import new_fence
 from keel.rl.turns import ToolSpec
 from keel.synthesis.author import Author
@@ -91,7 +91,7 @@ async def write_request(
         reference = "\n".join(one.claim for one in evidence)
         spec = {"kind": "rubric", "criteria": criteria, "reference": reference}
         try:
-            rubric_from(spec)
+            Rubric.parse(spec)
         except ValueError as error:
             raise Rejected("criteria", str(error)) from error
         text = " ".join(value["request"].split())
@@ -132,7 +132,7 @@ async def check_gain(
     )
     if not with_tools:
         raise Rejected("gain", "the agent with tools has no answer")
-    rubric = rubric_from(request.spec)
+    rubric = Rubric.parse(request.spec)
     better, worse = await gather_or_cancel(
         *(_score(judge, rubric, request.text, text, passes) for text in (with_tools, without))
     )

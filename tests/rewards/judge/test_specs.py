@@ -11,7 +11,7 @@ import pytest
 from keel.configs.schema import ConfigError, JudgeConfig
 from keel.rewards.judge import cache as cache_module
 from keel.rewards.judge.cache import MemoryCache, SqliteCache
-from keel.rewards.judge.rubric import rubric_from
+from keel.rewards.judge.rubric import Rubric
 from keel.rewards.judge.specs import judged_spec
 
 ONE = {"name": "a", "text": "says a", "weight": 1}
@@ -30,18 +30,21 @@ def weighted(*weights: Any) -> dict[str, Any]:
     ("spec", "match"),
     [
         *((rubric(), "criteria"), ({"kind": "rubric", "criteria": "be nice"}, "criteria")),
-        *((rubric("nice"), "criterion 1"), (rubric({"text": "t", "weight": 1}), "`name`")),
-        *((rubric({**ONE, "text": " "}), "`text`"), (rubric({**ONE, "wieght": 1}), "weight")),
-        *((rubric(ONE, criterion=1), "criteria"), (rubric(ONE, ONE), "'a'")),
-        *((rubric({**ONE, "thinking": 1}), "`thinking`"), (rubric(ONE, reference=3), "reference")),
+        *((rubric("nice"), "criteria.0"), (rubric({"text": "t", "weight": 1}), "name")),
+        *((rubric({**ONE, "text": " "}), "text"), (rubric({**ONE, "wieght": 1}), "wieght")),
+        *((rubric(ONE, criterion=1), "criterion"), (rubric(ONE, ONE), "same name")),
+        *((rubric({**ONE, "thinking": 1}), "thinking"), (rubric(ONE, reference=3), "reference")),
         *(
             (weighted(*bad), "weight")
             for bad in ((1.5, -0.5), (1, 0), (math.nan,), ("1",), (True,))
         ),
-        *((weighted(0.5, 0.4), "sum"), (weighted(*[1 / 33] * 33), "33 criteria")),
-        *(({"kind": "rubrik"}, "rubrik"), ({"kind": "refusal", "refuse": "yes"}, "`refuse`")),
-        *(({"kind": "proof", "alpha": 1.2}, "alpha"), ({"kind": "proof", "refrence": ""}, "")),
-        *(({**VERIFICATION, "proof": ""}, "`proof`"), ({**VERIFICATION, "score": 2}, "score")),
+        *((weighted(0.5, 0.4), "sum"), (weighted(*[1 / 33] * 33), "criteria")),
+        *(({"kind": "rubrik"}, "rubrik"), ({"kind": "refusal", "refuse": "yes"}, "refuse")),
+        *(
+            ({"kind": "proof", "alpha": 1.2}, "alpha"),
+            ({"kind": "proof", "refrence": ""}, "refrence"),
+        ),
+        *(({**VERIFICATION, "proof": ""}, "proof"), ({**VERIFICATION, "score": 2}, "score")),
     ],
 )
 def test_bad_specs_are_refused(spec: dict[str, Any], match: str) -> None:
@@ -50,7 +53,7 @@ def test_bad_specs_are_refused(spec: dict[str, Any], match: str) -> None:
 
 
 def test_weights_sum_up_to_rounding() -> None:
-    rubric = rubric_from(weighted(0.333, 0.333, 0.333))
+    rubric = Rubric.parse(weighted(0.333, 0.333, 0.333))
     everything = {f"c{i}": (1.0, "") for i in range(3)}
     assert rubric.judged([everything]).value == pytest.approx(1.0, abs=1e-12)
 
