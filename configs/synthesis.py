@@ -25,7 +25,7 @@ MOST_ANSWERERS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeSourceConfig(Section):
-    """A project from which to make tasks: a git repository, or the archives of two releases."""
+    """A git repository from which to make tasks."""
 
     PATH = "code.sources[]"
 
@@ -33,11 +33,8 @@ class CodeSourceConfig(Section):
     """Name of the project's package, which is used to find installed copies of it."""
     language: CodeLanguage = "python"
     """Language of the project, which selects how it is set up and tested."""
-    git: str = ""
+    git: str
     """Folder of a repository or mirror. Its first-parent commits are the candidates."""
-    archives: tuple[str, ...] = ()
-    """Archives (.tar.gz, .zip) of two releases, the older one first. They give one candidate, with
-    the new changelog entries as its issue."""
     issues: str = ""
     """JSONL file of {"number", "title", "body"}. Empty: use commit messages as issues."""
     ref: str = "HEAD"
@@ -56,9 +53,6 @@ class CodeSourceConfig(Section):
     def check(self) -> None:
         ok = bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name))
         self.require(ok, "name", "must be letters, digits, dots and dashes")
-        self.require(bool(self.git) != bool(self.archives), "git", "set either git or archives")
-        rule = "must be two files, the older release first"
-        self.require(len(self.archives) in (0, 2), "archives", rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +128,6 @@ class GeneralConfig(Section):
     """Maximum number of turns for the author while it fills the database, and for an attempt."""
     documents: str = ""
     """Folder with text (.txt, .md, .html, .jsonl) that the author may search."""
-    search: str = ""
-    """Alternative to documents: `module:function` that takes a query and returns text or a list of
-    results, for example from a web search API. It runs in Keel's process."""
     database_kib: int = knob(256, ge=1)
     """Maximum size of the database in KiB."""
     bash_s: float = knob(60.0, gt=0)
@@ -154,8 +145,6 @@ class GeneralConfig(Section):
         require_unique("general.categories", slugs)
         rule = f"must be at most general.steps = {self.steps}"
         self.require(self.least_tasks <= self.steps, "least_tasks", rule)
-        ok = not (self.documents and self.search)
-        self.require(ok, "search", "set either documents or search")
 
 
 def slug(category: str) -> str:
@@ -192,9 +181,6 @@ class SearchTasksConfig(Section):
     """Number of entities to start from, with at most one question each."""
     languages: tuple[str, ...] = ("en",)
     """ISO 639-1 codes of the languages for questions, which are used in turn."""
-    entities: Literal["frequency", "author"] = "frequency"
-    """How to find rare named entities. frequency: use a heuristic for scripts with capital letters,
-    katakana, and names in quotes or titles. author: ask the author, document by document."""
     most_documents: int = knob(3, ge=1)
     """Maximum number of documents that mention an entity."""
     depth: int = knob(2, ge=1)

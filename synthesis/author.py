@@ -19,9 +19,11 @@ from keel.configs.synthesis import AuthorConfig, CostConfig
 from keel.rewards.judge.client import bounded_http
 from keel.rl.turns import Malformed, Message, ToolCall, ToolSpec
 
-CONNECT_S = 10.0
-MOST_SAID = 300
-TOO_LONG = re.compile(
+_CONNECT_S = 10.0
+_MAX_MESSAGE = 300
+_NOT_A_COMPLETION = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""Errors of parsing a reply that is not a chat completion."""
+_TOO_LONG = re.compile(
     r"context.?(length|window|size)|max(imum)?[ _]model[ _]len|prompt is too long", re.IGNORECASE
 )
 """Matches the errors that OpenAI, vLLM, SGLang and llama.cpp return when the context is full."""
@@ -59,7 +61,7 @@ class AuthorReply:
     calls: tuple[ToolCall | Malformed, ...] = ()
     reasoning: str = ""
     cut: bool = False
-    """Whether the reply exceeded `max_tokens` or the conversation exceeded the context. Tool calls
+    """True if the reply exceeded `max_tokens` or the conversation exceeded the context. Tool calls
     in such a reply must not run."""
 
     def message(self) -> Message:
@@ -93,35 +95,37 @@ class SynthesisBudget:
     ) -> None:
         """`spent` is the usage from earlier starts. `record` is called to save the usage of each
         new call."""
-        self._limits, self._record = limits, record
-        self.tokens = sum(usage.tokens for usage in spent)
-        self.usd = sum(usage.usd for usage in spent)
-        self._held_tokens, self._held_usd = 0, 0.0
+        self._record = record
+        self._limits = {"tokens": limits.tokens, "usd": limits.usd}
+        self._spent = {
+            "tokens": sum(usage.tokens for usage in spent),
+            "usd": sum(usage.usd for usage in spent),
+        }
+        self._reserved = {"tokens": 0.0, "usd": 0.0}
 
     @contextmanager
     def call(self, tokens: int, usd: float) -> Any:
         """Reserve the maximum cost of a call and yield a function that records what it really used.
         Raises BudgetSpent if the budget does not allow the call."""
-        for name, limit, now, held, more in (
-            ("tokens", self._limits.tokens, self.tokens, self._held_tokens, tokens),
-            ("usd", self._limits.usd, self.usd, self._held_usd, usd),
-        ):
-            if limit and now + held + more > limit:
+        more = {"tokens": tokens, "usd": usd}
+        for name, limit in self._limits.items():
+            reserved = self._reserved[name] + more[name]
+            if limit and self._spent[name] + reserved > limit:
                 raise BudgetSpent(
-                    f"budget.{name} = {_amount(limit)}: {_amount(now)} spent, and calls in flight "
-                    f"may take {_amount(held + more)}. Raise it and run the same command again"
+                    f"budget.{name} = {limit:,.8g}: {self._spent[name]:,.8g} spent, and calls in "
+                    f"flight may take {reserved:,.8g}. Raise it and run the same command again"
                 )
-        self._held_tokens += tokens
-        self._held_usd += usd
+        for name in more:
+            self._reserved[name] += more[name]
         try:
             yield self._took
         finally:
-            self._held_tokens -= tokens
-            self._held_usd -= usd
+            for name in more:
+                self._reserved[name] -= more[name]
 
     def _took(self, usage: CallUsage) -> None:
-        self.tokens += usage.tokens
-        self.usd += usage.usd
+        self._spent["tokens"] += usage.tokens
+        self._spent["usd"] += usage.usd
         self._record(usage)
 
 
@@ -144,7 +148,7 @@ class EndpointAuthor:
             # Never fall back to OPENAI_API_KEY, which may belong to another service.
             api_key=key or "none",
             max_retries=config.retries,
-            timeout=Timeout(config.timeout_s, connect=min(CONNECT_S, config.timeout_s)),
+            timeout=Timeout(config.timeout_s, connect=min(_CONNECT_S, config.timeout_s)),
             http_client=bounded_http(),
         )
 
@@ -154,19 +158,23 @@ class EndpointAuthor:
         config = self._config
         offered = [tool.as_json() for tool in tools]
         request = _encodable(list(messages))
-        bound = most_tokens(json.dumps([*request, *offered], ensure_ascii=False)), config.max_tokens
+        most_prompt = _bytes(json.dumps([*request, *offered], ensure_ascii=False))
 
-        def used(tokens: tuple[int, int]) -> CallUsage:
+        def used(prompt: int = most_prompt, completion: int = config.max_tokens) -> CallUsage:
             return CallUsage(
                 model=self.name,
                 purpose=purpose,
-                prompt_tokens=tokens[0],
-                completion_tokens=tokens[1],
-                usd=self._price(*tokens),
+                prompt_tokens=prompt,
+                completion_tokens=completion,
+                usd=(
+                    prompt * config.usd_per_million_prompt_tokens
+                    + completion * config.usd_per_million_completion_tokens
+                )
+                / 1e6,
             )
 
         async with self._slots:
-            with self._budget.call(sum(bound), self._price(*bound)) as took:
+            with self._budget.call(used().tokens, used().usd) as took:
                 try:
                     # The library's timeout applies to each attempt and read.
                     async with asyncio.timeout(config.timeout_s * (1 + config.retries)):
@@ -179,31 +187,39 @@ class EndpointAuthor:
                             extra_body=dict(config.extra) or None,
                         )
                 except asyncio.CancelledError:
-                    took(used(bound))  # the endpoint may continue and bill it
+                    took(used())  # the endpoint may continue and bill it
                     raise
                 except (TimeoutError, openai.APITimeoutError) as error:
-                    took(used(bound))  # it may have been generating all the time
+                    took(used())  # it may have been generating all the time
                     raise AuthorLost(
                         f"{self.name}: no reply within author.timeout_s = {config.timeout_s:g}"
                     ) from error
                 except openai.APIStatusError as error:
-                    cure = ""
-                    if _too_long(error):
+                    hint, too_long = "", _TOO_LONG.search(f"{error.message} {error.code}")
+                    if too_long and error.status_code in (400, 413):
                         if any(message.get("role") == "assistant" for message in messages):
                             return AuthorReply(content="", cut=True)
-                        cure = (
+                        hint = (
                             "; the context has no room for a reply. Lower author.max_tokens = "
                             f"{config.max_tokens}, or serve the model with a longer context"
                         )
                     reply = self._public(f"HTTP {error.status_code}: {error.message}")
-                    raise AuthorLost(f"{self.name}: {reply}{cure}") from error
+                    raise AuthorLost(f"{self.name}: {reply}{hint}") from error
                 except openai.APIError as error:
                     why = self._public(str(error.__cause__ or error))
                     raise AuthorLost(f"{self.name} at {config.base_url}: {why}") from error
-                reply, usage = _read(response.text, bound[0])
-                took(used(usage))
-                if reply is None:
-                    raise AuthorLost(f"{self.name}: the reply is not a chat completion")
+                try:
+                    reply, usage = _parsed(response.text)
+                except (
+                    ValueError,
+                    TypeError,
+                    LookupError,
+                    AttributeError,
+                    RecursionError,
+                ) as error:
+                    took(used(completion=_bytes(response.text)))
+                    raise AuthorLost(f"{self.name}: the reply is not a chat completion") from error
+                took(used(usage["prompt"] or most_prompt, usage["completion"]))
                 return reply
 
     def another(self, changes: Mapping[str, Any]) -> EndpointAuthor:
@@ -218,55 +234,35 @@ class EndpointAuthor:
             await other.close()
         await self._client.close()
 
-    def _price(self, prompt_tokens: int, completion_tokens: int) -> float:
-        config = self._config
-        return (
-            prompt_tokens * config.usd_per_million_prompt_tokens
-            + completion_tokens * config.usd_per_million_completion_tokens
-        ) / 1e6
-
     def _public(self, text: str) -> str:
-        text = (text.replace(self._key, "***") if self._key else text)[:MOST_SAID]
+        text = (text.replace(self._key, "***") if self._key else text)[:_MAX_MESSAGE]
         return "".join(c if c.isprintable() else " " for c in text)
 
 
-def most_tokens(text: str) -> int:
-    """Return an upper bound for the number of tokens in a text: one per byte."""
+def _bytes(text: str) -> int:
+    """Return the bytes of a text, an upper bound for its number of tokens."""
     return len(text.encode(errors="replace"))
 
 
-def _read(text: str, request: int) -> tuple[AuthorReply | None, tuple[int, int]]:
-    """Return the reply and its numbers of prompt and completion tokens. Upper bounds are used if
-    the endpoint does not report them."""
-    try:
-        body = _encodable(json.loads(text))
-        choice = body["choices"][0]
-        message = choice["message"]
-        content = str(message.get("content") or "")
-        reply = AuthorReply(
-            content=content,
-            reasoning=str(message.get("reasoning_content") or message.get("reasoning") or ""),
-            calls=tuple(_call(entry) for entry in message.get("tool_calls") or ()),
-            cut=choice.get("finish_reason") == "length",
-        )
-        usage = dict(body.get("usage") or {})
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        return None, (request, most_tokens(text))
-    written = most_tokens(content + reply.reasoning + str(message.get("tool_calls") or ""))
-    return reply, (
-        _count(usage.get("prompt_tokens"), request),
-        _count(usage.get("completion_tokens"), written),
+def _parsed(text: str) -> tuple[AuthorReply, dict[str, int]]:
+    """Return the reply and its numbers of tokens. If the endpoint does not report them, the prompt
+    tokens are 0 and the completion tokens an upper bound."""
+    body = _encodable(json.loads(text))
+    choice = body["choices"][0]
+    message = choice["message"]
+    reply = AuthorReply(
+        content=str(message.get("content") or ""),
+        reasoning=str(message.get("reasoning_content") or message.get("reasoning") or ""),
+        calls=tuple(_call(entry) for entry in message.get("tool_calls") or ()),
+        cut=choice.get("finish_reason") == "length",
     )
-
-
-def _too_long(error: openai.APIStatusError) -> bool:
-    reply = f"{error.message} {error.code}"
-    return error.status_code in (400, 413) and TOO_LONG.search(reply) is not None
-
-
-def _count(reply: Any, bound: int) -> int:
-    """Return the reported token count if it is a positive number, otherwise the upper bound."""
-    return reply if type(reply) is int and reply > 0 else bound
+    usage: dict[str, int] = {}
+    for name in ("prompt", "completion"):
+        count = dict(body.get("usage") or {}).get(f"{name}_tokens")
+        usage[name] = count if type(count) is int and count > 0 else 0
+    written = reply.content + reply.reasoning + str(message.get("tool_calls") or "")
+    usage["completion"] = usage["completion"] or _bytes(written)
+    return reply, usage
 
 
 def _call(entry: Mapping[str, Any]) -> ToolCall | Malformed:
@@ -278,12 +274,8 @@ def _call(entry: Mapping[str, Any]) -> ToolCall | Malformed:
         if not isinstance(arguments, dict):
             raise ValueError("the arguments are not a JSON object")
     except (ValueError, RecursionError) as error:  # RecursionError: deeply nested brackets
-        return Malformed(call_id=number, text=f"{name}({text})"[:MOST_SAID], why=str(error))
+        return Malformed(call_id=number, text=f"{name}({text})"[:_MAX_MESSAGE], why=str(error))
     return ToolCall(call_id=number, name=name, arguments=cast(dict[str, Any], arguments))
-
-
-def _amount(value: float) -> str:
-    return f"{int(value):,}" if value == int(value) else f"{value:,.6g}"
 
 
 def _encodable(value: Any) -> Any:
@@ -295,8 +287,5 @@ def _as_json(call: ToolCall | Malformed) -> dict[str, Any]:
     name, arguments = "unreadable", "{}"
     if isinstance(call, ToolCall):
         name, arguments = call.name, json.dumps(dict(call.arguments), ensure_ascii=False)
-    return {
-        "id": call.call_id,
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
+    function = {"name": name, "arguments": arguments}
+    return {"id": call.call_id, "type": "function", "function": function}

@@ -19,9 +19,9 @@ from typing import Any, Literal, Self
 from keel.configs.work_folder import WorkFolder
 from keel.synthesis.author import CallUsage
 
-REASONS = 5
+_MAX_REASONS = 5
 """Maximum number of reasons to list per gate."""
-MOST_SAID = 500
+_MAX_REASON = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class Ledger:
         by_gate: dict[str, Counter[str]] = {}
         for outcome in self.outcomes.values():
             if outcome.outcome == "refused":
-                by_gate.setdefault(outcome.gate, Counter())[outcome.reason[:MOST_SAID]] += 1
+                by_gate.setdefault(outcome.gate, Counter())[outcome.reason[:_MAX_REASON]] += 1
         drafts = Counter(gate for each in self.outcomes.values() for gate, _ in each.drafts)
         purposes: dict[str, dict[str, float]] = {}
         for usage in self.spent:
@@ -112,7 +112,7 @@ class Ledger:
             "made": len(self.outcomes),
             "kept": sum(outcome.outcome == "kept" for outcome in self.outcomes.values()),
             "refused": {
-                gate: {"tasks": reasons.total(), "reasons": dict(reasons.most_common(REASONS))}
+                gate: {"tasks": reasons.total(), "reasons": dict(reasons.most_common(_MAX_REASONS))}
                 for gate, reasons in sorted(by_gate.items())
             },
             "drafts": dict(drafts.most_common()),

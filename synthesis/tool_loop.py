@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from keel.agents.schemas import Arguments, arguments_of
+from keel.agents.schemas import arguments_of
 from keel.agents.types import ToolResult
 from keel.rl.turns import Malformed, Message, ToolCall, ToolSpec
 from keel.synthesis.author import Author
 
-Call = Callable[[ToolCall], Awaitable[ToolResult]]
+_Call = Callable[[ToolCall], Awaitable[ToolResult]]
 T = TypeVar("T")
 
 
@@ -23,8 +23,8 @@ class ToolLoopResult:
     messages: tuple[Message, ...]
     """All messages, including the initial ones."""
     ended: Literal["stop", "done", "turns", "length"]
-    """Why the loop ended: the model made no more calls, a tool ended it, the turn limit was
-    reached, or a reply was truncated."""
+    """stop: the model made no more calls. done: a tool ended the loop. turns: the turn limit was
+    reached. length: a reply was truncated."""
 
     @property
     def answer(self) -> str:
@@ -38,7 +38,7 @@ async def work(
     messages: Sequence[Message],
     *,
     tools: Sequence[ToolSpec],
-    call: Call,
+    call: _Call,
     most_turns: int,
     purpose: str,
 ) -> ToolLoopResult:
@@ -54,20 +54,18 @@ async def work(
         if not reply.calls:
             return ToolLoopResult(messages=tuple(history), ended="stop")
         for one in reply.calls:
-            result = await _result(one, schemas, call)
+            if isinstance(one, Malformed):
+                result = ToolResult(text=f"malformed call: {one.why}", failed=True)
+            elif complaint := schemas.complaint(one):
+                result = ToolResult(text=complaint, failed=True)
+            else:
+                result = await call(one)
+            if result.failed:
+                result = ToolResult(text=f"error: {result.text}")
             history.append({"role": "tool", "tool_call_id": one.call_id, "content": result.text})
             if result.done:
                 return ToolLoopResult(messages=tuple(history), ended="done")
     return ToolLoopResult(messages=tuple(history), ended="turns")
-
-
-async def _result(one: ToolCall | Malformed, schemas: Arguments, call: Call) -> ToolResult:
-    if isinstance(one, Malformed):
-        return ToolResult(text=f"error: malformed call: {one.why}", failed=True)
-    if complaint := schemas.complaint(one):
-        return ToolResult(text=f"error: {complaint}", failed=True)
-    result = await call(one)
-    return ToolResult(text=f"error: {result.text}") if result.failed else result
 
 
 async def gather_or_cancel(*work: Coroutine[Any, Any, T]) -> list[T]:

@@ -6,13 +6,13 @@ import difflib
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from keel.agents.environments.code.languages import LANGUAGES, ProjectLanguage, is_grading, matches
 from keel.agents.environments.code.tree import Entry, Tree
 from keel.configs.synthesis import CodeSourceConfig
 
-NO_PACKAGES = ("setup", "conftest", "noxfile", "docs", "doc", "examples", "tasks", "versioneer")
+_NO_PACKAGES = ("setup", "conftest", "noxfile", "docs", "doc", "examples", "tasks", "versioneer")
 """Modules in the root folder that are not part of the installed project."""
 
 
@@ -28,7 +28,7 @@ class Candidate:
     version: str
     """Version of the project before the change, if known."""
     origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Where the change comes from, for human readers."""
+    """The commit of the change, for human readers."""
 
     @property
     def language(self) -> ProjectLanguage:
@@ -73,25 +73,11 @@ class Candidate:
                 pass
         if self.source.language == "python":
             for path in self.base:
-                parts = path.removeprefix("src/").split("/")
-                inside = "/".join(parts)
-                if is_grading(self.language, path):
-                    continue
-                if len(parts) == 2 and parts[1] == "__init__.py":
-                    names.add(parts[0])
-                elif len(parts) == 1 and inside.endswith(".py"):
-                    names.add(inside.removesuffix(".py"))
-        return sorted(names - set(NO_PACKAGES))
-
-
-class Source(Protocol):
-    """A project whose changes become candidates."""
-
-    keys: Sequence[str]
-
-    def load(self, key: str) -> Candidate:
-        """Load a candidate. Raises Rejected if it cannot become a task."""
-        ...
+                inside = path.removeprefix("src/")
+                module = inside.removesuffix("/__init__.py").removesuffix(".py")
+                if "/" not in module and module != inside and not is_grading(self.language, path):
+                    names.add(module)
+        return sorted(names - set(_NO_PACKAGES))
 
 
 def is_text(entry: Entry | None) -> bool:
@@ -110,7 +96,7 @@ def _diff(path: str, before: Entry | None, after: Entry | None) -> str:
         entry[1].decode().splitlines(keepends=True) if entry else [] for entry in (before, after)
     )
     names = (f"a/{path}" if before else "/dev/null", f"b/{path}" if after else "/dev/null")
-    lines = difflib.unified_diff(old, new, *names)
     return "".join(
-        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+        for line in difflib.unified_diff(old, new, *names)
     )

@@ -24,10 +24,10 @@ from keel.agents.env_process.client import Hosted
 from keel.agents.environments.code.languages import REPO
 from keel.agents.types import Transcript, Unscored
 from keel.configs.schema import ConfigError
-from keel.configs.synthesis import CodeSourceConfig, CodeTasksConfig
+from keel.configs.synthesis import CodeTasksConfig
 from keel.rl.turns import ToolCall
 from keel.synthesis.author import Author
-from keel.synthesis.code.candidate import Candidate, Source
+from keel.synthesis.code.candidate import Candidate
 from keel.synthesis.code.filters import check_change, check_leaks, judge
 from keel.synthesis.code.sandboxes import (
     AROUND_S,
@@ -38,13 +38,13 @@ from keel.synthesis.code.sandboxes import (
     write,
 )
 from keel.synthesis.code.setup import PrefixBuilder
-from keel.synthesis.code.sources import ArchiveSource, GitSource
+from keel.synthesis.code.sources import GitSource
 from keel.synthesis.ledger import Rejected
 
-LEAST_S, SLOWER = 30.0, 10.0
-"""The timeout for the tests in an episode is LEAST_S seconds plus SLOWER times the time they took
-here."""
-TASKS = "tasks.jsonl"
+_LEAST_S, _SLOWER = 30.0, 10.0
+"""The timeout for the tests in an episode is `_LEAST_S` seconds plus `_SLOWER` times the time they
+took here."""
+_TASKS = "tasks.jsonl"
 PROMPT = """\
 The repository of {name} lies in {repo}. Resolve this issue:
 
@@ -65,9 +65,8 @@ class CodePipeline:
         if not config.sources:
             raise ConfigError("code.sources: name at least one project")
         self._config, self._author, self._folder = config, author, folder
-        self._of: dict[str, Source] = {}
-        for value in config.sources:
-            source = source_of(value)
+        self._of: dict[str, GitSource] = {}
+        for source in map(GitSource, config.sources):
             self._of.update(dict.fromkeys(source.keys, source))
         self.keys: Sequence[str] = list(self._of)
         self._lines: dict[str, str] = {}
@@ -77,7 +76,7 @@ class CodePipeline:
         self._instances.mkdir(parents=True, exist_ok=True)
         for path in sorted(self._instances.glob("*.json")):
             instance: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            self._lines[instance["key"]] = line_of(instance)
+            self._lines[instance["key"]] = _line_of(instance)
         self._write_lines()
         self._rooms = await asyncio.to_thread(CodeSandboxes, self._config, self._folder)
         self._prefixes = PrefixBuilder(self._config, self._author, self._folder, self._rooms)
@@ -101,40 +100,42 @@ class CodePipeline:
         if not outcomes.inside:  # a fixture of the file interferes
             instance["canary_at"] = []
         # Code that never ends should score 0 soon.
-        instance["tests_s"] = min(config.tests_s, LEAST_S + SLOWER * outcomes.seconds)
+        instance["tests_s"] = min(config.tests_s, _LEAST_S + _SLOWER * outcomes.seconds)
         reward = self._rooms.sealed(key, instance)
         try:
             await self._proved(candidate, reward)
         except BaseException:
             (self._rooms.folder / "sealed" / key).unlink(missing_ok=True)
             raise
-        self._keep(
-            {
-                "key": key,
-                "project": candidate.source.name,
-                "language": candidate.source.language,
-                "origin": dict(candidate.origin),
-                "prompt": PROMPT.format(
-                    name=candidate.source.name, repo=REPO, issue=candidate.issue
-                ),
-                "gold_patch": candidate.patch(list(candidate.gold)),
-                "test_patch": candidate.patch(list(candidate.harness)),
-                "setup": built.setup,
-                "test": built.test,
-                "prefix": built.name,
-                "f2p": outcomes.f2p,
-                "p2p": outcomes.p2p,
-                "flaky": outcomes.flaky,
-                "canary": outcomes.canary,
-                "marks": marks,
-                "reward": reward,
-            }
-        )
+        source = candidate.source
+        kept = {
+            "key": key,
+            "project": source.name,
+            "language": source.language,
+            "origin": dict(candidate.origin),
+            "prompt": PROMPT.format(name=source.name, repo=REPO, issue=candidate.issue),
+            "gold_patch": candidate.patch(list(candidate.gold)),
+            "test_patch": candidate.patch(list(candidate.harness)),
+            "setup": built.setup,
+            "test": built.test,
+            "prefix": built.name,
+            "f2p": outcomes.f2p,
+            "p2p": outcomes.p2p,
+            "flaky": outcomes.flaky,
+            "canary": outcomes.canary,
+            "marks": marks,
+            "reward": reward,
+        }
+        text = json.dumps(kept, indent=1, ensure_ascii=False)
+        write(self._instances / f"{key}.json", text.encode())
+        self._lines[key] = _line_of(kept)
+        with (self._folder / _TASKS).open("a", encoding="utf-8") as file:
+            file.write(f"{self._lines[key]}\n")
 
     async def _measured(self, hosted: Hosted) -> TestOutcomes:
         within_s = self._config.tests_s + AROUND_S
-        if where := await self._copies(hosted):
-            raise Rejected("future", where)
+        if where := (await call_workshop(hosted, "copies", AROUND_S))["where"]:
+            raise Rejected("future", str(where))
         before: list[Mapping[str, Any]] = []
         after: list[Mapping[str, Any]] = []
         while True:
@@ -149,14 +150,10 @@ class CodePipeline:
             raise Rejected("P2F", f"{len(outcomes.p2f)} tests pass before and not after")
         return outcomes
 
-    async def _copies(self, hosted: Hosted) -> str:
-        found = await call_workshop(hosted, "copies", AROUND_S)
-        return str(found["where"])
-
     async def _proved(self, candidate: Candidate, reward: Mapping[str, Any]) -> None:
         """Check that the gold patch scores 1 when it is made with the policy's own tools."""
         async with self._rooms.episode(reward) as hosted:
-            for call in calls_of(candidate):
+            for call in _calls_of(candidate):
                 reply = await hosted.call(call, timeout_s=AROUND_S)
                 if reply.failed or "[exit status" in reply.text[-40:]:
                     raise Rejected(
@@ -168,26 +165,14 @@ class CodePipeline:
         if judged.parts["correct"] != 1.0:
             raise Rejected("verdict", f"the gold patch scores 0: {dict(judged.facts)}")
 
-    def _keep(self, instance: Mapping[str, Any]) -> None:
-        key = instance["key"]
-        text = json.dumps(instance, indent=1, ensure_ascii=False)
-        write(self._instances / f"{key}.json", text.encode())
-        self._lines[key] = line_of(instance)
-        with (self._folder / TASKS).open("a", encoding="utf-8") as file:
-            file.write(f"{self._lines[key]}\n")
-
     def _write_lines(self) -> None:
         """Write the lines in order. New lines are appended while tasks are being made."""
         lines = "".join(f"{self._lines[key]}\n" for key in sorted(self._lines))
         if lines:
-            write(self._folder / TASKS, lines.encode())
+            write(self._folder / _TASKS, lines.encode())
 
 
-def source_of(value: CodeSourceConfig) -> Source:
-    return GitSource(value) if value.git else ArchiveSource(value)
-
-
-def calls_of(candidate: Candidate) -> list[ToolCall]:
+def _calls_of(candidate: Candidate) -> list[ToolCall]:
     """Return the tool calls with which a policy would make the gold patch."""
     calls: list[tuple[str, dict[str, Any]]] = []
     for path, entry in candidate.gold.items():
@@ -201,13 +186,13 @@ def calls_of(candidate: Candidate) -> list[ToolCall]:
     return [ToolCall(call_id="1", name=name, arguments=value) for name, value in calls]
 
 
-def line_of(instance: Mapping[str, Any]) -> str:
+def _line_of(instance: Mapping[str, Any]) -> str:
     """Return a task's line in tasks.jsonl."""
     fields = {"id": instance["key"], **{name: instance[name] for name in ("prompt", "reward")}}
     return json.dumps(fields, ensure_ascii=False)
 
 
-Results = Mapping[str, Any]
+_Results = Mapping[str, Any]
 """The results of one test run, as in `keel.agents.environments.code.grading.Results`."""
 
 
@@ -220,17 +205,18 @@ class TestOutcomes:
     p2f: list[str]
     flaky: list[str]
     canary: bool
-    """Whether the canary tests behaved as expected in every run."""
+    """True if the canary tests behaved as expected in every run."""
     inside: bool
-    """Whether the canary tests inside the hidden test files behaved as expected."""
+    """True if the canary tests inside the hidden test files behaved as expected."""
     seconds: float
     """Duration of the slowest run in seconds."""
     about: str
-    """Describe the counts of the first runs for messages."""
+    """The counts of the first runs, for messages."""
 
 
-def outcomes_of(before: Sequence[Results], after: Sequence[Results]) -> TestOutcomes:
-    names = sorted({name for run in (*before, *after) for name in run["tests"]})
+def outcomes_of(before: Sequence[_Results], after: Sequence[_Results]) -> TestOutcomes:
+    runs = (*before, *after)
+    names = sorted({name for run in runs for name in run["tests"]})
     found: dict[str, list[str]] = {"f2p": [], "p2p": [], "p2f": [], "flaky": []}
     for name in names:
         first = {run["tests"].get(name) == "passed" for run in before}
@@ -241,13 +227,15 @@ def outcomes_of(before: Sequence[Results], after: Sequence[Results]) -> TestOutc
             found["p2p" if then == {True} else "p2f"].append(name)
         elif then == {True}:
             found["f2p"].append(name)
-    about = " and ".join(_counted(run) for run in (before[0], after[0]))
-    canary = all(run["canary"] == "as wanted" for run in (*before, *after))
-    seconds = max(run["seconds"] for run in (*before, *after))
-    inside = all(run["inside"] for run in (*before, *after))
-    return TestOutcomes(**found, canary=canary, inside=inside, seconds=seconds, about=f"({about})")
+    return TestOutcomes(
+        **found,
+        canary=all(run["canary"] == "as wanted" for run in runs),
+        inside=all(run["inside"] for run in runs),
+        seconds=max(run["seconds"] for run in runs),
+        about=f"({_counted(before[0])} and {_counted(after[0])})",
+    )
 
 
-def _counted(run: Results) -> str:
+def _counted(run: _Results) -> str:
     counts = Counter[str](run["tests"].values())
     return ", ".join(f"{count} {result}" for result, count in sorted(counts.items())) or "none ran"

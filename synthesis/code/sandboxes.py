@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from keel.agents.env_process.client import Deadlines, Hosted, Program
-from keel.agents.environments.code.languages import ProjectLanguage, matches
+from keel.agents.environments.code.languages import matches
 from keel.agents.environments.code.tree import Entry, Tree, overlay, seal, tree_as_json
 from keel.agents.types import EnvironmentLost
 from keel.configs.schema import ConfigError
@@ -24,10 +24,10 @@ from keel.rl.types import ENVIRONMENT, Prompt
 from keel.synthesis.code.candidate import Candidate
 from keel.synthesis.ledger import Rejected
 
-OPEN_S = 180.0
+_OPEN_S = 180.0
 AROUND_S = 180.0
 """Seconds added to the test timeout of a call for the work around the tests."""
-SETUP_FILES_MIB = 2048
+_SETUP_FILES_MIB = 2048
 _PACKAGE = "keel.agents.environments.code"
 
 
@@ -47,8 +47,9 @@ def instance_of(candidate: Candidate, built: Prefix, tests_s: float) -> dict[str
     """Return the instance for a candidate, without the gold patch and without test names."""
     base = overlay(built.generated, candidate.base)
     changed = sorted(path for path in candidate.test_files() if candidate.after.get(path))
-    language = candidate.language
-    named = language.canary_at_the_end and [path for path in changed if _has_tests(path, language)]
+    # Patterns for the name of a file, not of its folder.
+    patterns = [one for one in candidate.language.tests if not one.endswith("/") and "*" in one]
+    at_the_end = candidate.language.canary_at_the_end
     return {
         "language": candidate.source.language,
         "project": candidate.project,
@@ -60,17 +61,11 @@ def instance_of(candidate: Candidate, built: Prefix, tests_s: float) -> dict[str
         "harness": tree_as_json(_there(candidate.harness)),
         "harness_gone": _gone(candidate.harness),
         "canary_in": changed[0].rpartition("/")[0] if changed else "",
-        "canary_at": named or [],
+        "canary_at": [path for path in changed if at_the_end and matches(path, patterns)],
         "canary": False,
         "f2p": [],
         "p2p": [],
     }
-
-
-def _has_tests(path: str, language: ProjectLanguage) -> bool:
-    """Return whether the name of a file, not of its folder, matches a test pattern."""
-    names = [one for one in language.tests if not one.endswith("/") and "*" in one]
-    return matches(path, names)
 
 
 def with_gold(instance: Mapping[str, Any], candidate: Candidate) -> dict[str, Any]:
@@ -129,7 +124,7 @@ class CodeSandboxes:
             prefix = Path(self.folder, "prefixes", draft["prefix"])
             prefix.mkdir(exist_ok=True)
             prefix.chmod(0o777)
-            wrap = self._wrap("host", writable=(prefix,), files_mib=SETUP_FILES_MIB, processes=512)
+            wrap = self._wrap("host", writable=(prefix,), files_mib=_SETUP_FILES_MIB, processes=512)
             readable = tuple(map(Path, self._config.setup_readable))
         program = self._program("workshop:RepositoryWorkshop", wrap, readable)
         reward = self.sealed(f"draft-{secrets.token_hex(8)}", draft)
@@ -157,7 +152,7 @@ class CodeSandboxes:
             arguments={"folder": str(self.folder)},
             readable=readable,
             memory_mib=self._config.memory_mib,
-            deadlines=Deadlines(open_s=OPEN_S, verdict_s=within_s),
+            deadlines=Deadlines(open_s=_OPEN_S, verdict_s=within_s),
             wrap=wrap,
             preload=False,
         )

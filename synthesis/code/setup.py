@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,10 @@ from keel.synthesis.code.sandboxes import (
 from keel.synthesis.ledger import Rejected
 from keel.synthesis.tool_loop import work
 
-BASH_S = 600.0
-MOST_SAID = 1500
-MOST_REASON = 300
-TOOLS = (
+_BASH_S = 600.0
+_MAX_OUTPUT = 1500
+_MAX_REASON = 300
+_TOOLS = (
     ToolSpec(
         name="bash",
         description="Run a command in bash, in the repository. There is a network.",
@@ -64,7 +65,7 @@ TOOLS = (
         },
     ),
 )
-TASK = """\
+_TASK = """\
 Find out how the project in {repo} is set up and how its tests are run, then call `submit`.
 
 Both run in bash in the repository, without root. `setup` has the network, and must install \
@@ -110,7 +111,7 @@ class PrefixBuilder:
         async with self._locks.setdefault(name, asyncio.Lock()):
             record = self._records / f"{name}.json"
             if record.is_file():
-                found: dict[str, Any] = json.loads(record.read_text())
+                found: dict[str, Any] = json.loads(record.read_text("utf-8"))
                 found["generated"] = tree_from_json(found["generated"])
                 return Prefix(**found)
             if name in self._refused:
@@ -122,16 +123,13 @@ class PrefixBuilder:
                 if isinstance(error, Rejected):
                     self._refused[name] = (error.gate, error.reason)
                 # Episodes could read it, and no list names its packages.
-                await asyncio.to_thread(self._remove, name)
+                await asyncio.to_thread(erase, str(self._rooms.folder / "prefixes" / name))
+                (self._rooms.folder / "packages" / f"{name}.json").unlink(missing_ok=True)
                 raise
             fields = {"name": name, "setup": built.setup, "test": built.test}
             text = json.dumps({**fields, "generated": tree_as_json(built.generated)})
             write(record, text.encode())
             return built
-
-    def _remove(self, name: str) -> None:
-        erase(str(self._rooms.folder / "prefixes" / name))
-        (self._rooms.folder / "packages" / f"{name}.json").unlink(missing_ok=True)
 
     async def _list(self, name: str, candidate: Candidate) -> None:
         """Record the installed packages, which may include a copy of the project."""
@@ -158,7 +156,10 @@ class PrefixBuilder:
         first = Prefix(
             name=name, setup=source.setup or language.setup, test=source.test or language.test
         )
-        async with self._rooms.workshop(self._draft(candidate, first), sets_up=True) as hosted:
+        draft = with_gold(instance_of(candidate, first, self._config.tests_s), candidate)
+        env = {name: os.environ[name] for name in self._config.setup_env if name in os.environ}
+        draft["env"] = {**env, "VERSION": candidate.version, **draft["env"]}
+        async with self._rooms.workshop(draft, sets_up=True) as hosted:
             built, why = await self._try_setup(hosted, candidate, first)
             if built is not None:
                 return built
@@ -167,12 +168,7 @@ class PrefixBuilder:
                 if built is not None:
                     return built
                 why = f"the set-up agent failed too; at first, {why}"
-        raise Rejected("setup", " ".join(why.split())[-MOST_REASON:])
-
-    def _draft(self, candidate: Candidate, built: Prefix) -> dict[str, Any]:
-        instance = with_gold(instance_of(candidate, built, self._config.tests_s), candidate)
-        message = {name: os.environ[name] for name in self._config.setup_env if name in os.environ}
-        return {**instance, "env": {**message, "VERSION": candidate.version, **instance["env"]}}
+        raise Rejected("setup", " ".join(why.split())[-_MAX_REASON:])
 
     async def _try_setup(
         self, hosted: Hosted, candidate: Candidate, expected: Prefix
@@ -185,20 +181,14 @@ class PrefixBuilder:
         )
         if result["status"] != 0:
             how = "timed out" if result["status"] is None else "failed"
-            return None, f"the set-up {how}: {result['said'][-MOST_SAID:].strip()}"
-        built = Prefix(
-            name=expected.name,
-            setup=expected.setup,
-            test=expected.test,
-            generated=tree_from_json(result["generated"]),
-        )
+            return None, f"the set-up {how}: {result['said'][-_MAX_OUTPUT:].strip()}"
+        built = replace(expected, generated=tree_from_json(result["generated"]))
         draft = with_gold(instance_of(candidate, built, self._config.tests_s), candidate)
         async with self._rooms.workshop(draft) as room:
             ran = await call_workshop(room, "tests", self._config.tests_s + AROUND_S, gold=False)
-        passed = sum(result == "passed" for result in ran["tests"].values())
-        if passed:
+        if "passed" in ran["tests"].values():
             return built, ""
-        reply = ran["said"][-MOST_SAID:].strip()
+        reply = ran["said"][-_MAX_OUTPUT:].strip()
         return None, f"none of {len(ran['tests'])} tests passes: {reply}"
 
     async def _agent(
@@ -210,16 +200,16 @@ class PrefixBuilder:
             nonlocal found
             value: Mapping[str, Any] = one.arguments
             if one.name == "bash":
-                bash = {"command": value["command"], "timeout_s": int(BASH_S)}
+                bash = {"command": value["command"], "timeout_s": int(_BASH_S)}
                 return await hosted.call(
                     ToolCall(call_id=one.call_id, name="bash", arguments=bash),
-                    timeout_s=BASH_S + AROUND_S,
+                    timeout_s=_BASH_S + AROUND_S,
                 )
             expected = Prefix(name=first.name, setup=value["setup"], test=value["test"])
             found, complaint = await self._try_setup(hosted, candidate, expected)
             return ToolResult(text=complaint or "It works.", done=found is not None)
 
-        text = TASK.format(
+        text = _TASK.format(
             repo="/tmp/repo",
             language=candidate.source.language,
             setup=first.setup.strip(),
@@ -229,7 +219,7 @@ class PrefixBuilder:
         await work(
             self._author,
             [{"role": "user", "content": text}],
-            tools=TOOLS,
+            tools=_TOOLS,
             call=call,
             most_turns=self._config.setup_turns,
             purpose="setup",

@@ -12,20 +12,23 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from keel.agents.types import EnvironmentLost, ToolResult, Transcript, Unscored
 from keel.rl.turns import Message, ToolCall
 from keel.synthesis.author import Author, AuthorReply
 from keel.synthesis.general import gates, prompts
-from keel.synthesis.general.gates import general
 from keel.synthesis.general.sandboxes import SLACK_S, GeneralSandboxes, lost_to
 from keel.synthesis.general.search import SEARCH, Search
 from keel.synthesis.ledger import Rejected
 from keel.synthesis.tool_loop import gather_or_cancel, work
 
-SHOWN = 6000
+_SHOWN = 6000
 """Maximum number of characters of the database that later prompts show."""
+_HEADING = re.compile(
+    r"^#+[ \t]*`?([a-z]+)(?:\.py|\.md)?`?[ \t]*:?[ \t]*$", re.MULTILINE | re.IGNORECASE
+)
+_BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
 class EnvironmentWriter:
@@ -40,10 +43,11 @@ class EnvironmentWriter:
         category: str,
         number: int,
         author: Author,
-        reference: Reference,
+        reference: Author,
         search: Search | None,
         seed: int,
     ) -> None:
+        """The attempts of `reference` measure how hard a task is."""
         self._rooms, self._path, self._config = rooms, path, rooms.config
         self._category, self._number, self._seed = category, number, seed
         self._author, self._reference, self._search = author, reference, search
@@ -60,37 +64,47 @@ class EnvironmentWriter:
     async def run(self) -> None:
         """Build the environment and leave the finished folder. Raises Rejected, AuthorLost or
         BudgetSpent."""
+        config = self._config
         kind = await self._database()
         (shown,) = await self._rooms.workshop(
-            "database",
-            self._path,
-            "shown",
-            each_s=self._config.call_s,
-            arguments={"most": SHOWN},
+            "database", self._path, "shown", each_s=config.call_s, arguments={"most": _SHOWN}
         )
         self._messages = prompts.tools(self._category, shown, kind)
         await self._revised("tools", self._first_tools)
-        for step in range(self._config.steps):
-            if self._config.attempts and self._passed and not self._passed[-1]:
-                break  # a harder task could not be measured
+        for step in range(config.steps):
             passed = self._passed[-1] if self._passed else None
-            task = prompts.harder_task(passed, self._config.attempts)
-            self._messages.append(task if step else prompts.first_task())
+            if config.attempts and passed == 0:
+                break  # a harder task could not be measured
+            task = prompts.harder_task(passed, config.attempts) if step else prompts.first_task()
+            self._messages.append(task)
             try:
                 await self._revised("task", self._step)
             except Rejected as refused:
-                if step < self._config.least_tasks:
+                if step < config.least_tasks:
                     raise
                 self.drafts.append(refused)
                 break
-        if len(self._tasks) < self._config.least_tasks:
+        if len(self._tasks) < config.least_tasks:
             raise Rejected(
                 "harder",
                 f"no attempt passes after {len(self._tasks)} tasks, fewer than "
-                f"general.least_tasks = {self._config.least_tasks}",
+                f"general.least_tasks = {config.least_tasks}",
             )
         self._write(self._files, self._tasks)
-        self._provenance()
+        provenance = {
+            "made": "by keel synthesize",
+            "keel": version("keel-rl"),
+            "date": datetime.now(UTC).date().isoformat(),
+            "category": self._category,
+            "author": self._author.name,
+            "reference": self._reference.name,
+            "seed": self._seed,
+            "attempts": config.attempts,
+            "passed": self._passed if config.attempts else None,
+            "calls_of_the_solution": self._calls,
+            "drafts_refused": [[one.gate, one.reason] for one in self.drafts],
+        }
+        _put_json(self._path / "provenance.json", provenance)
 
     async def _database(self) -> str:
         """Build the database and return its suffix, .json or .sqlite."""
@@ -101,47 +115,42 @@ class EnvironmentWriter:
             if call.name == SEARCH.name:
                 assert self._search is not None
                 try:
-                    return ToolResult(text=await self._search(str(call.arguments["query"])))
+                    return ToolResult(text=self._search(str(call.arguments["query"])))
                 except ValueError as error:
                     return ToolResult(text=str(error), failed=True)
             result = await desk.call(call, timeout_s=config.bash_s + SLACK_S)
             if call.name != "submit_database" or result.failed:
                 return result
-            kind = self._taken(result.text)
+            kind = self._store_database(result.text)
             return ToolResult(text="Submitted.", done=True)
 
         arguments = {"most_kib": config.database_kib, "bash_s": config.bash_s}
+        messages = prompts.database(
+            self._category,
+            self._number,
+            config.per_category,
+            config.database_kib,
+            self._search is not None,
+        )
         with lost_to("database"):
-            async with self._rooms.open("workshop:DatabaseDesk", arguments=arguments) as (
-                desk,
-                opening,
-            ):
+            async with self._rooms.open("workshop:DatabaseDesk", arguments=arguments) as opened:
+                desk, opening = opened
                 worked = await work(
                     self._author,
-                    prompts.database(
-                        self._category,
-                        self._number,
-                        config.per_category,
-                        config.database_kib,
-                        self._search is not None,
-                    ),
+                    messages,
                     tools=[*opening.tools, *([SEARCH] if self._search else [])],
                     call=call,
                     most_turns=config.max_turns,
                     purpose="database",
                 )
         if not kind:
-            ended = {
-                "turns": "general.max_turns",
-                "length": "author.max_tokens or the context",
-            }.get(worked.ended)
-            raise Rejected(
-                "database", f"no database submitted{f' within {ended}' if ended else ''}"
-            )
+            limits = {"turns": "general.max_turns", "length": "author.max_tokens or the context"}
+            within = f" within {limits[worked.ended]}" if worked.ended in limits else ""
+            raise Rejected("database", f"no database submitted{within}")
         return kind
 
-    def _taken(self, text: str) -> str:
-        """Decode the submitted database, which is untrusted, and store it."""
+    def _store_database(self, text: str) -> str:
+        """Decode the submitted database, which is untrusted, and return its suffix."""
         try:
             reply = json.loads(text)
             kind, data = reply["name"], base64.b64decode(reply["data"], validate=True)
@@ -159,17 +168,15 @@ class EnvironmentWriter:
             reply = await self._author.ask(self._messages, purpose=purpose)
             self._messages.append(reply.message())
             try:
-                try:
-                    return await hold(reply)
-                except RecursionError as error:
-                    raise Rejected(
-                        "solution", "an answer or result is nested too deeply"
-                    ) from error
-            except Rejected as refused:
-                if not remaining:
-                    raise
-                self.drafts.append(refused)
-                self._messages.append(prompts.refused(refused.gate, refused.reason))
+                return await hold(reply)
+            except RecursionError:
+                refused = Rejected("solution", "an answer or result is nested too deeply")
+            except Rejected as error:
+                refused = error
+            if not remaining:
+                raise refused
+            self.drafts.append(refused)
+            self._messages.append(prompts.refused(refused.gate, refused.reason))
 
     async def _first_tools(self, reply: AuthorReply) -> None:
         files = {**self._files, "tools.py": sections(reply, ("tools",))["tools"]}
@@ -185,17 +192,25 @@ class EnvironmentWriter:
             "solve.py": renamed(found["solve"], "solve", number),
             "verify.py": renamed(found["verify"], "verify", number),
         }
-        files = {name: _joined(self._files[name], piece) for name, piece in pieces.items()}
-        task: dict[str, Any] = {"question": found["question"].strip(), "tools": []}
+        files = {
+            name: "\n\n\n".join(filter(None, (self._files[name].rstrip(), piece.rstrip()))) + "\n"
+            for name, piece in pieces.items()
+        }
         specs = self._specs
         if "tools" in found:
             self._write(files, self._tasks)
             specs = await gates.typed(self._rooms, self._path)
-        task["tools"] = list(specs)
+        task = {"question": found["question"].strip(), "tools": list(specs)}
         self._write(files, [*self._tasks, task])
         if "tools" in found:
-            await self._earlier_hold(specs)
-        answer, calls, passed = await check_task(
+            for earlier, answer in enumerate(self._answers):
+                result = await gates.solved(
+                    self._rooms, self._path, specs, self._files["solve.py"], earlier
+                )
+                if result.answer != answer:
+                    reason = f"the new tools change the solution of task {earlier}"
+                    raise Rejected("earlier", reason)
+        answer, calls, passed = await gates.check_task(
             self._rooms,
             self._path,
             number,
@@ -203,7 +218,7 @@ class EnvironmentWriter:
             solution=pieces["solve.py"],
             earlier=self._answers,
             before=self._passed[-1] if self._passed else None,
-            reference=self._reference,
+            reference=partial(_passed_attempts, self._reference),
             seed=self._seed,
         )
         self._files, self._specs = files, specs
@@ -212,79 +227,41 @@ class EnvironmentWriter:
         self._calls.append(calls)
         self._passed.append(passed)
 
-    async def _earlier_hold(self, specs: gates.Specs) -> None:
-        """Check that the new tools leave the solutions of earlier tasks unchanged."""
-        for number in range(len(self._tasks)):
-            found = await gates.solved(
-                self._rooms, self._path, specs, self._files["solve.py"], number
-            )
-            if found.answer != self._answers[number]:
-                raise Rejected("earlier", f"the new tools change the solution of task {number}")
-
-    def _write(self, files: dict[str, str], tasks: list[dict[str, Any]]) -> None:
+    def _write(self, files: dict[str, str], tasks: Sequence[dict[str, Any]]) -> None:
         for name, text in files.items():
             _put(self._path / name, text.encode(errors="replace"))
-        about = {"name": self._path.name, "category": self._category, "tasks": tasks}
-        _write_json(self._path / "task.json", about)
-
-    def _provenance(self) -> None:
-        _write_json(
-            self._path / "provenance.json",
-            {
-                "made": "by keel synthesize",
-                "keel": version("keel-rl"),
-                "date": datetime.now(UTC).date().isoformat(),
-                "category": self._category,
-                "author": self._author.name,
-                "reference": self._reference.name,
-                "seed": self._seed,
-                "attempts": self._config.attempts,
-                "passed": self._passed if self._config.attempts else None,
-                "calls_of_the_solution": self._calls,
-                "drafts_refused": [[one.gate, one.reason] for one in self.drafts],
-            },
-        )
+        about = {"name": self._path.name, "category": self._category, "tasks": list(tasks)}
+        _put_json(self._path / "task.json", about)
 
 
-async def check_task(
-    rooms: GeneralSandboxes,
-    path: Path,
-    number: int,
-    *,
-    specs: gates.Specs,
-    solution: str,
-    earlier: list[Any],
-    before: int | None,
-    reference: Reference,
-    seed: int,
-) -> tuple[Any, int, int]:
-    """Check a task with every gate. Returns the solution's answer, the number of its calls, and how
-    many attempts passed.
+async def _passed_attempts(
+    author: Author, rooms: GeneralSandboxes, environment: Path, number: int
+) -> int:
+    """Let a model attempt a task with its tools; see `gates.Reference`."""
 
-    `number` is the task in the folder, `earlier` are the answers to earlier tasks, and `before`
-    says how many attempts passed the previous one. Raises Rejected, or RecursionError if values are
-    nested too deeply.
-    """
-    solved = await gates.solved(rooms, path, specs, solution, number)
-    again = await gates.solved(rooms, path, specs, solution, number, seed=seed + 1)
-    await gates.verified(rooms, path, number, solved.answer, again.answer)
-    await gates.grounded(rooms, specs, solution, number, solved)
-    await gates.not_empty(rooms, path, number, solved.answer)
-    await gates.not_mutated(rooms, path, number, solved.answer, seed=seed)
-    await gates.not_easier(rooms, path, number, earlier)
-    await gates.deterministic(rooms, path, specs, solved.calls, seed=seed)
-    passed = 0
-    if rooms.config.attempts:
-        passed = await reference.passed(rooms, path, number)
-        gates.harder(before, passed, rooms.config.attempts)
-    return solved.answer, len(solved.calls), passed
+    async def passes() -> bool:
+        try:
+            async with gates.general(rooms, environment, number) as (hosted, opening):
+                worked = await work(
+                    author,
+                    opening.messages,
+                    tools=opening.tools,
+                    call=partial(hosted.call, timeout_s=rooms.config.call_s),
+                    most_turns=rooms.config.max_turns,
+                    purpose="attempt",
+                )
+                transcript = Transcript(messages=worked.messages, finish_reason="stop")
+                verdict = await hosted.verdict(transcript)
+        except EnvironmentLost as error:
+            if error.during == "parent":
+                raise
+            return False  # because of its calls
+        return not isinstance(verdict, Unscored) and verdict.parts["correct"] == 1.0
+
+    return sum(await gather_or_cancel(*(passes() for _ in range(rooms.config.attempts))))
 
 
-def _joined(before: str, piece: str) -> str:
-    return f"{before.rstrip()}\n\n\n{piece}" if before and piece else before or piece
-
-
-def _write_json(path: Path, value: Any) -> None:
+def _put_json(path: Path, value: Any) -> None:
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
     _put(path, text.encode(errors="replace"))
 
@@ -294,82 +271,26 @@ def _put(path: Path, data: bytes) -> None:
     path.chmod(0o644)  # as root, Keel runs the sandbox as another user
 
 
-@runtime_checkable
-class Reference(Protocol):
-    """Measures the difficulty of a task."""
-
-    name: str
-
-    async def passed(self, rooms: GeneralSandboxes, environment: Path, number: int) -> int:
-        """Attempt a task `rooms.config.attempts` times and return how many attempts pass."""
-        ...
-
-
-class ModelReference:
-    """A model that attempts tasks with their tools."""
-
-    def __init__(self, author: Author) -> None:
-        self.name, self._author = author.name, author
-
-    async def passed(self, rooms: GeneralSandboxes, environment: Path, number: int) -> int:
-        tries = range(rooms.config.attempts)
-        return sum(
-            await gather_or_cancel(*(self._passes(rooms, environment, number) for _ in tries))
-        )
-
-    async def _passes(self, rooms: GeneralSandboxes, environment: Path, number: int) -> bool:
-        try:
-            async with general(rooms, environment, number) as (hosted, opening):
-                worked = await work(
-                    self._author,
-                    opening.messages,
-                    tools=opening.tools,
-                    call=partial(hosted.call, timeout_s=rooms.config.call_s),
-                    most_turns=rooms.config.max_turns,
-                    purpose="attempt",
-                )
-                verdict = await hosted.verdict(
-                    Transcript(messages=worked.messages, finish_reason="stop")
-                )
-        except EnvironmentLost as error:
-            if error.during == "parent":
-                raise
-            return False  # because of its calls
-        return not isinstance(verdict, Unscored) and verdict.parts["correct"] == 1.0
-
-
-_HEADING = re.compile(
-    r"^#+[ \t]*`?([a-z]+)(?:\.py|\.md)?`?[ \t]*:?[ \t]*$", re.MULTILINE | re.IGNORECASE
-)
-_BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
-GATE = "form"
-
-
 def sections(
-    reply: AuthorReply, expected: Sequence[str], optional: Sequence[str] = ()
+    reply: AuthorReply, required: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, str]:
     """Split a reply at its headings. Each section is the first code block below its heading, or the
     text if there is no code block. Raises Rejected if a required section is missing."""
     if reply.cut:
-        raise Rejected(GATE, "the reply was cut off by author.max_tokens or the context; be brief")
-    text = _outside_blocks(reply.content)
-    known = {*expected, *optional}
-    heads = [found for found in _HEADING.finditer(text) if found[1].lower() in known]
+        raise Rejected("form", "the reply was cut off by author.max_tokens or the context")
+    # Blank out the code blocks, so that comments in code are not taken for headings.
+    text = _BLOCK.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), reply.content)
+    heads = [m for m in _HEADING.finditer(text) if m[1].lower() in {*required, *optional}]
     found: dict[str, str] = {}
-    for n, head in enumerate(heads):
-        end = heads[n + 1].start() if n + 1 < len(heads) else len(text)
+    ends = [*(m.start() for m in heads[1:]), len(text)]
+    for head, end in zip(heads, ends, strict=False):
         body = reply.content[head.end() : end]
         block = _BLOCK.search(body)
         found[head[1].lower()] = (block[2] if block else body).strip() + "\n"
-    for name in expected:
+    for name in required:
         if not found.get(name, "").strip():
-            raise Rejected(GATE, f"the reply has no section under a heading `## {name}`")
+            raise Rejected("form", f"the reply has no section under a heading `## {name}`")
     return {name: body for name, body in found.items() if body.strip()}
-
-
-def _outside_blocks(text: str) -> str:
-    """Blank out the code blocks, so that comments in code are not taken for headings."""
-    return _BLOCK.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
 
 
 def renamed(source: str, name: str, number: int) -> str:
@@ -379,5 +300,5 @@ def renamed(source: str, name: str, number: int) -> str:
         rf"^def {name}(?=\s*\()", f"def {name}_{number}", source, flags=re.MULTILINE
     )
     if count != 1:
-        raise Rejected(GATE, f"`## {name}` must define one function `def {name}(…)`, has {count}")
+        raise Rejected("form", f"`## {name}` must define one function `def {name}(…)`, has {count}")
     return changed

@@ -20,27 +20,88 @@ from keel.synthesis.tool_loop import gather_or_cancel, tool_spec_of
 
 Specs = Mapping[str, Mapping[str, Any]]
 """The description and parameters of each tool by name, and whether it returns `text` or `json`."""
-CallAnswerer = Callable[[ToolCall], Awaitable[Mapping[str, str]]]
+Reference = Callable[[GeneralSandboxes, Path, int], Awaitable[int]]
+"""Attempts a task of a folder `config.attempts` times and returns how many attempts pass."""
+_CallAnswerer = Callable[[ToolCall], Awaitable[Mapping[str, str]]]
 """A function that answers a tool call of a solution with {"text" or "failed": …}."""
-PROBES = 5
+_Leaf = Callable[[Any], Any]
+"""A function that maps a string, number or boolean to another one of the same kind."""
+_Place = tuple[str | int, ...]
+EMPTY: tuple[Any, ...] = (None, "", [], {}, 0, False, True, "{}", "[]")
+MAX_MUTATIONS = 60
+_PLAUSIBLE = 24
+"""Number of random answers of the same form as the right one."""
+_PROBES = 5
 """Number of generated calls per tool."""
-MOST_CALLS = 1000
-MOST_REPLAYED = 200
-MOST_TEXTS = 400
-MOST_SAID = 300
-HASH_SEEDS = (1, 2)
+_MAX_CALLS = 1000
+_MAX_REPLAYED = 200
+_MAX_TEXTS = 400
+_MAX_MESSAGE = 300
+_HASH_SEEDS = (1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolutionResult:
-    """What running a solution gave."""
+    """The answer of a solution and its tool calls with their results."""
 
     answer: Any
-    results: Results
+    results: Sequence[tuple[ToolCall, Mapping[str, str]]]
 
-    @property
-    def calls(self) -> list[ToolCall]:
-        return [call for call, _ in self.results]
+
+async def check_task(
+    rooms: GeneralSandboxes,
+    path: Path,
+    number: int,
+    *,
+    specs: Specs,
+    solution: str,
+    earlier: Sequence[Any],
+    before: int | None,
+    reference: Reference,
+    seed: int,
+) -> tuple[Any, int, int]:
+    """Check a task with every gate. Returns the solution's answer, the number of its calls, and how
+    many attempts passed.
+
+    `number` is the task in the folder, `earlier` are the answers to earlier tasks, and `before`
+    says how many attempts passed the previous one. Raises Rejected, or RecursionError if values are
+    nested too deeply.
+    """
+    result = await solved(rooms, path, specs, solution, number)
+    answer = result.answer
+    again = await solved(rooms, path, specs, solution, number, seed=seed + 1)
+    await _verified(rooms, path, number, [answer, again.answer])
+    await grounded(rooms, specs, solution, number, result)
+
+    async def refuses(gate: str, answers: Sequence[tuple[str, Any]]) -> None:
+        if accepted := await _accepted(gate, rooms, path, number, answers):
+            raise Rejected(gate, f"verify accepts {accepted[0][:_MAX_MESSAGE]}")
+
+    hollow = [map_leaves(empty, answer) for empty in (_null, _blank, _zero)]
+    empty = [*EMPTY, *(one for one in hollow if one != answer)]
+    await refuses("empty", [(repr(one), one) for one in empty])
+    await refuses("mutated", mutations(answer))
+    others = plausible(answer, await _texts_of(rooms, path), seed)
+    accepted = await _accepted("mutated", rooms, path, number, [(_short(o), o) for o in others])
+    if len(accepted) > len(others) // 2:
+        raise Rejected(
+            "mutated",
+            f"verify accepts {len(accepted)} of {len(others)} answers drawn at random, "
+            f"{accepted[0]} among them",
+        )
+    await refuses("easier", [(f"the answer of task {n}", one) for n, one in enumerate(earlier)])
+    calls = [call for call, _ in result.results]
+    await deterministic(rooms, path, specs, calls, seed=seed)
+    passed, attempts = 0, rooms.config.attempts
+    if attempts:
+        passed = await reference(rooms, path, number)
+        if before is not None and passed >= before:
+            raise Rejected(
+                "harder",
+                f"{passed} of {attempts} attempts of the reference policy pass, {before} at the "
+                "task before",
+            )
+    return answer, len(calls), passed
 
 
 async def typed(rooms: GeneralSandboxes, environment: Path) -> Specs:
@@ -66,15 +127,15 @@ async def deterministic(
 ) -> None:
     """Check that tools return the same results in two processes with different hash seeds. The
     calls are those of the solution and generated ones with arguments from the database."""
-    texts = await texts_of(rooms, environment)
+    texts = await _texts_of(rooms, environment)
     draw = random.Random(seed)
     probes = [
         {"name": name, "arguments": _drawn(spec["parameters"], texts, draw)}
         for name, spec in specs.items()
-        for _ in range(PROBES)
+        for _ in range(_PROBES)
     ]
     request = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
-    request = [*request[:MOST_REPLAYED], *probes]
+    request = [*request[:_MAX_REPLAYED], *probes]
     one, two = await asyncio.gather(
         *(
             rooms.workshop(
@@ -87,16 +148,15 @@ async def deterministic(
                 hash_seed=hash_seed,
                 seed=seed,
             )
-            for hash_seed in HASH_SEEDS
+            for hash_seed in _HASH_SEEDS
         )
     )
     for call, first, second in zip(request, one, two, strict=True):
         if first != second:
-            said = f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})"
             raise Rejected(
                 "deterministic",
-                f"{said[:MOST_SAID]} returns {_short(first)} in one process and "
-                f"{_short(second)} in another",
+                f"{call['name']}({_short(call['arguments'])}) returns {_short(first)} in one "
+                f"process and {_short(second)} in another",
             )
 
 
@@ -133,23 +193,19 @@ async def grounded(
     entries. The author has seen the database and could have written the answer into the solution. A
     solution that fails on changed results passes, because that proves nothing."""
 
-    async def over(change: Leaf, entries: Leaf = as_it_is) -> str:
-        replay = ResultReplay(found.results, change, entries)
-
-        async def request(call: ToolCall) -> Mapping[str, str]:
-            return replay(call)
-
+    async def outcome(change: _Leaf, entries: _Leaf = lambda value: value) -> str:
+        request = _replay(found, change, entries)
         try:
             answer = await _run_solution(rooms, specs, solution, number, request)
         except Rejected:
             return "fails"
         return "same" if answer == found.answer else "other"
 
-    came_to = await gather_or_cancel(*map(over, CHANGES.values()))
-    if "same" not in came_to or "other" in came_to:
+    outcomes = await gather_or_cancel(*map(outcome, _CHANGES.values()))
+    if "same" not in outcomes or "other" in outcomes:
         return
-    if await over(as_it_is, halve_entries) != "other":
-        same = [name for name, what in zip(CHANGES, came_to, strict=True) if what == "same"]
+    if await outcome(lambda value: value, _halve_entries) != "other":
+        same = [name for name, what in zip(_CHANGES, outcomes, strict=True) if what == "same"]
         raise Rejected(
             "grounded",
             f"the solution returns the same answer when the tools return {' or '.join(same)}; it "
@@ -158,50 +214,44 @@ async def grounded(
 
 
 async def _run_solution(
-    rooms: GeneralSandboxes, specs: Specs, solution: str, number: int, request: CallAnswerer
+    rooms: GeneralSandboxes, specs: Specs, solution: str, number: int, request: _CallAnswerer
 ) -> Any:
-    """Run a solution, answering its calls with `asked`, and return its answer."""
-    given = {
+    """Run a solution, answering its calls with `request`, and return its answer."""
+    reward = {
         "source": solution,
         "number": number,
         "returns": {name: spec["returns"] for name, spec in specs.items()},
     }
     said: Mapping[str, Any] = {}
+    reply: dict[str, Any] = {}
     with lost_to("solution"):
-        async with rooms.open("workshop:Solution", reward=given) as (solver, _):
+        async with rooms.open("workshop:Solution", reward=reward) as (solver, _):
             try:
                 async with asyncio.timeout(rooms.config.solve_s):
-                    for count in range(MOST_CALLS + 1):
+                    for count in range(_MAX_CALLS + 1):
                         go = ToolCall(call_id="s", name="go", arguments={"said": said})
                         result = await solver.call(go, timeout_s=rooms.config.solve_s + SLACK_S)
                         if result.failed:
                             raise Rejected("solution", result.text.removeprefix("Rejected: "))
-                        reply: dict[str, Any] = json.loads(result.text)
+                        reply = json.loads(result.text)
                         if "call" not in reply:
                             break
-                        said = await request(_call(reply, count, specs))
+                        name, arguments = str(reply["call"]), reply.get("arguments")
+                        if name not in specs or not isinstance(arguments, dict):
+                            raise Rejected("solution", f"invalid call of {name!r}")
+                        given = cast(dict[str, Any], arguments)
+                        call = ToolCall(call_id=f"c{count}", name=name, arguments=given)
+                        said = await request(call)
                     else:
-                        raise Rejected(
-                            "solution", f"solve calls tools more than {MOST_CALLS} times"
-                        )
+                        raise Rejected("solution", f"solve makes more than {_MAX_CALLS} calls")
             except TimeoutError as error:
                 raise Rejected(
                     "solution", f"solve exceeded general.solve_s = {rooms.config.solve_s:g}"
                 ) from error
     if "is" not in reply:
-        raise Rejected("solution", str(reply.get("refused") or reply.get("raised"))[:MOST_SAID])
+        message = str(reply.get("refused") or reply.get("raised"))
+        raise Rejected("solution", message[:_MAX_MESSAGE])
     return reply["is"]
-
-
-def _call(reply: Mapping[str, Any], count: int, specs: Specs) -> ToolCall:
-    """Read a call from a reply. Raises Rejected if the call is invalid."""
-    arguments = reply.get("arguments")
-    if not isinstance(arguments, dict):
-        raise Rejected("solution", "a call has no keyword arguments")
-    name, given = str(reply["call"]), cast(dict[str, Any], arguments)
-    if name not in specs:
-        raise Rejected("solution", f"unknown tool {name!r}")
-    return ToolCall(call_id=f"c{count}", name=name, arguments=given)
 
 
 def general(rooms: GeneralSandboxes, environment: Path, number: int, *, seed: int = 0) -> Any:
@@ -211,9 +261,11 @@ def general(rooms: GeneralSandboxes, environment: Path, number: int, *, seed: in
     return rooms.open("environment:General", reward=reward, arguments=arguments, seed=seed)
 
 
-async def verified(rooms: GeneralSandboxes, environment: Path, number: int, *answers: Any) -> None:
+async def _verified(
+    rooms: GeneralSandboxes, environment: Path, number: int, answers: Sequence[Any]
+) -> None:
     """Check that `verify` accepts the solution's answers."""
-    found = await verdicts("verified", rooms, environment, number, answers)
+    found = await _verdicts("verified", rooms, environment, number, answers)
     for answer, verdict in zip(answers, found, strict=True):
         if isinstance(verdict, str):
             raise Rejected("verified", f"verify fails on the solution's answer: {verdict}")
@@ -225,54 +277,10 @@ async def verified(rooms: GeneralSandboxes, environment: Path, number: int, *ans
             )
 
 
-async def not_empty(rooms: GeneralSandboxes, environment: Path, number: int, answer: Any) -> None:
-    """Check that `verify` rejects empty answers of any form."""
-    empty = [*EMPTY, *(one for one in hollow(answer) if one != answer)]
-    await _refused("empty", rooms, environment, number, [(repr(one), one) for one in empty])
-
-
-async def not_mutated(
-    rooms: GeneralSandboxes, environment: Path, number: int, answer: Any, *, seed: int
-) -> None:
-    """Check that `verify` rejects the answer after any single change, and most random answers of
-    the same form."""
-    changed = mutations(answer)
-    await _refused("mutated", rooms, environment, number, changed)
-    others = plausible(answer, await texts_of(rooms, environment), seed)
-    found = await verdicts("mutated", rooms, environment, number, others)
-    accepted = [one for one, verdict in zip(others, found, strict=True) if passes(verdict)]
-    if len(accepted) > len(others) // 2:
-        raise Rejected(
-            "mutated",
-            f"verify accepts {len(accepted)} of {len(others)} answers drawn at random, "
-            f"{_short(accepted[0])} among them",
-        )
-
-
-async def not_easier(
-    rooms: GeneralSandboxes, environment: Path, number: int, earlier: Sequence[Any]
-) -> None:
-    """Check that `verify` rejects the answers to earlier tasks."""
-    named = [(f"the answer of task {n}", answer) for n, answer in enumerate(earlier)]
-    await _refused("easier", rooms, environment, number, named)
-
-
-def harder(before: int | None, passed: int, attempts: int) -> None:
-    """Check that fewer attempts of the reference policy pass than for the previous task."""
-    if attempts and before is not None and passed >= before:
-        raise Rejected(
-            "harder",
-            f"{passed} of {attempts} attempts of the reference policy pass, {before} at the task "
-            "before",
-        )
-
-
-async def verdicts(
+async def _verdicts(
     gate: str, rooms: GeneralSandboxes, environment: Path, number: int, answers: Sequence[Any]
 ) -> list[dict[str, bool] | str]:
     """Return for each answer which demands it meets, or the error that `verify` raised."""
-    if not answers:
-        return []
     return await rooms.workshop(
         gate,
         environment,
@@ -283,32 +291,30 @@ async def verdicts(
     )
 
 
-def passes(verdict: dict[str, bool] | str) -> bool:
-    return not isinstance(verdict, str) and all(verdict.values())
-
-
-async def texts_of(rooms: GeneralSandboxes, environment: Path) -> list[str]:
-    """Return strings from the database."""
-    return await rooms.workshop(
-        "database",
-        environment,
-        "strings",
-        each_s=rooms.config.call_s,
-        arguments={"most": MOST_TEXTS},
-    )
-
-
-async def _refused(
+async def _accepted(
     gate: str,
     rooms: GeneralSandboxes,
     environment: Path,
     number: int,
     answers: Sequence[tuple[str, Any]],
-) -> None:
-    found = await verdicts(gate, rooms, environment, number, [answer for _, answer in answers])
-    for (name, _), verdict in zip(answers, found, strict=True):
-        if passes(verdict):
-            raise Rejected(gate, f"verify accepts {name[:MOST_SAID]}")
+) -> list[str]:
+    """Return the names of the answers that `verify` accepts. Each answer is given with its name."""
+    if not answers:
+        return []
+    found = await _verdicts(gate, rooms, environment, number, [answer for _, answer in answers])
+    return [
+        name
+        for (name, _), verdict in zip(answers, found, strict=True)
+        if not isinstance(verdict, str) and all(verdict.values())
+    ]
+
+
+async def _texts_of(rooms: GeneralSandboxes, environment: Path) -> list[str]:
+    """Return strings from the database."""
+    arguments = {"most": _MAX_TEXTS}
+    return await rooms.workshop(
+        "database", environment, "strings", each_s=rooms.config.call_s, arguments=arguments
+    )
 
 
 def _drawn(schema: Any, texts: Sequence[str], draw: random.Random) -> Any:
@@ -331,9 +337,8 @@ def _drawn(schema: Any, texts: Sequence[str], draw: random.Random) -> Any:
         case "boolean":
             return draw.random() < 0.5
         case "array":
-            if "prefixItems" in schema:
-                return [_drawn(one, texts, draw) for one in schema["prefixItems"]]
-            return [_drawn(schema.get("items", {}), texts, draw) for _ in range(2)]
+            items = schema.get("prefixItems") or [schema.get("items", {})] * 2
+            return [_drawn(one, texts, draw) for one in items]
         case "object":
             properties = cast(Mapping[str, Mapping[str, Any]], schema.get("properties", {}))
             return {name: _drawn(one, texts, draw) for name, one in properties.items()}
@@ -342,50 +347,44 @@ def _drawn(schema: Any, texts: Sequence[str], draw: random.Random) -> Any:
 
 
 def _short(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)[:MOST_SAID]
+    return json.dumps(value, ensure_ascii=False)[:_MAX_MESSAGE]
 
 
-Leaf = Callable[[Any], Any]
-"""A function that maps a string, number or boolean to another one of the same kind."""
-Results = Sequence[tuple[ToolCall, Mapping[str, str]]]
-"""Tool calls with their results, each {"text" or "failed": …}."""
+def _replay(found: SolutionResult, change: _Leaf, entries: _Leaf) -> _CallAnswerer:
+    """Answer the calls of a solution with altered versions of recorded results.
 
+    `entries` alters whole results. After that `change` alters their leaves. If an argument repeats
+    an altered value, it is mapped back to the true one.
+    """
 
-class ResultReplay:
-    """Answers the calls of a solution with altered versions of recorded results. If an argument
-    repeats an altered value, it is mapped back to the true one."""
+    def key(name: str, arguments: Mapping[str, Any]) -> str:
+        return json.dumps([name, dict(arguments)], sort_keys=True)
 
-    def __init__(self, results: Results, change: Leaf, entries: Leaf) -> None:
-        """`entries` alters whole results. After that `change` alters their leaves."""
-        self._change, self._entries = change, entries
-        self._known = {_key(call.name, call.arguments): said for call, said in results}
-        self._true: dict[str, Any] = {}
+    known = {key(call.name, call.arguments): result for call, result in found.results}
+    true: dict[str, Any] = {}
 
-    def __call__(self, call: ToolCall) -> Mapping[str, str]:
-        arguments = dict(call.arguments)
-        said = self._known.get(_key(call.name, arguments))
-        said = said or self._known.get(_key(call.name, map_leaves(self._meant, arguments)))
-        if said is None:
+    def changed(value: Any) -> Any:
+        other = change(value)
+        true[json.dumps(other)] = value
+        return other
+
+    async def request(call: ToolCall) -> Mapping[str, str]:
+        meant = map_leaves(lambda value: true.get(json.dumps(value), value), dict(call.arguments))
+        result = known.get(key(call.name, call.arguments)) or known.get(key(call.name, meant))
+        if result is None:
             return {"failed": "not found"}
-        if "text" not in said:
-            return said
+        if "text" not in result:
+            return result
         try:
-            value: Any = json.loads(said["text"])
+            value: Any = json.loads(result["text"])
         except ValueError:  # the tool returns text
-            return {"text": str(self._changed_leaf(self._entries(said["text"])))}
-        value = map_leaves(self._changed_leaf, self._entries(value))
-        return {"text": json.dumps(value, ensure_ascii=False)}
+            return {"text": str(changed(entries(result["text"])))}
+        return {"text": json.dumps(map_leaves(changed, entries(value)), ensure_ascii=False)}
 
-    def _changed_leaf(self, value: Any) -> Any:
-        changed = self._change(value)
-        self._true[json.dumps(changed)] = value
-        return changed
-
-    def _meant(self, value: Any) -> Any:
-        return self._true.get(json.dumps(value), value)
+    return request
 
 
-def map_leaves(change: Leaf, value: Any) -> Any:
+def map_leaves(change: _Leaf, value: Any) -> Any:
     """Return a copy of a value in which every leaf is changed."""
     if isinstance(value, dict):
         return {name: map_leaves(change, one) for name, one in cast(dict[str, Any], value).items()}
@@ -394,11 +393,7 @@ def map_leaves(change: Leaf, value: Any) -> Any:
     return change(value)
 
 
-def as_it_is(value: Any) -> Any:
-    return value
-
-
-def halve_entries(value: Any) -> Any:
+def _halve_entries(value: Any) -> Any:
     """Drop half of the entries of a list, of the lists in an object, of a flat object, or of the
     lines in a text, so that counts change."""
     if isinstance(value, list):
@@ -408,7 +403,7 @@ def halve_entries(value: Any) -> Any:
         named = cast(dict[str, Any], value)
         if any(isinstance(one, list) for one in named.values()):
             return {
-                k: halve_entries(one) if isinstance(one, list) else one for k, one in named.items()
+                k: _halve_entries(one) if isinstance(one, list) else one for k, one in named.items()
             }
         return dict(list(named.items())[: len(named) // 2])
     if isinstance(value, str):
@@ -422,7 +417,6 @@ def _other_name(value: Any) -> Any:
 
 
 def _other_digits(value: Any) -> Any:
-    """Change the digits in texts, such as times and prices."""
     if isinstance(value, str):
         return re.sub(r"[0-9]", lambda found: str(9 - int(found[0])), value)
     return value
@@ -435,11 +429,10 @@ def _next_number(value: Any) -> Any:
 
 
 def _other_order(value: Any) -> Any:
-    """Change numbers so that their order is reversed."""
     return 1000 - value if type(value) in (int, float) else value
 
 
-CHANGES: Mapping[str, Leaf] = {
+_CHANGES: Mapping[str, _Leaf] = {
     "other names": _other_name,
     "other digits in texts": _other_digits,
     "other numbers": _next_number,
@@ -447,65 +440,58 @@ CHANGES: Mapping[str, Leaf] = {
 }
 
 
-def _key(name: str, arguments: Mapping[str, Any]) -> str:
-    return json.dumps([name, dict(arguments)], sort_keys=True)
-
-
-EMPTY: tuple[Any, ...] = (None, "", [], {}, 0, False, True, "{}", "[]")
-MOST = 60
-PLAUSIBLE = 24
-
-Place = tuple[str | int, ...]
-
-
 def mutations(answer: Any) -> list[tuple[str, Any]]:
     """Return (description, answer) pairs in which one value, key or entry is changed. If there are
-    more than `MOST`, an evenly spaced selection is returned."""
+    more than `MAX_MUTATIONS`, an evenly spaced selection is returned."""
     found = list(_changed(answer))
-    step = max(1.0, len(found) / MOST)
-    return [found[int(n * step)] for n in range(min(len(found), MOST))]
+    step = max(1.0, len(found) / MAX_MUTATIONS)
+    return [found[int(n * step)] for n in range(min(len(found), MAX_MUTATIONS))]
 
 
 def _changed(answer: Any) -> Iterator[tuple[str, Any]]:
     for path, value in _values(answer, ()):
         where = "".join(f"[{key!r}]" for key in path) or "the answer"
-        for other in _others(value):
-            yield f"{where} = {other!r}", _with(answer, path, other)
-        if isinstance(value, dict):
-            fields = cast(dict[str, Any], value)
-            yield f"{where} with a further key", _with(answer, path, {**fields, "further": 1})
-            for key in fields:
-                rest = {k: v for k, v in fields.items() if k != key}
-                yield f"{where} without {key!r}", _with(answer, path, rest)
-        if isinstance(value, list):
-            items = cast(list[Any], value)
-            for n in range(len(items)):
-                yield f"{where} without entry {n}", _with(answer, path, items[:n] + items[n + 1 :])
-            if items:
-                yield f"{where} with an entry twice", _with(answer, path, [*items, items[-1]])
-                _, other = next(_changed(items[-1]), ("", None))
-                yield f"{where} with a further entry", _with(answer, path, [*items, other])
+        others = [(f"{where} = {other!r}", other) for other in _other_leaves(value)]
+        match value:
+            case dict():
+                fields = cast(dict[str, Any], value)
+                others.append((f"{where} with a further key", {**fields, "further": 1}))
+                for key in fields:
+                    rest = {k: v for k, v in fields.items() if k != key}
+                    others.append((f"{where} without {key!r}", rest))
+            case list():
+                items = cast(list[Any], value)
+                for n in range(len(items)):
+                    others.append((f"{where} without entry {n}", items[:n] + items[n + 1 :]))
+                if items:
+                    _, other = next(_changed(items[-1]), ("", None))
+                    others.append((f"{where} with an entry twice", [*items, items[-1]]))
+                    others.append((f"{where} with a further entry", [*items, other]))
+            case _:
+                pass
+        for name, other in others:
+            yield name, _with(answer, path, other)
 
 
-def _others(value: Any) -> list[Any]:
-    if isinstance(value, bool):
-        return [not value, None]
-    if isinstance(value, int):
-        return [value + 1, value - 1, None]
-    if isinstance(value, float):
-        return [value + max(1.0, abs(value)), -value - 1.0, None]
-    if isinstance(value, str):
-        return [f"{value} or another", f"another or {value}", ""]
-    return []
+def _other_leaves(value: Any) -> list[Any]:
+    match value:
+        case bool():
+            return [not value, None]
+        case int():
+            return [value + 1, value - 1, None]
+        case float():
+            return [value + max(1.0, abs(value)), -value - 1.0, None]
+        case str():
+            return [f"{value} or another", f"another or {value}", ""]
+        case _:
+            return []
 
 
-def hollow(answer: Any) -> list[Any]:
-    """Return answers of the same form whose values are empty."""
-    return [
-        map_leaves(lambda _: None, answer),
-        map_leaves(lambda _: "", answer),
-        map_leaves(_zero, answer),
-    ]
+def _null(value: Any) -> None: ...
+
+
+def _blank(value: Any) -> str:
+    return ""
 
 
 def _zero(value: Any) -> Any:
@@ -517,10 +503,8 @@ def plausible(answer: Any, texts: Sequence[str], seed: int) -> list[Any]:
     ones."""
     draw = random.Random(seed)
     found: list[Any] = []
-    leaves = [
-        (path, value) for path, value in _values(answer, ()) if isinstance(value, str | int | float)
-    ]
-    for _ in range(PLAUSIBLE if leaves else 0):
+    leaves = [(p, v) for p, v in _values(answer, ()) if isinstance(v, str | int | float)]
+    for _ in range(_PLAUSIBLE if leaves else 0):
         other = answer
         for path, value in leaves:
             if isinstance(value, str):
@@ -534,17 +518,18 @@ def plausible(answer: Any, texts: Sequence[str], seed: int) -> list[Any]:
     return found
 
 
-def _values(value: Any, path: Place) -> Iterator[tuple[Place, Any]]:
+def _values(value: Any, path: _Place) -> Iterator[tuple[_Place, Any]]:
     yield path, value
+    inner: Any = ()
     if isinstance(value, dict):
-        for key, inner in cast(dict[str, Any], value).items():
-            yield from _values(inner, (*path, key))
+        inner = cast(dict[str, Any], value).items()
     elif isinstance(value, list):
-        for key, inner in enumerate(cast(list[Any], value)):
-            yield from _values(inner, (*path, key))
+        inner = enumerate(cast(list[Any], value))
+    for key, one in inner:
+        yield from _values(one, (*path, key))
 
 
-def _with(answer: Any, path: Place, value: Any) -> Any:
+def _with(answer: Any, path: _Place, value: Any) -> Any:
     if not path:
         return value
     whole = copy.deepcopy(answer)

@@ -16,7 +16,7 @@ from keel.configs.schema import ConfigError
 from keel.configs.synthesis import GeneralConfig, slug
 from keel.rl.seeds import seed_of
 from keel.synthesis.author import Author
-from keel.synthesis.general.environment_writer import EnvironmentWriter, ModelReference, Reference
+from keel.synthesis.general.environment_writer import EnvironmentWriter
 from keel.synthesis.general.sandboxes import GeneralSandboxes
 from keel.synthesis.general.search import search_of
 from keel.synthesis.ledger import Rejected
@@ -32,7 +32,7 @@ class GeneralPipeline:
         folder: Path,
         *,
         author: Author,
-        reference: Author | Reference,
+        reference: Author,
         seed: int,
     ) -> None:
         """Prepare the pipeline. The attempts of `reference` measure the difficulty of a task.
@@ -46,10 +46,8 @@ class GeneralPipeline:
         ]
         self._category = {slug(category): category for category in config.categories}
         self._config, self._author, self._seed = config, author, seed
-        self._reference = (
-            reference if isinstance(reference, Reference) else ModelReference(reference)
-        )
-        self._search = search_of(config)
+        self._reference = reference
+        self._search = search_of(config.documents)
         self._done = folder.absolute() / "tasks"
         self._rooms = GeneralSandboxes(folder.absolute() / "making", config)
 

@@ -48,7 +48,7 @@ def tools(category: str, data: str, kind: str) -> list[Message]:
             "as LookupError or ValueError with words that help. Names of helpers begin with an "
             f"underscore. Imports are only from: {', '.join(MODULES[1:])}. Attributes that begin "
             "with an underscore, and str.format, are not to be used.\n\n"
-            "AuthorReply with one section:\n\n## tools\n```python\n…\n```",
+            "Reply with one section:\n\n## tools\n```python\n…\n```",
         },
     ]
 
@@ -66,7 +66,7 @@ without solve, accepts any right answer, and refuses everything else: an empty o
 value changed, one with a part too few or too many. It must not fail on an answer of another form. \
 It may import as tools may, except random.
 
-AuthorReply with these sections:
+Reply with these sections:
 
 ## question
 ```text

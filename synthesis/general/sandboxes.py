@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,9 +20,9 @@ from keel.rl.turns import ToolCall
 from keel.rl.types import Prompt
 from keel.synthesis.ledger import Rejected
 
-PACKAGE = "keel.agents.environments.general"
-MEMORY_MIB = 2048
-STARTING = 8
+_PACKAGE = "keel.agents.environments.general"
+_MEMORY_MIB = 2048
+_STARTING = 8
 """Maximum number of sandboxes that start at the same time."""
 SLACK_S = 30.0
 """Seconds added to the timeouts inside the sandbox."""
@@ -37,12 +37,12 @@ class GeneralSandboxes:
         making.mkdir(parents=True, exist_ok=True)
         making.chmod(0o755)  # as root, Keel runs the sandbox as another user
         try:
-            wrap = environment_wrap("bubblewrap", memory_mib=MEMORY_MIB, processes=64, knob="")
+            wrap = environment_wrap("bubblewrap", memory_mib=_MEMORY_MIB, processes=64, knob="")
         except IsolationError as error:
             raise ConfigError(f"family = general needs a sandbox: {error}") from error
         assert wrap is not None
         self._wrap = wrap
-        self._starting = asyncio.Semaphore(STARTING)
+        self._starting = asyncio.Semaphore(_STARTING)
         self._parent: ForkServer | None = None
 
     async def __aenter__(self) -> Self:
@@ -57,11 +57,11 @@ class GeneralSandboxes:
         self, target: str, arguments: Mapping[str, Any], hash_seed: int | None = None
     ) -> Program:
         return Program(
-            target=f"{PACKAGE}.{target}",
+            target=f"{_PACKAGE}.{target}",
             arguments=arguments,
             folder=self.making,
             env={} if hash_seed is None else {"PYTHONHASHSEED": str(hash_seed)},
-            memory_mib=MEMORY_MIB,
+            memory_mib=_MEMORY_MIB,
             deadlines=Deadlines(
                 open_s=self.config.call_s + SLACK_S, verdict_s=self.config.verify_s + SLACK_S
             ),
@@ -122,14 +122,12 @@ class GeneralSandboxes:
         return json.loads(result.text)
 
 
-class lost_to:
+@contextmanager
+def lost_to(gate: str) -> Generator[None]:
     """Reject the task by `gate` if a sandbox is lost, because the code in it caused the loss."""
-
-    def __init__(self, gate: str) -> None:
-        self._gate = gate
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, EnvironmentLost) and error.during != "parent":
-            raise Rejected(self._gate, error.detail) from error
+    try:
+        yield
+    except EnvironmentLost as error:
+        if error.during == "parent":
+            raise
+        raise Rejected(gate, error.detail) from error

@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any, Literal
 
-from keel.agents.environments.search.environment import Search, quote_fault
+from keel.agents.environments.search.environment import Search
 from keel.rewards.text import answer_in, outside_think
 from keel.rl.turns import ToolSpec
 from keel.synthesis.author import Author
 from keel.synthesis.ledger import Rejected
+from keel.synthesis.search.gates import check_quote
 from keel.synthesis.search.question import normalize_answer
 from keel.synthesis.search.workspace import Workspace, list_schema, object_schema, text_schema
 from keel.synthesis.tool_loop import gather_or_cancel
 
-LONGEST = 300
+_MAX_ANSWER = 300
 """Maximum number of characters in an answer."""
-UNKNOWN = "unknown"
+_UNKNOWN = "unknown"
 _SYSTEM = """\
 Answer the question between the fences{how}. End with the answer alone, a name or a number as it \
 stands there, between <answer> and </answer>; if you cannot find it, write \
@@ -42,7 +43,7 @@ async def answer(
 ) -> str:
     """Ask an agent and return its answer, or "" if it gives none. With `at_length` the answer is a
     text rather than a name."""
-    expected = (_OPEN if at_length else _SYSTEM).format(how=_HOW[answerer.tools], unknown=UNKNOWN)
+    expected = (_OPEN if at_length else _SYSTEM).format(how=_HOW[answerer.tools], unknown=_UNKNOWN)
     worked = await desk.work(
         answerer.author,
         "\n\n".join(filter(None, (expected, answerer.system))),
@@ -55,7 +56,7 @@ async def answer(
     if at_length:
         return text
     reply = " ".join(answer_in(text).split())
-    return "" if reply.lower() == UNKNOWN or len(reply) > LONGEST else reply
+    return "" if reply.lower() == _UNKNOWN or len(reply) > _MAX_ANSWER else reply
 
 
 async def candidates(
@@ -74,7 +75,7 @@ async def candidates(
     return list(result.values())
 
 
-Verdict = Literal["right", "wrong", "unclear"]
+_Verdict = Literal["right", "wrong", "unclear"]
 _VERIFIER_SYSTEM = """\
 You check answers to a question against the documents. Find out with the tools what the documents \
 say, going through every fact of the question, before you decide about any answer. An answer is \
@@ -84,7 +85,7 @@ answer sounds says nothing.
 
 Hand in a verdict for each answer with the tool `decide`: the reason, and the document that you \
 opened and the words in it that decide."""
-LABELS = [*ascii_uppercase, *(f"A{letter}" for letter in ascii_uppercase)]
+_LABELS = [*ascii_uppercase, *(f"A{letter}" for letter in ascii_uppercase)]
 """Labels for the answers. There are enough for all spellings and agents."""
 _DECIDE = ToolSpec(
     name="decide",
@@ -99,7 +100,7 @@ _DECIDE = ToolSpec(
                 quote=text_schema(1000),
             ),
             1,
-            len(LABELS),
+            len(_LABELS),
         )
     ),
 )
@@ -114,7 +115,7 @@ async def verify(
     *,
     passes: int,
     seed: str,
-) -> list[dict[str, Verdict]]:
+) -> list[dict[str, _Verdict]]:
     """Ask the verifier in several passes and return its verdict on each answer.
 
     `truths` are the accepted spellings of the author's answer, which the verifier cannot tell apart
@@ -122,7 +123,7 @@ async def verify(
     every pass.
     """
     answers = [*truths, *candidates]
-    draw, seen = random.Random(seed), list[dict[str, Verdict]]()
+    draw, seen = random.Random(seed), list[dict[str, _Verdict]]()
     for number in range(passes):
         draw.shuffle(answers)
         seen.append(await _pass(desk, verifier, question, answers))
@@ -133,39 +134,29 @@ async def verify(
                 f"the verifier finds {changed[0]!r} {seen[0][changed[0]]} in pass 1 and "
                 f"{seen[-1][changed[0]]} in pass {number + 1}",
             )
-        _check(seen[-1], truths, candidates)
+        for who, some, right in (
+            ("truth", truths, "right"),
+            ("candidate", candidates, "wrong"),
+        ):
+            for one in some:
+                if seen[-1][one] != right:
+                    raise Rejected(who, f"the verifier finds the answer {one!r} {seen[-1][one]}")
     return seen
-
-
-def _check(result: Mapping[str, Verdict], truths: Sequence[str], candidates: Sequence[str]) -> None:
-    for one in truths:
-        if result[one] != "right":
-            raise Rejected("truth", f"the verifier finds the author's answer {one!r} {result[one]}")
-    for one in candidates:
-        if result[one] != "wrong":
-            raise Rejected(
-                "candidate", f"the verifier finds an agent's answer {one!r} {result[one]}"
-            )
 
 
 async def _pass(
     desk: Workspace, verifier: Author, question: str, answers: Sequence[str]
-) -> dict[str, Verdict]:
-    labels = dict(zip(LABELS, answers, strict=False))
-    result: dict[str, Verdict] = {}
+) -> dict[str, _Verdict]:
+    labels = dict(zip(_LABELS, answers, strict=False))
+    result: dict[str, _Verdict] = {}
 
     def hand_in(value: Mapping[str, Any], search: Search) -> None:
         verdicts = value["verdicts"]
         if sorted(one["answer"] for one in verdicts) != sorted(labels):
             raise Rejected("verifier", f"decide about each of {', '.join(labels)}, once")
         for one in verdicts:
-            if one["verdict"] == "unclear":
-                continue
-            document = search.opened.get(one["document"].strip())
-            if document is None:
-                raise Rejected("verifier", f"{one['document']!r} was not opened")
-            if wrong := quote_fault(one["quote"], document):
-                raise Rejected("verifier", wrong)
+            if one["verdict"] != "unclear":
+                check_quote("verifier", one["document"].strip(), one["quote"], search)
         result.update({labels[one["answer"]]: one["verdict"] for one in verdicts})
 
     await desk.work(

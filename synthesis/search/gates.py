@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from keel.agents.environments.search.documents import Document, squeeze, terms
+from keel.agents.environments.search.documents import squeeze, terms
 from keel.agents.environments.search.environment import Search, quote_fault
 from keel.agents.environments.search.index import SearchIndex
 from keel.rewards.language.share import detected
 from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.question import Draft, Evidence
 
-ALIKE = 0.8
+_ALIKE = 0.8
 """Fraction of common terms from which two questions count as the same."""
-RARE = 0.05
+_RARE = 0.05
 """A term links two documents only if at most this fraction of all documents contains it. Two
 documents are always allowed."""
-UNLIKELY = 0.02
+_UNLIKELY = 0.02
 """A question is in another language if the probability of the requested language is below this."""
 
 
@@ -27,12 +27,8 @@ def check_evidence(
     """Check that every fact is quoted from a document that the author opened. Raises Rejected if
     one is not."""
     for one in evidence:
-        document = search.opened.get(one.document)
-        if document is None:
-            raise Rejected("evidence", f"{one.document!r} was not opened; name documents you read")
-        if wrong := quote_fault(one.quote, document):
-            raise Rejected("evidence", wrong)
-    facts = sum(len(quotes) for quotes in _apart(evidence, search).values())
+        check_quote("evidence", one.document, one.quote, search)
+    facts = _separate_quotes(evidence, search)
     if facts < breadth:
         raise Rejected("breadth", f"only {facts} facts are joined, at least {breadth} are required")
     documents = {one.document for one in evidence}
@@ -42,54 +38,50 @@ def check_evidence(
         )
 
 
-def _apart(evidence: Sequence[Evidence], search: Search) -> dict[str, list[tuple[int, int]]]:
-    """Return the merged [start, end) ranges of the quotes from each document, counted in letters
-    and digits."""
-    result: dict[str, list[tuple[int, int]]] = {}
-    for name in {one.document for one in evidence}:
-        whole = squeeze(search.opened[name].text)
-        places: list[tuple[int, int]] = []
-        for one in evidence:
-            if one.document == name:
-                quote = squeeze(one.quote)
-                start = whole.find(quote)
-                places.append((start, start + len(quote)))
-        joined: list[tuple[int, int]] = []
-        for start, end in sorted(places):
-            if joined and start < joined[-1][1]:
-                joined[-1] = joined[-1][0], max(end, joined[-1][1])
-            else:
-                joined.append((start, end))
-        result[name] = joined
-    return result
+def check_quote(gate: str, name: str, quote: str, search: Search) -> None:
+    """Check that a quote is in a document that was opened. Raises Rejected by `gate` if not."""
+    document = search.opened.get(name)
+    if document is None:
+        raise Rejected(gate, f"{name!r} was not opened; name documents you read")
+    if wrong := quote_fault(quote, document):
+        raise Rejected(gate, wrong)
+
+
+def _separate_quotes(evidence: Sequence[Evidence], search: Search) -> int:
+    """Count the quotes; those that overlap in a document count as one."""
+    places: list[tuple[str, int, int]] = []
+    for one in evidence:
+        start = squeeze(search.opened[one.document].text).find(squeeze(one.quote))
+        places.append((one.document, start, start + len(squeeze(one.quote))))
+    count, document, last = 0, "", 0
+    for name, start, end in sorted(places):
+        count += name != document or start >= last
+        last = max(end, last) if name == document else end
+        document = name
+    return count
 
 
 def check_chain(evidence: Sequence[Evidence], search: Search, index: SearchIndex) -> None:
     """Check that the documents are linked: a rare term quoted from one of them appears in another.
     Raises Rejected if they are not."""
     documents = {one.document: search.opened[one.document] for one in evidence}
-    most = max(2, int(RARE * len(index)))
+    most = max(2, int(_RARE * len(index)))
     rare: dict[str, set[str]] = {name: set() for name in documents}
     for one in evidence:
         rare[one.document] |= {
             term for term in set(terms(one.quote)) if index.frequency(term) <= most
         }
-    words = {name: _words(document) for name, document in documents.items()}
-    linked, remaining = set[str](), list(documents)
-    grows = remaining[:1]
-    while grows:
-        linked |= set(grows)
-        grows = [
-            name
-            for name in remaining
-            if name not in linked
-            and any(rare[other] & words[name] or rare[name] & words[other] for other in linked)
-        ]
-    if apart := [name for name in remaining if name not in linked]:
+    words = {name: set(terms(f"{d.title}\n{d.text}")) for name, d in documents.items()}
+    linked, others = [evidence[0].document], set(documents) - {evidence[0].document}
+    for name in linked:  # grows while it is read
+        new = [o for o in others if rare[name] & words[o] or rare[o] & words[name]]
+        linked += new
+        others -= set(new)
+    if others:
         raise Rejected(
             "chain",
-            f"{apart[0]!r} is not linked with the others: no rare term of a quote is in the other "
-            "document",
+            f"{min(others)!r} is not linked with the others: no rare term of a quote is in the "
+            "other document",
         )
 
 
@@ -112,7 +104,7 @@ def check_answer(draft: Draft, index: SearchIndex, *, depth: int) -> None:
 def check_language(text: str, language: str) -> None:
     """Check that a question is in the requested language. Raises Rejected if it is not."""
     best, likely = detected(text)
-    if best != language and likely.get(language, 0.0) < UNLIKELY:
+    if best != language and likely.get(language, 0.0) < _UNLIKELY:
         raise Rejected("language", f"the question is in {best!r} instead of {language!r}")
 
 
@@ -133,14 +125,10 @@ class AcceptedQuestions:
         if answer and (squeeze(answer), frozenset(documents)) in self.facts:
             raise Rejected("duplicate", "a question with this answer and evidence exists already")
         for other in self.questions.values():
-            if len(result & other) >= ALIKE * len(result | other):
+            if len(result & other) >= _ALIKE * len(result | other):
                 raise Rejected("duplicate", "a nearly identical question exists already")
 
     def add(self, question: str, answer: str, documents: Iterable[str]) -> None:
         self.questions[squeeze(question)] = frozenset(terms(question))
         if answer:
             self.facts.add((squeeze(answer), frozenset(documents)))
-
-
-def _words(document: Document) -> set[str]:
-    return set(terms(f"{document.title}\n{document.text}"))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import yaml
 
@@ -22,7 +22,7 @@ from keel.rl.seeds import seed_of
 from keel.synthesis.author import Author
 from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.answers import Answerer, candidates, verify
-from keel.synthesis.search.entities import Entity, propose_entity, rare_entities
+from keel.synthesis.search.entities import rare_entities
 from keel.synthesis.search.gates import (
     AcceptedQuestions,
     check_answer,
@@ -30,19 +30,24 @@ from keel.synthesis.search.gates import (
     check_evidence,
     check_language,
 )
-from keel.synthesis.search.question import Draft, accepts, rule_of, write_question
+from keel.synthesis.search.question import (
+    Draft,
+    accepts,
+    documents_of,
+    rule_of,
+    write_question,
+)
 from keel.synthesis.search.requests import OpenRequest, check_gain, write_request
 from keel.synthesis.search.workspace import Workspace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class Start(NamedTuple):
     """The starting point for a task."""
 
-    entity: Entity
+    entity: str
     language: str
     open: bool
-    """Whether the task is an open request with a rubric."""
+    """True for an open request with a rubric."""
 
 
 class SearchPipeline:
@@ -82,13 +87,7 @@ class SearchPipeline:
             index = SearchIndex(path)
         except (ValueError, OSError) as error:
             raise ConfigError(f"search.corpus = {config.corpus}: {error}") from error
-        self._desk = Workspace(
-            index=index,
-            results=config.results,
-            page_characters=config.page_characters,
-            most_turns=config.most_turns,
-            tries=config.tries,
-        )
+        self._desk = Workspace(index=index, config=config)
         self._starts = self._drawn(index)
         self.keys = list(self._starts)
         self._read_kept()
@@ -103,14 +102,9 @@ class SearchPipeline:
         if key in self._written:  # written, but not in the ledger
             return
         start = self._starts[key]
-        name = start.entity.name or await propose_entity(
-            self._desk, self._author, start.entity.document, self._config.most_documents
-        )
-        line = await (
-            self._helpful(name, start) if start.open else self._question(name, start, key)
-        )
+        line = await (self._helpful(start) if start.open else self._question(start, key))
         line["provenance"] |= {
-            "entity": name,
+            "entity": start.entity,
             "language": start.language,
             "authors": sorted({one.author.name for one in self._answerers} | {self._author.name}),
             "verifier": self._verifier.name,
@@ -124,7 +118,7 @@ class SearchPipeline:
             file.write(json.dumps({"id": key, **line}, ensure_ascii=False) + "\n")
         self._written.add(key)
 
-    async def _question(self, name: str, start: Start, key: str) -> dict[str, Any]:
+    async def _question(self, start: Start, key: str) -> dict[str, Any]:
         config, index = self._config, self._desk.index
 
         def gate(draft: Draft, search: Search) -> None:
@@ -132,17 +126,9 @@ class SearchPipeline:
             check_chain(draft.evidence, search, index)
             check_answer(draft, index, depth=config.depth)
             check_language(draft.question, start.language)
-            self._kept.check(draft.question, draft.answer, draft.documents)
+            self._kept.check(draft.question, draft.answer, documents_of(draft.evidence))
 
-        draft = await write_question(
-            self._desk,
-            self._author,
-            name,
-            start.language,
-            depth=config.depth,
-            breadth=config.breadth,
-            gate=gate,
-        )
+        draft = await write_question(self._desk, self._author, start.entity, start.language, gate)
         rule = rule_of(draft.spellings)
         taken = accepts(rule)
         if lost := [one for one in draft.spellings if not taken(one)]:
@@ -160,45 +146,30 @@ class SearchPipeline:
         return {
             "prompt": draft.question,
             **rule,
-            "environment": {"evidence": draft.documents},
+            "environment": {"evidence": documents_of(draft.evidence)},
             "provenance": {
                 "answer": draft.answer,
-                "evidence": draft.listed,
+                "evidence": [asdict(one) for one in draft.evidence],
                 "wrong_answers": wrong,
                 "passes": config.passes,
             },
         }
 
-    async def _helpful(self, name: str, start: Start) -> dict[str, Any]:
+    async def _helpful(self, start: Start) -> dict[str, Any]:
         config = self._config
 
         def gate(request: OpenRequest, search: Search) -> None:
             check_evidence(request.evidence, search, depth=config.depth, breadth=config.breadth)
             check_language(request.text, start.language)
-            self._kept.check(request.text, "", request.documents)
+            self._kept.check(request.text, "", documents_of(request.evidence))
 
-        request = await write_request(
-            self._desk,
-            self._author,
-            name,
-            start.language,
-            depth=config.depth,
-            breadth=config.breadth,
-            gate=gate,
-        )
-        scores = await check_gain(
-            self._desk,
-            self._author,
-            self._verifier,
-            request,
-            least=config.least_gain,
-            passes=config.passes,
-        )
+        request = await write_request(self._desk, self._author, start.entity, start.language, gate)
+        scores = await check_gain(self._desk, self._author, self._verifier, request)
         return {
             "prompt": request.text,
             "criteria": request.spec["criteria"],
             "reference": request.spec["reference"],
-            "environment": {"evidence": request.documents},
+            "environment": {"evidence": documents_of(request.evidence)},
             "provenance": {
                 "evidence": [asdict(one) for one in request.evidence],
                 "scores": scores,
@@ -212,21 +183,14 @@ class SearchPipeline:
     def _drawn(self, index: SearchIndex) -> dict[str, Start]:
         """Return the starting point of each task by its key."""
         config = self._config
-        if config.entities == "author":
-            names = [Entity(name="", document=one.name) for one in index.documents()]
-            names.sort(key=lambda one: seed_of(self._seed, "entity", one.document))
-            entities = names[: config.count]
-        else:
-            entities = rare_entities(
-                index, count=config.count, most_documents=config.most_documents, seed=self._seed
-            )
+        entities = rare_entities(
+            index, count=config.count, most_documents=config.most_documents, seed=self._seed
+        )
         if len(entities) < config.count:
             raise ConfigError(
-                f"search.count = {config.count}: the corpus has {len(entities)} documents; lower it"
-                if config.entities == "author"
-                else f"search.count = {config.count}: the corpus has {len(entities)} entities that "
-                f"stand in at most search.most_documents = {config.most_documents} documents; "
-                "lower count, raise most_documents, or set search.entities: author"
+                f"search.count = {config.count}: the corpus has {len(entities)} entities in at "
+                f"most search.most_documents = {config.most_documents} documents; lower count, or "
+                "raise most_documents"
             )
         starts: dict[str, Start] = {}
         drawn = {True: 0, False: 0}
@@ -236,9 +200,7 @@ class SearchPipeline:
             # Each kind cycles through the languages.
             language = config.languages[drawn[is_open] % len(config.languages)]
             drawn[is_open] += 1
-            starts[f"{entity.name or entity.document}/{language}"] = Start(
-                entity=entity, language=language, open=is_open
-            )
+            starts[f"{entity}/{language}"] = Start(entity, language, is_open)
         return starts
 
     def _read_kept(self) -> None:

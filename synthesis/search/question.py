@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from keel.agents.environments.search.environment import Search
@@ -49,7 +49,6 @@ class Draft:
     also: tuple[str, ...]
     """Other correct spellings of the answer."""
     evidence: tuple[Evidence, ...]
-    language: str
 
     @property
     def spellings(self) -> list[str]:
@@ -58,14 +57,6 @@ class Draft:
         for one in (self.answer, *self.also):
             result.setdefault(normalize_answer(one), one)
         return list(result.values())
-
-    @property
-    def documents(self) -> list[str]:
-        return list(dict.fromkeys(one.document for one in self.evidence))
-
-    @property
-    def listed(self) -> list[dict[str, str]]:
-        return [asdict(one) for one in self.evidence]
 
 
 EVIDENCE = object_schema(claim=text_schema(500), document=text_schema(400), quote=text_schema(1000))
@@ -79,9 +70,6 @@ _SUBMIT = ToolSpec(
         evidence=list_schema(EVIDENCE, 1, MOST),
     ),
 )
-Gate = Callable[[Draft, Search], None]
-"""A function that raises Rejected if a draft fails. `Search` is the author's, with the documents it
-opened."""
 
 
 async def write_question(
@@ -89,13 +77,10 @@ async def write_question(
     author: Author,
     entity: str,
     language: str,
-    *,
-    depth: int,
-    breadth: int,
-    gate: Gate,
+    gate: Callable[[Draft, Search], None],
 ) -> Draft:
-    """Ask the author for a question that passes the gates. Raises Rejected by a gate, AuthorLost or
-    BudgetSpent."""
+    """Ask the author for a question that passes `gate`, which gets the author's `Search`. Raises
+    Rejected by a gate, AuthorLost or BudgetSpent."""
     drafts: list[Draft] = []
 
     def hand_in(value: Mapping[str, Any], search: Search) -> None:
@@ -104,14 +89,13 @@ async def write_question(
             answer=" ".join(value["answer"].split()),
             also=tuple(" ".join(one.split()) for one in value["other_spellings"]),
             evidence=evidence_of(value),
-            language=language,
         )
         gate(draft, search)
         drafts.append(draft)
 
     await desk.work(
         author,
-        _SYSTEM.format(depth=depth, breadth=breadth),
+        _SYSTEM.format(depth=desk.config.depth, breadth=desk.config.breadth),
         f"Write a question in the language with the ISO 639-1 code {language}, beginning from the "
         "entity between the fences. The answer stays as it stands in the document.",
         material={"entity": entity},
@@ -119,6 +103,10 @@ async def write_question(
         hand_in=(_SUBMIT, hand_in),
     )
     return drafts[-1]
+
+
+def documents_of(evidence: Sequence[Evidence]) -> list[str]:
+    return list(dict.fromkeys(one.document for one in evidence))
 
 
 def evidence_of(value: Mapping[str, Any]) -> tuple[Evidence, ...]:

@@ -20,8 +20,8 @@ from keel.synthesis.search.question import EVIDENCE, MOST, Evidence, evidence_of
 from keel.synthesis.search.workspace import Workspace, list_schema, object_schema, text_schema
 from keel.synthesis.tool_loop import gather_or_cancel
 
-LEAST_CRITERIA, MOST_CRITERIA = 3, 8
-READS = 3
+_MIN_CRITERIA, _MAX_CRITERIA = 3, 8
+_READS = 3
 """Number of judge replies to try to parse before giving up."""
 _SYSTEM = """\
 You write requests that people make of an assistant that can search: to explain, compare, sum up \
@@ -46,8 +46,8 @@ _SUBMIT = ToolSpec(
                 text=text_schema(500),
                 weight={"type": "number", "exclusiveMinimum": 0, "maximum": 100},
             ),
-            LEAST_CRITERIA,
-            MOST_CRITERIA,
+            _MIN_CRITERIA,
+            _MAX_CRITERIA,
         ),
     ),
 )
@@ -62,26 +62,16 @@ class OpenRequest:
     """The reward spec of kind `rubric`."""
     evidence: tuple[Evidence, ...]
 
-    @property
-    def documents(self) -> list[str]:
-        return list(dict.fromkeys(one.document for one in self.evidence))
-
-
-Gate = Callable[[OpenRequest, Search], None]
-"""A function that raises Rejected if a request fails."""
-
 
 async def write_request(
     desk: Workspace,
     author: Author,
     entity: str,
     language: str,
-    *,
-    depth: int,
-    breadth: int,
-    gate: Gate,
+    gate: Callable[[OpenRequest, Search], None],
 ) -> OpenRequest:
-    """Ask the author for an open request. Raises Rejected, AuthorLost or BudgetSpent."""
+    """Ask the author for an open request that passes `gate`. Raises Rejected, AuthorLost or
+    BudgetSpent."""
     written: list[OpenRequest] = []
 
     def hand_in(value: Mapping[str, Any], search: Search) -> None:
@@ -101,7 +91,12 @@ async def write_request(
 
     await desk.work(
         author,
-        _SYSTEM.format(depth=depth, breadth=breadth, least=LEAST_CRITERIA, most=MOST_CRITERIA),
+        _SYSTEM.format(
+            depth=desk.config.depth,
+            breadth=desk.config.breadth,
+            least=_MIN_CRITERIA,
+            most=_MAX_CRITERIA,
+        ),
         f"Write a request in the language with the ISO 639-1 code {language}, beginning from the "
         "entity between the fences.",
         material={"entity": entity},
@@ -116,27 +111,23 @@ async def check_gain(
     author: Author,
     judge: Author,
     request: OpenRequest,
-    *,
-    least: float,
-    passes: int,
 ) -> dict[str, float]:
     """Return the mean scores of answers with and without tools. Raises Rejected if the difference
-    is below `least`."""
+    is below `search.least_gain`."""
+    answerers = [Answerer(author=author, system="", tools=tools) for tools in (True, False)]
     with_tools, without = await gather_or_cancel(
-        *(
-            answer(
-                desk, Answerer(author=author, system="", tools=tools), request.text, at_length=True
-            )
-            for tools in (True, False)
-        )
+        *(answer(desk, one, request.text, at_length=True) for one in answerers)
     )
     if not with_tools:
         raise Rejected("gain", "the agent with tools has no answer")
     rubric = Rubric.parse(request.spec)
     better, worse = await gather_or_cancel(
-        *(_score(judge, rubric, request.text, text, passes) for text in (with_tools, without))
+        *(
+            _score(judge, rubric, request.text, text, desk.config.passes)
+            for text in (with_tools, without)
+        )
     )
-    if better - worse < least:
+    if better - worse < desk.config.least_gain:
         raise Rejected(
             "gain", f"search does not help: {better:.2f} with tools and {worse:.2f} without"
         )
@@ -158,7 +149,7 @@ async def _judgement(
 ) -> Sample:
     ((asked, question),) = rubric.questions(task, text, "", sample=number)
     why = ""
-    for _ in range(READS):
+    for _ in range(_READS):
         message, material = question.messages(new_fence())
         schema = f"The schema: {json.dumps(question.schema)}"
         message = {**message, "content": f"{message['content']}\n{schema}"}

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import subprocess
-import tarfile
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ from keel.configs.schema import ConfigError
 from keel.synthesis.code.filters import check_change, check_leaks, judge
 from keel.synthesis.code.pipeline import outcomes_of
 from keel.synthesis.code.sandboxes import Prefix
-from keel.synthesis.code.sources import ArchiveSource, GitSource
+from keel.synthesis.code.sources import GitSource
 from keel.synthesis.ledger import Rejected
 from tests.synthesis.authors import ScriptedAuthor
 from tests.synthesis.code.projects import (
@@ -37,7 +34,7 @@ from tests.synthesis.code.projects import (
 
 @pytest.mark.e2e
 def test_commits_that_name_an_issue_become_candidates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     git = repository(
         tmp_path / "git",
@@ -69,9 +66,6 @@ def test_commits_that_name_an_issue_become_candidates(
     for settings in ({"git": str(tmp_path / "no")}, {"ref": "nowhere"}):
         with pytest.raises(ConfigError, match=r"code\.sources\[adding\]\.git"):
             GitSource(source(git, **settings))
-    monkeypatch.setattr("keel.synthesis.code.sources.GIT_S", 0.0)
-    with pytest.raises(ConfigError, match=r"code\.sources\[adding\]\.git"):
-        GitSource(source(git))
 
 
 @pytest.mark.e2e
@@ -100,38 +94,6 @@ def test_repository_config_runs_no_program(tmp_path: Path) -> None:
     assert not ran.exists()
     told_git("log", "-1")
     assert ran.exists()
-
-
-def _archive(path: Path, files: Mapping[str, str]) -> str:
-    with tarfile.open(path, "w:gz") as archive:
-        for name, text in files.items():
-            member = tarfile.TarInfo(f"adding/{name}")
-            member.size = len(text)
-            archive.addfile(member, io.BytesIO(text.encode()))
-    return str(path)
-
-
-def test_two_releases_with_changelog(tmp_path: Path) -> None:
-    new = {**BEFORE, **AFTER, "CHANGES.md": f"# 1.1\n{ISSUE}\n# 1.0\nFirst.\n", "../x": "out"}
-    old = _archive(tmp_path / "adding-1.0.tar.gz", {**BEFORE, "CHANGES.md": "# 1.0\nFirst.\n"})
-    pair = (old, _archive(tmp_path / "adding-1.1.tar.gz", new))
-    releases = ArchiveSource(source(git="", archives=pair))
-    assert releases.keys == ["adding-1.0-1.1"]
-    loaded = releases.load(releases.keys[0])
-    assert loaded.version == "1.0" and "../x" not in loaded.after
-    assert loaded.issue.startswith("# 1.1\nTotals of an empty") and "First." not in loaded.issue
-    check_change(loaded, config())
-    unlike = _archive(tmp_path / "adding-0.9.tar.gz", BEFORE)
-    with pytest.raises(Rejected):
-        ArchiveSource(source(git="", archives=(unlike, pair[1]))).load("")
-    silent = _archive(tmp_path / "adding-1.2.tar.gz", {**BEFORE, **AFTER})
-    with pytest.raises(Rejected):
-        ArchiveSource(source(git="", archives=(old, silent))).load("")
-    broken = tmp_path / "adding-1.3.tar.gz"
-    for data in (b"no archive", Path(pair[1]).read_bytes()[:-100]):
-        broken.write_bytes(data)
-        with pytest.raises(Rejected):
-            ArchiveSource(source(git="", archives=(old, str(broken)))).load("")
 
 
 LONG = "\n".join(f"x{n} = {n}" for n in range(500))

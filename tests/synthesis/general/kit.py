@@ -8,7 +8,6 @@ from typing import Any
 
 from keel.configs.synthesis import GeneralConfig
 from keel.synthesis.general import gates
-from keel.synthesis.general.environment_writer import check_task
 from keel.synthesis.general.sandboxes import GeneralSandboxes
 from tests.waiting import PATIENCE_S
 
@@ -66,16 +65,13 @@ def config(**changes: Any) -> GeneralConfig:
     return GeneralConfig(**{**CONFIG, **changes})
 
 
-class Counted:
+def counted(*passed: int) -> gates.Reference:
     """A reference policy with a fixed number of passed attempts per task."""
 
-    name = "counted"
+    async def attempts(rooms: GeneralSandboxes, environment: Path, number: int) -> int:
+        return passed[number]
 
-    def __init__(self, *passed: int) -> None:
-        self._passed = passed
-
-    async def passed(self, rooms: GeneralSandboxes, environment: Path, number: int) -> int:
-        return self._passed[number]
+    return attempts
 
 
 def environment(folder: Path, **parts: str) -> Path:
@@ -102,14 +98,16 @@ def environment(folder: Path, **parts: str) -> Path:
     return folder
 
 
-async def held(rooms: GeneralSandboxes, path: Path, reference: Counted, seed: int = 3) -> list[int]:
+async def held(
+    rooms: GeneralSandboxes, path: Path, reference: gates.Reference, seed: int = 3
+) -> list[int]:
     """Run all tasks of a folder through every gate. Returns the calls of each solution; raises
     Rejected."""
     specs = await gates.typed(rooms, path)
     tasks = json.loads((path / "task.json").read_text())["tasks"]
     answers, before, calls = list[Any](), None, list[int]()
     for number in range(len(tasks)):
-        answer, count, before = await check_task(
+        answer, count, before = await gates.check_task(
             rooms,
             path,
             number,

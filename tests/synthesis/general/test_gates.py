@@ -11,7 +11,7 @@ from keel.configs.synthesis import GeneralConfig
 from keel.synthesis.general.sandboxes import GeneralSandboxes
 from keel.synthesis.ledger import Rejected
 from tests.agents.sandboxes import wrap_of
-from tests.synthesis.general.kit import SOLVE, TOOLS, VERIFY, Counted, config, environment, held
+from tests.synthesis.general.kit import SOLVE, TOOLS, VERIFY, config, counted, environment, held
 from tests.waiting import within_some
 
 pytestmark = pytest.mark.e2e
@@ -184,7 +184,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> TestOutcomes:
 
             async def one(number: int, name: str) -> None:
                 path = environment(rooms.making / str(number), **CHEATS[name][0])
-                reference = Counted(3, 3 if "that is not" in name else 1)
+                reference = counted(3, 3 if "that is not" in name else 1)
                 async with slots:
                     try:
                         await held(rooms, path, reference)

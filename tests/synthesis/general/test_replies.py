@@ -6,7 +6,7 @@ import pytest
 
 from keel.synthesis.author import AuthorReply
 from keel.synthesis.general.environment_writer import renamed, sections
-from keel.synthesis.general.gates import EMPTY, MOST, mutations, plausible
+from keel.synthesis.general.gates import EMPTY, MAX_MUTATIONS, mutations, plausible
 from keel.synthesis.ledger import Rejected
 
 REPLY = """\
@@ -67,7 +67,7 @@ def test_mutations_reach_every_part() -> None:
     ):
         assert part in labels
     assert answer["days"][0] == {"hotel": "Inn", "price": 3}  # none of it was changed
-    assert len(mutations({"long": list(range(500))})) == MOST
+    assert len(mutations({"long": list(range(500))})) == MAX_MUTATIONS
     assert mutations("x")[-1] == ("the answer = ''", "")
     others = plausible(answer, ["Inn", "Park"], 1)
     assert others == plausible(answer, ["Inn", "Park"], 1) and answer not in others

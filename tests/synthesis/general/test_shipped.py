@@ -13,7 +13,7 @@ from keel.agents.environments.general.author_code import Folder, folders
 from keel.configs.load import load_synthesis
 from keel.synthesis.general.sandboxes import GeneralSandboxes
 from tests.agents.sandboxes import wrap_of
-from tests.synthesis.general.kit import Counted, config, held
+from tests.synthesis.general.kit import config, counted, held
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
@@ -30,7 +30,7 @@ def test_shipped_environments_pass_every_gate(tmp_path: Path) -> None:
 
             async def one(folder: Folder) -> tuple[list[int], list[int]]:
                 history = json.loads(folder.text("provenance.json"))
-                calls = await held(rooms, folder.path, Counted(*history["passed"]))
+                calls = await held(rooms, folder.path, counted(*history["passed"]))
                 within = [sum(count <= most for most in history["most_calls"]) for count in calls]
                 assert calls == history["calls_of_the_solution"]
                 return within, history["passed"]

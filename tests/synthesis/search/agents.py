@@ -89,8 +89,6 @@ class Agents:
             submission = self.submits[min(self._submitted, len(self.submits) - 1)]
             self._submitted += 1
             return calls("submit", submission)
-        if purpose == "entity":
-            return calls("propose", {"names": ["Wrenfield", "Jarrow", "Zelenograd", "Thames"]})
         if purpose == "answer":
             self._answered += 1
             return self.answers[(self._answered - 1) % len(self.answers)]

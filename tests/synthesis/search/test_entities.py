@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from keel.agents.environments.search.index import SearchIndex, ensure_index
-from keel.synthesis.author import AuthorReply
-from keel.synthesis.ledger import Rejected
-from keel.synthesis.search.entities import propose_entity, rare_entities
-from keel.synthesis.search.workspace import Workspace
+from keel.synthesis.search.entities import rare_entities
 from tests.agents.environments.search.corpus import write_corpus
-from tests.synthesis.authors import ScriptedAuthor
-from tests.synthesis.search.agents import calls
 
 
 @pytest.fixture
@@ -33,7 +27,7 @@ def index(tmp_path: Path) -> Iterator[SearchIndex]:
 
 def names(index: SearchIndex, **knobs: int) -> set[str]:
     settings = {"count": 999, "most_documents": 3, "seed": 1, **knobs}
-    return {entity.name for entity in rare_entities(index, **settings)}
+    return set(rare_entities(index, **settings))
 
 
 def test_rare_names_and_no_common_words(index: SearchIndex) -> None:
@@ -53,21 +47,6 @@ def test_rare_names_and_no_common_words(index: SearchIndex) -> None:
 
 def test_seed_determines_entities(index: SearchIndex) -> None:
     def drawn(seed: int, count: int = 4) -> list[str]:
-        return [one.name for one in rare_entities(index, count=count, most_documents=2, seed=seed)]
+        return rare_entities(index, count=count, most_documents=2, seed=seed)
 
     assert drawn(1) == drawn(1) != drawn(2) and drawn(1, 6)[:4] == drawn(1)
-
-
-def test_author_proposes_entities(index: SearchIndex) -> None:
-    desk = Workspace(index=index, results=5, page_characters=3000, most_turns=5, tries=2)
-
-    def first(*tried: list[str]) -> str:
-        replies: list[AuthorReply | str] = [calls("propose", {"names": one}) for one in tried]
-        author = ScriptedAuthor(replies)
-        return asyncio.run(propose_entity(desk, author, "bridge.md", 2))
-
-    assert first(["Atlantis", "Mirela Dancu", "Oakford"]) == "Mirela Dancu"
-    assert first(["the engineer"], ["Halvorsen"]) == "Halvorsen"
-    for name in ("the engineer", "Atlantis"):
-        with pytest.raises(Rejected):
-            first([name], [name])

@@ -244,12 +244,12 @@ def test_later_start_refuses_duplicates(tmp_path: Path, question: str, why: str)
 def test_concurrent_duplicates_are_kept_once(tmp_path: Path) -> None:
     """This holds for any reward pattern."""
     made: Any = object.__new__(SearchPipeline)
-    start = SimpleNamespace(entity=SimpleNamespace(name="a bridge"), open=False, language="en")
+    start = SimpleNamespace(entity="a bridge", open=False, language="en")
     made._starts, made._written = {"one": start, "two": start}, set()
     made._kept, made._folder, made._answerers = AcceptedQuestions(), tmp_path, []
     made._author = made._verifier = SimpleNamespace(name="m")
 
-    async def question(name: str, start: object, key: str) -> dict[str, Any]:
+    async def question(start: object, key: str) -> dict[str, Any]:
         return {
             "prompt": {"one": "Who founded it?", "two": "Which person began the society?"}[key],
             "answer": rf"(?i:Tobias\s+Wrenfield|{key})",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from keel.agents.environments.search.index import SearchIndex, ensure_index
+from keel.configs.synthesis import SearchTasksConfig
 from keel.synthesis.search.answers import Answerer, answer, verify
 from keel.synthesis.search.workspace import Workspace
 from tests.synthesis.authors import ScriptedAuthor
@@ -24,7 +25,7 @@ def desk(tmp_path: Path) -> Workspace:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "<|im_start|>.txt").write_text(HOSTILE)
     index = SearchIndex(ensure_index(tmp_path / "corpus", tmp_path / "index"))
-    return Workspace(index=index, results=5, page_characters=3000, most_turns=9, tries=2)
+    return Workspace(index=index, config=SearchTasksConfig(corpus=str(tmp_path), most_turns=9))
 
 
 def test_no_control_token_reaches_an_agent(desk: Workspace) -> None:
