@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -166,22 +164,11 @@ def test_full_context_is_rewritten(method: Method, window: int) -> None:
     assert summaries == (2 * trajectory.usage.rewrites if method == "summary" else 0)
 
 
-@cache
-def thinking_chat() -> TemplateChat:
-    return TemplateChat(build_tokenizer(), tools_in_thinking=True)
-
-
-def think(policy: Policy, sums: Any, *, window: int = 20_000, **settings: Any) -> Trajectory:
-    """Play an episode whose tools are called inside the thinking."""
-    budget = replace(BUDGET, turns=50, tokens=20_000, window=window)
-    form = thinking_chat()
-    return completed(play(policy, sums, budget=budget, thinking=True, form=form, **settings))
-
-
 def test_several_calls_in_one_thinking() -> None:
     policy = says("<think>\nLet me add.\n@add 20, 20", "Two more.\n@add 40, 2", "Done.\n</think>42")
     sums = Sums()
-    trajectory = think(policy, sums)
+    form = TemplateChat(build_tokenizer(), tools_in_thinking=True)
+    trajectory = completed(play(policy, sums, thinking=True, form=form))
     assert calls_of(sums) == ["call add {'a': 20, 'b': 20}", "call add {'a': 40, 'b': 2}"]
     assert trajectory.verdict == Verdict(parts={"correct": 1.0})
     assert trajectory.finish_reason == "stop" and trajectory.usage is not None
@@ -195,22 +182,5 @@ def test_several_calls_in_one_thinking() -> None:
     assert len(starts) == len(policy.requests) == 3
     for request, start in zip(policy.requests, starts, strict=True):
         assert request.token_ids_T.tolist() == ids[:start], "trained on another context"
-    text = thinking_chat().decode(ids)
+    text = form.decode(ids)
     assert text.count("<think>") == 1 == text.count("</think>")
-
-
-def test_rewrite_in_thinking_starts_a_new_one() -> None:
-    """The rewritten context shows closed turns, so the next call needs its own thinking."""
-
-    def script(turn: int, context: str) -> str:
-        if turn > 40:
-            return "</think>42" + END
-        new = context.rpartition("<|im_start|>assistant\n")[0].rpartition("<think>")[2]
-        is_open = "</think>" not in new and "<think>" in context
-        return ("" if is_open else "<think>\n") + "@add 1, 2" + END
-
-    context = ContextManager(method="discard-all", window=260, most=9)
-    trajectory = think(Policy(script), Sums(words=4), context=context, window=260)
-    assert len(trajectory.segments) > 2 and trajectory.usage is not None
-    assert trajectory.usage.malformed_calls == 0
-    assert trajectory.finish_reason == "stop"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,41 +116,3 @@ def test_abandoned_call_runs_to_its_end(tmp_path: Path, then: str, reason: str) 
         assert "call add {'a': 1, 'b': 2}" in environment.log and environment.log[-1] == "close"
 
     within_some(check, (2.0, 20.0, 100.0) if reason == "deadline" else (PATIENCE_S,))
-
-
-class Held(Sums):
-    """Its calls wait for `go`."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.go = asyncio.Event()
-
-    async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
-        await asyncio.wait_for(self.go.wait(), PATIENCE_S)
-        return await super().call(call, timeout_s=timeout_s)
-
-
-@pytest.mark.parametrize("finished", [False, True])
-def test_no_waiting_call_runs_after_the_end(finished: bool) -> None:
-    """The end is a call that ends the task, or `finish` while one runs and others wait."""
-    sums = [(1, 1), (98, 1), (2, 2), (3, 3)]
-
-    async def work() -> tuple[list[Any], list[str]]:
-        environment = Held()
-        tools = McpTools(environment, [ADD], budget=BUDGET)
-        bodies = [json.dumps(call_body(a=a, b=b)).encode() for a, b in sums]
-        calls = [asyncio.create_task(tools.answer(body)) for body in bodies]
-        while len(tools._running) < len(calls):
-            await asyncio.sleep(0)
-        ending = asyncio.create_task(tools.finish(PATIENCE_S)) if finished else None
-        await asyncio.sleep(0)
-        environment.go.set()
-        answers = [(await call) or {} for call in calls]
-        if ending is not None:
-            await ending
-        return ["error" in answer for answer in answers], environment.log
-
-    errors, log = run(work())
-    ran = 1 if finished else 2
-    assert errors == [False] * ran + [True] * (4 - ran)
-    assert log == [f"call add {{'a': {a}, 'b': {b}}}" for a, b in sums[:ran]]

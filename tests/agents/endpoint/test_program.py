@@ -138,15 +138,6 @@ def test_verdicts_and_answers_are_parsed(code: str, verdict: type, answer: str |
     assert (type(ended.verdict), ended.answer, ended.failed) == (verdict, answer, "")
 
 
-def test_missing_program_and_invalid_settings(tmp_path: Path) -> None:
-    assert "no-such-agent" in drive("", command=["no-such-agent", "{prompt}"])[0].failed
-    assert "/no/such/python" in drive("", python="/no/such/python")[0].failed
-    with pytest.raises(ValueError, match="OPENAI_API_KEY"):
-        AgentProgram(command=["a"], env={"OPENAI_API_KEY": "mine"})
-    with pytest.raises(ValueError, match="no-such-agent"):
-        command_of("no-such-agent", python=sys.executable, folder=tmp_path)
-
-
 FUNCTIONS = """
 def answers(task): return task["messages"][0]["content"] + "!"
 def scores(prompt, seed, more=1): return {"correct": 1.0, "seed": seed / 10}, {"prompt": prompt}

@@ -130,15 +130,6 @@ def test_changed_tools_or_messages_fork() -> None:
     assert [int(s.trainable_T.sum()) for s in finished.segments] == [3 + 1 + 4 + 1, 4, 6]
 
 
-def test_render_that_begins_with_recorded_ids_extends() -> None:
-    async def work(recorder: TrajectoryRecorder) -> None:
-        turn = as_sent(await ask(recorder, [user("a")]))
-        await ask(recorder, [user("a"), turn, {"role": "system", "content": "s"}, user("b")])
-
-    finished = record(Policy(["one", "two"], "hermes"), work, chat=chat_of("hermes"))
-    assert (finished.counts["extended"], len(finished.segments)) == (1, 1)
-
-
 def test_assistant_messages_of_the_program_are_marked() -> None:
     async def work(recorder: TrajectoryRecorder) -> None:
         turn = as_sent(await ask(recorder, [user("a")]))
@@ -432,18 +423,6 @@ def test_concurrent_turns_share_the_budget() -> None:
 
     record(policy, work, tokens=12, turn_tokens=6)
     assert sum(len(s) for _, s in policy.turns) == 12
-
-
-def test_slow_turn_gets_503() -> None:
-    policy = Policy(["one"])
-    policy.hold = asyncio.Event()
-
-    async def work(recorder: TrajectoryRecorder) -> None:
-        with pytest.raises(ApiError) as error:
-            await ask(recorder, [user("a")])
-        assert error.value.status == 503
-
-    assert record(policy, work, turn_s=0.05).segments == ()
 
 
 def test_engine_and_idle_time_count(monkeypatch: pytest.MonkeyPatch) -> None:
