@@ -42,11 +42,8 @@ class Budget:
 
     @property
     def characters(self) -> int:
-        """Length above which a text is assumed not to fit the window.
-
-        The length is checked first because tokenizing a large text would block all other
-        trajectories for seconds per MiB.
-        """
+        """Length above which a text is assumed not to fit the window. The length is checked first
+        because tokenizing a large text would block all other trajectories for seconds per MiB."""
         return max(CHARACTERS_PER_TOKEN * self.window, _SHORT_TEXT)
 
     def truncate(self, text: str) -> str:
@@ -65,10 +62,8 @@ class Budget:
 
     def room(self, usage: Usage, *, context: int, sampled: int) -> tuple[FinishReason, int]:
         """Return the limit that the next turn will reach first, and how many tokens it may sample.
-
         If that number is below 1, the limit has been reached already. `context` is the number of
-        tokens in the context, and `sampled` the number sampled in all turns.
-        """
+        tokens in the context, and `sampled` the number sampled in all turns."""
         if usage.turns >= self.turns:
             return "turns", 0
         if self.remaining_s(usage) <= 0:
@@ -82,10 +77,8 @@ class Budget:
 
 
 def with_turn(usage: Usage, result: TurnResult, *, repeated: int) -> Usage:
-    """Return the usage after a turn.
-
-    `repeated` is the number of context tokens that an earlier turn had already processed.
-    """
+    """Return the usage after a turn. `repeated` is the number of context tokens that an earlier
+    turn had already processed."""
     return replace(
         usage,
         turns=usage.turns + 1,

@@ -77,10 +77,8 @@ class ContextManager:
         self, opening: Sequence[Message], view: Sequence[Message], *, tokens: int, rewrites: int
     ) -> Rewrite | AskFirst | None:
         """Return the rewrite to make before the next turn, or a question to ask the policy first.
-
         `view` are the messages in the current context, which begin with the opening and have
-        `tokens` tokens. Returns None if no rewrite is due or nothing can be removed.
-        """
+        `tokens` tokens. Returns None if no rewrite is due or nothing can be removed."""
         if self.method == "none" or rewrites >= self.most or tokens < _FULL * self.window:
             return None
         steps: list[list[Message]] = []  # an assistant message with its results, or another message

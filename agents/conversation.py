@@ -30,12 +30,9 @@ from keel.rl.types import NO_ROUTE, SamplingMasks, Segment
 
 
 class SegmentRecord:
-    """One context and the turns that were sampled in it.
-
-    A turn returns the routes for the tokens that it was the first to process as input. The last
-    token that a turn samples is processed only by the next turn, as are the tool results that
-    follow it.
-    """
+    """One context and the turns that were sampled in it. A turn returns the routes for the tokens
+    that it was the first to process as input. The last token that a turn samples is processed only
+    by the next turn, as are the tool results that follow it."""
 
     def __init__(self, prompt_id: str, context: Sequence[int]) -> None:
         self._prompt_id = prompt_id
@@ -78,10 +75,7 @@ class SegmentRecord:
         )
 
     def append(self, request: TurnRequest, result: TurnResult) -> None:
-        """Record a turn.
-
-        Raises ValueError if the turn is incomplete or answers a different request.
-        """
+        """Record a turn. Raises ValueError if it is incomplete or answers a different request."""
         context, sampled = len(self._ids), len(result.token_ids_N)
         name, routes = f"conversation {request.conversation}", result.routes_RLK
         if len(request.token_ids_T) != context or request.routes_from != self._rows:
@@ -107,10 +101,7 @@ class SegmentRecord:
         del self._ids[start + len(result.token_ids_N) :]
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Extend the context to `ids`, which must begin with the current ids.
-
-        Raises ValueError if it does not.
-        """
+        """Extend the context to `ids`. Raises ValueError if they do not begin with its ids."""
         if list(ids[: len(self._ids)]) != self._ids:
             raise ValueError(f"conversation of {self._prompt_id}: an extension changes earlier ids")
         self._ids += ids[len(self._ids) :]
@@ -123,10 +114,16 @@ class SegmentRecord:
         tokens = spans[-1][0] + len(spans[-1][1].token_ids_N)
         trainable, logp = np.zeros(tokens, np.bool_), np.zeros(tokens, np.float32)
         versions = np.full(tokens, -1, np.int32)
+        masks: list[SamplingMasks] = []
+        end = 0
         for start, result in spans:
-            part = slice(start, start + len(result.token_ids_N))
+            masks.append(SamplingMasks.empty(start - end))
+            end = start + len(result.token_ids_N)
+            masks.append(result.sampling_mask or SamplingMasks.empty(end - start))
+            part = slice(start, end)
             trainable[part], logp[part] = True, result.logp_old_N
             versions[part] = result.version_N
+        has_masks = any(result.sampling_mask is not None for _, result in spans)
         routes = None
         parts = [r.routes_RLK for _, r in self._turns if r.routes_RLK is not None]
         if parts:
@@ -139,7 +136,7 @@ class SegmentRecord:
             logp_old_T=logp,
             version_T=versions,
             routes_TLK=routes,
-            sampling_mask=_sampling_masks(spans),
+            sampling_mask=SamplingMasks.concat(masks) if has_masks else None,
         )
 
 
@@ -154,25 +151,9 @@ def common_prefix(ids: Sequence[int], records: Iterable[SegmentRecord]) -> int:
     return longest
 
 
-def _sampling_masks(spans: Sequence[tuple[int, TurnResult]]) -> SamplingMasks | None:
-    if all(result.sampling_mask is None for _, result in spans):
-        return None
-    parts: list[SamplingMasks] = []
-    end = 0
-    for start, result in spans:
-        sampled = len(result.token_ids_N)
-        parts.append(SamplingMasks.empty(start - end))
-        parts.append(result.sampling_mask or SamplingMasks.empty(sampled))
-        end = start + sampled
-    return SamplingMasks.concat(parts)
-
-
 class Conversation:
-    """The messages of a conversation and the segments that they are stored in.
-
-    The conversation is kept by the episode, not by an engine. If an engine dies, only the current
-    turn is lost, and the episode requests it again.
-    """
+    """The messages of a conversation and the segments that they are stored in. If an engine dies,
+    only the current turn is lost, and the episode requests it again."""
 
     def __init__(
         self,
@@ -227,11 +208,11 @@ class Conversation:
         """
         if self.view[-1]["role"] == "assistant":
             raise ValueError(f"conversation {self.name}: the last message is the policy's own")
-        turn_seed = seed_of(seed, self.forks, self._records[-1].turns)
-        self._pending = self._records[-1].request(
+        record = self._records[-1]
+        self._pending = record.request(
             self.name,
             max_tokens=max_tokens,
-            seed=turn_seed,
+            seed=seed_of(seed, self.forks, record.turns),
             timeout_s=timeout_s,
             stop_ids=self._chat.stop_ids,
         )
@@ -255,11 +236,8 @@ class Conversation:
         return parsed
 
     def answer(self, messages: Sequence[Message]) -> None:
-        """Append the messages that tools or the user send after a turn.
-
-        If the policy has not taken a turn since the last such messages, the old and new ones are
-        rendered together.
-        """
+        """Append the messages that tools or the user send after a turn. If the policy has not taken
+        a turn since the last such messages, the old and new ones are rendered together."""
         record, extended = self._records[-1], None
         unanswered = takewhile(lambda message: message["role"] != "assistant", reversed(self.view))
         if record.turns:
@@ -278,10 +256,8 @@ class Conversation:
         self.transcript += messages
 
     def rewrite(self, messages: Sequence[Message], *, added: Sequence[Message] = ()) -> None:
-        """Continue in a new segment whose context contains only `messages`.
-
-        `added` are the messages that are new to the conversation.
-        """
+        """Continue in a new segment whose context contains only `messages`. `added` are the
+        messages that are new to the conversation."""
         self.transcript += added
         self.view = list(messages)
         self._begin_segment()
@@ -301,11 +277,8 @@ class Conversation:
 
 
 def message_of(parsed: Parsed) -> dict[str, Any]:
-    """Return a parsed turn as an assistant message.
-
-    A malformed call is shown as a call to the tool `MALFORMED`, so that the error message about it
-    can follow as a tool result.
-    """
+    """Return a parsed turn as an assistant message. A malformed call is shown as a call to the tool
+    `MALFORMED`, so that the error message about it can follow as a tool result."""
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
     if parsed.reasoning:
         message["reasoning_content"] = parsed.reasoning

@@ -37,10 +37,8 @@ POLICY_PHASES = ("call", "reply")
 
 
 class _EngineRefused(RuntimeError):
-    """An engine rejected a request with a ValueError, its cause, which fails the run.
-
-    Any other ValueError in an episode only drops its trajectory.
-    """
+    """An engine rejected a request with a ValueError, its cause, which fails the run. Any other
+    ValueError in an episode only drops its trajectory."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,10 +66,8 @@ class Episode:
     _conversation: Conversation | None = None
 
     async def run(self) -> Trajectory | str:
-        """Run the episode and close its environment.
-
-        Returns the trajectory, or the reason if it is dropped. Raises whatever `sample` raises.
-        """
+        """Run the episode and close its environment. Returns the trajectory, or the reason if it is
+        dropped. Raises whatever `sample` raises."""
         try:
             return await self._run()
         except _EngineRefused as refused:
@@ -116,7 +112,6 @@ class Episode:
         return await self._graded(reason)
 
     def _record(self) -> tuple[tuple[Segment, ...], Sequence[Message], int]:
-        """Return the segments, all messages, and the number of opening messages."""
         conversation = self._conversation
         assert conversation is not None, "the policy has not spoken"
         return conversation.segments(), conversation.transcript, len(conversation.opening)
@@ -132,7 +127,6 @@ class Episode:
         return f"the environment has no verdict: {verdict.reason}"
 
     def _crashed(self, reason: str) -> Trajectory | None:
-        """Return a failed trajectory, or None if `crash_is_failure` does not cover this loss."""
         if not reason.startswith(tuple(f"{LOST}{phase}:" for phase in self.crash_is_failure)):
             return None
         return self._trajectory("crash", Verdict(parts={"correct": 0.0}, facts={"crash": reason}))
@@ -153,7 +147,6 @@ class Episode:
         )
 
     async def _turn(self, conversation: Conversation) -> FinishReason | None:
-        """Sample a turn and answer it. Returns the finish reason if the episode is over."""
         if (reason := await self._make_room(conversation)) is not None:
             return reason
         turn = await self._speak(conversation)
@@ -232,11 +225,9 @@ class Episode:
     async def _call_all(
         self, calls: Sequence[ToolCall | Malformed]
     ) -> tuple[list[Message], FinishReason | None]:
-        """Run the calls in order.
-
-        Returns their results, and the finish reason if the episode is over. The episode's deadline
-        is checked before each call. The call itself has its own time limit.
-        """
+        """Run the calls in order. Returns their results, and the finish reason if the episode is
+        over. The episode's deadline is checked before each call. The call itself has its own time
+        limit."""
         answers: list[Message] = []
         for call in calls:
             name = MALFORMED if isinstance(call, Malformed) else call.name

@@ -62,10 +62,8 @@ class McpServer:
 
 
 class McpEpisode:
-    """One episode with a server, as a `keel.agents.types.Environment`.
-
-    The protocol has no user and no grading, so `reply` ends the episode and the verdict is empty.
-    """
+    """One episode with a server, as a `keel.agents.types.Environment`. The protocol has no user and
+    no grading, so `reply` ends the episode and the verdict is empty."""
 
     def __init__(self, server: McpServer, *, starting: asyncio.Semaphore | None = None) -> None:
         self._server = server
@@ -163,11 +161,9 @@ class McpEpisode:
         return ToolResult(text=_text_of(result), failed=result.is_error)
 
     async def _is_gone(self, error: Any) -> bool:
-        """Return whether an error means that the server is gone.
-
-        The client raises the same type of error if the server refuses a request, closes the
-        connection, or is behind a proxy that answers instead.
-        """
+        """Return whether an error means that the server is gone. The client raises the same type of
+        error if the server refuses a request, closes the connection, or is behind a proxy that
+        answers instead."""
         from mcp_types import CONNECTION_CLOSED  # noqa: PLC0415
 
         if self._wire is not None:
@@ -225,8 +221,6 @@ class McpEpisode:
 
 
 class _Wire:
-    """Connects the lines that a process reads and writes to the client's message streams."""
-
     def __init__(self, process: LineProcess) -> None:
         self._process = process
         self.ended = False
@@ -293,7 +287,6 @@ def _text_of(result: Any) -> str:
 
 
 def _flatten(error: BaseException) -> str:
-    """Return the messages of all exceptions in nested exception groups."""
     if isinstance(error, BaseExceptionGroup):
         messages = [_flatten(one) for one in error.exceptions]  # pyright: ignore
         return "; ".join(dict.fromkeys(messages))

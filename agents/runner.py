@@ -108,11 +108,9 @@ class EpisodeRunner:
                 raise
 
     def submit(self, prompt: Prompt, *, group_size: int, purpose: Purpose) -> Future[Group]:
-        """Start `group_size` episodes for a prompt and return a future for the group.
-
-        Cancelling the future ends the episodes. Episodes that yield no trajectory are listed in
-        `Group.dropped`. If an engine fails, the future fails with the same error.
-        """
+        """Start `group_size` episodes for a prompt and return a future for the group. Cancelling
+        the future ends the episodes. Episodes that yield no trajectory are listed in
+        `Group.dropped`. If an engine fails, the future fails with the same error."""
         if prompt.environment not in self._environments:
             raise ValueError(f"prompt {prompt.prompt_id}: no environment {prompt.environment!r}")
         with self._gate:

@@ -30,10 +30,7 @@ class Arguments:
     """Checks calls to a set of tools. The tools' schemas must not refer to other documents."""
 
     def __init__(self, tools: Sequence[ToolSpec]) -> None:
-        """Build a validator for each tool.
-
-        Raises ValueError if a tool could not be called.
-        """
+        """Build a validator for each tool. Raises ValueError if a tool could not be called."""
         self._validators: dict[str, Any] = {}
         for tool in tools:
             if not _NAME.fullmatch(tool.name):
@@ -131,7 +128,6 @@ def _validator(parameters: Any) -> Any:
 
 
 def _unique(_: Any, enabled: Any, items: Any, __: Any) -> Iterator[Any]:
-    """Check `uniqueItems` in linear instead of quadratic time."""
     if enabled is True and isinstance(items, list):
         values = cast(list[Any], items)
         if len({_hashable(item) for item in values}) < len(values):
@@ -180,7 +176,6 @@ def _additional_properties(
 
 
 def _matches(pattern: str, text: str) -> bool:
-    """Search for a pattern with a time limit, which `re` lacks. Raises TimeoutError."""
     return regex.search(pattern, text, timeout=_MATCH_S) is not None
 
 

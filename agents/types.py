@@ -67,11 +67,8 @@ class EnvironmentLost(RuntimeError):
     """The environment and all its processes have been killed, and the episode cannot continue."""
 
     def __init__(self, fault: Fault, during: str, message: str, output: str = "") -> None:
-        """Create an error.
-
-        `during` is the method that was awaited, and `output` the last part of the environment's
-        standard error.
-        """
+        """Create an error. `during` is the method that was awaited, and `output` the last part of
+        the environment's standard error."""
         tail = f"; its last words: {output}" if output else ""
         super().__init__(f"{LOST}{during}: {message}{tail}")
         self.fault: Fault = fault
@@ -81,11 +78,8 @@ class EnvironmentLost(RuntimeError):
 
 
 class Environment(Protocol):
-    """An environment for one episode.
-
-    `open`, `call` and `reply` raise `EnvironmentLost` if the environment cannot continue. `verdict`
-    returns `Unscored` instead, and `close` never raises.
-    """
+    """An environment for one episode. `open`, `call` and `reply` raise `EnvironmentLost` if the
+    environment cannot continue. `verdict` returns `Unscored` instead, and `close` never raises."""
 
     async def open(self, task: Prompt, *, seed: int) -> Opening: ...
 
@@ -100,18 +94,13 @@ class Environment(Protocol):
     async def verdict(self, transcript: Transcript) -> Verdict | Unscored: ...
 
     async def close(self) -> None:
-        """Release all resources.
-
-        It is safe to call this more than once and after any failure.
-        """
+        """Release all resources. It is safe to call this more than once and after any failure."""
         ...
 
 
 class NoEnvironment:
-    """An environment that only passes on the task, without tools, a user or a verdict.
-
-    It is for agent programs that bring their own environment.
-    """
+    """An environment that only passes on the task, without tools, a user or a verdict. It is for
+    agent programs that bring their own environment."""
 
     async def open(self, task: Prompt, *, seed: int) -> Opening:
         return Opening(messages=task.messages)

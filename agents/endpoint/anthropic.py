@@ -19,10 +19,8 @@ _REWRITTEN = ("system", "messages", "tools", "tool_choice", "output_format")
 
 
 def as_chat_request(body: bytes) -> bytes:
-    """Convert a Messages request to a chat completion request.
-
-    Raises ApiError if the request is invalid.
-    """
+    """Convert a Messages request to a chat completion request. Raises ApiError if the request is
+    invalid."""
     fields = load_object(body)
     messages: list[dict[str, Any]] = []
     if system := fields.get("system"):

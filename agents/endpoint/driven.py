@@ -127,7 +127,6 @@ class DrivenEpisode(Episode):
             begun.cancel()
 
     async def _stop_reason(self, recorder: TrajectoryRecorder) -> str:
-        """Wait until the program must be stopped, and return the reason."""
         broken = asyncio.create_task(self._broken.wait())
         late = asyncio.create_task(recorder.overdue(self.program.open_s))
         try:
@@ -148,7 +147,6 @@ class DrivenEpisode(Episode):
     def _with_program_verdict(
         self, trajectory: Trajectory, ended: ProgramResult
     ) -> Trajectory | str:
-        """Merge the program's verdict into the environment's, which takes precedence."""
         verdict = trajectory.verdict or Verdict(parts={})
         if isinstance(ended.verdict, Unscored):
             return f"agent program {self.program.name}: {ended.verdict.reason}"
@@ -194,12 +192,10 @@ async def try_program(
     speak: Callable[[str], Sequence[int]],
     budget: Budget,
 ) -> ProgramTrial:
-    """Run a program for one episode of `task` with a scripted model in place of the policy.
-
-    `speak` returns the token ids that a policy would sample for a text, including the end of the
-    turn. Raises ValueError with the program's output if it cannot be started or requests no turn,
-    or if nothing grades the task.
-    """
+    """Run a program for one episode of `task` with a scripted model in place of the policy. `speak`
+    returns the token ids that a policy would sample for a text, including the end of the turn.
+    Raises ValueError with the program's output if it cannot be started or requests no turn, or if
+    nothing grades the task."""
     contexts: list[int] = []
 
     async def sample(request: TurnRequest) -> TurnResult:

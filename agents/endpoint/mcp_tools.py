@@ -21,12 +21,9 @@ _UNKNOWN_METHOD, _INVALID_PARAMS, _LOST = -32601, -32602, -32000
 
 
 class McpTools:
-    """The tools for one episode.
-
-    Calls run one at a time, as in episodes that Keel drives, and no call runs after one that ends
-    the episode. A call is completed even if its client disconnects, because an interrupted
-    environment cannot continue.
-    """
+    """The tools for one episode. Calls run one at a time, as in episodes that Keel drives, and no
+    call runs after one that ends the episode. A call is completed even if its client disconnects,
+    because an interrupted environment cannot continue."""
 
     def __init__(
         self, environment: Environment, tools: Sequence[ToolSpec], *, budget: Budget
@@ -57,10 +54,8 @@ class McpTools:
                 task.cancel()
 
     async def answer(self, body: bytes) -> dict[str, Any] | None:
-        """Answer a JSON-RPC message. Returns None for a notification.
-
-        Raises ValueError if `body` is not a JSON-RPC message.
-        """
+        """Answer a JSON-RPC message. Returns None for a notification. Raises ValueError if `body`
+        is not a JSON-RPC message."""
         message = load_json(body)
         if not isinstance(message, dict):
             raise ValueError("a JSON-RPC message is an object")

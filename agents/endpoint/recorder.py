@@ -116,11 +116,9 @@ class TrajectoryRecorder:
         """Set when the first turn is sampled."""
 
     async def turn(self, request: ChatRequest) -> Reply:
-        """Sample and record the turn that a request asks for, and return the reply.
-
-        If the call is cancelled, nothing is recorded. Raises ApiError if the request is refused or
-        the turn cannot be sampled.
-        """
+        """Sample and record the turn that a request asks for, and return the reply. If the call is
+        cancelled, nothing is recorded. Raises ApiError if the request is refused or the turn cannot
+        be sampled."""
         self.counts["requests"] += 1
         try:
             reply = await self._turn(request)
@@ -150,10 +148,8 @@ class TrajectoryRecorder:
 
     async def overdue(self, open_s: float) -> str:
         """Wait until the program's time is up, and return a description of what took too long.
-
         `open_s` is the time limit for the first request. After it, `Budget.timeout_s` limits the
-        turns plus the program's own time between them.
-        """
+        turns plus the program's own time between them."""
         if self._budget.timeout_s == inf:
             raise ValueError("endpoint: timeout_s must be finite: every wait has a deadline")
         began = monotonic()
@@ -172,10 +168,8 @@ class TrajectoryRecorder:
                     await self._changed.wait()
 
     async def finish(self) -> Finished:
-        """Cancel the turns that are being sampled, close the recorder and return the trajectory.
-
-        It is safe to call this more than once.
-        """
+        """Cancel the turns that are being sampled, close the recorder and return the trajectory. It
+        is safe to call this more than once."""
         self._usage, self._idle_since = self._with_idle(), None
         self._closed = True
         self._changed.set()
@@ -353,7 +347,6 @@ class TrajectoryRecorder:
         return result
 
     def _with_idle(self) -> Usage:
-        """Return the usage, including the time that the program has spent since the last turn."""
         if self._idle_since is None:
             return self._usage
         spent_s = monotonic() - self._idle_since

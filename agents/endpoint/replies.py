@@ -40,11 +40,8 @@ class Reply:
 
 
 def client_message(parsed: Parsed, *, cut: bool, may_call: bool) -> dict[str, Any]:
-    """Return a parsed turn as the message that the client gets.
-
-    Calls are removed if `may_call` is False or the turn was cut, because clients run calls without
-    looking at the finish reason.
-    """
+    """Return a parsed turn as the message that the client gets. Calls are removed if `may_call` is
+    False or the turn was cut, because clients run calls without looking at the finish reason."""
     message = replace_surrogates(message_of(parsed))
     if cut or not may_call:
         message.pop("tool_calls", None)
@@ -65,10 +62,8 @@ def completion(reply: Reply, model: str) -> dict[str, Any]:
 
 
 def events(reply: Reply, model: str, *, include_usage: bool) -> Iterator[bytes]:
-    """Yield the server-sent events for a streaming request, ending with `[DONE]`.
-
-    The turn is complete when the stream starts, so one event contains the whole message.
-    """
+    """Yield the server-sent events for a streaming request, ending with `[DONE]`. The turn is
+    complete when the stream starts, so one event contains the whole message."""
     head = _head(reply, model, "chat.completion.chunk")
     if include_usage:
         head["usage"] = None

@@ -64,10 +64,8 @@ class ApiError(Exception):
         code: str | None = None,
         limit: FinishReason | None = None,
     ) -> None:
-        """Create an error with an HTTP status.
-
-        `param` is the invalid field, and `limit` the budget limit that was reached.
-        """
+        """Create an error with an HTTP status. `param` is the invalid field, and `limit` the budget
+        limit that was reached."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.limit: FinishReason | None = limit
@@ -84,11 +82,8 @@ def invalid_field(param: str, message: str) -> ApiError:
 
 
 def budget_spent(budget: Budget, limit: FinishReason, context: int = 0) -> ApiError:
-    """Return the error for a spent budget.
-
-    Its status is one that clients do not retry, unlike 429 and 5xx. `context` is the number of
-    tokens in the request's messages.
-    """
+    """Return the error for a spent budget. Its status is one that clients do not retry, unlike 429
+    and 5xx. `context` is the number of tokens in the request's messages."""
     if limit == "window":  # OpenAI's wording, which programs recognize and then shorten the context
         return ApiError(
             400,
@@ -120,11 +115,8 @@ def _as_arguments(arguments: Any) -> Any:
 
 
 class _Model(BaseModel):
-    """Base class for the parts of a request.
-
-    Its lists are `FailFast`, because collecting errors for a million entries would block the event
-    loop for seconds.
-    """
+    """Base class for the parts of a request. Its lists are `FailFast`, because collecting errors
+    for a million entries would block the event loop for seconds."""
 
     model_config = ConfigDict(strict=True)
 
@@ -207,11 +199,9 @@ class ChatRequest:
 
     @property
     def characters(self) -> int:
-        """Number of characters that the chat template would render.
-
-        This includes the message contents, the calls, the tools and the thinking since the last
-        user message. The markup of each message counts as one token.
-        """
+        """Number of characters that the chat template would render. This includes the message
+        contents, the calls, the tools and the thinking since the last user message. The markup of
+        each message counts as one token."""
         users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         since = users[-1] if users else 0
         thoughts = (message.get("reasoning_content", "") for message in self.messages[since:])
@@ -224,11 +214,8 @@ class ChatRequest:
         )
 
     async def check_tools(self) -> None:
-        """Check that the tools can be called.
-
-        The check runs on a thread because it takes seconds for large schemas. Raises ApiError if a
-        tool is invalid or the tools are too large.
-        """
+        """Check that the tools can be called. The check runs on a thread because it takes seconds
+        for large schemas. Raises ApiError if a tool is invalid or the tools are too large."""
         if sum(len(json.dumps(tool.as_json())) for tool in self.tools) > MAX_TOOL_CHARACTERS:
             limit = f"must have at most {MAX_TOOL_CHARACTERS:,} characters as JSON"
             raise invalid_field("tools", limit)
@@ -239,10 +226,8 @@ class ChatRequest:
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """Parse a chat completion request.
-
-    Raises ApiError with the name of the field if one is invalid.
-    """
+    """Parse a chat completion request. Raises ApiError with the name of the field if one is
+    invalid."""
     fields = {name: value for name, value in load_object(body).items() if value is not None}
     for name, value in fields.items():
         if name.startswith(("guided_", "structured_outputs")):
@@ -291,10 +276,8 @@ def _warn_ignored(name: str, reason: str) -> None:
 
 
 def _convert_messages(messages: Sequence[_Message]) -> list[dict[str, Any]]:
-    """Convert messages, and check that each call has a result before the next turn.
-
-    Results are put in the order of their calls, since some templates show no call ids.
-    """
+    """Convert messages, and check that each call has a result before the next turn. Results are put
+    in the order of their calls, since some templates show no call ids."""
     converted: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     """Tool names of the calls that have no result yet, by call id."""
@@ -341,10 +324,8 @@ class _TooManyValues(ValueError):
 
 
 def load_json(text: bytes | str) -> Any:
-    """Parse JSON that a program sent.
-
-    Raises ValueError if it is invalid, nested too deeply or too large.
-    """
+    """Parse JSON that a program sent. Raises ValueError if it is invalid, nested too deeply or too
+    large."""
     raw = text.encode(errors="replace") if isinstance(text, str) else text
     if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise _TooManyValues(f"more than {MAX_VALUES:,} values do not fit the model's context")
@@ -352,10 +333,7 @@ def load_json(text: bytes | str) -> Any:
 
 
 def load_object(body: bytes) -> dict[str, Any]:
-    """Parse the body of a request as a JSON object.
-
-    Raises ApiError if it is not one.
-    """
+    """Parse the body of a request as a JSON object. Raises ApiError if it is not one."""
     try:
         value = load_json(body)
         if not isinstance(value, dict):

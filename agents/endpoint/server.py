@@ -61,8 +61,6 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """An open trajectory."""
-
     key: str
     recorder: TrajectoryRecorder
     tools: McpTools | None
@@ -70,18 +68,14 @@ class _Place:
 
 
 class Endpoint:
-    """Serves all trajectories in a process, on the loopback interface and on a unix socket.
-
-    Use it as an async context manager. Call `add` for each trajectory, and `finish` when the
-    trajectory ends.
-    """
+    """Serves all trajectories in a process, on the loopback interface and on a unix socket. Use it
+    as an async context manager. Call `add` for each trajectory, and `finish` when the trajectory
+    ends."""
 
     def __init__(self, *, most: int = 1024) -> None:
-        """Prepare an endpoint, which starts when its context is entered.
-
-        `most` limits the number of connections over all trajectories, so that the process does not
-        run out of file descriptors. A new connection beyond it closes another one.
-        """
+        """Prepare an endpoint, which starts when its context is entered. `most` limits the number
+        of connections over all trajectories, so that the process does not run out of file
+        descriptors. A new connection beyond it closes another one."""
         self._most = most
         self._port = 0
         self._open: dict[str, _Place] = {}
@@ -142,10 +136,8 @@ class Endpoint:
         self.remove_folder()
 
     def remove_folder(self) -> None:
-        """Remove the folder that contains the unix socket.
-
-        It is safe to call this from any thread, even if `__aexit__` hangs.
-        """
+        """Remove the folder that contains the unix socket. It is safe to call this from any thread,
+        even if `__aexit__` hangs."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self, recorder: TrajectoryRecorder, tools: McpTools | None = None) -> Address:
@@ -161,10 +153,8 @@ class Endpoint:
         )
 
     async def finish(self, name: str) -> Finished:
-        """Close the endpoint for the trajectory `name` and return what was recorded.
-
-        Raises KeyError if it is not open.
-        """
+        """Close the endpoint for the trajectory `name` and return what was recorded. Raises
+        KeyError if it is not open."""
         for place, trajectory in self._open.items():
             if name in (place, trajectory.recorder.name):
                 del self._open[place]
@@ -172,11 +162,9 @@ class Endpoint:
         raise KeyError(name)
 
     def _accept(self) -> web.RequestHandler:
-        """Return the handler for a new connection.
-
-        If there are too many, the oldest idle connection is closed, which its client will simply
-        reopen. If all have a request in flight, the turn of the newest is cancelled.
-        """
+        """Return the handler for a new connection. If there are too many, the oldest idle
+        connection is closed, which its client will simply reopen. If all have a request in flight,
+        the turn of the newest is cancelled."""
         assert self._runner is not None and self._runner.server is not None
         server = self._runner.server
         connections = [one for one in server.connections if one.transport is not None]
@@ -220,10 +208,8 @@ class Endpoint:
 
     @asynccontextmanager
     async def _body_of(self, request: web.Request, place: _Place) -> AsyncGenerator[bytes]:
-        """Receive the body of a request. Others may have to wait until the context exits.
-
-        Raises ApiError if the body is compressed, malformed, too large or too slow.
-        """
+        """Receive the body of a request. Others may have to wait until the context exits. Raises
+        ApiError if the body is compressed, malformed, too large or too slow."""
         if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
             message = f"Content-Encoding {encoding[:50]} is not supported: send the body unencoded"
             raise ApiError(400, message, code="unsupported_encoding")
@@ -318,7 +304,6 @@ class Endpoint:
 async def _send(
     request: web.Request, chat_request: ChatRequest, reply: replies.Reply
 ) -> web.StreamResponse:
-    """Send a response, and return once the connection has taken all of it."""
     model = chat_request.model
     if chat_request.stream:
         response = web.StreamResponse(

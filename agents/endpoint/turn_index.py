@@ -104,11 +104,9 @@ class TurnIndex:
         return max(prefixes, key=lambda turn: turn.end, default=None), ids
 
     def as_recorded(self, messages: Sequence[Message], keys: Sequence[str]) -> list[Message]:
-        """Return the messages with each assistant message replaced with the recorded one.
-
-        This restores thinking that the client dropped but the chat format shows until the next user
-        message.
-        """
+        """Return the messages with each assistant message replaced with the recorded one. This
+        restores thinking that the client dropped but the chat format shows until the next user
+        message."""
         recorded: list[Message] = []
         for message, key in zip(messages, keys[1:], strict=True):
             turns = self._by_messages.get(key) if message["role"] == "assistant" else None
@@ -128,8 +126,6 @@ class TurnIndex:
 
 @dataclass(slots=True)
 class _OpenDialogue:
-    """A conversation that further turns may still extend."""
-
     messages: list[Message]
     tools: tuple[ToolSpec, ...]
     tools_key: str
@@ -140,9 +136,7 @@ class _OpenDialogue:
 
 class MessageLog:
     """All messages of a trajectory, both in the order of the turns and grouped by conversation.
-
-    Forks and sub-agents have conversations of their own.
-    """
+    Forks and sub-agents have conversations of their own."""
 
     def __init__(self) -> None:
         self.opening: tuple[Message, ...] = ()
@@ -176,12 +170,10 @@ class MessageLog:
         tools: tuple[ToolSpec, ...],
         verbatim: bool,
     ) -> None:
-        """Add the new messages of a request and the turn that answers it.
-
-        `messages` contain the policy's turns as recorded, and `keys` are the prefix keys of the
-        messages. `verbatim` says that the turn's message contains everything that was sampled, so
-        the policy can learn from it.
-        """
+        """Add the new messages of a request and the turn that answers it. `messages` contain the
+        policy's turns as recorded, and `keys` are the prefix keys of the messages. `verbatim` says
+        that the turn's message contains everything that was sampled, so the policy can learn from
+        it."""
         self.opening = self.opening or tuple(messages)
         for message, key in zip(messages, keys[1:], strict=True):
             if key not in self._keys:
