@@ -19,13 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from keel.trainer.run.progress import waiting
-from keel.trainer.run.signals import (
-    PREEMPTED,
-    fix_exit_status,
-    outliving,
-    preempted,
-    watching,
-)
+from keel.trainer.run.signals import PREEMPTED, fix_exit_status, outliving, preempted, watching
 
 EPILOG = """examples:
   keel train quickstart                     the tiny model, on any machine
@@ -102,10 +96,7 @@ def parser() -> argparse.ArgumentParser:
         ("sft", "supervised fine-tuning on conversations"),
         ("pretrain", "continued pre-training on text, and stages of sparse attention"),
         ("check", "validate a recipe and print its plan; starts nothing"),
-        (
-            "filter",
-            "measure the pass rate of each prompt, and select training prompts",
-        ),
+        ("filter", "measure the pass rate of each prompt, and select training prompts"),
         ("eval", "evaluate a checkpoint or the base model on held-out sets"),
         ("synthesize", "let a model write agent tasks, and keep those that pass all checks"),
         ("distill", "specialists, supervised distillation and mixed RL as one chain of commands"),

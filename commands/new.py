@@ -208,12 +208,7 @@ def _recipe(flags: argparse.Namespace, ask: Callable[..., Any], terminal: bool) 
 
 
 def _source(
-    flags: argparse.Namespace,
-    ask: Callable[..., Any],
-    heldout: int,
-    *,
-    tiny: bool,
-    terminal: bool,
+    flags: argparse.Namespace, ask: Callable[..., Any], heldout: int, *, tiny: bool, terminal: bool
 ) -> _Source:
     if tiny and (flags.data or flags.environment):
         flag = f"--data {flags.data}" if flags.data else f"--environment {flags.environment}"
@@ -270,11 +265,7 @@ def _rows(
     from keel.data.rows.proposal import JUDGED, propose  # noqa: PLC0415  takes half a second
 
     rows = propose(
-        data,
-        subset=flags.subset,
-        prompt=flags.prompt,
-        answer=flags.answer,
-        hub_answers=hub_answers,
+        data, subset=flags.subset, prompt=flags.prompt, answer=flags.answer, hub_answers=hub_answers
     )
     reward, environment = flags.reward, flags.environment
     if rows.environment and not environment:

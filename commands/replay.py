@@ -57,10 +57,7 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
             seats = stack.enter_context(reserve_gpus(config, timeout_s=deadline, only=RANK))
         stack.enter_context(start_watchdog(print, config.run.hang_timeout_s))
         learner = Learner(
-            base,
-            config,
-            gpu=gpu,
-            actor_options=partial(seats.options, RANK) if seats else None,
+            base, config, gpu=gpu, actor_options=partial(seats.options, RANK) if seats else None
         )
         stack.callback(learner.shutdown)
         learner.prepared()

@@ -30,20 +30,8 @@ from keel.rl.futures import then, when_all
 from keel.rl.types import Group, Prompt, ScoredGroup, Trajectory
 from keel.rollout.endpoint import LATER, EndpointCompletions
 from keel.trainer.batch_stream import GRACE_S
-from keel.trainer.launch import (
-    RemoteRuntime,
-    Runtime,
-    build_scorer,
-    launch,
-    run_remote_episodes,
-)
-from keel.trainer.prepare import (
-    check_rewards,
-    needs_judge,
-    prepare,
-    prompt_tokens,
-    require_prompts,
-)
+from keel.trainer.launch import RemoteRuntime, Runtime, build_scorer, launch, run_remote_episodes
+from keel.trainer.prepare import check_rewards, needs_judge, prepare, prompt_tokens, require_prompts
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.manifest import fingerprint
 from keel.trainer.run.progress import amount, waiting

@@ -10,13 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from keel.configs.sections.base import (
-    ConfigError,
-    Section,
-    knob,
-    require_endpoint,
-    require_unique,
-)
+from keel.configs.sections.base import ConfigError, Section, knob, require_endpoint, require_unique
 
 Family = Literal["general", "code", "search"]
 CodeLanguage = Literal["python", "javascript", "cpp"]

@@ -6,13 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from keel.weights.buckets import (
-    Bucket,
-    host_bytes,
-    in_host_memory,
-    pack_flat,
-    unpack_flat,
-)
+from keel.weights.buckets import Bucket, host_bytes, in_host_memory, pack_flat, unpack_flat
 
 
 def pack_buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:

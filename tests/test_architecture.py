@@ -224,10 +224,7 @@ def lines_of(program: str) -> list[str]:
             "keel.rollout.engine.worker": ("torch", *ENGINES),
             "keel.trainer.learner": ("torch", *ENGINES),
         },
-        {
-            "keel.rl.losses": ("ray", *ENGINES),
-            "keel.rollout.pool.ray_engines": ENGINES,
-        },
+        {"keel.rl.losses": ("ray", *ENGINES), "keel.rollout.pool.ray_engines": ENGINES},
     ],
     ids=["without torch", "with torch"],
 )

@@ -27,10 +27,7 @@ FOLDERS = [
     "rollout",
     "trainer",
 ]
-PICKLES = {
-    *("weights/channel.py", "trainer/engine/weights.py"),
-    "rewards/custom.py",
-}
+PICKLES = {*("weights/channel.py", "trainer/engine/weights.py"), "rewards/custom.py"}
 """Messages between ranks and engines of one run, and functions that the caller of `keel.train`
 passes to the run's workers."""
 RUNS_TEXT = {

@@ -128,9 +128,7 @@ def extremes(values: Sequence[float | None]) -> set[int]:
     return kept
 
 
-def fewer_trajectories(
-    runs: Sequence[tuple[RunData, Chunks]],
-) -> Sequence[tuple[RunData, Chunks]]:
+def fewer_trajectories(runs: Sequence[tuple[RunData, Chunks]]) -> Sequence[tuple[RunData, Chunks]]:
     """Keep only every n-th chunk if all chunks together would exceed `MOST_BYTES`."""
     total = sum(chunk.size for _, chunks in runs for chunk in chunks.values())
     every = -(-total // MOST_BYTES)

@@ -6,13 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from keel.configs.sections.base import (
-    ConfigError,
-    Section,
-    knob,
-    require,
-    require_endpoint,
-)
+from keel.configs.sections.base import ConfigError, Section, knob, require, require_endpoint
 
 _SERVER_OPTIONS = frozenset(
     {

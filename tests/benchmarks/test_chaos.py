@@ -34,9 +34,7 @@ print(min(took))
 
 @pytest.mark.e2e
 @pytest.mark.skipif(bool(preload.unavailable()), reason=preload.unavailable())
-def test_clock_jump_and_slow_sync_are_isolated(
-    tmp_path: Path,
-) -> None:
+def test_clock_jump_and_slow_sync_are_isolated(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     faults = Preload(tmp_path, folder)

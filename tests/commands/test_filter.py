@@ -13,13 +13,7 @@ import ray
 from keel.commands import sampling as module
 from keel.commands.cli import main
 from keel.commands.sampling import max_prompts_in_flight, sample_prompts
-from keel.configs.schema import (
-    AlgorithmConfig,
-    Config,
-    DataConfig,
-    FilterConfig,
-    SourceConfig,
-)
+from keel.configs.schema import AlgorithmConfig, Config, DataConfig, FilterConfig, SourceConfig
 from keel.rl.types import Group, Prompt, ScoredGroup
 from keel.trainer.prepare import prepare
 from tests.commands.conftest import Fake, ready
@@ -108,9 +102,7 @@ def test_stop_keeps_complete_prompts() -> None:
     assert all(future.cancelled() for p, _, future in engines.asked if p.prompt_id != "p0")
 
 
-def test_silent_engines_time_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_silent_engines_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POLL_S", 0.001)
     monkeypatch.setattr(module, "GRACE_S", 0.02 - CONFIG.group_timeout_s)
     with pytest.raises(TimeoutError, match="in flight"):

@@ -6,11 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from keel.configs.diff import (
-    check_resumable,
-    diff_configs,
-    stepping,
-)
+from keel.configs.diff import check_resumable, diff_configs, stepping
 from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
 
 

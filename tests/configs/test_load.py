@@ -10,11 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from keel.configs.diff import flatten_config
-from keel.configs.load import (
-    dump_config,
-    load_config,
-    split_overrides,
-)
+from keel.configs.load import dump_config, load_config, split_overrides
 from keel.configs.paths import data_path
 from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
 

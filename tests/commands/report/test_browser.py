@@ -13,13 +13,7 @@ from keel.commands.report.folders import read_folder
 from keel.commands.report.page import report
 from keel.commands.report.watch import Follower, Server
 from tests.commands.report.browser import BROWSER, Browser
-from tests.commands.report.runs import (
-    ATTACKS,
-    BREAKS,
-    group_of,
-    write_run,
-    write_step,
-)
+from tests.commands.report.runs import ATTACKS, BREAKS, group_of, write_run, write_step
 
 pytestmark = [
     pytest.mark.e2e,
