@@ -28,27 +28,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite, isnan
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import yaml
 
-from keel import configs
 from keel.commands import train as main
-from keel.commands.arguments import (
-    Reward,
-    as_json,
-    as_value,
-    held_out,
-    overrides_of,
-    plain_data,
-    rows_of,
-    weights_of,
-)
 from keel.configs.dump import quoted
-from keel.configs.load import load_config
+from keel.configs.load import load_config, split_overrides
 from keel.configs.schema import ConfigError
+from keel.configs.shipped import shipped
 from keel.rewards.custom import named, passing
 from keel.trainer.launch import Runtime
 from keel.trainer.run.folder import RunFolder
@@ -56,16 +47,21 @@ from keel.trainer.run.journal import steps_of
 from keel.trainer.run.signals import Preempted, preempted, stop_requested, watching
 from keel.trainer.run.view import View
 
+Reward = Callable[[Any, Any], Any]
 Callback = Callable[[int, Mapping[str, float]], object]
 """Called after each step with its number, from 1, and its metrics as written to `metrics.jsonl`. A
 true return value or an exception ends the run with a checkpoint."""
-PASSED = "passed"
+_PASSED = "passed"
 """Subfolder of the run folder that stores recipes and prompts passed from Python."""
-PROMPTS, SOURCES = "keel.train(prompts=…)", "data.sources"
-SOURCE = {"name": "prompts", "source": "jsonl"}
-HOLDOUT = re.compile(r"\bdata\.sources\[prompts\]\.holdout = (\d+)")
-AGAIN = "make the same call of keel.train again"
+_PROMPTS, _SOURCES = "keel.train(prompts=…)", "data.sources"
+_SOURCE = {"name": "prompts", "source": "jsonl"}
+_HOLDOUT = re.compile(r"\bdata\.sources\[prompts\]\.holdout = (\d+)")
+_AGAIN = "make the same call of keel.train again"
 _RESUME = "progress is saved; the same call resumes"
+_REWARDS = (
+    "a function, a list of them, or weights of functions and of parts: "
+    '{"correct": 1.0, my_function: 0.2}'
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,22 +110,22 @@ def train(
     value = cast(object, recipe)
     if not isinstance(value, (str, Path, Mapping)) or (isinstance(value, str) and not value):
         raise ConfigError(f"keel.train(recipe={recipe!r}): must be a file, a name or a mapping")
-    overrides, told = overrides_of(knobs), _Telling(callbacks)
-    holdout, weights = held_out(holdout), [] if rewards is None else weights_of(rewards)
+    overrides, told = _overrides(knobs), _Callbacks(callbacks)
+    holdout, weights = _held_out(holdout), [] if rewards is None else _weights(rewards)
     with ExitStack() as stack:
         stack.enter_context(watching())
         # Knobs of sources may refer to `prompts`, which are written into the run folder.
-        others = [one for one in overrides if prompts is None or not one.startswith(SOURCES)]
+        others = [one for one in overrides if prompts is None or not one.startswith(_SOURCES)]
         if prompts is not None:  # before the file exists; the recipe may have no source
-            others.insert(0, f"{SOURCES}={quoted([{**SOURCE, 'path': PASSED}])}")
+            others.insert(0, f"{_SOURCES}={quoted([{**_SOURCE, 'path': _PASSED}])}")
         path = recipe if not isinstance(recipe, Mapping) else _written(recipe, others)
         folder = Path(load_config(path, others).run.dir).expanduser()
         if prompts is not None:
-            if any(one.startswith(f"{SOURCES}=") for one in overrides):
-                raise ConfigError(f"keel.train(prompts=…, knobs={SOURCES}): keep one")
-            file = _passed(prompts, folder)
-            source = {**SOURCE, "path": str(file), "holdout": holdout}
-            overrides.insert(0, f"{SOURCES}={as_value([source], 'holdout=…')}")
+            if any(one.startswith(f"{_SOURCES}=") for one in overrides):
+                raise ConfigError(f"keel.train(prompts=…, knobs={_SOURCES}): keep one")
+            file = _prompts_file(prompts, folder)
+            source = {**_SOURCE, "path": str(file), "holdout": holdout}
+            overrides.insert(0, f"{_SOURCES}={_value([source], 'holdout=…')}")
             stack.enter_context(_by_row(file))
         elif holdout:
             raise ConfigError(
@@ -141,14 +137,14 @@ def train(
                 names = {named(part) if callable(part) else part: of for part, of in weights}
             except ValueError as error:
                 raise ConfigError(f"keel.train(rewards=…): {error}") from error
-            weighted = as_value(names, "rewards=…")
+            weighted = _value(names, "rewards=…")
             used = {source.name for source in load_config(path, overrides).data.sources}
             every = load_config(path, [*overrides, "data.only=[]"]).data.sources
             for index, source in enumerate(every):
                 if source.name in used:
                     overrides.append(f"data.sources.{index}.rewards={weighted}")
         try:
-            main.train(str(path), overrides, drive=partial(_driven, told=told), again=AGAIN)
+            main.train(str(path), overrides, drive=partial(_driven, told=told), again=_AGAIN)
         except KeyboardInterrupt as error:
             if signal := preempted():  # Ray turns it into a KeyboardInterrupt
                 raise Preempted(f"stopped by {signal}; {_RESUME}") from error
@@ -168,12 +164,84 @@ def train(
     )
 
 
+def _overrides(knobs: Mapping[str, Any] | Sequence[str]) -> list[str]:
+    """Convert the `knobs` argument to command-line overrides, one per knob."""
+    if isinstance(knobs, Mapping):
+        overrides = [f"{knob}={_value(value, f'knobs={knob}')}" for knob, value in knobs.items()]
+        return split_overrides(overrides)
+    listed = [] if isinstance(knobs, str) or not isinstance(knobs, Iterable) else list(knobs)
+    if isinstance(knobs, str) or not all(isinstance(cast(object, one), str) for one in listed):
+        raise ConfigError(
+            f"keel.train(knobs={knobs!r:.60}): must be a list of texts, or a mapping: "
+            '["run.steps=20"], or {"run.steps": 20}'
+        )
+    return split_overrides(listed)
+
+
+def _value(value: Any, of: str) -> str:
+    """Write a Python value as the right-hand side of an override. `of` names the argument in error
+    messages."""
+    return quoted(_plain_data(value, of))
+
+
+def _plain_data(value: Any, of: str) -> Any:
+    """Convert a knob value or a recipe to plain lists, mappings and scalars."""
+
+    def plain(one: Any) -> Any:
+        if hasattr(one, "tolist"):
+            return one.tolist()
+        if isinstance(one, Mapping):
+            return dict(cast(Mapping[Any, Any], one))
+        if isinstance(one, PurePath):
+            return str(one)
+        raise TypeError(f"a {type(one).__name__} is not a value of a recipe")
+
+    try:
+        return json.loads(json.dumps(value, default=plain))
+    except (TypeError, ValueError) as error:  # also circular values
+        raise ConfigError(f"keel.train({of}): {error}") from error
+
+
+def _held_out(holdout: Any) -> int:
+    number = holdout.item() if hasattr(holdout, "item") else holdout
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ConfigError(f"keel.train(holdout={holdout!r:.60}): must be a number of at least 0")
+    return number
+
+
+def _weights(rewards: Any) -> list[tuple[Any, float]]:
+    """Return the reward functions or part names with their weights. The result is a list because
+    functions may be unhashable."""
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(rewards, Mapping):
+        pairs = list(cast(Mapping[Any, Any], rewards).items())
+    elif callable(rewards):
+        pairs = [(rewards, 1.0)]
+    elif isinstance(rewards, Iterable) and not isinstance(rewards, str):
+        pairs = [(one, 1.0) for one in cast(Iterable[Any], rewards)]
+    if not pairs or not all(callable(part) or isinstance(part, str) for part, _ in pairs):
+        raise ConfigError(f"keel.train(rewards={rewards!r:.60}): must be {_REWARDS}")
+    weights: list[tuple[Any, float]] = []
+    for part, weight in pairs:
+        number = weight.item() if hasattr(weight, "item") else weight
+        if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number):
+            name = part if isinstance(part, str) else getattr(part, "__name__", repr(part))
+            raise ConfigError(
+                f"keel.train(rewards=…): the weight of {name} is {weight!r:.60}: must be a finite "
+                "number, such as 0.2"
+            )
+        weights.append((part, number))
+    return weights
+
+
 def _written(recipe: Mapping[str, Any], overrides: Sequence[str]) -> Path:
+    """Write a recipe passed as a mapping into its run folder."""
     tree = dict(recipe)
     if isinstance(base := tree.get("defaults"), (str, PurePath)):
-        tree["defaults"] = _base(Path(os.path.expanduser(base)))
-    tree = plain_data(tree, "recipe={…}")
-    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+        path = Path(os.path.expanduser(base))
+        known = None if path.exists() else shipped().get(str(path).removesuffix(".yaml"))
+        tree["defaults"] = known or path.absolute()
+    text = yaml.safe_dump(_plain_data(tree, "recipe={…}"), sort_keys=False, allow_unicode=True)
     with TemporaryDirectory() as there:  # run.dir is in the recipe or the overrides
         path = Path(there, "recipe.yaml")
         path.write_text(text, encoding="utf-8")
@@ -182,13 +250,7 @@ def _written(recipe: Mapping[str, Any], overrides: Sequence[str]) -> Path:
         except ConfigError as error:
             message = str(error).replace(str(path), "keel.train(recipe={…})")
             raise ConfigError(message) from error
-    return _kept(folder / PASSED, text, "recipe.yaml")
-
-
-def _base(path: Path) -> Path:
-    shipped = Path(configs.__file__).parent / f"{path.name.removesuffix('.yaml')}.yaml"
-    bare = path.name == str(path) and not path.exists() and shipped.is_file()
-    return shipped if bare else path.absolute()
+    return _kept(folder / _PASSED, text, "recipe.yaml")
 
 
 @contextmanager
@@ -198,29 +260,64 @@ def _by_row(file: Path) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        message = re.sub(rf"{re.escape(str(file))}:(\d+)", rf"{PROMPTS}: row \1", str(error))
-        message = HOLDOUT.sub(r"keel.train(holdout=\1)", message)
-        if message == str(error) and str(file) not in message:
-            raise
-        raise ConfigError(message.replace(str(file), PROMPTS)) from error
+        message = re.sub(rf"{re.escape(str(file))}:(\d+)", rf"{_PROMPTS}: row \1", str(error))
+        message = _HOLDOUT.sub(r"keel.train(holdout=\1)", message)
+        raise ConfigError(message.replace(str(file), _PROMPTS)) from error
 
 
-def _passed(prompts: Any, folder: Path) -> Path:
+def _prompts_file(prompts: Any, folder: Path) -> Path:
+    """Write the prompts as a JSONL source into the run folder."""
+    if hasattr(prompts, "to_dict") and hasattr(prompts, "columns"):  # pandas
+        prompts = prompts.to_dict(orient="records")
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
+        kind = type(cast(object, prompts)).__name__
+        raise ConfigError(
+            f"{_PROMPTS}: must be rows, not one {kind}. Give a list, "
+            '[{"prompt": "…", "answer": "…"}, …]. A file of prompts is a source of the recipe '
+            "(data.sources, docs/data.md)"
+        )
     lines: list[str] = []
-    for number, row in enumerate(rows_of(prompts), start=1):
+    for number, row in enumerate(cast(Iterable[Any], prompts), start=1):
         try:
-            lines.append(json.dumps(row, ensure_ascii=False, default=as_json) + "\n")
+            lines.append(json.dumps(_row(row), ensure_ascii=False, default=_as_json) + "\n")
             lines[-1].encode()
-        except UnicodeEncodeError as error:
-            raise ConfigError(
-                f"keel.train(prompts=…): row {number} contains half of a surrogate pair "
-                "(\\ud800 … \\udfff). Remove it"
-            ) from error
-        except (TypeError, ValueError) as error:  # keys that are not text, or circular values
-            raise ConfigError(f"keel.train(prompts=…): row {number}: {error}") from error
+        except (TypeError, ValueError) as error:  # such as keys that are not text, or surrogates
+            raise ConfigError(f"{_PROMPTS}: row {number}: {error}") from error
     if not lines:
-        raise ConfigError("keel.train(prompts=…): is empty")
-    return _kept(folder / PASSED, "".join(lines), "prompts.jsonl")
+        raise ConfigError(f"{_PROMPTS}: is empty")
+    return _kept(folder / _PASSED, "".join(lines), "prompts.jsonl")
+
+
+def _row(row: Any) -> dict[str, Any]:
+    """Convert a prompt to the format of a line in a JSONL source."""
+    if isinstance(row, str):
+        row = {"prompt": row}
+    if not isinstance(row, Mapping):
+        raise TypeError(f"is a {type(row).__name__}. Give a mapping of columns, or a text")
+    columns = _filled(cast(Mapping[str, Any], row))
+    if isinstance(columns.get("prompt"), (list, tuple)):  # TRL's format
+        columns["messages"] = columns.pop("prompt")
+    if isinstance(turns := columns.get("messages"), (list, tuple)):
+        each = cast(Sequence[Any], turns)
+        columns["messages"] = [_filled(m) if isinstance(m, Mapping) else m for m in each]
+    return columns
+
+
+def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove the nulls with which tables fill missing columns: None, NaN, and pandas' NaT or NA."""
+    columns = {key: one.tolist() if hasattr(one, "tolist") else one for key, one in row.items()}
+    return {
+        key: one
+        for key, one in columns.items()
+        if one is not None
+        and not (isinstance(one, float) and isnan(one))
+        and type(one).__name__ not in ("NaTType", "NAType")
+    }
+
+
+def _as_json(value: Any) -> Any:
+    """Convert numpy values and times to types that JSON can represent."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _kept(folder: Path, text: str, name: str) -> Path:
@@ -239,8 +336,8 @@ def _kept(folder: Path, text: str, name: str) -> Path:
     return path
 
 
-class _Telling:
-    """Holds the callbacks and remembers whether one of them has ended the run."""
+class _Callbacks:
+    """Calls the callbacks and remembers whether one of them has ended the run."""
 
     def __init__(self, callbacks: Callback | Sequence[Callback]) -> None:
         functions: object = [callbacks] if callable(callbacks) else callbacks
@@ -248,11 +345,7 @@ class _Telling:
             raise ConfigError(f"keel.train(callbacks={functions!r}): must be a list of functions")
         self._callbacks = list(cast(Iterable[Callback], functions))
         for one in self._callbacks:
-            if wrong := _no_callback(one):
-                raise ConfigError(
-                    f"keel.train(callbacks=…): {one!r} {wrong}. Pass a plain function: "
-                    "def callback(step, metrics)"
-                )
+            _check_callback(one)
         self.enough = False
         self.error: Exception | SystemExit | None = None
         """The first exception raised by a callback. It is raised once the run has been saved."""
@@ -267,53 +360,39 @@ class _Telling:
                 self.enough, self.error = True, self.error or error
 
 
-def _no_callback(one: Any) -> str:
-    """Return the reason why a value cannot be used as a callback, or "" if it can."""
-    if not callable(one):
-        return "is not a function"
-    if inspect.isclass(one):
-        return "is a class"
-    for called in (one, type(one).__call__):
-        if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
-            return "is async"
-        if inspect.isgeneratorfunction(called):
-            return "is a generator"
+def _check_callback(one: Any) -> None:
+    suspends = inspect.iscoroutinefunction(one) or inspect.isasyncgenfunction(one)
+    plain = callable(one) and not inspect.isclass(one) and not suspends
+    why = "" if plain and not inspect.isgeneratorfunction(one) else "is not a plain function"
     try:
-        inspect.signature(one, follow_wrapped=False).bind(1, {})
+        if not why:
+            inspect.signature(one, follow_wrapped=False).bind(1, {})
     except TypeError as error:
-        return f"cannot be called with a step and its metrics ({error})"
+        why = f"cannot be called with a step and its metrics ({error})"
     except ValueError:  # some built-in functions have no signature
         pass
-    return ""
+    if why:
+        raise ConfigError(
+            f"keel.train(callbacks=…): {one!r} {why}. Pass def callback(step, metrics)"
+        )
 
 
 class _Heard:
     """A view that also calls the callbacks after each training step, but not for separate
     evaluations."""
 
-    def __init__(self, view: View, told: _Telling) -> None:
+    def __init__(self, view: View, told: _Callbacks) -> None:
         self._view, self._told = view, told
 
-    def begin(self, activity: str) -> None:
-        self._view.begin(activity)
-
-    def reach(self, done: int, total: int, unit: str) -> None:
-        self._view.reach(done, total, unit)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._view, name)
 
     def record(self, step: int, numbers: Mapping[str, float]) -> None:
         self._view.record(step, numbers)
         if "time/step" in numbers:
             self._told.step(step, numbers)
 
-    def say(self, text: str) -> None:
-        self._view.say(text)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-def _driven(system: Runtime, folder: RunFolder, view: View, start: int, *, told: _Telling) -> int:
-    return main.run_loop(system, folder, _Heard(view, told), start, should_end=lambda: told.enough)
+def _driven(system: Runtime, folder: RunFolder, view: View, start: int, *, told: _Callbacks) -> int:
+    heard = cast(View, _Heard(view, told))
+    return main.run_loop(system, folder, heard, start, should_end=lambda: told.enough)

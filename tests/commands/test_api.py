@@ -203,8 +203,8 @@ def test_functions_alone_judge_prompts_without_answers(tmp_path: Path) -> None:
         check_prompts([item.prompt], {"correct": 1.0}, code=CodeSettings())
 
 
-def listening(*callbacks: Any) -> tuple[api._Telling, api._Heard]:
-    callbacks_ = api._Telling(callbacks)
+def listening(*callbacks: Any) -> tuple[api._Callbacks, api._Heard]:
+    callbacks_ = api._Callbacks(callbacks)
     view = SimpleNamespace(record=lambda *_: None)
     return callbacks_, api._Heard(view, callbacks_)  # pyright: ignore[reportArgumentType]
 
