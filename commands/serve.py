@@ -3,7 +3,6 @@ imported here."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from keel.commands.report.knobs import knobs_of
+from keel.configs.load import load_config
 from keel.configs.schema import ConfigError, RolloutConfig
 from keel.rollout.judge.process import VllmServer, common_options, environment
 from keel.trainer.run import checkpoint
@@ -73,21 +72,12 @@ def find_model(folder: Path) -> ServedModel:
 
 
 def _of_run(run: Path, model: Path) -> ServedModel:
-    """Return the model that a run has exported. The recipe's knobs are read one by one, so recipes
-    from any release work."""
-    notes: list[str] = []
-    knobs = {
-        name: json.loads(value) for name, value in knobs_of(run / "config.yaml", notes).items()
-    }
-    modes = {value for name, value in knobs.items() if name.endswith("].thinking")}
+    config = load_config(run / "config.yaml")
+    modes = {source.thinking for source in config.data.sources}
     return ServedModel(
         path=model,
         name=run.name,
-        sampling={
-            name: knobs[f"rollout.sampling.{name}"]
-            for name in SAMPLING
-            if f"rollout.sampling.{name}" in knobs
-        },
+        sampling={name: getattr(config.rollout.sampling, name) for name in SAMPLING},
         thinking=modes.pop() if len(modes) == 1 else None,
     )
 

@@ -1,47 +1,54 @@
-"""Read run and evaluation folders and convert them to data for the page."""
+"""Read run and evaluation folders and convert them to data for the page. Files may be incomplete or
+damaged; what cannot be read is noted."""
 
 from __future__ import annotations
 
-import difflib
+import ast
 import gzip
+import json
 import re
-import sys
-import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from keel.commands.report.evaluations import SAMPLES, read_evaluation
-from keel.commands.report.files import UNKNOWN, UNREADABLE, brief, json_lines, loads, number
-from keel.commands.report.knobs import changed, chosen_in, knobs_of
 from keel.commands.report.shape import (
+    UNREADABLE,
     Chunks,
     ReportChunk,
     ReportGroup,
     RunData,
     as_json,
     listed,
+    loads,
+    number,
     packed,
 )
-from keel.configs.schema import ConfigError
+from keel.configs.diff import flatten_config
+from keel.configs.load import load_config
+from keel.configs.schema import (
+    Config,
+    ConfigError,
+    ConversationsConfig,
+    DataConfig,
+    SftConfig,
+    SourceConfig,
+)
+from keel.data.eval_store import Asked, asked_in
+from keel.data.results import results
 from keel.rl.metrics import MEASURES
 
-METRICS, CONFIG = "metrics.jsonl", "config.yaml"
-SUFFIX = ".jsonl.gz"
-"""Suffix of trajectory files. `step_000001.tokens.jsonl.gz` includes the tokens; older releases
-wrote `step_000001.jsonl.gz`."""
-SHOWN = 4
-"""Maximum number of folders that an error message suggests."""
-PROGRESS_S = 2.0
-"""Seconds between two progress lines during a long read."""
-MEANT = 10
+_METRICS, _CONFIG, _SAMPLES = "metrics.jsonl", "config.yaml", "samples.jsonl"
+_MEAN_OF = 10
 """The values at the beginning and end of a run are averaged over a tenth of its steps, and over at
 most this many."""
-APART = ("step", "time")
-"""Keys in a line of `METRICS` that are not metrics."""
+_ENTRY = re.compile(r"\[[^\]]*\]")
+"""Matches the name of a list entry within a knob, such as `[spiral]` in
+`data.sources[spiral].size`."""
+_PER_CHUNK = 20
+"""Number of evaluation prompts that the page loads at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,51 +72,96 @@ def read_folder(folder: Path, known: Known | None = None) -> tuple[RunData, Chun
     """Read what `keel train` or `keel eval` has written so far. Raises ConfigError for any other
     folder."""
     try:
-        if not folder.is_dir():
-            raise ConfigError(f"{folder}: {no_run(folder)}")
-        if (folder / METRICS).exists() or (folder / CONFIG).exists():
-            return read_run(folder, {} if known is None else known)
-        if (folder / SAMPLES).exists():
-            return read_evaluation(folder)
-        raise ConfigError(f"{folder}: {no_run(folder)}")
+        if (folder / _METRICS).exists() or (folder / _CONFIG).exists():
+            return _read_run(folder, {} if known is None else known)
+        if (folder / _SAMPLES).exists():
+            return _read_evaluation(folder)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be read ({error.strerror or error})") from error
+    why = "holds no run and no evaluation" if folder.is_dir() else "is not a folder"
+    why = why if folder.exists() else "does not exist"
+    raise ConfigError(f"{folder}: {why}; give the folder that the recipe calls run.dir or eval.dir")
 
 
-def no_run(path: Path) -> str:
-    """Return an error that explains why `path` is not a run folder and suggests folders that may be
-    meant."""
-    if path.is_dir():
-        why = f"holds no run ({METRICS} and {CONFIG}) and no evaluation ({SAMPLES})"
-        places = (path, *path.resolve().parents[:2])
-    else:
-        why = "is a file" if path.exists() else "does not exist"
-        places = (path.parent, path.parent / "runs", Path("runs"))
-    files = [f for place in places for f in (place / METRICS, *sorted(place.glob(f"*/{METRICS}")))]
-    runs = {str(file.parent): None for file in files if file.exists()}
-    near = difflib.get_close_matches(str(path), runs, n=SHOWN, cutoff=0.8) or [*runs][:SHOWN]
-    there = f"; there are {', '.join(near)}" if near else ""
-    return f"{why}; give the folder that the recipe calls run.dir, or eval.dir{there}"
-
-
-def read_run(folder: Path, known: Known) -> tuple[RunData, Chunks]:
+def _read_run(folder: Path, known: Known) -> tuple[RunData, Chunks]:
     run = RunData(name=folder.resolve().name, kind="run", path=str(folder))
-    run.knobs = knobs_of(folder / CONFIG, run.notes)
-    run.changed = changed(run.knobs, chosen_in(folder))
-    read_metrics(folder / METRICS, run)
-    run.events = [event_of(line) for line in json_lines(folder / "events.jsonl", run.notes)]
-    chunks = read_trajectories(folder / "trajectories", run, known)
+    try:
+        run.knobs = _as_json(load_config(folder / _CONFIG))
+    except (*UNREADABLE, ConfigError) as error:
+        run.notes.append(f"{folder / _CONFIG}: no knobs can be read there ({error})")
+    chosen: Mapping[str, Any] = {}
+    if (folder / "chosen.json").exists():
+        chosen = loads((folder / "chosen.json").read_bytes())["values"]
+    run.changed = _changed(run.knobs, chosen)
+    _read_metrics(folder / _METRICS, run)
+    run.events = [
+        {
+            "step": int(number(line.get("step")) or 0),
+            "time": number(line.get("time")) or 0.0,
+            "kind": str(line.get("kind", "")),
+            "text": str(line.get("text", "")),
+        }
+        for line in _json_lines(folder / "events.jsonl", run.notes)
+    ]
+    chunks = _read_trajectories(folder / "trajectories", run, known)
     if not run.steps:
         run.notes.append("no step has ended so far")
-    run.summary = summary_of(run, folder)
+    run.summary = _summary(run, folder)
     return run, chunks
 
 
-def read_metrics(path: Path, run: RunData) -> None:
+def _json_lines(path: Path, notes: list[str]) -> Iterator[Mapping[str, Any]]:
+    """Yield the objects in a JSON lines file, leaving out an incomplete last line. Unreadable lines
+    are skipped and listed in `notes`."""
+    for at, text in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), 1):
+        try:
+            value = loads(text)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict):
+            yield cast(dict[str, Any], value)
+        elif text.strip():
+            notes.append(f"{path}:{at}: not a JSON object; skipped")
+
+
+def _as_json(config: Config) -> dict[str, str]:
+    flat = flatten_config(config)
+    return {
+        name: json.dumps(value, default=str, ensure_ascii=False) for name, value in flat.items()
+    }
+
+
+@cache
+def _defaults() -> Mapping[str, str]:
+    """Return the default of each knob. List entries are written `data.sources[]`."""
+    source = SourceConfig(name="a", source="jsonl", path="a")
+    lesson = ConversationsConfig(name="a", source="jsonl", path="a")
+    config = Config(data=DataConfig(sources=(source,)), sft=SftConfig(sources=(lesson,)))
+    flat = {_ENTRY.sub("[]", name): value for name, value in _as_json(config).items()}
+    for section in ("data", "sft"):
+        # A source's kind is never a default.
+        flat |= {f"{section}.sources": "[]", f"{section}.sources[].path": '""'}
+        flat[f"{section}.sources[].source"] = ""
+    return flat
+
+
+def _changed(knobs: Mapping[str, str], chosen: Mapping[str, Any]) -> list[str]:
+    """Return the names of the knobs that differ from their defaults, except those that Keel chose
+    for the hardware and the names of sources."""
+    return [
+        name
+        for name, value in knobs.items()
+        if name not in chosen
+        and not name.endswith("].name")
+        and _defaults().get(_ENTRY.sub("[]", name)) != value
+    ]
+
+
+def _read_metrics(path: Path, run: RunData) -> None:
     """Fill in the steps, times and metrics of a run. Several lines for one step, for example from a
     late evaluation, are merged."""
     by_step: dict[int, dict[str, float | None]] = {}
-    for line in json_lines(path, run.notes):
+    for line in _json_lines(path, run.notes):
         step = line.get("step")
         if isinstance(step, int) and number(step) is not None:
             values = by_step.setdefault(step, {})
@@ -118,53 +170,31 @@ def read_metrics(path: Path, run: RunData) -> None:
                     values[name] = number(value)
     run.steps = sorted(by_step)
     run.times = [by_step[step].get("time") or 0.0 for step in run.steps]
-    names = sorted(set[str]().union(*by_step.values()) - {*APART})
+    names = sorted(set[str]().union(*by_step.values()) - {"step", "time"})
     run.metrics = {name: [by_step[step].get(name) for step in run.steps] for name in names}
 
 
-def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "step": int(number(line.get("step")) or 0),
-        "time": number(line.get("time")) or 0.0,
-        "kind": str(line.get("kind", "")),
-        "text": str(line.get("text", "")),
-    }
-
-
-def read_trajectories(folder: Path, run: RunData, known: Known) -> Chunks:
+def _read_trajectories(folder: Path, run: RunData, known: Known) -> Chunks:
     """Read the trajectory files and list their groups in `run`."""
     chunks: Chunks = {}
-    last_line = time.monotonic()
-    paths = sorted(folder.glob(f"step_*{SUFFIX}"), key=attrgetter("name"))
-    for done, path in enumerate(paths, start=1):
-        known[path] = file = step_file(path, known.get(path))
-        if time.monotonic() - last_line >= PROGRESS_S:
-            last_line = time.monotonic()
-            text = f"{folder.parent}: read {done:,} of {len(paths):,} step files"
-            print(text, file=sys.stderr, flush=True)
+    for path in sorted(folder.glob("step_*.jsonl.gz"), key=attrgetter("name")):
+        known[path] = file = _step_file(path, known.get(path))
         if file.wrong:
             run.notes.append(f"{path}: cannot be read ({file.wrong}); skipped")
             continue
         run.groups += file.groups
-        read = path.read_bytes if file.as_is else partial(readable, path)
+        read = path.read_bytes if file.as_is else partial(_without_nan, path)
         chunks[path.name] = ReportChunk(read, file.stamp[1])
-    if run.steps and run.steps[-1] > 0 and not chunks and samples(run):
-        older = (
-            " (its files of text are from an older release)" if any(folder.glob("*.txt")) else ""
-        )
+    samples = run.knobs.get("data.sources") != "[]" and "sft/tokens" not in run.metrics
+    if run.steps and run.steps[-1] > 0 and not chunks and samples:
         run.notes.append(
-            f"no trajectories to read in {folder}{older}: run.save_trajectories and "
-            "run.save_tokens, both above 0, have them written at each step"
+            f"no trajectories to read in {folder}: run.save_trajectories and run.save_tokens, both "
+            "above 0, have them written at each step"
         )
     return chunks
 
 
-def samples(run: RunData) -> bool:
-    """Return whether the run samples trajectories. `keel sft` and `keel pretrain` do not."""
-    return run.knobs.get("data.sources") != "[]" and "sft/tokens" not in run.metrics
-
-
-def step_file(path: Path, known: StepFile | None) -> StepFile:
+def _step_file(path: Path, known: StepFile | None) -> StepFile:
     """Read a trajectory file, or return `known` if the file has not changed since."""
     stamp = (0, 0)
     try:
@@ -176,60 +206,122 @@ def step_file(path: Path, known: StepFile | None) -> StepFile:
         step = int(path.name.partition(".")[0].removeprefix("step_"))
         groups = [listed(loads(line), step, path.name, at) for at, line in enumerate(lines)]
     except UNREADABLE as error:
-        return StepFile(stamp=stamp, wrong=brief(error))
-    as_is = not any(name in line for line in lines for name in UNKNOWN)
+        return StepFile(stamp=stamp, wrong=str(error))
+    as_is = not any(name in line for line in lines for name in ("NaN", "Infinity"))
     return StepFile(stamp=stamp, groups=groups, as_is=as_is)
 
 
-def readable(path: Path) -> bytes:
+def _without_nan(path: Path) -> bytes:
     """Rewrite a trajectory file without the numbers that browsers cannot parse."""
     lines = gzip.decompress(path.read_bytes()).decode().splitlines()
     return packed([as_json(loads(line)) for line in lines])
 
 
-def summary_of(run: RunData, folder: Path) -> dict[str, str]:
+def _summary(run: RunData, folder: Path) -> dict[str, str]:
     """Return the rows of the table at the top of the page as labels and texts."""
-    model = run.knobs.get("model.path", "").strip('"')
     named = map(re.compile(r"(?:data|sft)\.sources\[(.*)\]\.name").fullmatch, run.knobs)
-    sources = [match[1] for match in named if match]
-    last = max(run.steps, default=0)
     ended = " (ended)" if (folder / "model").exists() else ""
+    seconds = run.times[-1] - run.times[0] if run.times else 0.0
+    minutes = f"{seconds / 60:.0f} min" if seconds else ""
     rows = {
-        "model": model,
-        "trained on": ", ".join(sources),
-        "steps": f"{last} of {run.knobs.get('run.steps', '?')}{ended}",
-        "time": duration(run.times[-1] - run.times[0]) if len(run.times) > 1 else "",
+        "model": run.knobs.get("model.path", "").strip('"'),
+        "trained on": ", ".join(match[1] for match in named if match),
+        "steps": f"{max(run.steps, default=0)} of {run.knobs.get('run.steps', '?')}{ended}",
+        "time": f"{seconds / 3600:.1f} h" if seconds >= 3600 else minutes,
     }
-    for name, values in run.metrics.items():
-        known = [value for value in values if value is not None]
-        if known and name.startswith("eval/") and name.endswith(MEASURES):
-            change = f" ({known[-1] - known[0]:+.3f})" if len(known) > 1 else ""
+    known = {name: [v for v in all_ if v is not None] for name, all_ in run.metrics.items()}
+    for name, values in known.items():
+        if values and name.startswith("eval/") and name.endswith(MEASURES):
+            change = f" ({values[-1] - values[0]:+.3f})" if len(values) > 1 else ""
             label = f"held-out {name.removeprefix('eval/')}"
-            rows[label] = f"{known[0]:.3f} → {known[-1]:.3f}{change}"
+            rows[label] = f"{values[0]:.3f} → {values[-1]:.3f}{change}"
     for name, label in (("reward/mean", "reward"), ("length/mean", "completion length")):
-        if known := [value for value in run.metrics.get(name, []) if value is not None]:
-            few = max(1, min(MEANT, len(known) // MEANT))
-            first, after = sum(known[:few]) / few, sum(known[-few:]) / few
+        if values := known.get(name):
+            few = max(1, min(_MEAN_OF, len(values) // _MEAN_OF))
+            first, after = sum(values[:few]) / few, sum(values[-few:]) / few
             rows[label] = f"{first:.3g} → {after:.3g}" + f" (means of {few} steps)" * (few > 1)
-    if known := [v for v in run.metrics.get("throughput/tokens_per_second", [])[-MEANT:] if v]:
-        rows["tokens per second"] = f"{sum(known) / len(known):,.0f}"
-    for kind, label in (
-        ("alarm", "alarms"),
-        ("resume", "resumed"),
-        ("engine", "engine restarts"),
-        ("restart", "restarts from a checkpoint"),
-    ):
-        of_kind = [event for event in run.events if event["kind"] == kind]
-        if of_kind:
-            latest = of_kind[-1]
-            rows[label] = f"{len(of_kind)}, the last at step {latest['step']}: {latest['text']}"
+    if values := known.get("throughput/tokens_per_second", [])[-_MEAN_OF:]:
+        rows["tokens per second"] = f"{sum(values) / len(values):,.0f}"
+    labels = {"alarm": "alarms", "resume": "resumed", "engine": "engine restarts"}
+    for kind, label in {**labels, "restart": "restarts from a checkpoint"}.items():
+        events = [event for event in run.events if event["kind"] == kind]
+        if events:
+            last = events[-1]
+            rows[label] = f"{len(events)}, the last at step {last['step']}: {last['text']}"
         elif kind == "alarm" and run.steps:
             rows[label] = "none"
     return {label: text for label, text in rows.items() if text}
 
 
-def duration(seconds: float) -> str:
-    minutes, hours = seconds / 60, seconds / 3600
-    if hours >= 1:
-        return f"{hours:.1f} h"
-    return f"{minutes:.0f} min" if minutes >= 2 else f"{seconds:.0f} s"
+def _read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
+    """Read what `keel eval` has written so far. Raises ConfigError with the file and line of a
+    problem."""
+    run = RunData(name=folder.resolve().name, kind="evaluation", path=str(folder))
+    try:
+        settings: Mapping[str, Any] = loads((folder / "settings.json").read_bytes())
+        run.knobs = {name: _from_repr(str(value)) for name, value in settings.items()}
+    except UNREADABLE as error:
+        run.notes.append(f"{folder / 'settings.json'}: cannot be read ({error})")
+    run.changed = _changed(run.knobs, {})
+    if not (folder / "results.json").exists():
+        run.notes.append("the evaluation has not ended: this is what there is so far")
+    path, asked, lines = folder / _SAMPLES, list[Asked](), list[str]()
+    for at, line in enumerate(path.read_bytes().split(b"\n")[:-1]):  # the last is being written
+        try:
+            one = asked_in(loads(line.decode("utf-8", "surrogatepass")))
+            group = _group_of(one)
+            run.groups.append(listed(group, 0, _chunk_name(at), at % _PER_CHUNK))
+        except UNREADABLE as error:
+            raise ConfigError(f"{path}:{at + 1}: no line of an evaluation: {error}") from error
+        asked.append(one)
+        lines.append(as_json(group))
+    for variant, sets in results([one for one in asked if one.number], (1,)).items():
+        for name, of in sets.items():
+            low, high = of["pass@1_interval"]
+            label = f"pass@1 {name}" if variant == "recipe" else f"pass@1 {variant}: {name}"
+            interval = f"{of['pass@1']:.3f} ({low:.3f}–{high:.3f})"
+            run.summary[label] = f"{interval}, {of['prompts']} prompts"
+    chunks: Chunks = {}
+    for first in range(0, len(lines), _PER_CHUNK):
+        data = packed(lines[first : first + _PER_CHUNK])
+        chunks[_chunk_name(first)] = ReportChunk(partial(bytes, data), len(data))
+    return run, chunks
+
+
+def _chunk_name(at: int) -> str:
+    return f"prompts_{at - at % _PER_CHUNK:06d}"
+
+
+def _from_repr(text: str) -> str:
+    """Convert the `repr` of a value to JSON. Any other text is returned unchanged."""
+    try:
+        return json.dumps(ast.literal_eval(text), default=str, ensure_ascii=False)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def _group_of(asked: Asked) -> dict[str, Any]:
+    """Convert a line to the group format that `keel.trainer.run.trajectory_files` writes."""
+    trajectories: list[dict[str, Any]] = [
+        {
+            "sibling": at,
+            "reward": sample["correct"],
+            "parts": {"correct": sample["correct"], **sample.get("parts", {})},
+            "finish": sample["finish_reason"],
+            "tokens": sample["tokens"],
+            "answer": sample.get("answer", ""),
+            "messages": sample["messages"],
+            "opening": 0,
+            "contexts": [],
+            **({"notes": {"correct": "error"}} if sample["error"] else {}),
+        }
+        for at, sample in enumerate(asked.samples)
+    ]
+    return {
+        "prompt": asked.id,
+        "domain": f"{asked.domain} · {asked.variant}",
+        "messages": asked.prompt,
+        "reference": asked.expected,
+        "dropped": asked.missing,
+        "trajectories": trajectories,
+    }

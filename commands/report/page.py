@@ -15,7 +15,6 @@ import html
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -32,29 +31,22 @@ PARTS = 500
 is wide."""
 STACKED = ("time/rollout", "time/reward", "time/train", "time/sync")
 """Metrics that are drawn on top of each other, so all of them need a value at the same steps."""
-SELF, NOBODY = "'self'", "'none'"
-CURE = "pip install plotly"
-
-
-@cache
-def library() -> str:
-    """Return the source of plotly.js (MIT) from the package `plotly`. Raises ConfigError if the
-    package is not installed."""
-    try:
-        # Without it, say how to get it.
-        from plotly.offline import get_plotlyjs  # pyright: ignore  # noqa: PLC0415
-    except ImportError as error:
-        raise ConfigError(f"the page's curves are drawn by plotly.js: {CURE}") from error
-    return str(get_plotlyjs())
 
 
 def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
     """Return the whole page. A `live` page fetches its trajectories and updates from the server it
     came from."""
+    try:
+        from plotly.offline import get_plotlyjs  # pyright: ignore  # noqa: PLC0415  optional
+    except ImportError as error:
+        raise ConfigError("curves are drawn by plotly.js: pip install plotly") from error
     parts = files("keel.commands.report") / "page"
-    scripts = [library(), *((parts / name).read_text(encoding="utf-8") for name in SCRIPTS)]
+    scripts = [
+        str(get_plotlyjs()),
+        *((parts / name).read_text(encoding="utf-8") for name in SCRIPTS),
+    ]
     if not live:
-        runs = fewer_trajectories(runs)
+        _fewer_trajectories(runs)
     chunks = [
         f'<script type="text/plain" data-run="{number}" data-chunk="{html.escape(name)}">'
         f"{base64.b64encode(chunk.data()).decode()}</script>"
@@ -66,7 +58,7 @@ def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy(scripts, live=live)}">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_policy(scripts, live=live)}">',
             '<meta name="referrer" content="no-referrer">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{html.escape(', '.join(run.name for run, _ in runs))} · Keel</title>",
@@ -82,26 +74,27 @@ def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
 
 def state(runs: Sequence[tuple[RunData, Chunks]], *, live: bool) -> str:
     """Return everything on the page except the trajectories, as JSON."""
-    plain = [fewer_points(run).plain() for run, _ in runs]
+    plain = [_fewer_points(run).plain() for run, _ in runs]
     return as_json({"live": live, "written": time.time(), "runs": plain})
 
 
-def policy(scripts: Sequence[str], *, live: bool) -> str:
+def _policy(scripts: Sequence[str], *, live: bool) -> str:
     """Return the Content-Security-Policy. It allows only the page's own scripts, and only a live
     page may connect, to the server it came from. Inline styles are allowed because plotly.js writes
     them."""
     digests = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
+    connect = "'self'" if live else "'none'"
     ours = " ".join(f"'sha256-{digest}'" for digest in digests)
     return (
         f"default-src 'none'; script-src {ours}; style-src 'unsafe-inline'; img-src data: blob:; "
-        f"connect-src {SELF if live else NOBODY}; base-uri 'none'; form-action 'none'"
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
 
 
-def fewer_points(run: RunData) -> RunData:
+def _fewer_points(run: RunData) -> RunData:
     """Thin out each curve to the lowest and highest value in each of `PARTS` parts, at their
     original steps."""
-    kept = {name: extremes(values) for name, values in run.metrics.items()}
+    kept = {name: _extremes(values) for name, values in run.metrics.items()}
     stacked = set[int]().union(*(kept.get(name, ()) for name in STACKED))
     kept |= {name: stacked for name in STACKED if name in kept}
     metrics = {
@@ -114,7 +107,7 @@ def fewer_points(run: RunData) -> RunData:
     return replace(run, metrics=metrics, notes=[*run.notes, text])
 
 
-def extremes(values: Sequence[float | None]) -> set[int]:
+def _extremes(values: Sequence[float | None]) -> set[int]:
     """Return the positions of the lowest and highest value in each part, and of the first and last
     value."""
     known = {at: value for at, value in enumerate(values) if value is not None}
@@ -128,25 +121,22 @@ def extremes(values: Sequence[float | None]) -> set[int]:
     return kept
 
 
-def fewer_trajectories(runs: Sequence[tuple[RunData, Chunks]]) -> Sequence[tuple[RunData, Chunks]]:
+def _fewer_trajectories(runs: Sequence[tuple[RunData, Chunks]]) -> None:
     """Keep only every n-th chunk if all chunks together would exceed `MOST_BYTES`."""
     total = sum(chunk.size for _, chunks in runs for chunk in chunks.values())
     every = -(-total // MOST_BYTES)
     for run, chunks in runs if every > 1 else ():
-        names, before = list(chunks), len(run.groups)
+        names = list(chunks)
         for at, name in enumerate(reversed(names)):  # the last stays
             if at % every:
                 del chunks[name]
         run.groups = [group for group in run.groups if group.chunk in chunks]
-        some = f"{len(chunks)} of {len(names)} steps"
-        if run.kind == "evaluation":
-            some = f"{len(run.groups)} of {before} prompts"
         if len(chunks) < len(names):
+            unit = "steps" if run.kind == "run" else "parts"
             run.notes.append(
-                f"trajectories of {some} are in this page, which would be "
-                f"too large with all of them; `keel watch {run.path}` shows every one"
+                f"trajectories of {len(chunks)} of {len(names)} {unit} are in this page, which "
+                f"would be too large with all of them; `keel watch {run.path}` shows every one"
             )
-    return runs
 
 
 def report(folders: Sequence[str], out: str | None) -> str:
@@ -155,19 +145,12 @@ def report(folders: Sequence[str], out: str | None) -> str:
     runs = [read_folder(Path(folder)) for folder in folders]
     name_apart([run for run, _ in runs])
     path = Path(out) if out else (Path(folders[0]) if len(runs) == 1 else Path()) / "report.html"
-    if path.is_dir():
-        raise ConfigError(f"--out {path}: is a folder; name a file")
     try:
-        text = page(runs)
-    except OSError as error:  # the run has been resumed meanwhile, say
-        raise ConfigError(f"{error}: trajectories have gone meanwhile; run it again") from error
-    fresh = path.with_name(f".{path.name}.tmp")
-    try:
-        fresh.write_text(text, encoding="utf-8", errors="replace")  # a name may be of other bytes
+        fresh = path.with_name(f".{path.name}.tmp")
+        fresh.write_text(page(runs), encoding="utf-8", errors="replace")
         fresh.replace(path)
-    except OSError as error:
-        why = f"{path.parent} is no folder" if not path.parent.is_dir() else error.strerror
-        raise ConfigError(f"{path}: cannot be written ({why}); --out names another") from error
+    except OSError as error:  # also if trajectories have gone meanwhile
+        raise ConfigError(f"{path}: cannot be written ({error}); --out names another") from error
     notes = [f"{run.name}: {note}" for run, _ in runs for note in run.notes]
     size = path.stat().st_size / 2**20
     text = "\n".join([*notes, f"{path} ({size:.1f} MiB): open it in a browser"])

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from math import isfinite
 from typing import Any, Literal, cast
 
-from keel.commands.report.files import UNREADABLE, brief, number
-
-HEAD, TAIL = 70, 50
+UNREADABLE = (
+    *(OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError),
+    *(OverflowError, RecursionError),
+)
+"""Errors raised when a file is damaged, has unexpected contents, or no longer exists."""
+_HEAD, _TAIL = 70, 50
 """Numbers of characters to show from the beginning and end of a question in the list."""
 
 
@@ -42,14 +46,14 @@ def listed(group: Mapping[str, Any], step: int, chunk: str, line: int) -> Report
         chunk=chunk,
         line=line,
         prompt=str(group["prompt"]),
-        question=question_of(group),
+        question=_question(group),
         domain=str(group["domain"]),
         rewards=[number(one["reward"]) or 0.0 for one in group["trajectories"]],
         tokens=[int(one["tokens"]) for one in group["trajectories"]],
     )
 
 
-def question_of(group: Mapping[str, Any]) -> str:
+def _question(group: Mapping[str, Any]) -> str:
     """Return the last message before the policy's first turn. For an episode it comes from the
     transcript."""
     messages = list(group.get("messages") or ())
@@ -57,10 +61,7 @@ def question_of(group: Mapping[str, Any]) -> str:
         messages = messages or list(one.get("messages") or ())[: one.get("opening") or 0]
     content: Any = (messages[-1].get("content") if messages else "") or ""
     text = " ".join((content if isinstance(content, str) else as_json(content)).split())
-    if len(text) <= HEAD + TAIL:
-        return text
-    head, tail = text[:HEAD], text[-TAIL:]
-    return f"{head.rpartition(' ')[0] or head} … {tail.partition(' ')[2] or tail}"
+    return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]} … {text[-_TAIL:]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +70,14 @@ class ReportChunk:
 
     read: Callable[[], bytes]
     size: int
-    """Approximate size in bytes, known before the chunk is read."""
+    """Size in bytes, known before the chunk is read."""
 
     def data(self) -> bytes:
         """Read the chunk. Raises OSError if that fails for any reason."""
         try:
             return self.read()
         except UNREADABLE as error:
-            raise OSError(brief(error)) from error
+            raise OSError(str(error)) from error
 
 
 Chunks = dict[str, ReportChunk]
@@ -97,6 +98,7 @@ class RunData:
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """The step, time, kind and text of each event."""
     knobs: dict[str, str] = field(default_factory=dict[str, str])
+    """The value of each knob as JSON."""
     changed: list[str] = field(default_factory=list[str])
     """Knobs that differ from their defaults."""
     summary: dict[str, str] = field(default_factory=dict[str, str])
@@ -107,16 +109,30 @@ class RunData:
 
     def plain(self) -> dict[str, Any]:
         """Convert to plain data. Each metric becomes its values and their positions in `steps`."""
+        metrics: dict[str, dict[str, list[Any]]] = {}
+        for name, values in self.metrics.items():
+            at = [place for place, value in enumerate(values) if value is not None]
+            metrics[name] = {"at": at, "values": [values[place] for place in at]}
         return {
             **{field.name: getattr(self, field.name) for field in fields(self)},
-            "metrics": {name: sparse(values) for name, values in self.metrics.items()},
+            "metrics": metrics,
             "groups": [asdict(group) for group in self.groups],
         }
 
 
-def sparse(values: Sequence[float | None]) -> dict[str, list[Any]]:
-    known = [(at, value) for at, value in enumerate(values) if value is not None]
-    return {"at": [at for at, _ in known], "values": [value for _, value in known]}
+def loads(text: str | bytes) -> Any:
+    """Parse JSON as Python writes it, with None for numbers such as NaN. Raises one of
+    `UNREADABLE`."""
+    return json.loads(text, parse_constant=lambda _: None)
+
+
+def number(value: object) -> float | None:
+    """Return `value` as a finite float, or None if it is not a finite number."""
+    try:
+        result = float(value) if isinstance(value, int | float) else None
+    except OverflowError:  # of hundreds of digits
+        return None
+    return result if result is not None and isfinite(result) else None
 
 
 def packed(lines: list[str]) -> bytes:
@@ -129,14 +145,14 @@ def as_json(value: Any) -> str:
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
     except ValueError:  # rare, and slow: every value is visited
-        return json.dumps(finite(value), allow_nan=False, separators=(",", ":"))
+        return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
 
 
-def finite(value: Any) -> Any:
+def _finite(value: Any) -> Any:
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): finite(item) for key, item in cast(dict[Any, Any], value).items()}
+        return {str(key): _finite(item) for key, item in cast(dict[Any, Any], value).items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in cast(Sequence[Any], value)]
+        return [_finite(item) for item in cast(Sequence[Any], value)]
     return value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import os
 import secrets
 import sys
 from collections.abc import Sequence
@@ -51,13 +50,8 @@ class Follower:
     def _stamp(self) -> str:
         stamps: list[str] = []
         for folder in self._folders:
-            try:
-                inside = sorted(folder.glob("*"))
-            except OSError as error:
-                raise ConfigError(f"{folder}: cannot be read ({error.strerror})") from error
-            for path in (folder, *inside, folder / "trajectories"):
-                # A file may go while we look: the next look sees that.
-                with suppress(OSError):
+            for path in (folder, *sorted(folder.glob("*")), folder / "trajectories"):
+                with suppress(OSError):  # it may go while we look; the next look sees that
                     of = path.stat()
                     stamps.append(f"{path.name} {of.st_mtime_ns} {of.st_size}")
         return str(hash(tuple(stamps)))
@@ -73,10 +67,8 @@ class Server(ThreadingHTTPServer):
         self.token = secrets.token_urlsafe(24)
         try:
             super().__init__((HOST, port), Handler)
-        except OSError as error:
-            raise ConfigError(f"--port {port}: {os.strerror(error.errno or 0)}") from error
-        except OverflowError as error:
-            raise ConfigError(f"--port {port}: must be from 1 to 65535, or 0 for any") from error
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"--port {port}: {error}") from error
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors from connections that the browser has closed."""
