@@ -144,7 +144,6 @@ class BatchStream:
         return batch
 
     def _changes(self, should_abort: Callable[[], bool]) -> bool:
-        """Wait until something arrives or the wait is aborted. Returns False on timeout."""
         end = time.monotonic() + self._timeout_s
         while not (changed := self._changed.wait(min(POLL_S, self._timeout_s))):
             if should_abort() or time.monotonic() >= end:

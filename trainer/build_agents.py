@@ -281,11 +281,6 @@ def _environment_factory(
     starting: asyncio.Semaphore | None = None,
     fork_servers: list[ForkServer] | None = None,
 ) -> Callable[[], Environment]:
-    """Return a function that creates an environment for each episode.
-
-    New fork servers are appended to `fork_servers`. If it is None, each environment starts as a new
-    process.
-    """
     spec, prompt = environment_spec(config, source), system_prompt_of(config, source)
     if spec is None:
         return lambda: WithSystemPrompt(NoEnvironment(), prompt)
@@ -314,7 +309,6 @@ def system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
 
 
 def _agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
-    """Return the program that drives a source's episodes, or None if Keel drives them itself."""
     environment = source.environment
     if not environment.program:
         return None
@@ -371,8 +365,6 @@ def _prompt_files(config: Config) -> list[Path]:
 
 
 def _generators(config: Config, python: str) -> list[Path]:
-    """Return the paths of code that generates prompts. With a guessed seed, this code reveals the
-    answers."""
     paths = [(KEEL / name).resolve() for name in ("synthesis", "examples")]
     if any(source.source == "reasoning_gym" for source in config.data.sources):
         with suppress(FileNotFoundError):  # reported elsewhere

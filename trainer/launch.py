@@ -342,7 +342,6 @@ def _start_together(
 
 
 def _await_engines(engines: Future[tuple[str, ...]], watchdog: Watchdog) -> tuple[str, ...]:
-    """Wait for the engines and return their warnings. Raises `WorkerLost` if an engine fails."""
     try:
         return wait_for(engines, watchdog.should_stop_waiting)
     except Unanswered:  # a fault of Ray

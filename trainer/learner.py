@@ -138,8 +138,6 @@ class Learner:
         return self._call_all("start", *arguments, deadline=deadline)[0]
 
     def _check_folder(self, deadline: StepDeadline) -> None:
-        """Raise ConfigError if a rank cannot see the run folder, which would otherwise only fail at
-        the first checkpoint."""
         mark = Path(self._config.run.dir).expanduser().absolute() / MARK
         if not mark.exists():
             return
@@ -259,7 +257,6 @@ class Learner:
     def _await_sending(
         self, refs: Sequence[ray.ObjectRef[Any]], sent: Mapping[int, Future[int]]
     ) -> None:
-        """Resolve each engine's future as soon as its rank reports the outcome."""
 
         def settle(outcomes: Mapping[int, Outcome]) -> None:
             for index, outcome in outcomes.items():
@@ -304,7 +301,6 @@ class Learner:
             sender.join(GRACE_S)
 
     def _call_all(self, method: str, *arguments: object, deadline: StepDeadline) -> list[Any]:
-        """Call a method on every rank and return the results in rank order."""
         with self._order:
             refs = [ray_timeouts.call(getattr(rank, method), *arguments) for rank in self._ranks]
         return self._wait(refs, deadline)
@@ -312,8 +308,6 @@ class Learner:
     def _call_with_shares(
         self, method: str, shares: Sequence[Any], what: str, times: int = 1, **options: bool
     ) -> list[Any]:
-        """Call a method on every rank with the share for its group. The time limit is `times` step
-        timeouts."""
         for refs in self._warming:
             self._wait(refs, self._deadlines.of("compiling kernels"))
         self._warming = []

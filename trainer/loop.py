@@ -154,8 +154,6 @@ def evaluation_due(run: RunConfig, step: int) -> bool:
 
 
 def _evaluation_missing(parts: Parts, run: RunConfig, start: int) -> bool:
-    """Return True if the run must evaluate before its first step, because it is new or because its
-    last evaluation was cut short."""
     due = bool(parts.heldout) and evaluation_due(run, start)
     return start == 0 or (due and not parts.journal.evaluated(start))
 

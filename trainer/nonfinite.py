@@ -205,7 +205,6 @@ class NanTracer:
 
 
 def _bad_rows(values: Tensor) -> Tensor | None:
-    """Return the rows of [1, T, d] that are not finite, or None if all rows are finite."""
     bad = (~values.detach().isfinite()).any(-1).flatten().nonzero().flatten()
     return bad.cpu() if len(bad) else None
 

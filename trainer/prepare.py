@@ -110,8 +110,6 @@ class PlannedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class _Prepared:
-    """A recipe that has passed every check."""
-
     config: Config
     """The config, with every `auto` value resolved."""
     facts: ModelFacts
@@ -130,7 +128,6 @@ class _Prepared:
         return self.choice.plan
 
     def _ending(self) -> list[str]:
-        """Return the lines that list the resolved knobs with reasons, followed by the warnings."""
         return [
             *(f"{'' if i else 'chosen':<12} {line}" for i, line in enumerate(self.choice.lines())),
             *(f"{'warning':<12} {line}" for line in self.warnings),
@@ -601,7 +598,6 @@ def chat_renderer(chat: TemplateChat | None) -> Render:
 
 
 def _solve(task: str, entry: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return a worked solution to a reasoning_gym question, or None if the task has none."""
     solution = TAUGHT.get(task)
     if solution is None or not solution.covers(entry["metadata"]):
         return None
@@ -613,8 +609,6 @@ def _solve(task: str, entry: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _warnings(config: Config, model: PlannedModel) -> list[str]:
-    """Return warnings about suspicious settings, GPUs that others use, and a layout that differs
-    from the first one in this run."""
     path, hardware, lacking = config.model.path, model.hardware, model.missing_weights
     code = ignored_code(local_folder(path), transformers)
     return [
@@ -632,7 +626,6 @@ def _warnings(config: Config, model: PlannedModel) -> list[str]:
 
 
 def _thinking_warnings(config: Config, tokenizer: Any) -> Iterator[str]:
-    """Warn about sources whose thinking tags differ from the model's, or that have none."""
     if config.endpoint.base_url:
         return
     marks = marks_of(tokenizer, config.model.thinking_marks)

@@ -198,8 +198,6 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
 def _pack_heldout(
     heldout: Mapping[str, Sequence[SftExample]], config: Config
 ) -> list[dict[str, TrainBatch]]:
-    """Pack the held-out sets into one share for each group of ranks. Returns an empty list if there
-    are no held-out sets."""
     trainer = config.trainer
     packed = {
         name: pack_sft(
@@ -230,7 +228,6 @@ def evaluation_metrics(scored: Mapping[str, Metric]) -> dict[str, Metric]:
 def _batch_metrics(
     examples: Sequence[SftExample], shares: Sequence[TrainBatch], capacity: int
 ) -> dict[str, Metric]:
-    """Return metrics about the size of a batch. `sft/packed` is how full its micro-batches are."""
     rows = [len(row.token_ids_N) for share in shares for row in share.micro_batches]
     return {
         "sft/conversations": Sum(len(examples)),

@@ -125,7 +125,6 @@ def host_threads(ranks: int, gpus: int | None = None, cores: int | None = None) 
 
 
 def _configure_pinned_memory() -> None:
-    """Add `PINNED` to the allocator settings in the environment."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     name = next((name for name in names if os.environ.get(name)), names[0])
     settings = os.environ.get(name, "")

@@ -98,7 +98,6 @@ class Checkpoints:
 
 
 def _all_gather(value: T) -> list[T]:
-    """Return the values of all ranks. All ranks must call this together."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -157,7 +157,6 @@ def drop_gathered(optimizer: Any) -> None:
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield all tensors that can be reached from DeepSpeed objects and containers."""
     if id(value) in seen:
         return
     seen.add(id(value))

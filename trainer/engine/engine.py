@@ -251,8 +251,6 @@ class TrainerEngine:
         return merge([*nll, *(indexer_metrics(held) for _, held in scored)])
 
     def _has_gradient(self, batch: TrainBatch) -> bool:
-        """Return True if any objective in this step can have a gradient. All ranks get the same
-        answer."""
         algorithm = self._config.algorithm
         auxiliary = algorithm.kept_mass_coef > 0 or self._network.learning_indexers > 0
         return batch.signal or (auxiliary and not algorithm.skip_uniform_groups)

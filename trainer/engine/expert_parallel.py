@@ -149,7 +149,6 @@ def by_expert_group(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def _renamed(local: str, layer: Any) -> str:
-    """Map AutoEP's name for a tensor in a router or shared expert to its name in Transformers."""
     names = original_names(layer)
     for autoep, original in (
         ("router.gate.", names.router),

@@ -99,7 +99,6 @@ def _with_end(ids: Any, end: int | None) -> Any:
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
-    """Rename the shards once it is known how many there are, and write their index."""
     if len(shards) == 1:
         (folder / "shard-0.safetensors").rename(folder / "model.safetensors")
         return

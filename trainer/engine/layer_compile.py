@@ -88,8 +88,6 @@ def _segment_count(tokens: int) -> int:
 def _dummy_batch(
     network: PolicyNetwork, *, routed: bool, truncated: bool, tokens: int = 0, shared: bool = False
 ) -> MicroBatch:
-    """Return a batch of `_segment_count(tokens)` trajectories. With `shared`, they have a common
-    beginning."""
     begun = SHARED if shared else 0
     segments = _segment_count(tokens) | shared  # even again with the shared beginning
     count = begun + segments * TOKENS

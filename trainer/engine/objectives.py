@@ -84,7 +84,6 @@ def _grpo(
     algorithm: AlgorithmConfig,
     split: SplitGaps,
 ) -> LossOutput:
-    """Compute the GRPO loss of a whole micro-batch. `logp` and `reference` are [R]."""
     used = reference is not None or batch.kl_coef_N.any()
     return grpo_loss(
         logp,

@@ -251,7 +251,6 @@ class Offload:
         return torch.cuda.memory_reserved(self._device)
 
     def _free(self) -> float:
-        """Return how many bytes PyTorch can still allocate on the device."""
         if self._device.type != "cuda":
             return math.inf
         free, total = torch.cuda.mem_get_info(self._device)
@@ -304,7 +303,6 @@ def room(config: Config, device: torch.device) -> float:
 
 
 def _on_device(tensors: Iterable[Tensor], device: torch.device) -> Iterator[UntypedStorage]:
-    """Yield the distinct, resizable storages of `tensors` that have bytes on `device`."""
     seen: set[int] = set()
     for tensor in tensors:
         if tensor.device == device and tensor.layout == torch.strided:

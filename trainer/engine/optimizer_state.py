@@ -65,8 +65,6 @@ Runs = Mapping[str, Sequence[ElementRun]]
 
 
 class _Source(NamedTuple):
-    """Where to find a part of a requested piece."""
-
     rank: int
     tensor: int
     offset: int
@@ -76,8 +74,6 @@ class _Source(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """The tensors that one rank holds."""
-
     pieces: list[list[StatePiece]]
     """The pieces in each tensor."""
     steps: dict[int, float]
@@ -154,7 +150,6 @@ class OptimizerState:
         return master_weights(self._model, self._engine, stage=self._stage)
 
     def _new_moments(self, master: Tensor, step: float) -> dict[str, Tensor]:
-        """Create zero moments, as Adam does at its first step."""
         fused = any(group.get("fused") for group in self._adam.param_groups)
         device = master.device if fused else "cpu"
         moments = {moment: torch.zeros_like(master) for moment in MOMENTS}
@@ -214,7 +209,6 @@ def _choose_writers(ranks: Sequence[Sequence[Sequence[StatePiece]]]) -> list[set
 
 
 def _sizes_of(runs: Iterable[ElementRun]) -> dict[str, int]:
-    """Return the number of elements in each whole parameter that `runs` cover."""
     parts = {(run.whole, run.into): run.count for run in runs}
     sizes: dict[str, int] = {}
     for (whole, _), count in parts.items():
@@ -223,7 +217,6 @@ def _sizes_of(runs: Iterable[ElementRun]) -> dict[str, int]:
 
 
 def _uncovered(pieces: Iterable[StatePiece], sizes: Mapping[str, int]) -> list[str]:
-    """Return the parameters that `pieces` do not cover exactly once."""
     reached = dict.fromkeys(sizes, 0)
     wrong: set[str] = set()
     for name, start, count, *_ in sorted(pieces):
@@ -234,7 +227,6 @@ def _uncovered(pieces: Iterable[StatePiece], sizes: Mapping[str, int]) -> list[s
 
 
 def _check_same_model(pieces: Iterable[StatePiece], sizes: Mapping[str, int]) -> None:
-    """Raise ValueError if a saved parameter has a different size from the one in this model."""
     written: dict[str, int] = {}
     for name, _, count, *_ in pieces:
         written[name] = written.get(name, 0) + count
@@ -247,8 +239,6 @@ def _check_same_model(pieces: Iterable[StatePiece], sizes: Mapping[str, int]) ->
 
 
 class _PieceIndex:
-    """Finds saved pieces by parameter and position."""
-
     def __init__(self, ranks: Sequence[Iterable[StatePiece]]) -> None:
         """`ranks` holds the pieces that each rank has written."""
         by_name: dict[str, list[tuple[int, int, StatePiece]]] = {}
@@ -306,8 +296,6 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 class _TensorFile:
-    """Reads slices from a safetensors file of flat tensors."""
-
     def __init__(self, path: Path) -> None:
         try:
             self._file = safe_open(path, framework="pt")

@@ -88,7 +88,6 @@ def read_batch(path: Path) -> tuple[list[ScoredGroup], list[str]]:
 
 
 def _encode(value: Any, arrays: dict[str, NDArray[Any]]) -> Any:
-    """Encode an object as JSON values. Arrays go to `arrays` and are replaced with their names."""
     if isinstance(value, np.ndarray):
         name = f"array_{len(arrays)}"
         arrays[name] = value

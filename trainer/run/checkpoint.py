@@ -171,8 +171,6 @@ def problems(folder: Path, *, bits: bool = True) -> list[str]:
 
 
 def _prune(root: Path, newest: Path, *, keep: int) -> None:
-    """Keep the last `keep` checkpoints up to `newest`, and delete older ones and what crashes have
-    left behind."""
     if keep < 1:
         raise ValueError(f"keep = {keep}, at least one checkpoint must stay")
     for path in [path for path in finished(root) if step_of(path) <= step_of(newest)][:-keep]:

@@ -329,8 +329,6 @@ class RunFolder:
 
 
 def _unused(path: Path) -> Path:
-    """Return `path` if it does not exist, or else the first of `path_2`, `path_3`, … that does
-    not."""
     candidate, number = path, 2
     while candidate.exists():
         candidate, number = path.with_name(f"{path.name}_{number}"), number + 1

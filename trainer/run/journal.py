@@ -197,7 +197,6 @@ def sync_record(folder: Path, after: int) -> None:
 
 
 def _files_after(folder: Path, step: int) -> list[Path]:
-    """List the files named `step_N…` for later steps. Other names belong to the user."""
     later: list[Path] = []
     # Builds few paths: a run of 20,000 steps has 60,000 files here, listed at each checkpoint.
     for name in os.listdir(folder) if folder.is_dir() else ():

@@ -134,7 +134,6 @@ class Display:
                     self._printed[wait] = now
 
     def _open_live(self) -> Any:
-        """Start a live line at the bottom of the terminal, unless rich is not installed."""
         try:
             from rich.console import Console  # noqa: PLC0415  (see above)
             from rich.live import Live  # noqa: PLC0415

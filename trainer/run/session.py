@@ -114,7 +114,6 @@ def _attempt(
     restarts: Restarts,
     drive: Callable[[Any, RunFolder, View, int], int],
 ) -> int:
-    """Load the newest checkpoint, train and export the model. Returns the last step done."""
     state, steps = folder.state(), config.run.steps
     start = reached = state.step if state else 0
     if state and folder.latest:
@@ -142,7 +141,6 @@ def _attempt(
 
 
 def _count_restart(raised: WorkerLost | RayError, restarts: Restarts) -> WorkerLost:
-    """Return the loss to restart after. Raises if a restart would not help or is not allowed."""
     if lost_reason():
         raise RayLost(lost_reason()) from raised
     if isinstance(raised, WorkerLost):

@@ -38,9 +38,6 @@ class Preempted(KeyboardInterrupt):
 
 @dataclass(slots=True)
 class _State:
-    """Signal state of this process. There is only one instance, since handlers belong to the
-    process."""
-
     preempted: signal.Signals | None = None
     """The first signal of `PREEMPTION` that was received."""
     overdue: str = ""
@@ -67,7 +64,6 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _handle(number: int) -> None:
-    """Pass the signal to the open `Interrupt`, or raise if there is none."""
     interrupt = _STATE.open
     if number == signal.SIGINT:
         _STATE.interrupted = True
@@ -243,7 +239,6 @@ class Interrupt:
 
 
 def _discard_output(stream: TextIO) -> None:
-    """Redirect a stream to /dev/null after its terminal or reader has gone away."""
     with suppress(OSError, ValueError), open(os.devnull, "w") as null:
         os.dup2(null.fileno(), stream.fileno())
 

@@ -186,7 +186,6 @@ class TokenFile:
 
 
 def _rounded(values: NDArray[Any], digits: int) -> list[float | None]:
-    """Round the values. Unknown values become None, and the list is empty if all are unknown."""
     rounded = [round(v, digits) if math.isfinite(v) else None for v in values.tolist()]
     return rounded if any(value is not None for value in rounded) else []
 

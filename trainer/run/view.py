@@ -100,7 +100,6 @@ class PlainView:
         print_line(text, self._stream)
 
     def _time_left(self, step: int) -> str:
-        """Estimate the remaining time from the steps that this process has done."""
         now = time.monotonic()
         first, began = self._first = self._first or (step, now)
         left = (now - began) / max(step - first, 1) * (self._steps - step)

@@ -94,7 +94,6 @@ class TrackerThread:
             self._tracker.abandon()
 
     def _warn(self, text: str) -> None:
-        """Print the first problem in a row."""
         if not self._warned:
             self._warned = True
             remedy = self._tracker.remedy if self._tracker is not None else ""
@@ -150,7 +149,6 @@ class TrackerThread:
             self._events_read += 1
 
     def _unread(self, path: Path) -> Iterator[dict[str, Any]]:
-        """Yield the complete lines of a growing file that were not read, and advance after each."""
         if not path.exists():
             return
         with path.open("rb") as file:
