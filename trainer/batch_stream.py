@@ -70,12 +70,9 @@ class BatchStream:
         score: Callable[[Group], Future[ScoredGroup]],
         start: int,
     ) -> None:
-        """Create the stream. It samples nothing before `open` is called.
-
-        `next_prompts(n)` returns the next n prompts. `position(prompts)` returns the position in
-        the data such that these prompts come first after a resume. `sample` and `score` return at
-        once and have their own timeouts. `start` is the last step done.
-        """
+        """`next_prompts(n)` returns the next n prompts, and `position(prompts)` the position in the
+        data such that these prompts come first after a resume. `sample` and `score` return at once
+        and have their own timeouts. `start` is the last step done."""
         algorithm = config.algorithm
         self._next_prompts, self._position = next_prompts, position
         self._sample, self._score = sample, score
@@ -115,12 +112,11 @@ class BatchStream:
     def take(
         self, waiting: Callable[[str], Any], should_abort: Callable[[], bool] = never
     ) -> Batch:
-        """Wait for the next batch and return it.
+        """Wait for the next batch, inside the context `waiting("rollout")` while its groups are
+        sampled and `waiting("reward")` once all of them are being scored.
 
-        The wait is spent inside the context `waiting("rollout")` while a group of the batch is
-        being sampled, and inside `waiting("reward")` once all of them are being scored. Raises
-        errors from sampling and scoring, `EmptyBatch`, `Cancelled` on abort, and TimeoutError if
-        nothing arrives for longer than all timeouts together.
+        Raises errors from sampling and scoring, `EmptyBatch`, `Cancelled` on abort, and
+        TimeoutError if nothing arrives for longer than all timeouts together.
         """
         with self._changed:
             while should_abort() or not self._buffer.ready():
@@ -134,9 +130,8 @@ class BatchStream:
                     if not self._changes(should_abort):
                         raise TimeoutError(
                             f"waited {self._timeout_s:.0f} s for a group: {len(self._in_flight)} "
-                            f"are in flight, {len(self._sampling)} of them being sampled. The "
-                            "limit is rollout.timeout_s twice, plus run.startup_timeout_s, "
-                            "rollout.update_timeout_s and the timeouts of environments and rewards"
+                            f"are in flight, {len(self._sampling)} of them being sampled "
+                            "(rollout.timeout_s and the timeouts of environments and rewards)"
                         )
             batch = self._buffer.take()
         if not any(len(group.rewards_G) for group in batch.groups):

@@ -1,5 +1,4 @@
-"""Saves checkpoints during a run and when it is aborted or fails. This keeps error handling out of
-the training loop."""
+"""Saves checkpoints during a run and when it is aborted or fails."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class RunJournal(Protocol):
         sample: Sequence[ScoredGroup],
         discarded: Sequence[ScoredGroup] = (),
     ) -> None:
-        """Record a step, the groups it trained on and the groups that were sampled for it but
-        discarded."""
+        """Record a step, the groups it trained on and those that were discarded."""
         ...
 
     def evaluated(self, step: int) -> bool:
@@ -74,12 +72,7 @@ class Saver:
 
 class RunGuard:
     """Makes sure that a run ends with a checkpoint when it is aborted, or when an engine or a
-    reward fails.
-
-    An abort (`Cancelled`) drops the rollouts in flight. Errors after an optimizer step are held
-    back until the step has been recorded. Errors from the learner itself are raised without a
-    checkpoint, since its state is lost.
-    """
+    reward fails. Errors of the learner are raised without one, since its state is lost."""
 
     def __init__(
         self,
@@ -112,8 +105,7 @@ class RunGuard:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Wrap the sampling of a batch. If that fails, save a checkpoint of the previous step and
-        raise the error."""
+        """Wrap the sampling of a batch. If that fails, save the previous step and raise."""
         self._journal.begin("sampling")
         try:
             yield
@@ -126,8 +118,7 @@ class RunGuard:
 
     @contextmanager
     def deferred_errors(self, activity: str) -> Iterator[None]:
-        """Wrap an activity that follows an optimizer step. If it fails, `finish` raises the error
-        later."""
+        """Wrap an activity that follows an optimizer step, whose error `finish` raises later."""
         self._journal.begin(activity)
         try:
             yield
@@ -162,8 +153,7 @@ class RunGuard:
         return self.saver.save(step, self._stream.position())
 
     def final_checkpoint(self, error: Exception) -> None:
-        """Save the last step, unless that is done already, before `error` ends the run. Adds a note
-        to `error` that says how to resume."""
+        """Save the last step before `error` ends the run, and note in it how to resume."""
         self._stream.close()
         untrained = error.prompts if isinstance(error, EmptyBatch) else ()
         try:

@@ -190,10 +190,9 @@ def launch(
         model = model_folder(task)
         scorer = stack.enter_context(build_scorer(config, judge, say, log))
         shared = bool(seats and seats.placement.shared)
-        fits = partial(can_start_together, config, task.facts, task.hardware.gpu_gib)
-        together = shared and fits(task.hardware.taken_gib)
-        roomy = not shared or fits(task.hardware.taken_gib, stepping=True)
-        cache = guaranteed_cache_bytes(config, task.facts, task.hardware.gpu_gib) if together else 0
+        gpu_gib, taken_gib = task.hardware.gpu_gib, task.hardware.taken_gib
+        together = shared and can_start_together(config, task.facts, gpu_gib, taken_gib)
+        cache = guaranteed_cache_bytes(config, task.facts, gpu_gib) if together else 0
         pool = ray_pool(
             EngineSpec.of(config, model, cache_bytes=cache),
             gpu=task.gpu,
@@ -219,10 +218,7 @@ def launch(
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
         with waiting(actors) as wait:
             warnings = _start_together(
-                *(pool, ranks, threads, watchdog, wait),
-                engines_first=shared and not together,
-                warm=not time_share,
-                roomy=roomy,
+                *(pool, ranks, threads, watchdog, wait), engines_first=shared and not together
             )
         for line in warnings:
             say(f"warning: {line}")
@@ -308,15 +304,9 @@ def _start_together(
     wait: Wait,
     *,
     engines_first: bool,
-    warm: bool,
-    roomy: bool = False,
 ) -> list[str]:
-    """Start engines and ranks, wait for both and return their warnings.
-
-    With `engines_first`, the ranks take no GPU memory before the engines have theirs. With `warm`,
-    the ranks then compile the kernels for steps, those for whole micro-batches only when the
-    engines have their memory, unless `roomy` is set.
-    """
+    """Start engines and ranks, wait for both and return their warnings. With `engines_first`, the
+    ranks take no GPU memory before the engines have theirs."""
     engines, trainer = threads.submit(pool.start), None
 
     def show(wait: Wait) -> None:
@@ -333,11 +323,6 @@ def _start_together(
         _await_engines(engines, watchdog)
     trainer = threads.submit(ranks.start)
     notes = wait_for(trainer, watchdog.should_stop_waiting)
-    if warm:
-        ranks.warm_up()
-        if not roomy:
-            _await_engines(engines, watchdog)
-        ranks.warm_up(whole=True)
     return [*_await_engines(engines, watchdog), *notes]
 
 

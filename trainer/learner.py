@@ -10,7 +10,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
@@ -49,15 +49,6 @@ silent node dead."""
 STEP = "an optimizer step"
 
 
-class SendableEngine(Protocol):
-    """A rollout engine that can receive weights."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def actor(self) -> Any: ...
-
-
 class Learner:
     """The trainer as the driver sees it: a set of ranks that train, score, save and send weights
     together."""
@@ -73,10 +64,9 @@ class Learner:
     ) -> None:
         """Create one Ray actor per rank.
 
-        `actor_options(i)` returns Ray options for rank i, which override the defaults: one GPU if
-        `gpu` is set, otherwise half a core, since ranks and engines take turns on a CPU.
-        `make_room` puts the engines to sleep (`rollout.time_share`). It is called before anything
-        that needs the weights on the GPUs.
+        `actor_options(i)` returns Ray options for rank i, by default one GPU or half a core.
+        `make_room` puts the engines to sleep (`rollout.time_share`) before anything that needs the
+        weights on the GPUs.
         """
         self._model_path, self._config, self._make_room = model_path, config, make_room
         self.direct = sends_directly(config.rollout, gpu=gpu)
@@ -97,7 +87,6 @@ class Learner:
         self._prepared = [ray_timeouts.call(rank.prepare) for rank in self._ranks]
         for rank in self._ranks:  # not waited for: the calls of `start` queue behind it
             ray_timeouts.call(rank.read, model_path, config)
-        self._warming: list[list[Any]] = []
         self._order = threading.Lock()
         """Held while calling all ranks, so that every rank receives calls from two threads in the
         same order."""
@@ -116,18 +105,14 @@ class Learner:
         return self._version
 
     def prepared(self) -> None:
-        """Wait until every rank has imported and checked its libraries. This takes only seconds and
-        needs no GPU, so a run with unsuitable libraries fails before any engine starts."""
+        """Wait until every rank has imported and checked its libraries, which needs no GPU."""
         seconds = self._config.run.startup_timeout_s
         deadline = StepDeadline("loading the trainer's libraries", seconds, "run.startup_timeout_s")
         self._wait(self._prepared, deadline)
 
     def start(self, timeout_s: float | None = None) -> list[str]:
-        """Load the model on every rank.
-
-        The time limit is `timeout_s`, or `run.startup_timeout_s` by default. Returns rank 0's notes
-        about features that the installed libraries lack.
-        """
+        """Load the model on every rank within `timeout_s`, by default `run.startup_timeout_s`.
+        Returns rank 0's notes about features that the installed libraries lack."""
         seconds = timeout_s or self._config.run.startup_timeout_s
         shared = ray_timeouts.Deadline(seconds)
         deadline = StepDeadline("the trainer's start", seconds, "run.startup_timeout_s", shared)
@@ -149,15 +134,8 @@ class Learner:
                     "it. It must be on a file system that all machines of the run share"
                 )
 
-    def warm_up(self, *, whole: bool = False) -> None:
-        """Start compiling the training kernels while the engines start. The first step waits until
-        this is done."""
-        with self._order:
-            self._warming.append([ray_timeouts.call(rank.warm_up, whole) for rank in self._ranks])
-
     def step(self, groups: Sequence[ScoredGroup], *, examine: bool = False) -> StepResult:
-        """Train on one batch of rollouts, with `algorithm.updates_per_batch` optimizer steps. See
-        `TrainerEngine.step` for `examine`."""
+        """Train on one batch of rollouts, with `algorithm.updates_per_batch` optimizer steps."""
         room = self._make_room()
         shares = pack_shares(groups, self._config)
         ray_timeouts.awaited(room)
@@ -171,8 +149,7 @@ class Learner:
         examine: bool = False,
     ) -> StepResult:
         """Take one optimizer step for each batch. `shares` holds the batches for each group of
-        ranks. `groups` holds the groups or examples in these batches, so that messages about
-        non-finite numbers can name them."""
+        ranks, and `groups` what is in them, for messages about non-finite numbers."""
         updates = max(map(len, shares), default=1)
         reports: list[StepReport] = self._call_with_shares(
             "step", shares, STEP, updates, examine=examine
@@ -190,8 +167,7 @@ class Learner:
         )
 
     def lowered(self, config: Config) -> None:
-        """Switch to `config`, which has smaller micro-batches or more activation checkpointing than
-        before."""
+        """Switch to `config`, which has smaller micro-batches or more activation checkpointing."""
         trainers = (self._config.trainer, config.trainer)
         before, now = ((t.activation_checkpointing, t.keeps_attention) for t in trainers)
         if now != before:
@@ -202,11 +178,10 @@ class Learner:
     def score(
         self, shares: Sequence[Mapping[str, TrainBatch]], should_abort: Callable[[], bool] = never
     ) -> dict[str, Metric]:
-        """Score named batches of conversations and return `<name>/nll` for each.
+        """Score named batches of conversations and return `<name>/nll` for each, or an empty dict
+        when `should_abort()` returns True.
 
-        Each rank scores one micro-batch per call, since a set may be of any size but each call has
-        to finish within the timeout for a step. Returns an empty dict when `should_abort()` returns
-        True.
+        Each call scores one micro-batch, since it has to finish within the timeout for a step.
         """
         scored: list[dict[str, Metric]] = []
         for name in shares[0] if shares else ():
@@ -224,20 +199,19 @@ class Learner:
         return merge(scored)
 
     def make_room(self) -> None:
-        """Put the engines to sleep and wait until the weights fit on the GPUs
-        (`rollout.time_share`)."""
+        """Put the engines to sleep and wait until the weights fit on the GPUs."""
         ray_timeouts.awaited(self._make_room())
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
         """Have rank 0 put the current weights into Ray's object store, bucket by bucket."""
         return self._call_all("put_weights", deadline=self._deadlines.of("the weights"))[0]
 
-    def send(self, engines: Sequence[SendableEngine]) -> list[Future[int]]:
-        """Send the current weights to `engines` once the ranks are idle. Rank i sends to engines i,
-        i + ranks, and so on.
+    def send(self, engines: Sequence[Any]) -> list[Future[int]]:
+        """Send the current weights to the engine slots once the ranks are idle. Rank i sends to
+        engines i, i + ranks, and so on.
 
-        Each future resolves to the version that its engine then samples from, or raises the
-        engine's error. If a rank fails, all futures raise that failure.
+        Each future resolves to the version that its engine then samples from, or raises the error
+        of the engine or of a rank.
         """
         sent = {engine.index: Future[int]() for engine in engines}
         count = len(self._ranks)
@@ -272,11 +246,14 @@ class Learner:
             settle(dict.fromkeys(sent, error))
 
     def save(self, folder: Path) -> dict[str, Entry]:
-        """Write everything that `load` needs into `folder`, which all ranks must be able to see.
-        Returns the files."""
+        """Write everything that `load` needs into `folder`. Returns the files."""
         self.make_room()
         deadline = self._deadlines.of(f"saving {folder}")
-        return _merge_files(self._call_all("save", str(folder.absolute()), deadline=deadline))
+        return self._files("save", folder, deadline)
+
+    def _files(self, method: str, folder: Path, deadline: StepDeadline) -> dict[str, Entry]:
+        parts = self._call_all(method, str(folder.absolute()), deadline=deadline)
+        return {name: entry for part in parts for name, entry in part.items()}
 
     def load(self, folder: Path) -> None:
         """Restore the exact state that `save` wrote to `folder`. Call `start` first."""
@@ -287,11 +264,10 @@ class Learner:
         self._version = reports[0].version
 
     def export(self, folder: Path) -> dict[str, Entry]:
-        """Export weights and tokenizer as a model folder for transformers or vLLM. Returns the
-        files."""
+        """Export a model folder for transformers or vLLM. Returns the files."""
         self.make_room()
         deadline = self._deadlines.of(f"exporting to {folder}")
-        return _merge_files(self._call_all("export", str(folder.absolute()), deadline=deadline))
+        return self._files("export", folder, deadline)
 
     def shutdown(self) -> None:
         """Kill every rank. It is safe to call this twice or after a failure."""
@@ -308,9 +284,6 @@ class Learner:
     def _call_with_shares(
         self, method: str, shares: Sequence[Any], what: str, times: int = 1, **options: bool
     ) -> list[Any]:
-        for refs in self._warming:
-            self._wait(refs, self._deadlines.of("compiling kernels"))
-        self._warming = []
         began, work = time.monotonic(), micro_batch_count(shares[0])
         # One object per group of ranks: each rank fetches its own share only.
         shipped = [ray_timeouts.put(share) for share in shares]
@@ -334,12 +307,8 @@ class Learner:
         deadline: StepDeadline,
         note: Callable[[Any], object] = lambda _: None,
     ) -> list[Any]:
-        """Wait for one call per rank and return the results in rank order. `note` is called with
-        each result as it arrives.
-
-        If one rank fails, the error is raised soon afterwards, since the other ranks then hang in a
-        collective.
-        """
+        """Wait for one call per rank and return the results in rank order. If one rank fails, the
+        error is raised soon afterwards, since the others then hang in a collective."""
         remaining = deadline.left or ray_timeouts.Deadline(deadline.seconds)
         waiting = {ref: rank for rank, ref in enumerate(refs)}
         results: dict[int, Any] = {}
@@ -376,9 +345,8 @@ class Learner:
         )
 
     def _failure(self, failures: Mapping[int, RayError], what: str, *, stuck: bool) -> RuntimeError:
-        """Combine the failures of several ranks into one error. If a rank died, its death is
-        reported as the cause, since the other ranks failed because of it. `stuck` says whether some
-        ranks have not answered."""
+        """Combine the failures of several ranks into one error, with the death of a rank as the
+        cause. `stuck` says whether some ranks have not answered."""
         lost = [rank for rank, error in failures.items() if ray_timeouts.is_loss(error)]
         rank = lost[0] if lost else next(iter(failures))
         error = failures[rank]
@@ -404,12 +372,7 @@ class Learner:
 
 
 def _may_follow_a_loss(error: RayError) -> bool:
-    """Return True if this failure may be caused by the loss of another rank. Collectives then raise
-    RuntimeError and sockets raise OSError."""
+    """Collectives with a lost rank raise RuntimeError, and sockets OSError."""
     cause = ray_timeouts.cause(error)
     local = type(cause).__name__ in ("SaveError", "UpdateOutOfMemory", "OutOfMemoryError")
     return isinstance(cause, RuntimeError | OSError) and not local
-
-
-def _merge_files(parts: Sequence[Mapping[str, Entry]]) -> dict[str, Entry]:
-    return {name: entry for part in parts for name, entry in part.items()}

@@ -40,8 +40,7 @@ class Prompts(Protocol):
 
 class Rollouts(Protocol):
     def submit(self, prompt: Prompt, purpose: Purpose) -> Future[Group]:
-        """Start sampling a group and return at once. The group lists its late or failed
-        completions."""
+        """Start sampling a group and return at once."""
         ...
 
 
@@ -49,8 +48,7 @@ class Rewards(Protocol):
     def submit(self, group: Group, purpose: Purpose) -> Future[ScoredGroup]: ...
 
     def metrics(self) -> Mapping[str, Metric]:
-        """Return the metrics of all scoring since the last call, including scoring for
-        evaluations."""
+        """Return the metrics of all scoring since the last call."""
         ...
 
 
@@ -79,14 +77,11 @@ class Parts:
     dump_bad_batch: Callable[[int, Sequence[ScoredGroup], Sequence[str]], None]
     """Save the batch and the findings of a step whose gradient was not finite."""
     should_abort: Callable[[], bool] = never
-    """Return True to stop immediately and drop the rollouts in flight. Raises an error if a process
-    was lost."""
+    """Return True to stop at once and drop the rollouts in flight. Raises if a process was lost."""
     should_skip_evaluation: Callable[[], bool] = never
-    """Return True to cut an evaluation short. The evaluation after the last step is never cut
-    short. A resumed run evaluates again where it was cut short."""
+    """Return True to cut an evaluation short, except the last. A resumed run makes up for it."""
     can_checkpoint: Callable[[Exception], bool] = lambda _: True
-    """Return True if the learner is still intact after this error, so that a final checkpoint can
-    be saved."""
+    """Return True if a final checkpoint can be saved after this error."""
 
 
 def train(parts: Parts, config: Config, *, start: int = 0) -> int:
@@ -192,8 +187,7 @@ def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
 
 @dataclass(slots=True)
 class Clock:
-    """Measures how many seconds a step spends on each activity. Time spent in a nested activity
-    counts only for that activity."""
+    """Measures how many seconds a step spends on each activity. Nested time counts only once."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(IDLE, 0.0))
 

@@ -1,8 +1,4 @@
-"""Handles non-finite numbers on a trainer rank: it counts skipped steps and finds the token that
-caused them.
-
-This module does not depend on DeepSpeed or Ray.
-"""
+"""Counts skipped steps on a trainer rank and finds the token that caused them."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ if TYPE_CHECKING:  # the driver imports this module without torch
 
 SHOWN_FINDINGS = 3
 """How many findings are printed per step."""
-FINDINGS_PER_BATCH = 3
+_FINDINGS_PER_BATCH = 3
 """How many findings are kept per micro-batch. Later ones are consequences of the first."""
 
 
@@ -76,12 +72,18 @@ def describe_findings(
 ) -> tuple[str, ...]:
     """Describe the findings from all ranks, one line each, with the name of the completion.
     Uncertain findings are included only if there are no others."""
+    named: list[tuple[str, Sequence[Segment]]] = []
+    for group in groups:
+        if isinstance(group, SftExample):
+            named.append((f"conversation {group.prompt_id}", group.segments))
+            continue
+        for one in group.group.trajectories:
+            named.append((f"{one.prompt_id}, completion {one.sibling + 1}", one.segments))
     names = {
         np.ascontiguousarray(segment.token_ids_T, np.int32).tobytes(): (
             name + (f", context {index + 1}" if len(segments) > 1 else "")
         )
-        for group in groups
-        for name, segments in _named_segments(group)
+        for name, segments in named
         for index, segment in enumerate(segments)
     }
 
@@ -94,22 +96,12 @@ def describe_findings(
     return tuple(dict.fromkeys(map(describe, chosen)))
 
 
-def _named_segments(group: ScoredGroup | SftExample) -> list[tuple[str, Sequence[Segment]]]:
-    if isinstance(group, SftExample):
-        return [(f"conversation {group.prompt_id}", group.segments)]
-    return [
-        (f"{trajectory.prompt_id}, completion {trajectory.sibling + 1}", trajectory.segments)
-        for trajectory in group.group.trajectories
-    ]
-
-
 class NanTracer:
     """Watches the forward and backward pass of micro-batches and finds the first number that is not
     finite."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        """`layers` are the decoder layers in order. It is empty if hooks would interfere with
-        compiled layers."""
+        """`layers` are the decoder layers in order, or none if they are compiled."""
         self._layers = layers
         self.findings: list[Finding] = []
         self._factor = 1.0
@@ -136,7 +128,7 @@ class NanTracer:
                 handle = layer.register_forward_hook(self._hook(index))
                 stack.callback(handle.remove)
             yield
-        self.findings += self._find(batch, start)[:FINDINGS_PER_BATCH]
+        self.findings += self._find(batch, start)[:_FINDINGS_PER_BATCH]
 
     def observe(
         self, logp_R: Tensor, reference_R: Tensor | None, kl_coef_R: Tensor, loss: Tensor

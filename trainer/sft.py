@@ -28,9 +28,7 @@ class SftStream(Protocol):
 
     def take(self, n: int) -> list[SftExample]: ...
 
-    def state(self, unfinished: Sequence[SftExample] = ()) -> dict[str, Any]:
-        """Return the position in the data. After a resume, the `unfinished` examples come first."""
-        ...
+    def state(self, unfinished: Sequence[SftExample] = ()) -> dict[str, Any]: ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
@@ -42,15 +40,14 @@ class SftLearner(Protocol):
     def train(
         self, shares: Sequence[Sequence[TrainBatch]], examples: Sequence[SftExample], /
     ) -> StepResult:
-        """Take an optimizer step. `examples` are used to name the conversation in messages about
-        non-finite numbers."""
+        """Take an optimizer step. `examples` name the conversation of a non-finite number."""
         ...
 
     def score(
         self, shares: Sequence[Mapping[str, TrainBatch]], should_abort: Callable[[], bool], /
     ) -> dict[str, Metric]:
         """Score named batches and return `<name>/nll`, plus `<name>/indexer/held` during indexer
-        warm-up. Returns an empty dict when `should_abort()` returns True."""
+        warm-up, or nothing on abort."""
         ...
 
 
@@ -67,8 +64,7 @@ class SftParts:
     should_abort: Callable[[], bool] = never
     """Return True to skip everything except a checkpoint."""
     attempt: Callable[[Callable[[Config], StepResult]], StepResult] | None = None
-    """Run a step and, if it runs out of memory, run it again with a smaller config (see
-    `keel.trainer.placement.oom_recovery.RetryOnOom`)."""
+    """Run a step, and run it again with a smaller config if it runs out of memory."""
 
 
 class Batches:
@@ -101,8 +97,7 @@ class Batches:
         self._next, self._drawn = None, int(state["taken"])
 
     def steps_of(self, epochs: float) -> int:
-        """Return how many steps are left until the end of `epochs`. This does not change the
-        position."""
+        """Return how many steps are left until the end of `epochs`."""
         before, end, steps = self.position(), self._conversations(epochs), 0
         while self._drawn < end:
             self.take()
@@ -111,8 +106,8 @@ class Batches:
         return steps
 
     def passes(self, steps: int) -> float:
-        """Return the mean number of passes over the data in `steps` steps. Returns 0 if this is not
-        known because batches are sized by tokens."""
+        """Return the mean number of passes over the data in `steps` steps, or 0 if batches are
+        sized by tokens."""
         if self._config.epochs or self._config.tokens_per_step:
             return self._config.epochs
         return steps * self._config.conversations_per_step / self._epoch
@@ -127,8 +122,7 @@ class Batches:
 
     @property
     def _remaining(self) -> int:
-        """Return how many conversations are left in `sft.epochs`. There is no limit if `sft.epochs`
-        is not set or has been exceeded."""
+        """Conversations left in `sft.epochs`; no limit if that is not set or exceeded."""
         remaining = self._conversations(self._config.epochs) - self._drawn
         return remaining if remaining > 0 else sys.maxsize
 
@@ -213,7 +207,7 @@ def _pack_heldout(
 
 def evaluation_metrics(scored: Mapping[str, Metric]) -> dict[str, Metric]:
     """Return `eval/<set>/loss` for each held-out set and `eval/loss` over all of them, in nats per
-    token. During indexer warm-up the same is returned for `indexer/held`."""
+    token, and the same for `indexer/held`."""
     metrics: dict[str, Metric] = {}
     for metric, name in MEASURED.items():
         by_set = {

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from keel.trainer.engine.engine import TrainerEngine
     from keel.weights.sender import Sender
 
-LOG_LINES = 15
-PINNED = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+_LOG_LINES = 15
+_PINNED = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 """Allocator settings that make pinning host memory faster: 8.4 instead of 2.1 GiB/s on an H200
 machine. The first step of a rank with offloading pins tens of GiB."""
-DRIVER = Path("/proc/driver/nvidia/gpus")
+_DRIVER = Path("/proc/driver/nvidia/gpus")
 """The NVIDIA driver lists every GPU of the machine here, even those hidden from this process."""
 
 
@@ -53,9 +53,8 @@ class RankLocation:
     """Path of the file that receives the process's standard error. Empty if unknown."""
 
 
-def last_lines(log: str, count: int = LOG_LINES) -> str:
-    """Return the last lines of a log file, or an empty string if the file is not on this
-    machine."""
+def last_lines(log: str, count: int = _LOG_LINES) -> str:
+    """Return the last lines of a log file on this machine, or an empty string."""
     if not log or not Path(log).is_file():
         return ""
     with open(log, "rb") as file:
@@ -74,14 +73,13 @@ class StepReport:
     tokens: dict[int, TokenNumbers] = field(default_factory=dict[int, TokenNumbers])
     """Per-token numbers for the watched segments, keyed by segment."""
     findings: tuple[Finding, ...] = ()
-    """A copy of `TrainerEngine.findings`."""
     gave_up: str = ""
     out_of_memory: str = ""
     """The error message if the step ran out of memory and was undone, otherwise empty."""
 
 
 def merge_tokens(parts: Sequence[Mapping[int, TokenNumbers]]) -> dict[int, TokenNumbers]:
-    """Merge the per-token numbers from ranks that each processed a part of the same micro-batch."""
+    """Merge the per-token numbers of ranks that each had a part of the same micro-batch."""
     numbers = sorted({number for part in parts for number in part})
     return {
         number: TokenNumbers.merged([part[number] for part in parts if number in part])
@@ -110,26 +108,11 @@ def pack_shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[Trai
     return shares
 
 
-def host_threads(ranks: int, gpus: int | None = None, cores: int | None = None) -> int:
-    """Return how many CPU threads a rank with an offloaded optimizer should use, which is an equal
-    part of the machine's `cores`. With Ray's default of one thread, a step on billions of
-    parameters takes seconds.
-
-    `ranks` is the number of ranks in the whole run. `gpus` is the number of GPUs on this machine;
-    by default it is read from the driver.
-    """
-    if gpus is None:
-        gpus = sum(1 for _ in DRIVER.iterdir()) if DRIVER.is_dir() else 0
-    here = min(ranks, gpus or ranks)
-    return max(1, (cores or available_cores()) // here)
-
-
-def _configure_pinned_memory() -> None:
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    name = next((name for name in names if os.environ.get(name)), names[0])
-    settings = os.environ.get(name, "")
-    if "pinned_use" not in settings:
-        os.environ[name] = f"{settings},{PINNED}" if settings else PINNED
+def _host_threads(ranks: int) -> int:
+    """Return how many CPU threads a rank with an offloaded optimizer should use: an equal part of
+    the machine's cores. Ray's default is one. `ranks` counts those of the whole run."""
+    gpus = sum(1 for _ in _DRIVER.iterdir()) if _DRIVER.is_dir() else 0
+    return max(1, available_cores() // min(ranks, gpus or ranks))
 
 
 class TrainerWorker:
@@ -143,8 +126,8 @@ class TrainerWorker:
         # Engines and ranks share the cores of a CPU machine. Threads that spin while they wait
         # (the default) make a step ten times slower there. Read when PyTorch is first imported.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        if gpu:
-            _configure_pinned_memory()
+        if gpu and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", _PINNED)
         self._rank, self._world_size = rank, world_size
         self._gpu = gpu
         self._model: PreTrainedModel | None = None
@@ -153,9 +136,7 @@ class TrainerWorker:
         self._sender: Sender | None = None
 
     def prepare(self) -> None:
-        """Import and check the libraries. This takes a few seconds and no GPU memory, so an engine
-        can start on the same GPU meanwhile. Raises RuntimeError if a library lacks a feature that
-        training needs."""
+        """Import and check the libraries, which takes seconds and no GPU memory."""
         with heavy_imports():
             pass
         from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
@@ -166,8 +147,7 @@ class TrainerWorker:
         check_libraries()
 
     def read(self, model_path: str, config: Config) -> None:
-        """Read the model into host memory, if this is one of the ranks that read it (see
-        `read_once`)."""
+        """Read the model into host memory, if this is one of the ranks that do (`read_once`)."""
         import torch  # noqa: PLC0415  (the driver imports this module)
 
         from keel.model.load import load_policy  # noqa: PLC0415
@@ -192,8 +172,7 @@ class TrainerWorker:
             return ""
 
     def listen(self) -> tuple[str, int]:
-        """Open the store on rank 0 through which all ranks find each other, and return its host and
-        port."""
+        """Open the store through which all ranks find each other. Returns its host and port."""
         import torch.distributed as dist  # noqa: PLC0415  (the driver imports this module)
 
         host = ray.util.get_node_ip_address()
@@ -211,8 +190,7 @@ class TrainerWorker:
         return host, port
 
     def start(self, model_path: str, config: Config, rendezvous: tuple[str, int]) -> list[str]:
-        """Join the other ranks and load the model. Returns the notes of the engine
-        (`TrainerEngine.notes`)."""
+        """Join the other ranks and load the model. Returns `TrainerEngine.notes`."""
         import torch  # noqa: PLC0415  (as above)
         import torch.distributed as dist  # noqa: PLC0415
 
@@ -221,7 +199,7 @@ class TrainerWorker:
         if not torch.cuda.is_available():
             torch.set_num_threads(config.trainer.threads)
         elif config.trainer.offload_optimizer:
-            torch.set_num_threads(host_threads(config.trainer.ranks))
+            torch.set_num_threads(_host_threads(config.trainer.ranks))
 
         from keel.trainer.engine.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
         from keel.weights.sender import Sender  # noqa: PLC0415
@@ -241,10 +219,6 @@ class TrainerWorker:
         timeout_s = config.rollout.update_timeout_s
         self._sender = Sender(rendezvous, self._engine.device, timeout_s=timeout_s)
         return self._engine.notes
-
-    def warm_up(self, whole: bool) -> None:
-        """Call `TrainerEngine.warm_up`."""
-        self.engine.warm_up(whole=whole)
 
     def step(self, batches: Sequence[TrainBatch], *, examine: bool = False) -> StepReport:
         import torch  # noqa: PLC0415  (as above)
@@ -267,7 +241,6 @@ class TrainerWorker:
         return StepReport(version=self.engine.version, metrics={}, out_of_memory=short)
 
     def recompute(self, keep_attention: bool) -> None:
-        """Call `TrainerEngine.recompute`."""
         self.engine.recompute(keep_attention=keep_attention)
 
     def score(self, batches: Mapping[str, TrainBatch]) -> dict[str, Metric]:
@@ -279,8 +252,7 @@ class TrainerWorker:
         }
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
-        """Put the weights into Ray's object store, one bucket at a time, and return the
-        references."""
+        """Put the weights into Ray's object store, bucket by bucket."""
         return [ray_timeouts.put(bucket) for bucket in self.engine.publish()]
 
     def send(self, receivers: Sequence[Receiver]) -> dict[int, Outcome]:

@@ -11,7 +11,6 @@ from typing import Literal
 import pytest
 import torch
 import torch.distributed as dist
-from torch._dynamo.utils import counters
 
 from keel.configs.schema import Dtype
 from keel.model.layers.flash4 import missing
@@ -75,21 +74,6 @@ def test_half_precision_follows_float32_under_every_stage(
             assert first["train/skipped_steps"] == 0
             kind = getattr(torch, dtype)
             assert all(tensor.dtype == kind for tensor in result["after"].values())
-
-
-def test_no_step_compiles_after_warm_up(ranks: Ranks) -> None:
-    """Inductor sums norm gradients of this wide model differently for large micro-batches."""
-    config = make_config(1, 1, dtype="bfloat16", compile=True, tokens=8192, kl_coef=0.1)
-    engine = ranks.engine(config, "broad")
-    for whole in (False, True):
-        engine.warm_up(whole=whole)
-    counters.clear()
-    for prompts, fewest, most in ((200, 5200, 8192), (3, 1, 500)):
-        groups = Rollouts(0, ranks.folder / "broad").groups(prompts, 4, kl_coef=0.1)
-        batch = ranks.batch(groups, config)
-        assert fewest <= len(batch.micro_batches[0].token_ids_N) <= most
-        engine.step([batch])
-        assert counters["stats"]["unique_graphs"] == 0
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,9 +10,7 @@ import pytest
 
 from keel.rollout.spec import EngineError
 from keel.trainer import launch as system
-from keel.trainer.run.progress import Wait
 from keel.trainer.run.restarts import Restarts, WorkerLost
-from tests.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -40,63 +37,6 @@ def test_failed_start_is_a_worker_loss(
         restarts.count(raised.value)
     restarts.started = True
     restarts.count(raised.value)
-
-
-class Starting:
-    """A pool, ranks and a watchdog that record events in order."""
-
-    def __init__(self, *, waits_for: str) -> None:
-        """Engines become ready only after these ranks."""
-        self.done: list[str] = []
-        self._waits_for, self._seen = waits_for, threading.Event()
-
-    def _did(self, what: str) -> None:
-        self.done.append(what)
-        if what == self._waits_for:
-            self._seen.set()
-
-    def start(self) -> tuple[str, ...]:
-        assert self._seen.wait(PATIENCE_S) if self._waits_for else True
-        self._did("engines are up")
-        return ("engines warn",)
-
-    def should_stop_waiting(self) -> bool:
-        return False
-
-    @property
-    def ranks(self) -> Any:
-        owner = self
-
-        class Ranks:
-            def prepared(self) -> None:
-                owner._did("ranks have their libraries")
-
-            def start(self) -> list[str]:
-                owner._did("ranks are up")
-                return ["ranks warn"]
-
-            def warm_up(self, *, whole: bool = False) -> None:
-                owner._did("ranks warm up for whole micro-batches" if whole else "ranks warm up")
-
-        return Ranks()
-
-
-def started(starting: Starting, **how: bool) -> list[str]:
-    parts: Any = starting
-    with ThreadPoolExecutor(2) as both:
-        return system._start_together(parts, starting.ranks, both, parts, Wait("starting"), **how)
-
-
-def test_ranks_compile_while_engines_start() -> None:
-    starting = Starting(waits_for="ranks warm up")
-    warnings = started(starting, engines_first=False, warm=True)
-    assert warnings == ["engines warn", "ranks warn"]
-    assert starting.done[-4:] == [
-        "ranks are up",
-        "ranks warm up",
-        "engines are up",  # so ranks get the remaining GPU memory
-        "ranks warm up for whole micro-batches",
-    ]
 
 
 def test_endpoint_conversations_end_with_their_last_group() -> None:

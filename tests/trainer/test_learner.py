@@ -143,7 +143,6 @@ def test_deadline_scales_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[StepDeadline] = []
     learner = Ranks(monkeypatch, (1, StepReport(version=3, metrics={}))).learner(config)
     learner._config = replace(config, trainer=replace(config.trainer, ranks=1))
-    learner._warming = []
     monkeypatch.setattr(ray_timeouts, "put", lambda value: value)
     monkeypatch.setattr(ray_timeouts, "call", lambda *_, **__: 0)
     wait = Learner._wait
@@ -165,7 +164,6 @@ def test_oom_step_does_not_count_as_timing(
     config = make_config(1, 1)
     short = StepReport(version=0, metrics={}, out_of_memory="CUDA out of memory")
     learner = Ranks(monkeypatch, (1, short)).learner(config)
-    learner._warming = []
     monkeypatch.setattr(ray_timeouts, "put", lambda value: value)
     monkeypatch.setattr(ray_timeouts, "call", lambda *_, **__: 0)
     before = learner._deadlines.likely(STEP, 1)

@@ -85,8 +85,6 @@ def test_run_save_resume_and_lost_rank(model: Path, tmp_path: Path) -> None:
     (full / "optimizer" / "rank_1.safetensors").mkdir(parents=True)
     with pytest.raises(SaveError, match=r"^trainer rank 1: .*Is a directory: '.*/rank_1\.safe"):
         first.save(full)
-    with pytest.raises(RuntimeError, match=r"rank 0 does not see .*/absent"):
-        first.save(tmp_path / "absent")
     first.step(groups)
     straight = weights(first)
 

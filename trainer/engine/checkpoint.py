@@ -4,9 +4,8 @@
     random_rank_0.pt …   random state of each rank
     trainer.json         progress and layout
 
-A checkpoint can be loaded with a different number of ranks, ZeRO stage or parallelism. The model's
-weights are not written, since they are the rounded master weights. Nothing is pickled, so loading a
-checkpoint runs no code.
+A checkpoint can be loaded on another layout. The model's weights are its rounded master weights.
+Nothing is pickled, so loading a checkpoint runs no code.
 """
 
 from __future__ import annotations
@@ -51,15 +50,10 @@ class Checkpoints:
         self._optimizer = OptimizerState(engine, adam, model, runs, stage=stage)
 
     def save(self, folder: Path, progress: Mapping[str, Any]) -> dict[str, Entry]:
-        """Write `progress` (JSON values) and this rank's state. Returns the files written. If any
-        rank could not write, all ranks raise `SaveError`."""
+        """Write `progress` (JSON values) and this rank's state, and return the files. If any rank
+        could not write, all raise `SaveError`."""
         rank, sealed, failure = dist.get_rank(), dict[str, Entry](), ""
         shares = _all_gather(self._optimizer.share())
-        if blind := [other for other, sees in enumerate(_all_gather(folder.is_dir())) if not sees]:
-            raise RuntimeError(
-                f"trainer rank {blind[0]} does not see {folder}. Put run.dir on a file system "
-                "that all machines share"
-            )
         try:
             files = self._optimizer.write(folder / OPTIMIZER, shares)
             state = {"cpu": torch.get_rng_state()}

@@ -32,15 +32,13 @@ def check_version() -> None:
 
 
 def skip_shared_memory_op() -> None:
-    """Mark DeepSpeed's shared-memory all-reduce for CPUs as unavailable. Compiling it takes a
-    minute, and only tensor-parallel inference on CPUs uses it."""
+    """Mark DeepSpeed's unused all-reduce for CPUs as unavailable. Compiling it takes a minute."""
     if not torch.cuda.is_available():
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # type: ignore[attr-defined]
 
 
 def whole_shape(parameter: nn.Parameter) -> Sequence[int]:
-    """Return the shape of the whole parameter, even if this rank holds only a shard under
-    ZeRO-3."""
+    """Return the shape of the whole parameter, even under ZeRO-3."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
@@ -57,11 +55,8 @@ _KERNEL_ELEMENTS = 2**16
 
 
 def sum_in_one_pass(optimizer: Any) -> None:
-    """Make DeepSpeed's bfloat16 optimizer add each gradient directly to its float32 sum.
-
-    DeepSpeed itself first makes a float32 copy of every gradient. This moves 18 bytes per parameter
-    and micro-batch instead of 10. The sums are bit-identical.
-    """
+    """Make DeepSpeed's bfloat16 optimizer add each gradient directly to its float32 sum, which
+    moves 10 instead of 18 bytes per parameter. The sums are bit-identical."""
     optimizer.__class__ = _summing(type(optimizer))
 
 
@@ -98,21 +93,19 @@ def _summing(base: Any) -> Any:
 
 
 def gradient_sums(optimizer: Any) -> list[Tensor]:
-    """Return the float32 gradient buffers, which are unused once the optimizer has stepped. In
-    bfloat16 under ZeRO-1 they are then zero. Under ZeRO-3 the next gradient overwrites them."""
+    """Return the float32 gradient buffers, which are unused once the optimizer has stepped."""
     zero_3: Tensor | None = getattr(optimizer, "grad_partitions_flat_buffer", None)
     return [*getattr(optimizer, "fp32_groups_gradients_flat", ())] if zero_3 is None else [zero_3]
 
 
 def buckets(optimizer: Any) -> list[Tensor]:
-    """Return the buckets in which gradients are communicated. They are unused between two steps."""
+    """Return the buckets in which gradients are communicated, unused between two steps."""
     ipg_buckets = getattr(optimizer, "ipg_buckets", {}).values()
     return list(_tensors([getattr(bucket, "buffer", None) for bucket in ipg_buckets], set()))
 
 
 def _masters(optimizer: Any) -> tuple[list[Tensor], Mapping[Tensor, Mapping[str, Any]]]:
-    """Return the master weights and their Adam state. ZeRO-3's parameter groups hold their master
-    weights only during an update."""
+    """ZeRO-3's parameter groups hold their master weights only during an update."""
     groups = [p for group in optimizer.param_groups for p in group["params"]]
     zero_3 = getattr(optimizer, "fp32_partitioned_groups_flat", ())
     state = getattr(optimizer, "optimizer", optimizer).state
@@ -211,8 +204,7 @@ class Master(NamedTuple):
 
 
 def master_weights(module: nn.Module, engine: DeepSpeedEngine, *, stage: int) -> list[Master]:
-    """Return all master tensors on this rank. At ZeRO stage 0 these are the parameters
-    themselves."""
+    """Return all master tensors on this rank, at ZeRO stage 0 the parameters themselves."""
     if stage == 0:
         return [
             Master(p, [Part(name, 0, p.numel(), 0, p.detach().view(-1))])
@@ -256,8 +248,7 @@ def _sharded(name: str, parameter: Any, optimizer: Any) -> tuple[int, Part | Non
 def replacing_masters(
     engine: DeepSpeedEngine, masters: list[Master], *, stage: int
 ) -> Iterator[None]:
-    """Copy the changes that are made to master weights inside this context to the model's weights.
-    All ranks must enter it together."""
+    """Copy changes of master weights to the model's weights at the end of this context."""
     optimizer: Any = engine.optimizer
     if stage == 3:
         optimizer.checkpoint_event_prologue()
@@ -292,8 +283,8 @@ def set_loss_scale(engine: DeepSpeedEngine, state: Mapping[str, float]) -> None:
 
 
 def grow_loss_scale(engine: DeepSpeedEngine, window: int) -> None:
-    """Double the loss scale after `window` steps without overflow. DeepSpeed would double it before
-    it unscales the gradient of that step, which would halve the gradient."""
+    """Double the loss scale after `window` steps without overflow. DeepSpeed would do so before it
+    unscales the gradient of that step."""
     scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
     steady = getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", 0) - 2
     if steady > 0 and steady % window == 0:
@@ -301,8 +292,8 @@ def grow_loss_scale(engine: DeepSpeedEngine, window: int) -> None:
 
 
 def forget_sums(engine: DeepSpeedEngine) -> None:
-    """Drop the non-finite gradient sums of a skipped step. Under ZeRO-1 and 2 with an offloaded
-    optimizer DeepSpeed keeps them, so all later steps would be skipped as well."""
+    """Drop the non-finite gradient sums of a skipped step, which DeepSpeed keeps under ZeRO-1 and 2
+    with an offloaded optimizer."""
     if engine.zero_cpu_offload() and engine.zero_optimization_stage() < 3:
         optimizer: Any = engine.optimizer
         optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
@@ -348,8 +339,7 @@ def original_names(layer: Any) -> OriginalNames:
 def split_experts(
     parameters: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Split parameters into those that are the same on all ranks and those of experts, which differ
-    between ranks."""
+    """Split parameters into shared ones and those of experts, which differ between ranks."""
     from deepspeed.moe.utils import split_params_into_shared_and_expert_params  # noqa: PLC0415
 
     return split_params_into_shared_and_expert_params(list(parameters))

@@ -1,5 +1,4 @@
-"""One rank of the trainer. It runs GRPO or supervised steps on a DeepSpeed engine and does not
-depend on Ray.
+"""One rank of the trainer: GRPO or supervised steps on a DeepSpeed engine, without Ray.
 
 The loss of a micro-batch is its share of Eq. 8 (`keel.rl.losses`) or of the mean negative
 log-likelihood (`keel.rl.sft`), so the shares add up over micro-batches and ranks. DeepSpeed sums
@@ -41,7 +40,7 @@ from keel.trainer.engine.checkpoint import Checkpoints
 from keel.trainer.engine.deepspeed_internals import sum_in_one_pass
 from keel.trainer.engine.expert_parallel import ExpertLayers
 from keel.trainer.engine.export import export_model
-from keel.trainer.engine.layer_compile import compile_layers, needs_warm_up, warm_up
+from keel.trainer.engine.layer_compile import compile_layers
 from keel.trainer.engine.objectives import (
     LOSSES,
     SplitGaps,
@@ -88,11 +87,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class TrainerEngine:
-    """The policy, optimizer and reference policy on one rank.
-
-    All ranks must call the same methods in the same order. Only the properties can be read by a
-    single rank.
-    """
+    """The policy, optimizer and reference policy on one rank. All ranks must call the same methods
+    in the same order."""
 
     def __init__(
         self,
@@ -104,10 +100,8 @@ class TrainerEngine:
         store: Store | None = None,
         read: PreTrainedModel | None = None,
     ) -> None:
-        """Join the other ranks through `store` and load the weights.
-
-        A single rank does not need a `store`. `read` is the model, if it is already in host memory.
-        """
+        """Join the other ranks through `store` and load the weights. `read` is the model, if it is
+        already in host memory."""
         trainer = config.trainer
         if world_size != trainer.ranks:
             raise ValueError(f"trainer.ranks = {trainer.ranks}, but {world_size} ranks started")
@@ -175,7 +169,7 @@ class TrainerEngine:
         self._checkpoints = Checkpoints(
             self._engine, self._adam, network.model, experts, stage=self._stage, device=self._device
         )
-        # Also of the groups made meanwhile, which would have PyTorch's default of 10 minutes.
+        # Groups made meanwhile would have PyTorch's default.
         limit_all_groups(timeout_s)
         self._steps, self._version, self._updated = 0, 0, False
         self.tokens: dict[int, TokenNumbers] = {}
@@ -192,8 +186,7 @@ class TrainerEngine:
 
     @property
     def gave_up(self) -> str:
-        """The reason to stop training after too many non-finite gradients in a row. Empty
-        otherwise."""
+        """The reason to stop after too many non-finite gradients in a row, or empty."""
         return self._skips.gave_up
 
     @property
@@ -203,19 +196,9 @@ class TrainerEngine:
 
     # Training
 
-    def warm_up(self, *, whole: bool = False) -> None:
-        """Compile kernels while no one is waiting for this rank (see `layer_compile.warm_up`)."""
-        if needs_warm_up(self._config, gpu=self._device.type == "cuda", whole=whole):
-            args = (self._network, self._reference, self._config, self._device, self._part)
-            warm_up(*args, whole=whole)
-
     def step(self, batches: Sequence[TrainBatch], *, examine: bool = False) -> dict[str, Metric]:
-        """Train on one batch of rollouts. Takes one optimizer step for each element of `batches`,
-        but stops when `gave_up` is set.
-
-        Returns the metrics from `keel.rl.summary.of_updates`. With `examine`, the cause of a
-        skipped step is also traced in float16.
-        """
+        """Take one optimizer step for each of `batches`, until `gave_up` is set, and return their
+        metrics. With `examine`, the cause of a skipped step is also traced in float16."""
         self.findings, self.tokens, self._updated = [], {}, False
         config = self._config
         lr = learning_rate(self._steps + 1, config.trainer, total_steps=config.run.steps)
@@ -227,9 +210,8 @@ class TrainerEngine:
         return {**metrics, "lr": Mean(lr, 1)} if self._rank == 0 else metrics
 
     def recover(self) -> bool:
-        """Clean up after a `step` that ran out of memory. Returns True if training can continue.
-        This requires a single rank, an update that has not begun, and gradients outside ZeRO's
-        buffers."""
+        """Clean up after a `step` that ran out of memory. Returns True if training can continue:
+        on a single rank, before the update, with gradients outside ZeRO's buffers."""
         self._offload.mark_crowded()
         alone = self._world_size == 1 and self._stage <= self._sums_apart and not self._updated
         if alone:
@@ -241,8 +223,7 @@ class TrainerEngine:
         self._network.recompute(keep_attention=keep_attention)
 
     def score(self, batch: TrainBatch) -> dict[str, Metric]:
-        """Return the `nll` of a batch of conversations, and `indexer/held` while indexers warm
-        up."""
+        """Return the `nll` of conversations, and `indexer/held` while indexers warm up."""
         self._offload.load()
         scored = [self._score(micro_batch)[1:] for micro_batch in batch.micro_batches]
         if self._part.rank > 0:  # its group has the same
@@ -307,11 +288,8 @@ class TrainerEngine:
     def _accumulate(
         self, batch: MicroBatch, step: TrainBatch, split: SplitGaps, tracer: NanTracer | None = None
     ) -> Callable[[], dict[str, Metric]]:
-        """Run the forward and backward pass for one micro-batch.
-
-        Returns a function that reads the metrics. Calling it waits for the device, so it is called
-        later and the host can first prepare the next micro-batch.
-        """
+        """Run the forward and backward pass for one micro-batch. Returns a function that waits for
+        the device and reads the metrics."""
         config = self._config
         inputs = Inputs.of(batch, self._device, self._part, probes=config.algorithm.probes)
         reference = self._reference.logp(inputs) if self._reference else None
@@ -365,7 +343,7 @@ class TrainerEngine:
 
     def _apply_gradients(self) -> float:
         clip = self._config.trainer.grad_clip
-        with room_to_update(self._config):
+        with room_to_update():
             self._offload.before_update()
             return apply_gradients(self._engine, self._network, stage=self._stage, clip=clip)
 
@@ -377,13 +355,9 @@ class TrainerEngine:
     # Weights
 
     def buckets(self, *, requested: bool, bucket_bytes: int | None = None) -> Iterator[FlatBucket]:
-        """Yield the current weights in the engines' dtype, on this rank's device.
-
-        A rank for which `requested` is False yields nothing, but takes part in gathering the
-        weights. With `rollout.time_share` the engines wake up meanwhile, so whatever does not fit
-        next to them is offloaded. Everything except the weights is offloaded before the first
-        bucket, and the weights after the last.
-        """
+        """Yield the current weights in the engines' dtype, on this rank's device, or only take part
+        in gathering them if not `requested`. With `rollout.time_share` the engines wake up
+        meanwhile, so whatever does not fit next to them is offloaded."""
         if requested or self._weights.gathered:
             self._offload.load()
         self._offload.offload(weights=False)
@@ -400,8 +374,7 @@ class TrainerEngine:
         return in_host_memory(self.buckets(requested=self._rank == 0, bucket_bytes=bucket_bytes))
 
     def export(self, folder: Path) -> dict[str, Entry]:
-        """Write a model folder for transformers and vLLM, and return the files that this rank
-        wrote."""
+        """Write a model folder. Returns the files that this rank wrote."""
         self._offload.load()
         model, config = self._network.model, self._config.model
         if config.lora.enabled and self._rank == 0:
@@ -411,14 +384,13 @@ class TrainerEngine:
     # Checkpoints
 
     def save(self, folder: Path) -> dict[str, Entry]:
-        """Write everything that `load` needs into `folder`. Returns the files that this rank wrote
-        and synced to disk."""
+        """Write everything that `load` needs. Returns the files that this rank wrote and synced."""
         self._offload.load(state=True)
         return self._checkpoints.save(folder, {"steps": self._steps, "version": self._version})
 
     def load(self, folder: Path) -> None:
-        """Restore a saved state. On the same layout training continues exactly as before; on
-        another one sums may be taken in a different order. Call this on a new engine."""
+        """Restore a saved state on a new engine. On another layout, sums may be taken in another
+        order."""
         self._offload.load(state=True)
         progress = self._checkpoints.load(folder)
         self._steps, self._version = progress["steps"], progress["version"]

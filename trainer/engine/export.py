@@ -26,9 +26,8 @@ SHARD_BYTES = 4 * 2**30
 def export_model(
     folder: Path, model: PreTrainedModel, weights: Weights, config: ModelConfig, path: str
 ) -> dict[str, Entry]:
-    """Write a model folder for transformers and vLLM, and return the files that this rank wrote.
-    All ranks must call this together. `path` is the initial model, which also provides the default
-    tokenizer."""
+    """Write a model folder on all ranks together. Returns the files that this rank wrote. `path` is
+    the initial model."""
     first = dist.get_rank() == 0
     if first:
         named = weights.named(getattr(torch, config.dtype))
@@ -55,9 +54,8 @@ def write_model(
     dtype: str,
     end: int | None = None,
 ) -> None:
-    """Write the configurations and the `weights` (under their checkpoint names), with only one
-    shard in host memory at a time. `end` is the tokenizer's EOS id, at which engines end a
-    completion."""
+    """Write the configurations and the named `weights`, with one shard in host memory at a time.
+    `end` is the tokenizer's EOS id."""
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[list[str]] = []
     part: dict[str, Tensor] = {}
@@ -90,8 +88,6 @@ def write_model(
 
 
 def _with_end(ids: Any, end: int | None) -> Any:
-    """Add `end` to `eos_token_id` in a generation config. In a base model it may be missing
-    there."""
     known = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
     if end is None or end in known:
         return ids

@@ -24,8 +24,8 @@ Scored = Callable[[MicroBatch], tuple[Inputs, Tensor, Tensor]]
 
 
 class SplitGaps:
-    """Computes the mean of log π_old − log π_θ for trajectories that are split over micro-batches
-    or ranks. The sequence mask needs these P means. With P = 0 there is no collective."""
+    """Computes the P means of log π_old − log π_θ, which the sequence mask needs, for trajectories
+    that are split over micro-batches or ranks."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._count = count
@@ -35,16 +35,14 @@ class SplitGaps:
 
     @staticmethod
     def begun(batch: TrainBatch, device: torch.device, scored: Scored) -> SplitGaps:
-        """Return the gaps for an optimizer step that is about to begin. There are none if it trains
-        on given conversations."""
+        """Return the gaps for an optimizer step that is about to begin."""
         sampled = batch.micro_batches[0].loss == "grpo"
         gaps = SplitGaps(batch.split_sequences if sampled else 0, device)
         gaps.score(batch.scored_first, scored)
         return gaps
 
     def score(self, batches: Sequence[MicroBatch], scored: Scored) -> None:
-        """Compute the means before training. `batches` must have the same length on all ranks.
-        `scored` returns inputs and [R] log-probabilities."""
+        """Compute the means before training, from equally many `batches` on all ranks."""
         if batches:
             for batch in batches:
                 self.add(*scored(batch)[:2])
@@ -142,15 +140,14 @@ def mass_share(
 
 
 def indexer_metrics(held: Tensor) -> dict[str, Metric]:
-    """Return `indexer/held`: how much attention mass lies within the top k, averaged over layers
-    and queries with more than k keys. `held` is the [2] tensor from `PolicyNetwork`. Synchronizes
-    with the device."""
+    """Return `indexer/held`: the attention mass within the top k, averaged over layers and queries
+    with more than k keys."""
     attention, queries = held.tolist()
     return {"indexer/held": Mean(attention, queries)} if queries else {}
 
 
 def mass_metrics(totals: Tensor) -> dict[str, Metric]:
-    """Return metrics for the totals from `mass_share`. Synchronizes with the device."""
+    """Return metrics for the totals from `mass_share`."""
     mass, tokens, short, counted = totals.tolist()
     metrics: dict[str, Metric] = {"sampling/kept_mass": Mean(mass, tokens)} if tokens else {}
     return metrics | ({"sampling/mass_shortfall": Mean(short, counted)} if counted else {})

@@ -1,8 +1,7 @@
 """Moves a rank's GPU memory to host memory while an engine or activations need the space.
 
-Storages are resized to zero and refilled, as FSDP does. All tensors that view them therefore stay
-valid, which matters because DeepSpeed's flat buffers have many views. DeepSpeed's own
-`offload_states` (0.19.8) supports only ZeRO-2 and does not include the reference policy.
+Storages are resized to zero and refilled, as FSDP does, so all views of DeepSpeed's flat buffers
+stay valid. DeepSpeed's own `offload_states` (0.19.8) supports only ZeRO-2 and no reference policy.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ MIB, GIB = 2**20, 2**30
 _MIN_BYTES = 2**12
 """Storages with fewer bytes stay on the device."""
 BLOCK = 2**28
-"""Size of a block in host memory, in bytes. Blocks are used because PyTorch rounds pinned memory up
-to a power of two."""
+"""Bytes of a block in host memory, since PyTorch rounds pinned memory up to a power of two."""
 SPARE = 2 * GIB
 """Bytes on the device that are kept free in addition to the known need."""
 _TRIES = 3
@@ -49,8 +47,8 @@ class Buffer:
     def __init__(
         self, device: torch.device, content: Literal["changing", "constant", "scratch", "zeros"]
     ) -> None:
-        """`content` says how the bytes are kept: `changing` is copied to host memory each time,
-        `constant` is copied only once, and `scratch` and `zeros` are never copied."""
+        """`changing` content is copied to host memory each time, `constant` once, and `scratch` and
+        `zeros` never."""
         self._device, self._content = device, content
         self._copies: dict[int, tuple[UntypedStorage, list[Tensor]]] = {}
         """The host copies, keyed by storage. Constant ones are kept."""
@@ -65,8 +63,7 @@ class Buffer:
         return sum(size for _, size in self._offloaded)
 
     def offload(self, tensors: Iterable[Tensor], enough: float = math.inf) -> float:
-        """Offload storages of `tensors` until `enough` bytes are free. Returns how many bytes are
-        still missing."""
+        """Offload storages of `tensors` until `enough` bytes are free. Returns what is missing."""
         freed: list[tuple[UntypedStorage, int]] = []
         copies: dict[int, tuple[UntypedStorage, list[Tensor]]] = {}
         for storage in _on_device(tensors, self._device):
@@ -126,13 +123,9 @@ class NoOffload:
 class Offload:
     """Moves a rank's tensors between GPU and host memory, depending on what each phase needs.
 
-    The weights are always needed, except while an engine samples. The reference policy, gradient
-    sums, buckets and other DeepSpeed tensors are needed to compute gradients. The master weights
-    and moments are needed for the update, when the activations have been freed.
-
-    While an engine samples, only as much is offloaded as the engine needs. The reference goes
-    first, because a host copy of it exists already, followed by other tensors, the optimizer state
-    and finally the weights.
+    Gradients need the weights, the reference policy, gradient sums, buckets and other DeepSpeed
+    tensors; the update needs the weights, master weights and moments. While an engine samples, only
+    as much is offloaded as it needs, beginning with the reference, which has a host copy already.
     """
 
     def __init__(
@@ -146,13 +139,9 @@ class Offload:
         activations: float = math.inf,
         update_bytes: float = 0.0,
     ) -> None:
-        """Create the buffers. All sizes are bytes on the device.
-
-        `room` is how much may stay while an engine samples. If it is infinite, only what a step
-        does not need is offloaded (`trainer.offload_while_sampling: false`). `limit` is how much
-        may be in use at all. `activations` is the memory planned for forward and backward passes,
-        and `update_bytes` the temporary memory for an update.
-        """
+        """All sizes are bytes on the device. `room` is how much may stay while an engine samples;
+        if it is infinite, only scratch memory is offloaded. `limit` is how much may be in use at
+        all. `activations` and `update_bytes` are planned for passes and an update."""
         self._module: Any = engine.module
         self._optimizer: Any = engine.optimizer
         self._reference, self._device, self._room, self._limit = reference, device, room, limit
@@ -170,8 +159,7 @@ class Offload:
         return sum(buffer.host_bytes for buffer in buffers)
 
     def offload(self, *, weights: bool) -> None:
-        """Free memory on the device until at most `room` is in use. With `weights`, the weights are
-        offloaded, too, if necessary."""
+        """Free memory until at most `room` is in use, if necessary also that of the `weights`."""
         self._gradients.offload(gradient_sums(self._optimizer))
         self._buckets.offload(buckets(self._optimizer))
         drop_gathered(self._optimizer)
@@ -198,11 +186,8 @@ class Offload:
             self._rest.load()
 
     def before_gradients(self) -> None:
-        """Load what forward and backward passes need.
-
-        Optimizer state is offloaded if it does not fit next to the activations. Their size is the
-        planned one, or the largest one measured so far if that is larger.
-        """
+        """Load what forward and backward passes need. Optimizer state is offloaded if it does not
+        fit next to the activations, as planned or as measured so far."""
         self._weights.load()
         needed = (self._gradients, self._buckets, self._rest, self._frozen)
         need = SPARE + _SLACK * self._activations + sum(b.offloaded_bytes for b in needed)
@@ -216,8 +201,7 @@ class Offload:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def before_update(self) -> None:
-        """Load the optimizer state after the backward pass. The reference is offloaded if there is
-        not enough room."""
+        """Load the optimizer state after the backward pass, if need be in the reference's place."""
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device) - self._before
             self._activations = max(self._activations, float(peak))
@@ -243,8 +227,6 @@ class Offload:
         return [*weights_of(self._reference)] if self._reference is not None else []
 
     def _reserved(self, tensors: Iterable[Tensor]) -> float:
-        """Return how many bytes PyTorch has reserved on the device. On a CPU this is the size of
-        `tensors`."""
         if self._device.type != "cuda":
             return sum(storage.nbytes() for storage in _on_device(tensors, self._device))
         torch.cuda.empty_cache()
@@ -266,8 +248,7 @@ class Offload:
 def make_offload(
     engine: DeepSpeedEngine, reference: nn.Module | None, device: torch.device, config: Config
 ) -> Offload | NoOffload:
-    """Create the `Offload` for this rank, or a `NoOffload` if engines and trainer do not take turns
-    on the GPUs (`rollout.time_share`)."""
+    """Create the `Offload` for this rank, or a `NoOffload` without `rollout.time_share`."""
     if not config.rollout.time_share:
         return NoOffload()
     module: Any = engine.module
@@ -285,11 +266,7 @@ def make_offload(
 
 
 def room(config: Config, device: torch.device) -> float:
-    """Return how many bytes of a rank may stay on its GPU while an engine samples, or 0 on a CPU.
-
-    The memory that the sleeping engine still uses counts twice, since the engine's whole share is
-    reserved as well.
-    """
+    """Return how many bytes of a rank may stay on its GPU while an engine samples; 0 on a CPU."""
     if not config.trainer.offload_while_sampling:
         return math.inf
     if device.type != "cuda":

@@ -4,9 +4,8 @@ ranks.
     rank_0.safetensors …   tensors of each rank: `master.3`, `exp_avg.3`, `exp_avg_sq.3`
     index.json             the parameter that each piece of them belongs to, and Adam's step
 
-Nothing is gathered: a rank writes whatever no earlier rank holds. A `StatePiece` maps a run of
-elements in a rank's tensor to a run in a flattened parameter of the original model. A checkpoint
-can therefore be read with any number of ranks, ZeRO stage and expert parallelism.
+Nothing is gathered: a rank writes whatever no earlier rank holds. Since a `StatePiece` refers to a
+flattened parameter of the original model, a checkpoint can be read on any layout.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ class StatePiece(NamedTuple):
 
 class ElementRun(NamedTuple):
     """A run of elements in a flattened parameter on this rank, and where it belongs in the whole
-    parameter. The whole parameter may have another name, since a rank holds only some experts of a
-    fused tensor."""
+    parameter, which has another name if a rank holds only some experts of a fused tensor."""
 
     start: int
     count: int
@@ -103,8 +101,7 @@ class OptimizerState:
         return _Share(_pieces(masters, self._runs), steps, self._runs)
 
     def write(self, folder: Path, shares: Sequence[_Share]) -> list[Path]:
-        """Write this rank's files. Uses the shares of all ranks to decide which rank writes what.
-        Raises `OSError`."""
+        """Write this rank's files, given the shares of all ranks. Raises `OSError`."""
         rank, chosen = dist.get_rank(), _choose_writers([share.pieces for share in shares])
         content: dict[str, Tensor] = {}
         for number, master in enumerate(self._masters()):
@@ -121,8 +118,7 @@ class OptimizerState:
         return files
 
     def read(self, folder: Path, shares: Sequence[_Share]) -> None:
-        """Restore this rank's tensors. Raises ValueError if the files are unreadable or belong to
-        another model."""
+        """Restore this rank's tensors. Raises ValueError if the files are not this model's."""
         index = json.loads((folder / INDEX).read_text())
         written = [[StatePiece(*piece) for piece in rank["pieces"]] for rank in index["ranks"]]
         _check_same_model(chain.from_iterable(written), _sizes_of(_runs(shares)))
@@ -176,8 +172,6 @@ def _pieces(masters: Sequence[Master], runs: Runs) -> list[list[StatePiece]]:
 def _index(
     shares: Sequence[_Share], chosen: Sequence[set[int]], scale: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Build the index of all written pieces. Raises RuntimeError unless every parameter is written
-    exactly once."""
     ranks = [
         {
             "steps": {number: step for number, step in share.steps.items() if number in numbers},
@@ -196,9 +190,8 @@ def _runs(shares: Sequence[_Share]) -> set[ElementRun]:
 
 
 def _choose_writers(ranks: Sequence[Sequence[Sequence[StatePiece]]]) -> list[set[int]]:
-    """Choose the tensors that each rank writes. If several ranks hold the same tensor, the first
-    one writes it. Tensors that are only padding are left out. `ranks` holds the pieces by rank and
-    tensor."""
+    """Choose the tensors that each rank writes: all but padding, and the first of equal ones.
+    `ranks` holds the pieces by rank and tensor."""
     seen: set[tuple[StatePiece, ...]] = {()}
     chosen: list[set[int]] = []
     for tensors in ranks:
@@ -248,8 +241,7 @@ class _PieceIndex:
         self._by_name = {name: sorted(pieces) for name, pieces in by_name.items()}
 
     def find(self, request: StatePiece) -> Iterator[_Source]:
-        """Return the sources that together make up the requested piece, in order. Raises ValueError
-        if elements are missing."""
+        """Yield the sources of the requested piece. Raises ValueError if elements are missing."""
         pieces = self._by_name.get(request.parameter, [])
         at, end = request.start, request.start + request.count
         place = bisect_right(pieces, at, key=lambda entry: entry[0]) - 1
@@ -265,16 +257,11 @@ class _PieceIndex:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write flat float32 tensors to a safetensors file, staging one block at a time.
-
-    The `safetensors` package would need all of them in host memory at once. Raises `OSError` with
-    the name of the file.
-    """
+    """Write flat float32 tensors to a safetensors file, staging one block at a time. The
+    `safetensors` package would need all of them in host memory at once."""
     header: dict[str, object] = {}
     at = 0
     for name, tensor in tensors.items():
-        if tensor.dtype != torch.float32 or tensor.dim() != 1:
-            raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}, not flat float32")
         size = 4 * tensor.numel()
         header[name] = {"dtype": "F32", "shape": [len(tensor)], "data_offsets": [at, at + size]}
         at += size

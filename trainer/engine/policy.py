@@ -1,5 +1,4 @@
-"""The policy network as the trainer runs it. It takes packed tokens and returns
-log-probabilities."""
+"""The policy network as the trainer runs it: from packed tokens to log-probabilities."""
 
 from __future__ import annotations
 
@@ -51,11 +50,8 @@ Attention = Literal["sparse", "warm-up", "dense"]
 
 
 def use_flash4(config: Config, model: PreTrainedModel, device: torch.device) -> tuple[bool, str]:
-    """Decide whether to use FlashAttention-4. Also returns a warning if the only obstacle is that
-    its package is not installed.
-
-    Raises RuntimeError if the recipe requires it and it cannot be used.
-    """
+    """Decide whether to use FlashAttention-4, with a warning if only its package is missing.
+    Raises RuntimeError if the recipe requires it and it cannot be used."""
     trainer, longest = config.trainer, config.max_context
     if config.model.batch_invariant or not trainer.flash4(longest) or device.type != "cuda":
         return False, ""
@@ -78,13 +74,11 @@ def use_flash4(config: Config, model: PreTrainedModel, device: torch.device) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """A micro-batch on the trainer's device, with N tokens, of which R are sampled, and S
-    trajectories.
+    """A micro-batch on the trainer's device: N tokens, R of them sampled, of S trajectories.
 
-    The `*_R` fields describe the sampled tokens in packed order. Inputs to the head and the routers
-    stay in host memory, where they are checked. Under sequence parallelism, `token_ids`,
-    `positions`, `head` and `routes_NLK` cover only this rank's part of the row, while segments and
-    `*_R` cover all of it.
+    Inputs to the head and the routers stay in host memory, where they are checked. Under sequence
+    parallelism, `token_ids`, `positions`, `head` and `routes_NLK` cover only this rank's part of
+    the row, while segments and `*_R` cover all of it.
     """
 
     token_ids: Tensor
@@ -97,8 +91,7 @@ class Inputs:
     mine: slice
     """The slice of R that this rank's hidden states predict."""
     ends: int
-    """How many tokens on this rank were never an input to an engine: the last one in each segment,
-    and padding."""
+    """Tokens on this rank that were no engine's input: the last of each segment, and padding."""
     filled: int
     """How many tokens on this rank are padding."""
     head: HeadInputs
@@ -119,8 +112,7 @@ class Inputs:
 
     @property
     def padding(self) -> bool:
-        """True if the micro-batch is empty and only makes this rank take part in the
-        collectives."""
+        """True if the micro-batch is empty and only serves the collectives."""
         return len(self.sequence_tokens_S) == 0
 
     @staticmethod
@@ -172,11 +164,7 @@ class Inputs:
 
 
 class PolicyNetwork(nn.Module):
-    """A causal language model that scores sampled tokens without computing the full logits.
-
-    Everything goes through a single `forward`, so that ZeRO-3 can gather and free the parameters of
-    each submodule.
-    """
+    """A causal language model that scores sampled tokens without computing the full logits."""
 
     learning_indexers: int = 0
     """How many layers have a sparse-attention indexer that is being trained."""
@@ -196,10 +184,8 @@ class PolicyNetwork(nn.Module):
         flash4: bool = False,
         learns_mass: bool = False,
     ) -> None:
-        """`context` is the engines' `max_model_len`, or None if the model does not depend on it.
-        `attention` is `trainer.attention`, and `indexer_loss` says whether indexers are trained.
-        `batch_invariant` selects the engine's kernels, and `wide_residual` a float32 residual
-        stream. `learns_mass` says whether the mass of sampling masks has a gradient."""
+        """`context` is the engines' `max_model_len`, `indexer_loss` says whether indexers are
+        trained, and `learns_mass` whether the mass of sampling masks has a gradient."""
         super().__init__()
         if context is not None:
             fix_long_rope(model, context)
@@ -242,8 +228,7 @@ class PolicyNetwork(nn.Module):
         )
 
     def recompute(self, *, keep_attention: bool) -> None:
-        """Recompute activations in backward passes. With `keep_attention`, those of the attention
-        are kept instead."""
+        """Recompute activations in backward passes, but with `keep_attention` not attention's."""
         options = {"context_fn": attention_kept} if keep_attention else {}
         self.model.gradient_checkpointing_enable({"use_reentrant": False, **options})
 
@@ -299,9 +284,8 @@ class ReferencePolicy:
         *,
         replays: bool = False,
     ) -> None:
-        """`sharded` is DeepSpeed's configuration under ZeRO-3 or expert parallelism. All ranks must
-        then call `logp` together. If it is None, each rank has a whole copy. `replays` says whether
-        to use the experts that the engine recorded."""
+        """`sharded` is DeepSpeed's configuration under ZeRO-3 or expert parallelism; otherwise each
+        rank has a whole copy. `replays` uses the experts that the engine recorded."""
         self.network, self._replays = network.eval().requires_grad_(False), replays
         network.replays = False  # uses its own indexers
         self._forward: Callable[..., tuple[Tensor, ...]] = (
@@ -310,8 +294,7 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def logp(self, inputs: Inputs) -> Tensor:
-        """Return float32 log-probabilities [R] for this rank's part, over the policy's sampling
-        masks."""
+        """Return float32 log-probabilities [R] for this rank's part, over the sampling masks."""
         replays = self._replays and inputs.loss == "grpo"
         with recorded_routes(self.network, inputs) if replays else nullcontext():
             logp, *_ = self._forward(inputs=inputs)
@@ -334,8 +317,7 @@ class BasePolicy:
 
 
 def indexer_weight(network: PolicyNetwork, config: Config, step: TrainBatch) -> float:
-    """Return the factor with which the indexer loss of a micro-batch (a sum over tokens) enters the
-    loss of the step."""
+    """Return the factor of a micro-batch's indexer loss, a sum over tokens, in the step's loss."""
     if not network.learning_indexers:
         return 0.0
     if step.total_tokens < 1:
@@ -344,8 +326,7 @@ def indexer_weight(network: PolicyNetwork, config: Config, step: TrainBatch) -> 
 
 
 def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextManager[Any]:
-    """Send tokens to the experts that the engine recorded. Raises ValueError if no routes were
-    recorded."""
+    """Send tokens to the experts that the engine recorded. Raises ValueError without routes."""
     routes = inputs.routes_NLK
     if inputs.padding:
         # Replays nothing, but keeps the order of modules that ZeRO-3 needs equal on all ranks.
@@ -363,9 +344,8 @@ def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextMa
 def seen_tokens(
     batch: MicroBatch, part: Slice, logp: Tensor, replay: Replay | None
 ) -> dict[int, TokenNumbers]:
-    """Return log-probabilities and routing overlap for the watched segments, keyed by segment
-    number. `part` is this rank's part of the row. `logp` [R] covers the whole micro-batch. `replay`
-    comes from its finished forward pass. Synchronizes with the device."""
+    """Return log-probabilities and routing overlap for the watched segments, by segment number.
+    `logp` [R] covers the whole micro-batch, and `replay` is of its finished forward pass."""
     if batch.watched is None:
         return {}
     count = len(batch.token_ids_N)
@@ -390,7 +370,7 @@ def whole_sequences(
     inputs: Inputs, logp: Tensor, reference: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Gather the values [r] from each rank's part into [R] for the whole micro-batch. Gradients
-    flow back only to this rank's own values; the other ranks compute the rest."""
+    flow back only to this rank's own values."""
     if inputs.part.group is None or inputs.padding:
         return logp, reference
     values = torch.stack([logp.detach()] if reference is None else [logp.detach(), reference])

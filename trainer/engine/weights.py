@@ -1,7 +1,4 @@
-"""Loads weights into the ranks and hands them out to engines and files.
-
-However the weights are sharded, they are handed out whole and under their checkpoint names.
-"""
+"""Loads weights into the ranks, and hands them out whole under their checkpoint names."""
 
 from __future__ import annotations
 
@@ -42,8 +39,7 @@ def _unset(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> n
 
 
 def outline(model: PreTrainedModel) -> bytes:
-    """Pickle a model without the values of its weights. Returns an empty result if it cannot be
-    pickled, for example because its modules hold lambdas."""
+    """Pickle a model without the values of its weights. Empty if it cannot be pickled."""
     data = io.BytesIO()
     try:
         _OutlinePickler(data, protocol=5).dump(model)
@@ -54,8 +50,8 @@ def outline(model: PreTrainedModel) -> bytes:
 
 
 def from_outline(data: bytes, device: torch.device | str = "cpu") -> PreTrainedModel:
-    """Build a model whose weights are not set. They take no host memory until they are written.
-    `data` must come from this run, since unpickling can run arbitrary code."""
+    """Build a model whose weights are not set and take no host memory until then. `data` must come
+    from this run, since unpickling can run arbitrary code."""
     with torch.device(device):
         return pickle.loads(data)
 
@@ -63,14 +59,12 @@ def from_outline(data: bytes, device: torch.device | str = "cpu") -> PreTrainedM
 def read_once(
     load: Load, dtype: torch.dtype, *, readers: int, read: PreTrainedModel | None = None
 ) -> tuple[PreTrainedModel, bytes]:
-    """Read the model into host memory. Returns it, and an outline from which `copy_weights` can
-    build a twin. All ranks must call this together.
+    """Read the model into host memory on all ranks together. Returns it, and an outline from which
+    `twin` can build another copy.
 
     The first `readers` ranks load the model, unless they have done so already (`read`). Other ranks
-    build it from the outline, and `zero.initialize` sets their weights. Without an outline, they
-    load the model as well. The returned outline is empty if weights have a dtype other than
-    `dtype`, since DeepSpeed rounds them. If one rank fails, all ranks raise its error. A
-    ConfigError stays a ConfigError.
+    build it from the outline, and `zero.initialize` sets their weights. The returned outline is
+    empty if weights have another `dtype`, which DeepSpeed would round. If a rank fails, all raise.
     """
     model = read if read is not None and read.dtype == dtype else None
     failed: Exception | None = None
@@ -98,14 +92,12 @@ def read_once(
 
 
 def twin(data: bytes, load: Load, device: torch.device | str) -> PreTrainedModel:
-    """Return another copy of the model from `read_once`, with unset weights on `device`. Without an
-    outline, the model is loaded instead."""
+    """Return another copy of the model, with unset weights on `device` if there is an outline."""
     return from_outline(data, device) if data else load()
 
 
 def copy_weights(source: nn.Module, target: nn.Module, *, stage: int) -> None:
-    """Copy a model's weights to its twin. All ranks must call this together. At ZeRO stage 3
-    DeepSpeed must have initialized both models, otherwise at least the source."""
+    """Copy a model's weights to its twin on all ranks together."""
     pairs = zip(source.named_parameters(), target.named_parameters(), strict=True)
     for (name, weight), (target_name, target_weight) in pairs:
         if name != target_name:
@@ -120,8 +112,7 @@ def copy_weights(source: nn.Module, target: nn.Module, *, stage: int) -> None:
 def gathered(
     parameters: Sequence[Tensor], *, stage: int, modifier_rank: int | None = None
 ) -> AbstractContextManager[Any]:
-    """Make the parameters whole on every rank inside this context. Only the changes made by
-    `modifier_rank` are kept."""
+    """Make the parameters whole inside this context. Only `modifier_rank` may change them."""
     return deepspeed.zero.GatheredParameters(
         list(parameters), modifier_rank=modifier_rank, enabled=stage == 3
     )
@@ -137,8 +128,7 @@ class Weights:
 
     @property
     def gathered(self) -> bool:
-        """Whether the weights are sharded. If they are, all ranks must iterate over the results of
-        the following methods together and to the end."""
+        """Whether the weights are sharded, so that all ranks must iterate over them together."""
         return self._stage == 3 or self._experts.spread
 
     def named(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -52,8 +52,8 @@ def check_libraries() -> None:
 def join_ranks(
     rank: int, world_size: int, store: Store | None, *, timeout_s: float
 ) -> torch.device:
-    """Start the process group (NCCL on GPUs, gloo otherwise) and return the rank's device. Its
-    collectives fail after `timeout_s`, so a dead rank does not block the others forever."""
+    """Start the process group (NCCL on GPUs, gloo otherwise), whose collectives fail after
+    `timeout_s`, and return the rank's device."""
     local = int(os.environ.setdefault("LOCAL_RANK", "0"))
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
@@ -78,12 +78,8 @@ def initialize(
     device: torch.device,
     optimizer: Callable[[Any], Optimizer] | None = None,
 ) -> DeepSpeedEngine:
-    """Wrap a model in host memory with DeepSpeed. The process group must already exist.
-
-    Under ZeRO-3, parameters are moved to the device one by one, as shards, so the model may be
-    larger than the device's memory. `optimizer` is called after AutoEP has replaced the model's
-    parameters. What DeepSpeed prints is dropped, but its log messages still appear.
-    """
+    """Wrap a model in host memory with DeepSpeed. Under ZeRO-3, parameters are moved to the device
+    one by one, as shards. `optimizer` is called after AutoEP has replaced parameters."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     with redirect_stdout(io.StringIO()):
         if config["zero_optimization"]["stage"] == 3:
@@ -109,12 +105,8 @@ def deepspeed_config(
     device: torch.device,
     model: PreTrainedModel,
 ) -> dict[str, Any]:
-    """Return the configuration for DeepSpeed.
-
-    Gradients are accumulated and reduced in float32, whatever the compute dtype. The number of
-    micro-batches varies, so DeepSpeed is told to accumulate over one, and the trainer's engine
-    marks where a step ends.
-    """
+    """Return the configuration for DeepSpeed. Gradients are accumulated and reduced in float32.
+    DeepSpeed accumulates over one micro-batch, and the engine marks where a step ends."""
     stage = zero_stage(trainer, dtype)
     # DeepSpeed allocates the whole bucket even for a smaller model.
     elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -156,8 +148,7 @@ def deepspeed_config(
 
 
 def frozen_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration for a model that is not trained. Below ZeRO-3 the model keeps the
-    dtype that it was loaded in, since DeepSpeed needs an optimizer to change it."""
+    """Return the configuration for a model that is not trained, which keeps its dtype."""
     if config["zero_optimization"]["stage"] == 3:
         return dict(config)
     rest = {name: value for name, value in config.items() if name not in ("bf16", "fp16")}
@@ -170,19 +161,13 @@ def zero_stage(trainer: TrainerConfig, dtype: torch.dtype) -> int:
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Return `model.dtype` on a GPU and float32 on a CPU, where a smaller type would save no
-    time."""
+    """Return `model.dtype` on a GPU, and float32 on a CPU."""
     return getattr(torch, config.model.dtype) if device.type == "cuda" else torch.float32
 
 
 def learning_rate(step: int, config: TrainerConfig, *, total_steps: int) -> float:
-    """Return the learning rate for a step, where the first step is 1.
-
-    It rises linearly to `lr` at step `warmup_steps`. With `linear` and `cosine` it then decays to
-    `min_lr` at the last step. Later steps keep the final value.
-    """
-    if step < 1:
-        raise ValueError(f"learning_rate: step = {step}, steps are counted from 1")
+    """Return the learning rate for a step, counted from 1. It rises linearly to `lr` at step
+    `warmup_steps`; `linear` and `cosine` then decay to `min_lr` at the last step."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":
@@ -216,9 +201,8 @@ def adam_for(module: nn.Module, trainer: TrainerConfig, device: torch.device) ->
 def apply_gradients(
     engine: DeepSpeedEngine, module: nn.Module, *, stage: int, clip: float
 ) -> float:
-    """Take an optimizer step and return the gradient norm before clipping. If the norm is not
-    finite, the gradients are dropped, and weights and optimizer stay unchanged. A `clip` of 0 turns
-    clipping off."""
+    """Take an optimizer step and return the gradient norm before clipping. If that is not finite,
+    the gradients are dropped and nothing changes. A `clip` of 0 turns clipping off."""
     if stage > 0:  # DeepSpeed clips, and skips the step if the norm is not finite
         engine.step()
         norm = engine.get_global_grad_norm()
@@ -237,29 +221,16 @@ def apply_gradients(
 
 
 @contextmanager
-def room_to_update(config: Config) -> Iterator[None]:
+def room_to_update() -> Iterator[None]:
     """Raise `UpdateOutOfMemory` if the code inside this context runs out of memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise UpdateOutOfMemory(
             f"the GPU has no room to update the weights ({error}). Smaller micro-batches do not "
-            f"help. Set {_update_memory_knobs(config)}"
+            "help. Set trainer.offload_optimizer: true or rollout.time_share: true, or use a "
+            "higher trainer.zero_stage or more trainer.ranks"
         ) from None
-
-
-def _update_memory_knobs(config: Config) -> str:
-    """Describe which knobs free memory for an optimizer step. At that point the activations are
-    already gone."""
-    trainer, rollout = config.trainer, config.rollout
-    knobs: list[str] = []
-    if rollout.colocated and not rollout.time_share:
-        knobs += ["rollout.time_share: true", "a smaller rollout.gpu_memory_utilization"]
-    if not trainer.offload_optimizer:
-        knobs.append("trainer.offload_optimizer: true")
-    if trainer.zero_stage < 3:
-        knobs.append(f"trainer.zero_stage: {'3' if trainer.zero_stage == 2 else '2 or 3'}")
-    return ", ".join([*knobs, "more trainer.ranks"])
 
 
 def drop_gradients(engine: DeepSpeedEngine, module: nn.Module) -> None:

@@ -12,12 +12,10 @@ from tests.trainer.engine.scenarios import TIGHT, Scenario, run_rank, training
 FAMILY = "qwen3_moe"
 SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
     1: {
-        # First, so that its warm-up compiles everything. Its sequences are scored before the step.
-        "warm compiled": training(0, tokens=TIGHT, compile=True, warm=True, agents=True),
-        "compiled": training(0, tokens=TIGHT, compile=True),
+        "compiled": training(0, tokens=TIGHT, compile=True, agents=True),
         "plain": training(0),
         "prompted": windows.prompted(0, kl_coef=0.1),
-        "prompted, compiled": windows.prompted(0, kl_coef=0.1, compile=True, warm=True),
+        "prompted, compiled": windows.prompted(0, kl_coef=0.1, compile=True),
         FAMILY: experts.training(0),
     },
     2: {

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from keel.rl.metrics import Metric
-from keel.trainer.engine.layer_compile import warm_up
 from tests.trainer.engine.batches import LAYERS, TOP_K, VOCABULARY, Rollouts, write_tokenizer
 from tests.trainer.engine.scenarios import (
     TIGHT,
@@ -117,17 +116,14 @@ def training(
     family: str = "qwen3_moe",
     *,
     resume: bool = False,
-    warm: bool = False,
     **changes: Any,
 ) -> Scenario:
-    """Publish, train, publish, export. resume: also from a checkpoint. warm: with a warm-up."""
+    """Publish, train, publish, export. resume: also from a checkpoint."""
 
     def run(ranks: Ranks) -> Result:
         config = configure(ranks, stage, **changes)
         engine = ranks.engine(config, family)
         before = ranks.published(engine)
-        if warm:
-            warm_up(engine._network, engine._reference, config, engine.device, engine._part)
         metrics = train(ranks, engine, config, range(SAVED_AFTER))
         folder = ranks.folder / f"{ranks.world_size}-{next(ranks.serial)}"
         if ranks.rank == 0:

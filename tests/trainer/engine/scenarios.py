@@ -20,7 +20,6 @@ from torch._dynamo.utils import counters
 from keel.configs.schema import ConfigError
 from keel.model.load import checkpoint_tensors, load_policy
 from keel.model.routing.routers import router_modules
-from keel.trainer.engine.layer_compile import warm_up
 from tests.forked import forked_from
 from tests.ports import free_ports
 from tests.trainer.engine.batches import Rollouts
@@ -34,22 +33,13 @@ Scenario = Callable[["Ranks"], Result]
 
 
 def training(stage: int, **changes: Any) -> Scenario:
-    """Train, publish before and after, export. warm: with a warm-up."""
-    model, warm = changes.pop("model", "untied"), changes.pop("warm", False)
+    """Train, publish before and after, export."""
+    model = changes.pop("model", "untied")
 
     def run(ranks: Ranks) -> Result:
         config = make_config(ranks.world_size, stage, **changes)
         engine = ranks.engine(config, model)
         before = ranks.published(engine)
-        counters.clear()
-        if warm:
-            draws = torch.get_rng_state()
-            for whole in (False, True):
-                of = (config, engine.device, engine._part)
-                warm_up(engine._network, engine._reference, *of, whole=whole)
-            assert torch.equal(torch.get_rng_state(), draws)
-            assert all(one.grad is None for one in engine._network.parameters())
-        warmed = counters["stats"]["unique_graphs"]
         counters.clear()
         metrics = ranks.train(engine, config, range(STEPS))
         exported = ranks.folder / f"exported-{ranks.world_size}-{next(ranks.serial)}"
@@ -60,7 +50,6 @@ def training(stage: int, **changes: Any) -> Scenario:
             "metrics": metrics,
             "exported": exported,
             "version": engine.version,
-            "warmed": warmed,
             "graphs": counters["stats"]["unique_graphs"],
         }
 
@@ -214,8 +203,6 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "accumulated": training(0, tokens=TIGHT),
         "recomputed": training(0, activation_checkpointing=True),
         "recomputed but attention": training(0, activation_checkpointing=True, keep_attention=True),
-        "warm": training(0, warm=True),
-        "warm sparse": training(0, model="sparse", warm=True),
         "plain tied": training(0, model="tied"),
         "plain dense": training(0, model="dense"),
         "plain sparse": training(0, model="sparse"),
@@ -223,12 +210,10 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "indexers alone": training(0, model="sparse", attention="warm-up"),
         "indexers frozen": training(0, model="sparse", attention="dense"),
         "masses held": training(0, kept_mass_coef=1.0),
-        "masses held, accumulated": training(0, kept_mass_coef=1.0, tokens=TIGHT, warm=True),
+        "masses held, accumulated": training(0, kept_mass_coef=1.0, tokens=TIGHT),
     },
     2: {
         **{f"stage {stage}": training(stage, tokens=TIGHT) for stage in STAGES},
-        "warm stage 1": training(1, tokens=TIGHT, warm=True),
-        "warm stage 2 sequence": training(2, sequence_parallel=2, warm=True),
         "stage 2 sparse": training(2, tokens=TIGHT, model="sparse"),
         "indexers alone, stage 3": training(
             3, tokens=TIGHT, model="sparse", attention="warm-up", activation_checkpointing=True

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from keel.model import attention
 from keel.model.attention import Segments, use_packed_attention
 from keel.trainer.engine import layer_compile
-from keel.trainer.engine.layer_compile import SEGMENTS, TOKENS, _segment_count
 
 pytestmark = pytest.mark.e2e
 
@@ -76,22 +75,3 @@ def test_every_layer_variant_is_compiled(graphs: list[GraphModule]) -> None:
         tokens = torch.zeros((1, 9), dtype=torch.long)
         model.get_decoder()(input_ids=tokens, use_cache=False, segments=Segments.of((5, 4)))
         assert len(graphs) == count
-
-
-def test_warm_up_matches_no_model_size(graphs: list[GraphModule]) -> None:
-    """Equal sizes at the first call would be treated as the same, and other rows recompile."""
-    assert _segment_count(0) == SEGMENTS
-    for head_dim in (64, 128, 192, 256):
-        sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": head_dim}
-        model = AutoModelForCausalLM.from_config(Qwen3Config(**{**CONFIG.to_dict(), **sizes}))
-        use_packed_attention(model)
-        layer_compile.compile_layers(model)
-        # The number of offsets must not equal head_dim.
-        for count in (SEGMENTS, _segment_count((head_dim - 1) * TOKENS)):
-            torch._dynamo.reset()
-            graphs.clear()
-            for lengths in [(TOKENS,) * count, (5, 9, 2), (head_dim, head_dim), (31,)]:
-                tokens = torch.zeros((1, sum(lengths)), dtype=torch.long)
-                segments = Segments.of(lengths)
-                model.get_decoder()(input_ids=tokens, use_cache=False, segments=segments)
-                assert len(graphs) == 1, (head_dim, lengths)

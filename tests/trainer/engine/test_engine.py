@@ -45,14 +45,6 @@ def results(folder: Path) -> dict[str, Any]:
     return results_of(folder, SCENARIOS)
 
 
-@pytest.mark.parametrize("name", ["plain", "plain sparse", "stage 1", "stage 2 sequence"])
-def test_warm_up_changes_nothing(results: dict[str, Any], name: str) -> None:
-    cold, warm = results[name], results[f"warm {name}".replace(" plain", "")]
-    same(warm["after"], cold["after"], atol=0)
-    for one, other in zip(cold["metrics"], warm["metrics"], strict=True):
-        assert values(one) == pytest.approx(values(other), rel=0, abs=0, nan_ok=True)
-
-
 @pytest.mark.parametrize(
     ("name", "times"),
     [

@@ -11,7 +11,6 @@ from torch._dynamo.utils import counters
 
 from keel.rl.buffer import split_updates
 from keel.rl.packing import TrainBatch
-from keel.trainer.engine.layer_compile import warm_up
 from tests.trainer.engine import lesson_scenarios
 from tests.trainer.engine.batches import Rollouts
 from tests.trainer.engine.scenarios import (
@@ -40,7 +39,6 @@ def training(
     kl_coef: float = 0.0,
     windows: int = WINDOWS,
     prompt: int = 0,
-    warm: bool = False,
     **changes: Any,
 ) -> Scenario:
     def run(ranks: Ranks) -> Result:
@@ -48,12 +46,6 @@ def training(
             ranks.world_size, stage, mask_delta=MASK_DELTA, kl_coef=kl_coef, **changes
         )
         engine = ranks.engine(config, model)
-        counters.clear()
-        if warm:
-            for whole in (False, True):
-                of = (config, engine.device, engine._part)
-                warm_up(engine._network, engine._reference, *of, whole=whole)
-        warmed = counters["stats"]["unique_graphs"]
         counters.clear()
         metrics, scored, split, shared = [], [], [], []
         for step in range(STEPS):
@@ -74,7 +66,6 @@ def training(
             "scored": scored,
             "split": split,
             "shared": shared,
-            "warmed": warmed,
             "graphs": counters["stats"]["unique_graphs"],
         }
 
