@@ -27,7 +27,6 @@ from keel.trainer.run.manifest import (
     MANIFEST,
     Entry,
     find_damage,
-    model_difference,
     sync_folder,
     write_manifest,
 )
@@ -118,16 +117,6 @@ def read_state(folder: Path) -> State:
         return State(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not the state of a checkpoint ({error})") from error
-
-
-def changed_model(folder: Path, base: str, tokenizer: str) -> str:
-    """Name the parts of the run's model that have changed since this checkpoint was written.
-    `base` and `tokenizer` are the current values of `State.model` and `State.tokenizer`."""
-    state = read_state(folder)
-    changes = [model_difference(state.model, base)]
-    if state.tokenizer and tokenizer and state.tokenizer != tokenizer:
-        changes.append("another tokenizer or chat template")
-    return " and ".join(filter(None, changes))
 
 
 def finished(root: Path) -> list[Path]:

@@ -37,7 +37,6 @@ from keel.trainer.run.manifest import (
     base_of,
     check_exported,
     join_problems,
-    model_difference,
     write_manifest,
 )
 
@@ -159,11 +158,15 @@ class RunFolder:
             raise self._error(
                 f"holds {latest.name} of a run with another config. Choose another folder"
             )
-        if of == ("",) and (change := model_difference(state.model, self.base)):
-            raise self._error(
-                f"model.path = {self._config.model.path!r} has {change} than when {latest.name} "
-                "was written. Restore the model, or choose another run.dir"
-            )
+        model = f"model.path = {self._config.model.path!r}"
+        if state.model and self.base and state.model != self.base:
+            text = f"{model} has other weights than when {latest.name} was written. Restore them"
+            if of == ("",):
+                raise self._error(f"{text}, or choose another run.dir")
+            self._warnings.append(text)
+        if state.tokenizer and self.tokenizer and state.tokenizer != self.tokenizer:
+            changed = f"{model} has another tokenizer or chat template than when"
+            self._warnings.append(f"{changed} {latest.name} was written")
 
     def _set_run_aside(self) -> Path:
         number = 1
@@ -240,11 +243,6 @@ class RunFolder:
             return lines
         if damaged:
             lines.append(f"the run resumes from {latest.name}, the newest intact checkpoint")
-        if change := checkpoint.changed_model(latest, self.base, self.tokenizer):
-            lines.append(
-                f"model.path = {self._config.model.path!r} has {change} than when {latest.name} "
-                "was written, so samples may not match the run's policy. Restore the model"
-            )
         if steps := missing_steps(self._metrics, checkpoint.step_of(latest)):
             lines.append(f"{self._metrics} lacks {steps}, so its curves have a gap")
         return lines

@@ -23,8 +23,6 @@ PIECE = 64 * 2**20
 _BLOCK = 2**20
 _SAMPLES = 64
 """Number of positions in each file that a fingerprint reads."""
-_WRITER_KEYS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
-"""Keys in config.json that depend on the program or recipe that wrote it, not on the model."""
 
 
 class Entry(NamedTuple):
@@ -70,26 +68,9 @@ def fingerprint(folder: Path) -> str:
 
 
 def base_of(config: Config) -> str:
-    """Return the fingerprints of the initial model as "weights+config.json" if it is a local
-    folder, or else an empty string."""
+    """Return the fingerprint of the initial model if it is a local folder, or an empty string."""
     folder = Path(config.model.path).expanduser()
-    with suppress(OSError, ValueError, AttributeError):
-        if config.model.path != TINY_MODEL and folder.is_dir():
-            path, digest = folder / "config.json", ""
-            if path.is_file():
-                content = json.loads(path.read_text()).items()
-                facts = {name: value for name, value in content if name not in _WRITER_KEYS}
-                digest = _digest_json(facts)[:12]
-            return f"{fingerprint(folder)}+{digest}"
-    return ""
-
-
-def model_difference(before: str, now: str) -> str:
-    """Name the part that two `base_of` fingerprints both have and in which they differ, or return
-    an empty string."""
-    names = ("other weights", "another config.json")
-    parts = zip(names, before.split("+"), now.split("+"), strict=False)
-    return next((name for name, a, b in parts if a and b and a != b), "")
+    return fingerprint(folder) if config.model.path != TINY_MODEL and folder.is_dir() else ""
 
 
 def write_manifest(folder: Path, sealed: Mapping[str, Entry]) -> None:

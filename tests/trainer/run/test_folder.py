@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -251,37 +250,19 @@ def test_missing_steps_are_a_warning(tmp_path: Path) -> None:
 
 def test_run_continues_with_its_initial_model_only(tmp_path: Path) -> None:
     """The initial model is the reference policy."""
-    base, moved = tmp_path / "base", tmp_path / "moved"
+    base = tmp_path / "base"
     base.mkdir()
     (base / "model.safetensors").write_bytes(b"before")
-    (base / "config.json").write_text('{"rope_theta": 1, "dtype": "float32"}')
     made = load_config("quickstart", [f"run.dir={tmp_path / 'run'}"])
     made = replace(made, model=replace(made.model, path=str(base)))
-
-    def warning(folder: RunFolder) -> str:
-        lines = [line for line in folder.warnings() if line.startswith("model.path")]
-        return " ".join(lines)
-
-    shutil.copytree(base, moved)
-    with RunFolder(made) as folder:
+    with RunFolder(made, "digest") as folder:
         (base / "model.safetensors").write_bytes(b"behind")  # changed while the run is active
-        fingerprint = folder.base
-        save(folder, made, 1, model=fingerprint)
+        save(folder, made, 1, model=folder.base, tokenizer="other")
     with pytest.raises(ConfigError, match="other weights"):
         RunFolder(made).check()
     evaluation = RunFolder(made, "digest")
     evaluation.check(("data.",))
-    assert "other weights" in warning(evaluation)
-    shutil.rmtree(base)
-    moved.rename(base)
-    with RunFolder(made, "digest") as folder:
-        assert warning(folder) == ""
-        save(folder, made, 1, model=fingerprint, tokenizer="other")
-        assert "tokenizer" in warning(folder)
-        save(folder, made, 1, model=fingerprint, tokenizer="digest")
-        assert warning(folder) == ""
-    (base / "config.json").write_text('{"dtype": "bfloat16", "rope_theta": 1}')  # saved again
-    RunFolder(made).check()
-    (base / "config.json").write_text('{"rope_theta": 2}')
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        RunFolder(made).check()
+    weights, tokenizer, *_ = evaluation.warnings()
+    assert "other weights" in weights and "tokenizer" in tokenizer
+    (base / "model.safetensors").write_bytes(b"before")
+    RunFolder(made, "other").check()
