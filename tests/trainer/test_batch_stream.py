@@ -153,28 +153,6 @@ def done() -> Future[None]:
     return future
 
 
-def test_errors_reach_the_loop() -> None:
-    for break_it in (
-        lambda world: world.asked["p0"].set_exception(ValueError("prompt p0: does not fit")),
-        lambda world: (
-            world.sampled("p0"),
-            world.judged["p0"].set_exception(ValueError("prompt p0: does not fit")),
-        ),
-        lambda world: world.feed.adopting(1, broken(ValueError("p0: does not fit"))),
-    ):
-        world = FakeRequests()
-        world.feed.open()
-        break_it(world)
-        with pytest.raises(ValueError, match="p0: does not fit"):
-            world.take()
-
-
-def broken(error: Exception) -> Future[None]:
-    future: Future[None] = Future()
-    future.set_exception(error)
-    return future
-
-
 def test_silent_system_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     world = FakeRequests()
     world.feed.open()

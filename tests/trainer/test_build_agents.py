@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -30,12 +29,10 @@ from keel.model.tiny.tokenizer import build_tokenizer
 from keel.trainer.build_agents import (
     check_chat,
     check_environments,
-    environment_spec,
     episode_runner,
     system_prompt_of,
     wrap,
 )
-from tests.rollout.chat.families import tokenizer_of
 from tests.waiting import PATIENCE_S
 
 SHOP = Path(__file__).parents[1] / "agents"
@@ -107,15 +104,6 @@ def test_tools_in_thinking_reach_the_prompt() -> None:
     )
 
 
-def test_turns_end_at_the_generation_configs_ids(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of("qwen3")
-    ends = {text: tokenizer.convert_tokens_to_ids(text) for text in ("<|im_end|>", "<|endoftext|>")}
-    written = json.dumps({"eos_token_id": list(ends.values())})
-    (tmp_path / "generation_config.json").write_text(written)
-    chat = check_chat(replace(config(), model=ModelConfig(path=str(tmp_path))), tokenizer)
-    assert chat is not None and chat.ends == ends
-
-
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("changes", "message"),
@@ -139,14 +127,6 @@ def test_turns_end_at_the_generation_configs_ids(tmp_path: Path) -> None:
 def test_invalid_environments_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         checked(config(**changes))
-
-
-def test_unavailable_isolation_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    with pytest.raises(ConfigError, match=r"environment.isolation.*none-i-trust-the-environments"):
-        environment_spec(recipe := config(isolation="bubblewrap"), recipe.data.sources[0])
 
 
 def driven(folder: Path, code: str, **more: Any) -> Config:

@@ -110,34 +110,6 @@ machines = st.builds(
     layout={"rollout.gpu_memory_utilization": 0.85},
     device="auto",
 )
-@example(
-    machine=Machine(gpus=4, nodes=1, gib=24.0),
-    layout={"rollout.colocated": True, "rollout.gpu_memory_utilization": 0.85},
-    device="gpu",
-)
-@example(
-    machine=Machine(gpus=8, nodes=1, gib=80.0),
-    layout={"rollout.colocated": True, "rollout.engines": 4},
-    device="gpu",
-)
-@example(
-    machine=Machine(gpus=8, nodes=1, gib=80.0), layout={"rollout.time_share": True}, device="auto"
-)
-@example(
-    machine=Machine(gpus=1, nodes=2, gib=16.0),
-    layout={
-        "rollout.colocated": True,
-        "rollout.time_share": True,
-        "rollout.gpu_memory_utilization": 0.3,
-        "rollout.engines": 2,
-        "rollout.tensor_parallel": 1,
-        "trainer.ranks": 2,
-        "trainer.zero_stage": 0,
-        "trainer.offload_while_sampling": True,
-        "trainer.activation_checkpointing": False,
-    },
-    device="auto",
-)
 def test_check_refuses_what_train_refuses(
     machine: Machine, layout: dict[str, Any], device: str, dataset: Dataset, tmp_path: Path
 ) -> None:

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.rl.packing import MicroBatch, pack
-from keel.rl.sft import SftExample, supervised_segment
 from keel.trainer.nonfinite import (
-    Finding,
     NanTracer,
     SkipCounter,
     describe_findings,
@@ -113,27 +111,6 @@ def test_certain_findings_replace_the_steepest() -> None:
     vague, sure = (look.findings for look in looks)
     assert describe_findings([*vague, *sure], GROUPS) == describe_findings(sure, GROUPS)
     assert describe_findings(vague, GROUPS)[0].startswith("p, completion 1, token ")
-
-
-def test_loss_without_logprob_gradient() -> None:
-    """With `trainer.attention: warm-up`, only indexers learn."""
-    for value, certain in ((math.nan, True), (2.0, False)):
-        look, indexers = NanTracer([]), torch.ones((), requires_grad=True)
-        with look.trace(BATCH, 0):
-            logp, loss = torch.zeros(len(SAMPLED)), indexers * value
-            (loss * look.observe(logp, None, torch.zeros(len(SAMPLED)), loss)).backward()
-        (finding,) = look.findings
-        assert finding.what == f"the loss of its micro-batch is {value:.3g}"
-        assert finding.certain is certain
-
-
-def test_conversation_is_named() -> None:
-    ids = np.array([4, 5], np.int32)
-    lesson = SftExample(
-        prompt_id="chats/3", segments=(supervised_segment("c", ids, [False, True]),)
-    )
-    finding = Finding(what="nan", token=1, token_ids_T=ids)
-    assert describe_findings([finding], [lesson]) == ("conversation chats/3, token 1 (id 5): nan",)
 
 
 def test_skips_in_a_row_end_the_run() -> None:

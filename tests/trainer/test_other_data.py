@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from keel.commands.cli import main
-from keel.configs.schema import ConfigError
-from keel.trainer.prepare import prepare, prepare_sft
+from keel.trainer.prepare import prepare
 from keel.trainer.run.checkpoint import State, config_digest
 from keel.trainer.run.folder import RunFolder
 
@@ -45,26 +43,3 @@ def test_resume_with_other_data_is_refused(
     output = capsys.readouterr().err
     assert f"run.dir = {run}: step 1: the saved state belongs to other data" in output
     assert "model.path" in output
-
-
-@pytest.mark.parametrize("wrong", [10**6, -1])
-def test_foreign_token_ids_are_refused(wrong: int, tmp_path: Path) -> None:
-    """Models of one tokenizer may have vocabularies of different sizes."""
-    path, recipe = tmp_path / "step_000001.jsonl", tmp_path / "recipe.yaml"
-    recipe.write_text(
-        f"run: {{dir: {tmp_path / 'run'}, device: cpu}}\n"
-        "model: {path: tiny, dtype: float32}\n"
-        "sft:\n  max_context_tokens: 64\n"
-        f"  sources: [{{name: own, source: trajectories, path: {path}}}]\n"
-    )
-    question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
-    line: dict[str, Any] = {"messages": [question, answer], "parts": {"correct": 1.0}}
-    path.write_text(json.dumps(line))
-    line["tokenizer"] = prepare_sft(str(recipe), ()).tokenizer_digest
-    for last in (3, wrong):
-        line["segments"] = [{"ids": [1, 2, last], "said": [[2, 3]]}]
-        path.write_text(json.dumps(line))
-        if last == 3:
-            assert prepare_sft(str(recipe), ()).lessons.report["own"].sampled == 1
-    with pytest.raises(ConfigError, match=rf"step_000001\.jsonl:1 has token id {wrong}, "):
-        prepare_sft(str(recipe), ())

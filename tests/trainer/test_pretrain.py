@@ -10,10 +10,8 @@ import pytest
 
 from keel.configs.schema import ConfigError
 from keel.model.tiny.tokenizer import build_tokenizer
-from keel.rl.metrics import Mean, values
 from keel.trainer.prepare import prepare_pretraining, text_encoder
 from keel.trainer.run.checkpoint import State, save
-from keel.trainer.sft import evaluation_metrics
 
 LENGTH = 40
 SPARSE = {"family": "deepseek_v32", "index_top_k": 16, "max_context": 64}
@@ -61,10 +59,6 @@ def test_finished_run_resumes_for_more_epochs(tmp_path: Path, epochs: float) -> 
             r"'warm-up': Qwen3MoeForCausalLM",
         ),
         (
-            ["sft.max_context_tokens=16"],
-            r"16 tokens.*max_context_tokens",
-        ),
-        (
             ["trainer.attention=warm-up", "model.tiny.index_top_k=50"],
             r"40 tokens.* 50",
         ),
@@ -73,8 +67,6 @@ def test_finished_run_resumes_for_more_epochs(tmp_path: Path, epochs: float) -> 
             r"61 tokens.*sft\.max_context_tokens",
         ),
         (["sft.max_context_tokens=65"], r"max_context = 64"),
-        (["sft.sources=[]"], r"sources = \[\]"),
-        (["trainer.ranks=2", "trainer.sequence_parallel=2"], "sequence_parallel = 2"),
     ],
 )
 def test_invalid_recipes_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
@@ -89,21 +81,3 @@ def test_control_tokens_are_escaped_in_text() -> None:
     assert tokenizer.eos_token_id not in ids
     assert tokenizer.decode(list(ids)) == "so <|im_end|> ends it"
     assert (by.before, by.after) == ((), (tokenizer.eos_token_id,))
-
-
-def test_heldout_metrics() -> None:
-    scored = {
-        "a/nll": Mean(6.0, 2),
-        "b/c/nll": Mean(2.0, 2),
-        "a/indexer/held": Mean(1.0, 4),
-        "b/c/indexer/held": Mean(3.0, 4),
-    }
-    assert values(evaluation_metrics(scored)) == {
-        "eval/a/loss": 3.0,
-        "eval/b/c/loss": 1.0,
-        "eval/loss": 2.0,
-        "eval/a/indexer/held": 0.25,
-        "eval/b/c/indexer/held": 0.75,
-        "eval/indexer/held": 0.5,
-    }
-    assert evaluation_metrics({}) == {}

@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from keel.rl.metrics import values
-from keel.rl.packing import pack
-from tests.trainer.engine.batches import Rollouts, write_dense, write_model, write_sparse
-from tests.trainer.engine.ranks import ROOMY, SAVED_AFTER, STAGES, STEPS
+from tests.trainer.engine.batches import write_dense, write_model, write_sparse
+from tests.trainer.engine.ranks import SAVED_AFTER, STAGES, STEPS
 from tests.trainer.engine.scenarios import (
     SCENARIOS,
     results_of,
@@ -110,34 +109,6 @@ def test_indexer_warm_up_trains_indexers_only(results: dict[str, Any]) -> None:
     assert {each for each in plain["before"] if ".indexer." in each} <= selected
     assert len(selected) < len(plain["before"]) / 2
     assert "indexer/kl" not in values(frozen["metrics"][0])
-
-
-def test_slice_border_lies_inside_an_answer(folder: Path) -> None:
-    """So the scenarios cover predictions and sequence masks across slices."""
-    (batch,) = pack(Rollouts(STEPS - 1, folder).groups(2, 3), ranks=1, micro_batch_tokens=ROOMY)
-    (row,) = batch.micro_batches
-    border = -(-len(row.token_ids_N) // 2)
-    assert row.trainable_N[border - 1 : border + 1].all()
-    assert row.segment_N[border - 1] == row.segment_N[border]
-    assert row.advantage_N[border] < 0
-    assert row.routes_NLK is not None and row.sampling_mask is not None
-
-
-def test_training_moves_all_weights_with_metrics(results: dict[str, Any]) -> None:
-    plain = results["plain"]
-    moved = [not torch.equal(plain["after"][name], old) for name, old in plain["before"].items()]
-    assert all(moved)
-    last = values(plain["metrics"][-1])
-    assert last["lr"] == 1e-2
-    assert last["train/skipped_steps"] == 0
-    assert last["grad_norm"] > 0.05
-    assert 0 < last["routing/overlap"] < 1
-    assert 0 < last["routing/fallback_fraction"] < 0.2
-    assert last["train/tokens"] > 50
-    assert last["entropy/kept"] > 0
-    assert 0 < last["mask/sequence_fraction"] < 1
-    assert last["mismatch/kl"] > 0
-    assert values(plain["metrics"][0])["lr"] == 5e-3
 
 
 @pytest.mark.parametrize("name", ["plain", "plain tied", *TWO_RANKS])

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from keel.model.load import checkpoint_tensors, load_policy
@@ -40,16 +39,3 @@ def test_generation_config_has_the_tokenizer_eos(
     model = load_policy(str(tmp_path / "out"), torch.float32)
     assert model.generation_config.eos_token_id == written
     assert base.generation_config.eos_token_id == settings
-
-
-def test_untied_head_is_marked_untied(tmp_path: Path) -> None:
-    """The initial config.json may be wrong, and readers trust the flag."""
-    model = AutoModelForCausalLM.from_config(CONFIGS["dense, tied"])
-    for untied in (False, True):
-        if untied:
-            model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
-        out = tmp_path / f"untied-{untied}"
-        write_model(out, model, checkpoint_tensors(model), dtype="float32")
-        assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is not untied
-        read = load_policy(str(out), torch.float32)
-        assert torch.equal(read.lm_head.weight, model.lm_head.weight)

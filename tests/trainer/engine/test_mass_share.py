@@ -20,7 +20,7 @@ from keel.rl.packing import TrainBatch, pack
 from keel.trainer.engine.objectives import CUT, mass_share
 from keel.trainer.engine.policy import Inputs
 from tests.trainer.engine.batches import MOST_KEPT, VOCABULARY, Rollouts
-from tests.trainer.engine.ranks import ROOMY, TIGHT, make_config
+from tests.trainer.engine.ranks import ROOMY, make_config
 
 WIDTH, TOP_P, COEF = 16, 0.6, 0.7
 CPU = torch.device("cpu")
@@ -109,18 +109,6 @@ def test_penalty_matches_its_definition(weight: Tensor, top_k: int) -> None:
     assert float(expected) > 0.05
     torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(weight.grad.double(), gradient, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("most", [1, 3, 64])
-def test_micro_batches_add_up(weight: Tensor, most: int) -> None:
-    config = settings()
-    whole, seen = penalty(batch_of(ROOMY), config, weight, most)
-    gradient = weight.grad
-    parts, seen_in_parts = penalty(batch_of(TIGHT), config, weight, most)
-    assert len(batch_of(TIGHT).micro_batches) > 3
-    torch.testing.assert_close(parts, whole)
-    torch.testing.assert_close(weight.grad, gradient, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(seen_in_parts, seen)
 
 
 def test_probes_are_unbiased(weight: Tensor) -> None:

@@ -20,7 +20,6 @@ from keel.trainer.placement.choose import CACHE_FILE
 from keel.trainer.placement.oom_recovery import (
     OomRecovery,
     RetryOnOom,
-    with_less_memory,
 )
 from keel.trainer.placement.step_deadlines import StepDeadlines
 from keel.trainer.run.restarts import UpdateOutOfMemory
@@ -121,31 +120,6 @@ def test_step_is_repeated_in_smaller_micro_batches(
     # A resumed run uses it, too.
     saved = json.loads((tmp_path / CACHE_FILE).read_text())
     assert saved["values"] == {"trainer.micro_batch_tokens": 48}
-
-
-@pytest.mark.e2e
-def test_smallest_micro_batches_recompute_activations(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = short(make_config(1, 0, tokens=24))
-    groups, output = Rollouts(0, model).groups(4, 3), list[str]()
-    lowering = OomRecovery(config=config, folder=tmp_path)
-    learner = Local(model, config)
-    plain = Local(model, config)
-    plain.step(groups)
-    runs_out(monkeypatch, "_accumulate", {0})
-    RetryOnOom(learner=learner, lowering=lowering, say=output.append).step(groups)
-    assert "trainer.activation_checkpointing is now on" in output[0]
-    assert learner.worker.engine._network.model.is_gradient_checkpointing
-    reference = plain.weights()
-    assert all(
-        torch.allclose(tensor, reference[name], atol=1e-6)
-        for name, tensor in learner.weights().items()
-    )
-    assert with_less_memory(lowering.config) is None
-    trainer = replace(lowering.config.trainer, keep_attention=True)
-    last = with_less_memory(replace(lowering.config, trainer=trainer))
-    assert last == lowering.config
 
 
 @pytest.mark.e2e

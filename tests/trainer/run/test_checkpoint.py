@@ -19,7 +19,6 @@ from keel.trainer.run.checkpoint import (
     config_digest,
     finished,
     latest,
-    latest_complete,
     problems,
     read_state,
     save,
@@ -50,16 +49,6 @@ def test_saved_checkpoint_is_found_and_read(tmp_path: Path) -> None:
     assert read_state(folder) == state(7)
     save(root, replace(state(7), version=9), content, keep=2)
     assert read_state(folder).version == 9 and names(root) == ["step_000007"]
-
-
-def test_incomplete_checkpoint_is_skipped(tmp_path: Path) -> None:
-    older, newer = (save(tmp_path, state(step), content, keep=2) for step in (1, 2))
-    (newer / "ranks" / "weights").write_text("v")
-    assert latest_complete(tmp_path) == newer and problems(newer), "same size, other bits"
-    (newer / "ranks" / "weights").write_text("")
-    assert latest_complete(tmp_path) == older
-    (older / "ranks" / "weights").unlink()
-    assert latest_complete(tmp_path) is None
 
 
 def test_newest_checkpoints_are_kept_by_number(tmp_path: Path) -> None:
@@ -152,14 +141,6 @@ def test_damage_of_any_file_is_found(tmp_path: Path) -> None:
     folder.rename(tmp_path / "step_000002")
     (problem,) = problems(tmp_path / "step_000002")
     assert "step 1" in problem
-
-
-def test_later_damaged_checkpoint_takes_no_place(tmp_path: Path) -> None:
-    for step in (90, 100):
-        save(tmp_path, state(step), content, keep=2)
-    (tmp_path / "step_000100" / "ranks" / "weights").write_bytes(b"")
-    newest = save(tmp_path, state(95), content, keep=1)
-    assert problems(newest) == [] and names(tmp_path) == ["step_000095", "step_000100"]
 
 
 def test_digest_covers_training_only() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,6 @@ from keel.trainer.run.manifest import (
     fingerprint,
     join_problems,
     seal,
-    sizes,
     write_manifest,
 )
 
@@ -35,18 +32,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (made / "empty").touch()
     write_manifest(made, seal(made, ["ranks/weights"]))
     return made
-
-
-def test_pieces_have_their_sha256(folder: Path, tmp_path: Path) -> None:
-    assert sizes(folder) == {"empty": 0, "ranks/weights": 2560, "state": 4}
-    files = json.loads((folder / MANIFEST).read_text())["files"]
-    assert files["state"] == {"bytes": 4, "sha256": [hashlib.sha256(b"here").hexdigest()]}
-    pieces = [WEIGHTS[start : start + 1024] for start in (0, 1024, 2048)]
-    digests = [hashlib.sha256(piece).hexdigest() for piece in pieces]
-    assert files["ranks/weights"] == {"bytes": 2560, "sha256": digests}
-    assert files["empty"] == {"bytes": 0, "sha256": []}
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    assert find_damage(folder, extra=True) == find_damage(copy, extra=True) == []
 
 
 @pytest.mark.parametrize("bit", [0, 8 * 1024 - 1, 8 * 1024, 8 * 2000 + 3, 8 * 2560 - 1])

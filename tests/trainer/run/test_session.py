@@ -172,17 +172,6 @@ def test_model_is_exported_if_last_checkpoint_fails(tmp_path: Path, room: bool) 
     assert ("no space is left" in error.value.__notes__[0]) != room
 
 
-def test_too_many_losses_end_the_run(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path, "run.max_restarts=2")
-
-    def drive(*_: Any) -> int:
-        raise WorkerLost(DIED)
-
-    with pytest.raises(WorkerLost, match=r"max_restarts = 2"):
-        run.run(drive)
-    assert len(run.starts) == 3
-
-
 def test_lost_objects_restart_but_task_errors_do_not(tmp_path: Path) -> None:
     """An engine that loads weights may notice the loss of a rank first."""
     run = FakeRun(tmp_path)

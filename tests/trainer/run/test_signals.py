@@ -25,7 +25,6 @@ from keel.trainer.run.signals import (
     Interrupt,
     Preempted,
     preempted,
-    print_line,
     signals_blocked,
     signals_deferred,
     stop_requested,
@@ -114,15 +113,6 @@ def test_preempted_command_has_its_own_status(
     monkeypatch.setitem(commands.COMMANDS, "check", command)
     assert main(["check", "quickstart"]) == status
     assert ("SIGTERM" in capsys.readouterr().err) == (status == PREEMPTED)
-
-
-def test_nohup_stays_in_force() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with watching():
-            signal.raise_signal(signal.SIGHUP)
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.e2e
@@ -227,11 +217,3 @@ def test_lost_terminal_ends_a_command_by_signal_only(heard: bool) -> None:
         assert process.wait(timeout=DEADLINE_S) == (PREEMPTED if heard else 0)
     os.close(read)
     os.close(ready)
-
-
-def test_lost_reader_discards_output() -> None:
-    read, write = os.pipe()
-    os.close(read)
-    with os.fdopen(write, "w") as pipe:
-        print_line("lost", pipe)
-        print_line("lost, too", pipe)

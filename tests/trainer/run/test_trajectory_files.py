@@ -13,7 +13,7 @@ import pytest
 
 from keel.configs.schema import RunConfig
 from keel.rl.types import ScoredGroup, TokenNumbers
-from keel.trainer.run.trajectory_files import TokenFile, TokenTexts, select_trajectories
+from keel.trainer.run.trajectory_files import TokenFile, TokenTexts
 from tests.rl.rollouts import kept_of, logp_old_of, scored, segment, trajectory
 
 
@@ -50,16 +50,6 @@ def test_token_texts_join_to_the_text(text: str) -> None:
     assert "".join(texts) == text and len(texts) == len(ids)
     cut = TokenTexts(Bytes()).texts(list("🙂".encode())[:3])  # in the middle of a character
     assert cut == ["", "", "\N{REPLACEMENT CHARACTER}"]
-
-
-def test_best_and_worst_are_selected_first() -> None:
-    far, near = group(0, [0.5, 1, 0, 0.5]), group(100, [0.5, 0.4, 0.4])
-    selected = select_trajectories([near, far], run(save_trajectories=3, save_tokens=6 * 5))
-    assert [(g is far, i) for g, i in selected.text] == [(True, 1), (True, 2), (False, 0)]
-    assert [(g is far, i) for g, i in selected.tokens[3:]] == [(True, 0), (True, 3)]
-    assert len(selected.segments) == 5
-    assert not select_trajectories([near, far], run(save_trajectories=3, save_tokens=5)).tokens
-    assert not select_trajectories([near, far], run(save_trajectories=0)).tokens
 
 
 def test_tokens_have_their_own_numbers(tmp_path: Path) -> None:
