@@ -16,7 +16,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from keel.agents.env_process.client import Deadlines
 from keel.agents.env_process.process import (
     MAX_MESSAGE_BYTES,
     LineProcess,
@@ -24,6 +23,7 @@ from keel.agents.env_process.process import (
     not_wrapped,
     with_deadline,
 )
+from keel.agents.env_process.program import Deadlines
 from keel.agents.schemas import Arguments, arguments_of
 from keel.agents.types import EnvironmentLost, Opening, ToolResult, Transcript, Unscored
 from keel.rl.turns import Message, ToolCall, ToolSpec

@@ -16,10 +16,11 @@ from keel.agents.budget import Budget
 from keel.agents.context import ContextManager
 from keel.agents.endpoint.driven import try_program
 from keel.agents.endpoint.program import AgentProgram, command_of
-from keel.agents.env_process.client import KEEL, Deadlines, Hosted, Program, fork_server_for
-from keel.agents.env_process.fork_server import ForkServer
+from keel.agents.env_process.client import Hosted
+from keel.agents.env_process.fork_server import ForkServer, fork_server_for
 from keel.agents.env_process.os_limits import make_room
 from keel.agents.env_process.process import Wrap, not_wrapped
+from keel.agents.env_process.program import KEEL, Deadlines, Program
 from keel.agents.environments.interpreter import CELL_S, ENDING_S, split_call_time
 from keel.agents.episode import POLICY_PHASES
 from keel.agents.mcp_client import McpEpisode, McpServer

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from keel.agents.endpoint.server import Address
-from keel.agents.env_process.client import ENVIRONMENT, READABLE, START, verdict_of
+from keel.agents.env_process.client import verdict_of
 from keel.agents.env_process.process import LineProcess, Wrap, encode_line, not_wrapped
+from keel.agents.env_process.program import ENVIRONMENT, READABLE, START
 from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Prompt, Verdict
 

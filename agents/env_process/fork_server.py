@@ -13,8 +13,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -27,11 +26,12 @@ from keel.agents.env_process.process import (
     LineProcess,
     OutputTail,
     OwnedProcess,
-    Wrap,
     launch,
     not_wrapped,
+    open_channel,
     with_deadline,
 )
+from keel.agents.env_process.program import ENVIRONMENT, START, Program
 from keel.agents.types import EnvironmentLost, Fault
 
 _REPLY_BYTES = 1 << 16
@@ -49,47 +49,31 @@ def reply_fault(reply: Mapping[str, Any], memory_mib: int | None) -> tuple[Fault
     return None
 
 
+def fork_server_for(program: Program) -> ForkServer | None:
+    """Return a fork server for a program's episodes, or None if `preload` is off. The caller must
+    close the server."""
+    return ForkServer(program) if program.preload else None
+
+
 class ForkServer:
     """Forks the processes for all episodes of a program.
 
     It belongs to one event loop. It starts with the first fork, restarts if its process is lost,
-    and ends with `close`. `load` is the request that loads the program (see
-    `keel.agents.env_runtime.fork_server`). `timeout_s` limits the time to load it, and the time for
-    each fork.
+    and ends with `close`. `deadlines.open_s` limits the time to import the program, and the time
+    for each fork.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        load: dict[str, Any],
-        *,
-        env: Mapping[str, str],
-        folder: Path,
-        wrap: Wrap,
-        readable: Sequence[Path],
-        timeout_s: float,
-    ) -> None:
-        self._load, self._timeout_s = load, timeout_s
+    def __init__(self, program: Program) -> None:
+        self._program = program
         self._inner: Mapping[str, Any] | None = None
         self._sandbox: ForkingWrap | None = None
         self.disabled_reason = ""
         """Why episodes are not forked, or "" if they are."""
-        if wrap is not not_wrapped:
-            self._inner = getattr(wrap, "inner", None)
+        if program.wrap is not not_wrapped:
+            self._inner = getattr(program.wrap, "inner", None)
+            self._sandbox = cast(ForkingWrap, program.wrap)
             if self._inner is None:
                 self.disabled_reason = "this machine cannot sandbox a forked process"
-            else:
-                self._sandbox = cast(ForkingWrap, wrap)
-                wrap = self._sandbox.parent
-        self._launch = partial(
-            launch,
-            command,
-            socket.SOCK_SEQPACKET,
-            env=env,
-            folder=folder,
-            wrap=wrap,
-            readable=readable,
-        )
         self._server: _Server | None = None
         self._gate = asyncio.Lock()
         self._cleanups: set[asyncio.Task[Any]] = set()
@@ -122,14 +106,31 @@ class ForkServer:
         return await LineProcess.attach(*forked)
 
     async def _start(self) -> None:
-        channel, child, stderr = self._launch()
-        self._server = server = _Server(child, channel, OutputTail(stderr), self._timeout_s)
+        program = self._program
+        child, channel, stderr = launch(
+            [program.python, str(START), "fork-server"],
+            socket.SOCK_SEQPACKET,
+            env={**ENVIRONMENT, **program.env},
+            folder=program.where,
+            wrap=program.wrap if self._sandbox is None else self._sandbox.parent,
+            readable=program.needed,
+        )
+        timeout_s = program.deadlines.open_s
+        self._server = server = _Server(child, channel, OutputTail(stderr), timeout_s)
+        openenv = program.kind in ("auto", "openenv")
+        load = {
+            "do": "load",
+            "target": program.target,
+            "action": program.arguments.get("action") if openenv else None,
+            "paths": [str(program.where.absolute())],
+            "memory_mib": program.memory_mib,
+        }
         try:
             if self._sandbox is not None:
                 await self._check_isolation(server, self._sandbox)
                 child.limit = self._sandbox.hold(child.pid, inside=False)
-            reply, _ = await server.ask(self._load)
-            if (fault := reply_fault(reply, self._load["memory_mib"])) is not None:
+            reply, _ = await server.ask(load)
+            if (fault := reply_fault(reply, program.memory_mib)) is not None:
                 raise _LoadFailed(*fault)
             if child.limit is not None:
                 child.limit()  # each forked process has its own memory limit
@@ -146,7 +147,7 @@ class ForkServer:
         try:
             forked = await server.fork(self._inner, {}, None, run=sandbox.probe)
             process = await LineProcess.attach(*forked)
-            ending = await process.end(within_s=self._timeout_s)
+            ending = await process.end(within_s=self._program.deadlines.open_s)
             result = process.output or ending
         except _CannotFork as error:
             result = str(error)
@@ -162,13 +163,12 @@ class ForkServer:
         fault: Fault = "exit"
         message = ""
         if isinstance(error, TimeoutError):
-            fault, message = "hang", f"open did not end within {self._timeout_s:g} s"
+            fault, message = "hang", f"open did not end within {self._program.deadlines.open_s:g} s"
         elif isinstance(error, _LoadFailed):
             fault, message = error.fault, str(error)
         lost = await server.lost(fault, "open", message)
-        return EnvironmentLost(
-            lost.fault, "open", f"{self._load['target']}: {lost.detail}", lost.output
-        )
+        message = f"{self._program.target}: {lost.detail}"
+        return EnvironmentLost(lost.fault, "open", message, lost.output)
 
     async def close(self) -> None:
         """End the server and every process that it has forked."""
@@ -249,38 +249,28 @@ class _Server(OwnedProcess):
     ) -> tuple[Child, socket.socket, int]:
         """Fork a process and return the arguments for `LineProcess.attach`. Raises the same errors
         as `ask`, and EnvironmentLost if this process has run out of file descriptors."""
+        request = {"do": "fork", "inner": inner, "env": dict(env), "run": run}
         try:
-            ours, theirs = socket.socketpair()
+            with open_channel(socket.SOCK_STREAM) as (ours, theirs, stderr, write_end):
+                reply, fds = await self.ask(request, theirs.fileno(), write_end)
+                reap = partial(self._reap, reply["is"]["pid"])
+                try:
+                    if not fds:  # the kernel drops descriptors that do not fit
+                        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                    text = Path(f"/proc/self/fdinfo/{fds[0]}").read_text()
+                    match = re.search(r"^Pid:\s+(\d+)$", text, re.MULTILINE)
+                    pid = int(match[1]) if match else -1  # in this process's namespace
+                    limit = watch(pid) if watch is not None else None
+                except OSError:
+                    for fd in fds:
+                        os.close(fd)
+                    ours.close()  # which ends the process
+                    await reap()
+                    raise
         except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
             raise _fork_failed(error) from error
-        ours.setblocking(False)
-        with ExitStack() as undo:
-            undo.callback(ours.close)  # which ends the process
-            with theirs:
-                try:
-                    stderr, write_end = os.pipe()
-                except OSError as error:
-                    raise _fork_failed(error) from error
-                undo.callback(os.close, stderr)
-                request = {"do": "fork", "inner": inner, "env": dict(env), "run": run}
-                try:
-                    reply, fds = await self.ask(request, theirs.fileno(), write_end)
-                finally:
-                    os.close(write_end)
-            reap = partial(self._reap, reply["is"]["pid"])
-            try:
-                if not fds:  # the kernel drops descriptors that do not fit
-                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-                undo.callback(os.close, fds[0])
-                text = Path(f"/proc/self/fdinfo/{fds[0]}").read_text()
-                match = re.search(r"^Pid:\s+(\d+)$", text, re.MULTILINE)
-                pid = int(match[1]) if match else -1  # in this process's namespace
-                limit = watch(pid) if watch is not None else None
-            except OSError as error:
-                ours.close()
-                await reap()
-                raise _fork_failed(error) from error
-            undo.pop_all()
         return Child(pid, fds[0], reap, "" if limit is None else "inside", limit), ours, stderr
 
     async def _reap(self, pid: int) -> int | None:

@@ -16,8 +16,8 @@ import socket
 import subprocess
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
@@ -294,7 +294,7 @@ class LineProcess(OwnedProcess):
     ) -> LineProcess:
         """Start a process. Raises EnvironmentLost if the program cannot be run, and OSError if this
         process has run out of file descriptors."""
-        channel, child, stderr = launch(
+        child, channel, stderr = launch(
             command, socket.SOCK_STREAM, env=env, folder=folder, wrap=wrap, readable=readable
         )
         return await LineProcess.attach(child, channel, stderr)
@@ -331,6 +331,26 @@ class LineProcess(OwnedProcess):
         return line.decode(errors="replace").strip()
 
 
+@contextmanager
+def open_channel(
+    kind: socket.SocketKind,
+) -> Generator[tuple[socket.socket, socket.socket, int, int]]:
+    """Yield a socket pair and a pipe. The second and the fourth end are for another process and are
+    closed at the end. After an error, the other two are closed as well."""
+    with ExitStack() as undo:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+        undo.callback(ours.close)
+        ours.setblocking(False)
+        with theirs:
+            read_end, write_end = os.pipe()
+            undo.callback(os.close, read_end)
+            try:
+                yield ours, theirs, read_end, write_end
+            finally:
+                os.close(write_end)
+        undo.pop_all()
+
+
 def launch(
     command: Sequence[str],
     kind: socket.SocketKind,
@@ -339,46 +359,40 @@ def launch(
     folder: Path | None,
     wrap: Wrap,
     readable: Sequence[Path],
-) -> tuple[socket.socket, Child, int]:
-    """Start a process whose standard input and output are one end of a socket pair. Returns the
-    other end, the process and the read end of its standard error. Raises the same errors as
-    `LineProcess.start`."""
-    with ExitStack() as undo:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
-        undo.callback(ours.close)
-        ours.setblocking(False)
-        with theirs:
-            stderr, write_end = os.pipe()
-            undo.callback(os.close, stderr)
-            inherited = {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
-            try:
-                with wrap(command, readable=readable) as plan:
-                    process = subprocess.Popen(
-                        plan.command,
-                        stdin=theirs.fileno(),
-                        stdout=theirs.fileno(),
-                        stderr=write_end,
-                        env={**inherited, **plan.env, **env},
-                        cwd=folder,
-                        pass_fds=plan.pass_fds,
-                        start_new_session=True,
-                    )
-                    undo.callback(process.wait)
-                    undo.callback(process.kill)
-                    limit = plan.started(process.pid)
-                    pidfd = os.pidfd_open(process.pid)
-            except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-                reason = f"cannot run {command[0]}: {error}"
-                raise EnvironmentLost("start", "open", reason) from error
-            finally:
-                os.close(write_end)
+) -> tuple[Child, socket.socket, int]:
+    """Start a process whose standard input and output are one end of a socket pair.
 
-        async def status() -> int | None:
-            return process.poll()
-
-        child = Child(process.pid, pidfd, status, "" if limit is None else "outer", limit)
+    Returns the process, the other end and the read end of its standard error. Raises the same
+    errors as `LineProcess.start`.
+    """
+    inherited = {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
+    with open_channel(kind) as (ours, theirs, stderr, write_end), ExitStack() as undo:
+        try:
+            with wrap(command, readable=readable) as plan:
+                process = subprocess.Popen(
+                    plan.command,
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    stderr=write_end,
+                    env={**inherited, **plan.env, **env},
+                    cwd=folder,
+                    pass_fds=plan.pass_fds,
+                    start_new_session=True,
+                )
+                undo.callback(process.wait)
+                undo.callback(process.kill)
+                limit = plan.started(process.pid)
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            reason = f"cannot run {command[0]}: {error}"
+            raise EnvironmentLost("start", "open", reason) from error
+        pidfd = os.pidfd_open(process.pid)
         undo.pop_all()
-    return ours, child, stderr
+
+    async def status() -> int | None:
+        return process.poll()
+
+    child = Child(process.pid, pidfd, status, "" if limit is None else "outer", limit)
+    return child, ours, stderr
 
 
 class OutputTail:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from keel.agents.env_process.client import Deadlines, Hosted, Program
+from keel.agents.env_process.client import Hosted
+from keel.agents.env_process.program import Deadlines, Program
 from keel.agents.environments.code.languages import matches
 from keel.agents.environments.code.tree import Entry, Tree, overlay, seal, tree_as_json
 from keel.agents.types import EnvironmentLost

@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from keel.agents.env_process.client import Deadlines, Hosted, Program, fork_server_for
-from keel.agents.env_process.fork_server import ForkServer
+from keel.agents.env_process.client import Hosted
+from keel.agents.env_process.fork_server import ForkServer, fork_server_for
+from keel.agents.env_process.program import Deadlines, Program
 from keel.agents.types import EnvironmentLost, Opening
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import GeneralConfig

@@ -153,10 +153,5 @@ class Attacker:
         time.sleep(1000)
         return ""
 
-    def shout(self) -> str:
-        """Send too much on both outputs."""
-        sys.stderr.write("x" * (1 << 22))
-        return "x" * (1 << 24)
-
     def verdict(self, messages: list) -> float:
         return 1.0

@@ -7,7 +7,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from keel.agents.env_process.client import Hosted, Program, fork_server_for
+from keel.agents.env_process.client import Hosted
+from keel.agents.env_process.fork_server import fork_server_for
+from keel.agents.env_process.program import Program
 from keel.agents.types import Unscored
 from keel.rl.types import Prompt
 from keel.synthesis.code.sandboxes import CodeSandboxes, Prefix, instance_of

@@ -109,7 +109,8 @@ class Shop:
         return "fine"
 
     def say(self, letters: int) -> str:
-        """Return a long text."""
+        """Return a long text, and write more to standard error."""
+        sys.stderr.write("x" * letters)
         return "x" * letters
 
     def hire(self) -> list:

@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 from keel.agents.env_process import os_limits, process
-from keel.agents.env_process.client import Hosted, Program, fork_server_for
-from keel.agents.env_process.fork_server import ForkServer
+from keel.agents.env_process.client import Hosted
+from keel.agents.env_process.fork_server import ForkServer, fork_server_for
+from keel.agents.env_process.program import Program
 from keel.agents.env_runtime.processes import descendants
 from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Verdict
@@ -149,7 +150,8 @@ async def test_faults_inside_a_call() -> None:
             assert (await lost(use(environment, "wait", seconds=0, then=then))).fault == fault
     async with episode() as environment:
         assert len((await use(environment, "say", letters=7 << 20)).text) == 7 << 20
-        assert (await lost(use(environment, "say", letters=9 << 20))).fault == "large"
+        error = await lost(use(environment, "say", letters=9 << 20))
+        assert error.fault == "large" and len(error.output) <= 4096
 
 
 @asynccontextmanager

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import KEEL, Hosted, Program
+from keel.agents.env_process.client import Hosted
+from keel.agents.env_process.program import KEEL, Program
 from keel.agents.env_runtime.processes import descendants
 from keel.agents.environments.interpreter import (
     CELL_S,

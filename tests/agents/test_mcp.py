@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import Deadlines
+from keel.agents.env_process.program import Deadlines
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.types import EnvironmentLost, Opening, Unscored
 from keel.rl.types import Verdict

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import Hosted, Program
+from keel.agents.env_process.client import Hosted
+from keel.agents.env_process.program import Program
 from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Prompt, Verdict
 from tests.agents import openenv_stand_in

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import Program
+from keel.agents.env_process.program import Program
 from keel.agents.mcp_client import McpServer
 from keel.agents.probe import Probe, probe
 from keel.configs.schema import SourceConfig

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from keel.agents.env_process.client import KEEL, Hosted, Program
+from keel.agents.env_process.client import Hosted
+from keel.agents.env_process.program import KEEL, Program
 from keel.agents.environments.trip.environment import make_task
 from keel.agents.environments.trip.plans import solve
 from keel.agents.environments.trip.tasks import LEVELS

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.agents.env_process.client import Hosted, fork_server_for
+from keel.agents.env_process.client import Hosted
+from keel.agents.env_process.fork_server import fork_server_for
 from keel.agents.env_runtime.episode import _Episode
 from keel.agents.env_runtime.errors import EnvironmentGone, InvalidEnvironment
 from keel.agents.env_runtime.tool_objects import (

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process.client import Hosted, Program
+from keel.agents.env_process.client import Hosted
+from keel.agents.env_process.program import Program
 from keel.agents.environments.demonstrations import Demonstration
 from keel.agents.environments.general.author_code import folders, tools_of
 from keel.agents.environments.search.environment import Search

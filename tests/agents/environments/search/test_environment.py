@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from keel.agents.env_runtime.tool_objects import Object, methods_of
 from keel.agents.environments.search.documents import Document, Hit
-from keel.agents.environments.search.environment import Search, prepare
+from keel.agents.environments.search.environment import Search
 from keel.agents.environments.search.index import SearchIndex, ensure_index
 from tests.agents.environments.search.corpus import write_corpus
 
@@ -125,16 +123,3 @@ def test_a_custom_library_can_be_searched() -> None:
     assert snippet.startswith("   xy y") and len(snippet) < 500
     assert "The page says" in search.open("1")
     assert verdict(search, '[[https://example.org/a: "the page says little"]]')["citations"] == 1.0
-
-
-def test_prepare_builds_the_index(tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "files")
-    options: dict[str, Any] = {"corpus": str(corpus), "index": str(tmp_path / "i"), "results": 2}
-    arguments, reads = prepare(options, [tmp_path / "tasks.jsonl"])
-    assert arguments == {"index": str(tmp_path / "i"), "results": 2} and reads == [tmp_path / "i"]
-    assert len(Search(**arguments).search("bridge").splitlines()) == 4
-    assert prepare({"library": "a:b"}, []) == ({"library": "a:b"}, [])
-    json.dumps(arguments)
-    for wrong in ({}, {"corpus": "a", "library": "b:c"}, {"corpus": "a", "results": 0}):
-        with pytest.raises(ValueError, match="search"):
-            Search(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,96 @@
+"""How to run an environment: the program, its settings and its time limits."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import keel
+from keel.agents.env_process.process import Wrap, encode_line, not_wrapped
+
+KEEL = Path(keel.__file__).resolve().parent  # not through a link: the sandbox has the folder
+START = KEEL / "agents" / "env_runtime" / "start.py"
+READABLE = tuple(dict.fromkeys((KEEL, START.resolve().parents[1])))
+"""The parts of Keel that an environment must be able to read. In a checkout, `keel/agents` is a
+link to a folder outside `keel`."""
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONHASHSEED": "0",
+    "PYTHONNOUSERSITE": "1",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONUTF8": "1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Time limits in seconds for each method. Each tool call comes with its own limit."""
+
+    open_s: float = 60.0
+    """The limit includes the time to start the process and import the module."""
+    reply_s: float = 30.0
+    verdict_s: float = 60.0
+    close_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("open_s", "reply_s", "verdict_s", "close_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"deadlines: {name} = {getattr(self, name)} must be positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """How to run an environment. All episodes share these settings."""
+
+    target: str
+    """The environment to load. It is `my_env:Shop`, `my_tools` (a module of functions),
+    `/path/to/file.py:Shop`, or the address of an OpenEnv server, `http://…`."""
+    kind: Literal["auto", "class", "functions", "game", "openenv"] = "auto"
+    """How to use the target. With `auto`, an address or an OpenEnv class is `openenv`, a class with
+    `reset` and `step` is `game`, any other class is `class`, whose public methods become tools, and
+    everything else is `functions`."""
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Keyword arguments for the class. For a game, they may include `play_by`, `scale`, `rules` and
+    `score` (see `keel.agents.env_runtime.games`)."""
+    python: str = sys.executable
+    """Python interpreter (3.9 or later) for the environment. Keel need not be installed in it."""
+    folder: Path | None = None
+    """Working directory, in which modules are also looked up first. None means the current
+    directory."""
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Environment variables to set, in addition to the few that every environment gets."""
+    preload: bool = True
+    """Import the module only once and fork a process for each episode, if that is safe."""
+    memory_mib: int | None = 4096
+    """Limit on the address space of each of the environment's processes. None means no limit."""
+    readable: Sequence[Path] = ()
+    """Files and folders that the environment may read in a sandbox, in addition to `folder` and its
+    interpreter."""
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    wrap: Wrap = not_wrapped
+
+    def __post_init__(self) -> None:
+        if not self.target or self.target.startswith(":"):
+            raise ValueError(f"environment: target = {self.target!r}; write module:name")
+        if self.folder is not None and not self.folder.is_dir():
+            raise ValueError(f"environment {self.target}: folder {self.folder} does not exist")
+        try:
+            encode_line(self.arguments)
+        except ValueError as error:
+            raise ValueError(f"environment {self.target}: arguments: {error}") from error
+
+    @property
+    def where(self) -> Path:
+        return self.folder or Path.cwd()
+
+    @property
+    def needed(self) -> tuple[Path, ...]:
+        """Paths that the environment needs to read in a sandbox, in addition to its interpreter."""
+        file = self.where / self.target.partition(":")[0]
+        files = [file] if file.name.endswith(".py") and file.is_file() else []
+        return (*READABLE, self.where, *files, *self.readable)
