@@ -117,7 +117,7 @@ def test_tools_in_thinking_reach_the_prompt() -> None:
         (
             {
                 "target": "keel.agents.environments.general.environment:General",
-                "arguments": {"folder": "trip_planning"},
+                "arguments": {"folder": "shipped"},
                 "folder": "",
             },
             r"no task 3: the folders have 3 \(set `size`\)",

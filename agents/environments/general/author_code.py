@@ -77,20 +77,17 @@ class Folder:
 
 
 def folders(names: Sequence[str]) -> list[Folder]:
-    """Return the folders of the named environments in order. Each name is an environment's folder,
-    a folder that contains several, a bundled environment, or `shipped` for all bundled ones. Raises
-    ValueError if a name is not found."""
+    """Return the folders of environments in order. Each name is an environment's folder, a folder
+    that contains several, or `shipped`. Raises ValueError if a folder has no environment."""
     environments: list[Folder] = []
     for name in names:
-        own = SHIPPED if name == "shipped" else SHIPPED / name
-        path = own if "/" not in name and not Path(name).exists() else Path(name).expanduser()
+        path = SHIPPED if name == "shipped" else Path(name).expanduser()
         inside = [path, *sorted(each.parent for each in path.glob("*/task.json"))]
         inside = inside[:1] if (path / "task.json").is_file() else inside[1:]
         if not inside:
-            known = ", ".join(each.name for each in sorted(SHIPPED.glob("*")))
             raise ValueError(
                 f"{name} is no folder of tasks, nor has it any (looked in {path}; in a sandbox it "
-                f"must be among `readable`). Bundled ones: {known}"
+                "must be among `readable`)"
             )
         environments += map(Folder, inside)
     return environments

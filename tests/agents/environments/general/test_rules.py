@@ -64,15 +64,15 @@ def test_a_function_includes_its_imports() -> None:
 
 
 def test_folders_and_task_numbers(tmp_path: Path) -> None:
-    (trip,) = folders(["trip_planning"])
-    assert trip.path == SHIPPED / "trip_planning" and len(trip.tasks()) == 3
-    assert folders([str(SHIPPED)]) == folders(["shipped"]) and len(folders(["shipped"])) == 3
-    with pytest.raises(ValueError, match="trip_planing"):
-        folders(["trip_planing"])
+    (orders,) = folders(["shipped"])
+    assert len(orders.tasks()) == 3
+    assert folders([str(SHIPPED)]) == folders([str(orders.path)]) == [orders]
+    with pytest.raises(ValueError, match="order_filing"):
+        folders(["order_filing"])
     (tmp_path / "task.json").write_text('{"tasks": [{"question": "?"}]}')
     with pytest.raises(ValueError, match="task"):
         folders([str(tmp_path)])[0].tasks()
-    environment = General(["order_filling", "trip_planning"])
+    environment = General(["shipped", str(SHIPPED)])
     named = environment._named  # `opening` would fork a process
     assert named({"prompt_id": "x/2"}) == (environment._folders[0], 2)
     assert named({"prompt_id": "x/5"}) == (environment._folders[1], 2)
