@@ -2,7 +2,7 @@
 supports Python 3.9 or later.
 
 The request is one line of JSON on standard input, and the result is one line on standard output.
-What the program prints goes to standard error. In a sandbox without a network, the endpoint is a
+The program's output goes to standard error. In a sandbox without a network, the endpoint is a
 unix socket. Connections to a loopback port in the sandbox are then forwarded to it.
 
     → {"command": ["my-agent", "--task", "{prompt}"], "env": {…}, "prompt": "…", "task": {…},

@@ -117,12 +117,12 @@ def serve(requests: Any, replies: Any) -> None:
 def call_function(target: str) -> None:
     """Run an agent program that is a function, `module:function` or `path/to/file.py:function`.
 
-    The function gets those of the arguments `task` (as in KEEL_TASK), `prompt` (the last user
-    message) and `seed` that it has parameters for. A function with `**` gets all of them. If it has
+    The function gets the arguments `task` (as in KEEL_TASK), `prompt` (the last user message) and
+    `seed`, as far as it has parameters for them. A function with `**` gets all of them. If it has
     a single parameter with another name, that parameter gets the task.
 
     The result is written to KEEL_VERDICT. A text is the answer. A number, or a dict of numbers, is
-    the verdict, and either may come in a pair with facts. If the result is None, nothing is
+    the verdict, and either may come in a pair with facts. Without a result, nothing is
     written.
     """
     sys.path.insert(0, os.getcwd())

@@ -58,7 +58,7 @@ def unshare(inner: Inner) -> None:
 
 def isolate(inner: Inner, uid: int, gid: int) -> None:
     """Mount private folders and drop all privileges. It must be called in the first process of the
-    namespaces. `uid` and `gid` are those of the user before `unshare`."""
+    namespaces. `uid` and `gid` are the user's IDs before `unshare`."""
     size = b"mode=1777,size=%d" % (inner["files_mib"] << 20)
     _mount_private_tmp(size)
     _mount(b"tmpfs", b"/dev/shm", _NOSUID | _NODEV, size)

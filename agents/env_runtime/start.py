@@ -1,7 +1,7 @@
 """Entry point of an episode's process, `python start.py`. It supports Python 3.9 or later.
 
-Messages are JSON lines on the original standard input and output. What the environment prints goes
-to standard error.
+Messages are JSON lines on the original standard input and output. The environment's prints go to
+standard error.
 
     → {"id": 1, "do": "open", "target": "my_env:Shop", "kind": "auto", "arguments": {…},
        "paths": […], "seed": 3, "memory_mib": 2048, "task": {…}}

@@ -181,7 +181,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def bind_arguments(
     name: str, parameters: list[inspect.Parameter], values: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Choose those of `values` that `parameters` declare, as positional and keyword arguments. If
+    """Choose the `values` that `parameters` declare, as positional and keyword arguments. If
     no value is declared by name, `**` receives all of them, and a single parameter with another
     name receives the first one. Raises InvalidEnvironment if a parameter has no value."""
     plain = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]

@@ -16,7 +16,7 @@ from keel.agents.environments.trip.tasks import LEVELS, TripTask, World
 from keel.rl.turns import Message, ToolSpec
 
 FAR = 1 << 20
-"""Offset that keeps the demonstrations' seeds away from those of a recipe's prompts."""
+"""Offset that keeps the demonstrations' seeds away from the seeds of a recipe's prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -187,8 +187,8 @@ def _read_junit(path: str) -> list[tuple[str, str]]:
 
 
 def _cases(element: ElementTree.Element, suites: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield the name and result of each test. The name of the root element is left out, because it
-    depends on the runner or the machine."""
+    """Yield the name and result of each test. The root element is not part of the name, because
+    its own name depends on the runner or the machine."""
     for child in element:
         if child.tag == "testsuite":
             yield from _cases(child, (*suites, child.get("name", "")))

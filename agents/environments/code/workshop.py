@@ -66,7 +66,7 @@ class RepositoryWorkshop(Repository):
         )
 
     def copies(self) -> str:
-        """Return the place of a copy of the project as JSON; "" if there is none."""
+        """Return the place of a copy of the project, or "", as JSON."""
         where = ""
         try:
             self._refuse_copies()

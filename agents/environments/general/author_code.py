@@ -93,7 +93,7 @@ def folders(names: Sequence[str]) -> list[Folder]:
     return environments
 
 
-# The rules for an author's code. What they miss is blocked by the process that runs it.
+# The rules for an author's code. The process that runs it blocks everything else.
 
 Part = Literal["solve", "verify", "tools"]
 MODULES = (
@@ -379,7 +379,7 @@ def tools_child(folder: Folder, seed: int) -> Child:
 
 def tools_of(source: str, database: Any) -> dict[str, Tool]:
     """Run a tools.py and return its public functions as tools. Raises InvalidEnvironment if there
-    are none or one lacks type hints."""
+    is no tool or one lacks type hints."""
     tree = parsed(source, "tools")
     module = ModuleType("tools")
     vars(module).update(_namespace("tools"), database=database)

@@ -54,7 +54,7 @@ class Library(Protocol):
         ...
 
     def document(self, name: str) -> Document | None:
-        """Return the document with that name, or None if there is none."""
+        """Return the document with that name, or None."""
         ...
 
 
@@ -250,7 +250,7 @@ def _runs(text: str) -> list[str]:
 
 def terms(text: str) -> list[str]:
     """Return the search terms in a text. They are words or, in scripts without spaces, pairs of
-    adjacent characters. An isolated character is a term of its own."""
+    adjacent characters. An isolated character is a term too."""
     result: list[str] = []
     for run in _runs(text):
         if len(run) > 1 and _RUN.fullmatch(run):

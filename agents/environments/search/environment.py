@@ -88,7 +88,7 @@ class Search:
     `options` and returns a `Library`, or `ready` can be the library itself.
 
     A search returns at most `results` hits, and documents are shown in pages of `page_characters`.
-    With `cite`, the policy is told how to cite.
+    With `cite`, the instructions explain how to cite.
     """
 
     def __init__(

@@ -140,7 +140,7 @@ def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Pa
         )
     files = [file for file in files if file.resolve() != path.resolve()]
     of = fingerprint(folder, files)
-    with suppress(ValueError):  # there is none, or an invalid one
+    with suppress(ValueError):  # missing or invalid
         index = SearchIndex(path)
         index.close()
         if index.of == of:

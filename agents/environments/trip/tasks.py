@@ -177,7 +177,7 @@ class Band:
 
     low: int
     high: int | None = None
-    """Upper bound in CNY, or None if there is none."""
+    """Upper bound in CNY, or None."""
     meals_below: int | None = None
     """Upper bound in CNY on the price of both restaurants together."""
     both_rated: float | None = None
