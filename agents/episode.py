@@ -16,15 +16,7 @@ from keel.agents.budget import Budget, with_turn
 from keel.agents.context import AskFirst, ContextManager
 from keel.agents.conversation import Conversation
 from keel.agents.types import Environment, EnvironmentLost, ToolResult, Transcript, Unscored
-from keel.rl.turns import (
-    MALFORMED,
-    Chat,
-    Malformed,
-    Message,
-    ToolCall,
-    TurnRequest,
-    TurnResult,
-)
+from keel.rl.turns import MALFORMED, Chat, Malformed, Message, ToolCall, TurnRequest, TurnResult
 from keel.rl.types import LOST, FinishReason, Prompt, Segment, Trajectory, Usage, Verdict
 
 Sample = Callable[[TurnRequest], Awaitable[TurnResult]]

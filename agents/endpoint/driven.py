@@ -18,15 +18,7 @@ from keel.agents.endpoint.server import Address, Endpoint
 from keel.agents.episode import Episode
 from keel.agents.types import Environment, Unscored
 from keel.rl.turns import Chat, Message, TurnRequest, TurnResult
-from keel.rl.types import (
-    ENVIRONMENT,
-    PROGRAM,
-    FinishReason,
-    Prompt,
-    Segment,
-    Trajectory,
-    Verdict,
-)
+from keel.rl.types import ENVIRONMENT, PROGRAM, FinishReason, Prompt, Segment, Trajectory, Verdict
 
 
 @dataclass(slots=True, kw_only=True)

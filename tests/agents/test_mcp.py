@@ -67,8 +67,7 @@ def test_stdio_server() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"),
-    [("crash", "SIGSEGV"), ("hang", "within"), ("large", "8 MiB")],
+    ("how", "reason"), [("crash", "SIGSEGV"), ("hang", "within"), ("large", "8 MiB")]
 )
 def test_failing_server_loses_the_environment(how: str, reason: str) -> None:
     async def play(limit_s: float) -> None:

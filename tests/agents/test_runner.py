@@ -37,10 +37,7 @@ class Factory:
 
 @contextmanager
 def running(
-    turns: Any,
-    factory: Factory | None = None,
-    *,
-    most_open: int = 64,
+    turns: Any, factory: Factory | None = None, *, most_open: int = 64
 ) -> Iterator[EpisodeRunner]:
     """turns: a policy, or a `TurnSampler`."""
     with EpisodeRunner(

@@ -97,10 +97,7 @@ class Slow(Sums):
             raise
 
 
-@pytest.mark.parametrize(
-    ("then", "reason"),
-    [("ask()", "stop"), ("time.sleep(1000)", "deadline")],
-)
+@pytest.mark.parametrize(("then", "reason"), [("ask()", "stop"), ("time.sleep(1000)", "deadline")])
 def test_abandoned_call_runs_to_its_end(tmp_path: Path, then: str, reason: str) -> None:
     begun = tmp_path / "begun"
     code = f"{CALL}ask()\ncall('add', {str(begun)!r}, a=1, b=2)\n{then}"
