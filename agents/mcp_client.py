@@ -25,7 +25,7 @@ from keel.agents.env_process.process import (
 )
 from keel.agents.env_process.program import Deadlines
 from keel.agents.schemas import Arguments, arguments_of
-from keel.agents.types import EnvironmentLost, Opening, ToolResult, Transcript, Unscored
+from keel.agents.types import EnvironmentLost, Fault, Opening, ToolResult, Transcript, Unscored
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rl.types import Prompt, Verdict
 
@@ -69,7 +69,8 @@ class McpEpisode:
         self._server = server
         self._starting = starting
         self._process: LineProcess | None = None
-        self._wire: _Wire | None = None
+        self._wire_fault: Fault | None = None
+        """`exit` if the process has closed its channel, `large` if it sent a too large message."""
         self._session: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._client: Any = None
@@ -78,52 +79,44 @@ class McpEpisode:
         self.grades = False
 
     async def open(self, task: Prompt, *, seed: int) -> Opening:
-        async with self._starting or nullcontext():
-            return Opening(messages=task.messages, tools=tuple(await self._open(seed)))
-
-    async def _open(self, seed: int) -> list[ToolSpec]:
         server, timeout_s = self._server, self._server.deadlines.open_s
-        transport: Any = server.url
-        if server.command:
-            self._process = await LineProcess.start(
-                [word.replace("{seed}", str(seed)) for word in server.command],
-                env={"PYTHONHASHSEED": str(seed % 2**32), **server.env},
-                folder=server.folder,
-                wrap=server.wrap,
-                readable=(*([server.folder] if server.folder else ()), *server.readable),
-            )
-            self._wire = _Wire(self._process)
-            transport = self._wire.streams()
-        ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        # The client and its transport must be left by the task that entered them.
-        self._session = asyncio.create_task(self._run_session(transport, ready))
-        try:
-            tools = await with_deadline(timeout_s, self._connect(ready, self._session))
-            self._arguments = arguments_of(tools)
-        except TimeoutError as error:
-            reason = f"did not open within {timeout_s:g} s"
-            raise await self._fail("hang", "open", reason) from error
-        except asyncio.CancelledError:
-            await self.close()
-            raise
-        except Exception as error:  # the client raises groups of many kinds
-            raise await self._broken("open", error) from error
-        return tools
+        async with self._starting or nullcontext():
+            transport: Any = server.url
+            if server.command:
+                self._process = await LineProcess.start(
+                    [word.replace("{seed}", str(seed)) for word in server.command],
+                    env={"PYTHONHASHSEED": str(seed % 2**32), **server.env},
+                    folder=server.folder,
+                    wrap=server.wrap,
+                    readable=(*([server.folder] if server.folder else ()), *server.readable),
+                )
+                transport = self._streams(self._process)
+            try:
+                tools = await with_deadline(timeout_s, self._connect(transport))
+                self._arguments = arguments_of(tools)
+            except asyncio.CancelledError:
+                await self.close()
+                raise
+            except Exception as error:  # the client raises groups of many kinds
+                raise await self._lose("open", error, timeout_s) from error
+        return Opening(messages=task.messages, tools=tuple(tools))
 
-    async def _run_session(self, transport: Any, ready: asyncio.Future[Any]) -> None:
+    async def _connect(self, transport: Any) -> list[ToolSpec]:
+        """Start a session, and list its tools."""
         from mcp import Client  # noqa: PLC0415  (takes a second, and is rarely needed)
 
-        async with Client(transport) as client:
-            ready.set_result(client)
-            await self._closing.wait()
+        ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-    async def _connect(
-        self, ready: asyncio.Future[Any], session: asyncio.Task[None]
-    ) -> list[ToolSpec]:
-        """Wait until the session is established, and list its tools."""
-        await asyncio.wait({ready, session}, return_when=asyncio.FIRST_COMPLETED)
+        async def run_session() -> None:
+            async with Client(transport) as client:
+                ready.set_result(client)
+                await self._closing.wait()
+
+        # The client and its transport must be left by the task that entered them.
+        self._session = asyncio.create_task(run_session())
+        await asyncio.wait({ready, self._session}, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
-            session.result()
+            self._session.result()
         self._client = ready.result()
         tools: dict[str, ToolSpec] = {}
         cursor: str | None = ""
@@ -149,15 +142,12 @@ class McpEpisode:
         try:
             request = self._client.call_tool(call.name, dict(call.arguments))
             result = await with_deadline(timeout_s, request)
-        except TimeoutError as error:
-            reason = f"call of {call.name} did not end within {timeout_s:g} s"
-            raise await self._fail("hang", "call", reason) from error
         except MCPError as error:
             if await self._is_gone(error):
-                raise await self._broken("call", error) from error
+                raise await self._lose("call", error, timeout_s) from error
             return ToolResult(text=f"{call.name}: {error}", failed=True)
         except Exception as error:
-            raise await self._broken("call", error) from error
+            raise await self._lose("call", error, timeout_s) from error
         return ToolResult(text=_text_of(result), failed=result.is_error)
 
     async def _is_gone(self, error: Any) -> bool:
@@ -166,10 +156,8 @@ class McpEpisode:
         answers instead."""
         from mcp_types import CONNECTION_CLOSED  # noqa: PLC0415
 
-        if self._wire is not None:
-            return self._wire.ended or self._wire.too_large
-        if error.code == CONNECTION_CLOSED:
-            return True
+        if self._process is not None or error.code == CONNECTION_CLOSED:
+            return self._process is None or self._wire_fault is not None
         try:
             listing = self._client.list_tools(cache_mode="bypass")
             await with_deadline(self._server.deadlines.reply_s, listing)
@@ -200,34 +188,25 @@ class McpEpisode:
                     await asyncio.wait({session}, timeout=self._server.deadlines.close_s)
                     session.exception()
 
-    async def _broken(self, during: str, error: BaseException) -> EnvironmentLost:
-        if self._wire is not None and self._wire.too_large:
-            message = f"a message over {MAX_MESSAGE_BYTES >> 20} MiB"
-            return await self._fail("large", during, message)
-        if self._wire is not None and self._wire.ended:
-            return await self._fail("exit", during, "")
-        return await self._fail("start" if during == "open" else "crash", during, _flatten(error))
-
-    async def _fail(self, fault: Any, during: str, message: str) -> EnvironmentLost:
+    async def _lose(self, during: str, error: Exception, timeout_s: float) -> EnvironmentLost:
         name = self._server.name
-        if self._process is None:
-            self._lost = EnvironmentLost(fault, during, f"{name}: {message}")
-        else:
+        fault: Fault = self._wire_fault or ("start" if during == "open" else "crash")
+        message = _flatten(error)
+        if fault == "large":
+            message = f"a message over {MAX_MESSAGE_BYTES >> 20} MiB"
+        elif isinstance(error, TimeoutError):
+            fault, message = "hang", f"did not answer within {timeout_s:g} s"
+        self._lost = EnvironmentLost(fault, during, f"{name}: {message}")
+        if self._process is not None:
             lost = await self._process.lost(fault, during, message)
             detail = f"{name}: {lost.detail or message}"
             self._lost = EnvironmentLost(lost.fault, during, detail, lost.output)
         await self.close()
         return self._lost
 
-
-class _Wire:
-    def __init__(self, process: LineProcess) -> None:
-        self._process = process
-        self.ended = False
-        self.too_large = False
-
     @asynccontextmanager
-    async def streams(self) -> AsyncGenerator[Any]:
+    async def _streams(self, process: LineProcess) -> AsyncGenerator[Any]:
+        """Connect the lines of a process to the client's message streams."""
         import anyio  # noqa: PLC0415  (a dependency of mcp)
         from mcp.shared.message import SessionMessage  # noqa: PLC0415
         from mcp_types import jsonrpc_message_adapter  # noqa: PLC0415
@@ -239,12 +218,9 @@ class _Wire:
             async with to_client:
                 while True:
                     try:
-                        message = await self._process.receive()
-                    except (EOFError, OSError):
-                        self.ended = True
-                        return
-                    except ValueError:
-                        self.too_large = True
+                        message = await process.receive()
+                    except (EOFError, OSError, ValueError) as error:
+                        self._wire_fault = "large" if isinstance(error, ValueError) else "exit"
                         return
                     if isinstance(message, str):
                         continue  # many servers print a greeting to standard output
@@ -260,9 +236,9 @@ class _Wire:
                 async for one in from_client:
                     text = one.message.model_dump_json(by_alias=True, exclude_unset=True)
                     try:
-                        await self._process.send(text.encode() + b"\n")
+                        await process.send(text.encode() + b"\n")
                     except OSError:
-                        self.ended = True
+                        self._wire_fault = self._wire_fault or "exit"
                         to_client.close()
                         return
 
