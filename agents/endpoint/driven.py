@@ -25,11 +25,9 @@ from keel.rl.types import ENVIRONMENT, PROGRAM, FinishReason, Prompt, Segment, T
 class DrivenEpisode(Episode):
     """An episode that is driven by an agent program.
 
-    The environment (or `NoEnvironment`) provides the task and the verdict, while the program
-    manages its own context. If the program fails after the policy has taken a turn, the episode
-    counts as a failure of the policy with the finish reason `crash`. The trajectory is dropped
-    instead if the endpoint had answered a request with a status of 500 or more, since that is not
-    the policy's fault.
+    If the program fails after the policy has taken a turn, the episode counts as a failure of the
+    policy with the finish reason `crash`. The trajectory is dropped instead if the endpoint had
+    answered a request with a status of 500 or more, since that is not the policy's fault.
     """
 
     program: AgentProgram
@@ -107,14 +105,9 @@ class DrivenEpisode(Episode):
         begun = asyncio.create_task(recorder.begun.wait())
         if self.starting is not None:
             begun.add_done_callback(lambda _, release=self.starting.release: release())
+        until, seed = self._stop_reason(recorder), self.environment_seed
         try:
-            return await run_program(
-                self.program,
-                task,
-                address,
-                seed=self.environment_seed,
-                until=self._stop_reason(recorder),
-            )
+            return await run_program(self.program, task, address, seed=seed, until=until)
         finally:
             begun.cancel()
 

@@ -41,30 +41,24 @@ class AgentProgram:
     open_s: float = 60.0
     """Seconds that the program may take until its first request."""
     python: str = sys.executable
-    """Python interpreter (3.9 or later) for the process that supervises the program. It must be
-    available in the sandbox. The program's own interpreter is given by `command`."""
+    """Python interpreter (3.9 or later) for the process that supervises the program."""
     folder: Path | None = None
     """Working directory. None means the current directory."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Environment variables to set, in addition to the few that every program gets. They may
-    include `OPENAI_MODEL`."""
+    """Environment variables to set, in addition to the few that every program gets."""
     memory_mib: int | None = None
-    """Limit on the address space of each of the program's processes. None means no limit."""
+    """Limit on the address space of each process. None means no limit."""
     wrap: Wrap = not_wrapped
-    """Puts the program into a sandbox, which may be without a network but must let the program open
-    sockets."""
+    """Puts the program into a sandbox that lets it open sockets."""
     readable: Sequence[Path] = ()
-    """Paths that the program must be able to read in a sandbox, such as its interpreter and
-    packages."""
+    """Paths that it must be able to read in a sandbox, such as its interpreter and packages."""
     tells_reward: bool = False
     """Include the inputs of the reward, such as a reference answer, in KEEL_TASK. The policy can
     read them if the program lets it run commands."""
     drop_failures: bool = False
-    """Drop a trajectory if its program fails after the policy has taken a turn. By default, it
-    counts as a failure with the lowest reward."""
+    """Drop a trajectory if its program fails, which otherwise counts as the policy's failure."""
     judges: bool = True
-    """Use the verdict that the program gives. If the policy can run commands as the program's user,
-    it can write a verdict as well."""
+    """Use the verdict that the program gives. A policy that can run commands can write one, too."""
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -84,14 +78,10 @@ class AgentProgram:
 
 
 def command_of(program: str, *, python: str, folder: Path) -> list[str]:
-    """Return the command line for the `program` field of a recipe.
-
-    The field is a command line or the name of a function, `module:function`. The first word of a
-    command line is looked up in `folder`, next to the interpreter `python` and on the PATH. A
-    function is called with the interpreter `python`.
-
-    Raises ValueError if the program is not found.
-    """
+    """Return the command line for the `program` field of a recipe, which is a command line or the
+    name of a function, `module:function`. The first word of a command line is looked up in
+    `folder`, next to the interpreter `python` and on the PATH. Raises ValueError if it is not
+    found."""
     if _FUNCTION.fullmatch(program):
         return [python, str(START), "call", program]
     first, *rest = shlex.split(program)

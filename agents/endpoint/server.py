@@ -89,7 +89,7 @@ class Endpoint:
         self._folder = ""
 
     async def __aenter__(self) -> Endpoint:
-        app = web.Application(middlewares=[self._format_errors])
+        app = web.Application(middlewares=[self._format_errors], client_max_size=MAX_REQUEST_BYTES)
         app.router.add_get("/t/{name}/v1/models", self._models)
         app.router.add_get("/t/{name}/v1/models/{model:.+}", self._models)
         app.router.add_post("/t/{name}/v1/chat/completions", self._chat)
@@ -214,21 +214,19 @@ class Endpoint:
             message = f"Content-Encoding {encoding[:50]} is not supported: send the body unencoded"
             raise ApiError(400, message, code="unsupported_encoding")
         async with place.bodies:
-            body = bytearray()
             try:
                 async with asyncio.timeout(_READ_S):
-                    async for chunk in request.content.iter_any():
-                        body += chunk
-                        if max(len(body), request.content_length or 0) > MAX_REQUEST_BYTES:
-                            limit = f"a request may have {MAX_REQUEST_BYTES >> 20} MiB"
-                            raise ApiError(413, limit, code="too_large")
+                    body = await request.read()
             except TimeoutError as error:
                 message = f"the request did not arrive within {_READ_S:g} s"
                 raise ApiError(408, message, code="too_slow") from error
+            except web.HTTPRequestEntityTooLarge as error:
+                limit = f"a request may have {MAX_REQUEST_BYTES >> 20} MiB"
+                raise ApiError(413, limit, code="too_large") from error
             except (HttpProcessingError, web.RequestPayloadError, OSError) as error:
                 message = f"the request's body is malformed: {error}"
                 raise ApiError(400, message, code="invalid_body") from error
-            yield bytes(body)
+            yield body
 
     def _authenticate(self, request: web.Request, api_key: str = "") -> _Place:
         place = self._open.get(request.match_info["name"])
