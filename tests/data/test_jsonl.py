@@ -58,27 +58,6 @@ def test_lines_become_prompts(tmp_path: Path) -> None:
     assert (third.prompt_id, third.reward["answer"]) == ("file/4", "0.10")
 
 
-def test_openai_message_form(tmp_path: Path) -> None:
-    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": 2}'}}
-    messages = [
-        {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "2+2?"}]},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "a", "content": "4"},
-    ]
-    path = write(tmp_path, json.dumps({"messages": messages, "answer": "4"}))
-    (item,) = load_jsonl(source(path)).items
-    contents = [(one["role"], one["content"]) for one in item.prompt.messages]
-    assert contents == [
-        ("developer", "Be brief."),
-        ("user", "2+2?"),
-        ("assistant", ""),
-        ("tool", "4"),
-    ]
-    (read,) = item.prompt.messages[2]["tool_calls"]
-    assert read == {**call, "function": {"name": "add", "arguments": {"x": 2}}}
-
-
 def test_long_integers(tmp_path: Path) -> None:
     digits = "9" * 5000
     assert reward_of(tmp_path, f'{{"prompt": "x", "answer": {digits}}}')["answer"] == digits
@@ -93,23 +72,12 @@ def test_long_integers(tmp_path: Path) -> None:
             {"criteria": CRITERIA, "reference": "r", "note": 1},
             {"kind": "rubric", "criteria": CRITERIA, "reference": "r"},
         ),
-        (
-            {"tests": TESTS, "reference": "r", "partial": True, "note": 1},
-            {"kind": "code", "tests": TESTS, "reference": "r", "partial": True},
-        ),
+        ({"tests": TESTS, "partial": True}, {"kind": "code", "tests": TESTS, "partial": True}),
         ({"reward": {"kind": "proof"}}, {"kind": "proof"}),
         ({"refuse": True}, {"kind": "refusal", "refuse": True}),
         (
             {"answer": "B", "match": "choice", "choices": [0.10, "x"], "note": 1},
             {"kind": "answer", "answer": "B", "match": "choice", "choices": ["0.1", "x"]},
-        ),
-        (
-            {"answer": SCHEMA, "match": "schema", "choices": 1},
-            {"kind": "answer", "answer": SCHEMA, "match": "schema"},
-        ),
-        (
-            {"answer": "[0-9]+", "match": "regex", "tolerance": 0.1},
-            {"kind": "answer", "answer": "[0-9]+", "match": "regex"},
         ),
         (
             {"answer": 3.14, "tolerance": 0.01},
@@ -125,11 +93,8 @@ def test_reward_of_a_line(tmp_path: Path, line: dict[str, Any], reward: dict[str
     "line",
     [
         '{"answer": "E", "match": "choice", "choices": ["a", "b"]}',
-        '{"answer": "A", "match": "choice", "choices": 3}',
         '{"answer": "[0-9", "match": "regex"}',
         '{"answer": {"type": 1}, "match": "schema"}',
-        '{"answer": {"$ref": "#/a"}, "match": "schema"}',
-        '{"answer": "1", "tolerance": -1}',
     ],
 )
 def test_invalid_answers(tmp_path: Path, line: str) -> None:
@@ -141,27 +106,15 @@ def test_invalid_answers(tmp_path: Path, line: str) -> None:
 BAD_LINES = {
     b"{": "JSON",
     b"[1]": "object",
-    b"3": "object",
     b"\xff\xfe": "UTF-8",
     b"[" * 200_000: "nested",
     b'{"prompt": "x"}': "answer",
     b'{"prompt": "x", "answer": "4", "tests": []}': "tests",
-    b'{"prompt": "x", "reward": "4"}': "reward",
-    b'{"prompt": "x", "anwser": "4"}': "anwser",
     b'{"answer": "4"}': "prompt",
     b'{"prompt": " ", "answer": "4"}': "prompt",
-    b'{"prompt": "x", "answer": null}': "answer",
-    b'{"prompt": "x", "answer": true}': "answer",
     b'{"prompt": "x", "answer": ["4"]}': "answer",
     b'{"prompt": "x", "answer": "4", "match": "fuzzy"}': "match",
-    b'{"prompt": "x", "answer": "4", "match": ["math"]}': "match",
-    b'{"prompt": "x", "answer": "{}", "match": "schema"}': "answer",
-    b'{"prompt": "x", "answer": "4", "id": ["a"]}': "id",
-    b'{"prompt": "x", "messages": [], "answer": "4"}': "messages",
-    b'{"messages": [], "answer": "4"}': "messages",
     b'{"messages": ["x"], "answer": "4"}': "messages[0]",
-    b'{"messages": [{"role": "usr", "content": "x"}], "answer": "4"}': "role",
-    b'{"messages": [{"role": "user"}], "answer": "4"}': "messages[0].content",
     b'{"messages": [{"role": "assistant", "content": "x"}], "answer": "4"}': "assistant",
     b'{"prompt": "\\ud800", "answer": "4"}': "surrogate",
     b'{"prompt": "x", "answer": ' + b"9" * 60_000 + b"}": "JSON",
@@ -180,28 +133,11 @@ def test_bad_lines(tmp_path: Path, line: bytes) -> None:
     assert reason.startswith(f"{path}:3: ")
 
 
-def test_several_bad_lines(tmp_path: Path) -> None:
-    path = write(tmp_path, GOOD, *["{"] * 7, GOOD)
-    with pytest.raises(ConfigError, match=r"data\.sources\[file\]: 7 ") as caught:
-        load_jsonl(source(path))
-    _, *lines = str(caught.value).splitlines()
-    assert [line.partition(": ")[0] for line in lines[:5]] == [f"  {path}:{n}" for n in range(2, 7)]
-    assert len(lines) == 6
-
-
-@pytest.mark.parametrize(
-    "judged",
-    [{"answer": "4"}, {"criteria": CRITERIA}, {"tests": TESTS}, {"reward": {"kind": "proof"}}, {}],
-)
-def test_environment_of_a_line(tmp_path: Path, judged: dict[str, Any]) -> None:
-    line = {"prompt": "x", **judged, "environment": {"files": ["a.csv"]}}
+def test_environment_of_a_line(tmp_path: Path) -> None:
+    line = {"prompt": "x", "answer": "4", "environment": {"files": ["a.csv"]}}
     path = write(tmp_path, json.dumps(line))
     environment = EnvironmentConfig(target="a:B")
     (item,) = load_jsonl(source(path, environment=environment), check_spec).items
     assert item.prompt.reward["environment"] == {"files": ["a.csv"]}
-    if judged:
-        (item,) = load_jsonl(source(path), check_spec).items
-        assert "environment" not in item.prompt.reward
-    path.write_text(json.dumps({**line, "environment": "a.csv"}))
-    with pytest.raises(ConfigError, match="`environment`"):
-        load_jsonl(source(path, environment=environment))
+    (item,) = load_jsonl(source(path), check_spec).items
+    assert "environment" not in item.prompt.reward

@@ -97,12 +97,11 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
             out.record(prompt, [scored(prompt, 1)])
         with pytest.raises(ConfigError, match=r"filter\.dir"), opened(first):
             pass
-    for other, message in (
-        (replace(first, filter=FilterConfig(samples=5)), r"filter\.samples: 4 → 5"),
-        (replace(first, eval=EvalConfig(temperature=0.5)), r"eval\.temperature: 1\.0 → 0\.5"),
-        (replace(first, run=replace(first.run, seed=1)), r"run\.seed: 0 → 1"),
+    for other, knob in (
+        (replace(first, filter=FilterConfig(samples=5)), r"filter\.samples"),
+        (replace(first, eval=EvalConfig(temperature=0.5)), r"eval\.temperature"),
     ):
-        with pytest.raises(ConfigError, match=message), opened(other):
+        with pytest.raises(ConfigError, match=knob), opened(other):
             pass
     with pytest.raises(ConfigError, match="step_000002"):
         opened(first, "step_000002").__enter__()

@@ -32,7 +32,6 @@ SAME: dict[str, dict[str, Any]] = {
             {"from": "gpt", "value": "<think>two and two</think>4"},
         ]
     },
-    "roles in `conversations`": {"conversations": [USER, SAID]},
 }
 
 
@@ -94,18 +93,6 @@ def test_calls_and_results() -> None:
         "name": "add",
     }
     assert tools_of(sharegpt)[0]["function"]["name"] == "add"
-
-
-def test_messages_not_to_learn() -> None:
-    example = {"role": "assistant", "content": "3"}
-    shown = {"prompt": [USER, example, USER], "completion": [SAID]}
-    assert conversation_of(shown, "")[1] == [3]
-    weighed = {"messages": [USER, {**example, "weight": 0}, USER, {**SAID, "weight": 1}]}
-    assert conversation_of(weighed, "")[1] == [3]
-    empty = {"messages": [USER, {"role": "assistant", "content": "", "weight": 0}, USER, SAID]}
-    assert conversation_of(empty, "")[1] == [3]
-    nothing = {"messages": [USER, {"role": "assistant", "content": ""}]}
-    assert conversation_of(nothing, "", rendered=False)[1] == [1]
 
 
 def called(**call: Any) -> list[dict[str, Any]]:

@@ -69,13 +69,6 @@ def test_selection_and_tokens(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"step_000001\.jsonl:1: .*`style`"):
         load(source(str(run), reward="style", **knobs))
-    group = {"prompt": "a", "messages": [], "trajectories": [{"reward": 1.0, "parts": {}}]}
-    path = write(tmp_path / "step_000001.jsonl", group)
-    with pytest.raises(ConfigError, match=r"jsonl:1: "):
-        load(source(path, **knobs))
-    Path(path).unlink()
-    with pytest.raises(ConfigError, match="trajectories"):
-        load(source(str(tmp_path), **knobs))
 
 
 def test_most_per_prompt_counts_learned_ones(tmp_path: Path) -> None:
@@ -121,22 +114,6 @@ def test_held_out_prompts_are_not_learned(tmp_path: Path) -> None:
     # In other sources, ids are arbitrary.
     path = write(tmp_path / "a.jsonl", chat("?", "a", id="p/b"))
     assert load(source(path), reserved_ids={"p/b"}).report["s"].learned == 1
-
-
-def test_conversations_of_one_trajectory_count_once(tmp_path: Path) -> None:
-    others = [chat(f"{name}?", name) for name in ("x", "y")]
-    silent = chat("z?", "z")
-    silent["messages"][1]["weight"] = 0
-    lines = [
-        trajectory(name, 1.0, tokenizer=tokenizer, other_conversations=[*others, silent])
-        for name, tokenizer in (("a1", "another"), ("a2", "another"), ("b1", "mine"))
-    ]
-    path = write(tmp_path / "step_000001.jsonl", *lines)
-    found = load(source(path, source="trajectories", most_per_prompt=1))
-    assert said(found.train.sources["s"]) >= {"a1", "x", "y"}
-    report = found.report["s"]
-    assert (report.learned, report.sampled) == (4, 1)
-    assert report.left_out == {"repeated": 2, "beyond 1 of a prompt": 1}
 
 
 def test_evaluations(tmp_path: Path) -> None:

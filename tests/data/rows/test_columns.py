@@ -50,17 +50,6 @@ def test_answer_after_a_mark(tmp_path: Path) -> None:
         assert "rows.jsonl:2: `answer`" in error and "data.sources[s].answer_after" in error
 
 
-def test_missing_answers_are_errors_with_functions(tmp_path: Path) -> None:
-    """Otherwise the functions' mean would count as `correct`."""
-    whole, lacks = {"task": "a", "gold": "1"}, {"task": "b", "gold": None}
-    columns = {"prompt": "task", "answer": "gold"}
-    for row in (lacks, {"task": "b"}):
-        error = error_of(tmp_path, whole, row, columns=columns, **OWN)
-        assert "rows.jsonl:2: " in error and "data.sources[s].columns" in error
-    skipping = load(tmp_path, whole, lacks, columns=columns, on_bad_line="skip", **OWN)
-    assert len(skipping.items) == len(skipping.skipped) == 1
-
-
 def test_functions_receive_columns(tmp_path: Path) -> None:
     row = {"problem": "a", "solution": 0.10, "answer": "all", "level": 3, "reward_model": {"x": 1}}
     columns = {"prompt": "problem", "answer": "solution"}
@@ -78,13 +67,6 @@ def test_null_is_absent(tmp_path: Path) -> None:
     filled = [{key: row.get(key) for key in keys} for row in rows]
     plain = [item.prompt for item in load(tmp_path, *rows).items]
     assert [item.prompt for item in load(tmp_path, *filled).items] == plain
-
-
-def test_kept_prompts_have_their_columns(tmp_path: Path) -> None:
-    (item,) = load(tmp_path, {"id": "x", "prompt": "a", "answer": "1", "level": 3}, **OWN).items
-    kept = {"id": "x", "messages": item.prompt.messages, "reward": item.prompt.reward}
-    (again,) = load(tmp_path, {**kept, "pass_rate": 0.5}, **OWN).items
-    assert again.prompt == item.prompt
 
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [

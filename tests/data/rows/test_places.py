@@ -11,8 +11,8 @@ from huggingface_hub import constants
 
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.jsonl import load_jsonl
+from keel.data.rows import places
 from keel.data.rows.places import FilesNotFound, cached_places, choose_files, files_of
-from tests.data.rows.hub import MAIN, NAME, serving
 
 LINES = b'{"question": "1+1?", "answer": "so #### 2"}\n{"question": "1+2?", "answer": "#### 3"}\n'
 GSM8K: dict[str, Any] = {"columns": {"prompt": "question"}, "answer_after": "####"}
@@ -29,53 +29,40 @@ def filled(folder: Path, *names: str) -> Path:
     return folder
 
 
-TREES: dict[str, tuple[list[str], dict[str, str], list[str]]] = {
-    "parts": (
-        ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "README.md"],
-        {},
-        ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"],
-    ),
-    "split": (["train.jsonl", "test.jsonl"], {"split": "test"}, ["test.jsonl"]),
-    "alike": (["dev.csv", "train.csv"], {"split": "validation"}, ["dev.csv"]),
-    "folders": (["train/a.json", "test/a.json"], {}, ["train/a.json"]),
-    "subset": (["main/train.csv", "socratic/train.csv"], {"subset": "main"}, ["main/train.csv"]),
-    "converted": (
-        ["main/train/0000.parquet", "main/test/0000.parquet"],
-        {"split": "test"},
-        ["main/test/0000.parquet"],
-    ),
-    "own names": (
-        ["data/train_sft-00000-of-00001.parquet", "data/train_gen-00000-of-00001.parquet"],
-        {"split": "train_sft"},
-        ["data/train_sft-00000-of-00001.parquet"],
-    ),
-    "no split": (
-        ["a.jsonl.gz", "b.jsonl.gz", "dataset_infos.json"],
-        {},
-        ["a.jsonl.gz", "b.jsonl.gz"],
-    ),
-}
-
-
-@pytest.mark.parametrize("tree", TREES)
-def test_split_and_subset(tree: str) -> None:
-    names, knobs, wanted = TREES[tree]
-    assert choose_files(names, knobs.get("split", ""), knobs.get("subset", "")) == wanted
+SHARDS = ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"]
+OWN = ["data/train_sft-00000-of-00001.parquet", "data/train_gen-00000-of-00001.parquet"]
 
 
 @pytest.mark.parametrize(
-    ("names", "split", "subset", "named"),
+    ("names", "split", "subset", "chosen"),
     [
-        (["main/train.csv", "socratic/train.csv"], "", "", "subset"),
-        (["main/train.csv"], "", "mian", "mian"),
-        (["test.csv", "train.csv"], "trian", "", "trian"),
-        (["test.csv"], "", "", "train"),
-        (["README.md", "state.json"], "", "", "file"),
-        (["train-00001-of-00002.csv"], "", "", "train-00001-of-00002.csv"),
+        ([*SHARDS, "README.md"], "", "", SHARDS),
+        (["train.jsonl", "test.jsonl"], "test", "", ["test.jsonl"]),
+        (["dev.csv", "train.csv"], "validation", "", ["dev.csv"]),
+        (["train/a.json", "test/a.json"], "", "", ["train/a.json"]),
+        (["main/train.csv", "socratic/train.csv"], "", "main", ["main/train.csv"]),
+        (["main/train/0.parquet", "main/test/0.parquet"], "test", "", ["main/test/0.parquet"]),
+        (OWN, "train_sft", "", OWN[:1]),
+        (["a.jsonl.gz", "b.jsonl.gz", "state.json"], "", "", ["a.jsonl.gz", "b.jsonl.gz"]),
     ],
 )
-def test_missing_files(names: list[str], split: str, subset: str, named: str) -> None:
-    with pytest.raises(FilesNotFound, match=named):
+def test_split_and_subset(names: list[str], split: str, subset: str, chosen: list[str]) -> None:
+    assert choose_files(names, split, subset) == chosen
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "subset"),
+    [
+        (["main/train.csv", "socratic/train.csv"], "", ""),
+        (["main/train.csv"], "", "mian"),
+        (["test.csv", "train.csv"], "trian", ""),
+        (["test.csv"], "", ""),
+        (["README.md", "state.json"], "", ""),
+        (["train-00001-of-00002.csv"], "", ""),
+    ],
+)
+def test_missing_files(names: list[str], split: str, subset: str) -> None:
+    with pytest.raises(FilesNotFound):
         choose_files(names, split, subset)
 
 
@@ -104,44 +91,32 @@ def test_datasets_saved_to_disk(tmp_path: Path) -> None:
         files_of(source(tmp_path, split="dev"), lambda: True)
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
-    return tmp_path / "cache"
+def test_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the chosen files are downloaded, and they are found again without the hub."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "datasets--owner--sums"
+    names = {None: ["main/train.jsonl", "main/test.jsonl", "README.md"], "converted": ["x.xml"]}
+    asked: list[str] = []
 
+    def download(*, allow_patterns: list[str], **_: Any) -> str:
+        asked.extend(allow_patterns)
+        return str(filled(folder / "snapshots/c0ffee", *allow_patterns))
 
-def of_hub(**knobs: Any) -> SourceConfig:
-    return source(NAME, **{"source": "hub", **GSM8K, **knobs})
-
-
-def test_hub_dataset(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {"main/train-00000-of-00001.jsonl": LINES, "main/test.jsonl": b"{", "README.md": b""}
-    with serving(monkeypatch, {MAIN: files}) as asked:
-        items = load_jsonl(of_hub(subset="main")).items
-        assert [(i.prompt.messages[0]["content"], i.prompt.reward["answer"]) for i in items] == [
-            ("1+1?", "2"),
-            ("1+2?", "3"),
-        ]
-        assert not any("test.jsonl" in path for path in asked)
-        assert "minor" in error_of(of_hub(subset="minor"))
-        assert "owner/none" in error_of(of_hub(path="owner/none"))
-    again = load_jsonl(of_hub(subset="main"), hub_answers=lambda: False).items
+    monkeypatch.setattr(places, "_names", lambda _, revision: names[revision and "converted"])
+    monkeypatch.setattr(places, "snapshot_download", download)
+    gsm = hub(subset="main")
+    items = load_jsonl(gsm).items
+    assert [item.prompt.reward["answer"] for item in items] == ["2", "3"]
+    assert asked == ["main/train.jsonl"]
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text("c0ffee")
+    again = load_jsonl(gsm, hub_answers=lambda: False).items
     assert [item.prompt for item in again] == [item.prompt for item in items]
-    assert [place.name for place in cached_places()] == ["datasets--owner--sums"]
+    assert [place.name for place in cached_places()] == [folder.name]
+    for subset, answers in (("minor", True), ("minor", False)):
+        with pytest.raises(ConfigError, match=subset):
+            load_jsonl(hub(subset=subset), hub_answers=lambda answers=answers: answers)
 
 
-def test_incomplete_download(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = {"train/1.jsonl": LINES, "train/2.jsonl": b'{"question": "?", "answer": "#### 9"}'}
-    with serving(monkeypatch, {MAIN: parts}):
-        assert len(load_jsonl(of_hub()).items) == 3
-    (second,) = cache.rglob("2.jsonl")
-    second.unlink()
-    assert "data.sources[s].path" in error_of(of_hub(), hub_answers=lambda: False)
-
-
-def error_of(source: SourceConfig, **options: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_jsonl(source, **options)
-    return str(caught.value)
+def hub(**knobs: Any) -> SourceConfig:
+    return source("owner/sums", **{"source": "hub", **GSM8K, **knobs})

@@ -27,7 +27,6 @@ def of(folder: Path, *rows: Mapping[str, Any], **known: str) -> Proposal:
 WORKED = "Half of 48 is 24, and 48 + 24 = 72.\n#### "
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, str], str]] = {
     "Keel's own": ({"prompt": "2+2?", "answer": "4"}, "maths", {}, ""),
-    "a number": ({"prompt": "2+2?", "answer": 4}, "maths", {}, ""),
     "gsm8k": ({"question": "?", "answer": f"{WORKED}72"}, "maths", {"prompt": "question"}, "####"),
     "formulas": (
         {"problem": "?", "final_answer": "\\frac{1}{2}", "solution": "By parts."},
@@ -41,13 +40,9 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, str], str]] = {
         {"answer": "reward_model.ground_truth"},
         "",
     ),
-    "chats": ({"messages": [{"role": "user", "content": "?"}], "answer": "Rome"}, "text", {}, ""),
     "programs": ({"prompt": "Sort.", "tests": [{"stdin": "1", "stdout": "1"}]}, "tests", {}, ""),
-    "a rubric": ({"question": "Why?", "criteria": []}, "criteria", {"prompt": "question"}, ""),
     "two verdicts": ({"prompt": "?", "answer": "1", "tests": "x"}, "maths", {"tests": ""}, ""),
-    "two prompts": ({"prompt": "?", "messages": [], "answer": "1"}, "maths", {"messages": ""}, ""),
     "whole solutions": ({"prompt": "?", "solution": "First we note that " * 12}, "nothing", {}, ""),
-    "prompts alone": ({"prompt": "Write a poem.", "id": 3}, "nothing", {}, ""),
 }
 
 
@@ -81,7 +76,5 @@ def test_named_columns(tmp_path: Path) -> None:
     found = of(tmp_path, row, prompt="text", answer="gold")
     assert found.columns == {"prompt": "text", "answer": "gold"}
     assert found.judged == "maths"
-    with pytest.raises(ConfigError, match="--answer"):
-        of(tmp_path, row, answer="goldd")
     with pytest.raises(ConfigError, match="a, b"):
         of(tmp_path, {"a": 1, "b": 2})
