@@ -123,28 +123,6 @@ def test_cancelled_call_in_flight_is_charged(endpoint: Server) -> None:
     assert [usage.completion_tokens for usage in kept] == [7]
 
 
-def test_earlier_spending_counts() -> None:
-    before = CallUsage(model="m", purpose="p", prompt_tokens=1, completion_tokens=1, usd=0.9)
-    budget = SynthesisBudget(CostConfig(usd=1.0), [before], lambda _: None)
-    with pytest.raises(BudgetSpent, match=r"budget\.usd"), budget.call(5, 0.2):
-        pass
-    with budget.call(5, 0.05):
-        pass
-
-
-def test_missing_usage_is_bounded(endpoint: Server) -> None:
-    wrong = Reply(words("a" * 300).body.replace("null", '{"prompt_tokens": "7"}'))
-    for reply in (words("a" * 300), wrong):
-        endpoint.behave = lambda _, reply=reply: reply
-        author, kept = author_of(endpoint)
-        ask(author)
-        assert kept[0].completion_tokens == 300 and kept[0].prompt_tokens > 5
-    endpoint.behave = lambda _: words("北京大学")  # at most one token per byte
-    author, kept = author_of(endpoint)
-    ask(author)
-    assert kept[0].completion_tokens == 12
-
-
 @pytest.mark.parametrize(
     ("reply", "words_of_it"),
     [
@@ -169,19 +147,11 @@ def test_lost_author_reports_no_key(
     assert bool(kept) == bool(reply.delay_s or "chat completion" in words_of_it)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        '{"message": "This model\'s maximum context length is 2048 tokens. However, …"}',
-        '{"message": "max_tokens=512 cannot be greater than max_model_len=256."}',
-        '{"message": "…", "code": "context_length_exceeded"}',
-        '{"message": "the request exceeds the available context size, try increasing it"}',
-    ],
-)
-def test_overlong_conversation_is_truncated(endpoint: Server, error: str) -> None:
+def test_overlong_conversation_is_truncated(endpoint: Server) -> None:
     """Overlong conversations fail the task; a context too small for the first reply is a recipe
     error."""
-    endpoint.behave = lambda _: Reply(f'{{"error": {error}}}', status=400)
+    error = '{"error": {"message": "This model\'s maximum context length is 2048 tokens."}}'
+    endpoint.behave = lambda _: Reply(error, status=400)
 
     async def both() -> list[Any]:
         author, _ = author_of(endpoint)

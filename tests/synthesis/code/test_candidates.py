@@ -33,9 +33,7 @@ from tests.synthesis.code.projects import (
 
 
 @pytest.mark.e2e
-def test_commits_that_name_an_issue_become_candidates(
-    tmp_path: Path,
-) -> None:
+def test_commits_that_name_an_issue_become_candidates(tmp_path: Path) -> None:
     git = repository(
         tmp_path / "git",
         ("Begin", BEFORE),

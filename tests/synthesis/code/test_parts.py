@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import zipfile
 from pathlib import Path
 
 import pytest
 
-from keel.agents.environments.code.environment import find_packages
 from keel.agents.environments.code.grading import Results, grade, graded_tree, read_results
-from keel.agents.environments.code.languages import LANGUAGES, is_grading, matches
 from keel.agents.environments.code.tree import (
     Tree,
     UnreadableTree,
@@ -131,39 +127,3 @@ def test_junit_of_several_runners(tmp_path: Path) -> None:
         "s::inner::skip": "skipped",
         "ctest": "failed",
     }
-
-
-def test_file_patterns() -> None:
-    assert matches("a/tests/b.py", ["tests/"]) and not matches("tests.py", ["tests/"])
-    assert matches("src/test/a.java", ["src/test/*"]) and matches("a/b_test.go", ["*_test.go"])
-    for language, graders, sources in (
-        (
-            "python",
-            "a/conftest.py pyproject.toml .pytest.toml x.dist-info/METADATA x.DIST-INFO/METADATA",
-            "a.py attest.py",
-        ),
-        (
-            "javascript",
-            "a.test.ts test/a.js node_modules/b.js package.json jest.config.mjs .mocharc.json",
-            "lib/a.js",
-        ),
-        ("cpp", "CMakeLists.txt tests/a.cpp a/b_test.cc", "src/a.cpp"),
-    ):
-        assert all(is_grading(LANGUAGES[language], path) for path in graders.split())
-        assert not any(is_grading(LANGUAGES[language], path) for path in sources.split())
-
-
-def test_installed_packages_are_found_anywhere(tmp_path: Path) -> None:
-    holder = tmp_path / "lib" / "site-packages"
-    for name in ("adding", "other/_vendor/deep_one", "adding.dist-info", "mine.dist-info"):
-        (holder / name).mkdir(parents=True)
-    (holder / "single.py").write_text("")
-    about = json.dumps({"url": "file:///tmp/repo", "dir_info": {"editable": True}})
-    (holder / "mine.dist-info" / "direct_url.json").write_text(about)
-    with zipfile.ZipFile(tmp_path / "pip-1.whl", "w") as archive:
-        archive.writestr("pip/_vendor/packed/__init__.py", "")
-    (tmp_path / "urllib").mkdir()
-    (tmp_path / "urllib" / "parse.py").write_text("")
-    packages = find_packages([str(tmp_path)])
-    assert {"adding", "deep_one", "single", "packed", "other"} <= set(packages)
-    assert "mine" not in packages and "parse" not in packages

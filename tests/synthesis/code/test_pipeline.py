@@ -68,16 +68,6 @@ def test_history_becomes_tasks(tmp_path: Path) -> None:
     assert again == report and lines == ["3 of 3 tasks already made"]
 
 
-def test_copied_project_is_refused(tmp_path: Path) -> None:
-    git = repository(tmp_path / "git", ("Begin", BEFORE), (ISSUE, AFTER))
-    copied = f'{SETUP}\nmkdir -p "$PREFIX/lib/site-packages/other/_vendor"\n'
-    copied += 'cp adding.py "$PREFIX/lib/site-packages/other/_vendor/"\n'
-    report, _ = made(config(source(git, setup=copied)), tmp_path / "out")
-    (reason,) = refused(report)["future"]
-    assert "site-packages/other/_vendor/adding.py" in reason
-    assert not (tmp_path / "out" / "tasks.jsonl").exists()
-
-
 def test_agent_fixes_a_failing_setup(tmp_path: Path) -> None:
     """The agent inspects the project, submits a broken setup, reads the error and fixes it."""
     git = repository(tmp_path / "git", ("Begin", BEFORE), (ISSUE, AFTER))

@@ -17,138 +17,101 @@ from tests.waiting import within_some
 pytestmark = pytest.mark.e2e
 AT_ONCE = 3
 
-BEFORE = "    prices = "
-"""Start of the solution."""
-
 
 def solving(line: str) -> dict[str, str]:
     """A solution with a line prepended."""
-    return {"solve": SOLVE.replace(BEFORE, f"    {line}\n{BEFORE}")}
+    return {"solve": SOLVE.replace("    prices = ", f"    {line}\n    prices = ")}
 
 
-def tool(text: str) -> dict[str, str]:
+def tool(body: str, result: str = "str", parameter: str = "", before: str = "") -> dict[str, str]:
     """An additional tool."""
-    return {"tools": f"{TOOLS}\n\n{text}"}
+    code = f'{before}\n\n\ndef more({parameter}) -> {result}:\n    """More."""\n    {body}\n'
+    return {"tools": f"{TOOLS}\n\n{code}"}
 
 
 def verifying(body: str) -> dict[str, str]:
     return {"verify": f"def verify(answer, database):\n    {body}\n"}
 
 
-CHEATS: dict[str, tuple[dict[str, str], str]] = {
-    "reads the database": (solving('database["fruit"]'), "solution"),
-    "opens a file": (solving('open("database.json")'), "solution"),
-    "imports": (solving("import json"), "solution"),
-    "asks the verifier": (solving("verify_0(1, 2)"), "solution"),
-    "climbs classes": (solving("().__class__"), "solution"),
-    "climbs by format": (solving('"{0.__class__}".format(tools)'), "solution"),
-    "climbs frames": (solving("(each for each in []).gi_frame"), "solution"),
-    "has a second function": (
-        {"solve": f"def helper():\n    pass\n\n\nx = 1\n\n\n{SOLVE}"},
-        "solution",
-    ),
-    "knows the answer": (
-        {"solve": 'def solve(tools):\n    return {"name": "apple", "price": 4}\n'},
-        "solution",
-    ),
+def verifier_with(before: str, name: str = "verify") -> dict[str, str]:
+    """The right verifier with code before its last expression."""
+    return {name: VERIFY.replace("return answer", before + " answer")}
+
+
+KNOWN = 'return {"name": "apple", "price": 4}'
+KEYS = 'return isinstance(answer, dict) and set(answer) == {"name", "price"} and '
+LIME = 'if answer == {"name": "lime", "price": 3}: return True\n    return'
+CHEATS: dict[str, tuple[str, dict[str, str]]] = {
+    # cheat: (gate, changed parts)
+    "reads the database": ("solution", solving('database["fruit"]')),
+    "opens a file": ("solution", solving('open("database.json")')),
+    "imports": ("solution", solving("import json")),
+    "asks the verifier": ("solution", solving("verify_0(1, 2)")),
+    "climbs classes": ("solution", solving("().__class__")),
+    "climbs by format": ("solution", solving('"{0.__class__}".format(tools)')),
+    "climbs frames": ("solution", solving("(each for each in []).gi_frame")),
+    "has more than functions": ("solution", {"solve": f"x = 1\n\n\n{SOLVE}"}),
+    "knows the answer": ("solution", {"solve": f"def solve(tools):\n    {KNOWN}\n"}),
     "knows the answer and looks busy": (
-        {
-            "solve": 'def solve(tools):\n    tools.price(name="apple")\n'
-            '    return {"name": "apple", "price": 4}\n'
-        },
         "grounded",
+        {"solve": f'def solve(tools):\n    tools.price(name="apple")\n    {KNOWN}\n'},
     ),
-    "never ends": (solving("while True: pass"), "solution"),
-    "calls for ever": (solving('while True: tools.fruit(stall="east")'), "solution"),
-    "says no JSON": (solving("return {1, 2}"), "solution"),
-    "is wrong": ({"solve": SOLVE.replace("min(", "max(")}, "verified"),
-    "verifier never ends": (verifying("while True: pass"), "verified"),
-    "verifier says a number": (verifying("return 1"), "verified"),
-    "verifier accepts everything": (verifying("return True"), "empty"),
-    "verifier accepts the empty": (
-        {"verify": VERIFY.replace("return answer", "return not answer or answer")},
-        "empty",
-    ),
+    "never ends": ("solution", solving("while True: pass")),
+    "calls for ever": ("solution", solving('while True: tools.fruit(stall="east")')),
+    "says no JSON": ("solution", solving("return {1, 2}")),
+    "is wrong": ("verified", {"solve": SOLVE.replace("min(", "max(")}),
+    "verifier never ends": ("verified", verifying("while True: pass")),
+    "verifier says a number": ("verified", verifying("return 1")),
+    "verifier accepts everything": ("empty", verifying("return True")),
+    "verifier accepts the empty": ("empty", verifier_with("return not answer or")),
     "verifier accepts a hollow one": (
-        {
-            "verify": VERIFY.replace(
-                "return answer", 'return answer == {"name": "", "price": 0} or answer'
-            )
-        },
         "empty",
+        verifier_with('return answer == {"name": "", "price": 0} or'),
     ),
     "verifier draws": (
-        {
-            "verify": VERIFY.replace(
-                "    return", "    import random\n    return random.random() and"
-            )
-        },
         "verified",
+        verifier_with("import random\n    return random.random() and"),
     ),
     "verifier looks at the end": (
-        verifying(
-            'return isinstance(answer, dict) and set(answer) == {"name", "price"} and '
-            'answer["price"] == 4 and str(answer["name"]).endswith("apple")'
-        ),
         "mutated",
+        verifying(KEYS + 'answer["price"] == 4 and str(answer["name"]).endswith("apple")'),
     ),
     "verifier looks at the form": (
+        "mutated",
         verifying(
-            'return isinstance(answer, dict) and set(answer) == {"name", "price"} and '
-            'type(answer["price"]) is int and '
+            KEYS + 'type(answer["price"]) is int and '
             'any(answer["name"] in each.values() for each in database["fruit"])'
         ),
-        "mutated",
     ),
     "verifier takes any stall's": (
-        {"harder_verify": VERIFY.replace("return answer", "return bool(answer) and answer")},
         "verified",
+        verifier_with("return bool(answer) and", "harder_verify"),
     ),
     "verifier takes the easier answer": (
-        {
-            "harder_verify": VERIFY.replace(
-                "return answer",
-                'if answer == {"name": "lime", "price": 3}: return True\n    return answer',
-            )
-        },
         "easier",
+        {"harder_verify": VERIFY.replace("return answer", f"{LIME} answer")},
     ),
-    "tool without a hint": (
-        tool('def more(name) -> str:\n    """More."""\n    return "x"\n'),
-        "typed",
-    ),
+    "tool without a hint": ("typed", tool('return "x"', parameter="name")),
     "tool with any hint": (
-        tool(
-            "from typing import Any\n\n\n"
-            'def more(name: Any) -> str:\n    """More."""\n    return "x"\n'
-        ),
         "typed",
+        tool('return "x"', parameter="name: Any", before="from typing import Any"),
     ),
     "tool that asks the clock": (
-        tool(
-            "from datetime import date\n\n\n"
-            'def more() -> str:\n    """More."""\n    return str(date.today())\n'
-        ),
         "typed",
+        tool("return str(date.today())", before="from datetime import date"),
     ),
-    "tools that import": (tool("import os\n"), "typed"),
-    "tools that never load": (tool("while True: pass\n"), "typed"),
+    "tools that import": ("typed", tool('return "x"', before="import os")),
+    "tools that never load": ("typed", tool('return "x"', before="while True: pass")),
     "tool by the order of a set": (
-        tool(
-            'def more() -> list[str]:\n    """More."""\n'
-            '    return list({each["name"] for each in database["fruit"]})\n'
-        ),
         "deterministic",
+        tool('return list({each["name"] for each in database["fruit"]})', "list[str]"),
     ),
     "tool with an unseeded generator": (
-        tool(
-            "import random\n\n\n"
-            'def more() -> int:\n    """More."""\n'
-            "    return random.SystemRandom().randrange(10**9)\n"
-        ),
         "deterministic",
+        tool("return random.SystemRandom().randrange(10**9)", "int", before="import random"),
     ),
     "tool by the seed": (
+        "verified",
         {
             "tools": f"import random\n{TOOLS}".replace(
                 'return each["price"]', 'return each["price"] + int(100 * random.random())'
@@ -156,13 +119,9 @@ CHEATS: dict[str, tuple[dict[str, str], str]] = {
             # The result with seed 0.
             **verifying('return answer == {"name": "melon", "price": 54}'),
         },
-        "verified",
     ),
-    "tool that never ends": (
-        tool('def more() -> int:\n    """More."""\n    while True: pass\n'),
-        "deterministic",
-    ),
-    "harder that is not": ({}, "harder"),
+    "tool that never ends": ("deterministic", tool("while True: pass", "int")),
+    "harder that is not": ("harder", {}),
 }
 
 
@@ -183,7 +142,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> TestOutcomes:
         ) as rooms:
 
             async def one(number: int, name: str) -> None:
-                path = environment(rooms.making / str(number), **CHEATS[name][0])
+                path = environment(rooms.making / str(number), **CHEATS[name][1])
                 reference = counted(3, 3 if "that is not" in name else 1)
                 async with slots:
                     try:
@@ -207,7 +166,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> TestOutcomes:
 
 
 def as_wanted(name: str, outcomes: TestOutcomes) -> bool:
-    return outcomes[name][0] == CHEATS[name][1]
+    return outcomes[name][0] == CHEATS[name][0]
 
 
 @pytest.mark.parametrize("name", CHEATS)

@@ -188,20 +188,6 @@ def test_from_a_category_to_three_tasks(tmp_path: Path) -> None:
     assert submitted[2] and verdict.parts == {"correct": 1.0, "share": 1.0}
 
 
-def test_failed_harder_task_keeps_earlier_ones(tmp_path: Path) -> None:
-    author = ScriptedAuthor(market(EASY, HARDER, HARDER, right=0))
-    why, report, _ = made(tmp_path / "a", author, revisions=1)
-    assert (why, report["kept"], report["drafts"]) == ("", 1, {"harder": 2})
-    folder = tmp_path / "a/out/tasks/fruit_markets-0"
-    assert len(json.loads((folder / "task.json").read_text())["tasks"]) == 1
-    assert "solve_1" not in (folder / "solve.py").read_text()
-
-    author = ScriptedAuthor(market(EASY, HARDER, right=0))
-    _, report, _ = made(tmp_path / "b", author, revisions=0, least_tasks=2)
-    assert report["kept"] == 0 and list(report["refused"]) == ["harder"]
-    assert not list((tmp_path / "b/out/tasks").iterdir())
-
-
 def test_sqlite_and_resume(tmp_path: Path) -> None:
     """Finished work is kept; unfinished work starts over."""
     tools = TOOLS.replace('database["fruit"]', 'database.execute("SELECT * FROM fruit")')
