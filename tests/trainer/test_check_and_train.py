@@ -47,11 +47,6 @@ def on(machine: Machine, dataset: Dataset, facts: ModelFacts) -> Iterator[None]:
     with at(machine) as patch:
         patch.setattr("keel.trainer.prepare.load_dataset", lambda *_, **__: dataset)
         patch.setattr("keel.trainer.prepare.facts_of", lambda config: facts)
-        # Suggestions have separate tests and can take a second.
-        patch.setattr("keel.trainer.placement.plan.suggest", lambda *_: "To make it fit: …")
-        patch.setattr(
-            "keel.trainer.placement.layouts.suggest", lambda *_, **__: "To make it fit: …"
-        )
         yield
 
 

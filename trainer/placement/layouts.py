@@ -29,13 +29,11 @@ from keel.trainer.placement.memory import (
     ENGINE_SPARE_GIB,
     GIB,
     RANK_SPARE,
-    DoesNotFit,
     Memory,
     engine_memory,
     engine_sequences,
     kv_token_bytes,
     least_bytes,
-    least_staying_gib,
     needed_bytes,
     offloads,
     packed,
@@ -44,17 +42,11 @@ from keel.trainer.placement.memory import (
 )
 from keel.trainer.placement.plan import Plan, check_host_memory, make_plan, plan_on
 from keel.trainer.placement.step_time import COMPILE_S, sft_seconds
-from keel.trainer.placement.suggestions import no_suggestion, suggest
 
 Values = Mapping[str, Any]
 """Maps knobs to values."""
 _Section = TypeVar("_Section", RolloutConfig, TrainerConfig)
 TIE = 1.02
-SUGGESTIONS_TRIED = 400
-"""Number of changes to try for a recipe that fits nowhere. Each of them takes a search over the
-open knobs."""
-_MAX_GPU_GIB = 1025
-"""Memory of the largest GPU to suggest, in GiB."""
 _KV_SPARE = 1.25
 """Maximum size of an engine's KV cache, relative to what its completions need
 (rollout/engine/kv_cache.py)."""
@@ -121,8 +113,7 @@ class Options:
         """Number of GPUs for engines and ranks together."""
         return sum(node.gpus for node in self.hardware.idle) - self.config.rewards.judge.gpus
 
-    def open(self, values: Values) -> dict[str, Any]:
-        """Keep only the values for open knobs."""
+    def _open(self, values: Values) -> dict[str, Any]:
         return {knob: value for knob, value in values.items() if knob in self.open_knobs}
 
     def _either(self, knob: str, *, allowed: bool = True) -> list[Values]:
@@ -133,53 +124,36 @@ class Options:
     @cached_property
     def placements(self) -> list[Values]:
         """Numbers of ranks and engines to try, with and without sharing GPUs."""
-        config = self.config
-        if not config.data.sources:
-            return [self.open({"trainer.ranks": n}) for n in self.rank_counts]
-        is_open = "rollout.colocated" in self.open_knobs
-        beside = is_open or config.rollout.colocated or self.gpus == 1
-        apart = is_open or not config.rollout.colocated
-        seats: dict[tuple[tuple[str, Any], ...], None] = {}
-
-        def add(ranks: int, engines: int, *, colocated: bool) -> None:
-            values = {
-                "trainer.ranks": ranks,
-                "rollout.engines": engines,
-                "rollout.colocated": colocated,
-            }
-            seats[tuple(self.open(values).items())] = None
-
-        for ranks in self.rank_counts:
-            if beside and config.rollout.tensor_parallel == 1:
-                # A single GPU is shared in any case, unless a judge has others.
-                add(ranks, ranks, colocated=self.gpus > 1 or config.rewards.judge.gpus > 0)
-            if apart and self.gpus > 1:
-                rest = max(1, (self.gpus - ranks) // config.rollout.tensor_parallel)
-                add(ranks, rest, colocated=False)
-        return [dict(values) for values in seats]
-
-    @property
-    def rank_counts(self) -> list[int]:
-        """Numbers of ranks to try, largest first: all GPUs, multiples of a sixteenth of them, and
-        all GPUs that the engines leave."""
         config, gpus = self.config, self.gpus
-        trainer, wide = config.trainer, config.rollout.tensor_parallel
+        ranks_to_try, width = self._rank_counts(), config.rollout.tensor_parallel
+        if not config.data.sources:
+            return [self._open({"trainer.ranks": n}) for n in ranks_to_try]
+        is_open = "rollout.colocated" in self.open_knobs
+        seats: list[tuple[int, int, bool]] = []
+        for ranks in ranks_to_try:
+            if (is_open or config.rollout.colocated or gpus == 1) and width == 1:
+                # A single GPU is shared in any case, unless a judge has others.
+                seats.append((ranks, ranks, gpus > 1 or config.rewards.judge.gpus > 0))
+            if (is_open or not config.rollout.colocated) and gpus > 1:
+                seats.append((ranks, max(1, (gpus - ranks) // width), False))
+        values = [self._open(dict(zip(_SEATS, each, strict=False))) for each in seats]
+        return [dict(pairs) for pairs in {tuple(each.items()): None for each in values}]
+
+    def _rank_counts(self) -> list[int]:
+        """Largest first: all GPUs, multiples of a sixteenth of them, and all that engines leave."""
+        config, gpus = self.config, self.gpus
+        trainer, width = config.trainer, config.rollout.tensor_parallel
         if "trainer.ranks" not in self.open_knobs:
             return [trainer.ranks]
         unit = math.lcm(trainer.expert_parallel, trainer.sequence_parallel)
-        most = self.max_ranks
-        counts = {*(gpus * part // 16 for part in range(1, 17)), gpus - wide, min(most, gpus)}
+        most = self.step_sequences * trainer.sequence_parallel  # with more, some would be idle
+        counts = {*(gpus * part // 16 for part in range(1, 17)), gpus - width, min(most, gpus)}
         if config.data.sources and "rollout.engines" not in self.open_knobs:
-            counts.add(gpus - config.rollout.engines * wide)
-        elif wide > 1:
-            counts |= {gpus - engines * wide for engines in range(1, gpus // wide)}
+            counts.add(gpus - config.rollout.engines * width)
+        elif width > 1:
+            counts |= {gpus - engines * width for engines in range(1, gpus // width)}
         counts = {min(n, most) // unit * unit for n in counts}
         return sorted((n for n in counts if n > 0), reverse=True) or [unit]
-
-    @property
-    def max_ranks(self) -> int:
-        """Largest useful number of ranks. With more, some of them would be idle."""
-        return self.step_sequences * self.config.trainer.sequence_parallel
 
     @property
     def step_sequences(self) -> int:
@@ -219,102 +193,79 @@ class Options:
         knobs = ("rollout.time_share", "trainer.offload_while_sampling")
         if not self.config.data.sources:
             return [{}]
-        local = (self.config.rollout.time_share, self.config.trainer.offload_while_sampling)
-        return [
-            self.open(dict(zip(knobs, way, strict=True)))
-            for way in ((False, local[1]), (True, False), (True, True))
-            if all(
-                knob in self.open_knobs or value == fixed
-                for knob, value, fixed in zip(knobs, way, local, strict=True)
-            )
+        fixed = (self.config.rollout.time_share, self.config.trainer.offload_while_sampling)
+        ways = [
+            dict(zip(knobs, way, strict=True))
+            for way in ((False, fixed[1]), (True, False), (True, True))
         ]
+        closed = {k: v for k, v in zip(knobs, fixed, strict=True) if k not in self.open_knobs}
+        return [self._open(way) for way in ways if closed.items() <= way.items()]
 
     def learning(self, ranks: int) -> Iterator[list[Values]]:
         """Yield lists of trainer knobs to try. The entries of a list differ only in the micro-batch
         size, and the largest comes first."""
+        trainer, model = self.config.trainer, self.config.model
         sizes = self.micro_batches(ranks)
-        for stage in self.stages(ranks):
-            gathers = stage.get("trainer.zero_stage", self.config.trainer.zero_stage) == 3
-            for compiled in self._either("trainer.compile", allowed=self.compiles and not gathers):
-                for recomputed in self._recomputed(gathers=gathers):
-                    way = {**stage, **compiled, **self.sharing, **recomputed}
+        # Sparse, batch-invariant and float32 attention use operators whose output cannot be kept.
+        keeps = self.config.max_context >= LONG and not (
+            model.batch_invariant or model.dtype == "float32" or self.facts.index_top_k > 0
+        )
+        recompute = "trainer.activation_checkpointing"
+        for stage in self._stages(ranks):
+            gathers = stage.get("trainer.zero_stage", trainer.zero_stage) == 3
+            for compiled, recomputed in product(
+                self._either("trainer.compile", allowed=self.compiles and not gathers),
+                self._either(recompute),
+            ):
+                worth = keeps and not gathers
+                worth = worth and recomputed.get(recompute, trainer.activation_checkpointing)
+                for kept in self._either("trainer.keep_attention", allowed=worth):
+                    way = {**stage, **compiled, **self._sharing, **recomputed, **kept}
                     yield [{**way, **size} for size in sizes]
 
-    def least(self, seats: Values) -> Iterator[Values]:
-        """Yield the trainer knobs that need the least memory at each ZeRO stage."""
-        ranks = seats.get("trainer.ranks", self.config.trainer.ranks)
-        knobs = {
-            "trainer.compile": False,
-            "trainer.activation_checkpointing": True,
-            "trainer.keep_attention": False,
-        }
-        for stage in self.stages(ranks):
-            yield {**stage, **self.open(knobs), **self.sharing, **self.micro_batches(ranks)[-1]}
-
     @property
-    def sharing(self) -> Values:
-        """Share prompts in training wherever that is possible, because packing shares a prompt only
-        if this saves time."""
+    def _sharing(self) -> Values:
+        """Packing shares a prompt only if this saves time, so the knob is on wherever possible."""
         shared = not no_sharing(self.config, head_size=self.facts.head_size)
-        return self.open({"trainer.share_prompts": shared})
-
-    def _recomputed(self, *, gathers: bool) -> list[Values]:
-        """List what the backward pass may recompute: nothing, everything but attention (if contexts
-        are long), or everything."""
-        knob, keep = "trainer.activation_checkpointing", "trainer.keep_attention"
-        ways: list[Values] = []
-        for checkpointed in self._either(knob):
-            on = checkpointed.get(knob, self.config.trainer.activation_checkpointing)
-            worth = on and not gathers and self.config.max_context >= LONG
-            worth = worth and not self.own_attention
-            ways += [{**checkpointed, **kept} for kept in self._either(keep, allowed=worth)]
-        return ways
-
-    @property
-    def own_attention(self) -> bool:
-        """Whether attention uses an operator whose output cannot be kept for the backward pass.
-        This is the case for sparse, batch-invariant and float32 attention."""
-        model = self.config.model
-        return model.batch_invariant or model.dtype == "float32" or self.facts.index_top_k > 0
+        return self._open({"trainer.share_prompts": shared})
 
     @property
     def compiles(self) -> bool:
         """Whether compiled layers are known to be faster for this kind of model."""
-        model = self.config.model
-        dense = not self.facts.moe_layers
+        model, dense = self.config.model, not self.facts.moe_layers
         measured = model.dtype == "bfloat16" or (model.dtype == "float16" and dense)
         measured = measured and self.facts.fused_norms
         return measured and self.config.trainer.sequence_parallel == 1 and not model.batch_invariant
 
-    def stages(self, ranks: int) -> list[Values]:
-        """ZeRO stages to try, first with the optimizer on the GPU, then in host memory if that knob
-        is open."""
-        zero, offload = "trainer.zero_stage", "trainer.offload_optimizer"
-        trainer = self.config.trainer
-        offloading = (False, True) if offload in self.open_knobs else (trainer.offload_optimizer,)
-        stages = (1, 2, 3) if self.config.model.dtype != "float32" else (0, 1, 2, 3)
-        if self.config.model.batch_invariant:
-            stages = stages[:-1]
-        if zero not in self.open_knobs:
-            stages = (trainer.zero_stage,)
-        elif ranks == 1:
-            pairs = [(away, s) for away in offloading for s in self._lone_stages(offload=away)]
-            return [self.open({zero: s, offload: away}) for away, s in pairs]
-        values = [{zero: max(s, int(a)), offload: a} for a, s in product(offloading, stages)]
-        return [dict(pairs) for pairs in {tuple(self.open(each).items()): None for each in values}]
+    def _stages(self, ranks: int) -> list[Values]:
+        """ZeRO stages, first with the optimizer on the GPU, then in host memory if that is open.
 
-    def _lone_stages(self, *, offload: bool) -> list[int]:
-        """ZeRO stages to try for a single rank, which has nothing to shard.
-
-        Without DeepSpeed's bfloat16 optimizer, stage 1 holds the gradients twice during an update,
-        and stage 2 uses larger buckets. With an offloaded optimizer, stage 3 keeps gradients in
-        host memory.
+        A single rank has nothing to shard. Without DeepSpeed's bfloat16 optimizer, stage 1 holds
+        the gradients twice during an update, and stage 2 uses larger buckets. With an offloaded
+        optimizer, stage 3 keeps gradients in host memory.
         """
-        model = self.config.model
-        if not offload:
-            return {"float32": [0], "bfloat16": [1], "float16": [1, 2]}[model.dtype]
-        least = 1 if model.dtype == "float32" else 2
-        return [least] if model.batch_invariant else [least, 3]
+        zero, offload = "trainer.zero_stage", "trainer.offload_optimizer"
+        trainer, model = self.config.trainer, self.config.model
+        offloading = (False, True) if offload in self.open_knobs else (trainer.offload_optimizer,)
+        full = model.dtype == "float32"
+        if zero not in self.open_knobs:
+            pairs = [(away, max(trainer.zero_stage, int(away))) for away in offloading]
+        elif ranks == 1:
+            on_gpu = {"float32": (0,), "bfloat16": (1,), "float16": (1, 2)}[model.dtype]
+            pairs = [
+                (away, s)
+                for away in offloading
+                for s in ((1 if full else 2, 3) if away else on_gpu)
+            ]
+        else:
+            stages = (0, 1, 2, 3) if full else (1, 2, 3)
+            pairs = [(away, max(s, int(away))) for away, s in product(offloading, stages)]
+        values = [
+            self._open({zero: s, offload: away})
+            for away, s in pairs
+            if s < 3 or not model.batch_invariant or zero not in self.open_knobs
+        ]
+        return [dict(items) for items in {tuple(each.items()): None for each in values}]
 
     def micro_batches(self, ranks: int) -> list[Values]:
         """Micro-batch sizes to try, largest first. They split a rank's share of a step into one
@@ -327,8 +278,9 @@ class Options:
             return [{}]
         spread = config.trainer.sequence_parallel
         groups = max(1, ranks // spread)
+        sharing = with_values(config, self._sharing)
         sizes: set[int] = set()
-        for tokens, together in self._units.items():
+        for tokens, together in self._units(sharing).items():
             share = math.ceil(self.step_sequences / together / groups)
             most = max(1, _MAX_TOKENS * spread // tokens)
             least = max(1, min(share, most, _MIN_TOKENS // tokens))
@@ -336,8 +288,7 @@ class Options:
             if together == 1:
                 counts |= {n for n in _SMALL if least <= n <= min(share, most)}
             sizes |= {n * tokens for n in counts | {1}}
-        sharing, worth = with_values(config, self.sharing), list[int]()
-        fewest, least_tokens = math.inf, math.inf
+        worth, fewest, least_tokens = list[int](), math.inf, math.inf
         for size in sorted(sizes):
             count, tokens = packed(sharing, groups, size) if config.data.sources else (-size, 0)
             if count < fewest or tokens < _SAVES * least_tokens:
@@ -345,53 +296,17 @@ class Options:
                 fewest, least_tokens = count, min(tokens, least_tokens)
         return [{knob: size} for size in reversed(worth)]
 
-    @cached_property
-    def _units(self) -> dict[int, int]:
+    def _units(self, sharing: Config) -> dict[int, int]:
         """Map micro-batch units, in tokens, to the number of trajectories in each. A unit is one
         trajectory at its length limit, or a group that shares a prompt."""
-        longest, count = self.config.max_context, self.config.algorithm.group_size
-        shares = with_values(self.config, self.sharing).trainer.share_prompts
+        longest, count = sharing.max_context, sharing.algorithm.group_size
         units = {longest: 1}
-        while self.config.data.sources and shares and count > 1:
-            size = prefix_group_size(count, self.config.data.max_prompt_tokens, longest)
-            if size <= _MAX_TOKENS * self.config.trainer.sequence_parallel:
+        while sharing.data.sources and sharing.trainer.share_prompts and count > 1:
+            size = prefix_group_size(count, sharing.data.max_prompt_tokens, longest)
+            if size <= _MAX_TOKENS * sharing.trainer.sequence_parallel:
                 units[size] = count
             count //= 2
         return units
-
-    def frugal(self) -> Iterator[Values]:
-        """Yield the values that need the least memory, and then none, in case those values break
-        the rules of the recipe."""
-        config = self.config
-
-        def legal(seats: Values) -> bool:
-            try:
-                place(with_values(config, seats), self.hardware.idle)
-            except ConfigError:
-                return False
-            return True
-
-        seats = next(filter(legal, self.placements), {})
-        ranks = seats.get("trainer.ranks", config.trainer.ranks)
-        shared = self.gpus == 1 or seats.get("rollout.colocated", config.rollout.colocated)
-        stays = (least_staying_gib(config) + self.hardware.taken_gib) / self.hardware.gpu_gib
-        most = max(0.01, min(0.9, math.floor(100 * (1 - stays)) / 100))
-        stages = (3, 2, 1) if ranks > 1 else self._lone_stages(offload=True)[::-1]
-        for time_shares, stage in product((True, False), stages):
-            values = {
-                **seats,
-                "rollout.time_share": time_shares,
-                "rollout.gpu_memory_utilization": 0.5 if shared and not time_shares else most,
-                "rollout.max_num_seqs": 1,
-                "trainer.activation_checkpointing": True,
-                "trainer.keep_attention": False,
-                "trainer.micro_batch_tokens": config.max_context,
-                "trainer.offload_optimizer": True,
-                "trainer.offload_while_sampling": True,
-                "trainer.zero_stage": stage,
-            }
-            yield self.open(values)
-        yield {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -407,20 +322,15 @@ class Layout:
     @property
     def rank(self) -> tuple[int, float, float]:
         """Sort key for layouts that are equally fast; the best one sorts first."""
-        return self.config.trainer.zero_stage, self.gib, self.cost
-
-    @property
-    def gib(self) -> float:
-        """Memory in use on the fullest GPU, in GiB."""
-        engine, rank = self.plan.engine.total / GIB, self.plan.peak / GIB
-        if not self.config.data.sources:
-            return rank
-        if not self.shared:
-            return max(engine, rank)
-        if self.config.rollout.time_share:
+        engine, needs = self.plan.engine.total / GIB, self.plan.peak / GIB
+        if self.config.data.sources and not self.shared:
+            needs = max(engine, needs)
+        elif self.config.data.sources and self.config.rollout.time_share:
             stays = staying_gib(self.config, self.plan.trainer, self.plan.offload)
-            return max(engine + stays, rank)
-        return engine + rank
+            needs = max(engine + stays, needs)
+        elif self.config.data.sources:
+            needs += engine
+        return self.config.trainer.zero_stage, needs, self.cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -436,7 +346,7 @@ class Strictness:
     """Whether an engine may sample less than a quarter of a step's sequences at once."""
 
 
-STRICTNESSES = (
+_STRICTNESSES = (
     Strictness(spare=RANK_SPARE, max_share=_SHARE, fewer=False),
     Strictness(),
     Strictness(offload=True),
@@ -449,34 +359,26 @@ class LayoutSearch:
     def __init__(
         self, config: Config, open_knobs: frozenset[str], facts: ModelFacts, hardware: Hardware
     ) -> None:
-        self.config, self.open_knobs, self.facts, self.hardware = (
-            config,
-            open_knobs,
-            facts,
-            hardware,
-        )
+        self.config, self.open_knobs, self.hardware = config, open_knobs, hardware
         self.options = Options(config=config, open_knobs=open_knobs, facts=facts, hardware=hardware)
-        self.strictness = STRICTNESSES[0]
+        self.strictness = _STRICTNESSES[0]
         self.candidates: list[Layout] = []
         """Layouts that `best` has chosen from."""
+        self._facts = facts
+        self._free_gib = hardware.gpu_gib - hardware.taken_gib
         self._ranks: dict[tuple[Any, ...], Memory] = {}
         self._placements: dict[tuple[Any, ...], Placement | None] = {}
         self._configs: dict[frozenset[tuple[str, Any]], Config] = {}
 
     def best(self) -> Layout | None:
         """Return the best layout, or None if nothing fits."""
-        for self.strictness in STRICTNESSES:
+        for self.strictness in _STRICTNESSES:
             self.candidates = [*self.fitting()]
             if self.candidates:
                 fastest = min(layout.cost for layout in self.candidates)
                 tied = [layout for layout in self.candidates if layout.cost <= TIE * fastest]
                 return min(tied, key=lambda layout: layout.rank)
         return None
-
-    @property
-    def tight(self) -> bool:
-        """Whether the candidates fit by a smaller margin than the error of the memory model."""
-        return self.strictness.spare == 1.0
 
     def fitting(self) -> Iterator[Layout]:
         """Yield the layouts that fit and could be the best one."""
@@ -498,8 +400,8 @@ class LayoutSearch:
                         break
 
     def _with_engine(self, values: Values) -> Iterator[Layout]:
-        """Yield layouts that combine these trainer knobs with an engine. Stop when the engine's
-        cache holds all sequences at once and time-sharing is not needed."""
+        """Stop when the engine's cache holds all sequences at once and time-sharing is not
+        needed."""
         for turns in self.options.turns:
             if self._placed({**values, **turns}) is None:
                 continue
@@ -512,34 +414,26 @@ class LayoutSearch:
                         break
 
     def _unrestricted(self, layout: Layout) -> bool:
-        """Return whether the engine samples all its sequences at once and its cache can hold
-        them."""
+        """Whether the engine samples all its sequences at once and its cache can hold them."""
         config = layout.config
         most = self.options.sampling({"rollout.engines": config.rollout.engines}, fewer=False)[0]
         sequences = engine_sequences(with_values(config, most))
         return engine_sequences(config) == sequences <= (layout.plan.cached or 0)
 
     def _squeezed(self, layout: Layout) -> bool:
-        """Return whether the engine would be faster if the rank needed less memory."""
+        """Whether the engine would be faster if the rank needed less memory."""
         turns = layout.config.rollout.time_share and "rollout.time_share" in self.open_knobs
         return layout.shared and (turns or not self._unrestricted(layout))
 
     def _rank_fits(self, seats: Values, learning: Values) -> bool:
-        """Return whether a rank fits on a GPU alone, or time-shares it with an engine if that is
-        possible."""
+        """Whether a rank fits on a GPU alone, or time-shares it with an engine if possible."""
         values = {**seats, **learning}
         try:
             rank, config = self._rank(values), self._config(values)
         except ConfigError:
             return False
         needs = least_bytes(config, rank) if self._may_offload else rank.total
-        return needs * self.strictness.spare <= self.free_gib * GIB
-
-    def _config(self, values: Values) -> Config:
-        key = frozenset(values.items())
-        if key not in self._configs:
-            self._configs[key] = with_values(self.config, values)
-        return self._configs[key]
+        return needs * self.strictness.spare <= self._free_gib * GIB
 
     @cached_property
     def _may_offload(self) -> bool:
@@ -551,10 +445,16 @@ class LayoutSearch:
 
         return bool(self.config.data.sources) and any(map(offloading, self.options.turns))
 
+    def _config(self, values: Values) -> Config:
+        key = frozenset(values.items())
+        if key not in self._configs:
+            self._configs[key] = with_values(self.config, values)
+        return self._configs[key]
+
     def _rank(self, values: Values) -> Memory:
         local = tuple(item for item in values.items() if item[0].startswith("trainer."))
         if local not in self._ranks:
-            self._ranks[local] = trainer_memory(self._config(values), self.facts, gpu=True)
+            self._ranks[local] = trainer_memory(self._config(values), self._facts, gpu=True)
         return self._ranks[local]
 
     def _placed(self, values: Values) -> Placement | None:
@@ -573,6 +473,7 @@ class LayoutSearch:
     def layout(self, values: Values) -> Layout | None:
         """Build the layout for these values of the open knobs, and choose the engine's share of the
         GPU. Returns None if the layout does not fit."""
+        hardware = self.hardware
         try:
             placement = self._placed(values)
             if placement is None:
@@ -580,7 +481,7 @@ class LayoutSearch:
             shared, rank = placement.shared, self._rank(values)
             config = self._config(values)
             needed = needed_bytes(config, rank, shared=shared)
-            if self.strictness.spare * needed > self.free_gib * GIB:
+            if self.strictness.spare * needed > self._free_gib * GIB:
                 return None
             if self.config.data.sources:
                 share = self._share(config, rank, shared=shared)
@@ -589,14 +490,14 @@ class LayoutSearch:
                 config = with_values(config, share)
             plan = make_plan(
                 config,
-                self.facts,
+                self._facts,
                 gpu=True,
-                gpu_gib=self.hardware.gpu_gib,
+                gpu_gib=hardware.gpu_gib,
                 shared=shared,
-                taken_gib=self.hardware.taken_gib,
-                spec=self.hardware.spec,
+                taken_gib=hardware.taken_gib,
+                spec=hardware.spec,
             )
-            check_host_memory(config, self.facts, plan.offload, placement)
+            check_host_memory(config, self._facts, plan.offload, placement)
         except ConfigError:
             return None
         cost = self._cost(config, plan, shared=shared)
@@ -606,7 +507,7 @@ class LayoutSearch:
         once = COMPILE_S / config.run.steps * config.trainer.compile
         time, stage = plan.time, config.trainer.zero_stage if config.trainer.ranks > 1 else 0
         if time is None:
-            return once + sft_seconds(config, self.facts, self.hardware.spec) * _STAGE_COSTS[stage]
+            return once + sft_seconds(config, self._facts, self.hardware.spec) * _STAGE_COSTS[stage]
         # A host that takes nearly as long as its GPU delays it, on a slow machine for longer.
         compute = (time.compute**_HOST_POWER + time.launch**_HOST_POWER) ** (1 / _HOST_POWER)
         training = (compute + time.traffic) * _STAGE_COSTS[stage]
@@ -615,24 +516,19 @@ class LayoutSearch:
             return rest + max(time.rollout, training)
         return rest + time.rollout + training
 
-    @property
-    def free_gib(self) -> float:
-        return self.hardware.gpu_gib - self.hardware.taken_gib
-
     def _share(self, config: Config, rank: Memory, *, shared: bool) -> Values | None:
-        """Choose the engine's share of a GPU within the free memory. Returns None if there is no
-        room for an engine."""
+        """Choose the engine's share of a GPU. Returns None if there is no room for an engine."""
         knob, size = "rollout.gpu_memory_utilization", self.hardware.gpu_gib
-        needs, free = self.strictness.spare * rank.total / GIB, self.free_gib
-        most = min(free, self.strictness.max_share * size)
+        most = min(self._free_gib, self.strictness.max_share * size)
         if shared:
+            needs = self.strictness.spare * rank.total / GIB
             time_shares = config.rollout.time_share
             rest = staying_gib(config, rank) * self.strictness.spare if time_shares else needs
-            most = min(most, free - rest - ENGINE_BEYOND_GIB)
+            most = min(most, self._free_gib - rest - ENGINE_BEYOND_GIB)
         if knob not in self.open_knobs:
             fits = not shared or config.rollout.time_share
             return {} if fits or config.rollout.gpu_memory_utilization * size <= most else None
-        engine = engine_memory(config, self.facts, gpu=True)
+        engine = engine_memory(config, self._facts, gpu=True)
         cache = engine.parts["KV cache"]
         required = ENGINE_SPARE * (engine.total - cache) + _KV_SPARE * cache
         required = math.ceil(100 * (required / GIB + ENGINE_SPARE_GIB) / size)
@@ -640,56 +536,28 @@ class LayoutSearch:
         return {knob: hundredths / 100} if hundredths >= 1 else None
 
     def refusal(self) -> ConfigError:
-        """Return the error to raise if nothing fits. It describes a layout that needs little memory
-        and suggests changes that help."""
-        for values in self.options.frugal():
-            try:
-                config = with_values(self.config, values)
-                place(config, self.hardware.idle)
-            except ConfigError as error:
-                if not values:
-                    return error
-                continue
-            try:
-                plan_on(config, self.facts, self.hardware, self._suggest)
-            except ConfigError as error:
-                return error
-        return ConfigError(f"no layout of this recipe fits its GPUs: {self.hardware}")
-
-    def _suggest(self, config: Config, facts: ModelFacts, _: object) -> str:
-        """Suggest changes to the recipe that make some layout fit."""
-
-        def planned(changed: Config) -> None:
-            if not LayoutSearch(changed, self.open_knobs, facts, self.hardware).fits():
-                raise DoesNotFit("no layout")
-
-        text = suggest(
-            self.config, facts, planned, decided=self.open_knobs, tried=SUGGESTIONS_TRIED
-        )
-        if text == no_suggestion() and (size := self._fitting_gpu_gib()):
-            return f"{text}; with {size} GiB each it fits unchanged"
-        return text
-
-    def _fitting_gpu_gib(self) -> int:
-        """Return the smallest GPU memory, in GiB, with which the recipe fits, or 0 if no GPU is
-        large enough."""
-
-        def fits(gib: int) -> bool:
-            larger = replace(self.hardware, gpu_gib=float(gib))
-            return LayoutSearch(self.config, self.open_knobs, self.facts, larger).fits()
-
-        sizes = range(1 + int(self.hardware.gpu_gib), _MAX_GPU_GIB)
-        least = bisect_left(sizes, True, key=fits)
-        return sizes[least] if least < len(sizes) else 0
-
-    def fits(self) -> bool:
-        """Return whether the smallest layout fits in any of the placements."""
-        self.strictness = STRICTNESSES[-1]
-        return any(
-            self.layout({**seats, **learning, **turns, **sampling}) is not None
+        """Return the error to raise if nothing fits: why the layout with the least memory does
+        not."""
+        ways = [
+            {**seats, **sizes[-1], **turns, **sampling}
             for seats in self.options.placements
-            for sampling in self.options.sampling(seats, fewer=True)[-1:]
-            for learning in self.options.least(seats)
-            if self._rank_fits(seats, learning)
+            for sizes in self.options.learning(
+                seats.get("trainer.ranks", self.config.trainer.ranks)
+            )
             for turns in self.options.turns
-        )
+            for sampling in self.options.sampling(seats, fewer=True)[-1:]
+        ]
+        placed = [values for values in ways if self._placed(values) is not None]
+        least = min(reversed(placed), key=lambda values: self._rank(values).total, default={})
+        knob, config = "rollout.gpu_memory_utilization", self._config(least)
+        if knob in self.open_knobs and least:
+            stays = staying_gib(config, self._rank(least)) + self.hardware.taken_gib
+            most = math.floor(100 * (1 - stays / self.hardware.gpu_gib)) / 100
+            placement = self._placed(least)
+            beside = placement and placement.shared and not config.rollout.time_share
+            config = with_values(config, {knob: 0.5 if beside else max(0.01, min(0.9, most))})
+        try:
+            plan_on(config, self._facts, self.hardware)
+        except ConfigError as error:
+            return error
+        return ConfigError(f"no layout of this recipe fits its GPUs: {self.hardware}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from keel.configs.schema import Config, ConfigError, SamplingConfig
@@ -37,7 +37,6 @@ from keel.trainer.placement.memory import (
     with_cache_within,
 )
 from keel.trainer.placement.step_time import StepTime, step_time
-from keel.trainer.placement.suggestions import suggest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,22 +63,20 @@ class Plan:
     """Estimated time for a step; None on a CPU."""
 
 
-def plan_on(
-    config: Config,
-    facts: ModelFacts,
-    hardware: Hardware,
-    suggested: Callable[[Config, ModelFacts, Callable[[Config], object]], str] | None = None,
-) -> Plan:
-    """Plan a run on this hardware, for `keel check` and for the start of the run.
+_HINT = (
+    "Save memory with trainer.activation_checkpointing=true, a smaller trainer.micro_batch_tokens, "
+    "trainer.zero_stage=3, trainer.offload_optimizer=true or a smaller "
+    "rollout.sampling.max_tokens, or use more or larger GPUs"
+)
 
-    Raises ConfigError if the run does not fit. The error names helpful changes, which `suggested`
-    returns (by default `suggest`).
-    """
 
-    def planned(config: Config) -> Plan:
-        if not hardware.gpu:
-            return make_plan(config, facts, gpu=False)
-        placement = place(config, hardware.idle)
+def plan_on(config: Config, facts: ModelFacts, hardware: Hardware) -> Plan:
+    """Plan a run on this hardware, for `keel check` and for the start of the run. Raises
+    ConfigError if the run does not fit."""
+    if not hardware.gpu:
+        return make_plan(config, facts, gpu=False)
+    placement = place(config, hardware.idle)
+    try:
         plan = make_plan(
             config,
             facts,
@@ -90,13 +87,9 @@ def plan_on(
             spec=hardware.spec,
         )
         check_host_memory(config, facts, plan.offload, placement)
-        return plan
-
-    try:
-        return planned(config)
     except DoesNotFit as error:
-        suggestion = (suggested or suggest)(config, facts, planned)
-        raise ConfigError(f"{error}. {suggestion}. ({hardware})") from error
+        raise ConfigError(f"{error}. {_HINT}. ({hardware})") from error
+    return plan
 
 
 def check_host_memory(
