@@ -11,7 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ from keel.trainer.placement.hardware import (
     idle_nodes,
     place,
 )
-from keel.trainer.placement.memory import GIB, gib
+from keel.trainer.placement.memory import GIB
 from keel.trainer.placement.processes import available_cores, has_exited, kill
 from keel.trainer.placement.ray_internals import (
     free_by_node,
@@ -53,10 +53,9 @@ from keel.trainer.placement.ray_internals import (
 )
 from keel.trainer.run.signals import signals_blocked, signals_deferred
 
-CONNECT_S, JOIN_S = 10.0, 180.0
-"""Timeouts for reaching the address of a cluster, and for joining it. Ray itself would wait
-forever."""
-STOP_S = 20.0
+CONNECT_S, JOIN_S, STOP_S = 10.0, 180.0, 20.0
+"""Timeouts for reaching the address of a cluster, for joining it and for leaving it. Ray itself
+would wait forever."""
 _START_TIMEOUT = "timed out during startup"
 """Part of Ray's error message if its processes take longer than 30 s to start. A second attempt is
 worthwhile then."""
@@ -98,14 +97,27 @@ def start_ray() -> None:
     if not os.environ.get("RAY_AUTH_TOKEN") and not os.environ.get("RAY_AUTH_TOKEN_PATH"):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     before = psutil.Process().children(recursive=True)
+
+    def start() -> None:
+        # Ray's processes survive a signal to the whole job, and exit with the thread that started
+        # them.
+        with signals_blocked(), on_loopback(), without_unused_processes():
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                runtime_env=QUOTED_PYTHON,
+                logging_level=logging.WARNING,
+                log_to_driver=False,
+            )
+
     try:
         try:
-            _start_local()
+            start()
         except Exception as error:  # Ray raises plain exceptions here
             if _START_TIMEOUT not in str(error):
                 raise
             kill([p for p in psutil.Process().children(recursive=True) if p not in before])
-            _start_local()
+            start()
     except Exception as error:
         raise RuntimeError(
             f"Ray did not start on this machine: {error}. See session_latest/logs under RAY_TMPDIR "
@@ -115,14 +127,6 @@ def start_ray() -> None:
 
 def _join(address: str) -> None:
     host, _, port = address.rpartition(":")
-    if port.isdecimal() and "/" not in host:  # Ray itself tries for minutes
-        try:
-            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-        except OSError as error:
-            raise ConfigError(
-                f"RAY_ADDRESS = {address}: no Ray cluster answers there ({error}). Correct it, or "
-                "unset it to start Ray on this machine"
-            ) from error
 
     def join() -> None:
         ray.init(
@@ -132,29 +136,18 @@ def _join(address: str) -> None:
         )
 
     try:
+        if port.isdecimal() and "/" not in host:  # Ray itself tries for minutes
+            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
         with signals_blocked():
             bounded(join, JOIN_S, "take this process into the cluster")
-    except Unanswered as error:
-        mark_lost(str(error))
-        raise ConfigError(f"RAY_ADDRESS = {address}: {error}") from error
     except (OSError, ValueError, RayError) as error:
+        if isinstance(error, Unanswered):
+            mark_lost(str(error))
         raise ConfigError(
             f"RAY_ADDRESS = {address}: Ray cannot join a cluster there ({error}). If it asks for a "
             "token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or ~/.ray/auth_token); else "
             "correct the address, or unset it to start Ray on this machine"
         ) from error
-
-
-def _start_local() -> None:
-    # Ray's processes survive a signal to the whole job, and exit with the thread that started them.
-    with signals_blocked(), on_loopback(), without_unused_processes():
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            runtime_env=QUOTED_PYTHON,
-            logging_level=logging.WARNING,
-            log_to_driver=False,
-        )
 
 
 def stop_ray() -> None:
@@ -164,18 +157,13 @@ def stop_ray() -> None:
     message.
     """
     with signals_deferred():
-        check_own()
+        for kind, pids in own_processes().items():
+            if kind in RAY_PROCESSES and any(has_exited(pid) for pid in pids):
+                mark_lost(f"{RAY_PROCESSES[kind]} (process {pids[0]}) is gone")
         with killing_own_processes():
             shut_down(ray.shutdown, STOP_S, "end")
         if lost_reason():
             atexit.unregister(ray.shutdown)
-
-
-def check_own() -> None:
-    """Mark Ray as lost if a process in the local cluster has exited."""
-    for kind, pids in own_processes().items():
-        if kind in RAY_PROCESSES and any(has_exited(pid) for pid in pids):
-            mark_lost(f"{RAY_PROCESSES[kind]} (process {pids[0]}) is gone")
 
 
 def cluster_nodes(*, gpus: bool = True) -> list[Node]:
@@ -199,24 +187,10 @@ def cluster_nodes(*, gpus: bool = True) -> list[Node]:
     return sorted(nodes, key=lambda node: (-node.gpus, node.name, node.id))
 
 
-def this_machine() -> list[Node]:
-    """Return the node that Ray would start on this machine, or an empty list if it has no GPUs."""
-    gpus, cores = visible_gpus(), available_cores()
-    node = Node(
-        name=socket.gethostname(),
-        gpus=gpus,
-        cpus=cores,
-        free_gpus=gpus,
-        free_cpus=cores,
-        memory_gib=memory_gib(),
-    )
-    return [node] if gpus else []
-
-
-def memory_gib(limits: Iterable[Path] = _MEMORY_LIMITS) -> float:
+def memory_gib() -> float:
     """Return the host memory that this machine or its control group has, in GiB."""
     sizes = [psutil.virtual_memory().total]
-    for path in limits:
+    for path in _MEMORY_LIMITS:
         with suppress(OSError, ValueError):  # no file, or "max"
             sizes.append(int(path.read_text()))
     return min(sizes) / GIB
@@ -256,30 +230,24 @@ def taken_gib(*, least: bool = False) -> float:
 
 
 def used_gib(listing: str, uuids: Set[str], *, least: bool = False) -> float:
-    """Parse the lines `GPU-<uuid>, <MiB>` that nvidia-smi prints. `taken_gib` explains the
-    result."""
+    """Parse the lines `GPU-<uuid>, <MiB>` that nvidia-smi prints, for `taken_gib`."""
     used: list[float] = []
     for line in listing.splitlines():
         uuid, _, mib = line.partition(",")
         if uuid.strip().removeprefix("GPU-") in uuids and mib.strip().isdecimal():
             used.append(int(mib) / 1024)
-    taken = min(used, default=0.0) if least else max(used, default=0.0)
+    taken = (min if least else max)(used, default=0.0)
     return taken if taken >= _NOTICED_GIB else 0.0
-
-
-def uses_gpus(config: Config) -> bool:
-    if config.run.device == "auto":
-        return bool(visible_gpus()) or config.run.describes_gpus
-    return config.run.device == "gpu"
 
 
 def detect_hardware(config: Config) -> Hardware:
     """Return the hardware that a run would have if it started now, within the limits in the
     recipe."""
-    if not uses_gpus(config):
+    run = config.run
+    detected = run.device == "auto" and (bool(visible_gpus()) or run.describes_gpus)
+    if not (detected or run.device == "gpu"):
         return Hardware(gpu=False)
-    run, whole = config.run, gpu_gib()
-    address = os.environ.get("RAY_ADDRESS")
+    whole, address = gpu_gib(), os.environ.get("RAY_ADDRESS")
     size = min(run.gpu_gib or whole, whole or run.gpu_gib)
     nodes = tuple(allowed(_detect_nodes(), run))
     if address and len(nodes) > 1:  # other nodes may have other GPUs
@@ -289,20 +257,31 @@ def detect_hardware(config: Config) -> Hardware:
         gpu=True,
         nodes=nodes,
         gpu_gib=size,
-        gpu_name=gpu_name(),
+        gpu_name=torch.cuda.get_device_properties(0).name if torch.cuda.is_available() else "",
         taken_gib=max(0.0, taken - max(0.0, whole - size)),  # others may use the rest
         note=f"the cluster at {address}" if address else "this machine",
     )
 
 
 def _detect_nodes() -> list[Node]:
-    if not os.environ.get("RAY_ADDRESS"):
-        return this_machine()
-    start_ray()
-    try:
-        return cluster_nodes()
-    finally:
-        stop_ray()
+    """List the cluster's nodes, or the node that Ray would start on this machine, if it has
+    GPUs."""
+    if os.environ.get("RAY_ADDRESS"):
+        start_ray()
+        try:
+            return cluster_nodes()
+        finally:
+            stop_ray()
+    gpus, cores = visible_gpus(), available_cores()
+    node = Node(
+        name=socket.gethostname(),
+        gpus=gpus,
+        cpus=cores,
+        free_gpus=gpus,
+        free_cpus=cores,
+        memory_gib=memory_gib(),
+    )
+    return [node] if gpus else []
 
 
 def with_missing_nodes(hardware: Hardware, config: Config) -> Hardware:
@@ -340,23 +319,20 @@ def planned_hardware(config: Config) -> Hardware:
     as_described = not run.gpus_per_node or [node.gpus for node in nodes] == layout
     if not hardware.gpu or (nodes and as_described and size == hardware.gpu_gib):
         return hardware
-    notes = ["memory as run.gpu_gib says"] * (run.gpu_gib > 0)
-    if run.gpu_gib > hardware.gpu_gib:
-        here = gib(hardware.gpu_gib * GIB)
-        notes[0] += f" (the GPUs here have {here}, which a run here goes by)"
+    notes = ["memory from run.gpu_gib"] * (run.gpu_gib > 0)
+    assumed = False
     if run.gpus_per_node:
         nodes = tuple(idle_nodes(run.nodes, run.gpus_per_node))
-        notes.insert(0, "as run.gpus_per_node and run.nodes say")
-    assumed = not nodes
-    if assumed and not run.describes_gpus:
-        raise ConfigError(
-            "run.device = gpu: this machine has no GPU and RAY_ADDRESS is not set. To plan for "
-            "another machine, set run.gpus_per_node and run.gpu_gib (GPUs and their memory); to "
-            "run here, set run.device: cpu"
-        )
-    if assumed:
-        nodes = tuple(assumed_nodes(config, node_gpus=GpuSpec().node_gpus))
-        notes.insert(0, "by rule, as no GPU is here and no RAY_ADDRESS (run.gpus_per_node)")
+        notes.insert(0, "from run.gpus_per_node and run.nodes")
+    elif not nodes:
+        if not run.describes_gpus:
+            raise ConfigError(
+                "run.device = gpu: this machine has no GPU and RAY_ADDRESS is not set. To plan for "
+                "another machine, set run.gpus_per_node and run.gpu_gib (GPUs and their memory); "
+                "to run here, set run.device: cpu"
+            )
+        assumed, nodes = True, tuple(assumed_nodes(config, node_gpus=GpuSpec().node_gpus))
+        notes.insert(0, "as many as the recipe needs, as no GPU is here (run.gpus_per_node)")
     return Hardware(
         gpu=True,
         nodes=nodes,
