@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -54,10 +55,8 @@ _FLASH4 = re.compile(r"\bG?[BH]\d(?!0\b)|\b[H]20\b")
 """Names of the data-centre GPUs in these generations. Desktop Blackwell GPUs need other kernels."""
 _PCIE4, _PCIE5 = 32.0, 64.0
 _SPECS: tuple[tuple[str, float, float, float], ...] = (
-    ("GB300", 2500, 8.0, 900),
-    ("GB200", 2500, 8.0, 900),
-    ("B300", 2250, 8.0, 900),
-    ("B200", 2250, 8.0, 900),
+    ("GB300|GB200", 2500, 8.0, 900),
+    ("B300|B200", 2250, 8.0, 900),
     ("GH200", 989, 4.0, 450),
     ("H200 NVL", 836, 4.8, 450),
     ("H200", 989, 4.8, 450),
@@ -72,12 +71,7 @@ _SPECS: tuple[tuple[str, float, float, float], ...] = (
     ("A100", 312, 2.04, 300),
     ("A800", 312, 2.04, 200),
     ("L40S", 362, 0.864, _PCIE4),
-    ("L40", 181, 0.864, _PCIE4),
     ("L4", 121, 0.3, _PCIE4),
-    ("A40", 150, 0.696, _PCIE4),
-    ("A10G", 70, 0.6, _PCIE4),
-    ("RTX 6000 Ada", 364, 0.96, _PCIE4),
-    ("RTX A6000", 155, 0.768, _PCIE4),
     ("RTX 5090", 210, 1.79, _PCIE5),
     ("RTX 4090", 165, 1.01, _PCIE4),
 )
@@ -92,11 +86,11 @@ def spec_of(name: str) -> GpuSpec:
     if not name:
         return default
     flash4 = bool(_FLASH4.search(name))
-    for part, tflops, terabytes, link in _SPECS:
-        if re.search(rf"\b{part}\b", name):
+    for pattern, tflops, terabytes, link in _SPECS:
+        if part := re.search(rf"\b({pattern})\b", name):
             pcie5 = flash4 or link == _PCIE5
             return GpuSpec(
-                name=f"NVIDIA {part}",
+                name=f"NVIDIA {part[0]}",
                 flops=1e12 * tflops,
                 memory_bytes=1e12 * terabytes,
                 link_bytes=1e9 * link,
@@ -107,15 +101,14 @@ def spec_of(name: str) -> GpuSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class _Kind:
     """A kind of actor. Each actor needs a CPU core and `gpus` GPUs, which it may share."""
 
     name: str
     count: int
     gpus: int
-    count_knob: str
-    size_knob: str = ""
-    """Knob that sets `gpus`, if there is one."""
+    knobs: str
+    """Knobs that can be lowered if the actors do not fit."""
     guest: str = ""
     """Kind of actor that shares the GPUs of an actor of this kind."""
 
@@ -123,33 +116,30 @@ class Kind:
     def cpus(self) -> int:
         return 2 if self.guest else 1
 
-    @property
-    def knobs(self) -> list[str]:
-        """Knobs that can be lowered if the actors do not fit."""
-        counted = [self.count_knob] if self.count > 1 or self.name == JUDGE else []
-        return counted + [self.size_knob] * (self.size_knob != "" and self.gpus > 1)
+    def __str__(self) -> str:
+        text = f"{self.count} {self.name}(s)" + f" of {self.gpus}" * (self.gpus > 1)
+        return text + f" with an {self.guest} each" * bool(self.guest)
 
 
-def kinds(config: Config) -> tuple[Kind, ...]:
-    """Return the kinds of actors that need GPUs."""
+def _kinds(config: Config) -> list[_Kind]:
     r, t, judge = config.rollout, config.trainer, config.rewards.judge
-    return (
-        Kind(name=RANK, count=t.ranks, gpus=1, count_knob="trainer.ranks"),
-        Kind(
+    engines = r.engines if config.data.sources else 0  # SFT samples nothing
+    kinds = (
+        _Kind(name=RANK, count=t.ranks, gpus=1, knobs="trainer.ranks"),
+        _Kind(
             name=ENGINE,
-            count=r.engines if config.data.sources else 0,  # SFT samples nothing
+            count=engines,
             gpus=r.tensor_parallel,
-            count_knob="rollout.engines",
-            size_knob="rollout.tensor_parallel",
+            knobs="rollout.engines or rollout.tensor_parallel",
         ),
-        Kind(
+        _Kind(
             name=JUDGE,
             count=min(1, judge.gpus),
             gpus=judge.gpus,
-            count_knob="rewards.judge.serve",
-            size_knob="rewards.judge.server.tensor_parallel",
+            knobs="rewards.judge.server.tensor_parallel",
         ),
     )
+    return [kind for kind in kinds if kind.count]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,21 +158,13 @@ class Node:
     memory_gib: float = 0.0
     """Host memory in GiB; 0 if unknown."""
 
-    def room(self, kind: Kind) -> int:
+    def room(self, kind: _Kind) -> int:
         """Return how many actors of this kind fit on the node now."""
         return int(min(self.free_gpus // kind.gpus, self.free_cpus // kind.cpus))
 
     def empty(self) -> Node:
         """Return the node as it would be without other users."""
         return replace(self, free_gpus=self.gpus, free_cpus=self.cpus, in_use=False)
-
-    def less(self, kind: Kind, actors: int) -> Node:
-        """Return the node as it is after these actors are placed on it."""
-        return replace(
-            self,
-            free_gpus=self.free_gpus - kind.gpus * actors,
-            free_cpus=self.free_cpus - kind.cpus * actors,
-        )
 
     def __str__(self) -> str:
         if self.free_cpus < self.free_gpus:
@@ -232,13 +214,11 @@ class Hardware:
     @property
     def taken_warning(self) -> str:
         """Return a warning if other processes hold GPU memory, else an empty string."""
-        if not self.taken_gib:
-            return ""
         return (
-            f"OTHER PROCESSES HOLD {gib(self.taken_gib * GIB)} of a GPU's "
-            f"{gib(self.gpu_gib * GIB)} (see nvidia-smi). The plan leaves that out; end them and "
-            "start again to use all of it"
-        )
+            f"other processes hold {gib(self.taken_gib * GIB)} of a GPU's "
+            f"{gib(self.gpu_gib * GIB)} (see nvidia-smi). The plan leaves that out; end them to "
+            "use all of it"
+        ) * bool(self.taken_gib)
 
     @property
     def idle(self) -> list[Node]:
@@ -300,10 +280,21 @@ class Placement:
         return next(s for s in self.seats if s.kind == RANK and s.index == index)
 
     def lines(self) -> Iterator[str]:
-        """Describe each node in one line."""
+        """Describe each node in one line, such as `node 0: engines 0–1 on GPUs 0–3 (2 each)`."""
         for (_, name), group in groupby(self.seats, key=lambda s: (s.node.id, s.node.name)):
-            seats = sorted(group, key=lambda seat: (seat.kind, seat.index))
-            parts = [_span(list(alike)) for _, alike in groupby(seats, key=lambda s: s.kind)]
+            parts: list[str] = []
+            ordered = sorted(group, key=lambda seat: (seat.kind, seat.index))
+            for kind, alike in groupby(ordered, key=lambda s: s.kind):
+                seats = list(alike)
+                first, last, many = seats[0], seats[-1], len(seats) > 1
+                total = sum(seat.gpus for seat in seats)
+                gpus = f"{total} of its {first.node.gpus} GPUs"
+                if first.first is not None:
+                    end = first.first + total - 1
+                    gpus = f"GPUs {first.first}–{end}" if total > 1 else f"GPU {first.first}"
+                actors = f"{kind}s {first.index}–{last.index}" if many else f"{kind} {first.index}"
+                each = f" ({first.gpus} each)" * (many and first.gpus > 1)
+                parts.append(f"{actors} on {gpus}{each}" + ", shared" * first.shared)
             yield f"{name}: {'; '.join(parts)}"
 
 
@@ -314,7 +305,7 @@ def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement
     ConfigError if there are too few free GPUs, or no node has enough of them for one actor.
     """
     nodes = list(nodes)
-    placed = [kind for kind in kinds(config) if kind.count and only in ("", kind.name)]
+    placed = [kind for kind in _kinds(config) if only in ("", kind.name)]
     needed = sum(kind.count * kind.gpus for kind in placed)
     available = sum(node.free_gpus for node in nodes)
     single = available == sum(node.gpus for node in nodes) <= 1
@@ -326,21 +317,14 @@ def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement
         ]
         needed = sum(kind.count * kind.gpus for kind in placed)
     if available < needed:
-        limits = (
-            f" (run.gpus_per_node = {config.run.gpus_per_node}, run.nodes = {config.run.nodes})"
-        )
-        raise ConfigError(
-            f"the recipe needs {needed} GPU(s) ({_counted(placed)}), and the cluster has "
-            f"{available}{_listed(nodes)}{limits if config.run.gpus_per_node else ''}. "
-            f"{_remedy(placed if available else ())}"
-        )
+        raise _too_small(config, f"needs {needed} GPU(s)", nodes, placed)
     if not only and config.rollout.time_share and not any(kind.guest for kind in placed):
         raise ConfigError(
             "rollout.time_share: engines and trainer have separate GPUs here, so it gains "
             "nothing. Switch it off, or let them share GPUs with rollout.colocated"
         )
     remaining = dict(enumerate(nodes))
-    assigned: dict[int, list[tuple[Kind, int]]] = {index: [] for index in remaining}
+    assigned: dict[int, list[tuple[_Kind, int]]] = {index: [] for index in remaining}
     for kind in sorted(placed, key=lambda kind: -kind.gpus):
         done = 0
         while done < kind.count:
@@ -353,9 +337,15 @@ def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement
                 index = max(rooms, key=lambda i: (rooms[i], -i))
             count = min(rooms[index], missing)
             if not count:
-                raise ConfigError(_no_room(kind, missing, nodes, placed))
+                what = f"needs room on one node for each {kind.name} of {kind.gpus} GPU(s)"
+                raise _too_small(config, what, nodes, placed)
             assigned[index] += [(kind, done + i) for i in range(count)]
-            remaining[index] = remaining[index].less(kind, count)
+            node = remaining[index]
+            remaining[index] = replace(
+                node,
+                free_gpus=node.free_gpus - kind.gpus * count,
+                free_cpus=node.free_cpus - kind.cpus * count,
+            )
             done += count
     seats: list[Seat] = []
     for index, node in enumerate(nodes):
@@ -369,18 +359,33 @@ def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement
     return Placement(seats=tuple(seats))
 
 
+def _too_small(
+    config: Config, what: str, nodes: Sequence[Node], placed: Sequence[_Kind]
+) -> ConfigError:
+    run, most = config.run, 8
+    limits = f" (run.gpus_per_node = {run.gpus_per_node}, run.nodes = {run.nodes})"
+    listed = ", ".join(map(str, nodes[:most])) + " …" * (len(nodes) > most)
+    available = sum(node.free_gpus for node in nodes)
+    remedy = "Use a machine with GPUs, or none (run.device=cpu run.gpu_gib=0 run.gpus_per_node=0)"
+    if available:
+        knobs = ", ".join(kind.knobs for kind in placed)
+        remedy = f"Lower {knobs}; one engine and one rank can share a GPU"
+    return ConfigError(
+        f"the recipe {what} ({' and '.join(map(str, placed))}), and the cluster has "
+        f"{available}{': ' * bool(nodes)}{listed}{limits * bool(run.gpus_per_node)}. {remedy}"
+    )
+
+
 def assumed_nodes(config: Config, *, node_gpus: int) -> list[Node]:
     """Return the fewest nodes that hold all actors of the recipe. Each has `node_gpus` GPUs, or as
     many as the largest actor needs."""
-    placed = [kind for kind in kinds(config) if kind.count]
+    placed = _kinds(config)
     size = max(node_gpus, *(kind.gpus for kind in placed))
     most = sum(-(-kind.count // (size // kind.gpus)) for kind in placed)
     for count in range(1, most):
-        try:
+        with suppress(ConfigError):
             place(config, idle_nodes(count, size))
-        except ConfigError:
-            continue
-        return idle_nodes(count, size)
+            return idle_nodes(count, size)
     return idle_nodes(most, size)
 
 
@@ -407,57 +412,3 @@ def allowed(nodes: Iterable[Node], run: RunConfig) -> list[Node]:
         )
         for node in freest
     ]
-
-
-def _no_room(kind: Kind, missing: int, nodes: Sequence[Node], placed: Sequence[Kind]) -> str:
-    largest = max(node.free_gpus for node in nodes)
-    if largest < kind.gpus:
-        return (
-            f"{kind.size_knob or kind.count_knob} = {kind.gpus}: each {kind.name} needs its GPUs "
-            f"on one node, and the largest has {largest}{_listed(nodes)}. Set it to {largest} or "
-            "less"
-        )
-    return (
-        f"{missing} of {kind.count} {kind.name}(s) of {kind.gpus} GPU(s) and a CPU core fit on no "
-        f"node{_listed(nodes)}, with {_counted(placed)} in all. {_remedy(placed)}"
-    )
-
-
-def _remedy(placed: Iterable[Kind]) -> str:
-    knobs = [knob for kind in placed for knob in kind.knobs]
-    if not knobs:
-        cpu = "run.device=cpu run.gpu_gib=0 run.gpus_per_node=0"
-        return f"Use a machine with enough GPUs, or none ({cpu})"
-    return f"Lower {', '.join(knobs)}; one engine and one rank share a single GPU"
-
-
-def _counted(placed: Iterable[Kind]) -> str:
-    return " and ".join(
-        f"{kind.count} {kind.name}(s)"
-        + (f" of {kind.gpus}" if kind.gpus > 1 else "")
-        + (f" with an {kind.guest} each" if kind.guest else "")
-        for kind in placed
-    )
-
-
-def _listed(nodes: Sequence[Node], most: int = 8) -> str:
-    if not nodes:
-        return ""
-    more = f" and {len(nodes) - most} more" if len(nodes) > most else ""
-    return ": " + ", ".join(map(str, nodes[:most])) + more
-
-
-def _span(seats: Sequence[Seat]) -> str:
-    """Describe seats like `engines 0–1 on GPUs 0–3 (2 each)`."""
-    first, last = seats[0], seats[-1]
-    many = len(seats) > 1
-    actors = f"{first.kind}s {first.index}–{last.index}" if many else f"{first.kind} {first.index}"
-    total = sum(seat.gpus for seat in seats)
-    if first.first is None:
-        gpus = f"{total} of its {first.node.gpus} GPUs"
-    elif total == 1:
-        gpus = f"GPU {first.first}"
-    else:
-        gpus = f"GPUs {first.first}–{first.first + total - 1}"
-    each = f" ({first.gpus} each)" if many and first.gpus > 1 else ""
-    return f"{actors} on {gpus}{each}{', shared' if first.shared else ''}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +25,6 @@ from keel.trainer.placement.memory import (
     engine_memory,
     engine_sequences,
     gib,
-    held_bytes,
     host_bytes,
     offload_plan,
     packed,
@@ -194,10 +192,6 @@ def make_plan(
     )
 
 
-_STEP_ROWS = ("batch", "steps", "stabilisers")
-"""Rows that are left out for an evaluation."""
-
-
 def describe(
     config: Config,
     facts: ModelFacts,
@@ -206,83 +200,93 @@ def describe(
     *,
     hardware: Hardware,
     seats: Sequence[str] = (),
-    cpu_time: Sequence[str] = (),
     trains: bool = True,
 ) -> str:
     """Format the plan for `keel check`.
 
-    `data` has a line for each source, and `seats` one for each node. `cpu_time` is the estimate for
-    a CPU. If `trains` is false, rows about steps are left out.
+    `data` has a line for each source, and `seats` one for each node. If `trains` is false, rows
+    about steps are left out.
     """
-    gpu = hardware.gpu
-    a, r, t = config.algorithm, config.rollout, config.trainer
-    sampling, judge = r.sampling, config.rewards.judge
-    heldout = any(source.holdout for source in config.data.sources)
-    evaluations = sampling_text(config.sampling("eval")) if heldout else ""
+    gpu, judge = hardware.gpu, config.rewards.judge
+    a, r, t, sampling = config.algorithm, config.rollout, config.trainer, config.rollout.sampling
+    mask = "off" if a.mask_delta is None else f"δ = {a.mask_delta:g}"
     peak = f", peak {gib(plan.peak)}" if plan.peak < plan.trainer.total else ""
-    rows: list[tuple[str, str]] = [
-        ("model", model_line(config, facts)),
-        *(("data" if not i else "", line) for i, line in enumerate(data)),
+    rows: list[tuple[str, Sequence[str]]] = [
+        ("model", [model_line(config, facts)]),
+        ("data", data),
         (
             "batch",
-            f"{a.prompts_per_step} prompts × {a.group_size} completions = {plan.sequences} "
-            f"sequences per step, at most {plan.step_tokens:,} tokens",
-        ),
-        (
-            "",
-            f"{a.updates_per_batch} optimizer step(s) per batch, at most {plan.micro_batches} "
-            f"micro-batch(es) of {t.micro_batch_tokens:,} tokens per rank each",
+            [
+                f"{a.prompts_per_step} prompts × {a.group_size} completions = {plan.sequences} "
+                f"sequences per step, at most {plan.step_tokens:,} tokens",
+                f"{a.updates_per_batch} optimizer step(s) per batch, at most {plan.micro_batches} "
+                f"micro-batch(es) of {t.micro_batch_tokens:,} tokens per rank each",
+            ]
+            * trains,
         ),
         (
             "steps",
-            f"{config.run.steps} = {plan.optimizer_steps} optimizer steps on "
-            f"{config.run.steps * plan.sequences:,} completions; lr {t.lr:g} ({t.schedule})",
+            [
+                f"{config.run.steps} = {plan.optimizer_steps} optimizer steps on "
+                f"{config.run.steps * plan.sequences:,} completions; lr {t.lr:g} ({t.schedule})"
+            ]
+            * trains,
         ),
-        ("sampling", f"{sampling_text(sampling)}, at most {sampling.max_tokens} tokens"),
-    ]
-    if evaluations not in ("", sampling_text(sampling)):
-        rows.append(("", f"evaluations: {evaluations}"))
-    mask = "off" if a.mask_delta is None else f"δ = {a.mask_delta:g}"
-    mass = f", its mass held with weight {a.kept_mass_coef:g}" if a.kept_mass_coef else ""
-    rows += [
+        ("sampling", [f"{sampling_text(sampling)}, at most {sampling.max_tokens} tokens"]),
+        ("", _evaluation_lines(config)),
         (
             "stabilisers",
-            f"KL {a.kl}; sequence mask {mask}; "
-            f"Keep Routing {_replay(bool(facts.moe_layers), a.keep_routing)}; "
-            f"Keep Sampling Mask {_replay(sampling.truncated, a.keep_sampling_mask)}{mass}",
+            [
+                f"KL {a.kl}; sequence mask {mask}; "
+                f"Keep Routing {_replay(bool(facts.moe_layers), a.keep_routing)}; "
+                f"Keep Sampling Mask {_replay(sampling.truncated, a.keep_sampling_mask)}"
+                + f", its mass held with weight {a.kept_mass_coef:g}"
+                * bool(a.kept_mass_coef)
+            ]
+            * trains,
         ),
         (
             "actors",
-            f"{r.engines} vLLM engine(s), {ranks_line(config, gpu=gpu)}"
-            + (f", the judge's vLLM server of {judge.model}" if judge.serve else ""),
+            [
+                f"{r.engines} vLLM engine(s), {ranks_line(config, gpu=gpu)}"
+                + f", the judge's vLLM server of {judge.model}" * judge.serve
+            ],
         ),
-        ("hardware", str(hardware) if gpu else "on CPU"),
-        *(("placement" if not i else "", line) for i, line in enumerate(seats)),
-        ("memory", f"{'a GPU of an engine' if gpu else 'engine'}: {plan.engine}"),
-        *(("", line) for line in [_cache_line(config, plan, hardware)] if line),
-        ("", f"trainer rank: {plan.trainer}{peak}"),
-        *(("", line) for line in [_offload_line(config, plan)] if gpu and r.time_share),
-        *(
-            ("time" if not i else "", line)
-            for i, line in enumerate(plan.time.lines() if plan.time else cpu_time)
+        ("hardware", [str(hardware) if gpu else "on CPU"]),
+        ("placement", seats),
+        (
+            "memory",
+            [
+                f"{'a GPU of an engine' if gpu else 'engine'}: {plan.engine}",
+                *_cache_lines(config, plan, hardware),
+                f"trainer rank: {plan.trainer}{peak}",
+                f"  while the engine samples (rollout.time_share), {gib(plan.offload.sampling)} of "
+                "it are in host memory",
+            ][: None if gpu and r.time_share else -1],
         ),
-        ("run folder", config.run.dir),
+        ("time", plan.time.lines() if plan.time else []),
+        ("run folder", [config.run.dir]),
     ]
-    lines, head = list[str](), ""
-    for name, text in rows:
-        head = name or head
-        if trains or head not in _STEP_ROWS:
-            lines.append(f"{name:<12} {text}")
+    lines = [
+        f"{'' if i else name:<12} {text}" for name, texts in rows for i, text in enumerate(texts)
+    ]
     return "\n".join(lines)
 
 
+def _evaluation_lines(config: Config) -> list[str]:
+    heldout = any(source.holdout for source in config.data.sources)
+    text = sampling_text(config.sampling("eval"))
+    differs = heldout and text != sampling_text(config.rollout.sampling)
+    return [f"evaluations: {text}"] * differs
+
+
 def model_line(config: Config, facts: ModelFacts) -> str:
-    experts = (
-        f", {facts.moe_layers} MoE layers of {facts.experts} experts "
-        f"({facts.experts_per_token} per token)"
-        if facts.moe_layers
-        else ", dense"
-    )
+    experts = ", dense"
+    if facts.moe_layers:
+        experts = (
+            f", {facts.moe_layers} MoE layers of {facts.experts} experts "
+            f"({facts.experts_per_token} per token)"
+        )
     return (
         f"{config.model.path}: {_count(facts.parameters)} parameters "
         f"({_count(facts.active_parameters)} active), {facts.layers} layers{experts}, "
@@ -294,38 +298,25 @@ def ranks_line(config: Config, *, gpu: bool) -> str:
     t = config.trainer
     return (
         f"{t.ranks} trainer rank(s) with ZeRO {stage_in_use(config, gpu=gpu)}"
-        + (f", expert parallelism {t.expert_parallel}" if t.expert_parallel > 1 else "")
-        + (f", sequence parallelism {t.sequence_parallel}" if t.sequence_parallel > 1 else "")
+        + f", expert parallelism {t.expert_parallel}" * (t.expert_parallel > 1)
+        + f", sequence parallelism {t.sequence_parallel}" * (t.sequence_parallel > 1)
         + ", optimizer in host memory" * t.offload_optimizer
         + ", compiled" * t.compile
     )
 
 
-def _offload_line(config: Config, plan: Plan) -> str:
-    if not config.trainer.offload_while_sampling:
-        held = gib(held_bytes(plan.trainer))
-        where = f"{held} of it then stay (trainer.offload_while_sampling)"
-    else:
-        where = f"{gib(plan.offload.sampling)} of it then wait in host memory"
-        if plan.offload.host > plan.offload.sampling:
-            where += f", and at other times up to {gib(plan.offload.host)}"
-    return f"  time-shared with the engine (rollout.time_share): {where}"
-
-
-def _cache_line(config: Config, plan: Plan, hardware: Hardware) -> str:
+def _cache_lines(config: Config, plan: Plan, hardware: Hardware) -> list[str]:
     if plan.cached is None:
-        return ""
+        return []
     sequences, share = engine_sequences(config), config.rollout.gpu_memory_utilization
-    takes = gib(share * hardware.gpu_gib * GIB)
-    budget = f"it takes {takes} (rollout.gpu_memory_utilization = {share:g}"
-    if plan.cached >= sequences:
-        enough = math.ceil(100 * plan.engine.total / GIB / hardware.gpu_gib) / 100
-        budget += f"; {enough:g} would do" * (enough < share)
-        return f"  {budget}): its KV cache holds all {sequences} sequences at full length"
-    return (
-        f"  {budget}): its KV cache holds {plan.cached} of {sequences} sequences at full length; "
-        "others will be preempted and recomputed (rollout.max_num_seqs)"
-    )
+    held = f"all {sequences}" if plan.cached >= sequences else f"{plan.cached} of {sequences}"
+    rest = "; others will be preempted and recomputed (rollout.max_num_seqs)"
+    return [
+        f"  it takes {gib(share * hardware.gpu_gib * GIB)} (rollout.gpu_memory_utilization = "
+        f"{share:g}): its KV cache holds {held} sequences at full length"
+        + rest
+        * (plan.cached < sequences)
+    ]
 
 
 def sampling_text(sampling: SamplingConfig) -> str:

@@ -103,7 +103,7 @@ def test_colocated_engines_share_gpus_with_ranks() -> None:
         ConfigError, match=r"needs 6 GPU\(s\) \(6 trainer rank\(s\) with an engine each"
     ):
         place(recipe, nodes(4))
-    with pytest.raises(ConfigError, match="no node"):
+    with pytest.raises(ConfigError, match="one node"):
         place(recipe, nodes(8, cpus=7))  # each pair needs two cores
 
 
