@@ -115,7 +115,7 @@ def choose_policy(
         identity=(source or "the base model") + suffix,
         label=(source or f"model.path = {task.config.model.path}") + suffix,
         name=path.name if path else "base",
-        text=task.text(trains=False, evaluates=knob == "eval.checkpoint"),
+        text=task.text(trains=False),
         sampling=sampling,
         tokenizer_digest=task.tokenizer_digest,
         count_tokens=lambda prompt: prompt_tokens(prompt, task.tokenizer, task.facts),

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import transformers
@@ -62,7 +61,7 @@ from keel.rollout.chat.thinking import marks_of
 from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.build_agents import check_chat, check_environments
 from keel.trainer.placement.choose import Choice, SavedChoice, choose, load_choice
-from keel.trainer.placement.cpus import cpu_time, slow_dtype, with_dtype
+from keel.trainer.placement.cpus import slow_dtype, with_dtype
 from keel.trainer.placement.families import (
     check_engine_attention,
     check_engine_dtype,
@@ -83,8 +82,6 @@ _UNKNOWN_GIB = (
     "run.gpu_gib is not set and no GPU is here, so GPUs could not be planned: open knobs have "
     "their values for a CPU. Set the memory of a GPU, for example run.gpu_gib=80"
 )
-_SAMPLED_PROMPTS = 32
-"""How many prompts per source are used to estimate the mean prompt length."""
 _ATTENTION = {
     "warm-up": "dense; the indexers alone are trained, by Eq. 3",
     "dense": "dense; everything but the indexers is trained",
@@ -157,39 +154,17 @@ class Task(_Prepared):
     def position(self) -> Mapping[str, Any]:
         return self.dataset.train.state()
 
-    def text(
-        self, *, seats: Sequence[str] = (), trains: bool = True, evaluates: bool = True
-    ) -> str:
-        """Describe the plan. `evaluates` says whether the command evaluates `eval.prompts`."""
+    def text(self, *, seats: Sequence[str] = (), trains: bool = True) -> str:
+        """Describe the plan."""
         lines = source_lines(self.config, self.dataset)
         lines += [f"{name}: {note}" for name, note in self.notes.items()]
         text = describe(
             *(self.config, self.facts, self.plan, lines),
             hardware=self.hardware,
             seats=seats,
-            cpu_time=self._cpu_time(trains=trains, evaluates=evaluates),
             trains=trains,
         )
         return "\n".join([text, *self._ending()])
-
-    def _cpu_time(self, *, trains: bool, evaluates: bool) -> list[str]:
-        """Estimate how long things take on a CPU. Returns nothing for episodes, since their number
-        of turns is not known."""
-        evaluates &= not trains or self.config.run.eval_every >= 0
-        if self.gpu or self.config.with_agents or not (trains or evaluates):
-            return []
-        train, heldout = self.dataset.train.sources, self.dataset.heldout
-        prompts = [p for each in train.values() for p in each[:_SAMPLED_PROMPTS]]
-        # Only `keel eval` limits the size of sets, and may use the training prompts.
-        most = 0 if trains else self.config.eval.size
-        measured = train if not trains and self.config.eval.prompts == "train" else heldout
-        estimate = cpu_time(
-            self.config,
-            self.facts,
-            prompt_tokens=fmean(prompt_tokens(p, self.tokenizer, self.facts) for p in prompts),
-            heldout=sum(len(each[: most or None]) for each in measured.values()) * evaluates,
-        )
-        return estimate.lines(trains=trains)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,17 +80,16 @@ def ignored_knobs(config: Config, chosen: Set[str], overrides: Sequence[str] = (
         )
     if config.data.sources:  # the recipe is also for RL
         return
-    others = [each.name for each in fields(config) if each.name not in (*_SFT_SECTIONS, "data")]
-    knobs = [
-        f"{name}.{field.name}"
-        for name in others
-        for field in fields(section := getattr(config, name))
-        if getattr(section, field.name) != getattr(type(section)(), field.name)
-        and f"{name}.{field.name}" not in chosen
-    ]
+    knobs: list[str] = []
+    for name in {each.name for each in fields(config)} - {*_SFT_SECTIONS, "data"}:
+        section = getattr(config, name)
+        default, names = type(section)(), [field.name for field in fields(section)]
+        changed = [n for n in names if getattr(section, n) != getattr(default, n)]
+        knobs += [f"{name}.{knob}" for knob in changed if f"{name}.{knob}" not in chosen]
     if knobs:
+        shown = ", ".join(sorted(knobs)[:_SHOWN])
         more = f" and {len(knobs) - _SHOWN} more" if len(knobs) > _SHOWN else ""
         yield (
-            f"{', '.join(knobs[:_SHOWN])}{more}: ignored by `keel sft` and `keel pretrain`, which "
-            f"use {', '.join(_SFT_SECTIONS)}"
+            f"{shown}{more}: ignored by `keel sft` and `keel pretrain`, which use "
+            f"{', '.join(_SFT_SECTIONS)}"
         )

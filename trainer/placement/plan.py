@@ -209,75 +209,64 @@ def describe(
     """
     gpu, judge = hardware.gpu, config.rewards.judge
     a, r, t, sampling = config.algorithm, config.rollout, config.trainer, config.rollout.sampling
-    mask = "off" if a.mask_delta is None else f"δ = {a.mask_delta:g}"
-    peak = f", peak {gib(plan.peak)}" if plan.peak < plan.trainer.total else ""
-    rows: list[tuple[str, Sequence[str]]] = [
-        ("model", [model_line(config, facts)]),
-        ("data", data),
-        (
+    lines: list[str] = []
+
+    def row(name: str, *texts: str) -> None:
+        names = [name, *[""] * len(texts)]
+        lines.extend(f"{name:<12} {text}" for name, text in zip(names, texts, strict=False))
+
+    row("model", model_line(config, facts))
+    row("data", *data)
+    if trains:
+        row(
             "batch",
-            [
-                f"{a.prompts_per_step} prompts × {a.group_size} completions = {plan.sequences} "
-                f"sequences per step, at most {plan.step_tokens:,} tokens",
-                f"{a.updates_per_batch} optimizer step(s) per batch, at most {plan.micro_batches} "
-                f"micro-batch(es) of {t.micro_batch_tokens:,} tokens per rank each",
-            ]
-            * trains,
-        ),
-        (
+            f"{a.prompts_per_step} prompts × {a.group_size} completions = {plan.sequences} "
+            f"sequences per step, at most {plan.step_tokens:,} tokens",
+            f"{a.updates_per_batch} optimizer step(s) per batch, at most {plan.micro_batches} "
+            f"micro-batch(es) of {t.micro_batch_tokens:,} tokens per rank each",
+        )
+        row(
             "steps",
-            [
-                f"{config.run.steps} = {plan.optimizer_steps} optimizer steps on "
-                f"{config.run.steps * plan.sequences:,} completions; lr {t.lr:g} ({t.schedule})"
-            ]
-            * trains,
-        ),
-        ("sampling", [f"{sampling_text(sampling)}, at most {sampling.max_tokens} tokens"]),
-        ("", _evaluation_lines(config)),
-        (
-            "stabilisers",
-            [
-                f"KL {a.kl}; sequence mask {mask}; "
-                f"Keep Routing {_replay(bool(facts.moe_layers), a.keep_routing)}; "
-                f"Keep Sampling Mask {_replay(sampling.truncated, a.keep_sampling_mask)}"
-                + f", its mass held with weight {a.kept_mass_coef:g}"
-                * bool(a.kept_mass_coef)
-            ]
-            * trains,
-        ),
-        (
-            "actors",
-            [
-                f"{r.engines} vLLM engine(s), {ranks_line(config, gpu=gpu)}"
-                + f", the judge's vLLM server of {judge.model}" * judge.serve
-            ],
-        ),
-        ("hardware", [str(hardware) if gpu else "on CPU"]),
-        ("placement", seats),
-        (
-            "memory",
-            [
-                f"{'a GPU of an engine' if gpu else 'engine'}: {plan.engine}",
-                *_cache_lines(config, plan, hardware),
-                f"trainer rank: {plan.trainer}{peak}",
-                f"  while the engine samples (rollout.time_share), {gib(plan.offload.sampling)} of "
-                "it are in host memory",
-            ][: None if gpu and r.time_share else -1],
-        ),
-        ("time", plan.time.lines() if plan.time else []),
-        ("run folder", [config.run.dir]),
-    ]
-    lines = [
-        f"{'' if i else name:<12} {text}" for name, texts in rows for i, text in enumerate(texts)
-    ]
-    return "\n".join(lines)
-
-
-def _evaluation_lines(config: Config) -> list[str]:
+            f"{config.run.steps} = {plan.optimizer_steps} optimizer steps on "
+            f"{config.run.steps * plan.sequences:,} completions; lr {t.lr:g} ({t.schedule})",
+        )
+    evaluations = _sampling_text(config.sampling("eval"))
     heldout = any(source.holdout for source in config.data.sources)
-    text = sampling_text(config.sampling("eval"))
-    differs = heldout and text != sampling_text(config.rollout.sampling)
-    return [f"evaluations: {text}"] * differs
+    differs = heldout and evaluations != _sampling_text(sampling)
+    row(
+        "sampling",
+        f"{_sampling_text(sampling)}, at most {sampling.max_tokens} tokens",
+        *[f"evaluations: {evaluations}"] * differs,
+    )
+    if trains:
+        mask = "off" if a.mask_delta is None else f"δ = {a.mask_delta:g}"
+        row(
+            "stabilisers",
+            f"KL {a.kl}; sequence mask {mask}; "
+            f"Keep Routing {_replay(bool(facts.moe_layers), a.keep_routing)}; "
+            f"Keep Sampling Mask {_replay(sampling.truncated, a.keep_sampling_mask)}"
+            + f", its mass held with weight {a.kept_mass_coef:g}"
+            * bool(a.kept_mass_coef),
+        )
+    served = f", the judge's vLLM server of {judge.model}" * judge.serve
+    row("actors", f"{r.engines} vLLM engine(s), {ranks_line(config, gpu=gpu)}{served}")
+    row("hardware", str(hardware) if gpu else "on CPU")
+    row("placement", *seats)
+    peak = f", peak {gib(plan.peak)}" if plan.peak < plan.trainer.total else ""
+    away = (
+        f"  of it {gib(plan.offload.sampling)} wait in host memory while the engine samples "
+        "(rollout.time_share)"
+    )
+    row(
+        "memory",
+        f"{'a GPU of an engine' if gpu else 'engine'}: {plan.engine}",
+        *_cache_lines(config, plan, hardware),
+        f"trainer rank: {plan.trainer}{peak}",
+        *[away] * (gpu and r.time_share),
+    )
+    row("time", *(plan.time.lines() if plan.time else ()))
+    row("run folder", config.run.dir)
+    return "\n".join(lines)
 
 
 def model_line(config: Config, facts: ModelFacts) -> str:
@@ -319,7 +308,7 @@ def _cache_lines(config: Config, plan: Plan, hardware: Hardware) -> list[str]:
     ]
 
 
-def sampling_text(sampling: SamplingConfig) -> str:
+def _sampling_text(sampling: SamplingConfig) -> str:
     if sampling.greedy:
         return "greedy"
     truncated = f"top-p {sampling.top_p:g}, top-k {sampling.top_k}"

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common import QWEN3_06B
 from keel.configs.auto import DTYPE
 from keel.configs.load import dump_config, load_recipe
 from keel.configs.schema import Config
-from keel.model.load import facts_of
 from keel.trainer.placement import cpus
-from keel.trainer.placement.cpus import CpuTime, cpu_time, has_bfloat16, slow_dtype, with_dtype
+from keel.trainer.placement.cpus import has_bfloat16, slow_dtype, with_dtype
 from keel.trainer.run import checkpoint
 from keel.trainer.run.checkpoint import State
 
@@ -66,20 +64,3 @@ def test_resumed_run_keeps_its_dtype(
     saved = State(step=2, version=2, config="c")
     checkpoint.save(tmp_path / "run" / "checkpoints", saved, lambda _: {}, keep=9)
     assert with_dtype(config, open_knobs, gpu=gpu).model.dtype == first_dtype
-
-
-def estimate(config: Config, heldout: int = 16, flops: float = 1e11) -> CpuTime:
-    facts = facts_of(QWEN3_06B)
-    return cpu_time(config, facts, prompt_tokens=50, heldout=heldout, flops=flops)
-
-
-def test_times_grow_with_the_work(tmp_path: Path) -> None:
-    config, _ = recipe(tmp_path, "")
-    base = estimate(config)
-    assert base.sampling > 0 and base.training > 0 and base.evaluation > 0
-    more = replace(config, algorithm=replace(config.algorithm, prompts_per_step=32))
-    assert estimate(more).sampling > 1.5 * base.sampling
-    assert estimate(more).training > 1.9 * base.training
-    assert estimate(more).evaluation == pytest.approx(base.evaluation)
-    assert estimate(config, heldout=0).evaluation == 0
-    assert estimate(config, flops=2e11).training < base.training
