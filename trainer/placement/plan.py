@@ -7,12 +7,7 @@ from dataclasses import dataclass
 
 from keel.configs.schema import Config, ConfigError, SamplingConfig
 from keel.model.load import ModelFacts
-from keel.trainer.placement.families import (
-    check_attention_kernels,
-    check_parallel,
-    check_share_prompts,
-    check_warm_up,
-)
+from keel.trainer.placement.families import check_trainer
 from keel.trainer.placement.hardware import GpuSpec, Hardware, Placement, place
 from keel.trainer.placement.memory import (
     BYTES,
@@ -130,29 +125,8 @@ def make_plan(
     `shared` says whether an engine and a rank share a GPU. Raises ConfigError if the recipe does
     not suit the model, and DoesNotFit if a GPU is too small.
     """
-    longest = config.max_context
-    if longest > facts.max_context:
-        raise ConfigError(
-            f"{config.max_context_source}, but the context of {config.model.path} has "
-            f"{facts.max_context} tokens. Lower it"
-        )
+    check_trainer(config, facts, spec or GpuSpec(), gpu=gpu)
     algorithm = config.algorithm
-    if facts.moe_layers and not algorithm.keep_routing and not algorithm.allow_unsound:
-        raise ConfigError(
-            f"algorithm.keep_routing = False: {config.model.path} is a mixture of experts "
-            f"({facts.moe_layers} layers), and engine and trainer would choose different experts. "
-            "Switch it on"
-        )
-    check_parallel(
-        config.trainer,
-        architecture=facts.architecture,
-        experts=facts.experts,
-        heads=facts.attention_heads,
-    )
-    gpu_spec = spec or GpuSpec()
-    check_attention_kernels(config, gpu=gpu, flash4=gpu_spec.flash4, machine=gpu_spec.name)
-    check_warm_up(config, architecture=facts.architecture, top_k=facts.index_top_k)
-    check_share_prompts(config, architecture=facts.architecture, head_size=facts.head_size)
     sequences = algorithm.prompts_per_step * algorithm.group_size
     micro_batches, _ = packed(config)
     engine = engine_memory(config, facts, gpu=gpu)
@@ -180,7 +154,7 @@ def make_plan(
         )
     return Plan(
         sequences=sequences,
-        step_tokens=sequences * longest,
+        step_tokens=sequences * config.max_context,
         micro_batches=micro_batches,
         optimizer_steps=config.run.steps * algorithm.updates_per_batch,
         engine=engine,

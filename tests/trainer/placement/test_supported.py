@@ -10,7 +10,7 @@ import pytest
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from keel.configs.schema import ConfigError
+from keel.configs.schema import ConfigError, TrainerConfig
 from keel.model.config_file import check_config
 from keel.model.load import check_causal
 from keel.model.routing.routers import is_moe
@@ -18,11 +18,12 @@ from keel.model.trainable import check_trainable
 from keel.trainer.placement.families import (
     EXPERT_PARALLEL,
     NOT_IN_FLOAT16,
-    check_sequence_parallel,
+    check_parallel,
 )
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 LAYERS = 4
+SPREAD = TrainerConfig(ranks=2, sequence_parallel=2)
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -57,7 +58,7 @@ def test_trained_families(row: list[str]) -> None:
     assert expert == ("–" if not moe else "yes" if architecture in EXPERT_PARALLEL else "no")
     assert ("engines not in float16" in notes) == (model_type in NOT_IN_FLOAT16)
     try:
-        check_sequence_parallel(2, architecture=architecture, heads=2)
+        check_parallel(SPREAD, architecture=architecture, experts=8, heads=2)
     except ConfigError:
         assert sequence == "no"
     else:
