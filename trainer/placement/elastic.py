@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -73,22 +74,23 @@ class ElasticLayouts:
 
         Raises TimeoutError if too few nodes arrive in time, and ConfigError if none can arrive.
         """
-        whole, first, self._begun = self._full(), not self._begun, True
-        alone = first and not self.joinable
-        shortage = ""
+        first, self._begun = not self._begun, True
+        alone, shortage = first and not self.joinable, ""
+        config = whole = self._with_reductions()
+        idle: Sequence[Node] = ()
         if not first or whole.trainer.min_ranks:
             self._wait_for_silent_nodes()
-            shortage = self._shortage(whole, self._idle() if alone else self.nodes())
+            nodes = self.nodes()
+            idle = [node.empty() for node in nodes]
+            shortage = self._shortage(whole, idle if alone else nodes)
         elif not self.hardware.gpu:  # GPUs are reserved and waited for later
-            shortage = self._shortage(whole, self._idle())
-        config = whole
+            idle = [node.empty() for node in self.nodes()]
+            shortage = self._shortage(whole, idle)
         if shortage and alone:
-            smaller, reason = (
-                self._fewer(whole, self._idle()) if self.min_ranks else (None, _REMEDY)
-            )
+            smaller, reason = self._fewer(whole, idle) if self._min_ranks else (None, _REMEDY)
             if smaller is None:
                 raise ConfigError(f"{shortage}. {reason}")
-            config = self._reduced(whole, smaller, shortage)
+            config = self._reduced(smaller, shortage)
         elif shortage:
             config = self._wait(whole, shortage)
         self.lowering.config = config
@@ -96,25 +98,19 @@ class ElasticLayouts:
         return config
 
     @property
-    def min_ranks(self) -> int:
-        """Return the minimum number of ranks, or 0 if all of them are required."""
+    def _min_ranks(self) -> int:
+        """The minimum number of ranks, or 0 if all of them are required."""
         return self.whole.trainer.min_ranks or int(RANKS in self.chosen)
 
-    def _full(self) -> Config:
-        """Return the full config, with the memory reductions from earlier attempts."""
+    def _with_reductions(self) -> Config:
+        """The full config, with the memory reductions from earlier attempts."""
         if not self.lowering.times:
             return self.whole
         now, trainer = self.lowering.config.trainer, self.whole.trainer
-        trainer = replace(
-            trainer,
-            micro_batch_tokens=min(now.micro_batch_tokens, trainer.micro_batch_tokens),
-            activation_checkpointing=now.activation_checkpointing,
-            keep_attention=now.keep_attention,
-        )
+        reduced = {name: getattr(now, name) for name in REDUCED_KNOBS}
+        tokens = min(now.micro_batch_tokens, trainer.micro_batch_tokens)
+        trainer = replace(trainer, **{**reduced, "micro_batch_tokens": tokens})
         return replace(self.whole, trainer=trainer)
-
-    def _idle(self) -> list[Node]:
-        return [node.empty() for node in self.nodes()]
 
     def _wait_for_silent_nodes(self) -> None:
         """Wait until Ray has given up dead nodes, because it would still start actors there."""
@@ -140,26 +136,24 @@ class ElasticLayouts:
         ranks, each = config.trainer.ranks, hardware_rules.RANK_CPUS
         if sum(int(node.free_cpus / each) for node in nodes) >= ranks:
             return ""
-        cores = sum(node.free_cpus for node in nodes)
         return (
             f"the recipe needs {ranks} trainer ranks of {each:g} CPU cores, and the cluster has "
-            f"{cores:g} free cores"
+            f"{sum(node.free_cpus for node in nodes):g} free cores"
         )
 
     def _wait(self, whole: Config, shortage: str) -> Config:
         """Wait until the full config fits, and then for a smaller one if that is allowed."""
-        run, min_ranks = whole.run, self.min_ranks
-        timeout_s = run.startup_timeout_s
+        run, min_ranks = whole.run, self._min_ranks
+        timeout_s, reason = run.startup_timeout_s, _REMEDY
+        future = f"After {timeout_s:g} s (run.startup_timeout_s) the run ends. {_REMEDY}"
         if min_ranks:
-            timeout_s = max(timeout_s, run.elastic_wait_s + 2 * POLL_S)
+            timeout_s, reason = max(timeout_s, run.elastic_wait_s + 2 * POLL_S), ""
             future = (
                 f"After {run.elastic_wait_s:g} s (run.elastic_wait_s) the run continues with the "
                 f"ranks that fit, at least {min_ranks} of {whole.trainer.ranks}"
             )
-        else:
-            future = f"After {timeout_s:g} s (run.startup_timeout_s) the run ends. {_REMEDY}"
         self._tell("restart", f"the run waits for room: {shortage}. {future}")
-        began, tried, reason = self.clock(), None, "" if min_ranks else _REMEDY
+        began, tried = self.clock(), None
         with waiting("waiting for room on the cluster"):
             while (waited_s := self.clock() - began) < timeout_s:
                 self.pause(min(POLL_S, timeout_s - waited_s))
@@ -171,15 +165,24 @@ class ElasticLayouts:
                     tried = nodes
                     config, reason = self._fewer(whole, nodes)
                     if config is not None:
-                        return self._reduced(whole, config, shortage)
-        knob = "" if min_ranks else " (run.startup_timeout_s)"
+                        return self._reduced(config, shortage)
         raise TimeoutError(
-            f"no room after {timeout_s:g} s{knob}: {shortage}{reason and '. ' + reason}. "
+            f"no room after {timeout_s:g} s: {shortage}{reason and '. ' + reason}. "
             f"{RESUME_HINT.capitalize()}"
         )
 
-    def _reduced(self, whole: Config, config: Config, shortage: str) -> Config:
-        self._tell("fewer", f"{changes(whole, config)} ({shortage})")
+    def _reduced(self, config: Config, shortage: str) -> Config:
+        before = self._with_reductions()
+        old, new = flatten_config(before), flatten_config(config)
+        parts = [
+            f"{knob} is now {yaml_value(new[knob])}, not {yaml_value(old[knob])}"
+            for knob in diff_configs(before, config)
+        ]
+        self._tell(
+            "fewer",
+            "the run continues with less until its next start, which uses everything again if it "
+            f"fits: {', '.join(parts)} ({shortage})",
+        )
         return config
 
     def _fewer(self, whole: Config, nodes: Sequence[Node]) -> tuple[Config | None, str]:
@@ -194,18 +197,14 @@ class ElasticLayouts:
         if self.lowering.times:
             open_knobs -= {f"trainer.{name}" for name in REDUCED_KNOBS}
         sized = open_knobs - {RANKS, ENGINES}
-        reason = f"No layout of at least {self.min_ranks} ranks (trainer.min_ranks) fits there"
+        reason = f"No layout of at least {self._min_ranks} ranks (trainer.min_ranks) fits there"
         gpus = None
         if self.hardware.gpu:
             gpus = sum(node.gpus for node in free) - whole.rewards.judge.gpus
-        candidates: Iterator[tuple[Config, frozenset[str]]] = (
-            (config, sized) for config in smaller_configs(whole, self.min_ranks, gpus=gpus)
-        )
+        candidates = ((each, sized) for each in smaller_configs(whole, self._min_ranks, gpus=gpus))
         if {RANKS, ENGINES} <= open_knobs and free:
-            candidates = iter([(whole, open_knobs), *candidates])
-        for tried, (config, knobs) in enumerate(candidates):
-            if tried == _MAX_LAYOUTS:
-                break
+            candidates = chain([(whole, open_knobs)], candidates)
+        for config, knobs in islice(candidates, _MAX_LAYOUTS):
             if knobs == sized and self._shortage(config, free):
                 continue
             try:
@@ -213,7 +212,7 @@ class ElasticLayouts:
             except ConfigError as error:
                 reason = str(error)
                 continue
-            if chosen.trainer.ranks >= self.min_ranks:
+            if chosen.trainer.ranks >= self._min_ranks:
                 return chosen, ""
         return None, reason
 
@@ -252,12 +251,8 @@ def _silent_nodes() -> list[str]:
     nodes = [n for n in bounded(ray.nodes, CALL_S, "list its nodes") if n["Alive"]]
     addresses = [f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in nodes]
     with ThreadPoolExecutor(_THREADS) as threads:
-        answers = threads.map(can_connect, addresses)
-        return [
-            node["NodeManagerHostname"]
-            for node, answer in zip(nodes, answers, strict=True)
-            if not answer
-        ]
+        answers = zip(nodes, threads.map(can_connect, addresses), strict=True)
+        return [node["NodeManagerHostname"] for node, answer in answers if not answer]
 
 
 def smaller_configs(config: Config, min_ranks: int, *, gpus: int | None) -> Iterator[Config]:
@@ -285,16 +280,3 @@ def smaller_configs(config: Config, min_ranks: int, *, gpus: int | None) -> Iter
     for _, ranks, engines in sorted(sizes, reverse=True):
         with suppress(ConfigError):
             yield with_values(config, {RANKS: ranks, ENGINES: engines})
-
-
-def changes(before: Config, now: Config) -> str:
-    """Describe how a config was reduced, such as `trainer.ranks is now 2, not 4`."""
-    old, new = flatten_config(before), flatten_config(now)
-    parts = [
-        f"{knob} is now {yaml_value(new[knob])}, not {yaml_value(old[knob])}"
-        for knob in diff_configs(before, now)
-    ]
-    return (
-        "the run continues with less until its next start, which uses everything again if it "
-        f"fits: {', '.join(parts)}"
-    )

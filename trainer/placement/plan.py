@@ -228,8 +228,8 @@ def describe(
     row("placement", *seats)
     peak = f", peak {gib(plan.peak)}" if plan.peak < plan.trainer.total else ""
     away = (
-        f"  of it {gib(plan.offload.sampling)} wait in host memory while the engine samples "
-        "(rollout.time_share)"
+        f"  time-shared with the engine (rollout.time_share): {gib(plan.offload.sampling)} of it "
+        "then wait in host memory"
     )
     row(
         "memory",
