@@ -194,7 +194,7 @@ class Options:
         if not self.config.data.sources:
             return [{}]
         fixed = (self.config.rollout.time_share, self.config.trainer.offload_while_sampling)
-        ways = [
+        ways: list[dict[str, Any]] = [
             dict(zip(knobs, way, strict=True))
             for way in ((False, fixed[1]), (True, False), (True, True))
         ]

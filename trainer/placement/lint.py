@@ -21,13 +21,13 @@ _SHOWN = 3
 def lint_recipe(config: Config, facts: ModelFacts) -> list[str]:
     """Return one warning for each unusual value or combination in the recipe."""
     trainer, algorithm, sampling = config.trainer, config.algorithm, config.rollout.sampling
-    rates = (1e-9, 1e-3, "1e-6 to 3e-4 for supervised training")
+    rates: tuple[float, float, str] = (1e-9, 1e-3, "1e-6 to 3e-4 for supervised training")
     if facts.parameters < _SMALL_MODEL or trainer.attention == "warm-up":
         rates = (1e-7, 1e-2, "1e-5 to 1e-3 for a small model or indexers")
     elif config.data.sources:
-        rates = (1e-9, 1e-4, "1e-7 to 1e-5 for a model of this size")
+        rates: tuple[float, float, str] = (1e-9, 1e-4, "1e-7 to 1e-5 for a model of this size")
     ranges: list[tuple[str, float, float, float, str]] = [
-        ("trainer.lr", trainer.lr, *rates),
+        ("trainer.lr", trainer.lr, rates[0], rates[1], rates[2]),
         ("trainer.weight_decay", trainer.weight_decay, 0, 0.3, "0 to 0.1"),
         ("trainer.grad_clip", trainer.grad_clip, 0, 10, "0.1 to 1"),
         ("trainer.eps", trainer.eps, 0, 1e-4, "1e-8"),
