@@ -13,11 +13,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 from keel.commands.preflight import check_named
 from keel.commands.variants import check_variant
@@ -32,10 +32,9 @@ from keel.data.distilled import select
 from keel.data.results import aligned
 from keel.trainer.run.signals import PREEMPTED, PREEMPTION
 
-STAGES = ("specialist", "distilled", "mixed")
-LINKS = "links.jsonl"
+_LINKS = "links.jsonl"
 """File that records the finished stages."""
-INTERRUPTED = 130
+_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,46 +61,35 @@ def chain(config: DistillConfig) -> list[Link]:
     base = [config.recipe, *_base(config)]
     links: list[Link] = []
 
-    def add(name: str, result: Path, *words: str) -> None:
-        links.append(Link(name=name, command=words, result=result))
+    def add(name: str, result: Path, *words: str, depends: str = "") -> None:
+        links.append(Link(name=name, command=words, result=result, depends=depends))
+
+    def exported(model: Path, name: str) -> list[str]:  # which needs engines only
+        return [f"model.path={_path(model)}", f"run.dir={_path(root / 'eval' / 'runs' / name)}"]
 
     def evaluated(stage: str, words: Sequence[str]) -> None:
-        out = _evaluation(root, stage)
+        out = root / "eval" / stage
         knobs = (f"eval.samples={config.eval_samples}", f"eval.dir={_path(out)}")
         add(f"evaluate {stage}", out / "results.json", "eval", *base, *words, *knobs)
 
     for each in config.specialists:
-        folder = root / "specialists" / each.name
-        words = [*_own(each), f"run.dir={_path(folder)}"]
-        add(f"train {each.name}", folder / "model", "train", *base, *words)
-        # From the exported model, which needs engines only.
-        words = [*_own(each), *_of(folder / "model", root, each.name)]
-        out = _sampled(root, each.name)
-        knobs = (f"eval.samples={config.samples}", f"eval.size={config.prompts}")
-        add(
-            f"sample {each.name}",
-            out / "results.json",
-            *("eval", *base, *words, "eval.prompts=train", *knobs, f"eval.dir={_path(out)}"),
-        )
+        folder, out = root / "specialists" / each.name, root / "samples" / each.name
+        run_dir = f"run.dir={_path(folder)}"
+        add(f"train {each.name}", folder / "model", "train", *base, *_own(each), run_dir)
+        words = [*_own(each), *exported(folder / "model", each.name)]
+        knobs = [f"eval.samples={config.samples}", f"eval.size={config.prompts}"]
+        knobs = ["eval.prompts=train", *knobs, f"eval.dir={_path(out)}"]
+        add(f"sample {each.name}", out / "results.json", "eval", *base, *words, *knobs)
         # Only its sources; their held-out prompts are the same.
         evaluated(f"specialist-{each.name}", [*words, f"data.only={json.dumps(each.sources)}"])
-    links.append(
-        Link(name="select", result=_selected(root), depends=json.dumps(asdict(config.select)))
-    )
-    distilled = root / "distilled" / "model"
-    links.append(
-        Link(
-            name="distill",
-            command=("sft", str(_lessons(root))),
-            result=distilled,
-            depends=json.dumps([config.sft, *config.sft_overrides]),
-        )
-    )
-    evaluated("distilled", _of(distilled, root, "distilled"))
-    paths = (f"model.path={_path(distilled)}", f"run.dir={_path(root / 'mixed')}")
-    words = [*config.mixed_overrides, *paths]
-    add("mix", root / "mixed" / "model", "train", *base, *words)
-    evaluated("mixed", [*config.mixed_overrides, *_of(root / "mixed" / "model", root, "mixed")])
+    add("select", root / "distilled.jsonl", depends=json.dumps(asdict(config.select)))
+    distilled, mixed = root / "distilled" / "model", root / "mixed"
+    depends = json.dumps([config.sft, *config.sft_overrides])
+    add("distill", distilled, "sft", str(root / "lessons.yaml"), depends=depends)
+    evaluated("distilled", exported(distilled, "distilled"))
+    words = [*config.mixed_overrides, f"model.path={_path(distilled)}", f"run.dir={_path(mixed)}"]
+    add("mix", mixed / "model", "train", *base, *words)
+    evaluated("mixed", [*config.mixed_overrides, *exported(mixed / "model", "mixed")])
     return links
 
 
@@ -115,7 +103,7 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
     links, root = chain(config), Path(config.dir).expanduser()
     _check_waiting(links, lessons)
     with WorkFolder(root, "dir", "distillation") as folder, Commands() as commands:
-        done = folder.lines(LINKS)
+        done = folder.lines(_LINKS)
         known = {str(line["name"]): str(line["command"]) for line in done.read()}
         for link in links:
             if known.get(link.name, str(link)) != str(link):
@@ -123,43 +111,47 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
                     f"{link.name} has run with other settings:\n  {known[link.name]}\n  {link}\n"
                     "Choose another dir, or restore these to resume it"
                 )
-        folder.write(_lessons(root).name, dump_config(lessons, auto))
+        folder.write("lessons.yaml", dump_config(lessons, auto))
         for number, link in enumerate(links, start=1):
             if link.name in known:
                 continue
             print(f"{number} of {len(links)}, {link.name}: {link}", flush=True)
             began = time.monotonic()
             if not link.command:
-                sampled = {each.name: _sampled(root, each.name) for each in config.specialists}
+                sampled = {each.name: root / "samples" / each.name for each in config.specialists}
                 print("\n".join(select(sampled, config.select, link.result)), flush=True)
             elif not link.result.exists():  # else it finished before it was recorded
                 status = (run or commands.run)(link.command)
                 if status or not link.result.exists():
                     print(f"{link.name} has not finished; the same command resumes it")
-                    return status or commands.status or INTERRUPTED
+                    return status or commands.status or _INTERRUPTED
             took = round(time.monotonic() - began, 3)
             done.add({"name": link.name, "command": str(link), "seconds": took})
             if commands.status:
                 return commands.status
-        lines = report(config, root)
+        lines = _report(config, root)
         folder.write("report.md", "\n".join(lines) + "\n")
         print("\n".join(lines))
         print(f"model           {root / 'mixed' / 'model'}\nreport          {root / 'report.md'}")
     return 0
 
 
-def report(config: DistillConfig, root: Path) -> list[str]:
+def _report(config: DistillConfig, root: Path) -> list[str]:
     """Return a table of pass@1 with confidence intervals for the specialists, the distilled model
     and the mixed model, with one row per source."""
-    rows = [["", *STAGES]]
-    results = {stage: _results(root, stage) for stage in ("distilled", "mixed")}
+
+    def cell(stage: str, source: str) -> str:
+        path = root / "eval" / stage / "results.json"
+        if not path.exists():
+            return "–"
+        sets = next(iter(json.loads(path.read_text(encoding="utf-8"))["results"].values()))
+        low, high = sets[source]["pass@1_interval"]
+        return f"{sets[source]['pass@1']:.3f} ({low:.3f}–{high:.3f})"
+
+    rows = [["", "specialist", "distilled", "mixed"]]
     for each in config.specialists:
-        specialist = _results(root, f"specialist-{each.name}")
-        for source in each.sources:
-            cells = [
-                _cell(of.get(source)) for of in (specialist, results["distilled"], results["mixed"])
-            ]
-            rows.append([source, *cells])
+        stages = (f"specialist-{each.name}", "distilled", "mixed")
+        rows += [[source, *(cell(stage, source) for stage in stages)] for source in each.sources]
     return aligned(rows)
 
 
@@ -167,18 +159,14 @@ def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
     """Return the config for the `keel sft` stage and its `auto` knobs. Raises ConfigError if the
     recipe for any stage is invalid."""
     recipe = load_config(config.recipe, config.overrides)
-    sources = {source.name: source for source in recipe.data.sources}
+    holdouts = {source.name: source.holdout for source in recipe.data.sources}
     for each in config.specialists:
         for name in each.sources:
-            knob = f"specialists[{each.name}].sources"
-            if name not in sources:
-                raise ConfigError(
-                    f"{knob}: {config.recipe} has no source {name!r}; it has {', '.join(sources)}"
-                )
-            if not sources[name].holdout:
-                raise ConfigError(
-                    f"{knob}: {name} has no holdout in {config.recipe}, which the evaluation needs"
-                )
+            problem = "" if holdouts.get(name) else f"{name} has no holdout, which evaluation needs"
+            if name not in holdouts:
+                problem = f"no source {name!r}; it has {', '.join(holdouts)}"
+            if problem:
+                raise ConfigError(f"specialists[{each.name}].sources: {config.recipe}: {problem}")
     base = _base(config)
     contexts = [
         load_config(config.recipe, [*base, *_own(each)]).max_context for each in config.specialists
@@ -198,26 +186,21 @@ def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
     source = ConversationsConfig(
         name="distilled",
         source="trajectories",
-        path=str(_selected(root).absolute()),
+        path=str((root / "distilled.jsonl").absolute()),
         least_reward=config.select.least,
     )
     context = max(sft.sft.max_context_tokens, recipe.max_context, *contexts)
     # The layout of the supervised recipe, including its engines.
-    engines = {
-        name: getattr(sft.rollout, name)
-        for section, _, name in (knob.partition(".") for knob in KNOBS)
-        if section == "rollout"
-    }
-    return (
-        replace(
-            recipe,
-            run=replace(sft.run, dir=str(root / "distilled"), seed=recipe.run.seed),
-            rollout=replace(recipe.rollout, **engines),
-            trainer=sft.trainer,
-            sft=replace(sft.sft, sources=(source,), max_context_tokens=context),
-        ),
-        auto,
+    names = [name for section, _, name in (k.partition(".") for k in KNOBS) if section == "rollout"]
+    engines = {name: getattr(sft.rollout, name) for name in names}
+    lessons = replace(
+        recipe,
+        run=replace(sft.run, dir=str(root / "distilled"), seed=recipe.run.seed),
+        rollout=replace(recipe.rollout, **engines),
+        trainer=sft.trainer,
+        sft=replace(sft.sft, sources=(source,), max_context_tokens=context),
     )
+    return lessons, auto
 
 
 def _check_waiting(links: Sequence[Link], lessons: Config) -> None:
@@ -235,6 +218,20 @@ def _check_waiting(links: Sequence[Link], lessons: Config) -> None:
                 check_variant(config, variant)
         except ConfigError as error:
             raise ConfigError(f"{link.name}: {error}") from error
+
+
+def _base(config: DistillConfig) -> list[str]:
+    """Return the overrides that apply to every stage."""
+    taught = [name for each in config.specialists for name in each.sources]
+    return [*config.overrides, f"data.only={json.dumps(taught)}"]
+
+
+def _own(each: SpecialistConfig) -> list[str]:
+    return [*each.overrides, f"data.train_on={json.dumps(list(each.sources))}"]
+
+
+def _path(path: Path) -> str:
+    return as_override(str(path))
 
 
 class Commands:
@@ -267,57 +264,7 @@ class Commands:
         return status if status >= 0 else 128 - status
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        self.status = INTERRUPTED if number == signal.SIGINT else PREEMPTED
+        self.status = _INTERRUPTED if number == signal.SIGINT else PREEMPTED
         # The terminal sends Ctrl-C to both.
         if self._process is not None and (number != signal.SIGINT or not sys.stdin.isatty()):
             self._process.send_signal(number)
-
-
-def _base(config: DistillConfig) -> list[str]:
-    """Return the overrides that apply to every stage."""
-    taught = [name for each in config.specialists for name in each.sources]
-    return [*config.overrides, f"data.only={json.dumps(taught)}"]
-
-
-def _own(each: SpecialistConfig) -> list[str]:
-    return [*each.overrides, f"data.train_on={json.dumps(list(each.sources))}"]
-
-
-def _of(model: Path, root: Path, name: str) -> list[str]:
-    """Return the overrides for evaluating the model in a run folder without training it."""
-    return [f"model.path={_path(model)}", f"run.dir={_path(root / 'eval' / 'runs' / name)}"]
-
-
-def _path(path: Path) -> str:
-    return as_override(str(path))
-
-
-def _lessons(root: Path) -> Path:
-    return root / "lessons.yaml"
-
-
-def _sampled(root: Path, specialist: str) -> Path:
-    return root / "samples" / specialist
-
-
-def _evaluation(root: Path, stage: str) -> Path:
-    return root / "eval" / stage
-
-
-def _selected(root: Path) -> Path:
-    return root / "distilled.jsonl"
-
-
-def _results(root: Path, stage: str) -> Mapping[str, Any]:
-    path = _evaluation(root, stage) / "results.json"
-    if not path.exists():
-        return {}
-    results: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))["results"]
-    return next(iter(results.values()))
-
-
-def _cell(of: Mapping[str, Any] | None) -> str:
-    if of is None:
-        return "–"
-    low, high = of["pass@1_interval"]
-    return f"{of['pass@1']:.3f} ({low:.3f}–{high:.3f})"

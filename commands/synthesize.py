@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -16,6 +16,7 @@ from keel.configs.schema import ConfigError
 from keel.configs.synthesis import AuthorConfig, SynthesisConfig
 from keel.synthesis.author import Author, AuthorLost, BudgetSpent, EndpointAuthor, SynthesisBudget
 from keel.synthesis.ledger import Ledger, Rejected, TaskOutcome
+from keel.trainer.run.progress import Wait
 
 Make = Callable[[str], Awaitable[Sequence[Rejected] | None]]
 """A function that makes the task for a key and writes it to the folder, completely or not at all.
@@ -26,30 +27,12 @@ MOST_LOST = 5
 """Stop after this many consecutive tasks whose author did not answer."""
 
 
-class Shown(Protocol):
-    """A wait with a progress display."""
-
-    done: float
-    before: float
-    measure: Callable[[Any], object] | None
-    """Called before each refresh to set `note`."""
+Show = Callable[..., AbstractContextManager[Wait]]
+"""Displays a wait, given its text and, as `total`, the number of tasks."""
 
 
-class Show(Protocol):
-    """A function that displays a wait. `total` is the number of tasks, or 0 if it is unknown."""
-
-    def __call__(self, what: str, *, total: int = 0) -> AbstractContextManager[Shown]: ...
-
-
-@dataclass(slots=True)
-class _Unseen:
-    done: float = 0
-    before: float = 0
-    measure: Callable[[Any], object] | None = None
-
-
-def _unseen(what: str, *, total: int = 0) -> AbstractContextManager[Shown]:
-    return nullcontext(_Unseen())
+def _unseen(what: str, *, total: int = 0) -> AbstractContextManager[Wait]:
+    return nullcontext(Wait(what))
 
 
 async def make_all(
@@ -64,43 +47,35 @@ async def make_all(
 ) -> str:
     """Make all tasks that the ledger does not list yet. Returns the reason for stopping early, or
     ""."""
-    made = sum(key in ledger.outcomes for key in keys)
-    if made:
-        say(f"{made:,} of {len(keys):,} tasks already made")
-    if made == len(keys):
-        return ""
-    with show("making tasks", total=len(keys)) as shown:
-        shown.done = shown.before = made
-        return await _make_left(keys, make, ledger, at_once, say, stop, shown)
-
-
-async def _make_left(
-    keys: Sequence[str],
-    make: Make,
-    ledger: Ledger,
-    at_once: int,
-    say: Say,
-    stop: asyncio.Event,
-    shown: Shown,
-) -> str:
     remaining = [key for key in keys if key not in ledger.outcomes]
+    if made := len(keys) - len(remaining):
+        say(f"{made:,} of {len(keys):,} tasks already made")
+    if not remaining:
+        return ""
     queue, why, lost, under_way = list(reversed(remaining)), "", 0, set[str]()
 
-    def measure(wait: Any) -> None:
-        wait.note = f"{len(under_way)} in flight, {len(ledger.spent):,} model calls"
-
-    shown.measure = measure
+    async def outcome_of(key: str) -> TaskOutcome:
+        begun, gate, reason = time.monotonic(), "", ""
+        try:
+            drafts = await make(key) or ()
+        except Rejected as refused:
+            gate, reason, drafts = refused.gate, refused.reason, refused.drafts
+        return TaskOutcome(
+            key=key,
+            outcome="refused" if gate else "kept",
+            gate=gate,
+            reason=reason,
+            seconds=round(time.monotonic() - begun, 3),
+            drafts=[(draft.gate, draft.reason) for draft in drafts],
+        )
 
     async def worker() -> None:
         nonlocal why, lost
         while queue and not why and not stop.is_set():
-            key, begun = queue.pop(), time.monotonic()
+            key = queue.pop()
             under_way.add(key)
             try:
-                drafts = await make(key) or ()
-            except Rejected as refused:
-                gate, reason, outcome = refused.gate, refused.reason, "refused"
-                drafts = refused.drafts
+                outcome = await outcome_of(key)
             except AuthorLost as error:
                 lost += 1
                 say(f"{key}: {error}. The next start retries it")
@@ -110,27 +85,21 @@ async def _make_left(
             except BudgetSpent as error:
                 why = str(error)
                 return
-            else:
-                gate, reason, outcome = "", "", "kept"
             finally:
                 under_way.discard(key)
-            lost, seconds = 0, round(time.monotonic() - begun, 3)
-            ledger.add(
-                TaskOutcome(
-                    key=key,
-                    outcome=outcome,
-                    gate=gate,
-                    reason=reason,
-                    seconds=seconds,
-                    drafts=[(draft.gate, draft.reason) for draft in drafts],
-                )
-            )
-            reply = "kept" if outcome == "kept" else f"rejected by {gate}: {reason}"
+            lost = 0
+            ledger.add(outcome)
+            reply = f"rejected by {outcome.gate}: {outcome.reason}" if outcome.gate else "kept"
             shown.done += 1
             say(f"{shown.done:,.0f} of {len(keys):,}: {key} {reply}")
 
-    workers = [asyncio.create_task(worker()) for _ in range(min(at_once, len(queue)))]
-    if workers:
+    def measure(wait: Wait) -> None:
+        wait.note = f"{len(under_way)} in flight, {len(ledger.spent):,} model calls"
+
+    with show("making tasks", total=len(keys)) as shown:
+        shown.done = shown.before = made
+        shown.measure = measure
+        workers = [asyncio.create_task(worker()) for _ in range(min(at_once, len(queue)))]
         stopping = asyncio.create_task(stop.wait())
         try:
             ended = asyncio.gather(*workers)
@@ -177,18 +146,16 @@ def open_pipeline(
         return GeneralPipeline(
             config.general, folder, author=author, reference=reference, seed=config.seed
         )
-    if config.family == "search":
-        from keel.synthesis.search.pipeline import SearchPipeline  # noqa: PLC0415
-
-        try:
-            return SearchPipeline(config.search, author, author.another, folder, seed=config.seed)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
     if config.family == "code":
         from keel.synthesis.code.pipeline import CodePipeline  # noqa: PLC0415
 
         return CodePipeline(config.code, author, folder)
-    raise ConfigError(f"family = {config.family!r} has no pipeline")
+    from keel.synthesis.search.pipeline import SearchPipeline  # noqa: PLC0415
+
+    try:
+        return SearchPipeline(config.search, author, author.another, folder, seed=config.seed)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def synthesize(config: SynthesisConfig, say: Say = print, show: Show = _unseen) -> int:
@@ -251,12 +218,8 @@ def _leave(number: int, _: object) -> None:
 def depends_on(config: SynthesisConfig) -> dict[str, Any]:
     """Return the settings that the tasks depend on. Authors and budget are left out because they
     may change between starts."""
-    section = getattr(config, config.family, None)
-    return {
-        "family": config.family,
-        "seed": config.seed,
-        **(asdict(section) if section is not None else {}),
-    }
+    section = asdict(getattr(config, config.family))
+    return {"family": config.family, "seed": config.seed, **section}
 
 
 def told(report: Mapping[str, Any], say: Say) -> None:

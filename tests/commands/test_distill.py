@@ -208,7 +208,7 @@ def test_unlogged_result_is_reused(tmp_path: Path) -> None:
 def test_invalid_links_are_refused_before_any_run(tmp_path: Path) -> None:
     keel = Keel()
     wrong = SpecialistConfig(name="a", sources=("speling",))
-    with pytest.raises(ConfigError, match=r"specialists\[a\].sources: .* no source 'speling'"):
+    with pytest.raises(ConfigError, match=r"specialists\[a\].sources: .*no source 'speling'"):
         distill(recipe(tmp_path, specialists=(wrong,)), keel)
     wrong = SpecialistConfig(name="a", sources=("spelling",), overrides=("run.step=3",))
     with pytest.raises(ConfigError, match=r"run.step"):
