@@ -11,11 +11,11 @@ from pathlib import Path
 
 from keel.configs.sections.base import ConfigError
 
-HERE = Path(__file__).resolve().parent
-HARDWARE = "hardware/"
-FOLDERS: Mapping[str, str] = {
+_HERE = Path(__file__).resolve().parent / "recipes"
+_HARDWARE = "hardware/"
+_FOLDERS: Mapping[str, str] = {
     "": "Recipes for keel train, eval and filter (sft-…: keel sft; pretrain-…: keel pretrain)",
-    HARDWARE: "Recipes for common models and machines, on GSM8K unless you set data.sources",
+    _HARDWARE: "Recipes for common models and machines, on GSM8K unless you set data.sources",
     "distill/": "Recipes for keel distill",
 }
 """Maps each folder of recipes to its heading. A bare name finds the recipes in the command's
@@ -24,17 +24,13 @@ _FOOTER = (
     "keel recipes NAME prints one. Base your own on it with `defaults: NAME`. Estimates are for "
     "H200s, by keel check."
 )
-_OTHER_FILES = {
-    **dict.fromkeys((".jsonl", ".csv", ".tsv", ".parquet", ".arrow"), "a data file"),
-    **dict.fromkeys((".py", ".ipynb"), "Python"),
-    ".safetensors": "a model's weights",
-}
+_NO_RECIPES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".py", ".ipynb", ".safetensors")
 
 
 def shipped(folder: str = "") -> dict[str, Path]:
     """Return the files of the recipes that a command can find by bare name."""
-    folders = (folder,) if folder else (folder, HARDWARE)
-    files = sorted(file for each in folders for file in HERE.glob(f"{each}*.yaml"))
+    folders = (folder,) if folder else (folder, _HARDWARE)
+    files = sorted(file for each in folders for file in _HERE.glob(f"{each}*.yaml"))
     return {file.stem: file for file in files}
 
 
@@ -61,40 +57,51 @@ def read_recipe(path: Path, folder: str) -> str:
     """Read a recipe file. Raises ConfigError with a suggestion if it does not exist."""
     if not path.is_file():
         problem = "is a folder; name a YAML file" if path.is_dir() else "no such file"
-        if not path.parent.is_dir():
-            problem = f"no such folder as {path.parent}"
         raise ConfigError(f"{path}: {problem}{_hint(path, folder)}")
-    if path.suffix in _OTHER_FILES:
-        raise ConfigError(
-            f"{path}: is {_OTHER_FILES[path.suffix]} and not a recipe. Name a YAML file (`keel "
-            "new` writes one)"
-        )
+    if path.suffix in _NO_RECIPES:
+        raise ConfigError(f"{path}: is not a recipe. Name a YAML file (`keel new` writes one)")
     try:
         return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8 text") from error
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
 
 
 def _hint(path: Path, folder: str) -> str:
     """Suggest similar files next to `path`, or similar recipes that come with Keel if it is a bare
     name."""
-    near: list[str] = []
-    if path.parent.is_dir():
-        recipes = sorted(file.name for file in path.parent.glob("*.y*ml"))
-        near = difflib.get_close_matches(path.name, recipes, n=3, cutoff=0.6)
-    if path.name == str(path) and not path.is_dir():
-        names = sorted(shipped(folder))
-        name = path.name.removesuffix(path.suffix if path.suffix in (".yaml", ".yml") else "")
-        near = near or difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-        near = near or [each for each in names if len(name) > 2 and name in each][:4]
-        if names and not near:
+    recipes = sorted(file.name for file in path.parent.glob("*.y*ml"))
+    near = difflib.get_close_matches(path.name, recipes, n=3, cutoff=0.6)
+    if path.name == str(path) and not path.is_dir() and not near:
+        near = difflib.get_close_matches(path.stem, shipped(folder), n=1, cutoff=0.75)
+        if not near:
             return "; keel recipes lists those that come with Keel"
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
-def about(file: Path) -> str:
+def list_recipes(name: str = "") -> str:
+    """List all recipes with one line each, or print a single recipe. Raises ConfigError if the
+    recipe is unknown."""
+    if name:
+        for folder in _FOLDERS:
+            if file := shipped(folder).get(name):
+                return f"# {file}\n{file.read_text(encoding='utf-8').rstrip()}"
+        raise ConfigError(f"{name}: no such recipe{_hint(Path(name), '')}")
+    width = min(100, shutil.get_terminal_size().columns)
+    parts: list[str] = []
+    for folder, title in _FOLDERS.items():
+        files = sorted(_HERE.glob(f"{folder}*.yaml"))
+        wide = max(len(file.stem) for file in files) + 4
+        parts.append(title)
+        for file in files:
+            head, indent = f"  {file.stem}".ljust(wide), " " * wide
+            parts += textwrap.wrap(
+                _about(file), width, initial_indent=head, subsequent_indent=indent
+            )
+        parts.append("")
+    return "\n".join([*parts, textwrap.fill(_FOOTER, width)])
+
+
+def _about(file: Path) -> str:
     """Return the first sentence of the comment at the top of a recipe."""
     words: list[str] = []
     for line in file.read_text(encoding="utf-8").splitlines():
@@ -102,29 +109,3 @@ def about(file: Path) -> str:
             break
         words += line.lstrip("# ").split()
     return re.split(r"(?<=[\w)`])\. (?=[A-Z])", " ".join(words), maxsplit=1)[0].rstrip(".:")
-
-
-def list_recipes(name: str = "") -> str:
-    """List all recipes with one line each, or print a single recipe. Raises ConfigError if the
-    recipe is unknown."""
-    if name:
-        for folder in FOLDERS:
-            if file := shipped(folder).get(name):
-                return f"# {file}\n{file.read_text(encoding='utf-8').rstrip()}"
-        raise ConfigError(f"{name}: no such recipe{_hint(Path(name), '')}")
-    width = min(100, shutil.get_terminal_size().columns)
-    parts: list[str] = []
-    for folder, title in FOLDERS.items():
-        files = sorted(HERE.glob(f"{folder}*.yaml"))
-        wide = max(len(file.stem) for file in files) + 2
-        rows = [
-            textwrap.fill(
-                about(file),
-                width,
-                initial_indent=f"  {file.stem:<{wide}}",
-                subsequent_indent=" " * (wide + 2),
-            )
-            for file in files
-        ]
-        parts.append("\n".join([title, *rows]))
-    return "\n\n".join([*parts, textwrap.fill(_FOOTER, width)])

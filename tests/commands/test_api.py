@@ -129,7 +129,7 @@ def test_rows_of_all_kinds_become_the_source(requests: list[Config], tmp_path: P
 def test_python_recipe_is_saved(
     requests: list[Config], tmp_path: Path, working_folder: Path, base: Any
 ) -> None:
-    Path("mine.yaml").write_text(f"defaults: {ROOT}/configs/quickstart.yaml\n")
+    Path("mine.yaml").write_text(f"defaults: {ROOT}/configs/recipes/quickstart.yaml\n")
     recipe = {"defaults": base, "run": {"steps": np.int64(3), "dir": Path("elsewhere")}}
     keel.train(recipe, knobs={"run.dir": tmp_path / "r😀"})
     keel.train({**recipe, "run": {"steps": 3, "dir": str(tmp_path / "r😀")}})

@@ -75,6 +75,6 @@ def test_missing_reward_module_is_named(tmp_path: Path) -> None:
     def weighed(part: str) -> str:
         return said(tmp_path, f"data.sources[spiral].rewards={{{part}: 1}}")
 
-    assert "there is no module 'my_reward'" in weighed("my_reward.brief")
+    assert "my_reward" in weighed("my_reward.brief")
     assert weighed("my_rewards.brief") == weighed("random.random") == ""
     assert "MODULE.FUNCTION" in weighed("'./my_rewards.py:brief'")

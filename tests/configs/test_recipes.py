@@ -10,7 +10,9 @@ import pytest
 from keel.configs.load import dump_config, load_config
 from keel.configs.schema import ConfigError
 
-RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "configs").glob("*.yaml"))
+RECIPES = sorted(
+    path.stem for path in (Path(__file__).parents[2] / "configs/recipes").glob("*.yaml")
+)
 shipped = cache(load_config)
 
 

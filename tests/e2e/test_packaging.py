@@ -45,7 +45,7 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_has_recipes_and_no_tests(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert "keel/configs/quickstart.yaml" in names
+    assert "keel/configs/recipes/quickstart.yaml" in names
     data = [f"keel/{path.relative_to(ROOT)}" for path in ROOT.glob("configs/*/*.jsonl")]
     data += [f"keel/{path.relative_to(ROOT)}" for path in ROOT.glob("commands/report/page/*")]
     assert len(data) > 8 and set(data) <= set(names)

@@ -23,7 +23,7 @@ from keel.rewards.text import answer_in
 from keel.rewards.workers.worker import reply_to
 from keel.rl.evaluation import passed
 
-RECIPES = Path(__file__).parents[3] / "configs"
+RECIPES = Path(__file__).parents[3] / "configs/recipes"
 NAMING = sorted(p.name for p in RECIPES.glob("*.yaml") if "source: reasoning_gym" in p.read_text())
 NO_ORACLE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 """Tasks with many right answers, of which they name none."""

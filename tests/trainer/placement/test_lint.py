@@ -17,7 +17,9 @@ from keel.trainer.placement.plan import make_plan
 from keel.trainer.prepare import crowding_warnings
 from tests.trainer.placement.test_memory import DENSE
 
-RECIPES = sorted(path.stem for path in (Path(__file__).parents[3] / "configs").glob("*.yaml"))
+RECIPES = sorted(
+    path.stem for path in (Path(__file__).parents[3] / "configs/recipes").glob("*.yaml")
+)
 
 
 @pytest.fixture(scope="module")
