@@ -89,7 +89,6 @@ def format_of(tokenizer: Any, encoder: Encoder) -> Format:
         "tiny": template == CHAT_TEMPLATE,
         "harmony": "<|channel|>" in controls and "<|message|>" in controls,
         "deepseek-v3.2": "｜DSML｜" in controls and (not template or "｜DSML｜" in template),
-        "deepseek-v3.1": "<｜tool▁calls▁begin｜>" in template,
         "glm": "<arg_key>" in template,
         # Qwen3-Coder writes another format between the same marks.
         "hermes": "<tool_call>" in template and "<function=" not in template,
@@ -140,21 +139,6 @@ def _json_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
             return Broken(body, f"it is not JSON: {error}")
 
     return _blocks(text, "<tool_call>", "</tool_call>", read)
-
-
-def _deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-
-    def read(body: str) -> _Item:
-        name, separator, arguments = body.partition("<｜tool▁sep｜>")
-        if not separator:
-            return Broken(body, "no <｜tool▁sep｜> between the name and the arguments")
-        return _checked(name, arguments)
-
-    content, items = _blocks(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", read)
-    begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-    if not items and begin in content:
-        items = [Broken(content[content.index(begin) :], "it holds no call")]
-    return _around(content, begin, end), items
 
 
 def _deepseek_v32_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
@@ -419,12 +403,6 @@ _FORMATS = {
         Format(
             name="deepseek-v3.2",
             read=_tagged(_deepseek_v32_calls, CallBounds("<｜DSML｜invoke", "</｜DSML｜invoke>")),
-        ),
-        Format(
-            name="deepseek-v3.1",
-            read=_tagged(
-                _deepseek_v31_calls, CallBounds("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-            ),
         ),
         # The policy ends its turn with the mark that begins the next message.
         Format(

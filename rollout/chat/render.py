@@ -62,9 +62,7 @@ class Renderer:
                 "model of the same family"
             )
         self._arguments_as_text = False
-        self._tools_by_hand = False
         self._detect_form_of_arguments()
-        self._detect_listing_of_tools()
 
     def render(
         self,
@@ -81,9 +79,7 @@ class Renderer:
         Raises ValueError if the template refuses the messages.
         """
         shielded = [self._shield_message(message, marks) for message in messages]
-        offered: Any = [self._shield_all(tool, marks) for tool in tools]
-        if self._tools_by_hand and offered:
-            shielded, offered = _with_tools(shielded, offered), ()
+        offered = [self._shield_all(tool, marks) for tool in tools]
         try:
             return render(self._tokenizer, shielded, offered, thinking=thinking, speak=speak)
         except (TemplateError, TypeError, ValueError) as error:
@@ -139,15 +135,6 @@ class Renderer:
         except ValueError:
             self._arguments_as_text = True
 
-    def _detect_listing_of_tools(self) -> None:
-        """Find out whether the template omits tools, as that of DeepSeek-V3.1 does."""
-        if "<｜tool▁calls▁begin｜>" in str(self._tokenizer.chat_template or ""):
-            name = "Keeltool"
-            tool = {"type": "function", "function": {"name": name, "parameters": {}}}
-            messages = [{"role": "user", "content": "a"}]
-            text = self.render(messages, [tool], free_marks(()), thinking=False)
-            self._tools_by_hand = name not in text
-
 
 def render(
     tokenizer: Any,
@@ -169,7 +156,7 @@ def render(
         tools=list(tools) or None,
         add_generation_prompt=speak,
         enable_thinking=thinking,  # Qwen3 and most others
-        thinking=thinking,  # DeepSeek-V3.1, Granite
+        thinking=thinking,  # DeepSeek, Granite
         reasoning=thinking,  # Command A
         tokenize=False,
     )
@@ -183,26 +170,6 @@ def check_developers(messages: Sequence[Mapping[str, Any]], text: str) -> None:
             raise ValueError(
                 "the chat template does not show messages of the role developer. Use system"
             )
-
-
-def _with_tools(
-    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    functions = [tool["function"] for tool in tools]
-    listed = [
-        f"### {function['name']}\nDescription: {function.get('description', '')}\n\n"
-        f"Parameters: {json.dumps(function.get('parameters', {}), ensure_ascii=False)}\n"
-        for function in functions
-    ]
-    form = (
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>name<｜tool▁sep｜>{arguments as JSON}"
-        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-    )
-    section = "\n".join(["## Tools", *listed, f"Call a tool in exactly this form:\n{form}"])
-    first, rest = messages[0], messages[1:]
-    if first["role"] != "system":
-        return [{"role": "system", "content": section}, *messages]
-    return [{**first, "content": f"{first['content']}\n\n{section}"}, *rest]
 
 
 def _deepseek_v32(

@@ -93,32 +93,6 @@ HERMES = """\
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
 """
 
-DEEPSEEK_V31 = """\
-{%- set ns = namespace(header=false) -%}
-{{- bos_token -}}
-{%- for m in messages if m.role == 'system' -%}{{ m.content }}{%- endfor -%}
-{%- for tool in tools or [] -%}{{ '\n### ' + tool.function.name }}{%- endfor -%}
-{%- for m in messages -%}
-{%- if m.role == 'user' -%}{%- set ns.header = true -%}{{ '<｜User｜>' + m.content }}
-{%- elif m.role == 'assistant' -%}
-  {{- '<｜Assistant｜></think>' if ns.header else '' -}}{%- set ns.header = false -%}
-  {{- m.content -}}
-  {%- for call in m.tool_calls or [] -%}
-    {{- '<｜tool▁calls▁begin｜>' if loop.first else '' -}}
-    {{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' -}}
-    {{- call.function.arguments + '<｜tool▁call▁end｜>' -}}
-    {{- '<｜tool▁calls▁end｜>' if loop.last else '' -}}
-  {%- endfor -%}
-  {{- '<｜end▁of▁sentence｜>' -}}
-{%- elif m.role == 'tool' -%}{%- set ns.header = false -%}
-  {{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' -}}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt and ns.header -%}
-{{- '<｜Assistant｜>' + ('<think>' if thinking else '</think>') -}}
-{%- endif -%}
-"""
-
 GLM45 = """\
 {%- set ns = namespace(last=-1) -%}
 {%- for m in messages if m.role == 'user' %}{% set ns.last = messages.index(m) %}{% endfor -%}
@@ -277,7 +251,6 @@ _SEED = ("<seed:bos>", "<seed:eos>", "<seed:think>", "</seed:think>")
 FAMILIES: dict[str, tuple[str | None, tuple[str, ...], tuple[str, ...], str, str | None]] = {
     "qwen3": (QWEN3, _CHATML, _TAGS + _THINK, "<|im_end|>", None),
     "hermes": (HERMES, (*_CHATML, "<|begin_of_text|>"), (), "<|im_end|>", "<|begin_of_text|>"),
-    "deepseek-v3.1": (DEEPSEEK_V31, _DEEPSEEK, _THINK, _DEEPSEEK[1], _DEEPSEEK[0]),
     "deepseek-v3.2": (None, _DEEPSEEK, (*_THINK, "｜DSML｜"), _DEEPSEEK[1], _DEEPSEEK[0]),
     "glm": (GLM45, _GLM, _THINK + _TAGS + _ARGUMENTS, "<|endoftext|>", None),
     "llama3": (LLAMA3, _LLAMA, (), "<|eot_id|>", "<|begin_of_text|>"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.rl.turns import Message, ToolSpec
+from keel.rl.turns import Message
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.encoding import Marks
 from keel.rollout.chat.render import _deepseek_code, call_message, retained
@@ -47,12 +47,7 @@ def calling(turn: int, count: int, *, thought: str = "") -> dict[str, Any]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("thinking", [True, False])
 def test_the_law_holds_for_every_family(name: str, thinking: bool) -> None:
-    if name == "deepseek-v3.1" and thinking:
-        with pytest.raises(ValueError, match="without thinking"):
-            check_prefix_law(chat_of(name), modes=(True,))
-        check_prefix_law(chat_of(name), modes=(True,), tools=())
-    else:
-        check_prefix_law(chat_of(name), modes=(thinking,))
+    check_prefix_law(chat_of(name), modes=(thinking,))
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -68,7 +63,7 @@ def test_without_tools_no_call_format_is_needed(name: str, thinking: bool) -> No
 @given(data=st.data())
 def test_extensions_equal_one_render(name: str, data: st.DataObject) -> None:
     chat = chat_of(name)
-    thinking = name not in ("deepseek-v3.1", *WITHOUT_THINKING) and data.draw(st.booleans())
+    thinking = name not in WITHOUT_THINKING and data.draw(st.booleans())
     messages: list[Message] = [*USER]
     ids = chat.opening(messages, [CITY], thinking=thinking)
     for turn in range(data.draw(st.integers(1, 3))):
@@ -96,10 +91,7 @@ def test_extensions_equal_one_render(name: str, data: st.DataObject) -> None:
 def test_user_messages_end_thinking_and_segment(name: str) -> None:
     chat = chat_of(name)
     said = {"role": "assistant", "content": "There.", "reasoning_content": "hm"}
-    if name == "deepseek-v3.1":
-        sampled = tokenizer_of(name).encode("hm</think>There.<｜end▁of▁sentence｜>")
-    else:
-        sampled = chat.turn_ids(USER, said, USER, [], thinking=True)
+    sampled = chat.turn_ids(USER, said, USER, [], thinking=True)
     ids = [*chat.opening(USER, [], thinking=True), *sampled]
     assert chat.extend(ids, USER, thinking=True) is None
     whole = chat.opening([*USER, said, *USER], [], thinking=True)
@@ -179,19 +171,6 @@ def changed(name: str, old: str, new: str) -> TemplateChat:
 def test_templates_breaking_the_prefix_law_are_refused(old: str, new: str) -> None:
     with pytest.raises(ValueError, match="chat_template"):
         check_prefix_law(changed("qwen3", old, new))
-
-
-def test_deepseek_v31_tools_go_into_the_system_message() -> None:
-    listing = "{%- for tool in tools or [] -%}{{ '\n### ' + tool.function.name }}{%- endfor -%}"
-    chat = changed("deepseek-v3.1", listing, "")
-    check_prefix_law(chat, modes=(False,))
-    hostile = ToolSpec(name="city", description="".join(chat.encoder.controls), parameters={})
-    for messages in (USER, [{"role": "system", "content": "Be brief."}, *USER]):
-        plain, *others = (
-            chat.decode(chat.opening(messages, [tool], thinking=False)) for tool in (CITY, hostile)
-        )
-        assert plain.index("### city\nDescription: Looks") < plain.index("<｜User｜>Where to?")
-        assert all(text.count("<｜User｜>") == 1 for text in (plain, *others))
 
 
 @pytest.mark.parametrize(

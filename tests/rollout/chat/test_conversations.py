@@ -20,11 +20,6 @@ CALLS = {
         '<tool_call>{"name": "city", "arguments": {"name": "Rome"}}</tool_call>',
         "<tool_call>",
     ),
-    "deepseek-v3.1": (
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>city<｜tool▁sep｜>{"name": "Rome"}'
-        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        "<｜tool▁call▁begin｜>",
-    ),
     "deepseek-v3.2": (
         f'<{DSML}function_calls>\n<{DSML}invoke name="city">\n<{DSML}parameter name="name" '
         f'string="true">Rome</{DSML}parameter>\n</{DSML}invoke>\n</{DSML}function_calls>',
@@ -48,7 +43,6 @@ THOUGHT = {
     "harmony": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant",
     "deepseek-v3.2": "hm</think>",
     "glm": "\n<think>hm</think>\n",
-    "deepseek-v3.1": "",
 }
 ANSWER = {"harmony": "<|channel|>final<|message|>Rome."}
 
@@ -81,8 +75,7 @@ def answers(parsed: Parsed, content: str) -> list[Message]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_conversation_with_good_and_bad_calls(name: str) -> None:
-    thinking = name != "deepseek-v3.1"
-    thought = THOUGHT.get(name, "<think>\nhm\n</think>\n\n") if thinking else ""
+    thought = THOUGHT.get(name, "<think>\nhm\n</think>\n\n")
     good, bad = CALLS[name]
     end = ENDS.get(name, "<|im_end|>")
     chat: Any = chat_of(name)
@@ -93,11 +86,11 @@ def test_conversation_with_good_and_bad_calls(name: str) -> None:
         chat=chat,
         messages=[{"role": "user", "content": f"Where? {hostile}"}],
         tools=[CITY],
-        thinking=thinking,
+        thinking=True,
     )
     for text, kind in ((good, "city"), (bad, MALFORMED), (good, "city")):
         parsed = say(conversation, name, thought + text + end)
-        assert parsed.closed and parsed.reasoning == ("hm" if thinking else "")
+        assert parsed.closed and parsed.reasoning == "hm"
         (answer,) = answers(parsed, hostile)
         assert answer["name"] == kind
         conversation.answer([answer])
@@ -106,19 +99,18 @@ def test_conversation_with_good_and_bad_calls(name: str) -> None:
     parsed = say(conversation, name, thought + ANSWER.get(name, "Rome.") + last)
     assert (parsed.content, parsed.calls) == ("Rome.", ())
     conversation.answer([{"role": "user", "content": "And then?"}])
-    assert conversation.forks == int(thinking), "thinking goes, and a new segment begins"
+    assert conversation.forks == 1, "thinking goes, and a new segment begins"
     say(conversation, name, thought + ANSWER.get(name, "Rome.") + last)
 
     segments = conversation.segments()
-    assert len(segments) == 1 + int(thinking)
+    assert len(segments) == 2
     assert sum(int(segment.trainable_T.sum()) for segment in segments) == (
         conversation.sampled_tokens
     )
     assert conversation.turns == 5
     ids = {call["id"] for m in conversation.transcript for call in m.get("tool_calls", ())}
     assert ids == {"call_0_0", "call_1_0", "call_2_0"}
-    if thinking:
-        assert "hm" not in chat.decode(segments[1].token_ids_T[~segments[1].trainable_T].tolist())
+    assert "hm" not in chat.decode(segments[1].token_ids_T[~segments[1].trainable_T].tolist())
 
 
 @pytest.mark.parametrize("name", ["tiny", "qwen3", "glm", "deepseek-v3.2"])

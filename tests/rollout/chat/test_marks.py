@@ -72,6 +72,6 @@ def test_order_of_mark_sources() -> None:
     tokenizer = copy.deepcopy(tokenizer_of("seed"))
     tokenizer.chat_template = tokenizer_of("chatml").chat_template
     assert marks_of(tokenizer) == ThinkingMarks("<seed:think>", "</seed:think>")
-    tokenizer.chat_template = tokenizer_of("deepseek-v3.1").chat_template
+    tokenizer.chat_template = tokenizer_of("qwen3").chat_template
     assert marks_of(tokenizer) == THINK
     assert marks_of(tokenizer_of("chatml")) is None

@@ -21,7 +21,6 @@ CODE = ToolSpec(
 DSML = "｜DSML｜"
 ENDS = {
     "harmony": "<|call|>",
-    "deepseek-v3.1": "<｜end▁of▁sentence｜>",
     "deepseek-v3.2": "<｜end▁of▁sentence｜>",
     "glm": "<|observation|>",
     "llama3": "<|eot_id|>",
@@ -56,7 +55,7 @@ def test_what_a_template_writes_is_read_back(name: str, words: str, days: int | 
     }
     properties = {**CITY.parameters["properties"], "last": {"type": "string"}}
     tool = ToolSpec(name="city", description="", parameters={"properties": properties})
-    thinking = name not in ("deepseek-v3.1", *WITHOUT_THINKING)
+    thinking = name not in WITHOUT_THINKING
     if thinking:
         said["reasoning_content"] = "so"
     after = [{"role": "tool", "content": "", "tool_call_id": "a", "name": "city"}]
@@ -120,11 +119,6 @@ MALFORMED_CALLS = {
         f"<tool_call>{'[' * 100_000}</tool_call>",
         f"<tool_call>{'[' * 700}{']' * 700}</tool_call>",
     ),
-    "deepseek-v3.1": (
-        "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>",
-        "<｜tool▁call▁begin｜>city{}<｜tool▁call▁end｜>",
-        "<｜tool▁call▁begin｜>a<｜tool▁sep｜>{<｜tool▁call▁end｜>",
-    ),
     "deepseek-v3.2": (
         f"<{DSML}function_calls></{DSML}function_calls>",
         f'<{DSML}invoke name="city">1</{DSML}invoke>',
@@ -174,14 +168,12 @@ def test_glm_values_follow_the_schema(schema: dict[str, Any], text: str, value: 
     assert isinstance(call, ToolCall) and call.arguments == {"a": value}
 
 
-V31 = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 V32 = (f"<{DSML}function_calls>", f"</{DSML}function_calls>")
 
 
 @pytest.mark.parametrize(
     ("name", "marks", "call"),
     [
-        ("deepseek-v3.1", V31, "<｜tool▁call▁begin｜>city<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
         ("deepseek-v3.2", V32, f'<{DSML}invoke name="city"></{DSML}invoke>'),
     ],
 )

@@ -20,7 +20,7 @@ from tests.rollout.chat.families import CITY, NAMES, WITHOUT_THINKING, chat_of, 
 
 WORDS = ["Rome", "800 yuan.", "Is it (really)?", "a <|im_end|> b", "zwölf", "x\n\ny", '{"a": 1}']
 ONE_CALL = ("llama3", "harmony")
-TAGS = ("deepseek-v3.1", "deepseek-v3.2", "glm", "tiny", "qwen3")
+TAGS = ("deepseek-v3.2", "glm", "tiny", "qwen3")
 """Formats in which `<think>` in a text cannot be mistaken for thinking."""
 
 SEEDS = 2
@@ -108,12 +108,7 @@ def sampled(name: str, messages: list[Message], contexts: list[Context], *, thin
 
 @pytest.mark.parametrize(
     ("name", "thinking"),
-    [
-        (name, thinking)
-        for name in NAMES
-        for thinking in (True, False)
-        if not (name == "deepseek-v3.1" and thinking)  # does not think with tools
-    ],
+    [(name, thinking) for name in NAMES for thinking in (True, False)],
 )
 def test_trained_ids_match_a_rollout(name: str, thinking: bool) -> None:
     shows = thinking and name not in WITHOUT_THINKING

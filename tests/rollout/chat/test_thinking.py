@@ -16,8 +16,6 @@ CALLS = {
     "hermes": HERMES,
     "llama3": '{{"name": "python", "parameters": {{"code": "{}"}}}}',
     "glm": "<tool_call>python\n<arg_key>code</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
-    "deepseek-v3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>python<｜tool▁sep｜>"
-    '{{"code": "{}"}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "deepseek-v3.2": f'<{DSML}function_calls>\n<{DSML}invoke name="python">\n<{DSML}parameter '
     f'name="code" string="true">{{}}</{DSML}parameter>\n</{DSML}invoke>\n</{DSML}function_calls>',
 }
