@@ -17,7 +17,7 @@ from keel.model.tiny.tokenizer import CHAT_TEMPLATE
 from keel.rl import strict_json
 from keel.rl.turns import THINK, ThinkingMarks, ToolSpec
 from keel.rollout.chat.encoding import Encoder
-from keel.rollout.chat.thinking import HARMONY, NO_CALLS, CallBounds, split_thinking
+from keel.rollout.chat.thinking import HARMONY, CallBounds, split_thinking
 
 _KINDS: dict[type, set[str]] = {
     type(None): {"null"},
@@ -64,7 +64,7 @@ class ParsedTurn:
     """True if the turn ends before its thinking is closed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Format:
     """The format in which a model family writes turns and tool calls."""
 
@@ -116,18 +116,18 @@ def _read_tagged(
     reasoning, content, is_open = split_thinking(
         text, bounds, opened=opened, inside=inside, marks=marks
     )
-    items: Sequence[_Item] = ()
+    items: list[_Item] = []
     if inside:
-        reasoning, items = find_calls(reasoning, tools)
-    content, after = find_calls(content, tools)
-    if inside:
-        after = [item if isinstance(item, Broken) else _outside(item, marks) for item in after]
-    return ParsedTurn(content.strip(), reasoning.strip(), [*items, *after], is_open)
-
-
-def _outside(call: Written, marks: ThinkingMarks) -> Broken:
-    why = f"tools are called while thinking, between {marks.open} and {marks.close}, not outside"
-    return Broken(f"{call.name} {json.dumps(dict(call.arguments), ensure_ascii=False)}", why)
+        reasoning, calls = find_calls(reasoning, tools)
+        items += calls
+    content, calls = find_calls(content, tools)
+    for call in calls:
+        if inside and isinstance(call, Written):
+            text = f"{call.name} {json.dumps(dict(call.arguments), ensure_ascii=False)}"
+            between = f"between {marks.open} and {marks.close}"
+            call = Broken(text, f"tools are called while thinking, {between}, not outside")
+        items.append(call)
+    return ParsedTurn(content.strip(), reasoning.strip(), items, is_open)
 
 
 def _json_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
@@ -141,7 +141,7 @@ def _json_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
     return _blocks(text, "<tool_call>", "</tool_call>", read)
 
 
-def _deepseek_v32_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
+def _deepseek_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
     mark = "｜DSML｜"
     parameter = re.compile(
         rf'\s*<{mark}parameter name="([^"]*)" string="(true|false)">(.*?)</{mark}parameter>\s*',
@@ -171,7 +171,10 @@ def _deepseek_v32_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
     content, items = _blocks(text, f"<{mark}invoke", f"</{mark}invoke>", read)
     if not items and begin in content:
         items = [Broken(content[content.index(begin) :], "it holds no invocation")]
-    return _around(content, begin, end), items
+    # The text outside the two marks, without unpaired ones.
+    before, *blocks = content.split(begin)
+    around = before + "".join(block.partition(end)[2] for block in blocks)
+    return around.replace(end, ""), items
 
 
 def _glm_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
@@ -196,7 +199,8 @@ def _glm_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
             value = next_tag("arg_value") if key is not None else None
             if key is None or value is None:
                 return Broken(body, "its <arg_key> and <arg_value> do not come in closed pairs")
-            schema = _property(tools, name.strip(), key.strip())
+            schemas = [t.parameters.get("properties", {}) for t in tools if t.name == name.strip()]
+            schema = schemas[0].get(key.strip()) if schemas else None
             arguments[key.strip()] = _by_schema(value, schema)
         return _named(name, arguments, body)
 
@@ -244,10 +248,6 @@ def _tiny_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
     lines = text.split("\n")
     content = "\n".join(line for line in lines if not line.startswith("@"))
     return content, [_tiny_call(line, tools) for line in lines if line.startswith("@")]
-
-
-def _no_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    return text, []
 
 
 def read_harmony(
@@ -299,11 +299,6 @@ def _blocks(text: str, start: str, end: str, read: Callable[[str], _Item]) -> _C
     return "".join(around), items
 
 
-def _around(text: str, begin: str, end: str) -> str:
-    before, *blocks = text.split(begin)
-    return (before + "".join(block.partition(end)[2] for block in blocks)).replace(end, "")
-
-
 def _from_value(value: Any, key: str, body: str) -> _Item:
     """Read a call from a JSON object.
 
@@ -339,13 +334,7 @@ def _named(name: Any, arguments: Any, body: str) -> _Item:
     return Written(name.strip(), arguments)
 
 
-def _property(tools: Sequence[ToolSpec], name: str, key: str) -> Mapping[str, Any]:
-    schemas = [tool.parameters.get("properties", {}) for tool in tools if tool.name == name]
-    schema = schemas[0].get(key, {}) if schemas else {}
-    return schema if isinstance(schema, Mapping) else {}
-
-
-def _by_schema(value: str, schema: Mapping[str, Any]) -> Any:
+def _by_schema(value: str, schema: Any) -> Any:
     """Parse a value as JSON, unless the schema allows a string and does not allow the parsed
     type."""
     kinds = _kinds(schema)
@@ -385,38 +374,35 @@ def _tiny_call(line: str, tools: Sequence[ToolSpec]) -> _Item:
     return Written(name, {key: value for key, value in arguments.items() if value is not None})
 
 
-def _tagged(find_calls: _FindCalls, bounds: CallBounds = NO_CALLS) -> Callable[..., ParsedTurn]:
-    return partial(_read_tagged, find_calls=find_calls, bounds=bounds)
+def _tagged(find_calls: _FindCalls, *bounds: Any) -> Callable[..., ParsedTurn]:
+    return partial(_read_tagged, find_calls=find_calls, bounds=CallBounds(*bounds))
 
 
 _FORMATS = {
     known.name: known
     for known in (
-        Format(name="tiny", read=_tagged(_tiny_calls, CallBounds("^@", "\n"))),
+        Format("tiny", _tagged(_tiny_calls, "^@", "\n")),
         Format(
-            name="harmony",
-            read=read_harmony,
+            "harmony",
+            read_harmony,
             ends=("<|call|>", "<|return|>"),
             message="<|message|>",
             message_end="<|end|>",
         ),
-        Format(
-            name="deepseek-v3.2",
-            read=_tagged(_deepseek_v32_calls, CallBounds("<｜DSML｜invoke", "</｜DSML｜invoke>")),
-        ),
+        Format("deepseek-v3.2", _tagged(_deepseek_calls, "<｜DSML｜invoke", "</｜DSML｜invoke>")),
         # The policy ends its turn with the mark that begins the next message.
         Format(
-            name="glm",
-            read=_tagged(_glm_calls, CallBounds("<tool_call>", "</tool_call>")),
+            "glm",
+            _tagged(_glm_calls, "<tool_call>", "</tool_call>"),
             ends=("<|user|>", "<|observation|>"),
         ),
         Format(
-            name="llama3",
-            read=_tagged(_llama3_calls, CallBounds(r"<\|python_tag\|>", whole=_LLAMA3_JSON)),
+            "llama3",
+            _tagged(_llama3_calls, r"<\|python_tag\|>", "", _LLAMA3_JSON),
             ends=("<|eot_id|>", "<|eom_id|>"),
             equal_ends=True,
         ),
-        Format(name="hermes", read=_tagged(_json_calls, CallBounds("<tool_call>", "</tool_call>"))),
-        Format(name="plain", read=_tagged(_no_calls), calls=False),
+        Format("hermes", _tagged(_json_calls, "<tool_call>", "</tool_call>")),
+        Format("plain", _tagged(lambda text, _: (text, [])), calls=False),
     )
 }
