@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from keel.rl.seeds import seed_of
 from keel.rl.turns import THINK, ThinkingMarks
@@ -17,17 +17,6 @@ from keel.rollout.chat.thinking import HARMONY, HARMONY_CONTROLS
 _THINK_BLOCK = re.compile(f"{THINK.open}(.*?){THINK.close}", re.DOTALL)
 
 
-class Tokenizer(Protocol):
-    """The methods of a transformers tokenizer that this module uses."""
-
-    chat_template: Any
-    eos_token_id: Any
-
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedPrompt:
     """A prompt as token ids."""
@@ -37,9 +26,7 @@ class RenderedPrompt:
     """True if the prompt ends inside a think block, which the policy has to close."""
 
 
-def render_prompt(
-    tokenizer: Tokenizer, prompt: Prompt, marks: ThinkingMarks = THINK
-) -> RenderedPrompt:
+def render_prompt(tokenizer: Any, prompt: Prompt, marks: ThinkingMarks = THINK) -> RenderedPrompt:
     """Convert a prompt to token ids. Messages are rendered with the chat template, and a raw prompt
     is encoded with the tokenizer's start token.
 
@@ -65,7 +52,7 @@ def render_prompt(
 
 
 def decode_all(
-    tokenizer: Tokenizer, completions: Sequence[Sequence[int]], marks: ThinkingMarks = THINK
+    tokenizer: Any, completions: Sequence[Sequence[int]], marks: ThinkingMarks = THINK
 ) -> list[str]:
     """Decode completions without special tokens, and replace the model's thinking marks with
     `THINK`."""
@@ -83,9 +70,8 @@ def decode_all(
     return [_translate_marks(text, marks) for text in texts]
 
 
-def _hidden_ids(tokenizer: Tokenizer, marks: ThinkingMarks) -> set[int] | None:
-    """Return the special tokens to remove, which are those outside thinking marks. None means all
-    of them."""
+def _hidden_ids(tokenizer: Any, marks: ThinkingMarks) -> set[int] | None:
+    # The special tokens outside thinking marks. None means all of them.
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     special = {i: str(token) for i, token in added.items() if token.special}
     shown = HARMONY_CONTROLS if marks == HARMONY else f"{marks.open} {marks.close}"

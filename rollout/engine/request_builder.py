@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,21 +24,6 @@ if TYPE_CHECKING:
 MAX_HASHED_TOKENS = 2**24
 """Maximum number of tokens, over all conversations, whose hashes are kept. Each token takes about 9
 bytes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRequest:
-    """A request to sample one completion."""
-
-    name: str
-    """Name of the request, unique in the engine."""
-    ids: Sequence[int] | NDArray[np.int32]
-    conversation: str
-    """The conversation that this request continues, or an empty string."""
-    kind: Hashable
-    """Requests have the same kind if their parameters differ only in `varying`."""
-    varying: dict[str, int]
-    params: Callable[[], SamplingParams]
 
 
 class TemplatedRequests:
@@ -58,39 +42,51 @@ class TemplatedRequests:
         if (hasher := self._core.request_block_hasher) is not None:
             self._core.request_block_hasher = partial(self._hash, hasher)
 
-    def add(self, request: EngineRequest) -> str:
-        """Add a request and return the id that vLLM gave it. Raises ValueError if the request is
-        invalid."""
-        ids = np.asarray(request.ids, np.int32)
-        prompt = request.ids.tolist() if isinstance(request.ids, np.ndarray) else list(request.ids)
-        if (template := self._templates.get(request.kind)) is None:
+    def add(
+        self,
+        name: str,
+        context: Sequence[int] | NDArray[np.int32],
+        *,
+        conversation: str,
+        kind: Hashable,
+        varying: Mapping[str, int],
+        params: Callable[[], SamplingParams],
+    ) -> str:
+        """Add a request to sample one completion, and return the id that vLLM gave it.
+
+        `name` must be unique, and `conversation` may be empty. Requests have the same `kind` if
+        their `params` differ only in `varying`. Raises ValueError if the request is invalid.
+        """
+        ids = np.asarray(context, np.int32)
+        prompt = context.tolist() if isinstance(context, np.ndarray) else list(context)
+        if (template := self._templates.get(kind)) is None:
             template = self._engine.input_processor.process_inputs(
-                request.name,
+                name,
                 {"prompt_token_ids": prompt},
-                request.params(),
+                params(),
                 self._engine.get_supported_tasks(),
             )
-            self._templates[request.kind] = template
+            self._templates[kind] = template
         else:
             # vLLM's only check of the ids themselves.
             self._engine.renderer.validate_token_ids((int(ids.min()), int(ids.max())))
         core_request = copy(template)
-        core_request.request_id = core_request.external_req_id = request.name
+        core_request.request_id = core_request.external_req_id = name
         core_request.prompt_token_ids = prompt
         core_request.arrival_time = time.time()
-        core_request.sampling_params = params = copy(template.sampling_params)
-        for name, value in request.varying.items():
-            setattr(params, name, value)
-        self._known = self._hashes.prefix(request.conversation, ids)
+        core_request.sampling_params = copy(template.sampling_params)
+        for key, value in varying.items():
+            setattr(core_request.sampling_params, key, value)
+        self._known = self._hashes.prefix(conversation, ids)
         try:
             prepared, wave = self._core.preprocess_add_request(core_request)
         finally:  # they must not reach another request
             self._known = []
         self._engine.output_processor.add_request(core_request, None)
         self._core.add_request(prepared, wave)
-        if request.conversation:
-            self._open[request.name] = request.conversation, ids, prepared
-        return request.name
+        if conversation:
+            self._open[name] = conversation, ids, prepared
+        return name
 
     def ended(self, name: str) -> None:
         """Keep the block hashes of a request that has finished or was aborted."""

@@ -32,7 +32,7 @@ from keel.rollout.engine.patches import (
     residual_layers,
     short_warm_up,
 )
-from keel.rollout.engine.request_builder import EngineRequest, TemplatedRequests
+from keel.rollout.engine.request_builder import TemplatedRequests
 from keel.rollout.recording.base import Recorder, RecordingOptions, recorder_name
 from keel.rollout.spec import (
     EngineError,
@@ -209,10 +209,35 @@ class VllmEngine:
 
     def _begin(self, number: int, job: Job, seeds: Sequence[int]) -> None:
         self._jobs[number] = job
+        sampling, options = job.sampling, job.recording
+        recording_args = self._recorder.sampling_args(sampling, options)
+        varying = {"max_tokens": sampling.max_tokens}
+        if _ROUTES_START in recording_args:
+            varying[_ROUTES_START] = recording_args[_ROUTES_START]
+        kind = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop)
+        args: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+            # Text is decoded once at the end, unless vLLM has to find stop strings.
+            "detokenize": bool(sampling.stop),
+            "stop": list(sampling.stop),
+            "stop_token_ids": list(job.stop_ids),
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+            **recording_args,
+        }
         for sibling, seed in enumerate(seeds):
-            name = f"{number}.{sibling}"
-            internal = self._requests.add(_engine_request(job, self._recorder, name, seed))
-            self._recorder.expect(internal, job.recording)
+            name, own = f"{number}.{sibling}", {**varying, "seed": seed}
+            internal = self._requests.add(
+                *(name, job.context),
+                conversation=job.conversation,
+                kind=(*kind, job.stop_ids, options.routes, options.sampling_mask),
+                varying=own,
+                params=lambda own=own: SamplingParams(**{**args, **own}),
+            )
+            self._recorder.expect(internal, options)
             job.requests[name], self._owners[name] = sibling, number
             self._internal[name] = internal
 
@@ -428,36 +453,3 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
         # Part of the key of vLLM's cache of compiled layers.
         args["additional_config"] = {"keel_residual_dtype": spec.residual_dtype}
     return EngineArgs(**{**args, **recorder.engine_args()})
-
-
-def _engine_request(job: Job, recorder: Recorder, name: str, seed: int) -> EngineRequest:
-    sampling, options = job.sampling, job.recording
-    recording_args = recorder.sampling_args(sampling, options)
-    varying = {"max_tokens": sampling.max_tokens, "seed": seed}
-    if _ROUTES_START in recording_args:
-        varying[_ROUTES_START] = recording_args[_ROUTES_START]
-
-    def params() -> SamplingParams:
-        args: dict[str, Any] = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "output_kind": RequestOutputKind.FINAL_ONLY,
-            # Text is decoded once at the end, unless vLLM has to find stop strings.
-            "detokenize": bool(sampling.stop),
-            "stop": list(sampling.stop),
-            "stop_token_ids": list(job.stop_ids),
-            "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
-        }
-        return SamplingParams(**{**args, **recording_args, **varying})
-
-    kind = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop)
-    return EngineRequest(
-        name=name,
-        ids=job.context,
-        conversation=job.conversation,
-        kind=(*kind, job.stop_ids, options.routes, options.sampling_mask),
-        varying=varying,
-        params=params,
-    )

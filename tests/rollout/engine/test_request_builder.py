@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.rollout.engine.request_builder import EngineRequest, PrefixHashes, TemplatedRequests
+from keel.rollout.engine.request_builder import PrefixHashes, TemplatedRequests
 
 BLOCK = 4
 
@@ -89,24 +89,19 @@ def test_turns_equal_vllms_own_requests() -> None:
             "max_tokens": 20 + turn,
             "routed_experts_prompt_start": turn,
         }
-        request = EngineRequest(
-            name=f"{turn}.0",
-            ids=context,
-            conversation="talk",
-            kind="kind",
-            varying=varying,
-            params=lambda varying=varying: engine.params(top_k=5, **varying),
+        params = lambda varying=varying: engine.params(top_k=5, **varying)  # noqa: E731
+        before, name = engine.hashed, f"{turn}.0"
+        requests.add(
+            *(name, context), conversation="talk", kind="kind", varying=varying, params=params
         )
-        before = engine.hashed
-        assert requests.add(request) == request.name
         made = engine.added[-1]
-        assert made.request_id == request.name
+        assert made.request_id == name
         assert made.prompt_token_ids == context.tolist()
-        assert made.sampling_params == request.params()
+        assert made.sampling_params == params()
         assert made.max_tokens == 20 + turn
         assert engine.hashed - before == (4 if turn else 25), "only new blocks"
         made.append_output_token_ids(list(range(200, 211)))
-        requests.ended(request.name)
+        requests.ended(name)
         context = np.concatenate([context, ids(range(200, 211), range(300, 313))])
         fresh = SimpleNamespace(
             block_hashes=[],
