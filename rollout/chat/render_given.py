@@ -19,10 +19,6 @@ from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.rollout.chat.chat import TemplateChat
 
 _ASSISTANT = "assistant"
-_THINKING_LOST = (
-    ": it opens each turn's thinking itself, but shows finished turns without thinking. Set "
-    "model.chat_template to a template that keeps the last turn's"
-)
 _CHECKED: WeakKeyDictionary[TemplateChat, set[tuple[Any, ...]]] = WeakKeyDictionary()
 """Sequences of roles that a template is known to show completely, for each way of rendering."""
 
@@ -55,7 +51,10 @@ def render_given(
     out. Raises ValueError naming a message that the template does not show completely.
     """
     if not thinking:
-        messages = [_without_reasoning(message) for message in messages]
+        messages = [
+            {key: value for key, value in message.items() if key != "reasoning_content"}
+            for message in messages
+        ]
     contexts: list[Context] = []
     done = 0
     """Number of messages already covered by the last context."""
@@ -142,10 +141,9 @@ def _check_read_back(
         ("calls", calls, [_call(call) for call in message.get("tool_calls") or ()]),
     ):
         if value != expected:
-            lost = chat.opened(thinking=thinking) and chat.marks.close not in chat.decode(turn)
             raise ValueError(
                 f"{chat.label} would parse its {name} as {_short(value)} instead of "
-                f"{_short(expected)}{_THINKING_LOST * lost}"
+                f"{_short(expected)}. Set model.chat_template to one that shows all of a turn"
             )
 
 
@@ -163,7 +161,3 @@ def _plain(text: Any) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}…"
-
-
-def _without_reasoning(message: Message) -> Message:
-    return {key: value for key, value in message.items() if key != "reasoning_content"}

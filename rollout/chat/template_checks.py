@@ -19,7 +19,6 @@ _OTHER_TOKENIZER = "Set model.tokenizer to a byte-level BPE tokenizer"
 _WRITES_TOOLS = (
     "Use a model whose template lists tools and writes calls, or set model.chat_template to one"
 )
-_MARKS_THINKING = "Turn agents.tools_in_thinking off, or use a model whose template marks thinking"
 _TOOLS = tuple(
     ToolSpec(
         name=name,
@@ -55,43 +54,34 @@ def check_calls_in_thinking(chat: TemplateChat, *, tools: Sequence[ToolSpec] = _
 
     The check parses a call, adds its result as for any other call, and continues the thinking. It
     also expects a call after the thinking to be malformed. `chat` must have `tools_in_thinking` set
-    and pass `check_prefix_law`. Raises ValueError naming the template, the case and a fix.
+    and pass `check_prefix_law`. Raises ValueError naming the template and a fix.
     """
-
-    def check(condition: bool, problem: str) -> None:
-        if not condition:
-            raise _failure(chat, True, problem, _MARKS_THINKING)
-
     messages: list[Message] = [{"role": "user", "content": "Which?"}]
     reply = _reply(0, 1, tools, thinking=True)
-    after = _answers(reply)
+    after, close = _answers(reply), chat.marks.close
     ids = chat.opening(messages, tools, thinking=True)
     outside = chat.turn_ids(messages, reply, after, tools, thinking=True)
     text = chat.decode(outside)
-    close = chat.marks.close
-    check(close in text, f"it has no {close} after a call")
     inside = chat.encoder.encode(text.replace(close, ""), free_marks(text))
-    parsed = chat.parse(inside, tools, thinking=True, turn=0)
+    call = chat.parse(inside, tools, thinking=True, turn=0)
     expected = reply["tool_calls"][0]["function"]
-    calls = [(c.name, dict(c.arguments)) for c in parsed.calls if isinstance(c, ToolCall)]
-    check(
-        calls == [(expected["name"], expected["arguments"])] and parsed.inside,
-        "a call in the thinking is not parsed",
-    )
+    calls = [(c.name, dict(c.arguments)) for c in call.calls if isinstance(c, ToolCall)]
     first, second = ([*ids, *turn] for turn in (inside, outside))
     extended, usual = (chat.extend(turn, after, thinking=True) for turn in (first, second))
-    check(
-        extended is not None and usual is not None and extended == [*first, *usual[len(second) :]],
-        "it does not continue after a tool's result in the thinking",
-    )
     rest = chat.encoder.encode(f"Thought1z{close}Said1z", free_marks(()))
-    parsed = chat.parse(rest, tools, thinking=True, turn=1, inside=True)
-    check(
-        (parsed.reasoning, parsed.content, parsed.inside) == ("Thought1z", "Said1z", False),
-        "the thinking is not separated from the answer after it",
-    )
-    kinds = [type(call) for call in chat.parse(outside, tools, thinking=True, turn=0).calls]
-    check(kinds == [Malformed], "a call after the thinking is parsed")
+    end = chat.parse(rest, tools, thinking=True, turn=1, inside=True)
+    late = chat.parse(outside, tools, thinking=True, turn=0).calls
+    if not (
+        close in text
+        and calls == [(expected["name"], expected["arguments"])]
+        and call.inside
+        and usual is not None
+        and extended == [*first, *usual[len(second) :]]
+        and (end.reasoning, end.content, end.inside) == ("Thought1z", "Said1z", False)
+        and [type(each) for each in late] == [Malformed]
+    ):
+        fix = "Turn agents.tools_in_thinking off, or use a model whose template marks thinking"
+        raise _failure(chat, True, "tool calls inside its thinking do not work", fix)
 
 
 def _check_conversation(

@@ -54,11 +54,6 @@ def only_decodes(request: Request, window: int, *, logprobs: bool) -> bool:
         or request.is_prefill_chunk
         or request.num_stale_output_tokens
         or params.detokenize
-        or params.repetition_detection is not None
-        or request.structured_output_request is not None
-        or request.resumable
-        or request.mm_features
-        or request.spec_token_ids
         or (params.logprobs is not None and not logprobs)
         or window - known <= _MIN_STEPS
     )

@@ -54,7 +54,8 @@ def make(folder: Path, of: Model) -> Any:
     }
     torch.manual_seed(1)
     if of == "gpt2":
-        config = AutoConfig.for_model(of, **common, initializer_range=0.2)
+        heads = {"num_attention_heads": 2, "initializer_range": 0.2}
+        config = AutoConfig.for_model(of, **{**common, **heads})
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         file = folder / "model.safetensors"
         tensors = {n.removeprefix("transformer."): t for n, t in load_file(file).items()}
