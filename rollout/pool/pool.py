@@ -131,23 +131,18 @@ class RolloutPool:
         without recording routes and sampling masks. The future fails with the engine's error if the
         prompt is invalid, or with EngineError if engines keep dying.
         """
-        options = sampling or self._config.sampling
-        record = purpose == "train"
+        options: dict[str, Any] = {"group_size": group_size, "record": purpose == "train"}
+        options["sampling"] = sampling = sampling or self._config.sampling
         with self._lock:
-            number, draw = next(self._numbers), self._draws[prompt.prompt_id]
+            options["draw"] = self._draws[prompt.prompt_id]
             self._draws[prompt.prompt_id] += 1
         return self._enqueue(
-            Request(
-                number=number,
-                label=f"group of prompt {prompt.prompt_id}",
-                purpose=purpose,
-                sequences=group_size,
-                tokens=group_size * options.max_tokens,
-                call=lambda engine: engine.generate(
-                    prompt, group_size=group_size, sampling=options, record=record, draw=draw
-                ),
-                prompt_id=prompt.prompt_id,
-            )
+            label=f"group of prompt {prompt.prompt_id}",
+            purpose=purpose,
+            sequences=group_size,
+            tokens=group_size * sampling.max_tokens,
+            call=lambda engine: engine.generate(prompt, **options),
+            prompt_id=prompt.prompt_id,
         )
 
     def turn(
@@ -158,25 +153,21 @@ class RolloutPool:
         purpose: Purpose = "train",
     ) -> Future[TurnResult]:
         """Sample one turn, if possible on the engine that sampled the conversation's previous turn.
-
-        If the engine dies, the turn is sampled again on another engine.
-        """
+        A turn of an engine that dies is sampled again."""
         options = sampling or self._config.sampling
         record = purpose == "train"
         return self._enqueue(
-            Request(
-                number=next(self._numbers),
-                label=f"turn of conversation {request.conversation}",
-                purpose=purpose,
-                sequences=1,
-                tokens=request.max_tokens,
-                call=lambda engine: engine.turn(request, sampling=options, record=record),
-                conversation=request.conversation,
-            )
+            label=f"turn of conversation {request.conversation}",
+            purpose=purpose,
+            sequences=1,
+            tokens=request.max_tokens,
+            call=lambda engine: engine.turn(request, sampling=options, record=record),
+            conversation=request.conversation,
         )
 
-    def _enqueue(self, request: Request) -> Future[Any]:
+    def _enqueue(self, **fields: Any) -> Future[Any]:
         with self._lock:
+            request = Request(number=next(self._numbers), **fields)
             if (ended := self._ended) is None:
                 self._submitted.append(request)
                 self._open[request.number] = request
@@ -187,13 +178,12 @@ class RolloutPool:
         return request.result
 
     def update(self, version: int, transfer: Transfer) -> Future[None]:
-        """Deliver new weights to every engine. The future resolves once all engines sample from
-        `version` or a later one.
+        """Deliver new weights to every engine, also to those that restart later. The future
+        resolves once all engines sample from `version` or a later one.
 
-        The pool keeps `transfer` so that it can deliver the weights to engines that restart. The
-        same version may be delivered again to wake sleeping engines. An engine that takes longer
-        than `rollout.update_timeout_s` is replaced, and the future fails if the weights themselves
-        are invalid. Raises RuntimeError if another update is in flight.
+        The same version may be delivered again to wake sleeping engines. An engine that takes
+        longer than `rollout.update_timeout_s` is replaced, and the future fails if the weights
+        themselves are invalid. Raises RuntimeError if another update is in flight.
         """
         update = WeightUpdate(version, transfer)
         with self._lock:
@@ -215,12 +205,9 @@ class RolloutPool:
         return update.done
 
     def sleep(self) -> Future[None]:
-        """Release the GPU memory of every engine until the next `update`.
-
-        Engines that are loading weights finish loading first, and engines that take too long are
-        replaced. The future also resolves if the engines failed permanently, so that the last
-        checkpoint can use their memory.
-        """
+        """Release the GPU memory of every engine until the next `update`. Engines that are loading
+        weights finish that first. The future also resolves if the engines failed permanently, so
+        that the last checkpoint can use their memory."""
         with self._lock:
             update = self._update
             if update is None or update.done.done():
