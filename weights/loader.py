@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,7 @@ class WeightsExtension:
     rank: int
     """The worker's rank in this engine."""
     device: torch.device
+    distributed_init_method: str
 
     keel_channel: Channel | None = None
     keel_view: SharedView
@@ -81,9 +83,12 @@ class WeightsExtension:
     keel_decided = False
     """True once the first update has finished, whether or not there is a plan."""
 
-    def keel_name_loaders(self) -> None:
+    def keel_prepare(self) -> None:
         """Give every weight loader a `__name__`, which vLLM's reload requires. A
-        `functools.partial` has none, for example the loader for the norms in MiniMax-M2."""
+        `functools.partial` has none, for example the loader for the norms in MiniMax-M2. Also
+        delete the file through which a single worker found itself."""
+        if (place := self.distributed_init_method).startswith("file://"):
+            Path(place.removeprefix("file://")).unlink(missing_ok=True)
         for tensor in self.model_runner.get_model().parameters():
             loader = getattr(tensor, "weight_loader", None)
             if loader is not None and not hasattr(loader, "__name__"):

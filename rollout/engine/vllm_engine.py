@@ -117,7 +117,7 @@ class VllmEngine:
         self._recorder.attach(self._llm)
         self._requests = TemplatedRequests(self._llm)
         self._manifest = Manifest.of(spec.model_path, text)
-        self._llm.collective_rpc("keel_name_loaders")
+        self._llm.collective_rpc("keel_prepare")
         if spec.config.time_share:
             self.sleep()
 
