@@ -85,7 +85,13 @@ class ForkServer:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            cleanup = asyncio.create_task(_end_result(task))
+
+            async def end_result() -> None:
+                (result,) = await asyncio.gather(task, return_exceptions=True)
+                if isinstance(result, LineProcess):
+                    await result.end()
+
+            cleanup = asyncio.create_task(end_result())
             self._cleanups.add(cleanup)
             cleanup.add_done_callback(self._cleanups.discard)
             raise
@@ -101,7 +107,7 @@ class ForkServer:
                 forked = await self._server.fork(self._inner, env, watch)
             except _CannotFork as error:  # the machine lacked a resource; the next fork may succeed
                 raise _fork_failed(error) from error
-            except (TimeoutError, OSError, EOFError, ValueError) as error:
+            except (OSError, EOFError, ValueError) as error:
                 raise await self._lost(error) from error
         return await LineProcess.attach(*forked)
 
@@ -131,10 +137,10 @@ class ForkServer:
                 child.limit = self._sandbox.hold(child.pid, inside=False)
             reply, _ = await server.ask(load)
             if (fault := reply_fault(reply, program.memory_mib)) is not None:
-                raise _LoadFailed(*fault)
+                raise await self._lost(None, *fault)
             if child.limit is not None:
                 child.limit()  # each forked process has its own memory limit
-        except (TimeoutError, OSError, EOFError, ValueError) as error:
+        except (OSError, EOFError, ValueError) as error:
             raise await self._lost(error) from error
         except BaseException as error:
             self._server = None
@@ -157,15 +163,14 @@ class ForkServer:
         if result != "isolated":
             raise _CannotFork(f"a sandbox for a forked process does not work here: {result}")
 
-    async def _lost(self, error: BaseException) -> EnvironmentLost:
+    async def _lost(
+        self, error: Exception | None, fault: Fault = "exit", message: str = ""
+    ) -> EnvironmentLost:
         server, self._server = self._server, None
         assert server is not None
-        fault: Fault = "exit"
-        message = ""
         if isinstance(error, TimeoutError):
-            fault, message = "hang", f"open did not end within {self._program.deadlines.open_s:g} s"
-        elif isinstance(error, _LoadFailed):
-            fault, message = error.fault, str(error)
+            fault = "hang"
+            message = f"open did not end within {self._program.deadlines.open_s:g} s"
         lost = await server.lost(fault, "open", message)
         message = f"{self._program.target}: {lost.detail}"
         return EnvironmentLost(lost.fault, "open", message, lost.output)
@@ -180,20 +185,8 @@ class ForkServer:
         await asyncio.gather(*self._cleanups, return_exceptions=True)
 
 
-async def _end_result(task: asyncio.Task[LineProcess | None]) -> None:
-    process = (await asyncio.gather(task, return_exceptions=True))[0]
-    if isinstance(process, LineProcess):
-        await process.end()
-
-
 class _CannotFork(Exception):
     """Forking is impossible for the reason in the message."""
-
-
-class _LoadFailed(ValueError):
-    def __init__(self, fault: Fault, message: str) -> None:
-        super().__init__(message)
-        self.fault: Fault = fault
 
 
 class _Server(OwnedProcess):
