@@ -40,36 +40,25 @@ class OpenEnv:
     The score is the sum of the rewards on `scale`. The text `rules` is shown before the first
     observation. A task's `reward` may pass arguments to `reset`, as in `{"reset": {"split":
     "train", "index": 12}}`. The policy acts by calling the tool `step` or one of the environment's
-    own tools (MCP). With play_by="text", the policy's reply is the action's only text field.
+    own tools (MCP).
     """
 
     grades = True
 
     def __init__(
-        self,
-        backend: Any,
-        play_by: str = "tool",
-        scale: tuple[float, float] = (0.0, 1.0),
-        rules: str = "",
+        self, backend: Any, scale: tuple[float, float] = (0.0, 1.0), rules: str = ""
     ) -> None:
-        if play_by not in ("tool", "text"):
-            raise ValueError(f"play_by = {play_by!r} must be 'tool' or 'text'")
         scaled_score(0.0, scale)
         self._backend, self._scale, self._rules = backend, scale, rules
         self._total, self._steps, self._over = 0.0, 0, False
-        self._text_field = ""
         self._tools: list[_Data] = []
-        schema: _Data = {} if backend.has_tools else backend.schema()
-        properties = {k: v for k, v in schema.get("properties", {}).items() if k != "metadata"}
-        if play_by == "text":
-            texts = [name for name, value in properties.items() if value.get("type") == "string"]
-            if len(texts) != 1 or set(schema.get("required", texts)) - set(texts):
-                raise InvalidEnvironment("play_by = 'text': the action is not a single text")
-            self._text_field = texts[0]
-        elif not backend.has_tools:
+        if not backend.has_tools:
+            schema: _Data = backend.schema()
             about = schema.get("description") or "Act. The result is what is seen after it."
-            rest = {k: v for k, v in schema.items() if k not in ("title", "description")}
-            parameters = {**rest, "type": "object", "properties": properties}
+            hidden = ("title", "description", "properties")
+            parameters = {k: v for k, v in schema.items() if k not in hidden}
+            parameters |= {"type": "object", "properties": {**schema.get("properties", {})}}
+            parameters["properties"].pop("metadata", None)
             self._tools = [{"name": "step", "description": about, "parameters": parameters}]
 
     def opening(self, task: _Data, seed: int) -> _Data:
@@ -102,11 +91,8 @@ class OpenEnv:
         text = str(cast(_Data, failure).get("message")) if failure else _text_of(observation)
         return {"text": text, "failed": bool(failure), "done": self._over}
 
-    def reply(self, turn: _Data) -> Any:
-        if not self._text_field or self._over:
-            return None
-        observation = self._act({self._text_field: str(turn.get("content") or "")})
-        return None if self._over else {"role": "user", "content": _text_of(observation)}
+    def reply(self, turn: _Data) -> None:
+        return None
 
     def _act(self, action: _Data) -> _Data:
         if self._over:

@@ -10,10 +10,6 @@ class Message(Action):
     loud: bool = False
 
 
-class Text(Action):
-    text: str
-
-
 class Said(Observation):
     said: str = ""
 
@@ -47,14 +43,6 @@ class Echo(Environment):
         return Said(said=said, done=over, reward=1 if over else 0.5, metadata={"not": "shown"})
 
     def close(self): ...
-
-
-class Plain(Echo):
-    def reset(self, seed=None, **more):
-        return Said(said="ready")
-
-    def step(self, action: Text) -> Said:
-        return Said(said=action.text, done=action.text == "bye", reward=0.5)
 
 
 class Called(Observation):

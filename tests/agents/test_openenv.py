@@ -67,14 +67,7 @@ async def test_openenv_class_is_recognized(folder: Path) -> None:
 
 
 @asynchronous
-async def test_text_actions_and_mcp_tools(folder: Path) -> None:
-    environment = hosted(folder, "echo:Plain", arguments={"play_by": "text"})
-    opening = await environment.open(TASK, seed=3)
-    assert not opening.tools and opening.messages[1]["content"] == "ready"
-    reply = await environment.reply({"role": "assistant", "content": "a"})
-    assert reply == {"role": "user", "content": "a"}
-    assert await environment.reply({"role": "assistant", "content": "bye"}) is None
-    await environment.close()
+async def test_mcp_tools_are_offered(folder: Path) -> None:
     environment = hosted(folder, "echo:Tools")
     opening = await environment.open(TASK, seed=3)
     assert opening.messages == TASK.messages

@@ -28,7 +28,7 @@ from keel.agents.environments.search.documents import (
     terms,
 )
 
-_VERSION = 1
+_VERSION = 2
 """Version of the index format. Increase it whenever the content changes."""
 _PASSAGE = 900
 """Length of a passage in characters."""
