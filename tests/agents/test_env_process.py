@@ -97,36 +97,33 @@ async def test_invalid_call_fails_without_running() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "at"), [("crash", "open"), ("hang", "open"), ("exit", "reply"), ("garbage", "call")]
+    ("how", "at"),
+    [
+        *(("crash", "open"), ("hang", "open"), ("exit", "reply"), ("garbage", "call")),
+        *(("hang", "verdict"), ("memory", "verdict")),
+    ],
 )
 def test_fault_is_typed_with_last_output(how: str, at: str) -> None:
     async def play(limit_s: float) -> None:
-        deadlines = replace(PATIENT, open_s=limit_s if at == "open" else PATIENCE_S)
+        deadlines = replace(PATIENT, **({f"{at}_s": limit_s} if how == "hang" else {}))
         environment = Hosted(program(arguments={"how": how, "at": at}, deadlines=deadlines))
         if at == "open":
             error = await lost(environment.open(TASK, seed=3))
         else:
             await environment.open(TASK, seed=3)
+        if at in ("reply", "call"):
             turn = {"role": "assistant", "content": "hello"}
             error = await lost(
                 environment.reply(turn) if at == "reply" else use(environment, "call")
             )
-            assert isinstance(await environment.verdict(transcript()), Unscored)
+        verdict = await environment.verdict(transcript())
+        assert isinstance(verdict, Unscored)
         await environment.close()
-        assert (error.fault, error.during) == (how, at)
-        assert FAULTS[how] in str(error) and error.output.endswith("my last words")
-
-    within_some(lambda limit_s: run(play(limit_s)), limits_of(how))
-
-
-@pytest.mark.parametrize("how", ["hang", "raise", "memory"])
-def test_failing_grader_is_unscored(how: str) -> None:
-    async def play(limit_s: float) -> None:
-        arguments = {"how": how, "at": "verdict"}
-        deadlines = replace(PATIENT, verdict_s=limit_s)
-        async with episode(arguments=arguments, deadlines=deadlines) as environment:
-            verdict = await environment.verdict(transcript())
-            assert isinstance(verdict, Unscored) and "my last words" in verdict.reason
+        if at == "verdict":
+            assert verdict.fault == how and "my last words" in verdict.reason
+        else:
+            assert (error.fault, error.during) == (how, at)
+            assert FAULTS[how] in str(error) and error.output.endswith("my last words")
 
     within_some(lambda limit_s: run(play(limit_s)), limits_of(how))
 
