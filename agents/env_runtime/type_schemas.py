@@ -8,6 +8,7 @@ import inspect
 import re
 import types
 from collections import abc
+from contextlib import suppress
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from keel.agents.env_runtime.errors import InvalidEnvironment, error_text
@@ -112,66 +113,46 @@ def _is_dataclass(kind: Any) -> bool:
 
 
 def value_of(hint: Any, value: Any) -> Any:
-    """Convert a JSON value to the type `hint`, whose schema it must satisfy."""
-    parts = _parts(hint)
-    kind: Any = parts[0]
-    inner = parts[1]
-    if kind in _UNIONS:
-        return value_of(next((one for one in inner if _fits(one, value)), Any), value)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if kind is int and isinstance(value, float):
-        return int(value)  # 3.0 is an integer in JSON
-    if kind in _ARRAYS and isinstance(value, list):
-        items = cast("list[Any]", value)
-        each = inner if _is_fixed(kind, inner) else (inner or (Any,))[:1] * len(items)
-        converted = [value_of(one, item) for one, item in zip(each, items)]  # noqa: B905
-        return cast("Any", kind(converted) if kind in (tuple, set, frozenset) else converted)
-    if _is_enum(kind):
-        return kind(value)
-    fields = cast("dict[str, Any]", value)
-    if kind in _OBJECTS and inner:
-        return {key: value_of(inner[1], one) for key, one in fields.items()}
-    if _is_dataclass(kind):
-        hints = hints_of(kind, kind.__name__)
-        return kind(**{key: value_of(hints[key], one) for key, one in fields.items()})
-    return value
-
-
-def _fits(hint: Any, value: Any) -> bool:
-    """Return whether a JSON value has the type `hint`, which decides between the members of a
-    union."""
+    """Convert a JSON value to the type `hint`. Raises ValueError if it has another type."""
     parts = _parts(hint)
     kind: Any = parts[0]
     inner = parts[1]
     if kind is Any:
-        return True
-    if kind is Literal:
-        return value in inner
-    if kind in _NUMBERS:
-        numbers = (int, float) if kind is float else (int,)
-        return isinstance(value, numbers) and not isinstance(value, bool)
-    if kind in _PLAIN:
-        return isinstance(value, kind)
-    if _is_enum(kind):
-        return value in [one.value for one in kind]
+        return value
     if kind in _UNIONS:
-        return any(_fits(one, value) for one in inner)
-    if kind in _ARRAYS:
-        if not isinstance(value, list):
-            return False
+        for one in inner:
+            with suppress(ValueError):
+                return value_of(one, value)
+    elif _is_enum(kind):
+        return kind(value)
+    elif kind is Literal:
+        if value in inner:
+            return value
+    elif kind in _NUMBERS:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and (kind is float or value == int(value)):  # 3.0 is an integer in JSON
+            return kind(value)
+    elif kind in _PLAIN:
+        if isinstance(value, kind):
+            return value
+    elif kind in _ARRAYS and isinstance(value, list):
         items = cast("list[Any]", value)
-        if _is_fixed(kind, inner):
-            pairs = zip(inner, items)  # noqa: B905  (Python 3.9)
-            return len(items) == len(inner) and all(_fits(one, item) for one, item in pairs)
-        return not inner or all(_fits(inner[0], item) for item in items)
-    if not isinstance(value, dict):
-        return False
-    fields = cast("dict[str, Any]", value)
-    if not _is_dataclass(kind):
-        return len(inner) < 2 or all(_fits(inner[1], one) for one in fields.values())
-    hints = hints_of(kind, kind.__name__)
-    return set(fields) <= set(hints) and all(_fits(hints[key], one) for key, one in fields.items())
+        each = inner if _is_fixed(kind, inner) else (inner or (Any,))[:1] * len(items)
+        if len(each) == len(items):
+            converted = [value_of(one, item) for one, item in zip(each, items)]  # noqa: B905
+            return cast("Any", kind(converted) if kind in (tuple, set, frozenset) else converted)
+    elif isinstance(value, dict):
+        fields = cast("dict[str, Any]", value)
+        if not _is_dataclass(kind):
+            item_hint = inner[1] if inner else Any
+            return {key: value_of(item_hint, one) for key, one in fields.items()}
+        hints = hints_of(kind, kind.__name__)
+        if set(fields) <= set(hints):
+            try:
+                return kind(**{key: value_of(hints[key], one) for key, one in fields.items()})
+            except TypeError as error:  # a field is missing
+                raise ValueError(str(error)) from error
+    raise ValueError(f"{value!r:.100} does not have the type {hint}")
 
 
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Raises|Yields|Example|Examples):")
