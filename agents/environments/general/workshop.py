@@ -6,13 +6,12 @@ from __future__ import annotations
 import base64
 import json
 import os
-import signal
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from keel.agents.env_runtime.errors import InvalidEnvironment
+from keel.agents.environments.code import processes
 from keel.agents.environments.general.author_code import (
     ChildEnded,
     Folder,
@@ -21,8 +20,6 @@ from keel.agents.environments.general.author_code import (
     verified,
 )
 
-_MAX_OUTPUT = 12_000
-"""Maximum length of a command's output in characters. The first and last half of it are kept."""
 _SHOWN = 3
 
 
@@ -140,6 +137,7 @@ class DatabaseDesk:
 
     def __init__(self, most_kib: int, bash_s: float) -> None:
         self._most, self._bash_s = most_kib << 10, bash_s
+        self._folder = os.environ.get("TMPDIR", "/tmp")
         self.done = False
 
     def bash(self, command: str) -> str:
@@ -148,26 +146,12 @@ class DatabaseDesk:
         Args:
             command: For example: python3 make.py && head -c 500 database.json
         """
-        process = subprocess.Popen(
-            ["bash", "-c", command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            cwd=os.environ.get("TMPDIR", "/tmp"),
-            start_new_session=True,
+        status, text = processes.run(
+            ["bash", "-c", command], env=os.environ, folder=self._folder, within_s=self._bash_s
         )
-        late = ""
-        try:
-            said, _ = process.communicate(timeout=self._bash_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            said, _ = process.communicate()
-            late = f"\n(ended after {self._bash_s:g} s)"
-        text = said.decode(errors="replace")
-        if len(text) > _MAX_OUTPUT:
-            text = f"{text[: _MAX_OUTPUT // 2]}\n[…]\n{text[-_MAX_OUTPUT // 2 :]}"
-        status = f"\n(exit status {process.returncode})" if process.returncode and not late else ""
-        return text + late + status
+        if status is None:
+            return f"{text}\n(ended after {self._bash_s:g} s)"
+        return f"{text}\n(exit status {status})" if status else text
 
     def submit_database(self, path: str) -> Any:
         """Hand the finished database over: a file that ends in .json or .sqlite.
@@ -175,7 +159,7 @@ class DatabaseDesk:
         Args:
             path: For example: database.json
         """
-        path = os.path.join(os.environ.get("TMPDIR", "/tmp"), path)
+        path = os.path.join(self._folder, path)
         with open(path, "rb") as file:
             data = file.read(self._most + 1)
         if len(data) > self._most:
