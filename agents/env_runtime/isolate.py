@@ -112,12 +112,12 @@ def _mount_private_tmp(options: bytes) -> None:
 
 
 def _mounts_below(folder: str) -> list[str]:
-
-    def unescape(octal: re.Match[bytes]) -> bytes:
-        return bytes([int(octal[1], 8)])
-
     with open("/proc/self/mountinfo", "rb") as file:
-        points = [os.fsdecode(re.sub(rb"\\(\d{3})", unescape, line.split()[4])) for line in file]
+        escaped = [line.split()[4] for line in file]
+    points = [
+        os.fsdecode(re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), point))
+        for point in escaped
+    ]
     outermost: list[str] = []
     for path in sorted(points):
         if path.startswith(f"{folder}/") and not any(path.startswith(f"{p}/") for p in outermost):

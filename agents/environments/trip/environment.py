@@ -15,7 +15,6 @@ from keel.agents.env_runtime.tool_objects import text_of
 from keel.agents.environments.trip.plans import Calls, checks, judge, solve
 from keel.agents.environments.trip.tasks import (
     LEVELS,
-    Attraction,
     Level,
     TripTask,
     World,
@@ -178,7 +177,8 @@ class Trip:
         self._seen.add((kind, city))
         matches = [place for place in places.values() if place.city == city]
         if self._level.plain:
-            return "\n".join(f"{one.name} {_price(one)}" for one in matches)
+            price = "ticket" if kind == "attraction" else "price"
+            return "\n".join(f"{one.name} {getattr(one, price)}" for one in matches)
         if not self._level.listing:
             return [place.name for place in matches]
         return [{k: v for k, v in asdict(place).items() if k != "city"} for place in matches]
@@ -195,10 +195,6 @@ class Trip:
         return places[name]
 
 
-def _price(place: Any) -> int:
-    return place.ticket if isinstance(place, Attraction) else place.price
-
-
 def _facts(known: dict[str, Any], keywords: Sequence[str]) -> dict[str, Any]:
     known.pop("name", None)
     unknown = [word for word in keywords if word not in known]
@@ -211,7 +207,9 @@ def make_task(seed: int, level: Level) -> tuple[World, TripTask]:
     """Return the task for a seed. It can be solved with its tools, and most random plans fail."""
     for attempt in range(_MAX_TRIES):
         world, task = draw_task(seed * _MAX_TRIES + attempt, level)
-        if _possible(world, task, level) and not _anything_goes(world, task):
+        trip = Trip(ready=(world, task, level))
+        solved = answers(trip, solve(task)) and trip.verdict()[0]["correct"] == 1.0
+        if solved and not _anything_goes(world, task):
             return world, task
     raise ValueError(f"trip: no task of seed {seed} can be solved at this level: {level}")
 
@@ -225,11 +223,6 @@ def answers(trip: Trip, calls: Calls) -> bool:
         except StopIteration as end:
             return bool(end.value)
         result = text_of(getattr(trip, name)(**arguments))
-
-
-def _possible(world: World, task: TripTask, level: Level) -> bool:
-    trip = Trip(ready=(world, task, level))
-    return answers(trip, solve(task)) and trip.verdict()[0]["correct"] == 1.0
 
 
 def _anything_goes(world: World, task: TripTask) -> bool:

@@ -291,42 +291,35 @@ class TripTask:
 
     def text(self) -> str:
         """The text of the task for the policy."""
-        return " ".join([*self._what(), *self._how(), self._form()])
-
-    def _what(self) -> list[str]:
-        days = len(self.dates)
-        span = self.dates[0] if days == 1 else f"{self.dates[0]} to {self.dates[-1]}"
+        days, one_day = len(self.dates), len(self.dates) == 1
+        span = self.dates[0] if one_day else f"{self.dates[0]} to {self.dates[-1]}"
         keys = [key for key in self.keys if key not in ("time", "city")]
-        if self.cities is not None and days == 1:
-            where = f"in {self.cities[0]}"
-            if keys == ["hotel"]:
-                return [f"Find a hotel {where} for at most {self.hotel_at_most} CNY."]
+        if self.cities is not None and keys == ["hotel"] and one_day:
+            most = self.hotel_at_most
+            parts = [f"Find a hotel in {self.cities[0]} for at most {most} CNY."]
+        elif self.cities is not None and one_day:
             things = ", ".join(f"the {key.replace('_', ' ')}" for key in keys)
-            return [f"Plan one day {where} ({span}): {things}."]
-        places = ""
-        if self.cities is not None:
-            places = f" Stay in {', then '.join(self.cities)}."
-        elif self.start:
-            places = f" Choose a city for each day; {self.start} itself is not one of them."
-        return [
-            f"Plan a journey of {days} days from {self.start or self.dates[0]} ({span}), with a "
-            "hotel, an afternoon restaurant, an afternoon attraction and an evening restaurant for "
-            f"each day.{places}"
-        ]
-
-    def _how(self) -> list[str]:
-        rules: list[str] = []
+            parts = [f"Plan one day in {self.cities[0]} ({span}): {things}."]
+        else:
+            places = ""
+            if self.cities is not None:
+                places = f" Stay in {', then '.join(self.cities)}."
+            elif self.start:
+                places = f" Choose a city for each day; {self.start} itself is not one of them."
+            parts = [
+                f"Plan a journey of {days} days from {self.start or self.dates[0]} ({span}), with "
+                "a hotel, an afternoon restaurant, an afternoon attraction and an evening "
+                f"restaurant for each day.{places}"
+            ]
         if len(self.keys) > 1:
-            rules.append("Everything must be in that day's city, and nothing may come twice.")
+            parts.append("Everything must be in that day's city, and nothing may come twice.")
         if self.connected:
-            rules.append("Every city must have a transport connection from the one before it.")
+            parts.append("Every city must have a transport connection from the one before it.")
         if self.dry:
-            rules.append("Where it rains on the day, the attraction must not be outdoors.")
-        if not self.bands:
-            return rules
-        day = "" if len(self.dates) == 1 else f" of day {self.rule_day + 1}"
+            parts.append("Where it rains on the day, the attraction must not be outdoors.")
+        day = "" if one_day else f" of day {self.rule_day + 1}"
         for band in self.bands:
-            most = "" if band.high is None else f" and below {band.high}"
+            below = "" if band.high is None else f" and below {band.high}"
             terms = [
                 (band.meals_below, "both restaurants together cost less than {} CNY"),
                 (band.both_rated, "both restaurants are rated at least {}"),
@@ -334,20 +327,17 @@ class TripTask:
                 (band.ticket_below, "the attraction's ticket costs less than {} CNY"),
             ]
             text = ", ".join(text.format(value) for value, text in terms if value is not None)
-            rules.append(
-                f"If the hotel{day} costs at least {band.low} CNY{most}: {text or 'anything'}."
-            )
-        return rules
-
-    def _form(self) -> str:
+            text = text or "anything"
+            parts.append(f"If the hotel{day} costs at least {band.low} CNY{below}: {text}.")
         if self.plain:
             words = " and ".join(key.replace("_", " ") for key in self.keys)
-            return f"Submit the {words}{', separated by a comma' * (len(self.keys) > 1)}."
-        keys = ", ".join(self.keys)
-        return (
-            f"Submit a JSON list with an object for each day, in order, with the keys {keys}; time "
-            "is the date as YYYY-MM-DD, and the others are names."
-        )
+            parts.append(f"Submit the {words}{', separated by a comma' * (len(self.keys) > 1)}.")
+        else:
+            parts.append(
+                "Submit a JSON list with an object for each day, in order, with the keys "
+                f"{', '.join(self.keys)}; time is the date as YYYY-MM-DD, and the others are names."
+            )
+        return " ".join(parts)
 
 
 def draw_task(seed: int, level: Level) -> tuple[World, TripTask]:
