@@ -6,7 +6,8 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from functools import partial
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from keel.agents.env_process.program import Program
 from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Prompt, Verdict
 from tests.agents import openenv_stand_in
-from tests.agents.episodes import HERE, PATIENT, asynchronous, run, transcript, use
+from tests.agents.episodes import HERE, PATIENT, asynchronous, transcript, use
 
 pytestmark = pytest.mark.e2e
 
@@ -79,26 +80,18 @@ async def test_mcp_tools_are_offered(folder: Path) -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[str]:
+def server(tmp_path: Path) -> Iterator[str]:
     """Serve only the schemas; the client is a stand-in."""
-
-    class Schemas(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            fields = {"message": {"type": "string"}}
-            body = json.dumps({"action": {"properties": fields, "required": ["message"]}})
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        def log_message(self, *args: Any) -> None: ...
-
-    serving = HTTPServer(("127.0.0.1", 0), Schemas)
-    thread = threading.Thread(target=serving.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{serving.server_port}"
-    serving.shutdown()
-    serving.server_close()
-    thread.join(10)
+    fields = {"message": {"type": "string"}}
+    action = {"properties": fields, "required": ["message"]}
+    (tmp_path / "schema").write_text(json.dumps({"action": action}))
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with HTTPServer(("127.0.0.1", 0), handler) as serving:
+        thread = threading.Thread(target=serving.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{serving.server_port}"
+        serving.shutdown()
+        thread.join(10)
 
 
 @asynchronous
@@ -115,18 +108,15 @@ async def test_lost_server_ends_the_episode(folder: Path, server: str) -> None:
     await environment.close()
 
 
-def test_runtime_files_are_not_importable_by_name(tmp_path: Path) -> None:
+@asynchronous
+async def test_runtime_files_are_not_importable_by_name(tmp_path: Path) -> None:
     names = [path.stem for path in (HERE.parents[1] / "agents" / "env_runtime").glob("[a-z]*.py")]
     (tmp_path / "find.py").write_text(
         "from importlib.util import find_spec\n"
         f"def visible() -> list:\n    return [n for n in {names} if find_spec(n)]\n"
     )
 
-    async def play() -> None:
-        environment = hosted(tmp_path, "find")
-        await environment.open(TASK, seed=3)
-        assert (await use(environment, "visible")).text == "[]"
-        await environment.close()
-
-    assert "games" in names
-    run(play())
+    environment = hosted(tmp_path, "find")
+    await environment.open(TASK, seed=3)
+    assert "games" in names and (await use(environment, "visible")).text == "[]"
+    await environment.close()
