@@ -16,6 +16,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -87,12 +88,11 @@ def _holds_packages(folder: str) -> bool:
 def _is_repository(path: str) -> bool:
     if os.path.islink(path):
         return f"{os.path.realpath(path)}/".startswith(f"{REPO}/")
-    # Metadata of an editable installation, whose code is the repository's.
-    try:
-        with open(os.path.join(path, "direct_url.json")) as file:
-            return path.endswith(".dist-info") and f"file://{REPO}" in file.read()
-    except OSError:
-        return False
+    if path.endswith(".dist-info"):
+        # Metadata of an editable installation, whose code is the repository's.
+        with suppress(OSError), open(os.path.join(path, "direct_url.json")) as file:
+            return f"file://{REPO}" in file.read()
+    return False
 
 
 def _archive_packages(path: str) -> set[str]:
