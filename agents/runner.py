@@ -12,8 +12,9 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, get_args
+from typing import get_args
 
 from keel.agents.budget import Budget
 from keel.agents.context import ContextManager
@@ -34,19 +35,22 @@ _CLOSE_S = 120.0
 """Seconds to wait for open episodes to end, and for the endpoint to start."""
 
 
-class TurnSampler(Protocol):
-    """Samples turns on the engines."""
-
-    def __call__(self, request: TurnRequest, purpose: Purpose) -> Future[TurnResult]:
-        """Submit a request to an engine and return a future for the turn without waiting."""
-        ...
+TurnSampler = Callable[[TurnRequest, Purpose], Future[TurnResult]]
+"""Submits a request to an engine and returns a future for the turn without waiting."""
 
 
-class EpisodeLimits(NamedTuple):
-    """The limits for an environment's trajectories."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeKind:
+    """How to run episodes in one environment."""
 
+    environment: Callable[[], Environment]
+    """Creates the environment for one episode."""
     budget: Budget
     context: ContextManager
+    program: AgentProgram | None = None
+    """The agent program that drives the episodes. None means that Keel does."""
+    crash_is_failure: Collection[str] = ()
+    """Described in `Episode`."""
 
 
 def environment_seed(seed: int, prompt: Prompt) -> int:
@@ -59,31 +63,24 @@ class EpisodeRunner:
 
     def __init__(
         self,
-        environments: Mapping[str, Callable[[], Environment]],
+        kinds: Mapping[str, EpisodeKind],
         *,
-        programs: Mapping[str, AgentProgram] | None = None,
         chat: Chat,
         turns: TurnSampler,
-        limits: Mapping[str, EpisodeLimits],
         seed: int,
         most_open: int,
-        crash_is_failure: Mapping[str, Collection[str]] | None = None,
         closing: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
         """Start the runner's thread, and the endpoint if there are programs.
 
-        The keys of all mappings are the values of `Prompt.environment`. `environments` holds
-        functions that create an environment for one episode, and `programs` the agent programs that
-        drive episodes themselves. `most_open` limits the concurrent episodes, separately for
-        training and for evaluation. `closing` holds functions that release shared resources of the
-        environments at the end.
-
-        Raises ValueError if the machine allows too few open files or processes.
+        The keys of `kinds` are the values of `Prompt.environment`. `most_open` limits the
+        concurrent episodes, separately for training and for evaluation. `closing` holds functions
+        that release shared resources of the environments at the end. Raises ValueError if the
+        machine allows too few open files or processes.
         """
-        make_room(len(PURPOSES) * most_open, programs=bool(programs))
-        self._environments, self._chat, self._turns = environments, chat, turns
-        self._limits, self._seed = limits, seed
-        self._programs = programs or {}
+        has_programs = any(kind.program is not None for kind in kinds.values())
+        make_room(len(PURPOSES) * most_open, programs=has_programs)
+        self._kinds, self._chat, self._turns, self._seed = kinds, chat, turns, seed
         self._starting = asyncio.Semaphore(_STARTING)
         self._endpoint: Endpoint | None = None
         self._closing = closing
@@ -91,14 +88,13 @@ class EpisodeRunner:
         self._gate = threading.Lock()
         self._draws: Counter[str] = Counter()
         """How many groups each prompt has had since the last weight update."""
-        self._crash_is_failure = crash_is_failure or {}
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._slots = {purpose: asyncio.Semaphore(most_open) for purpose in PURPOSES}
         self._groups: set[asyncio.Task[Group]] = set()
         self._thread = threading.Thread(target=self._run, name="keel-agents", daemon=True)
         self._thread.start()
-        if self._programs:
+        if has_programs:
             try:
                 endpoint = Endpoint(most=connection_limit(len(PURPOSES) * most_open))
                 start = asyncio.run_coroutine_threadsafe(endpoint.__aenter__(), self._loop)
@@ -111,7 +107,7 @@ class EpisodeRunner:
         """Start `group_size` episodes for a prompt and return a future for the group. Cancelling
         the future ends the episodes. Episodes that yield no trajectory are listed in
         `Group.dropped`. If an engine fails, the future fails with the same error."""
-        if prompt.environment not in self._environments:
+        if prompt.environment not in self._kinds:
             raise ValueError(f"prompt {prompt.prompt_id}: no environment {prompt.environment!r}")
         with self._gate:
             if self._closed:
@@ -202,25 +198,28 @@ class EpisodeRunner:
         async def sample(request: TurnRequest) -> TurnResult:
             return await asyncio.wrap_future(self._turns(request, purpose))
 
-        limits = self._limits[prompt.environment]
+        kind = self._kinds[prompt.environment]
         make_episode: Callable[..., Episode] = Episode
-        if (program := self._programs.get(prompt.environment)) is not None:
+        if kind.program is not None:
             assert self._endpoint is not None
             make_episode = partial(
-                DrivenEpisode, program=program, endpoint=self._endpoint, starting=self._starting
+                DrivenEpisode,
+                program=kind.program,
+                endpoint=self._endpoint,
+                starting=self._starting,
             )
         async with self._slots[purpose]:
             episode = make_episode(
-                environment=self._environments[prompt.environment](),
+                environment=kind.environment(),
                 task=prompt,
                 chat=self._chat,
                 sample=sample,
-                budget=limits.budget,
-                context=limits.context,
+                budget=kind.budget,
+                context=kind.context,
                 name=conversation_of(prompt.prompt_id, purpose, version, draw, sibling),
                 sibling=sibling,
                 seed=seed_of(self._seed, version, draw, sibling, prompt.prompt_id),
                 environment_seed=environment_seed(self._seed, prompt),
-                crash_is_failure=self._crash_is_failure.get(prompt.environment, ()),
+                crash_is_failure=kind.crash_is_failure,
             )
             return await episode.run()

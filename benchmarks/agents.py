@@ -34,7 +34,7 @@ import torch
 from benchmarks.common import arguments, run_facts
 from keel.agents.budget import Budget
 from keel.agents.context import ContextManager
-from keel.agents.runner import EpisodeLimits, EpisodeRunner
+from keel.agents.runner import EpisodeKind, EpisodeRunner
 from keel.agents.types import Opening, ToolResult, Transcript
 from keel.configs.schema import RolloutConfig, SamplingConfig, TinyModelConfig
 from keel.model.tiny.build import build_model
@@ -266,20 +266,20 @@ def main() -> None:
         )
         ray.init(include_dashboard=False, log_to_driver=False)
         pool = ray_pool(spec, gpu=gpu, startup_timeout_s=ROUND_S)
-        limits = EpisodeLimits(
-            Budget(
+        kind = EpisodeKind(
+            environment=Looking,
+            budget=Budget(
                 turns=TURNS,
                 turn_tokens=TURN_TOKENS,
                 tokens=TURNS * TURN_TOKENS,
                 window=CONTEXT,
             ),
-            ContextManager(method="none", window=CONTEXT, most=0),
+            context=ContextManager(method="none", window=CONTEXT, most=0),
         )
         runner = EpisodeRunner(
-            {"look": Looking},
+            {"look": kind},
             chat=CallingChat(TemplateChat(tokenizer)),
             turns=lambda request, purpose: pool.turn(request, purpose=purpose),
-            limits={"look": limits},
             seed=0,
             most_open=EPISODES,
         )

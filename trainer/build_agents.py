@@ -25,7 +25,7 @@ from keel.agents.environments.interpreter import CELL_S, ENDING_S, split_call_ti
 from keel.agents.episode import POLICY_PHASES
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.probe import probe
-from keel.agents.runner import PURPOSES, EpisodeLimits, EpisodeRunner, TurnSampler, environment_seed
+from keel.agents.runner import PURPOSES, EpisodeKind, EpisodeRunner, TurnSampler, environment_seed
 from keel.agents.types import Environment, NoEnvironment, SystemPrompt, WithSystemPrompt
 from keel.configs.paths import data_path
 from keel.configs.schema import Config, ConfigError, SourceConfig
@@ -231,35 +231,30 @@ def _prepared(config: Config, source: SourceConfig) -> tuple[Mapping[str, Any], 
 def episode_runner(config: Config, chat: Chat, turns: TurnSampler) -> EpisodeRunner:
     """Build the episode runner. Raises ConfigError if an environment is invalid."""
     agents, starting = config.agents, asyncio.Semaphore(_MAX_STARTING)
-    sources = [source for source in config.data.sources if source.environment.enabled]
-    programs = {source.name: _agent_program(config, source) for source in sources}
     fork_servers: list[ForkServer] = []
-    environments = {
-        source.name: _environment_factory(config, source, starting, fork_servers)
-        for source in sources
-    }
 
-    def limits(source: SourceConfig) -> EpisodeLimits:
-        context = ContextManager(
-            method=agents.context,
-            window=config.budget(source.domain_name).window,
-            most=agents.max_rewrites,
-            summary_tokens=agents.summary_tokens,
+    def kind(source: SourceConfig) -> EpisodeKind:
+        return EpisodeKind(
+            environment=_environment_factory(config, source, starting, fork_servers),
+            budget=budget(config, source),
+            context=ContextManager(
+                method=agents.context,
+                window=config.budget(source.domain_name).window,
+                most=agents.max_rewrites,
+                summary_tokens=agents.summary_tokens,
+            ),
+            program=_agent_program(config, source),
+            crash_is_failure=_CRASHES[source.environment.on_crash],
         )
-        return EpisodeLimits(budget(config, source), context)
 
+    sources = [source for source in config.data.sources if source.environment.enabled]
     return EpisodeRunner(
-        environments,
-        programs={name: value for name, value in programs.items() if value is not None},
+        {source.name: kind(source) for source in sources},
         closing=[server.close for server in fork_servers],
         chat=chat,
         turns=turns,
-        limits={source.name: limits(source) for source in sources},
         seed=config.run.seed,
         most_open=agents.max_concurrent_episodes,
-        crash_is_failure={
-            source.name: _CRASHES[source.environment.on_crash] for source in config.data.sources
-        },
     )
 
 

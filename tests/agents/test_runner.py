@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from keel.agents.runner import EpisodeLimits, EpisodeRunner
+from keel.agents.runner import EpisodeKind, EpisodeRunner
 from keel.agents.types import Unscored
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Purpose
@@ -41,10 +41,9 @@ def running(
 ) -> Iterator[EpisodeRunner]:
     """turns: a policy, or a `TurnSampler`."""
     with EpisodeRunner(
-        {"sums": factory or Factory()},
+        {"sums": EpisodeKind(environment=factory or Factory(), budget=BUDGET, context=NO_CONTEXT)},
         chat=chat(),
         turns=turns.turns() if isinstance(turns, Policy) else turns,
-        limits={"sums": EpisodeLimits(BUDGET, NO_CONTEXT)},
         seed=1,
         most_open=most_open,
     ) as runner:

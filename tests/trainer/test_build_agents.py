@@ -97,7 +97,7 @@ def test_tools_in_thinking_reach_the_prompt() -> None:
     assert tokens > fewer + 50
     runner = episode_runner(recipe, chat, lambda request, purpose: Future())
     with runner:
-        assert runner._limits["shop"].budget.calls == 7
+        assert runner._kinds["shop"].budget.calls == 7
     prompt_text = system_prompt_of(recipe, changed)(["python"])
     assert "Up to 7 calls" in prompt_text and "32 seconds" in prompt_text, (
         "agents.call_s ends a cell"

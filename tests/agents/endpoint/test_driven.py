@@ -19,7 +19,7 @@ import pytest
 from keel.agents.endpoint.driven import ProgramTrial, try_program
 from keel.agents.endpoint.program import AgentProgram
 from keel.agents.endpoint.requests import read_request
-from keel.agents.runner import EpisodeLimits, EpisodeRunner
+from keel.agents.runner import EpisodeKind, EpisodeRunner
 from keel.agents.types import NoEnvironment
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import ENVIRONMENT, Group, Prompt, Purpose, Verdict
@@ -106,19 +106,20 @@ def running(
     before = held()
     with tempfile.TemporaryDirectory() as folder, patch.object(tempfile, "tempdir", folder):
         with EpisodeRunner(
-            dict.fromkeys(programs, environment),
-            programs={
-                name: AgentProgram(
-                    command=[sys.executable, "-S", "-c", ASK + code] if code else ["no-such-agent"],
-                    **{"open_s": PATIENCE_S, **settings},
+            {
+                name: EpisodeKind(
+                    environment=environment,
+                    budget=replace(BUDGET, turns=4, timeout_s=seconds),
+                    context=NO_CONTEXT,
+                    program=AgentProgram(
+                        command=[sys.executable, "-S", "-c", ASK + code] if code else ["no-agent"],
+                        **{"open_s": PATIENCE_S, **settings},
+                    ),
                 )
                 for name, code in programs.items()
             },
             chat=chat(),
             turns=policy if callable(policy) else policy.turns(),
-            limits=dict.fromkeys(
-                programs, EpisodeLimits(replace(BUDGET, turns=4, timeout_s=seconds), NO_CONTEXT)
-            ),
             seed=1,
             most_open=64,
         ) as runner:
@@ -160,7 +161,7 @@ def test_each_end_gives_a_trajectory_or_reason() -> None:
     assert done["asks"].dialogues[0].messages == done["asks"].messages
     reasons = {name: group.dropped[0] for name, group in groups.items() if group.dropped}
     assert reasons.keys() == {"never asks", "no verdict", "is missing"}
-    assert "nothing to do" in reasons["never asks"] and "no-such-agent" in reasons["is missing"]
+    assert "nothing to do" in reasons["never asks"] and "no-agent" in reasons["is missing"]
 
 
 @pytest.mark.parametrize("fault", ["endpoint", "program"])
