@@ -12,7 +12,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,23 @@ from typing import Any
 from keel.rewards.judge.proof import read_proof
 from keel.rewards.text import final_text
 
-INSTRUCTIONS = r"""You check the solution of a problem in mathematics. Go through its key steps \
+_INSTRUCTIONS = r"""You check the solution of a problem in mathematics. Go through its key steps \
 and every step that you doubt: say what it claims, whether it holds, and why; name each error or \
 gap with the passage it is in. End with the score of the solution: \boxed{1} if it is complete and \
 correct, \boxed{0.5} if it is correct as a whole, with minor errors or with details left out, \
 \boxed{0} if it has a fatal error or a severe gap."""
-BANDS = ((0.25, "wrong"), (0.75, "partly right"), (2.0, "right"))
-"""Upper score of each band into which proofs are sorted by quality."""
+_BANDS = (0.25, 0.75, 2.0)
+"""Upper scores of the bands for wrong, partly right and right proofs."""
 
 
-def graded(path: Path) -> Iterator[tuple[str, str, float]]:
+def _graded(path: Path) -> Iterator[tuple[str, str, float]]:
     """Yield the problem, solution and score of each proof in a file that `keel eval` wrote. Raises
     ValueError with the number of an invalid line."""
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             request: Mapping[str, Any] = json.loads(line.decode("utf-8", "surrogatepass"))
-            problem = _problem(request["prompt"])
+            asked = (str(m["content"]) for m in request["prompt"] if m.get("role") == "user")
+            problem = "\n\n".join(asked)
             samples: Sequence[Mapping[str, Any]] = request["samples"]
             for sample in samples:
                 proof = read_proof(final_text(sample["messages"]))
@@ -46,20 +47,20 @@ def graded(path: Path) -> Iterator[tuple[str, str, float]]:
                     yield problem, solution, score
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path}:{number}: no line of an evaluation of proofs ({error!r})"
+                f"{path}:{number}: not a line of an evaluation of proofs ({error!r})"
             ) from error
 
 
-def tasks(proofs: Iterator[tuple[str, str, float]], each: int) -> Iterator[dict[str, Any]]:
+def _tasks(proofs: Iterator[tuple[str, str, float]], each: int) -> Iterator[dict[str, Any]]:
     """Yield one JSONL line per distinct proof, at most `each` per problem and score band.
 
     Without the limit a verifier would learn to give the same score to most proofs.
     """
     seen: set[str] = set()
-    taken: defaultdict[tuple[str, str], int] = defaultdict(int)
+    taken: Counter[tuple[str, float]] = Counter()
     for problem, solution, score in proofs:
         key = hashlib.sha256(f"{problem}\0{solution}".encode()).hexdigest()[:16]
-        band = next(name for most, name in BANDS if score < most)
+        band = next(most for most in _BANDS if score < most)
         if key in seen or taken[problem, band] == each:
             continue
         seen.add(key)
@@ -67,7 +68,7 @@ def tasks(proofs: Iterator[tuple[str, str, float]], each: int) -> Iterator[dict[
         yield {
             "id": key,
             "messages": [
-                {"role": "system", "content": INSTRUCTIONS},
+                {"role": "system", "content": _INSTRUCTIONS},
                 {"role": "user", "content": f"{problem}\n\n## Solution\n{solution}"},
             ],
             "reward": {
@@ -79,24 +80,15 @@ def tasks(proofs: Iterator[tuple[str, str, float]], each: int) -> Iterator[dict[
         }
 
 
-def _problem(messages: Sequence[Mapping[str, Any]]) -> str:
-    request = [str(m["content"]) for m in messages if m.get("role") == "user"]
-    if not request:
-        raise ValueError("its prompt is not written down: evaluate again")
-    return "\n\n".join(request)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m keel.examples.proofs", description=__doc__)
     parser.add_argument("evaluations", type=Path, nargs="+", help="folders that keel eval wrote")
     parser.add_argument("--out", type=Path, required=True, help="the JSONL file to write")
     parser.add_argument("--each", type=int, default=4, help="proofs of a problem and score (4)")
     value = parser.parse_args(arguments)
-    if value.each < 1:
-        parser.error("--each must be at least 1")
     try:
-        proofs = (one for folder in value.evaluations for one in graded(folder / "samples.jsonl"))
-        lines = list(tasks(proofs, value.each))
+        proofs = (one for folder in value.evaluations for one in _graded(folder / "samples.jsonl"))
+        lines = list(_tasks(proofs, value.each))
         if not lines:
             raise ValueError(
                 f"{', '.join(map(str, value.evaluations))}: no proof with a score in there; "
@@ -104,10 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         with value.out.open("x", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    except OSError as error:
-        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     print(f"{len(lines):,} proofs to verify in {value.out}")

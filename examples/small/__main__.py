@@ -27,9 +27,14 @@ from keel.examples.small import lessons as chats
 from keel.examples.small import pace, prices, towers
 from keel.examples.small import programs as tests
 
-NOBODY = AuthorConfig(base_url="http://127.0.0.1:9/v1", model="none")
-"""Placeholder author. No model is called."""
-MOST = {"general": 1000, "search": 4000, "code": 1000, "programs": 270, "lessons": 100_000}
+_MAX_TASKS = {
+    "general": (240, 1000, "tasks with prices"),
+    "search": (400, 4000, "tasks with towers"),
+    "code": (8, 1000, "changes to a repository"),
+    "programs": (240, 270, "programs"),
+    "lessons": (1200, 100_000, "conversations of each family in each mode"),
+}
+"""The default number, the maximum number and a description of each family."""
 
 
 def make(
@@ -53,7 +58,7 @@ def make(
         family="code",
         dir=str(folder / "code"),
         at_once=max(2, (os.cpu_count() or 2) // 2),
-        author=NOBODY,
+        author=AuthorConfig(base_url="http://127.0.0.1:9/v1", model="none"),  # never called
         code=pace.synthesis(folder / "repository"),
     )
     return synthesize(config)
@@ -73,33 +78,20 @@ def _made(folder: Path, write: Callable[[Path], None]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m keel.examples.small")
     parser.add_argument("folder", type=Path, help="tasks are written to it")
-    parser.add_argument("--general", type=int, default=240, metavar="N", help="tasks with prices")
-    parser.add_argument("--search", type=int, default=400, metavar="N", help="tasks with towers")
-    parser.add_argument("--code", type=int, default=8, metavar="N", help="changes to a repository")
-    parser.add_argument("--programs", type=int, default=240, metavar="N", help="programs")
-    parser.add_argument(
-        "--lessons", type=int, default=1200, metavar="N", help="of each family in each mode"
-    )
+    for name, (default, _, text) in _MAX_TASKS.items():
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
     parser.add_argument("--seed", type=int, default=0)
     value = parser.parse_args(arguments)
-    for name, most in MOST.items():
-        if not 1 <= getattr(value, name) <= most:
-            parser.error(f"--{name} {getattr(value, name)}: must be from 1 to {most}")
+    counts = {name: getattr(value, name) for name in _MAX_TASKS}
+    for name, (_, most, _) in _MAX_TASKS.items():
+        if not 1 <= counts[name] <= most:
+            parser.error(f"--{name} {counts[name]}: must be from 1 to {most}")
     if find_spec("pytest") is None:
         parser.error("the code tasks' tests run with pytest: pip install pytest")
     try:
-        return make(
-            value.folder.expanduser().absolute(),
-            general=value.general,
-            search=value.search,
-            code=value.code,
-            programs=value.programs,
-            lessons=value.lessons,
-            seed=value.seed,
-        )
+        return make(value.folder.expanduser().absolute(), **counts, seed=value.seed)
     except subprocess.CalledProcessError as error:
-        reply = error.stderr.decode(errors="replace").strip()
-        parser.error(f"git: {reply}")
+        parser.error(f"git: {error.stderr.decode(errors='replace').strip()}")
     except (ConfigError, OSError) as error:
         parser.error(str(error))
 

@@ -8,7 +8,7 @@ the tasks, so no conversation is about a training or held-out task.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keel.agents.env_runtime.tool_objects import Tool, methods_of
@@ -25,166 +25,151 @@ from keel.examples.small import pace, prices, towers
 from keel.rl.turns import Message
 from keel.synthesis.code.pipeline import PROMPT
 
-SUM = "State the final answer to the following arithmetic problem: {sum} ="
+_SUM = "State the final answer to the following arithmetic problem: {sum} ="
 """Prompt of the reasoning_gym task chain_sum."""
+_Draw = Callable[[random.Random, Mapping[str, Any]], Demonstration]
+"""Draws one task and returns its two conversations. The mapping holds the environment's
+arguments."""
 
 
-class Stand:
+class _Stand:
     """An environment's tools as the policy sees them, called in this process."""
 
     def __init__(
         self,
-        messages: Sequence[Message],
+        question: str | Sequence[Message],
         specs: Sequence[Mapping[str, Any]],
-        answers: Mapping[str, Callable[..., Any]],
-        ends: Collection[str] = (),
+        tools: Mapping[str, Callable[..., Any]],
     ) -> None:
-        self._opening = {"messages": list(messages), "tools": list(specs)}
-        self._answers, self._ends = answers, ends
+        messages = _asks(question) if isinstance(question, str) else list(question)
+        self._opening = {"messages": messages, "tools": list(specs)}
+        self._tools = tools
 
     def opening(self, task: Mapping[str, Any], seed: int) -> dict[str, Any]:
         return self._opening
 
     def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        return {"text": str(self._answers[name](**arguments)), "done": name in self._ends}
+        return {"text": str(self._tools[name](**arguments)), "done": name == "submit_result"}
+
+    def both(self, worked: Calls, hasty: Calls) -> Demonstration:
+        one, two = (play(self, {}, 0, calls) for calls in (worked, hasty))
+        return Demonstration(tools=one.tools, worked=one.said, hasty=two.said)
 
 
-def price_demonstrations(
-    count: int, *, seed: int, arguments: Mapping[str, Any]
-) -> list[Demonstration]:
+def _demonstrations(family: str) -> Callable[[_Draw], Callable[..., list[Demonstration]]]:
+    def decorate(draw_one: _Draw) -> Callable[..., list[Demonstration]]:
+        def drawn(count: int, *, seed: int, arguments: Mapping[str, Any]) -> list[Demonstration]:
+            draws = (random.Random(f"{family} shown {seed} {n}") for n in range(count))
+            return [draw_one(draw, arguments) for draw in draws]
+
+        drawn.__doc__ = draw_one.__doc__
+        return drawn
+
+    return decorate
+
+
+def _specs(tools: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [Tool(name, method).spec for name, method in tools.items()]
+
+
+@_demonstrations("prices")
+def price_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
     """Return conversations for `keel.examples.small.prices`. The hasty ones submit a guess."""
     (spec,) = (tool.spec for tool in tools_of(prices.TOOLS, {}).values())
-    specs = [
-        *(
-            {key: one[key] for key in ("name", "description", "parameters")}
-            for one in (spec, SUBMIT)
-        )
-    ]
+    keys = ("name", "description", "parameters")
+    specs = [{key: one[key] for key in keys} for one in (spec, SUBMIT)]
+    shop = prices.draw_prices(draw)
+    question = prices.draw_question(draw, shop)
 
-    def draw_one(draw: random.Random) -> Demonstration:
-        shop = prices.draw_prices(draw)
-        question = prices.draw_question(draw, shop)
+    def price(item: str) -> int:
+        return shop[item]
 
-        def price(item: str) -> int:
-            return shop[item]
+    def submit(answer_text: str) -> str:
+        return ""
 
-        def submit(answer_text: str) -> str:
-            return ""
+    def look() -> Calls:
+        seen: dict[str, int] = {}
+        for item in question.items:
+            seen[item] = int((yield "price", {"item": item}))
+        yield "submit_result", {"answer_text": str(question.answer(seen))}
 
-        stand = Stand(
-            _asks(question.text),
-            specs,
-            {"price": price, "submit_result": submit},
-            ends=("submit_result",),
-        )
+    def guess() -> Calls:
+        wrong = draw.choice([p for p in range(10, 100) if p != question.answer(shop)])
+        dearer = max(question.items, key=shop.__getitem__)
+        yield "submit_result", {"answer_text": str(wrong) if len(question.items) == 1 else dearer}
 
-        def look() -> Calls:
-            seen: dict[str, int] = {}
-            for item in question.items:
-                seen[item] = int((yield "price", {"item": item}))
-            yield "submit_result", {"answer_text": str(question.answer(seen))}
-
-        def guess() -> Calls:
-            wrong = draw.choice([p for p in range(10, 100) if p != question.answer(shop)])
-            dearer = max(question.items, key=shop.__getitem__)
-            answer = str(wrong) if len(question.items) == 1 else dearer
-            yield "submit_result", {"answer_text": answer}
-
-        return _both(stand, look(), guess())
-
-    return _drawn("prices", count, seed, draw_one)
+    stand = _Stand(question.text, specs, {"price": price, "submit_result": submit})
+    return stand.both(look(), guess())
 
 
-def tower_demonstrations(
-    count: int, *, seed: int, arguments: Mapping[str, Any]
-) -> list[Demonstration]:
-    """Return conversations for `keel.examples.small.towers`. The hasty ones invent a name.
-    `arguments` are those of the environment."""
-    about = {key: arguments[key] for key in ("results", "cite") if key in arguments}
+@_demonstrations("towers")
+def tower_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
+    """Return conversations for `keel.examples.small.towers`. The hasty ones invent a name."""
+    (tower, builder), (_, wrong) = towers.draw_towers(draw, 2).items()
+    options = {key: arguments[key] for key in ("results", "cite") if key in arguments}
+    search = Search(ready=_OneDocument(towers.document(tower, builder)), **options)
+    task = {"messages": _asks(f"Who built {tower}?"), "reward": {"kind": "answer"}}
+    tools = methods_of(search)
 
-    def draw_one(draw: random.Random) -> Demonstration:
-        (tower, builder), (_, wrong) = towers.draw_towers(draw, 2).items()
-        search = Search(ready=_OneDocument(towers.document(tower, builder)), **about)
-        task = {"messages": _asks(f"Who built {tower}?"), "reward": {"kind": "answer"}}
-        tools = methods_of(search)
-        specs = [Tool(name, method).spec for name, method in tools.items()]
-        stand = Stand(search.opening(task), specs, tools)
+    def look() -> Calls:
+        result = yield "search", {"query": tower}
+        return f"<answer>{result.split()[-3]}</answer>"
 
-        def look() -> Calls:
-            result = yield "search", {"query": tower}
-            return f"<answer>{result.split()[-3]}</answer>"
-
-        return _both(stand, look(), _says(f"<answer>{wrong}</answer>"))
-
-    return _drawn("towers", count, seed, draw_one)
+    stand = _Stand(search.opening(task), _specs(tools), tools)
+    return stand.both(look(), _says(f"<answer>{wrong}</answer>"))
 
 
-def pace_demonstrations(
-    count: int, *, seed: int, arguments: Mapping[str, Any]
-) -> list[Demonstration]:
+@_demonstrations("pace")
+def pace_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
     """Return conversations for `keel.examples.small.pace`. The hasty ones edit a file without
     reading it."""
-    tools = methods_of(object.__new__(Repository))
-    specs = [Tool(name, method).spec for name, method in tools.items()]
+    is_now, expected = pace.draw_paces(draw, 2)
+    text = pace.SOURCE.format(pace=is_now)
 
-    def draw_one(draw: random.Random) -> Demonstration:
-        is_now, expected = pace.draw_paces(draw, 2)
-        text = pace.SOURCE.format(pace=is_now)
+    def edit(path: str, old: str, new: str) -> str:
+        try:
+            return apply_edit(path, text, old, new)[1]
+        except ValueError as error:
+            return str(error)
 
-        def edit(path: str, old: str, new: str) -> str:
-            try:
-                return apply_edit(path, text, old, new)[1]
-            except ValueError as error:
-                return str(error)
+    def view(path: str) -> str:
+        return number_lines(text, 1, 0)
 
-        issue = PROMPT.format(name="pace", repo=REPO, issue=pace.issue(expected))
+    def change(old: str) -> Calls:
+        yield "edit", {"path": "pace.py", "old": old, "new": str(expected)}
+        return "Done."
 
-        def view(path: str) -> str:
-            return number_lines(text, 1, 0)
+    def look() -> Calls:
+        seen = yield "view", {"path": "pace.py"}
+        return (yield from change(seen.split()[-1]))
 
-        stand = Stand(_asks(issue), specs, {"view": view, "edit": edit})
-
-        def change(old: str) -> Calls:
-            yield "edit", {"path": "pace.py", "old": old, "new": str(expected)}
-            return "Done."
-
-        def look() -> Calls:
-            seen = yield "view", {"path": "pace.py"}
-            return (yield from change(seen.split()[-1]))
-
-        guess = draw.choice([p for p in range(10, 100) if p != is_now])
-        return _both(stand, look(), change(str(guess)))
-
-    return _drawn("pace", count, seed, draw_one)
+    issue = PROMPT.format(name="pace", repo=REPO, issue=pace.issue(expected))
+    specs = _specs(methods_of(object.__new__(Repository)))
+    guess = draw.choice([p for p in range(10, 100) if p != is_now])
+    return _Stand(issue, specs, {"view": view, "edit": edit}).both(look(), change(str(guess)))
 
 
-def sum_demonstrations(
-    count: int, *, seed: int, arguments: Mapping[str, Any]
-) -> list[Demonstration]:
+@_demonstrations("sums")
+def sum_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
     """Return conversations in which chain_sum from reasoning_gym is solved with an interpreter. The
     hasty ones drop the last number."""
-    spec = Tool("python", methods_of(object.__new__(Interpreter))["python"]).spec
+    numbers = [draw.randrange(100, 1000) for _ in range(3)]
+    signs = [draw.choice("+-") for _ in numbers[1:]]
+    terms, values = [str(numbers[0])], [numbers[0]]
+    for sign, number in zip(signs, numbers[1:], strict=True):
+        terms.append(f"{sign} {number}")
+        values.append(values[-1] + (number if sign == "+" else -number))
+    formula = " ".join(terms)
 
-    def draw_one(draw: random.Random) -> Demonstration:
-        numbers = [draw.randrange(100, 1000) for _ in range(3)]
-        signs = [draw.choice("+-") for _ in numbers[1:]]
-        terms = [f"{numbers[0]}", *(f"{s} {n}" for s, n in zip(signs, numbers[1:], strict=True))]
-        values = [numbers[0]]
-        for sign, number in zip(signs, numbers[1:], strict=True):
-            values.append(values[-1] + (number if sign == "+" else -number))
-        reply = " ".join(terms)
+    def python(code: str) -> int:
+        return values[-1]
 
-        def python(code: str) -> int:
-            return values[-1]
+    def look() -> Calls:
+        return (yield "python", {"code": formula})
 
-        stand = Stand(_asks(SUM.format(sum=reply)), [spec], {"python": python})
-
-        def look() -> Calls:
-            return (yield "python", {"code": reply})
-
-        return _both(stand, look(), _says(str(values[-2])))
-
-    return _drawn("sums", count, seed, draw_one)
+    specs = [Tool("python", methods_of(object.__new__(Interpreter))["python"]).spec]
+    stand = _Stand(_SUM.format(sum=formula), specs, {"python": python})
+    return stand.both(look(), _says(str(values[-2])))
 
 
 class _OneDocument:
@@ -207,14 +192,3 @@ def _asks(text: str) -> list[Message]:
 def _says(text: str) -> Calls:
     return text
     yield  # without a call
-
-
-def _both(stand: Stand, look: Calls, haste: Calls) -> Demonstration:
-    worked, hasty = (play(stand, {}, 0, calls) for calls in (look, haste))
-    return Demonstration(tools=worked.tools, worked=worked.said, hasty=hasty.said)
-
-
-def _drawn(
-    family: str, count: int, seed: int, draw_one: Callable[[random.Random], Demonstration]
-) -> list[Demonstration]:
-    return [draw_one(random.Random(f"{family} shown {seed} {n}")) for n in range(count)]

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from keel.agents.environments.demonstrations import Demonstration
 from keel.examples.small.demonstrations import (
     pace_demonstrations,
     price_demonstrations,
@@ -22,11 +21,11 @@ from keel.examples.small.programs import answer, every_program
 from keel.rl.turns import Message, ToolSpec
 
 LOOK, GUESS = "look", "guess"
-WORKED = 0.6
+_WORKED = 0.6
 """Fraction of conversations that are worked out carefully."""
-SEARCH = {"results": 1, "cite": False}
+_SEARCH = {"results": 1, "cite": False}
 """Arguments that the recipes pass to the search environment."""
-Ways = tuple[Sequence[Message], Sequence[Message], Sequence[ToolSpec]]
+_Ways = tuple[Sequence[Message], Sequence[Message], Sequence[ToolSpec]]
 """A careful and a hasty conversation about the same task, with its tools."""
 
 
@@ -37,10 +36,12 @@ def write(folder: Path, count: int, seed: int) -> None:
     far = 1 << 20
     drawn = {
         "general": price_demonstrations(count, seed=far + seed, arguments={}),
-        "search": tower_demonstrations(count, seed=far + seed, arguments=SEARCH),
+        "search": tower_demonstrations(count, seed=far + seed, arguments=_SEARCH),
         "coding": pace_demonstrations(count, seed=far + seed, arguments={}),
     }
-    families = {name: [_ways(one) for one in shown] for name, shown in drawn.items()}
+    families: dict[str, list[_Ways]] = {
+        name: [(one.worked, one.hasty, one.tools) for one in shown] for name, shown in drawn.items()
+    }
     families["code"] = _programs(count, random.Random(f"lessons {seed}"))
     for name, ways in families.items():
         for thinking in (True, False):
@@ -51,10 +52,10 @@ def write(folder: Path, count: int, seed: int) -> None:
 
 
 def _lines(
-    ways: Sequence[Ways], draw: random.Random, *, thinking: bool
+    ways: Sequence[_Ways], draw: random.Random, *, thinking: bool
 ) -> Iterator[Mapping[str, Any]]:
     for worked, hasty, tools in ways:
-        works = draw.random() < WORKED
+        works = draw.random() < _WORKED
         reply = [dict(message) for message in (worked if works else hasty)]
         first = next(one for one in reply if one["role"] == "assistant")
         if thinking:
@@ -66,13 +67,9 @@ def _lines(
         }
 
 
-def _ways(shown: Demonstration) -> Ways:
-    return shown.worked, shown.hasty, shown.tools
-
-
-def _programs(count: int, draw: random.Random) -> list[Ways]:
+def _programs(count: int, draw: random.Random) -> list[_Ways]:
     """Return conversations about the programs. The hasty ones contain an invented number."""
-    made: list[Ways] = []
+    made: list[_Ways] = []
     known = every_program(draw)
     for program in (known[n % len(known)] for n in range(count)):
         wrong = draw.choice([one for one in known if one.sign == program.sign and one != program])

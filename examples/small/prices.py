@@ -42,17 +42,19 @@ class PriceQuestion:
         return min(self.items, key=lambda item: prices[item])
 
     def solution(self, number: int) -> str:
-        one, *other = (f"tools.price(item={item!r})" for item in self.items)
-        right = f"{self.items[0]!r} if {one} < {other[0]} else {self.items[1]!r}" if other else one
-        return f"def solve_{number}(tools):\n    return {right}\n"
+        return f"def solve_{number}(tools):\n    return {self._right('tools.price(item={!r})')}\n"
 
     def verifier(self, number: int) -> str:
-        one, *other = (f"database[{item!r}]" for item in self.items)
-        right = f"{self.items[0]!r} if {one} < {other[0]} else {self.items[1]!r}" if other else one
         return (
-            f"def verify_{number}(answer, database):\n    right = {right}\n"
+            f"def verify_{number}(answer, database):\n"
+            f"    right = {self._right('database[{!r}]')}\n"
             "    return type(answer) is type(right) and answer == right\n"
         )
+
+    def _right(self, price: str) -> str:
+        """Return code for the right answer; `price` is code for the price of an item."""
+        one, *other = map(price.format, self.items)
+        return f"{self.items[0]!r} if {one} < {other[0]} else {self.items[1]!r}" if other else one
 
 
 def draw_prices(draw: random.Random) -> dict[str, int]:

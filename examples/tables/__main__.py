@@ -13,50 +13,30 @@ import json
 import random
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from keel.examples.tables import shop, stations
-from keel.examples.tables.task import Answer, Files
+from keel.examples.tables import shop
 
-MARK = "Put the final answer in \\boxed{}."
-MOST_DRAWS = 200
-SCENES: dict[str, tuple[Callable[[random.Random], Any], Callable[[Any], Files], str, Any]] = {
-    "shop": (shop.draw_shop, shop.files_of, shop.ABOUT, shop.QUESTIONS),
-    "stations": (stations.draw_network, stations.files_of, stations.ABOUT, stations.QUESTIONS),
-}
-"""For each kind of data, the functions that draw it, write it, and ask about it."""
+_BOXED = "Put the final answer in \\boxed{}."
 
 
 def tasks(count: int, seed: int) -> Iterator[dict[str, Any]]:
     """Yield `count` JSONL lines, cycling through all kinds of questions. The same seed gives the
     same lines."""
-    kinds = [(scene, ask) for scene, (_, _, _, questions) in SCENES.items() for ask in questions]
     for number in range(count):
-        scene, ask = kinds[number % len(kinds)]
-        make, write, about, _ = SCENES[scene]
+        ask = shop.QUESTIONS[number % len(shop.QUESTIONS)]
         draw = random.Random(f"{seed}/{number}")
-        data, answer = _draw_answer(make, ask, draw)
+        data = shop.draw_shop(draw)
+        while (answer := ask(data, draw)) is None or not answer.clear:
+            data = shop.draw_shop(draw)  # until the question has one clear answer
         yield {
-            "id": f"{scene}-{ask.__name__}-{number}",
-            "prompt": f"{about}\n\n{answer.question} {MARK}",
+            "id": f"shop-{ask.__name__}-{number}",
+            "prompt": f"{shop.ABOUT}\n\n{answer.question} {_BOXED}",
             **answer.rule,
-            "environment": {"files": write(data)},
+            "environment": {"files": shop.files_of(data)},
         }
-
-
-def _draw_answer(
-    make: Callable[[random.Random], Any],
-    ask: Callable[[Any, random.Random], Answer | None],
-    draw: random.Random,
-) -> tuple[Any, Answer]:
-    """Draw data repeatedly until the question has one clear answer."""
-    for _ in range(MOST_DRAWS):
-        data = make(draw)
-        if (answer := ask(data, draw)) is not None and answer.clear:
-            return data, answer
-    raise RuntimeError(f"{ask.__name__}: no clear answer in {MOST_DRAWS} draws")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,8 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=1000, help="tasks (1000)")
     parser.add_argument("--seed", type=int, help="drawn by chance unless given, and then no secret")
     value = parser.parse_args(arguments)
-    if value.count < 1:
-        parser.error("--count must be at least 1")
     seed = secrets.randbits(64) if value.seed is None else value.seed
     try:
         with value.file.open("x", encoding="utf-8") as file:

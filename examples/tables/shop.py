@@ -1,21 +1,66 @@
 """Questions about a shop, whose orders, products and customers are in three files that have to be
-joined."""
+joined, with their answers and rules."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
 from statistics import mean, median
+from typing import Any
 
-from keel.examples.tables.task import Answer, Files, as_csv, as_json, clear_first
+Files = dict[str, str]
+"""The contents of each file, by name."""
+_CLEAR = 0.002
+"""Minimum distance between the two largest values, as a fraction of the range of all values."""
 
-CATEGORIES = ("tea", "paper", "tools", "lamps", "seeds", "glass", "wool", "maps")
-REGIONS = ("north", "south", "east", "west", "coast", "hills")
-WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-DAY_FORMATS = ("%Y-%m-%d", "%d.%m.%Y", "%d %b %Y")
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A question and its answer."""
+
+    question: str
+    value: float | str
+    decimals: int = 0
+
+    @property
+    def clear(self) -> bool:
+        """True if the rounded answer differs from its neighbours in the last decimal."""
+        if isinstance(self.value, str) or not self.decimals:
+            return True
+        return round(abs(self.value) * 10**self.decimals) not in (1, 2)
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """Return the JSONL rule, which accepts either rounding of the last decimal."""
+        if isinstance(self.value, str):
+            return {"answer": self.value, "match": "exact"}
+        text = f"{self.value:.{self.decimals}f}"
+        if not self.decimals:
+            return {"answer": text, "match": "math"}
+        # Relative to what is written; absolute for a 0.
+        near = 1.1 * 10**-self.decimals / (abs(float(text)) or 1.0)
+        return {"answer": text, "match": "math", "tolerance": float(f"{near:.3g}")}
+
+
+def clear_first(values: Mapping[str, float], question: str) -> Answer | None:
+    """Return the name with the largest value as the answer, or None if no value is clearly the
+    largest."""
+    first, second, *_ = sorted(values.values(), reverse=True)
+    if first - second <= _CLEAR * (first - min(values.values())):
+        return None
+    return Answer(question, max(values, key=lambda name: values[name]))
+
+
+_CATEGORIES = ("tea", "paper", "tools", "lamps", "seeds", "glass", "wool", "maps")
+_REGIONS = ("north", "south", "east", "west", "coast", "hills")
+_WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+_DAY_FORMATS = ("%Y-%m-%d", "%d.%m.%Y", "%d %b %Y")
 """Date formats that cannot be misread."""
 
 
@@ -45,13 +90,13 @@ class Shop:
 
 
 def draw_shop(draw: random.Random) -> Shop:
-    categories = draw.sample(CATEGORIES, draw.randint(3, 6))
+    categories = draw.sample(_CATEGORIES, draw.randint(3, 6))
     products = {
         f"{category}-{number}": (category, round(draw.uniform(2, 90), 2))
         for category in categories
         for number in range(1, draw.randint(3, 7))
     }
-    regions = draw.sample(REGIONS, draw.randint(3, 5))
+    regions = draw.sample(_REGIONS, draw.randint(3, 5))
     customers = {f"c{n:03d}": draw.choice(regions) for n in range(draw.randint(30, 90))}
     first = date(draw.randint(2015, 2024), 1, 1) + timedelta(days=draw.randint(0, 300))
     buyers = draw.sample(sorted(customers), int(0.85 * len(customers)))
@@ -66,7 +111,7 @@ def draw_shop(draw: random.Random) -> Shop:
         )
         for n in range(draw.randint(150, 500))
     )
-    return Shop(orders, products, customers, draw.choice(DAY_FORMATS))
+    return Shop(orders, products, customers, draw.choice(_DAY_FORMATS))
 
 
 def files_of(shop: Shop) -> Files:
@@ -80,10 +125,18 @@ def files_of(shop: Shop) -> Files:
     ]
     header = ("order", "day", "customer", "product", "units", "discount_percent")
     return {
-        "orders.csv": as_csv(header, rows),
-        "products.json": as_json({"products": products}),
-        "customers.csv": as_csv(("customer", "region"), shop.customers.items()),
+        "orders.csv": _csv(header, rows),
+        "products.json": json.dumps({"products": products}, indent=1),
+        "customers.csv": _csv(("customer", "region"), shop.customers.items()),
     }
+
+
+def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 ABOUT = (
@@ -138,7 +191,7 @@ def days_between(shop: Shop, draw: random.Random) -> Answer | None:
 
 
 def busiest_weekday(shop: Shop, draw: random.Random) -> Answer | None:
-    counts = Counter(WEEKDAYS[o.day.weekday()] for o in shop.orders)
+    counts = Counter(_WEEKDAYS[o.day.weekday()] for o in shop.orders)
     return clear_first(counts, "On which day of the week were most orders placed? Name it.")
 
 
