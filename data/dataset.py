@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from keel.configs.paths import data_path
@@ -17,36 +17,21 @@ from keel.rl.types import Prompt
 
 _CheckReward = Callable[[Mapping[str, Any]], None]
 _CountTokens = Callable[[Prompt], int]
-_MAX_TOKEN_CHARACTERS = 512
-"""The most characters that one token can have. The longest are runs of spaces or of one sign."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceReport:
     """How many prompts a source has, and how many were dropped for which reason."""
 
-    read: int
-    skipped: int
-    """Lines that were malformed."""
-    duplicates: int
-    """Questions that occurred earlier in the same source."""
-    long: int
-    """Prompts longer than `data.max_prompt_tokens`."""
-    heldout: int
-    leaked: int
-    """Questions that another source holds out."""
     train: int
-    skipped_reasons: tuple[str, ...] = ()
-    rated_out: int = 0
-    """Prompts whose pass rate is out of bounds."""
-    unrated: tuple[str, ...] = ()
-    """IDs of the prompts that were dropped because they have no pass rate."""
-    unknown: tuple[str, ...] = ()
-    """IDs in the pass-rate table that do not occur in the source."""
-    unread: Mapping[str, str] = field(default_factory=dict[str, str])
+    heldout: int
+    dropped: Mapping[str, int]
+    """Maps each reason to the number of prompts dropped because of it."""
+    notes: tuple[str, ...]
+    """One line for each malformed row, each prompt without a pass rate, and each unknown one in the
+    pass-rate table."""
+    unread: Mapping[str, str]
     """Maps each unused column to the place where it first occurred."""
-    unanswered: int = 0
-    """As in `Loaded.unanswered`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +50,11 @@ class Dataset:
 class _Split:
     """The state of one source while it is being processed."""
 
-    source: SourceConfig
     loaded: Loaded
-    duplicates: int
-    long: int
     heldout: list[Item]
     train: list[Item]
-    rated_out: int = 0
-    unrated: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
+    dropped: dict[str, int]
+    notes: list[str]
 
 
 def load_dataset(
@@ -103,44 +84,38 @@ def load_dataset(
             return load_episodes(source)
         return load_jsonl(source, check_reward, hub_answers)
 
-    splits = [_split(load(source), source, config, seed, count_tokens) for source in config.sources]
-    reserved = frozenset(q for split in splits for item in split.heldout for q in item.questions)
+    splits = {s.name: _split(load(s), s, config, seed, count_tokens) for s in config.sources}
+    held = [item for split in splits.values() for item in split.heldout]
+    reserved = frozenset(question for item in held for question in item.questions)
     train: dict[str, list[Prompt]] = {}
     report: dict[str, SourceReport] = {}
-    for split in splits:
-        source = split.source
+    for source in config.sources:
+        split = splits[source.name]
         prompts = [item.prompt for item in split.train if reserved.isdisjoint(item.questions)]
+        split.dropped["held out by another source"] = len(split.train) - len(prompts)
         trains = config.weight_of(source) > 0
         if trains and not prompts:
+            counts = {**split.dropped, "held out": len(split.heldout)}
+            whys = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
             raise ConfigError(
                 f"data.sources[{source.name}]: no prompt is left to train on "
-                f"({len(split.loaded.items)} read, {split.duplicates} repeated, {split.long} over "
-                f"data.max_prompt_tokens = {config.max_prompt_tokens}, {len(split.heldout)} held "
-                f"out, {split.rated_out + len(split.unrated)} dropped by pass_rates, "
-                f"{len(split.train)} held out by another source)"
+                f"({len(split.loaded.items)} read, {whys}; data.max_prompt_tokens = "
+                f"{config.max_prompt_tokens})"
             )
         train[source.name] = prompts
         report[source.name] = SourceReport(
-            read=len(split.loaded.items) + len(split.loaded.skipped),
-            skipped=len(split.loaded.skipped),
-            duplicates=split.duplicates,
-            long=split.long,
-            heldout=len(split.heldout),
-            leaked=len(split.train) - len(prompts),
             train=len(prompts) if trains else 0,
-            skipped_reasons=split.loaded.skipped,
-            rated_out=split.rated_out,
-            unrated=split.unrated,
-            unknown=split.unknown,
+            heldout=len(split.heldout),
+            dropped=split.dropped,
+            notes=tuple(split.notes),
             unread=split.loaded.unread,
-            unanswered=split.loaded.unanswered,
         )
     weights = {source.name: config.weight_of(source) for source in config.sources}
     return Dataset(
         train=PromptStream(train, weights=weights, seed=seed),
         heldout={
-            split.source.name: tuple(item.prompt for item in split.heldout)
-            for split in splits
+            name: tuple(item.prompt for item in split.heldout)
+            for name, split in splits.items()
             if split.heldout
         },
         reserved=reserved,
@@ -160,17 +135,13 @@ def _split(
         by_question.setdefault(item.question, item)
     short: list[Item] = []
     for item in by_question.values():
-        # A prompt that is certainly too long is not tokenized, which takes 200 times its memory.
-        characters = sum(len(str(m.get("content"))) for m in item.prompt.messages)
-        tokens = characters // _MAX_TOKEN_CHARACTERS
-        if tokens <= config.max_prompt_tokens:
-            tokens = count_tokens(item.prompt)
+        tokens = count_tokens(item.prompt)
         if tokens <= config.max_prompt_tokens:
             short.append(item)
         elif config.long_prompts == "error":
             raise ConfigError(
-                f"prompt {item.prompt.prompt_id} ({item.origin}) has at least {tokens} tokens, "
-                f"more than data.max_prompt_tokens = {config.max_prompt_tokens}; raise it, or set "
+                f"prompt {item.prompt.prompt_id} ({item.origin}) has {tokens} tokens, more than "
+                f"data.max_prompt_tokens = {config.max_prompt_tokens}; raise it, or set "
                 "data.long_prompts: drop"
             )
     long = len(by_question) - len(short)
@@ -191,40 +162,47 @@ def _split(
         questions.sort(key=lambda question: digest(f"{seed}/{source.name}/{question}"))
     heldout = set(questions[:holdout])
     split = _Split(
-        source=source,
         loaded=loaded,
-        duplicates=len(loaded.items) - len(by_question),
-        long=long,
         heldout=[item for item in short if item.question in heldout],
         train=[item for item in short if item.question not in heldout],
+        dropped={
+            "malformed": len(loaded.skipped),
+            "duplicate": len(loaded.items) - len(by_question),
+            "too long": long,
+        },
+        notes=[f"skipped: {line}" for line in loaded.skipped],
     )
     if source.pass_rates:
-        _filter_by_pass_rate(split)
+        _filter_by_pass_rate(split, source)
     return split
 
 
-def _filter_by_pass_rate(split: _Split) -> None:
+def _filter_by_pass_rate(split: _Split, source: SourceConfig) -> None:
     """Keep only the training prompts whose pass rate is known and within the source's bounds."""
-    source, path = split.source, data_path(split.source.pass_rates)
+    path = data_path(source.pass_rates)
+    every = {item.prompt.prompt_id for item in split.loaded.items}
+    kept: list[Item] = []
+    unrated = 0
     try:
         table = read_pass_rates(path)
         rates = {name: rate for name, rate in table.items() if rate.source == source.name}
         if not rates:
             others = ", ".join(sorted({rate.source for rate in table.values()})) or "none"
             raise ValueError(f"{path} has no prompt of this source; its sources: {others}")
-        rated: list[Item] = []
         for item in split.train:
-            if (rate := rates.get(item.prompt.prompt_id)) and rate.known:
-                check_same(item.prompt, rate, path)
-                rated.append(item)
+            rate = rates.get(item.prompt.prompt_id)
+            if rate is None or not rate.known:
+                unrated += 1
+                split.notes.append(f"without a pass rate: {item.prompt.prompt_id}")
+                continue
+            check_same(item.prompt, rate, path)
+            if rate.within(source.least_pass_rate, source.most_pass_rate):
+                kept.append(item)
     except ValueError as error:
         knob = f"data.sources[{source.name}].pass_rates = {source.pass_rates!r}"
         raise ConfigError(f"{knob}: {error}") from error
-    bounds = (source.least_pass_rate, source.most_pass_rate)
-    within = [item for item in rated if rates[item.prompt.prompt_id].within(*bounds)]
-    known = {item.prompt.prompt_id for item in rated}
-    every = {item.prompt.prompt_id for item in split.loaded.items}
-    split.unrated = tuple(sorted({item.prompt.prompt_id for item in split.train} - known))
-    split.unknown = tuple(sorted(rates.keys() - every))
-    split.rated_out = len(rated) - len(within)
-    split.train = within
+    unknown = sorted(rates.keys() - every)
+    split.notes += [f"in pass_rates but not in the source: {name}" for name in unknown]
+    split.dropped["without a pass rate"] = unrated
+    split.dropped["out of the bounds of pass rates"] = len(split.train) - len(kept) - unrated
+    split.train = kept

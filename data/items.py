@@ -59,9 +59,6 @@ class Loaded:
     """The reason for each malformed line."""
     unread: Mapping[str, str] = field(default_factory=dict[str, str])
     """Maps each unused column to the place where it first occurred."""
-    unanswered: int = 0
-    """How many rows only the user's functions can judge, although other rows have an answer or
-    tests."""
 
 
 def first_of(lines: Sequence[str], limit: int = 10) -> list[str]:

@@ -92,13 +92,7 @@ def load_jsonl(
             reason = f"all {len(skipped)} lines are malformed; {skipped[0]}"
         raise ConfigError(f"{knob}.path = {source.path!r}: {reason}")
     columns.check_seen()
-    unanswered = sum(item.prompt.reward.get("kind") == FUNCTIONS for item in items.values())
-    return Loaded(
-        items=tuple(items.values()),
-        skipped=tuple(skipped),
-        unread=columns.unread,
-        unanswered=unanswered if unanswered < len(items) else 0,
-    )
+    return Loaded(items=tuple(items.values()), skipped=tuple(skipped), unread=columns.unread)
 
 
 def _item(row: Row, columns: Columns, source: SourceConfig, check_reward: _CheckReward) -> Item:

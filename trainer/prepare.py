@@ -28,7 +28,7 @@ from keel.data.conversations.load import Lessons, load_lessons
 from keel.data.conversations.text import Encoded
 from keel.data.conversations.types import Example, Render
 from keel.data.dataset import Dataset, load_dataset
-from keel.data.summary import literal_lines, small_lines, source_lines, unread_lines
+from keel.data.summary import source_lines, source_warnings
 from keel.model.batch_invariant.layers import check_invariant
 from keel.model.config_file import ignored_code
 from keel.model.hub import hub_answers, local_folder, missing_weights
@@ -257,8 +257,7 @@ def prepare(
         tokenizer_digest=digest_of_tokenizer(tokenizer),
         warnings=[
             *_warnings(config, model),
-            *unread_lines(config, dataset),
-            *small_lines(config, dataset),
+            *source_warnings(config, dataset),
             *failed,
         ],
         failed=failed,
@@ -592,7 +591,6 @@ def _warnings(config: Config, model: PlannedModel) -> list[str]:
         *missing_node_warnings(config, hardware),
         *([model.saved_choice.changed] if model.saved_choice.changed else []),
         *lint_recipe(config, model.facts),
-        *literal_lines(config),
         *_thinking_warnings(config, model.tokenizer),
         *([f"model.path = {path!r}: {lacking}; `keel train` needs them"] if lacking else []),
         *(f"model.path = {path!r}: {line}" for line in code),

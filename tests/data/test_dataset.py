@@ -47,8 +47,7 @@ def test_heldout_questions_never_train() -> None:
     report = dataset.report["sums"]
     assert len(set(held(dataset))) == 20 == report.heldout
     assert not trained(dataset) & set(held(dataset))
-    assert report.duplicates > 0
-    assert report.read == 200 == report.duplicates + report.heldout + report.train
+    assert 200 == report.dropped["duplicate"] + report.heldout + report.train > report.train
     assert report.train == len(dataset.train)
 
 
@@ -56,7 +55,7 @@ def test_held_out_questions_of_all_sources() -> None:
     train = gym("train", size=200, params=SMALL, system="Other words.")
     dataset = load(train, gym("test", size=30, holdout=20, weight=0, params=SMALL | {"seed": 6}))
     assert not trained(dataset) & set(held(dataset, "test"))
-    assert dataset.report["train"].leaked > 0
+    assert dataset.report["train"].dropped["held out by another source"] > 0
     assert dataset.report["test"].train == 0
 
 
@@ -65,7 +64,7 @@ def test_held_out_set_is_stable() -> None:
     assert held(small) == held(load(gym(size=60, holdout=10, weight=3.0), gym("b", "gcd")))
     assert held(small) != held(load(gym(size=30, holdout=10), seed=1))
     few, many = (load(gym(size=n, holdout=20, params=SMALL)) for n in (40, 400))
-    assert few.report["sums"].duplicates and held(few) == held(many)
+    assert few.report["sums"].dropped["duplicate"] and held(few) == held(many)
     assert held(load(gym(holdout=4, params={"seed": 9}))) == held(
         load(gym(holdout=4, params={"seed": 9}), seed=1)
     )
@@ -84,8 +83,8 @@ def test_files_are_split_by_the_seed(tmp_path: Path) -> None:
     assert held(dataset) == held(load(source))
     assert held(dataset) != held(load(source, seed=1))
     report = dataset.report["sums"]
-    assert (report.read, report.skipped, report.duplicates, report.train) == (32, 1, 1, 24)
-    assert report.skipped_reasons[0].startswith(f"{path}:32: ")
+    assert report.train == 24 and report.notes[0].startswith(f"skipped: {path}:32: ")
+    assert (report.dropped["malformed"], report.dropped["duplicate"]) == (1, 1)
 
 
 def test_template_is_ignored_in_comparisons(tmp_path: Path) -> None:
@@ -99,11 +98,11 @@ def test_template_is_ignored_in_comparisons(tmp_path: Path) -> None:
     kept.write_text("".join(json.dumps(line) + "\n" for line in lines))
     again = SourceConfig(name="kept", source="jsonl", path=str(kept))
     dataset = load(again, replace(given, weight=0), max_prompt_tokens=1000)
-    assert dataset.report["kept"].leaked == 8
+    assert dataset.report["kept"].dropped["held out by another source"] == 8
     assert not trained(dataset) & set(held(dataset, "given"))
     other = load(given, replace(again, weight=0, holdout=8), max_prompt_tokens=1000)
     both = set(held(other, "given")) & set(held(other, "kept"))
-    assert other.report["given"].leaked == 8 - len(both)
+    assert other.report["given"].dropped["held out by another source"] == 8 - len(both)
 
 
 def test_white_space_is_ignored_in_comparisons(tmp_path: Path) -> None:
@@ -120,7 +119,8 @@ def test_white_space_is_ignored_in_comparisons(tmp_path: Path) -> None:
         source("other", ["What is 0+1?"]),
     )
     assert trained(dataset) == {"Why?", "What is 0+1?"}
-    assert (dataset.report["train"].leaked, dataset.report["train"].duplicates) == (20, 1)
+    dropped = dataset.report["train"].dropped
+    assert (dropped["held out by another source"], dropped["duplicate"]) == (20, 1)
 
 
 def test_long_prompts() -> None:
@@ -129,7 +129,9 @@ def test_long_prompts() -> None:
     with pytest.raises(ConfigError, match="max_prompt_tokens"):
         load(gym(), max_prompt_tokens=limit)
     dataset = load(gym(), max_prompt_tokens=limit, long_prompts="drop")
-    assert dataset.report["sums"].long == sum(length > limit for length in lengths) > 0
+    assert (
+        dataset.report["sums"].dropped["too long"] == sum(length > limit for length in lengths) > 0
+    )
     assert max(map(len, trained(dataset))) <= limit
     for source in (gym(), gym(holdout=30)):
         with pytest.raises(ConfigError, match="max_prompt_tokens"):
