@@ -3,7 +3,6 @@ loaded."""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Collection
 from dataclasses import replace
@@ -13,16 +12,14 @@ from pathlib import Path
 from keel.configs.auto import DTYPE
 from keel.configs.load import check_resumable, load_config
 from keel.configs.paths import data_path, unwritable
-from keel.configs.schema import Config, ConfigError
+from keel.configs.schema import Config, ConfigError, SourceConfig
 from keel.configs.sections.model import TINY_MODEL
-from keel.configs.shipped import shipped
 from keel.data.conversations.files import read_rows, read_trajectories
 from keel.data.jsonl import load_jsonl
 from keel.model.hub import check_path, is_hub_name
 from keel.rewards.compose import check_weights
 from keel.trainer.run.trackers.tracker import check_trackers
 
-FILES = ("jsonl", "file")
 SOON = 2**22
 """Largest file or folder in bytes to read here. Reading it takes a tenth of a second."""
 
@@ -46,14 +43,12 @@ def check_named(config: Config, command: str, later: Collection[Path] = ()) -> N
         check_trackers(config.run.trackers)
     sampled = () if supervised else config.data.sources
     learned = config.sft.sources if supervised or command == "check" else ()
-    for source in sampled:
-        if source.source in FILES and _soon_read(data_path(source.path)):
-            load_jsonl(source)
-    for source in learned:
-        if source.source in FILES and _soon_read(data_path(source.path)):
-            read_rows(source)
+    for source in (*sampled, *learned):
         path = data_path(source.path)
-        if source.source == "trajectories" and not path.exists() and path.absolute() not in later:
+        if source.source in ("jsonl", "file") and _soon_read(path):
+            load_jsonl(source) if isinstance(source, SourceConfig) else read_rows(source)
+        missing = not path.exists() and path.absolute() not in later
+        if source.source == "trajectories" and missing:
             read_trajectories(source, tokenizer="")
     parts = {
         domain: {part: weight for part, weight in weights.items() if _soon_known(part)}
@@ -75,7 +70,7 @@ def check_named(config: Config, command: str, later: Collection[Path] = ()) -> N
                     check_path(path)
                 except ConfigError as error:
                     knob = "model.path" if path == model else "model.tokenizer"
-                    raise ConfigError(f"{knob} = {error}{_exported_by(path)}") from error
+                    raise ConfigError(f"{knob} = {error}") from error
 
 
 def check_continued(config: Config, auto: Collection[str]) -> None:
@@ -92,20 +87,6 @@ def check_continued(config: Config, auto: Collection[str]) -> None:
     check_resumable(before, config, str(folder))
 
 
-def _exported_by(path: str) -> str:
-    """Return a hint that names the shipped recipe whose run exports this folder."""
-    folder = Path(path)
-    if folder.name != "model" or folder.exists():
-        return ""
-    for name, file in shipped().items():
-        value = re.search(r"^  dir: (\S+)", file.read_text("utf-8"), flags=re.MULTILINE)
-        if value and Path(value[1]) == folder.parent:
-            first = name.partition("-")[0]
-            command = first if first in ("sft", "pretrain") else "train"
-            return f"; `keel {command} {name}` is that run"
-    return ""
-
-
 def _soon_known(part: str) -> bool:
     """Return whether a reward part can be checked now, because it is Keel's own or its module does
     not exist. Other modules are imported later, together with their dependencies."""
@@ -119,9 +100,4 @@ def _soon_known(part: str) -> bool:
 def _soon_read(path: Path) -> bool:
     """Return whether a path is missing or small enough to read now."""
     files = path.rglob("*") if path.is_dir() else (path,)
-    size = 0
-    for file in files:
-        size += file.stat().st_size if file.is_file() else 0
-        if size > SOON:
-            return False
-    return True
+    return sum(file.stat().st_size for file in files if file.is_file()) <= SOON

@@ -10,12 +10,12 @@ import difflib
 import inspect
 import re
 import shutil
-import sys
 import textwrap
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin
@@ -30,39 +30,25 @@ from keel.configs.sections.base import ConfigError, bounds_of
 from keel.configs.synthesis import SynthesisConfig, decides_tasks
 
 Recipe = Literal["train", "distill", "synthesize"]
-RECIPES: Mapping[Recipe, type] = {
-    "train": Config,
-    "distill": DistillConfig,
-    "synthesize": SynthesisConfig,
+_RECIPES: Mapping[Recipe, tuple[type, str]] = {
+    "train": (Config, "Recipes of keel train, sft, pretrain, eval, filter and check"),
+    "distill": (DistillConfig, "Recipes of keel distill"),
+    "synthesize": (SynthesisConfig, "Recipes of keel synthesize"),
 }
-"""Kinds of recipes. `train` also covers `keel sft`, `pretrain`, `eval` and `filter`."""
-
 PAGES = {
     "run": "checkpoints",
-    "run.seed": "stability",
-    "run.gpu_gib": "scaling",
-    "run.gpus_per_node": "scaling",
-    "run.nodes": "scaling",
-    "run.eval_every": "evaluation",
-    "run.save_trajectories": "report",
-    "run.save_tokens": "report",
     "model": "from-base-to-rl",
     "model.tiny": "learning",
-    "data.sources": "data",
+    "data": "data",
     "data.sources[].rewards": "rewards",
     "data.sources[].environment": "environments",
-    "data.sources[].holdout": "evaluation",
-    "data.sources[].kl_coef": "alarms",
     "data.sources[].length": "rewards",
-    "data.train_on": "distillation",
     "rewards": "rewards",
     "rewards.judge": "rubrics",
     "rollout": "rollouts",
     "rollout.sampling": "stability",
     "agents": "agents",
     "algorithm": "stability",
-    "algorithm.max_lag": "rollouts",
-    "algorithm.publish_every": "rollouts",
     "trainer": "performance",
     "alarms": "alarms",
     "eval": "evaluation",
@@ -74,6 +60,9 @@ PAGES = {
 }
 """Maps the prefix of a knob to the page in docs/ that explains it. The longest matching prefix
 wins, unless the knob itself names a page."""
+_DOCS = Path(__file__).resolve().parents[1] / "docs"
+_WHOLE = 3
+"""Maximum number of matching entries to describe in full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +107,7 @@ class Metric:
 
 
 @cache
-def metric_groups() -> Mapping[str, tuple[Metric, ...]]:
+def _metric_groups() -> Mapping[str, tuple[Metric, ...]]:
     """Return the metrics in each group, keyed by the group's title."""
     tables = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8"))
     return {
@@ -128,7 +117,7 @@ def metric_groups() -> Mapping[str, tuple[Metric, ...]]:
 
 
 def metrics() -> tuple[Metric, ...]:
-    return tuple(metric for group in metric_groups().values() for metric in group)
+    return tuple(metric for group in _metric_groups().values() for metric in group)
 
 
 def find_metric(name: str) -> Metric | None:
@@ -144,7 +133,7 @@ def find_metric(name: str) -> Metric | None:
 @cache
 def sections() -> tuple[Section, ...]:
     """Return all sections in the schema's order. Nested sections follow their parent."""
-    return tuple(each for recipe, root in RECIPES.items() for each in _sections(recipe, root, ""))
+    return tuple(s for recipe, (root, _) in _RECIPES.items() for s in _sections(recipe, root, ""))
 
 
 @cache
@@ -153,43 +142,43 @@ def all_knobs() -> tuple[Knob, ...]:
 
 
 def _sections(recipe: Recipe, cls: type, path: str, about: str = "") -> Iterator[Section]:
-    hints, (title, texts) = knob_types(cls), _docstrings(cls.__module__)[cls.__name__]
+    hints, (title, texts) = knob_types(cls), _docstrings(cls)
     nested: list[Iterator[Section]] = []
     knobs: list[Knob] = []
     for field in fields(cls):
         hint, here = hints[field.name], f"{path}.{field.name}".lstrip(".")
-        text, inner = texts.get(field.name, ""), section_type(hint)
-        if inner is not None and get_origin(hint) not in (Union, UnionType):
-            nested.append(_sections(recipe, inner, here + "[]" * (get_origin(hint) is tuple), text))
+        origin, text, inner = get_origin(hint), texts.get(field.name, ""), section_type(hint)
+        if inner is not None and origin not in (Union, UnionType):
+            nested.append(_sections(recipe, inner, here + "[]" * (origin is tuple), text))
             continue
         auto = recipe == "train" and here in OPEN
-        choices = get_args(hint)[0] if get_origin(hint) is tuple else hint
+        choices = get_args(hint)[0] if origin is tuple else hint
         allowed = str(bounds_of(field) or "").replace(">=", "≥").replace("<=", "≤")
         if get_origin(choices) is Literal:
             allowed = " · ".join([*map(_yaml, get_args(choices)), *[AUTO] * auto])
         default = "" if field.default is MISSING else _yaml(field.default)
         if field.default_factory is not MISSING:
             default = _yaml(field.default_factory())
+        resume = "yes" if resumable(here) or resumable(here.partition("[]")[0]) else "no"
+        if recipe == "synthesize":
+            resume = "no" if decides_tasks(here) else "yes"
+        if recipe == "distill":
+            resume = "no" if here == "dir" else "for later stages"
+        name = _qualified(recipe, here)
         knobs.append(
             Knob(
-                name=_qualified(recipe, here),
-                kind=_kind(hint) + f", or {AUTO}" * (auto and get_origin(hint) is not Literal),
+                name=name,
+                kind=_kind(hint) + f", or {AUTO}" * (auto and origin is not Literal),
                 allowed=allowed,
                 default=AUTO if auto else default,
                 text=text,
-                resume=_resume(recipe, here),
-                page=_page_of(_qualified(recipe, here), text),
+                resume=resume,
+                page=_page_of(name, text),
             )
         )
     if knobs:
-        yield Section(
-            name=_qualified(recipe, path),
-            path=path,
-            cls=cls,
-            recipe=recipe,
-            text=f"{about} {title}".strip(),
-            knobs=tuple(knobs),
-        )
+        name, text = _qualified(recipe, path), f"{about} {title}".strip()
+        yield Section(name=name, path=path, cls=cls, recipe=recipe, text=text, knobs=tuple(knobs))
     for each in nested:
         yield from each
 
@@ -198,24 +187,21 @@ def _qualified(recipe: Recipe, path: str) -> str:
     return path if recipe == "train" else f"{recipe}.{path}".rstrip(".")
 
 
-@cache
-def _docstrings(module: str) -> dict[str, tuple[str, dict[str, str]]]:
-    """Return the docstrings of each class and of its fields, each as one paragraph."""
-    texts: dict[str, tuple[str, dict[str, str]]] = {}
-    for cls in ast.parse(inspect.getsource(sys.modules[module])).body:
-        if isinstance(cls, ast.ClassDef):
-            below: dict[str, str] = {}
-            for field, after in zip(cls.body, cls.body[1:], strict=False):
-                match field, after:
-                    case (
-                        ast.AnnAssign(target=ast.Name(id=name)),
-                        ast.Expr(value=ast.Constant(value=str(text))),
-                    ):
-                        below[name] = " ".join(text.split())
-                    case _:
-                        pass
-            texts[cls.name] = (" ".join((ast.get_docstring(cls) or "").split()), below)
-    return texts
+def _docstrings(cls: type) -> tuple[str, dict[str, str]]:
+    """Return the docstrings of a class and of its fields, each as one paragraph."""
+    (node,) = ast.parse(inspect.getsource(cls)).body
+    body = cast(ast.ClassDef, node).body
+    texts: dict[str, str] = {}
+    for field, after in pairwise(body):
+        match field, after:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                texts[name] = " ".join(text.split())
+            case _:
+                pass
+    return " ".join((ast.get_docstring(cast(ast.ClassDef, node)) or "").split()), texts
 
 
 _PLAIN = {
@@ -256,20 +242,11 @@ def _yaml(value: Any) -> str:
     return "null" if value is None else str(value).lower()
 
 
-def _resume(recipe: Recipe, path: str) -> str:
-    if recipe == "train":
-        return "yes" if resumable(path) or resumable(path.partition("[]")[0]) else "no"
-    if recipe == "synthesize":
-        return "no" if decides_tasks(path) else "yes"
-    return "no" if path == "dir" else "for later stages"
-
-
 def _page_of(knob: str, text: str) -> str:
     if page := re.search(r"docs/([\w-]+)\.md", text):
         return page[1]
-    parts = re.split(r"(?=[.[])", knob)
-    prefixes = ("".join(parts[:n]) for n in range(len(parts), 0, -1))
-    return next((PAGES[prefix] for prefix in prefixes if prefix in PAGES), "")
+    prefixes = [prefix for prefix in PAGES if re.match(rf"{re.escape(prefix)}(?![\w])", knob)]
+    return PAGES[max(prefixes, key=len)] if prefixes else ""
 
 
 def normal(name: str) -> str:
@@ -319,13 +296,9 @@ def _unknown(name: str, query: str) -> str:
     parent, _, key = query.rpartition(".")
     for section in sections():
         if parent and parent in (section.name, section.name.removesuffix("[]")):
-            prefix = f"{section.path}.".lstrip(".")
-            return f"no such knob; {suggest(key, section.cls, prefix, RECIPES[section.recipe])}"
+            prefix, root = f"{section.path}.".lstrip("."), _RECIPES[section.recipe][0]
+            return f"no such knob; {suggest(key, section.cls, prefix, root)}"
     return f"no such knob or metric; {suggest(query.partition('.')[0], Config, '', Config)}"
-
-
-_WHOLE = 3
-"""Maximum number of matching entries to describe in full."""
 
 
 def _entries(entries: Sequence[Knob | Metric]) -> str:
@@ -335,16 +308,11 @@ def _entries(entries: Sequence[Knob | Metric]) -> str:
 
 
 def _overview() -> str:
-    titles = {
-        "train": "Recipes of keel train, sft, pretrain, eval, filter and check",
-        "distill": "Recipes of keel distill",
-        "synthesize": "Recipes of keel synthesize",
-    }
     parts = [
         f"{title}\n{_rows([(s.name, _first(s.text)) for s in sections() if s.recipe == recipe])}"
-        for recipe, title in titles.items()
+        for recipe, (_, title) in _RECIPES.items()
     ]
-    groups = [(title, ", ".join(m.name for m in g)) for title, g in metric_groups().items()]
+    groups = [(title, ", ".join(m.name for m in g)) for title, g in _metric_groups().items()]
     return "\n\n".join([*parts, f"Metrics\n{_rows(groups)}", "keel knobs NAME describes one."])
 
 
@@ -354,7 +322,7 @@ def _first(text: str) -> str:
 
 def _section(section: Section) -> str:
     rows = [_line(knob, knob.name.rpartition(".")[2]) for knob in section.knobs]
-    return f"{section.name}\n{_folded(section.text)}\n{_rows(rows)}"
+    return _entry(section.name, section.text, rows)
 
 
 def _line(knob: Knob, name: str = "") -> tuple[str, str]:
@@ -362,19 +330,15 @@ def _line(knob: Knob, name: str = "") -> tuple[str, str]:
 
 
 def _knob(knob: Knob) -> str:
-    resume = {
-        "yes": "may change",
-        "no": "fixed; another value needs another folder",
-        "for later stages": "may change for stages that have not run",
-    }
+    resume = {"yes": "may change", "no": "fixed; another value needs another folder"}
     rows = [
         ("type", knob.kind),
         ("allowed", knob.allowed),
         ("default", knob.default or "none: required"),
-        ("on resume", resume[knob.resume]),
+        ("on resume", resume.get(knob.resume, "may change for stages that have not run")),
         ("more", f"docs/{knob.page}.md" if knob.page else ""),
     ]
-    return f"{knob.name}\n{_folded(knob.text)}\n{_rows([row for row in rows if row[1]])}"
+    return _entry(knob.name, knob.text, rows)
 
 
 def _metric(metric: Metric) -> str:
@@ -386,31 +350,32 @@ def _metric(metric: Metric) -> str:
         ("knobs", ", ".join(mentions)),
         ("more", f"docs/{metric.page}.md" if metric.page else ""),
     ]
-    text = _rows([row for row in rows if row[1]])
-    return f"{metric.name} (metric)\n{_folded(metric.text)}\n{text}"
+    return _entry(f"{metric.name} (metric)", metric.text, rows)
+
+
+def _entry(title: str, text: str, rows: Sequence[tuple[str, str]]) -> str:
+    folded = textwrap.fill(text, _width(), initial_indent="  ", subsequent_indent="  ")
+    return f"{title}\n{folded}\n{_rows([row for row in rows if row[1]])}"
 
 
 def _width() -> int:
     return min(100, shutil.get_terminal_size().columns)
 
 
-def _folded(text: str) -> str:
-    return textwrap.fill(text, _width(), initial_indent="  ", subsequent_indent="  ")
-
-
 def _rows(rows: Sequence[tuple[str, str]]) -> str:
     wide = max((len(name) for name, _ in rows), default=0) + 2
-    return "\n".join(
-        textwrap.fill(
+    lines: list[str] = []
+    for name, text in rows:
+        head, indent = f"  {name:<{wide}}", " " * (wide + 2)
+        lines += textwrap.wrap(
             text,
             max(_width(), wide + 30),
-            initial_indent=f"  {name:<{wide}}",
-            subsequent_indent=" " * (wide + 2),
+            initial_indent=head,
+            subsequent_indent=indent,
             break_long_words=False,
             break_on_hyphens=False,
-        )
-        for name, text in rows
-    )
+        ) or [head]
+    return "\n".join(lines)
 
 
 _KNOBS = """# Knobs
@@ -421,11 +386,6 @@ Several knobs of a section can be set together: `'run={steps: 20, seed: 1}'`. Li
 with free keys, such as `rewards`, are replaced as a whole. The column **resume** tells whether a
 run folder can be continued with another value ([checkpoints](checkpoints.md)).
 """
-_TITLES: dict[Recipe, str] = {
-    "train": "",
-    "distill": "# Recipes of `keel distill`\n\nA knob may change until its stages have run.\n",
-    "synthesize": "# Recipes of `keel synthesize`\n\n*No*: the tasks in a folder depend on it.\n",
-}
 _METRICS = """# Metrics
 
 Each line of `metrics.jsonl` in the run folder holds `step`, `time` (seconds since the epoch) and
@@ -433,16 +393,12 @@ the applicable metrics of this page. `<set>`, `<domain>` and `<part>` stand for 
 **Healthy** is empty if the value depends on the task, and **otherwise** lists what to check first
 ([troubleshooting](troubleshooting.md), [alarms](alarms.md)).
 """
-_DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 def pages() -> Mapping[str, str]:
     """Return the text of each generated file in docs/, keyed by file name."""
-    return {
-        "knobs.md": _knobs_page(),
-        "metrics.md": _metrics_page(),
-        "coming-from.md": _coming_from_page(),
-    }
+    made = {"knobs.md": _knobs_page(), "metrics.md": _metrics_page()}
+    return {**made, "coming-from.md": _coming_from_page()}
 
 
 def _knobs_page() -> str:
@@ -450,9 +406,14 @@ def _knobs_page() -> str:
     for section in sections():
         if section.recipe != recipe:
             recipe = section.recipe
-            parts.append(_TITLES[recipe])
+            parts.append(f"# {_RECIPES[recipe][1]}\n")
+        rows: list[tuple[str, ...]] = []
+        for knob in section.knobs:
+            values = ", ".join(filter(None, (knob.kind, knob.allowed))).replace("one of, ", "")
+            default = f"`{knob.default}`" if knob.default else "required"
+            name = f"`{knob.name.rpartition('.')[2]}`"
+            rows.append((name, default, values, knob.resume, _linked(knob.text)))
         page = _page_of(section.name, "")
-        rows = [_knob_row(knob, page) for knob in section.knobs]
         more = f" More: [{page}]({page}.md)." if page else ""
         table = _table(("knob", "default", "values", "resume", ""), rows)
         title = f"`{section.path}`" if section.path else "Top level"
@@ -460,31 +421,16 @@ def _knobs_page() -> str:
     return "\n".join(parts)
 
 
-def _knob_row(knob: Knob, page: str) -> tuple[str, ...]:
-    values = ", ".join(filter(None, (knob.kind, knob.allowed))).replace("one of, ", "")
-    known = knob.page in ("", page) or f"docs/{knob.page}.md" in knob.text
-    more = "" if known else f" ([{knob.page}]({knob.page}.md))"
-    default = f"`{knob.default}`" if knob.default else "required"
-    name = knob.name.rpartition(".")[2]
-    return f"`{name}`", default, values, knob.resume, _linked(knob.text) + more
-
-
 def _metrics_page() -> str:
     parts = [_METRICS]
-    for title, group in metric_groups().items():
-        rows = [
-            (
-                f"`{metric.name}`",
-                metric.unit,
-                metric.text + (f" ([{metric.page}]({metric.page}.md))" if metric.page else ""),
-                metric.healthy,
-                metric.otherwise,
-            )
-            for metric in group
-        ]
-        parts.append(
-            f"## {title}\n\n{_table(('metric', 'unit', '', 'healthy', 'otherwise'), rows)}"
-        )
+    for title, group in _metric_groups().items():
+        rows: list[tuple[str, ...]] = []
+        for metric in group:
+            more = f" ([{metric.page}]({metric.page}.md))" if metric.page else ""
+            row = (f"`{metric.name}`", metric.unit, metric.text + more)
+            rows.append((*row, metric.healthy, metric.otherwise))
+        head = ("metric", "unit", "", "healthy", "otherwise")
+        parts.append(f"## {title}\n\n{_table(head, rows)}")
     return "\n".join(parts)
 
 

@@ -28,7 +28,6 @@ from keel.trainer.placement.watchdog import start_watchdog
 from keel.trainer.prepare import PlannedModel, load_prompts, plan_model
 from keel.trainer.run import checkpoint
 from keel.trainer.run.batches import FOLDER, list_batches, read_batch, step_of
-from keel.trainer.run.manifest import join_problems
 
 
 def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
@@ -103,8 +102,7 @@ def chosen(folder: Path, step: int | None) -> Path:
         raise ConfigError(
             f"{folder}: no saved batch. A run saves batches without a finite gradient in {FOLDER}/"
         )
-    if step is None:
-        return batches[max(batches)]
+    step = max(batches) if step is None else step
     if step not in batches:
         known = ", ".join(map(str, batches))
         raise ConfigError(f"{folder}: no saved batch of step {step}. There are: {known}")
@@ -114,16 +112,9 @@ def chosen(folder: Path, step: int | None) -> Path:
 def nearest(checkpoints: Path, step: int) -> tuple[Path | None, str]:
     """Return the newest intact checkpoint before `step` with a description of it. The checkpoint is
     None if only the base model precedes the step."""
-    newest, after = None, 0
-    for path in reversed(checkpoint.finished(checkpoints)):
-        if checkpoint.step_of(path) >= step:
-            continue
-        if problems := checkpoint.problems(path):
-            print(f"warning: {path} is damaged ({join_problems(problems)})")
-            continue
-        newest, after = path, checkpoint.step_of(path)
-        break
+    paths = [path for path in checkpoint.finished(checkpoints) if checkpoint.step_of(path) < step]
+    newest = next((path for path in reversed(paths) if not checkpoint.problems(path)), None)
     words = f"from {newest.name if newest else 'the base model'}"
-    if between := step - 1 - after:
+    if between := step - 1 - (checkpoint.step_of(newest) if newest else 0):
         return newest, f"{words}; {between} steps earlier, so the numbers may differ"
     return newest, f"{words}, the weights of that step"

@@ -49,8 +49,6 @@ def find_model(folder: Path) -> ServedModel:
     """Return the model in a run folder or model folder. A run's model keeps the sampling parameters
     of its recipe. Raises ConfigError if the folder is neither, or if the run has not exported a
     model yet."""
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: is not a folder; name a run folder or a model folder")
     if (folder / "config.json").exists():
         run = folder.resolve().parent
         if not (run / "config.yaml").exists():

@@ -49,12 +49,11 @@ def test_export_keeps_name_and_sampling(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda path: path / "absent", "not a folder"),
         (lambda path: path, "neither a run folder"),
         (lambda path: write_run(path / "run", model=False), "neither a model nor a checkpoint"),
         (lambda path: write_run(path / "run", model=False, checkpoint=40), "run.steps=40"),
     ],
-    ids=["absent", "empty", "not begun", "not exported"],
+    ids=["empty", "not begun", "not exported"],
 )
 def test_folder_without_model_is_refused(
     tmp_path: Path, make: Callable[[Path], Path], named: str
