@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +27,6 @@ from keel.trainer.run.signals import Interrupt
 from tests.rewards.groups import group
 from tests.waiting import PATIENCE_S
 
-ROOT = Path(keel.__file__).resolve().parents[1]
 ROWS = [{"prompt": "1 + 1?", "answer": "2", "grade": 3}, {"prompt": "2 + 2?", "answer": "4"}]
 
 
@@ -125,20 +123,6 @@ def test_rows_of_all_kinds_become_the_source(requests: list[Config], tmp_path: P
     assert requests[3] == requests[0]
 
 
-@pytest.mark.parametrize("base", ["quickstart", "quickstart.yaml", "mine.yaml", Path("mine.yaml")])
-def test_python_recipe_is_saved(
-    requests: list[Config], tmp_path: Path, working_folder: Path, base: Any
-) -> None:
-    Path("mine.yaml").write_text(f"defaults: {ROOT}/configs/recipes/quickstart.yaml\n")
-    recipe = {"defaults": base, "run": {"steps": np.int64(3), "dir": Path("elsewhere")}}
-    keel.train(recipe, knobs={"run.dir": tmp_path / "r😀"})
-    keel.train({**recipe, "run": {"steps": 3, "dir": str(tmp_path / "r😀")}})
-    for config in requests:
-        assert (config.run.steps, config.run.dir) == (3, str(tmp_path / "r😀"))
-        assert config.data.sources
-    assert [path.name for path in working_folder.iterdir()] == ["mine.yaml"]
-
-
 def test_functions_have_weights_like_parts(requests: list[Config], tmp_path: Path) -> None:
     def brief(prompt: Any, trajectory: Any) -> float:
         return float(len(trajectory.answer) < 5)
@@ -159,17 +143,6 @@ def test_functions_have_weights_like_parts(requests: list[Config], tmp_path: Pat
     assert requests[1].data.sources[0].rewards == {"python.brief": 1.0}
     with pytest.raises(ValueError, match=r"python\.brief"):
         load_function("python.brief")
-
-
-def test_unpicklable_function_is_refused(tmp_path: Path) -> None:
-    lock = threading.Lock()
-
-    def locked(prompt: Any, trajectory: Any) -> float:
-        with lock:
-            return 1.0
-
-    with pytest.raises(ConfigError, match=r"python\.locked"):
-        keel.train("quickstart", rewards=locked, knobs=[f"run.dir={tmp_path}"])
 
 
 @pytest.mark.e2e

