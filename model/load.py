@@ -99,6 +99,8 @@ class ModelFacts:
     projections: Mapping[str, int] = field(default_factory=dict)
     """Sum of input and output widths over all layers that may have a LoRA adapter and have the same
     last name, such as q_proj."""
+    teacher_parameters: int = 0
+    """Number of parameters in all teachers of the recipe (`data.sources[].teacher`)."""
     balance_loss: float = 0.0
     """Weight of the load balancing loss, if the config enables this loss
     (`output_router_logits`)."""

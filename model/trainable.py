@@ -217,10 +217,10 @@ def _try_packed(model: PreTrainedModel) -> None:
         return
 
 
-def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Check that a tokenizer assigns the same ids as the model's own tokenizer.
+def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, knob: str) -> None:
+    """Check that a tokenizer assigns the same ids as the own tokenizer of the model in `path`.
 
-    Raises ConfigError if it does not.
+    `knob` is the setting that brought them together. Raises ConfigError if they differ.
     """
     try:
         local = AutoTokenizer.from_pretrained(path, **hub_options(path))
@@ -232,9 +232,9 @@ def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, name: str) 
     if len(different) > _RENAMED * len(shared):
         index, token, original = different[0]
         raise ConfigError(
-            f"model.tokenizer = {name!r} does not belong to the model {path!r}: {len(different):,} "
-            f"of {len(shared):,} ids differ from its own tokenizer (id {index} is {original!r} "
-            f"there and {token!r} here). Remove it to use the model's own"
+            f"{knob}: the tokenizers of the run and of the model {path!r} differ in "
+            f"{len(different):,} of {len(shared):,} ids (id {index} is {token!r} and "
+            f"{original!r}). Use models and tokenizers of one family"
         )
 
 

@@ -397,7 +397,7 @@ def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelF
         tokenizer = build_tokenizer(settings.tiny.phrases)
         facts = facts_of(model_config(settings.tiny, tokenizer))
         check_adapters(settings.lora, facts)
-        return tokenizer, facts
+        return tokenizer, _with_teachers(config, facts, tokenizer)
     name = settings.tokenizer or settings.path
     model = load_model_config(settings.path)
     tokenizer = load_tokenizer(name, chats=chats, chat_template=settings.chat_template)
@@ -408,8 +408,23 @@ def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelF
     if settings.batch_invariant:
         check_invariant(model, settings.path, gpu=gpu)
     if name != settings.path:
-        check_same_family(settings.path, tokenizer, name)
-    return tokenizer, facts
+        check_same_family(settings.path, tokenizer, f"model.tokenizer = {name!r}")
+    return tokenizer, _with_teachers(config, facts, tokenizer)
+
+
+def _with_teachers(config: Config, facts: ModelFacts, tokenizer: Any) -> ModelFacts:
+    """Check the teachers of the recipe and count their parameters. Raises ConfigError."""
+    count = 0
+    for path in config.data.references[1:]:
+        teacher = trainable_facts(path, load_model_config(path))
+        if teacher.vocab_size != facts.vocab_size:
+            raise ConfigError(
+                f"data.sources[].teacher = {path!r} has a vocabulary of {teacher.vocab_size} ids, "
+                f"the model {facts.vocab_size}. A teacher must score the student's tokens"
+            )
+        check_same_family(path, tokenizer, f"data.sources[].teacher = {path!r}")
+        count += teacher.parameters
+    return replace(facts, teacher_parameters=count)
 
 
 # Prompts and rewards.

@@ -93,6 +93,8 @@ def pack_shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[Trai
     algorithm, trainer = config.algorithm, config.trainer
     shares: list[list[TrainBatch]] = [[] for _ in range(trainer.groups)]
     watched = select_trajectories(groups, config.run).segments
+    models = config.data.references
+    references = {name: models.index(t) for name, t in config.data.teachers_by_domain.items()}
     for part in split_updates(groups, algorithm.updates_per_batch):
         packed = pack(
             part,
@@ -102,6 +104,7 @@ def pack_shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[Trai
             sequence_mask=algorithm.mask_delta is not None,
             share_prompts=trainer.share_prompts,
             watched=watched,
+            references=references,
         )
         for share, batch in zip(shares, packed, strict=True):
             share.append(batch)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal
 
 from keel.configs.sections.agents import EnvironmentConfig
@@ -139,6 +140,9 @@ class SourceConfig(Section):
     """Domain for metrics and rewards. Empty: the name of the source."""
     kl_coef: float = knob(0.0, ge=0)
     """β, the KL coefficient of this domain. 0 is usual for mathematics."""
+    teacher: str = ""
+    """Model folder or hub name of a teacher for this domain, which replaces the initial model in
+    the KL term (docs/distillation.md). It must have the model's tokenizer and vocabulary."""
     thinking: bool = True
     """Let the policy reason before it answers."""
     system: str = ""
@@ -161,6 +165,9 @@ class SourceConfig(Section):
     def check(self) -> None:
         self.require(bool(self.name), "name", "must not be empty")
         self.require("/" not in self.name, "name", "must not contain '/'")
+        self.require(not self.teacher or self.kl_coef > 0, "teacher", "needs kl_coef above 0")
+        if self.teacher and Path(self.teacher).is_dir():  # actors run in other folders
+            object.__setattr__(self, "teacher", str(Path(self.teacher).absolute()))
         self.require_kind(
             self.source,
             (
@@ -292,6 +299,7 @@ class DataConfig(Section):
             "rewards": self.rewards_by_domain,
             "length": self.lengths_by_domain,
             "budget": self.budgets_by_domain,
+            "teacher": self.teachers_by_domain,
         }
         for source in self.sources:
             domain = source.domain_name
@@ -324,6 +332,22 @@ class DataConfig(Section):
     def rewards_by_domain(self) -> dict[str, Mapping[str, float]]:
         """The weight of each reward part, for each domain."""
         return {source.domain_name: source.rewards for source in reversed(self.sources)}
+
+    @property
+    def teachers_by_domain(self) -> dict[str, str]:
+        return {source.domain_name: source.teacher for source in reversed(self.sources)}
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """The models of the KL term, without repetition. The initial model is "" and comes first,
+        and it is there even if no domain uses it."""
+        used = (source.teacher for source in self.sources if source.kl_coef > 0)
+        return tuple(dict.fromkeys(("", *used)))
+
+    @property
+    def uses_initial_model(self) -> bool:
+        """Whether the KL term of any source compares with the initial model."""
+        return any(source.kl_coef > 0 and not source.teacher for source in self.sources)
 
     @property
     def domains_with_environments(self) -> frozenset[str]:

@@ -49,6 +49,9 @@ class MicroBatch:
     split_S: NDArray[np.int64] | None = None
     """For each trajectory that spans several micro-batches, its number 0 … P−1 among all of them in
     the step, and −1 for trajectories that are complete here. None means that all are complete."""
+    reference_S: NDArray[np.int64] | None = None
+    """For each trajectory, the index of the model that its KL term compares with. None means that
+    all compare with the first one."""
     follows: NDArray[np.int64] | None = None
     """[segments] for each segment, the index of the shared prefix that it continues
     (`keel.rl.packing.prefix_sharing`), or −1. A shared prefix is not trainable itself. None means
@@ -96,6 +99,8 @@ class MicroBatch:
                 f"micro-batch: split_S must have {sequences} entries, >= 0 for each sequence with "
                 "tokens in other micro-batches"
             )
+        if self.reference_S is not None and len(self.reference_S) != sequences:
+            raise ValueError(f"micro-batch: reference_S must have {sequences} entries")
         weights = self.sequence_weight_S
         if len(weights) != sequences or not (np.isfinite(weights) & (weights > 0)).all():
             raise ValueError(

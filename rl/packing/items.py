@@ -22,6 +22,8 @@ class PackItem:
     weight: float
     split: int = -1
     """See `MicroBatch.split_S`."""
+    reference: int = 0
+    """See `MicroBatch.reference_S`."""
 
     @property
     def tokens(self) -> int:

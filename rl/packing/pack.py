@@ -27,6 +27,7 @@ def pack(
     sequence_mask: bool = True,
     share_prompts: bool = False,
     watched: Sequence[Segment] = (),
+    references: Mapping[str, int] | None = None,
 ) -> list[TrainBatch]:
     """Pack one optimizer step on `groups` into one `TrainBatch` per rank.
 
@@ -53,6 +54,8 @@ def pack(
     `share_prompts` packs the common prefix of a group once (`keel.rl.packing.prefix_sharing`)
     wherever that makes the step faster.
 
+    `references` gives `MicroBatch.reference_S` for each domain.
+
     `watched` lists segments that `MicroBatch.watched` should identify. Segments that are not packed
     are ignored.
 
@@ -77,6 +80,7 @@ def pack(
                     float(advantage),
                     group.group.prompt.kl_coef,
                     weight=total_sequences / (sampled * len(group.group.trajectories)),
+                    reference=(references or {}).get(group.group.prompt.domain, 0),
                 )
                 for trajectory, advantage in zip(
                     group.group.trajectories, group.advantages_G, strict=True
@@ -236,6 +240,9 @@ def _join(groups: Sequence[PrefixGroup], batch_format: BatchFormat) -> MicroBatc
         routes_NLK=routes,
         sampling_mask=masks,
         selected_NLk=selected,
+        reference_S=np.asarray([item.reference for item in items], np.int64)
+        if any(item.reference for item in items)
+        else None,
         split_S=np.asarray([item.split for item in items], np.int64)
         if any(item.split >= 0 for item in items)
         else None,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store
 from transformers import PreTrainedModel
 
@@ -55,6 +55,7 @@ from keel.trainer.engine.policy import (
     Inputs,
     PolicyNetwork,
     ReferencePolicy,
+    References,
     indexer_weight,
     recorded_routes,
     seen_tokens,
@@ -148,24 +149,34 @@ class TrainerEngine:
         self._traced_layers = () if trainer.compile else decoder_layers(network.model)
         experts = ExpertLayers(network.model, expected=(trainer.expert_parallel > 1) * len(routers))
         self._weights = Weights(network.model, experts, stage=self._stage)
-        self._reference: ReferencePolicy | BasePolicy | None = None
-        frozen = None
-        if any(source.kl_coef > 0 for source in config.data.sources):
-            sharded = frozen_config(options) if self._weights.gathered else None
+        sharded = frozen_config(options) if self._weights.gathered else None
+        frozen: list[PolicyNetwork] = []
+
+        def freeze(model: PreTrainedModel, *, replays: bool) -> ReferencePolicy:
+            frozen.append(self._make_network(model))
+            policy = ReferencePolicy(frozen[-1], self._device, sharded, replays=replays)
+            if trainer.compile:
+                compile_layers(frozen[-1].model)
+            return policy
+
+        initial: ReferencePolicy | BasePolicy | None = None
+        if config.data.uses_initial_model:
             replays = self._replays and config.algorithm.ref_routing == "replay"
             if config.model.lora.enabled:
-                self._reference = BasePolicy(network, replays=replays)
+                initial = BasePolicy(network, replays=replays)
             else:
-                frozen = self._make_network(twin(outline, load, "cpu" if sharded else self._device))
-                self._reference = ReferencePolicy(frozen, self._device, sharded, replays=replays)
+                device = "cpu" if sharded else self._device
+                initial = freeze(twin(outline, load, device), replays=replays)
                 if outline:
-                    copy_weights(network, frozen, stage=self._stage)
-                if trainer.compile:
-                    compile_layers(frozen.model)
+                    copy_weights(network, frozen[0], stage=self._stage)
+        teachers = [
+            freeze(load_policy(path, dtype), replays=False) for path in config.data.references[1:]
+        ]
+        self._references = References([initial, *teachers], together=sharded is not None)
         self._sums_apart = dtype == torch.bfloat16 and sums_in_float32("bfloat16", trainer)
         if self._sums_apart:
             sum_in_one_pass(self._engine.optimizer)
-        self._offload = make_offload(self._engine, frozen, self._device, config)
+        self._offload = make_offload(self._engine, nn.ModuleList(frozen), self._device, config)
         self._checkpoints = Checkpoints(
             self._engine, self._adam, network.model, experts, stage=self._stage, device=self._device
         )
@@ -292,7 +303,7 @@ class TrainerEngine:
         the device and reads the metrics."""
         config = self._config
         inputs = Inputs.of(batch, self._device, self._part, probes=config.algorithm.probes)
-        reference = self._reference.logp(inputs) if self._reference else None
+        reference = self._references.logp(inputs)
         with self._replay(inputs) as replay:
             logp, entropy, log_mass, indexers, held = self._engine(inputs=inputs)
             if inputs.padding:

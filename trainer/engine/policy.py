@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -102,6 +102,7 @@ class Inputs:
     sequence_tokens_S: Tensor
     sequence_weight_S: Tensor
     split_S: Tensor | None
+    reference_S: Tensor | None
     routes_NLK: Tensor | None
     selected_NLk: NDArray[np.int32] | None
     position_N: NDArray[np.int32]
@@ -155,6 +156,7 @@ class Inputs:
             sequence_tokens_S=moved(batch.sequence_tokens_S, torch.long),
             sequence_weight_S=moved(batch.sequence_weight_S, torch.float32),
             split_S=None if batch.split_S is None else moved(batch.split_S, torch.long),
+            reference_S=None if batch.reference_S is None else moved(batch.reference_S, torch.long),
             routes_NLK=None if routes is None else torch.tensor(part.cut(routes, NO_ROUTE)),
             selected_NLk=batch.selected_NLk,
             position_N=batch.position_N,
@@ -314,6 +316,34 @@ class BasePolicy:
         routes = recorded_routes(self.network, inputs) if replays else nullcontext()
         with adapters_off(self.network.model), routes:
             return self.network(inputs=inputs)[0]
+
+
+class References:
+    """The models that the KL terms compare with, by index (`DataConfig.references`)."""
+
+    def __init__(
+        self, models: Sequence[ReferencePolicy | BasePolicy | None], *, together: bool
+    ) -> None:
+        """`together` says that all ranks must call each model, because its weights are sharded."""
+        self._models, self._together = models, together
+
+    def logp(self, inputs: Inputs) -> Tensor | None:
+        """Return float32 log-probabilities [R] for this rank's part, each by the model of its
+        trajectory, or None without models. They are NaN where there is no model."""
+        if not any(self._models):
+            return None
+        first, *teachers = self._models
+        if not teachers:
+            assert first is not None
+            return first.logp(inputs)
+        owner_R = inputs.sequence_R[inputs.mine]
+        kind_S = inputs.reference_S
+        kind_R = torch.zeros_like(owner_R) if kind_S is None else kind_S[owner_R]
+        logp_R = torch.full(kind_R.shape, torch.nan, device=kind_R.device)
+        for kind, model in enumerate(self._models):
+            if model is not None and (self._together or bool((kind_R == kind).any())):
+                logp_R = torch.where(kind_R == kind, model.logp(inputs), logp_R)
+        return logp_R
 
 
 def indexer_weight(network: PolicyNetwork, config: Config, step: TrainBatch) -> float:

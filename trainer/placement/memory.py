@@ -268,9 +268,7 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     local = learned - of_experts * (1 - 1 / trainer.expert_parallel)
     # Adam's two moments, and from stage 1 up float32 master weights.
     state = 12 * learned / ranks if stage >= 1 else 8 * local
-    with_reference = (
-        any(source.kl_coef > 0 for source in config.data.sources) and not config.model.lora.enabled
-    )
+    frozen_copy = config.data.uses_initial_model and not config.model.lora.enabled
     if not gpu:  # transformers' own norms and experts run there
         facts = replace(facts, fused_norms=False, fused_experts=False)
     elif trainer.expert_parallel > 1 or config.model.dtype != "bfloat16":
@@ -283,7 +281,11 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
         * (learned / ranks if stage >= 2 else local)
         * (not (offloaded and stage == 3)),
         "optimizer": state * (not offloaded),
-        "reference": width * with_reference * (shard if stage == 3 else held),
+        "reference": width
+        * (
+            frozen_copy * (shard if stage == 3 else held)
+            + facts.teacher_parameters / (ranks if stage == 3 else 1)
+        ),
         "activations": activation_elements(facts, config) * width * tokens,
         "experts' tokens": kept_layers * expert_elements(facts) * width * tokens,
         "support head": support_head_bytes(config, facts, width),

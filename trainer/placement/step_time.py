@@ -358,8 +358,9 @@ def _probed_share(config: Config, tokens: int) -> float:
 def passes(config: Config) -> int:
     """Return the cost of training on a micro-batch in units of a forward pass. A backward pass
     counts as two."""
+    backward = 1 if config.model.lora.enabled else 2  # no gradients of frozen weights
     with_reference = any(source.kl_coef > 0 for source in config.data.sources)
-    return 3 + config.trainer.activation_checkpointing + with_reference
+    return 1 + backward + config.trainer.activation_checkpointing + with_reference
 
 
 def traffic_seconds(config: Config, facts: ModelFacts, micro_batches: int, spec: GpuSpec) -> float:

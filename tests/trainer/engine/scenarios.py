@@ -151,9 +151,9 @@ def reading(stage: int, **changes: Any) -> Scenario:
                 patch.setattr("keel.trainer.engine.weights.outline", lambda _: b"")
             had = load_policy(path, torch.float32) if settings and ranks.rank == 0 else None
             engine = ranks.engine(config, model, read=had)
-            assert engine._reference is not None
+            assert engine._references._models[0] is not None
             times = of_all(len(read))
-            same = of_all((equal(engine._network), equal(engine._reference.network)))
+            same = of_all((equal(engine._network), equal(engine._references._models[0].network)))
             blind += range(reading_ranks(config.trainer))[-1:]  # the last that reads
             with pytest.raises((ConfigError, OSError, RuntimeError)) as error:
                 ranks.engine(config, model)

@@ -1,0 +1,116 @@
+"""On-policy distillation: the KL term compares each domain with its own teacher."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
+from keel.rl.metrics import values
+from keel.rl.packing import pack
+from keel.rl.types import ScoredGroup
+from tests.trainer.engine.batches import Rollouts, write_dense
+from tests.trainer.engine.ranks import TIGHT, make_config
+
+pytestmark = pytest.mark.e2e
+
+
+def source(name: str, teacher: str) -> SourceConfig:
+    return SourceConfig(
+        name=name, source="reasoning_gym", task="chain_sum", size=8, kl_coef=1.0, teacher=teacher
+    )
+
+
+def config_for(teachers: dict[str, str]) -> Config:
+    sources = tuple(source(name, teacher) for name, teacher in teachers.items())
+    return replace(make_config(1, 0, tokens=TIGHT, lr=1e-2), data=DataConfig(sources=sources))
+
+
+def in_domain(groups: list[ScoredGroup], domain: str) -> list[ScoredGroup]:
+    return [
+        replace(g, group=replace(g.group, prompt=replace(g.group.prompt, domain=domain)))
+        for g in groups
+    ]
+
+
+def kl_of(folder: Path, teachers: dict[str, str], domains: list[str]) -> float:
+    """Return the KL metric of one step on a group of each domain."""
+    from keel.trainer.engine.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
+    from keel.trainer.worker import pack_shares  # noqa: PLC0415
+
+    config = config_for(teachers)
+    engine = TrainerEngine(str(folder / "student"), config)
+    groups: list[ScoredGroup] = []
+    for number, domain in enumerate(domains):
+        drawn = Rollouts(number, folder / "student").groups(1, 4, kl_coef=1.0)
+        groups += in_domain(drawn, domain)
+    ((batch,),) = pack_shares(groups, config)
+    return values(engine.step([batch]))["kl/ref"]
+
+
+def run(folder: str) -> dict[str, float]:
+    path = Path(folder)
+    teachers = {"a": str(path / "teacher"), "b": str(path / "student"), "c": ""}
+    return {
+        "a": kl_of(path, teachers, ["a"]),
+        "b": kl_of(path, teachers, ["b"]),
+        "c": kl_of(path, teachers, ["c"]),
+        "alone": kl_of(path, {"a": teachers["a"]}, ["a"]),
+        "mixed": kl_of(path, teachers, ["a", "b", "c"]),
+    }
+
+
+@pytest.fixture(scope="module")
+def kl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    folder = tmp_path_factory.mktemp("teachers")
+    write_dense(folder / "student")
+    write_other(folder / "teacher")
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(run, str(folder)).result()
+
+
+def write_other(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    write_dense(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * torch.randn_like(weight)
+    model.save_pretrained(folder)
+
+
+def test_each_domain_is_compared_with_its_teacher(kl: dict[str, float]) -> None:
+    assert kl["a"] == kl["alone"] > 1e-3
+    assert kl["b"] == kl["c"] == 0.0, "the student itself, as a teacher and as the initial model"
+    assert 0 < kl["mixed"] < kl["a"]
+
+
+def test_teachers_need_a_coefficient_and_agree_per_domain() -> None:
+    with pytest.raises(ConfigError, match="kl_coef"):
+        replace(source("a", "t"), kl_coef=0.0)
+    first, second = source("a", "t"), source("b", "u")
+    with pytest.raises(ConfigError, match="teacher"):
+        DataConfig(sources=(replace(first, domain="d"), replace(second, domain="d")))
+    data = DataConfig(sources=(first, second, source("c", "t")))
+    assert data.references == ("", "t", "u") and not data.uses_initial_model
+
+
+def test_packing_keeps_references(tmp_path: Path) -> None:
+    write_dense(tmp_path / "student")
+    groups: list[Any] = []
+    for number, domain in enumerate(("a", "b")):
+        groups += in_domain(Rollouts(number, tmp_path / "student").groups(1, 3), domain)
+    options: dict[str, Any] = {"ranks": 1, "micro_batch_tokens": 4096}
+    (batch,) = pack(groups, references={"a": 0, "b": 2}, **options)
+    (micro,) = batch.micro_batches
+    assert micro.reference_S is not None and sorted(micro.reference_S) == [0, 0, 0, 2, 2, 2]
+    (plain,) = pack(groups, **options)
+    assert plain.micro_batches[0].reference_S is None
