@@ -40,6 +40,7 @@ def lint_recipe(config: Config, facts: ModelFacts) -> list[str]:
     ranges += [
         (f"data.sources[{source.name}].kl_coef", source.kl_coef, 0, 0.5, "0 to 0.05")
         for source in config.data.sources
+        if not source.teacher
     ]
     lines = [
         f"{knob} = {value:g} is unusual (typical: {typical}): a typing error?"
