@@ -202,7 +202,7 @@ def _troubles(numbers: Mapping[str, float]) -> list[str]:
     notes: list[str] = []
     if (share := numbers.get("reward/error", 0.0)) > 0:
         notes.append(f"reward errors {share:.1%}")
-    if numbers.get("rollout/uniform_group_fraction") == 1.0:
+    if numbers.get("rollout/uniform_group_fraction") == 1.0 and not numbers.get("grad_norm"):
         notes.append("no group differs")
     return notes
 
