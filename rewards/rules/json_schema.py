@@ -1,15 +1,10 @@
-"""Checks that a completion's answer is JSON that is valid under a schema.
-
-The formats `iri` and `iri-reference` are checked here: jsonschema's own package for them builds a
-parser on import, which takes seconds in every process of Ray.
-"""
+"""Checks that a completion's answer is JSON that is valid under a schema."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any, NoReturn, cast
 
 from keel.rewards.code.spec import code_blocks
@@ -17,20 +12,19 @@ from keel.rewards.text import marked_answer
 
 _MAX_CHARACTERS = 32_768
 """Texts longer than this count as wrong."""
-
 _ONE_LINE = re.compile(r"^[ \t]*```(?:json)?[ \t]*([^`\s][^`\n]*)```[ \t]*$", re.MULTILINE)
 
 
 def schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     r"""Build a verifier that checks for JSON that is valid under the schema in `answer`.
 
-    Formats are checked too. If the whole answer parses, it is the JSON. Otherwise the verifier uses
-    the marked text (`\boxed{}`, `<answer>`, `<json>`) or the last fenced code block that parses.
-    References must stay within the schema, and nothing is downloaded. Raises ValueError for an
-    invalid schema.
+    Formats are checked too, except for those of IRIs. If the whole answer parses, it is the JSON.
+    Otherwise the verifier uses the marked text (`\boxed{}`, `<answer>`, `<json>`) or the last
+    fenced code block that parses. References must stay within the schema, and nothing is
+    downloaded. Raises ValueError for an invalid schema.
     """
     # Imported late: this takes a fifth of a second.
-    from jsonschema import Draft202012Validator, FormatChecker, SchemaError  # noqa: PLC0415
+    from jsonschema import Draft202012Validator, SchemaError  # noqa: PLC0415
     from jsonschema.validators import validator_for  # noqa: PLC0415
     from referencing import Registry, Resource  # noqa: PLC0415
     from referencing.exceptions import Unresolvable  # noqa: PLC0415
@@ -58,20 +52,14 @@ def schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
             raise ValueError(
                 f"answer: the schema does not contain {reference!r}, and nothing is fetched"
             ) from error
-    formats = FormatChecker(())
-    formats.checkers = dict(kind.FORMAT_CHECKER.checkers)
-    if "idn-hostname" in formats.checkers:  # from draft 7 on, like these two
-        formats.checks("iri")(partial(_is_iri, "URI"))
-        formats.checks("iri-reference")(partial(_is_iri, "URI_reference"))
-    validator = kind(expected, registry=registry, format_checker=formats)
+    validator = kind(expected, registry=registry, format_checker=kind.FORMAT_CHECKER)
 
     def same(text: str) -> bool:
         if len(text) > _MAX_CHARACTERS:
             return False
-        text = text.strip().lstrip("\ufeff").strip()
-        for part in _parts(text):
+        for part in _parts(text.strip().lstrip("\ufeff").strip()):
             try:
-                value = _loaded(part)
+                value = json.loads(part, parse_constant=_refuse, object_pairs_hook=_once)
             except (ValueError, RecursionError):
                 continue
             return bool(validator.is_valid(value))
@@ -113,10 +101,6 @@ def _references(value: Any) -> Iterator[str]:
             yield from _references(item)
 
 
-def _loaded(text: str) -> Any:
-    return json.loads(text, parse_constant=_refuse, object_pairs_hook=_once)
-
-
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) < len(pairs):  # parsers differ in which of two they use
         raise ValueError("a key appears twice")
@@ -125,26 +109,3 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
-
-
-_PLANES = "".join(f"{chr(plane << 16)}-{chr((plane << 16) + 0xFFFD)}" for plane in range(1, 14))
-_UCSCHAR = re.compile(f"[\u00a0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef{_PLANES}\U000e1000-\U000efffd]")
-_IPRIVATE = re.compile("[\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
-"""Non-ASCII characters that an IRI may only have in its query (RFC 3987, section 2.2)."""
-
-
-def _is_iri(rule: str, value: object) -> bool:
-    """Return whether a text is an IRI or, with the rule `URI_reference`, a reference.
-
-    Percent-encoding the non-ASCII characters turns an IRI into a URI (RFC 3987, section 3.1),
-    because the grammars allow `ucschar` and `pct-encoded` in the same places.
-    """
-    from rfc3986_validator import validate_rfc3986  # pyright: ignore # noqa: PLC0415
-
-    if not isinstance(value, str):
-        return True  # formats apply to texts only
-    rest, hash_mark, fragment = value.partition("#")
-    path, question_mark, query = rest.partition("?")
-    encoded = path + question_mark + _IPRIVATE.sub("%20", query) + hash_mark + fragment
-    uri = _UCSCHAR.sub("%20", encoded)
-    return not uri.endswith("\n") and bool(validate_rfc3986(uri, rule))

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,6 @@ STOPPED_POLLS = 5
 """A worker is replaced if this many polls in a row find it stopped (SIGSTOP)."""
 MAX_REASSIGNMENTS = 3
 """How often a batch may be given to another worker if it did not cause the first one to fail."""
-_ROOT = Path(keel.__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +75,8 @@ class WorkerPool:
         is the time limit for programs. Each worker writes its output to a file in the folder `log`,
         or to standard error if `log` is None.
         """
-        if workers < 0 or not timeout_s > 0:
-            raise ValueError(
-                f"worker pool: workers = {workers} must be >= 0 and timeout_s = {timeout_s} > 0"
-            )
         self._code = dict(code or {})
-        settings = CodeSettings.from_knobs(self._code)
-        self._deadlines = {"code": settings.completion_s + CODE_GRACE_S}
+        self._settings = CodeSettings.from_knobs(self._code)
         self._timeout_s = timeout_s
         if log is not None:
             log.mkdir(parents=True, exist_ok=True)
@@ -104,7 +97,7 @@ class WorkerPool:
 
     def printed(self) -> bool:
         """Return whether any worker has written to its log file."""
-        return any(worker.printed() for worker in self._workers)
+        return any(worker.log_size() > worker.log_start for worker in self._workers)
 
     def close(self) -> None:
         """Stop the workers and discard the batches still in the queue."""
@@ -115,22 +108,23 @@ class WorkerPool:
     def _verify(self, spec: Mapping[str, Any], completions: Sequence[str]) -> list[VerifierScore]:
         # Siblings often agree, and a completion that hangs should be waited for once.
         distinct = list(dict.fromkeys(completions))
-        timeout_s = self._deadlines.get(str(spec.get("kind")), self._timeout_s)
         if self._workers:
+            is_code = spec.get("kind") == "code"
+            limit_s = self._settings.completion_s + CODE_GRACE_S if is_code else self._timeout_s
             worker = self._idle.get()  # never blocks: there are as many threads as workers
             try:
-                scores = worker.verify(spec, distinct, timeout_s)
+                scores = worker.verify(spec, distinct, limit_s)
             finally:
                 self._idle.put(worker)
         else:
-            verifier = verifier_for(spec, CodeSettings.from_knobs(self._code))
+            verifier = verifier_for(spec, self._settings)
             scores = [_score(reply_to(verifier, completion)) for completion in distinct]
         by_completion = dict(zip(distinct, scores, strict=True))
         return [by_completion[completion] for completion in completions]
 
 
 class _WorkerLost(Exception):
-    """Raised if a worker exited or stopped answering."""
+    """Raised if a worker exited or stopped answering; `blameless` if no completion caused it."""
 
     def __init__(self, message: str, *, blameless: bool = False) -> None:
         super().__init__(message)
@@ -141,9 +135,8 @@ class _Worker:
     """A worker process that is restarted if it fails. Only one thread may use it at a time."""
 
     def __init__(self, code: Mapping[str, Any], log: Path | None) -> None:
-        self._code = code
-        self._log = log
-        self._log_start = self._log_size()
+        self._code, self._log = code, log
+        self.log_start = self.log_size()
         self._dump = tempfile.TemporaryFile()  # noqa: SIM115
         """A file for the stack trace of a process that crashes or exceeds its deadline."""
         self._timeout_s = 0.0
@@ -158,6 +151,9 @@ class _Worker:
         self._buffer = b""
         self._closed = False
 
+    def log_size(self) -> int:
+        return self._log.stat().st_size if self._log and self._log.exists() else 0
+
     def start(self) -> None:
         if self._closed:
             raise RuntimeError("the reward workers are closed")
@@ -166,7 +162,8 @@ class _Worker:
         self._called.clear()
         # A fresh interpreter: nothing of this process (CUDA, Ray, open files, `__main__`) reaches
         # the one that handles the policy's text.
-        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        root = str(Path(keel.__file__).resolve().parent.parent)
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         with child_socket, open(self._log or os.devnull, "ab") as log:
             output = log if self._log else 2
             fds = (child_socket.fileno(), self._dump.fileno())
@@ -189,9 +186,6 @@ class _Worker:
         """Stop the worker permanently, even while another thread is waiting in `verify`."""
         self._closed = True
         self._stop()
-
-    def printed(self) -> bool:
-        return self._log_size() > self._log_start
 
     def verify(
         self, spec: Mapping[str, Any], completions: Sequence[str], timeout_s: float
@@ -248,10 +242,9 @@ class _Worker:
         self._socket.settimeout(START_TIMEOUT_S)
         try:
             self._socket.sendall(json.dumps(request).encode() + b"\n")
+            reply = self._receive(START_TIMEOUT_S)
         except OSError as error:
             raise _WorkerLost(self._exit_message()) from error
-        try:
-            reply = self._receive(START_TIMEOUT_S)
         except _WorkerLost as lost:
             killed = self._process is not None and self._process.poll() == -signal.SIGKILL
             raise _WorkerLost(str(lost), blameless=lost.blameless or killed) from lost
@@ -267,7 +260,11 @@ class _Worker:
             try:
                 data = self._socket.recv(1 << 16)
             except TimeoutError as error:
-                stopped_polls = stopped_polls + 1 if self._is_stopped() else 0
+                try:
+                    status = psutil.Process(self._process.pid).status() if self._process else ""
+                except psutil.NoSuchProcess:
+                    status = ""
+                stopped_polls = stopped_polls + 1 if status == psutil.STATUS_STOPPED else 0
                 if stopped_polls >= STOPPED_POLLS:
                     message = f"was stopped (SIGSTOP) in {stopped_polls} consecutive checks"
                     raise _WorkerLost(message, blameless=True) from error
@@ -281,13 +278,6 @@ class _Worker:
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
-
-    def _is_stopped(self) -> bool:
-        if self._process is None:
-            return False
-        with suppress(psutil.NoSuchProcess):
-            return psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
-        return False
 
     def _exit_message(self) -> str:
         if self._process is None:
@@ -321,9 +311,6 @@ class _Worker:
                 log.write(dump)
         _, mark, frames = dump.decode(errors="replace").rpartition("most recent call first")
         return dump_location(frames) if mark else ""
-
-    def _log_size(self) -> int:
-        return self._log.stat().st_size if self._log and self._log.exists() else 0
 
 
 def _score(reply: Mapping[str, Any]) -> VerifierScore:
