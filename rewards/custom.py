@@ -225,7 +225,6 @@ def _imported(name: str) -> Callable[..., Any]:
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
-    """Return the outermost function's parameters, since a decorator may supply arguments."""
     try:
         return list(inspect.signature(function, follow_wrapped=False).parameters)
     except ValueError:  # some built-in functions have none

@@ -126,5 +126,4 @@ def _is_library(file: str) -> bool:
 
 
 def _printable(text: str) -> str:
-    """Replace control characters, because the text may quote a completion that contains escapes."""
     return "".join(c if c.isprintable() else "�" for c in text.replace("\n", " "))

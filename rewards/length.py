@@ -142,7 +142,6 @@ def with_length(
 
 
 def _centred(cost: Floats, members: NDArray[np.bool_]) -> Floats:
-    """Return mean − cost for the `members` of a group, and 0 for the others."""
     added = np.zeros_like(cost)
     if members.any():
         inside = cost[members]

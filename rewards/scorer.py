@@ -75,8 +75,6 @@ class _Source:
 
 
 def _environment_source(*, graded: bool) -> _Source:
-    """Add the parts that the environment returned; `graded` says whether others set `correct`."""
-
     def add_to(drafts: Sequence[_Draft]) -> None:
         for draft in drafts:
             if draft.trajectory.verdict is not None:
@@ -91,7 +89,6 @@ def _environment_source(*, graded: bool) -> _Source:
 
 
 def _judge_source(futures: Sequence[Future[Judged | Failed]], *, refusal: bool = False) -> _Source:
-    """Add the judge's scores for a rubric or a proof, or for a refusal if `refusal` is set."""
     prefix = f"{REFUSAL}: " if refusal else ""
 
     def add_to(drafts: Sequence[_Draft]) -> None:
@@ -110,8 +107,6 @@ def _judge_source(futures: Sequence[Future[Judged | Failed]], *, refusal: bool =
 
 
 def _function_mean_source(weights: Mapping[str, float]) -> _Source:
-    """Set `correct` to the mean of the functions, which have added their parts before."""
-
     def add_to(drafts: Sequence[_Draft]) -> None:
         for draft in drafts:
             draft.parts["correct"] = mean_of_functions(draft.parts, weights)
@@ -120,8 +115,6 @@ def _function_mean_source(weights: Mapping[str, float]) -> _Source:
 
 
 def _format_source(*, thinking: bool) -> _Source:
-    """Add the part `format` to every trajectory that no environment has scored."""
-
     def add_to(drafts: Sequence[_Draft]) -> None:
         for draft in drafts:
             if draft.trajectory.verdict is None:
@@ -229,7 +222,6 @@ class Scorer:
         self.close()
 
     def _sources(self, group: Group) -> list[_Source]:
-        """Submit a group to everything that scores it, in the order in which results are added."""
         prompt, trajectories = group.prompt, group.trajectories
         kind, weights = prompt.reward.get("kind"), self._weights.get(prompt.domain)
         if weights is None:
@@ -272,8 +264,6 @@ class Scorer:
     def _verifier_source(
         self, part: str, group: Group, futures: Sequence[Future[list[VerifierScore]]], name: str
     ) -> _Source:
-        """Add the score from a rule, a program, a function or the language check as `part`."""
-
         def add_to(drafts: Sequence[_Draft]) -> None:
             scores = [score for future in futures for score in future.result()]
             errors = [(score.error, score.at) for score in scores]
@@ -288,7 +278,6 @@ class Scorer:
         return _Source(add_to, futures)
 
     def _call(self, name: str, group: Group) -> Future[list[VerifierScore]]:
-        """Call a user's function on each trajectory, or once on the group if it takes one."""
         spec = {"kind": "function", "name": name, "prompt": prompt_fields(group.prompt)}
         texts = [_text(trajectory) for trajectory in group.trajectories]
         if name not in self._group_functions:

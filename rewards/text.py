@@ -22,7 +22,6 @@ _RAISED = re.compile("([⁺⁻]?[⁰¹²³⁴-⁹]+)|([₊₋]?[₀-₉]+)")
 
 
 def _last_turn(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the policy's last message, or an empty one if there is none."""
     turns = [message for message in messages if message.get("role") == "assistant"]
     return turns[-1] if turns else {}
 
@@ -109,7 +108,6 @@ def marked_answers(text: str) -> list[str]:
 
 
 def _braced(text: str, start: int) -> str | None:
-    """Return the text from `start` to its closing brace, or None if that is missing."""
     depth = 1
     for match in re.finditer(r"\\.|[{}]", text[start:], flags=re.DOTALL):
         if match[0] in "{}":

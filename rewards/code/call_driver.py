@@ -77,7 +77,6 @@ def to_jsonable(value):
 
 
 def _find(name, names):
-    """Return the function `f`, or the method `Solution.f` of a new Solution object."""
     holder, _, method = name.rpartition(".")
     if not holder:
         return names[name]

@@ -16,8 +16,6 @@ from typing import Any, cast
 from keel.rewards.sandbox.watch import Limits
 from keel.rl.strict_json import allow_long_integers
 
-allow_long_integers()  # in tests and in return values
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Language:
@@ -27,19 +25,11 @@ class Language:
     """The name of the source file in `{box}`."""
     run: tuple[str, ...]
     compile: tuple[str, ...] = ()
-    """Command that writes the file `program` to the current folder. `run` finds it in `{box}`.
-
-    It is empty for interpreted languages.
-    """
+    """Command that writes the file `program`, which `run` finds in `{box}`."""
     extra: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     """Other files to put in `{box}`."""
     calls: tuple[str, ...] = ()
-    """Command that calls functions as described in `keel.rewards.code.call_driver`.
-
-    It is empty if the language does not support calls.
-    """
-    bounded: bool = True
-    """Whether to limit the address space. Some runtimes cannot work with such a limit."""
+    """Command that calls functions (`keel.rewards.code.call_driver`); empty if unsupported."""
 
 
 _LAUNCH = b"""
@@ -141,33 +131,23 @@ def code_blocks(text: str) -> list[str]:
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})([^`]*)")
 
 
-_KEYS = [
-    "kind",
-    "language",
-    "tests",
-    "subtasks",
-    "reference",
-    "partial",
-    "time_limit_s",
-    "memory_mib",
-    "tolerance",
-    "environment",
-    "columns",
-]
+_KEYS = (
+    *("kind", "language", "tests", "subtasks", "reference", "partial", "time_limit_s"),
+    *("memory_mib", "tolerance", "environment", "columns"),
+)
 _OF_ANY = ("sample", "subtask")
-_STDIN_KEYS, _CALL_KEYS = ("stdin", "stdout"), ("call", "args", "kwargs", "returns")
 
 
 def read_task(spec: Mapping[str, Any]) -> CodeTask:
     """Parse a reward spec. Raises ValueError with the key and the test that is wrong."""
     _check_keys(spec, _KEYS, "code reward")
-    name = spec.get("language", "python")
+    name, tests = spec.get("language", "python"), spec.get("tests")
     if not isinstance(name, str) or name not in _LANGUAGES:
         raise ValueError(f"code reward: language {name!r}; use one of {', '.join(_LANGUAGES)}")
     language = _LANGUAGES[name]
-    tests = spec.get("tests")
     if not isinstance(tests, list) or not tests:
         raise ValueError("code reward: tests must be a list of at least one test")
+    allow_long_integers()  # in tests and in return values
     cases = tuple(
         _read_test(test, f"code reward: tests[{index}]", language)
         for index, test in enumerate(cast(list[Any], tests))
@@ -181,14 +161,13 @@ def read_task(spec: Mapping[str, Any]) -> CodeTask:
     if partial and subtasks:
         raise ValueError("code reward: `partial` and `subtasks` exclude each other; remove one")
     limits: dict[str, Any] = {}
-    for key, knob in (("time_limit_s", "time_s"), ("memory_mib", "memory_mib")):
+    for key, knob, kind in (("time_limit_s", "time_s", float), ("memory_mib", "memory_mib", int)):
         if spec.get(key) is not None:
-            limits[knob] = _positive(spec[key], key, int if key == "memory_mib" else float)
-    if limits:
-        try:
-            Limits(**limits)
-        except ValueError as error:
-            raise ValueError(f"code reward: {error}") from error
+            limits[knob] = _positive(spec[key], key, kind)
+    try:
+        Limits(**limits)
+    except ValueError as error:
+        raise ValueError(f"code reward: {error}") from error
     tolerance = spec.get("tolerance")
     if tolerance is not None and _positive(tolerance, "tolerance", float) >= 1:
         raise ValueError(f"code reward: tolerance = {tolerance!r} must be below 1")
@@ -207,43 +186,34 @@ def _read_test(test: Any, where: str, language: Language) -> CodeTest:
     if not isinstance(test, dict):
         raise ValueError(f"{where} must be an object")
     fields = cast(dict[str, Any], test)
-    sample, subtask = fields.get("sample", False), fields.get("subtask", "")
-    if not isinstance(sample, bool) or not isinstance(subtask, str):
+    common = {key: fields[key] for key in _OF_ANY if key in fields}
+    if type(common.get("sample", False)) is not bool or type(common.get("subtask", "")) is not str:
         raise ValueError(f"{where}: sample must be true or false, and subtask a name")
     if "call" not in fields:
-        _check_keys(fields, (*_STDIN_KEYS, *_OF_ANY), where)
+        _check_keys(fields, ("stdin", "stdout", *_OF_ANY), where)
         stdin, stdout = fields.get("stdin", ""), fields.get("stdout")
         if not isinstance(stdin, str) or not isinstance(stdout, str):
             raise ValueError(f"{where}: stdin and stdout must be texts, or set `call`")
-        return CodeTest(stdin=stdin.encode(), stdout=stdout, sample=sample, subtask=subtask)
-    _check_keys(fields, (*_CALL_KEYS, *_OF_ANY), where)
-    call, args, kwargs = fields["call"], fields.get("args", []), fields.get("kwargs", {})
+        return CodeTest(stdin=stdin.encode(), stdout=stdout, **common)
+    _check_keys(fields, ("call", "args", "kwargs", "returns", *_OF_ANY), where)
+    call: Any = fields["call"]
+    args: Any = fields.get("args", [])
+    kwargs: Any = fields.get("kwargs", {})
     if not isinstance(call, str) or not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)?", call):
         raise ValueError(f"{where}: call = {call!r} must be a function, or a class and its method")
     if not isinstance(args, list) or not isinstance(kwargs, dict) or "returns" not in fields:
         raise ValueError(f"{where}: needs args (a list), kwargs (an object) and returns")
     if not language.calls:
         raise ValueError(f"{where}: only Python functions can be called; use stdin and stdout")
-    return CodeTest(
-        call=call,
-        args=cast(list[Any], args),
-        kwargs=cast(dict[str, Any], kwargs),
-        returns=fields["returns"],
-        sample=sample,
-        subtask=subtask,
-    )
+    values: dict[str, Any] = {"args": args, "kwargs": kwargs, "returns": fields["returns"]}
+    return CodeTest(call=call, **values, **common)
 
 
 def _subtasks(spec: Mapping[str, Any], tests: Sequence[CodeTest]) -> dict[str, float]:
     """Compute `CodeTask.subtasks` from the points for each subtask."""
     entries, named = spec.get("subtasks"), {test.subtask for test in tests} - {""}
-    if entries is None:
-        if named:
-            raise ValueError(
-                f"code reward: a test has the subtask {min(named)!r}; set its points in `subtasks`"
-            )
-        return {}
-    if not isinstance(entries, dict) or not entries:
+    entries = {} if entries is None else entries or None
+    if not isinstance(entries, dict):
         raise ValueError("code reward: subtasks must be an object from names to points")
     points: dict[str, float] = {
         str(name): _positive(value, f"subtasks[{name}]", float)
@@ -253,7 +223,7 @@ def _subtasks(spec: Mapping[str, Any], tests: Sequence[CodeTest]) -> dict[str, f
         problem = "is missing in `subtasks`" if name in named else "has no test"
         raise ValueError(f"code reward: subtask {name!r} {problem}")
     for index, test in enumerate(tests):
-        if not test.subtask and not test.sample:
+        if points and not test.subtask and not test.sample:
             raise ValueError(f"code reward: tests[{index}] needs a `subtask` or `sample: true`")
     return {name: value / sum(points.values()) for name, value in points.items()}
 

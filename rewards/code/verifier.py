@@ -23,7 +23,9 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, cast
 
 from keel.rewards.code.compare import min_output, same_text, same_value
@@ -100,9 +102,9 @@ def verify_code(
     sandbox = open_sandbox(settings.isolation)
     code = code_block(outside_think(answer_text))
     if code is None:
-        return _zero(task, "no closed code block at the end of the answer")
+        return _verdict(task, [], "no closed code block at the end of the answer")
     if len(code) > _MAX_CHARACTERS:
-        return _zero(task, f"the program is longer than {_MAX_CHARACTERS} characters")
+        return _verdict(task, [], f"the program is longer than {_MAX_CHARACTERS} characters")
     return _Attempt(task, code, sandbox, settings).verdict()
 
 
@@ -144,32 +146,26 @@ def check_reference(spec: Mapping[str, Any], settings: CodeSettings, *, name: st
             )
 
 
-def _zero(task: CodeTask, reason: str) -> CodeVerdict:
-    results = (CaseResult(False, reason),) * len(task.tests)
-    return CodeVerdict(0.0, results, reason, _parts(task, results))
-
-
 def _failed(task: CodeTask, results: Sequence[CaseResult]) -> set[str]:
     """Return the subtasks that have a failed test."""
-    return {
-        test.subtask for test, result in zip(task.tests, results, strict=False) if not result.passed
-    }
+    pairs = zip(task.tests, results, strict=False)
+    return {test.subtask for test, result in pairs if not result.passed}
 
 
-def _score(task: CodeTask, results: Sequence[CaseResult]) -> float:
-    passes = [result.passed for result in results]
-    if task.subtasks:
-        failed = _failed(task, results)
-        return math.fsum(worth for name, worth in task.subtasks.items() if name not in failed)
-    return sum(passes) / len(passes) if task.partial else float(all(passes))
-
-
-def _parts(task: CodeTask, results: Sequence[CaseResult]) -> dict[str, float]:
-    """Compute `CodeVerdict.parts` from the results of all tests."""
-    failed = _failed(task, results)
+def _verdict(task: CodeTask, results: list[CaseResult], skipped: str = "not run") -> CodeVerdict:
+    """Compute the score. Tests without a result have failed for the reason `skipped`."""
+    results += [CaseResult(False, skipped)] * (len(task.tests) - len(results))
+    passes, failed = [result.passed for result in results], _failed(task, results)
     parts = {f"{_SUBTASK}{k}": v * (k not in failed) for k, v in task.subtasks.items()}
-    shown = [r.passed for test, r in zip(task.tests, results, strict=True) if test.sample]
-    return {_SAMPLES: float(all(shown)), **parts} if shown else parts
+    if task.subtasks:
+        score = math.fsum(worth for name, worth in task.subtasks.items() if name not in failed)
+    else:
+        score = sum(passes) / len(passes) if task.partial else float(all(passes))
+    shown = [result.passed for test, result in zip(task.tests, results, strict=True) if test.sample]
+    if shown:
+        parts = {_SAMPLES: float(all(shown)), **parts}
+    reason = next((result.reason for result in results if not result.passed), "")
+    return CodeVerdict(score, tuple(results), reason, parts)
 
 
 class _Attempt:
@@ -187,45 +183,34 @@ class _Attempt:
     def verdict(self) -> CodeVerdict:
         task = self._task
         if task.language.compile:
-            failed = self._compile()
-            if failed:
-                return _zero(task, failed)
+            # The binary comes out through a pipe: no folder is shared with the sandbox.
+            words = ["/bin/sh", "-c", '"$@" >&2 && exec cat program', "sh"]
+            outcome = self._sandbox.run(
+                [*words, *task.language.compile],
+                files=self._files,
+                limits=_COMPILE_LIMITS,
+                within_s=self._remaining(),
+            )
+            if not outcome.ok:
+                return _verdict(task, [], f"does not compile: {outcome.why()}")
+            self._files = {"program": outcome.stdout}
         results: list[CaseResult] = []
         while len(results) < len(task.tests):
             test = task.tests[len(results)]
             if results and not results[-1].passed and not task.partial and not task.subtasks:
-                results += self._skipped(results, "not run")
-            elif test.subtask and not test.sample and test.subtask in _failed(task, results):
+                break
+            if test.subtask and not test.sample and test.subtask in _failed(task, results):
                 results.append(CaseResult(False, "not run"))
             elif self._remaining() <= 0:
-                results += self._skipped(results, _OUT_OF_TIME)
+                return _verdict(task, results, _OUT_OF_TIME)
             elif test.call:
                 results += self._call(len(results))
             else:
                 results.append(self._run(test))
-        first = next((r.reason for r in results if not r.passed), "")
-        return CodeVerdict(_score(task, results), tuple(results), first, _parts(task, results))
+        return _verdict(task, results)
 
     def _remaining(self) -> float:
         return self._deadline - time.monotonic()
-
-    def _skipped(self, results: Sequence[CaseResult], reason: str) -> list[CaseResult]:
-        return [CaseResult(False, reason)] * (len(self._task.tests) - len(results))
-
-    def _compile(self) -> str:
-        """Compile the program. Returns the error, or "" if there is none."""
-        # The binary comes out through a pipe: no folder is shared with the sandbox.
-        words = ["/bin/sh", "-c", '"$@" >&2 && exec cat program', "sh"]
-        outcome = self._sandbox.run(
-            [*words, *self._task.language.compile],
-            files=self._files,
-            limits=_COMPILE_LIMITS,
-            within_s=self._remaining(),
-        )
-        if not outcome.ok:
-            return f"does not compile: {outcome.why()}"
-        self._files = {"program": outcome.stdout}
-        return ""
 
     def _run(self, test: CodeTest) -> CaseResult:
         outcome = self._start(self._task.language.run, test.stdin)
@@ -240,12 +225,7 @@ class _Attempt:
         return CaseResult(True)
 
     def _call(self, start: int) -> list[CaseResult]:
-        """Run the calls from test `start` on in one process, until the process exits."""
-        tests: list[CodeTest] = []
-        for test in self._task.tests[start:]:
-            if not test.call:
-                break
-            tests.append(test)
+        tests = list(takewhile(lambda test: test.call, self._task.tests[start:]))
         calls = json.dumps([[test.call, test.args, test.kwargs] for test in tests]).encode()
         outcome = self._start(self._task.language.calls, calls, lines=len(tests))
         results: list[CaseResult] = []
@@ -253,7 +233,11 @@ class _Attempt:
         for test, line in zip(tests, lines, strict=False):
             if self._remaining() <= 0:  # parsing output takes time too
                 return [*results, CaseResult(False, _OUT_OF_TIME)]
-            kind, value = _reply(line)
+            kind, value = "unreadable", "something unreadable"
+            with suppress(ValueError, RecursionError):
+                reply: Any = json.loads(line)
+                if isinstance(reply, dict) and len(cast(dict[str, Any], reply)) == 1:
+                    ((kind, value),) = cast(dict[str, Any], reply).items()
             if kind == "broken":
                 return [CaseResult(False, f"does not load: {value}"[:300])] * len(tests)
             if kind != "returned":
@@ -279,17 +263,5 @@ class _Attempt:
             stdin=stdin,
             limits=self._limits,
             lines=lines,
-            bounded=self._task.language.bounded,
             within_s=self._remaining(),
         )
-
-
-def _reply(line: bytes) -> tuple[str, Any]:
-    try:
-        reply = json.loads(line)
-    except (ValueError, RecursionError):
-        return "unreadable", "something unreadable"
-    if isinstance(reply, dict) and len(cast(dict[str, Any], reply)) == 1:
-        ((kind, value),) = cast(dict[str, Any], reply).items()
-        return kind, value
-    return "unreadable", "something unreadable"

@@ -156,7 +156,6 @@ class JudgeEndpoint:
             return self._client
 
     async def _attempts(self, question: Question[Any], key: str) -> str:
-        """Call the judge until a reply is valid, store it in the cache and return its content."""
         attempt, started = 0, time.monotonic()
         # The slot is held during pauses, which slows all calls down if the endpoint is busy.
         async with self._slots:
@@ -240,12 +239,10 @@ class JudgeEndpoint:
         return self._unjudged("unreachable", f"cannot be reached ({cause or error})", retry=True)
 
     def _unjudged(self, kind: FailureKind, reason: str, **more: Any) -> Unjudged:
-        """Create an error whose reason is short and has no API key or control characters."""
         reason = (reason.replace(self._key, "***") if self._key else reason)[:300]
         return Unjudged(kind, "".join(c if c.isprintable() else " " for c in reason), **more)
 
     def _content(self, body: str) -> str:
-        """Extract the text from a chat completion's first choice. Raises BadReply."""
         try:
             completion = json.loads(body)
             choice = completion["choices"][0]

@@ -33,7 +33,6 @@ _TEXT: dict[str, Any] = {"type": "string"}
 
 
 def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of an object with exactly these properties."""
     kind = {"type": "object", "properties": dict(properties)}
     return {**kind, "required": list(properties), "additionalProperties": False}
 
@@ -43,8 +42,6 @@ def _choice(scores: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _read(schema: Mapping[str, Any], content: str) -> Any:
-    """Parse a reply. Raises BadReply if it is not JSON of this schema."""
-
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) < len(pairs):
             raise BadReply("a key appears twice")

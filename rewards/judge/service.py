@@ -184,7 +184,6 @@ class Judge:
         return spec.judged(proof, await self._samples(judge_sample))
 
     async def _samples(self, judge_sample: Callable[[int], Awaitable[T]]) -> list[T]:
-        """Judge `samples` times in parallel. More than half of the attempts must succeed."""
         count = self._settings.samples
         results = await asyncio.gather(
             *(judge_sample(i) for i in range(count)), return_exceptions=True
@@ -198,7 +197,6 @@ class Judge:
         return [result for result in results if not isinstance(result, BaseException)]
 
     def _count(self, result: Judged | Failed) -> Judged | Failed:
-        """Count a result. Raises JudgeStopped if too many recent results were failures."""
         excess = self._rate.add(isinstance(result, Failed))
         if not isinstance(result, Failed):
             self.counts.judged += 1

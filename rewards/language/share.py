@@ -107,7 +107,6 @@ def language_share(prompt: str, text: str) -> float:
 
 @lru_cache(maxsize=16)  # siblings share their prompt
 def _prompt_language(prompt: str) -> tuple[frozenset[str], str]:
-    """Return the scripts and language to answer in. If the prompt is too short, there are none."""
     words = words_of(prompt)
     scripts = _letters_by_script(words)
     if sum(scripts.values()) < _MIN_PROMPT_LETTERS:
@@ -117,7 +116,6 @@ def _prompt_language(prompt: str) -> tuple[frozenset[str], str]:
 
 
 def _letters_by_script(text: str) -> dict[str, float]:
-    """Count the letters in each script, with their weights."""
     counts: dict[str, float] = {}
     for character, count in Counter(text).items():
         if name := _script(character):
@@ -127,7 +125,6 @@ def _letters_by_script(text: str) -> dict[str, float]:
 
 @lru_cache(maxsize=1 << 14)
 def _script(character: str) -> str:
-    """Return the script of a letter or mark, or "" for shared and other characters."""
     return next((name for name, letter in _SCRIPT_LETTERS.items() if letter.match(character)), "")
 
 
@@ -271,7 +268,6 @@ def _without_identifiers(text: str) -> str:
 
 
 def _running_text(text: str) -> Iterator[str]:
-    """Return the running text inside code or formulas, with one sentence in each item."""
     for run in _RUN.finditer(re.sub(r"\\[A-Za-z]+|\w{0,40}[\d_]\w{0,40}", " | ", text)):
         if _is_running_text(run[0]):
             yield f". {run[0]}. "

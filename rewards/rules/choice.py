@@ -47,8 +47,6 @@ _NOT = re.compile(
 
 
 def _exclusions(choice: str) -> re.Pattern[str]:
-    """Match exclusions such as "not A" and "A and C are wrong", but not the ambiguous "not A or
-    B"."""
     option = rf"(?:(?:the|option|choice|answer)\s+){{0,2}}[\W]{{0,3}}{choice}[)*\]]{{0,3}}"
     return re.compile(
         rf"\b{_OUT}\s+{option}(?:(?:\s?,\s?(?:and\s|or\s)?|\s(?:and|or)\s){option})*"
@@ -123,7 +121,6 @@ def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _texts(choices: Any) -> dict[str, str]:
-    """Read the choices as a mapping from letters to texts."""
     if choices is None:
         return {}
     if isinstance(choices, list):
@@ -177,7 +174,6 @@ def _standing_alone(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Normalize the case and the formula notation in a choice, so that choices can be compared."""
     if "\\" in text or "^" in text or "," in text:
         text = squeezed(plain(text))
     return _one_line(text).strip("$").rstrip(".!").strip().casefold()

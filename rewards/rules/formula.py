@@ -173,7 +173,6 @@ class _Reader:
         return token
 
     def skip(self, *tokens: str) -> bool:
-        """Read these tokens if they come next."""
         for place, token in enumerate(tokens, self.at):
             if self.tokens[place][1] != token:
                 return False
@@ -229,7 +228,6 @@ class _Reader:
         return _apply(_power, node, self.exponent()) if self.skip("^") else node
 
     def argument(self) -> Node:
-        r"""Read a group in braces or, as in `\frac12` and `x^2`, a single token."""
         if self.kind == "number" and len(self.token) > 1:
             self.tokens[self.at : self.at + 1] = [("number", digit) for digit in self.token]
         return self.atom()
@@ -329,7 +327,6 @@ class _Reader:
         return lambda point: _coordinate(point, name)
 
     def raw(self) -> str:
-        """Read the next group or token as plain text, to be used as part of a name."""
         start, depth = self.at, 0
         while True:
             depth += {"{": 1, "}": -1}.get(self.take(), 0)

@@ -69,7 +69,6 @@ def schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Yield the parts of an answer that may be the JSON. The first one that parses is used."""
     yield text
     blocks = _blocks(text)
     outside = text

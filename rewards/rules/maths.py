@@ -76,7 +76,11 @@ def mathematical(
         if not boxes or sum(map(len, boxes)) > longest:
             return False
         if marked is not None:
-            return all(map(judge, boxes)) or (len(boxes) > 1 and judge(", ".join(boxes)))
+            if all(map(judge, boxes)):
+                return True
+            # Several boxes may list values, but they are not a tuple such as (3, 5).
+            is_tuple = not words and isinstance(gold()[0], Several) and gold()[0].opening == "("
+            return len(boxes) > 1 and not is_tuple and judge(", ".join(boxes))
         if words:
             return statements.asserts(text, words)
         return any(map(judge, statements.statements(text, exclaims="!" in right)))
@@ -88,7 +92,6 @@ _CALCULUS = re.compile(r"\\(?:sum|prod|int|lim|iint|det)(?![a-z])|\\begin\s*\{vm
 
 
 def _worked_out(text: str) -> Answer:
-    """Parse the known answer and evaluate its sums, integrals, limits and determinants."""
     if not _CALCULUS.search(text):
         return parse(text)
     from latex2sympy2_extended import latex2sympy  # noqa: PLC0415  # pyright: ignore
@@ -261,7 +264,6 @@ def _matrix(match: re.Match[str], depth: int) -> Answer:
 
 
 def _listed(text: str, parts: list[str], marks: str, depth: int) -> Answer:
-    """Read values separated by commas, semicolons, the logical ∧ and ∨, or ¦ (the word "or")."""
     parts = [part for part in parts if part]
     if not 1 < len(parts) <= _MOST_ITEMS:
         return parse(parts[0], depth) if len(parts) == 1 else text
@@ -350,7 +352,6 @@ def _related(text: str, parts: list[str], signs: str, depth: int) -> Answer:
 
 
 def _constant(text: str) -> Any:
-    """Return the value of a constant, or None for anything else."""
     answer = _as_formula(parse(text, 5))
     return answer.constant() if answer else None
 
@@ -493,7 +494,6 @@ _DENIED = re.compile(
 
 
 def _measured(text: str, depth: int) -> Answer:
-    """Read a formula, or a value with a unit or a remark after it."""
     if (match := _SHORT.fullmatch(text)) and (number := _NUMBER.fullmatch(match["number"])):
         value = _number(number)
         if isinstance(value, Number) and {*_SHORT_UNITS.split()}.issuperset(
@@ -533,7 +533,6 @@ def _unit(words: str) -> str:
 
 
 def _same(gold: Answer, given: Answer, tolerance: float | None = None) -> bool:
-    """Return whether two parsed answers are equal."""
     if isinstance(given, Several) and given.opening == "∨" and not isinstance(gold, Several):
         return all(_same(gold, item) for item in given.items)  # 1/2 or 0.5
     if isinstance(gold, Relation):
@@ -683,7 +682,6 @@ def _same_names(gold: Several, given: Several) -> bool:
 
 
 def _same_relation(gold: Relation, given: Relation) -> bool:
-    """Compare equations up to a factor, and chains of inequalities side by side."""
     sides = [_as_formula(parse(side, 1)) for side in (*gold.sides, *given.sides)]
     if not all(sides):
         alike = [*map(squeezed, gold.sides)] == [*map(squeezed, given.sides)]

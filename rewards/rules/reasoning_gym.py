@@ -185,7 +185,6 @@ def _may_be_verified(task: str, answer: str, right: str) -> bool:
 
 
 def _is_all_answer(task: str, answer: str, right: str) -> bool:
-    """Return whether an accepted answer contains nothing but the answer."""
     text = answer.strip() if task in _SPLIT_TASKS else _bare(answer)
     words = _WORD.findall(text.casefold())
     if task in _SAME_WORDS_TASKS:
@@ -201,7 +200,6 @@ def _is_all_answer(task: str, answer: str, right: str) -> bool:
 
 
 def _bare(answer: str) -> str:
-    r"""Remove marks and phrases around an answer: `**$20$**`, `\text{…}`, "The answer is …"."""
     text = WRAPPED.sub(r" \1 ", answer)
     for _ in range(_MAX_NESTING):
         before, text = text, text.strip().rstrip(".,").rstrip()
@@ -248,7 +246,6 @@ def _is_tower(node: ast.AST) -> bool:
 
 
 def _is_numeric_power(node: ast.AST) -> bool:
-    """Return whether an expression contains a power but no variable."""
     inside = list(ast.walk(node))
     return any(isinstance(n, ast.Pow) for n in inside) and not any(
         isinstance(n, ast.Name) for n in inside

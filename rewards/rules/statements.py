@@ -282,8 +282,6 @@ def boxes(text: str, marked: str) -> list[str]:
 
 
 def _claim(text: str) -> tuple[str, bool]:
-    """Return the sentence that states the answer, and whether the text around it casts doubt on
-    it."""
     text = _BOLD.sub(r"\2", text).strip(" \n")
     if leads := list(_ANSWER.finditer(text)):
         line, _, rest = text[leads[-1].end() :].partition("\n")

@@ -58,7 +58,6 @@ def verifier_for(
 
 
 def _answer(spec: Mapping[str, Any], *, ready: bool = True) -> Verifier:
-    """Build a verifier that compares with a known `answer` by `match`, one of `_MATCHES`."""
     match, right = spec.get("match", "math"), spec.get("answer")
     if not isinstance(match, str) or match not in _MATCHES:
         raise ValueError(f"reward spec has match {match!r}; use one of {', '.join(_MATCHES)}")
@@ -69,7 +68,6 @@ def _answer(spec: Mapping[str, Any], *, ready: bool = True) -> Verifier:
 
 
 def _code(spec: Mapping[str, Any], settings: CodeSettings) -> Verifier:
-    """Build a verifier that runs a program on hidden tests (`keel.rewards.code.verifier`)."""
     read_task(spec)
     open_sandbox(settings.isolation)
 
@@ -81,7 +79,6 @@ def _code(spec: Mapping[str, Any], settings: CodeSettings) -> Verifier:
 
 
 def _exact(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    r"""Build a verifier that compares text, up to Unicode form, white space and `\text{…}`."""
     expected = normalise(spec["answer"])
     longest = max(_MAX_CHARACTERS, 4 * len(spec["answer"]))
 

@@ -325,7 +325,6 @@ def _through_link(path: Path, mounted: Set[Path]) -> bool:
 
 
 def _with_targets(paths: Sequence[Path]) -> list[Path]:
-    """Return each absolute path together with the path that it resolves to."""
     absolute = [Path(os.path.abspath(path)) for path in paths]
     return list(dict.fromkeys(name for path in absolute for name in (path, path.resolve())))
 
@@ -335,7 +334,6 @@ def _others_may(path: Path, mode: int) -> bool:
 
 
 def _probe_problem(sandbox: EnvironmentSandbox) -> str:
-    """Run the probe and return a way out that it found, or ""."""
     try:
         with sandbox((sys.executable, "-I", "-S", "-c", sandbox.probe), readable=()) as launch:
             done = subprocess.run(

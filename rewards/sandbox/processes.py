@@ -61,7 +61,6 @@ def usage(root: int, *, include_root: bool = True) -> ProcessUsage:
 
 
 def _walk(root: int) -> Iterator[tuple[int, list[bytes], list[str]]]:
-    """Yield each process in a tree with the fields of its `stat` and its threads."""
     pending = [root]
     while pending:
         pid = pending.pop()

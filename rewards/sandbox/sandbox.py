@@ -121,7 +121,6 @@ class Sandbox:
         stdin: bytes = b"",
         limits: Limits,
         lines: int = 0,
-        bounded: bool = True,
         within_s: float = math.inf,
     ) -> SandboxOutcome:
         """Run `command` in an empty writable folder.
@@ -129,8 +128,7 @@ class Sandbox:
         In `command`, `{box}` stands for the read-only folder with the `files`, and `{python}` for
         the interpreter. `files` maps names to contents, and all of them are executable. The run
         ends after `lines` lines of output, if that is set. Wall time is then limited for each line,
-        and CPU time for all lines together. `bounded` says whether to limit address space, since
-        some runtimes reserve terabytes. `within_s` is the wall time that the caller has left.
+        and CPU time for all lines together. `within_s` is the wall time that the caller has left.
         Raises RuntimeError if the sandbox itself fails.
         """
         with ExitStack() as stack:
@@ -147,7 +145,7 @@ class Sandbox:
                 word.replace("{box}", box).replace("{python}", self._python.executable)
                 for word in command
             ]
-            words = [*self._limit_command(limits, max(lines, 1), bounded), *words]
+            words = [*self._limit_command(limits, max(lines, 1)), *words]
             if self._isolated:
                 stack.enter_context(subreaper())
             started = time.monotonic()
@@ -194,7 +192,7 @@ class Sandbox:
                     raise RuntimeError(f"a sandbox is still alive {GRACE_S:g} s after its end")
             return outcome
 
-    def _limit_command(self, limits: Limits, lines: int, bounded: bool) -> list[str]:
+    def _limit_command(self, limits: Limits, lines: int) -> list[str]:
         memory = limits.memory_mib << 20
         words = [
             self._prlimit,
@@ -204,9 +202,8 @@ class Sandbox:
             "--nofile=64",
             "--core=0",
             f"--stack={min(memory // 2, 64 << 20)}",
+            f"--as={memory}",
         ]
-        if bounded:
-            words.append(f"--as={memory}")
         if self._isolated:  # outside, it would count this user's other processes
             # The first process of a user namespace counts too.
             words.append(f"--nproc={limits.processes + (not self._root)}")

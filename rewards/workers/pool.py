@@ -25,6 +25,7 @@ from keel.rewards.failure_budget import dump_location
 from keel.rewards.rules.verifiers import verifier_for
 from keel.rewards.sandbox.processes import kill_descendants
 from keel.rewards.workers.worker import PREEMPTION, reply_to
+from keel.rl.strict_json import allow_long_integers
 
 START_TIMEOUT_S = 120.0
 """How long a worker may take to start and import its libraries."""
@@ -75,6 +76,7 @@ class WorkerPool:
         is the time limit for programs. Each worker writes its output to a file in the folder `log`,
         or to standard error if `log` is None.
         """
+        allow_long_integers()  # in tests of programs, which travel as JSON
         self._code = dict(code or {})
         self._settings = CodeSettings.from_knobs(self._code)
         self._timeout_s = timeout_s
@@ -183,7 +185,6 @@ class _Worker:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def close(self) -> None:
-        """Stop the worker permanently, even while another thread is waiting in `verify`."""
         self._closed = True
         self._stop()
 

@@ -37,6 +37,7 @@ from typing import Any, cast
 from keel.rewards.code.verifier import CodeSettings
 from keel.rewards.failure_budget import error_location
 from keel.rewards.rules.verifiers import Verifier, verifier_for
+from keel.rl.strict_json import allow_long_integers
 
 PREEMPTION = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that a scheduler sends to every process in a job.
@@ -125,6 +126,7 @@ def main() -> None:
     cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     _limit_memory(_MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    allow_long_integers()
     warnings.simplefilter("ignore")  # `eval` of an answer warns about the answer's syntax
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _serve(socket.socket(fileno=int(sys.argv[1])))
