@@ -211,13 +211,13 @@ def _read_test(test: Any, where: str, language: Language) -> CodeTest:
 
 def _subtasks(spec: Mapping[str, Any], tests: Sequence[CodeTest]) -> dict[str, float]:
     """Compute `CodeTask.subtasks` from the points for each subtask."""
-    entries, named = spec.get("subtasks"), {test.subtask for test in tests} - {""}
-    entries = {} if entries is None else entries or None
-    if not isinstance(entries, dict):
+    named = {test.subtask for test in tests} - {""}
+    entries: Any = spec.get("subtasks")
+    if entries is not None and (not isinstance(entries, dict) or not entries):
         raise ValueError("code reward: subtasks must be an object from names to points")
     points: dict[str, float] = {
         str(name): _positive(value, f"subtasks[{name}]", float)
-        for name, value in cast(dict[Any, Any], entries).items()
+        for name, value in cast(dict[Any, Any], entries or {}).items()
     }
     for name in (*sorted(named - points.keys()), *(points.keys() - named)):
         problem = "is missing in `subtasks`" if name in named else "has no test"

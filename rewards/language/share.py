@@ -7,14 +7,10 @@ text inside them: `$Das ist die Antwort$` is a sentence. Running text is
 - in Latin script: three or more words separated by spaces and commas only. Two of them, and a
   share, must be function words ("the", "und", "que") or have non-ASCII letters outside a list.
 
-Lists of nouns (`pip install numpy pandas torch`, `apple, banana, cherry`) are set aside, because
-missing some words is better than penalising honest code.
-
 The remaining text is split into sentences. A sentence counts by its letters in the prompt's script,
 and not at all if a language detector (py3langid) is sure of another language. Short sentences are
-judged by their script alone. If prompt or completion have too few words, the share is 1.
-
-All functions accept untrusted text and run in linear time.
+judged by their script alone. If prompt or completion have too few words, the share is 1. All
+functions accept untrusted text and run in linear time.
 """
 
 from __future__ import annotations
@@ -93,6 +89,7 @@ def language_share(prompt: str, text: str) -> float:
     allowed, language = _prompt_language(prompt)
     if not allowed:
         return 1.0
+    kin = {language}.union(*(group for group in _KIN if language in group))
     fitting = total = 0.0
     for part, weight in zip(_prose_and_code(text), (1.0, _CODE_WEIGHT), strict=True):
         for sentence in _SENTENCES.split(part):
@@ -100,19 +97,30 @@ def language_share(prompt: str, text: str) -> float:
             size = sum(counts.values())
             total += weight * size
             letters = sum(counts.get(name, 0.0) for name in allowed)
-            if letters and not _is_foreign(sentence, size, language):
-                fitting += weight * letters
+            if letters and size >= _MIN_SENTENCE_LETTERS:
+                best, likely = detected(sentence)
+                foreign = sum(likely.get(name, 0.0) for name in kin) < _MIN_LIKELIHOOD
+                letters *= best in kin or not foreign
+            fitting += weight * letters
     return fitting / total if total else 1.0
 
 
 @lru_cache(maxsize=16)  # siblings share their prompt
 def _prompt_language(prompt: str) -> tuple[frozenset[str], str]:
+    """Return the scripts and language to answer in. If the prompt is too short, there are none."""
     words = words_of(prompt)
     scripts = _letters_by_script(words)
-    if sum(scripts.values()) < _MIN_PROMPT_LETTERS:
+    total = sum(scripts.values())
+    if total < _MIN_PROMPT_LETTERS:
         return frozenset(), ""
-    script = _main_script(scripts)
-    return frozenset({script, *_USED_WITH.get(script, ())}), detected(words)[0]
+    main = max(scripts, key=lambda name: scripts[name])
+    # Text with some kana is Japanese even if most of it is Han.
+    for script, others in _USED_WITH.items():
+        both = scripts.get(script, 0.0) + sum(scripts.get(name, 0.0) for name in others)
+        if scripts.get(script, 0.0) >= 0.1 * total and both >= 0.5 * total:
+            main = script
+            break
+    return frozenset({main, *_USED_WITH.get(main, ())}), detected(words)[0]
 
 
 def _letters_by_script(text: str) -> dict[str, float]:
@@ -132,24 +140,6 @@ def detected(text: str) -> tuple[str, Mapping[str, float]]:
     """Return the most likely language of a text, and the probability of every language."""
     probabilities = dict(_detector()(text[:_MAX_DETECTED]))
     return max(probabilities, key=lambda name: probabilities[name]), probabilities
-
-
-def _main_script(scripts: Mapping[str, float]) -> str:
-    """Return the main script in a text. Text with kana is Japanese even if most of it is Han."""
-    for script, others in _USED_WITH.items():
-        total = sum(scripts.values())
-        both = scripts.get(script, 0.0) + sum(scripts.get(name, 0.0) for name in others)
-        if scripts.get(script, 0.0) >= 0.1 * total and both >= 0.5 * total:
-            return script
-    return max(scripts, key=lambda name: scripts[name])
-
-
-def _is_foreign(sentence: str, size: float, language: str) -> bool:
-    if size < _MIN_SENTENCE_LETTERS:
-        return False
-    best, probabilities = detected(sentence)
-    kin = {language}.union(*(group for group in _KIN if language in group))
-    return best not in kin and sum(probabilities.get(name, 0.0) for name in kin) < _MIN_LIKELIHOOD
 
 
 @lru_cache(maxsize=1)

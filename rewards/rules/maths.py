@@ -76,11 +76,9 @@ def mathematical(
         if not boxes or sum(map(len, boxes)) > longest:
             return False
         if marked is not None:
-            if all(map(judge, boxes)):
-                return True
-            # Several boxes may list values, but they are not a tuple such as (3, 5).
-            is_tuple = not words and isinstance(gold()[0], Several) and gold()[0].opening == "("
-            return len(boxes) > 1 and not is_tuple and judge(", ".join(boxes))
+            inside = text[text.find(BOXED) : text.rfind(BOXED)]
+            separator = " or " if re.search(r"\bor\b", inside) else ", "
+            return all(map(judge, boxes)) or (len(boxes) > 1 and judge(separator.join(boxes)))
         if words:
             return statements.asserts(text, words)
         return any(map(judge, statements.statements(text, exclaims="!" in right)))
@@ -639,7 +637,7 @@ def _same_several(gold: Several, given: Answer) -> bool:
         if not {one, two} <= {*",∨⦃("}:
             return False
         if one == "(":
-            return _in_order(gold.items, given.items)
+            return two == "," and _in_order(gold.items, given.items)
         return _in_any_order(gold.items, given.items, once="⦃" in (one, two))
     vectors = {one + gold.closing, two + given.closing} <= {"()", "⟨⟩"}
     if not vectors and (one, gold.closing) != (two, given.closing):
