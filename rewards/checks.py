@@ -30,10 +30,8 @@ _CODE_ERRORS = ("NameError", "ImportError", "ModuleNotFoundError")
 
 
 def check_spec(spec: Mapping[str, Any]) -> None:
-    """Check that a reward spec can be verified or judged, without running anything.
-
-    Raises ValueError if it cannot.
-    """
+    """Check that a reward spec can be verified or judged, without running anything. Raises
+    ValueError if it cannot."""
     kind = spec.get("kind")
     if kind in (ENVIRONMENT, FUNCTIONS):
         return
@@ -119,10 +117,8 @@ def check_prompts(
     prompts: Sequence[Prompt], weights: Mapping[str, float], *, code: CodeSettings
 ) -> str:
     """Check a source's prompts against its weights, and run reference solutions on their tests.
-
     Returns a summary of the reference runs, or "" if there were none. Raises ValueError with the
-    name of a bad prompt, and also if this machine cannot isolate programs.
-    """
+    name of a bad prompt, and also if this machine cannot isolate programs."""
     kinds = {str(prompt.reward.get("kind")): prompt for prompt in reversed(prompts)}
     for kind, first in kinds.items():
         try:

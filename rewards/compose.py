@@ -26,10 +26,8 @@ JUDGED_PARTS = {
 }
 """Maps each kind of judged spec to the parts it gives in addition to `correct`, the total score."""
 REFUSAL = "refusal"
-"""The part that is 1 if the judge finds that the completion declines the task.
-
-It is computed whenever a recipe gives it a weight, even 0.
-"""
+"""The part that is 1 if the judge finds that the completion declines the task. It is computed
+whenever a recipe gives it a weight, even 0."""
 PARTS = (
     "correct",
     "format",
@@ -39,10 +37,8 @@ PARTS = (
 )
 """Built-in reward parts that `data.sources[].rewards` may weight. Functions have dotted names."""
 ERROR = "error"
-"""The part that is 1 if a verifier crashed or timed out.
-
-It is always present and never weighted.
-"""
+"""The part that is 1 if a verifier crashed or timed out. It is always present and never
+weighted."""
 _ROUNDING = 1e-12
 """Sums smaller than this share of their largest term are treated as rounding errors."""
 
@@ -144,11 +140,9 @@ def compose_cut_off(parts: Mapping[str, float], weights: Mapping[str, float]) ->
 
 
 def compose(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
-    """Compute the weighted sum of the parts.
-
-    Parts without a weight are kept for the metrics. Terms that cancel give exactly 0, because a
-    rounding error would otherwise turn into an advantage.
-    """
+    """Compute the weighted sum of the parts. Parts without a weight are kept for the metrics.
+    Terms that cancel give exactly 0, because a rounding error would otherwise turn into an
+    advantage."""
     terms = [weight * parts[name] for name, weight in weights.items()]
     value = sum(terms)
     if abs(value) <= _ROUNDING * max(map(abs, terms), default=0.0):

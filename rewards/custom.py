@@ -103,11 +103,9 @@ def named(function: Callable[..., Any]) -> str:
 
 @contextmanager
 def passing(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
-    """Make `functions` available to worker processes that are started inside the block.
-
-    Blocks cannot be nested. Raises ValueError for duplicate names, and for a function that cannot
-    be pickled.
-    """
+    """Make `functions` available to worker processes that are started inside the block. Blocks
+    cannot be nested. Raises ValueError for duplicate names, and for a function that cannot be
+    pickled."""
     pickles: dict[str, bytes] = {}
     for function in functions:
         name = named(function)
@@ -171,10 +169,8 @@ def is_function(part: str) -> bool:
 
 
 def load_function(name: str) -> _Function:
-    """Import a user's function by its dotted name, also from the working directory.
-
-    Raises ValueError if it cannot be imported or called as `name(prompt, trajectory)`.
-    """
+    """Import a user's function by its dotted name, also from the working directory. Raises
+    ValueError if it cannot be imported or called as `name(prompt, trajectory)`."""
     function = passed(name) if name.startswith(PREFIX) else _imported(name)
     where = _location(function)
     label = f"reward {name!r}{where and f' ({where})'}"

@@ -49,11 +49,8 @@ class FailureBudget:
     """Counts and reports the reward errors in one run. It is thread-safe."""
 
     def __init__(self, max_fraction: float, report: Callable[[str], None]) -> None:
-        """Set the limit for failures and where to report them.
-
-        `max_fraction` is the share of its completions on which a function may fail. `report` is
-        called with each line to print.
-        """
+        """Set the limit for failures and where to report them. `max_fraction` is the share of
+        its completions on which a function may fail. `report` is called with each line to print."""
         self._max_fraction = max_fraction
         self.report = report
         self._rates: dict[str, FailureRate] = {}

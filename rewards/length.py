@@ -69,10 +69,8 @@ class LengthRule:
 
     @staticmethod
     def from_knobs(knobs: Mapping[str, Any], *, limit: int) -> LengthRule:
-        """Create the rule from the fields of `LengthConfig`.
-
-        `limit` is used if their limit is 0.
-        """
+        """Create the rule from the fields of `LengthConfig`. `limit` is used if their limit is
+        0."""
         fields = dict(knobs)
         fields["limit"] = fields["limit"] or limit
         fields["margin"] = fields["margin"] or max(1, fields["limit"] // 5)
@@ -97,10 +95,8 @@ class LengthRule:
     def adjustment(
         self, rewards_G: Floats, correct_G: Floats, tokens_G: NDArray[np.int64]
     ) -> Floats:
-        """Return how much to add to each reward, [G].
-
-        `rewards_G` holds the rewards without the length rule, and `correct_G` is from 0 to 1.
-        """
+        """Return how much to add to each reward, [G]. `rewards_G` holds the rewards without the
+        length rule, and `correct_G` is from 0 to 1."""
         right = correct_G >= self.correct_threshold
         every = np.ones_like(right)
         if self.may_outweigh:

@@ -64,11 +64,8 @@ class _Draft:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A verifier, judge, function or environment that scores a whole group.
-
-    Once all `futures` are done, `add_to` adds its results to the drafts. It raises ValueError for
-    bad input.
-    """
+    """A verifier, judge, function or environment that scores a whole group. Once all `futures`
+    are done, `add_to` adds its results to the drafts. It raises ValueError for bad input."""
 
     add_to: Callable[[Sequence[_Draft]], None]
     futures: Sequence[Future[Any]] = ()
@@ -197,10 +194,8 @@ class Scorer:
         return when_all(futures, lambda: self._scored(group, sources, purpose))
 
     def score(self, groups: Iterable[Group], purpose: Purpose = "train") -> list[ScoredGroup]:
-        """Score all groups and return them in the same order.
-
-        Each completion has its own deadline.
-        """
+        """Score all groups and return them in the same order. Each completion has its own
+        deadline."""
         futures = [self.submit(group, purpose) for group in groups]
         return [future.result() for future in futures]
 

@@ -71,10 +71,8 @@ def thinking_text(messages: Sequence[Mapping[str, Any]]) -> str:
 def every_turn(
     of: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Apply `of` to each of the policy's turns and join the results as paragraphs.
-
-    `of` is `final_text` or `thinking_text`. Tool calls and other messages are left out.
-    """
+    """Apply `of` to each of the policy's turns and join the results as paragraphs. `of` is
+    `final_text` or `thinking_text`. Tool calls and other messages are left out."""
     turns = [message for message in messages if message.get("role") == "assistant"]
     return "\n\n".join(filter(None, (of([message]) for message in turns)))
 
@@ -124,10 +122,8 @@ def answer_in(text: str) -> str:
 
 
 def normalise(text: str) -> str:
-    """Normalize Unicode and white space.
-
-    Raised digits are kept, so 10² becomes 10^2 and not 102.
-    """
+    """Normalize Unicode and white space. Raised digits are kept, so 10² becomes 10^2 and not
+    102."""
     return " ".join(unicodedata.normalize("NFKC", raised(text)).split())
 
 

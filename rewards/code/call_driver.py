@@ -28,10 +28,8 @@ from operator import *
 from string import *
 from typing import *
 """
-"""Names that solutions on LeetCode use without importing them.
-
-Built-in functions take precedence, so `pow` is not `math.pow`.
-"""
+"""Names that solutions on LeetCode use without importing them. Built-in functions take
+precedence, so `pow` is not `math.pow`."""
 
 
 def from_jsonable(value: object) -> object:

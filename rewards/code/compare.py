@@ -16,9 +16,7 @@ _REL_TOLERANCE = 1e-9
 """The default tolerance when comparing floating-point numbers."""
 _MAX_COMPARISONS = 500_000
 """How many comparisons to spend on matching unordered items whose order rounding has changed.
-
-This takes some tenths of a second.
-"""
+This takes some tenths of a second."""
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
@@ -54,10 +52,8 @@ class _Comparison:
         return all(map(self.same, remaining, right))
 
     def _same_unordered(self, expected: list[Any], value: list[Any]) -> bool:
-        """Sort both sides, so that equal items end up in the same position.
-
-        If rounding has changed the order, each item takes the first remaining one that fits.
-        """
+        """Sort both sides, so that equal items end up in the same position. If rounding has
+        changed the order, each item takes the first remaining one that fits."""
         expected, value = sorted(expected, key=_sort_key), sorted(value, key=_sort_key)
         pairs = zip(expected, value, strict=True)
         differing = [i for i, (one, two) in enumerate(pairs) if not self.same(one, two)]
@@ -78,10 +74,8 @@ class _Comparison:
 
 
 def same_text(expected: str, output: str, tolerance: float | None = None) -> bool:
-    """Compare two outputs, ignoring white space at the ends of lines and of the text.
-
-    With a `tolerance` they are compared word by word, and numbers as in `same_value`.
-    """
+    """Compare two outputs, ignoring white space at the ends of lines and of the text. With a
+    `tolerance` they are compared word by word, and numbers as in `same_value`."""
     if tolerance is None:
         return _lines(expected) == _lines(output)
     remaining, right = expected.split(), output.split()
@@ -143,10 +137,8 @@ def _close_words(expected: str, value: str, tolerance: float) -> bool:
 
 
 def _items_of(value: Any) -> tuple[str, list[Any]]:
-    """Return a collection's kind and items.
-
-    The kind is "" for other values and "?" if malformed.
-    """
+    """Return a collection's kind and items. The kind is "" for other values and "?" if
+    malformed."""
     if isinstance(value, list):
         return "~tuple", cast(list[Any], value)
     if not isinstance(value, dict):

@@ -86,15 +86,11 @@ class CodeTask:
     language: Language
     tests: tuple[CodeTest, ...]
     partial: bool
-    """Whether to score the share of tests that pass.
-
-    Otherwise all tests must pass, and the first failure ends the run.
-    """
+    """Whether to score the share of tests that pass. Otherwise all tests must pass, and the
+    first failure ends the run."""
     subtasks: Mapping[str, float]
-    """Maps each subtask to the share of the score for passing all its tests.
-
-    The shares sum to 1.
-    """
+    """Maps each subtask to the share of the score for passing all its tests. The shares sum to
+    1."""
     reference: str | None
     tolerance: float | None
     limits: Mapping[str, Any]

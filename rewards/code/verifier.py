@@ -82,21 +82,17 @@ class CodeVerdict:
     reason: str = ""
     """Describe the first failed test, or return "" if all passed."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Reward parts for the tests that the task shows and for subtasks.
-
-    `samples` is 1 if all shown tests passed, and `subtask/NAME` is the share of the score earned
-    for a subtask. There are no parts if the spec has neither.
-    """
+    """Reward parts for the tests that the task shows and for subtasks. `samples` is 1 if all
+    shown tests passed, and `subtask/NAME` is the share of the score earned for a subtask. There
+    are no parts if the spec has neither."""
 
 
 def verify_code(
     spec: Mapping[str, Any], answer_text: str, settings: CodeSettings | None = None
 ) -> CodeVerdict:
-    """Run the last code block in an answer, ignoring its thinking, on the hidden tests.
-
-    Raises ValueError for a bad spec, IsolationError (a ValueError) if this machine cannot isolate
-    programs, and RuntimeError if the sandbox itself fails.
-    """
+    """Run the last code block in an answer, ignoring its thinking, on the hidden tests. Raises
+    ValueError for a bad spec, IsolationError (a ValueError) if this machine cannot isolate
+    programs, and RuntimeError if the sandbox itself fails."""
     settings = settings or CodeSettings()
     task = read_task(spec)
     sandbox = open_sandbox(settings.isolation)
@@ -109,10 +105,8 @@ def verify_code(
 
 
 def check_outputs(spec: Mapping[str, Any], settings: CodeSettings, *, name: str) -> None:
-    """Check that no test expects more output than a program may print.
-
-    Raises ValueError if one does.
-    """
+    """Check that no test expects more output than a program may print. Raises ValueError if one
+    does."""
     limit = settings.limits.output_kib
     task = read_task(spec)
     for index, test in enumerate(task.tests):
@@ -125,11 +119,8 @@ def check_outputs(spec: Mapping[str, Any], settings: CodeSettings, *, name: str)
 
 
 def check_reference(spec: Mapping[str, Any], settings: CodeSettings, *, name: str) -> None:
-    """Run the `reference` program in a spec on the tests, if there is one.
-
-    `name` identifies the prompt in messages. Raises ValueError if the spec is malformed or the
-    program fails a test.
-    """
+    """Run the `reference` program in a spec on the tests, if there is one. `name` identifies the
+    prompt in messages. Raises ValueError if the spec is malformed or the program fails a test."""
     try:
         task = read_task(spec)
     except ValueError as error:

@@ -37,16 +37,12 @@ class MemoryCache:
 
 class SqliteCache:
     """Keeps replies in a SQLite file that several runs may share. The file grows without limit.
-
-    Each entry is one transaction, so a killed run leaves no partial entry. Errors while reading or
-    writing are logged and count as cache misses.
-    """
+    Each entry is one transaction, so a killed run leaves no partial entry. Errors while reading
+    or writing are logged and count as cache misses."""
 
     def __init__(self, folder: str) -> None:
-        """Open or create the cache in `folder`, which must be on a local disk.
-
-        Raises ValueError if the folder cannot be used.
-        """
+        """Open or create the cache in `folder`, which must be on a local disk. Raises ValueError
+        if the folder cannot be used."""
         try:
             path = Path(folder).expanduser()
             path.mkdir(parents=True, exist_ok=True)
@@ -85,10 +81,8 @@ class SqliteCache:
 
 
 class ChatLog:
-    """Appends the judge's requests and replies to a JSONL file of chats for `keel sft`.
-
-    Each line is written at once, so several runs may share the file.
-    """
+    """Appends the judge's requests and replies to a JSONL file of chats for `keel sft`. Each
+    line is written at once, so several runs may share the file."""
 
     def __init__(self, path: str) -> None:
         """Open the file, or log nothing if `path` is "". Raises ValueError if that fails."""

@@ -96,11 +96,9 @@ class JudgeEndpoint:
         return JudgeStopped(self._stopped)
 
     async def ask(self, question: Question[T], *, sample: int = 0, fresh: bool = False) -> T:
-        """Return the judge's reply to a question.
-
-        The same question in the same sample is asked only once, unless `fresh` is set. Raises
-        Unjudged if all attempts failed, and JudgeStopped if no more calls are allowed.
-        """
+        """Return the judge's reply to a question. The same question in the same sample is asked
+        only once, unless `fresh` is set. Raises Unjudged if all attempts failed, and
+        JudgeStopped if no more calls are allowed."""
         s = self._settings
         key = question.key(s.model, s.temperature, s.max_reply_tokens, dict(s.extra), sample)
         cached = None if fresh else self._cache.get(key)
@@ -140,10 +138,8 @@ class JudgeEndpoint:
         )
 
     async def _locate(self) -> AsyncOpenAI:
-        """Return a client for the server's current URL.
-
-        Raises JudgeStopped if the server is gone.
-        """
+        """Return a client for the server's current URL. Raises JudgeStopped if the server is
+        gone."""
         assert self._server is not None
         async with self._locating:
             try:

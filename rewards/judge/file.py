@@ -45,10 +45,8 @@ class AnswerToJudge:
 
 
 def read_answers(path: Path, rubric: Path | None = None) -> list[AnswerToJudge]:
-    """Read the answers from a JSONL file. Lines without criteria are judged by `rubric`.
-
-    Raises ValueError with the file and line number if a line cannot be judged.
-    """
+    """Read the answers from a JSONL file. Lines without criteria are judged by `rubric`. Raises
+    ValueError with the file and line number if a line cannot be judged."""
     common: Mapping[str, Any] | None = None
     if rubric is not None:
         try:
@@ -117,9 +115,7 @@ def _read_text(path: Path) -> str:
 
 class _ShowProgress(Protocol):
     """Opens a progress display for `total` answers, where 0 means that the number is unknown.
-
-    The context has an attribute `done`.
-    """
+    The context has an attribute `done`."""
 
     def __call__(self, what: str, *, total: int = 0) -> AbstractContextManager[Any]: ...
 

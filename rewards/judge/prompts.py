@@ -190,11 +190,9 @@ def rubric_question(
     *,
     thinking: str | None = None,
 ) -> Question[Mapping[str, tuple[float, str]]]:
-    """Ask the judge which criteria an answer meets.
-
-    `criteria` maps IDs to texts and keeps its order. The reply is read as a score and a reason for
-    each ID. If `thinking` is not None, the criteria apply to it instead of the answer.
-    """
+    """Ask the judge which criteria an answer meets. `criteria` maps IDs to texts and keeps its
+    order. The reply is read as a score and a reason for each ID. If `thinking` is not None, the
+    criteria apply to it instead of the answer."""
     instructions = _RUBRIC.format(
         task=_task(task),
         reference=_reference(reference),
@@ -234,10 +232,8 @@ def verify_question(
 def meta_question(
     task: Sequence[Mapping[str, Any]], solution: str, evaluation: str
 ) -> Question[MetaCheck]:
-    """Ask the judge whether the flaws that an evaluation claims are real.
-
-    See DeepSeekMath-V2 (2025), section 2.1.
-    """
+    """Ask the judge whether the flaws that an evaluation claims are real. See DeepSeekMath-V2
+    (2025), section 2.1."""
     schema = _object({"analysis": _TEXT, "score": _choice(SCORES)})
 
     def read(content: str) -> MetaCheck:

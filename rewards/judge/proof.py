@@ -115,11 +115,9 @@ class ProofSpec(Spec):
 
 
 def read_proof(answer: str) -> Proof | str:
-    """Split an answer into its two sections and its score, or describe why it is malformed.
-
-    A malformed answer has R_format = 0. Each title must appear exactly once, with the solution
-    first and nothing before it, and the evaluation must contain a boxed score.
-    """
+    """Split an answer into its two sections and its score, or describe why it is malformed. A
+    malformed answer has R_format = 0. Each title must appear exactly once, with the solution
+    first and nothing before it, and the evaluation must contain a boxed score."""
     solutions = list(_SOLUTION.finditer(answer))
     evaluations = list(_EVALUATION.finditer(answer))
     if len(solutions) != 1 or len(evaluations) != 1:

@@ -12,11 +12,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from keel.rl.metrics import Mean, Metric, Sum
 
 FailureKind = Literal["timeout", "unreachable", "busy", "server", "too_long", "refused", "invalid"]
-"""Why a call failed.
-
-In order: no reply in time, no connection, status 429, status 5xx, a request longer than the judge's
-context, another HTTP error, and a reply that does not match its schema.
-"""
+"""Why a call failed. In order: no reply in time, no connection, status 429, status 5xx, a
+request longer than the judge's context, another HTTP error, and a reply that does not match its
+schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +35,8 @@ class Judged:
     value: float
     """The total score, from 0 to 1."""
     parts: Mapping[str, float]
-    """Reward parts from 0 to 1. All prompts of one kind have the same parts.
-
-    `disagreement` says how much the samples differ.
-    """
+    """Reward parts from 0 to 1. All prompts of one kind have the same parts. `disagreement` says
+    how much the samples differ."""
     verdicts: tuple[CriterionVerdict, ...] = ()
 
 
@@ -54,10 +50,8 @@ class Failed:
 
 class Unjudged(Exception):
     """Raised if a call to the judge gave no usable result. The judge turns it into `Failed`.
-
     `after_s` is how long the endpoint asks to wait before a retry. `thinking` is how many
-    characters of thinking the call contained.
-    """
+    characters of thinking the call contained."""
 
     def __init__(
         self, kind: FailureKind, reason: str, *, retry: bool, after_s: float = 0, thinking: int = 0
@@ -133,11 +127,9 @@ class ServedJudge(Protocol):
         ...
 
     def url(self) -> str:
-        """Return the server's URL, after starting or restarting the server if needed.
-
-        The call blocks until the server is ready and is safe from any thread. Raises RuntimeError
-        if the server does not start.
-        """
+        """Return the server's URL, after starting or restarting the server if needed. The call
+        blocks until the server is ready and is safe from any thread. Raises RuntimeError if the
+        server does not start."""
         ...
 
 

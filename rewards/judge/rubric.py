@@ -50,10 +50,9 @@ class Rubric(Spec):
     def questions(
         self, task: Sequence[Mapping[str, Any]], answer: str, thinking: str, *, sample: int
     ) -> list[tuple[Sequence[Criterion], Question[Sample]]]:
-        """Return the questions for one sample: one each for the answer and the thinking, if needed.
-
-        The order of the criteria is rotated from sample to sample, because it influences judges.
-        """
+        """Return the questions for one sample: one each for the answer and the thinking, if
+        needed. The order of the criteria is rotated from sample to sample, because it influences
+        judges."""
         calls: list[tuple[Sequence[Criterion], Question[Sample]]] = []
         for about_thinking in (False, True):
             criteria = [c for c in self.criteria if c.thinking == about_thinking]
@@ -81,9 +80,7 @@ class Rubric(Spec):
 
     def judged(self, samples: Sequence[Sample]) -> Judged:
         """Average each criterion over the samples and combine the criteria by their weights.
-
-        `disagreement` is the weighted mean of max − min over the samples.
-        """
+        `disagreement` is the weighted mean of max − min over the samples."""
         total = sum(c.weight for c in self.criteria)
         value = spread = 0.0
         verdicts: list[CriterionVerdict] = []

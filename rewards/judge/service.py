@@ -44,11 +44,8 @@ T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 10.0
 _LONG = 0.1
-"""Decides what is at fault if a request exceeds the judge's context.
-
-If the answer and thinking use more than this share of `max_characters`, they are too long;
-otherwise the task is.
-"""
+"""Decides what is at fault if a request exceeds the judge's context. If the answer and thinking
+use more than this share of `max_characters`, they are too long; otherwise the task is."""
 
 
 class Judge:
@@ -57,12 +54,9 @@ class Judge:
     def __init__(
         self, settings: JudgeConfig, *, server: ServedJudge | None = None, backoff_s: float = 0.5
     ) -> None:
-        """Open the judge's endpoint.
-
-        `server` is a server that this run owns and that replaces `base_url`. `backoff_s` is the
-        pause before the first retry. Raises ValueError with the name of the setting if the endpoint
-        or key is missing or the cache cannot be used.
-        """
+        """Open the judge's endpoint. `server` is a server that this run owns and that replaces
+        `base_url`. `backoff_s` is the pause before the first retry. Raises ValueError with the
+        name of the setting if the endpoint or key is missing or the cache cannot be used."""
         # Imported late: few runs have a judge, and openai takes more than a second to load.
         from keel.rewards.judge.client import JudgeEndpoint  # noqa: PLC0415
 
@@ -72,12 +66,9 @@ class Judge:
         self.counts = self._endpoint.counts
 
     async def judge(self, prompt: Prompt, answer: str, *, thinking: str = "") -> Judged | Failed:
-        """Judge an answer by `prompt.reward`.
-
-        Only criteria that ask for `thinking` see it, and any thinking inside `answer` is removed.
-        Raises ValueError for a bad spec. Raises JudgeStopped if the call limit is reached or too
-        many completions could not be judged.
-        """
+        """Judge an answer by `prompt.reward`. Only criteria that ask for `thinking` see it, and
+        any thinking inside `answer` is removed. Raises ValueError for a bad spec. Raises
+        JudgeStopped if the call limit is reached or too many completions could not be judged."""
         try:
             spec = judged_spec(prompt.reward)
         except ValueError as error:
@@ -226,10 +217,8 @@ class JudgeService:
         self._thread.start()
 
     def submit(self, prompt: Prompt, trajectory: Trajectory) -> Future[Judged | Failed]:
-        """Start judging a trajectory's final answer.
-
-        The future raises what `Judge.judge` raises.
-        """
+        """Start judging a trajectory's final answer. The future raises what `Judge.judge`
+        raises."""
         messages = trajectory.messages
         return self.submit_text(prompt, final_text(messages), thinking=thinking_text(messages))
 
@@ -244,10 +233,8 @@ class JudgeService:
         )
 
     def check_reachable(self) -> None:
-        """Test the judge with one small request.
-
-        Raises ValueError if that fails, and JudgeStopped if this run's own server does not start.
-        """
+        """Test the judge with one small request. Raises ValueError if that fails, and
+        JudgeStopped if this run's own server does not start."""
         asyncio.run_coroutine_threadsafe(self._judge.check_reachable(), self._loop).result()
 
     def counts(self) -> Counts:

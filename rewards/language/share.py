@@ -66,11 +66,9 @@ _RARE = frozenset({"an", "br", "eo", "ht", "la", "lb", "oc", "qu", "rw", "se", "
 
 
 def language(spec: Mapping[str, Any]) -> Callable[[str], float]:
-    """Build a verifier that scores the output of `TextTrajectory.dumps()` over all turns.
-
-    `spec` contains the text of the `prompt`, and `of` says what to measure: "answer", "thinking",
-    or "both" for their mean.
-    """
+    """Build a verifier that scores the output of `TextTrajectory.dumps()` over all turns. `spec`
+    contains the text of the `prompt`, and `of` says what to measure: "answer", "thinking", or
+    "both" for their mean."""
     prompt, of = str(spec["prompt"]), str(spec["of"])
     _detector()  # loaded before the deadline of the first completion starts
 
@@ -185,10 +183,8 @@ def words_of(text: str) -> str:
 
 
 def _prose_and_code(text: str) -> tuple[str, str]:
-    """Return the words outside code blocks, and the running text inside them.
-
-    A formula must end in the paragraph in which it begins. A code block may also end with the text.
-    """
+    """Return the words outside code blocks, and the running text inside them. A formula must end
+    in the paragraph in which it begins. A code block may also end with the text."""
     prose: list[str] = []
     code: list[str] = []
     aside: list[str] = []  # consecutive formulas and code spans without words in between

@@ -159,10 +159,8 @@ def _right(answer: str, letters: set[str], by_text: Mapping[str, str]) -> str:
 
 
 def _standing_alone(text: str) -> str:
-    """Match a text only where it is not part of a longer word or number.
-
-    The choice 5, for example, does not occur in 2.5, -5, 5 %, 5!, <5 or a fraction.
-    """
+    """Match a text only where it is not part of a longer word or number. The choice 5, for
+    example, does not occur in 2.5, -5, 5 %, 5!, <5 or a fraction."""
     if not text[0].isdigit() and not text[-1].isdigit():
         return rf"(?<!\w){re.escape(text)}(?!\w)"
     before = r"(?<![\w+±√^<>{×·-])(?<!\d[.,/:*])(?<![<>*×·+]\s)(?<!\\cdot)(?<!\\cdot\s)(?<!\\times)"

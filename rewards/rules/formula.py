@@ -58,11 +58,8 @@ class LostTerm(Exception):
 
 @dataclass(frozen=True)
 class Formula:
-    """A parsed formula.
-
-    `work` contains the operations on constants that a question might ask for, such as `binom`, `!`
-    or `sin`.
-    """
+    """A parsed formula. `work` contains the operations on constants that a question might ask
+    for, such as `binom`, `!` or `sin`."""
 
     node: Node
     text: str = ""
@@ -101,10 +98,8 @@ def close(remaining: Value, right: Value) -> bool:
 
 
 def equal(one: Formula, other: Formula, *, ratio: bool = False) -> bool:
-    """Return whether two formulas have the same values at all sample points.
-
-    With `ratio` they may differ by a constant factor.
-    """
+    """Return whether two formulas have the same values at all sample points. With `ratio` they
+    may differ by a constant factor."""
     symbols = bool(one.names or other.names)
     for digits in (_DIGITS, _MOST_DIGITS):
         with _context.workdps(digits):
@@ -180,11 +175,8 @@ class _Reader:
         return True
 
     def expression(self, level: int = 0) -> Node:
-        r"""Read an expression.
-
-        Level 0 is a sum, 1 a product, 2 the argument of a function without brackets such as `\sin`,
-        and 3 a power.
-        """
+        r"""Read an expression. Level 0 is a sum, 1 a product, 2 the argument of a function
+        without brackets such as `\sin`, and 3 a power."""
         symbols = self.symbols
         if self.token in ("+", "-"):
             negative = self.take() == "-"
@@ -341,10 +333,8 @@ class _Reader:
 
 
 def _coordinate(point: int, name: str) -> Value:
-    """Return a symbol's value at a point, derived from its name.
-
-    It is positive at points 0 and 3.
-    """
+    """Return a symbol's value at a point, derived from its name. It is positive at points 0 and
+    3."""
     drawn = crc32(f"{point} {name}".encode())
     sign = -1 if point % 3 and drawn >> 8 & 1 else 1
     return _context.mpf(sign * (3 * (drawn % 100_003) + 50_000)) / 150_000

@@ -108,11 +108,9 @@ def _worked_out(text: str) -> Answer:
 
 
 class Number(NamedTuple):
-    """A rational number and how it was written.
-
-    `form` is integer, decimal, fraction, ratio or scientific. `lowest` says whether a fraction is
-    in lowest terms. `unit` contains the words after the number, in the singular.
-    """
+    """A rational number and how it was written. `form` is integer, decimal, fraction, ratio or
+    scientific. `lowest` says whether a fraction is in lowest terms. `unit` contains the words
+    after the number, in the singular."""
 
     value: Fraction
     form: str = "integer"
@@ -127,10 +125,8 @@ class Number(NamedTuple):
 
 
 class Several(NamedTuple):
-    """Several values in brackets.
-
-    `opening` is "," for a list without brackets, "∨" for alternatives, and "matrix" for rows.
-    """
+    """Several values in brackets. `opening` is "," for a list without brackets, "∨" for
+    alternatives, and "matrix" for rows."""
 
     opening: str
     closing: str
@@ -149,11 +145,8 @@ class Region(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """An equation or inequality, with its sides and the signs between them.
-
-    `name` is the first side if that is a name, as in `x = 3` and `f(x) = x^2`. `value` is the last
-    side.
-    """
+    """An equation or inequality, with its sides and the signs between them. `name` is the first
+    side if that is a name, as in `x = 3` and `f(x) = x^2`. `value` is the last side."""
 
     sides: tuple[str, ...]
     signs: str
@@ -209,10 +202,8 @@ _BEGIN = re.compile(
 
 
 def parse(text: str, depth: int = 0) -> Answer:
-    """Parse an answer in plain notation.
-
-    It is returned unchanged if not all of it can be parsed.
-    """
+    """Parse an answer in plain notation. It is returned unchanged if not all of it can be
+    parsed."""
     text, depth = text.strip(), depth + 1
     if match := _NUMBER.fullmatch(text):
         return _number(match)
@@ -411,9 +402,7 @@ def _outside(region: Region) -> Region:
 
 def _combined(rule: Callable[[list[bool]], bool], regions: Sequence[Region]) -> Region | None:
     """Combine regions: `rule` says whether a number belongs, given which regions contain it.
-
-    Returns None if an end depends on a symbol or there are too many of them.
-    """
+    Returns None if an end depends on a symbol or there are too many of them."""
     cuts = sorted((cut for region in regions for cut in region.cuts), key=lambda cut: cut[:2])
     if len(cuts) > 2 * _MOST_ITEMS or any(cut[2].names for cut in cuts):
         return None
@@ -563,10 +552,8 @@ _EQUIVALENT_FORMS = {"ratio": "fraction", "fraction": "ratio", "scientific": "de
 
 
 def _same_number(gold: Number, given: Answer, tolerance: float | None) -> bool:
-    """Return whether an answer is the number `gold` and is written as a number.
-
-    Powers of ten are only allowed if `gold` has them.
-    """
+    """Return whether an answer is the number `gold` and is written as a number. Powers of ten
+    are only allowed if `gold` has them."""
     if isinstance(given, Formula):
         right = formula.number(gold.share)
         value = given.constant()

@@ -27,12 +27,9 @@ from keel.rewards.text import WRAPPED, answer_in, normalise
 _MAX_CHARACTERS = 32_768
 """Answers longer than this are wrong, unless the right answer is as long."""
 MOST_PARTIAL = 0.9
-"""The most partial credit that an answer can get.
-
-Some verifiers score the share of letters in place. They give 1 − 1e-16, or even more than 1, to the
-right answer with words after it. The limit keeps such answers a tenth below the exact one and
-prevents them from passing.
-"""
+"""The most partial credit that an answer can get. Some verifiers score the share of letters in
+place. They give 1 − 1e-16, or even more than 1, to the right answer with words after it. The
+limit keeps such answers a tenth below the exact one and prevents them from passing."""
 _EVALUATED_TASKS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """Tasks whose verifier evaluates the answer as a Python literal."""
 
@@ -165,12 +162,9 @@ def _score_answer(task: str, params: str) -> Callable[[str, Any], float]:
 
 
 def _may_be_verified(task: str, answer: str, right: str) -> bool:
-    """Return whether an answer is safe to pass to the task's verifier.
-
-    The known answer always is, but a part of it need not be. If sympy could not solve an integral,
-    for example, the known answer contains `Integral`, and a policy could just repeat the question
-    in that form.
-    """
+    """Return whether an answer is safe to pass to the task's verifier. The known answer always
+    is, but a part of it need not be. If sympy could not solve an integral, for example, the
+    known answer contains `Integral`, and a policy could just repeat the question in that form."""
     if right and normalise(answer) == normalise(right):
         return True
     if task in _EVALUATED_TASKS:

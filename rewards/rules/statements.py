@@ -55,10 +55,8 @@ _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 1
 
 
 def plain(text: str) -> str:
-    """Rewrite an answer in plain notation.
-
-    Commands become signs, upright letters become ordinary ones, and numbers are written in digits.
-    """
+    """Rewrite an answer in plain notation. Commands become signs, upright letters become
+    ordinary ones, and numbers are written in digits."""
     text = re.sub("[¼-¾⅐-⅞]", lambda match: f" {unicodedata.normalize('NFKC', match[0])}", text)
     text = unicodedata.normalize("NFKC", raised(text)).translate(_SIGNS).strip()
     text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
@@ -264,10 +262,8 @@ _OPERATOR = re.compile(
 
 
 def boxes(text: str, marked: str) -> list[str]:
-    """Return the last marked answer, and those before it that no word corrects.
-
-    The result is empty if the words around the last one deny it.
-    """
+    """Return the last marked answer, and those before it that no word corrects. The result is
+    empty if the words around the last one deny it."""
     start = text.rfind(BOXED)
     if start < 0:
         return [marked]
@@ -294,9 +290,7 @@ def _claim(text: str) -> tuple[str, bool]:
 
 def statements(text: str, *, exclaims: bool) -> list[str]:
     """Return possible answers from a text without marks, or none if the text expresses doubt.
-
-    `exclaims` says whether a final "!" may be a factorial.
-    """
+    `exclaims` says whether a final "!" may be a factorial."""
     text = text if exclaims else text.rstrip("! ")
     text = _DISPLAY.sub(lambda match: f" ${' '.join(match[0].strip()[2:-2].split())}$", text)
     text = SIGNED_WORD.sub("-", text)

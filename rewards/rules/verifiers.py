@@ -26,9 +26,7 @@ from keel.rl.turns import THINK
 
 Verifier = Callable[[str], float | Mapping[str, float]]
 """Scores a final text (without thinking) from 0 to 1, or returns parts that include `correct`.
-
-It may raise, hang or crash on hostile text, which `keel.rewards.workers.pool` contains.
-"""
+It may raise, hang or crash on hostile text, which `keel.rewards.workers.pool` contains."""
 
 _MAX_CHARACTERS = 32_768
 """Texts longer than this are wrong, unless the right answer is as long."""
@@ -38,11 +36,9 @@ _MATCH_TIMEOUT_S = 0.5
 def verifier_for(
     spec: Mapping[str, Any], code: CodeSettings | None = None, *, ready: bool = True
 ) -> Verifier:
-    """Build the verifier for a reward spec, or for a part that measures the whole trajectory.
-
-    If `ready` is False, the spec is checked but the verifier is not prepared for use (see
-    `mathematical`). Raises ValueError for a malformed spec.
-    """
+    """Build the verifier for a reward spec, or for a part that measures the whole trajectory. If
+    `ready` is False, the spec is checked but the verifier is not prepared for use (see
+    `mathematical`). Raises ValueError for a malformed spec."""
     kind = str(spec.get("kind"))
     if kind in _TRAJECTORY_KINDS:
         return _TRAJECTORY_KINDS[kind](spec)
@@ -93,10 +89,8 @@ def _exact(spec: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _regex(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Build a verifier that matches the whole answer against a regular expression.
-
-    A timeout counts as wrong. Raises ValueError for a pattern that Python's `re` does not accept.
-    """
+    """Build a verifier that matches the whole answer against a regular expression. A timeout
+    counts as wrong. Raises ValueError for a pattern that Python's `re` does not accept."""
     # Imported late to keep workers light.
     import regex as timed_regex  # noqa: PLC0415
 
@@ -135,10 +129,8 @@ KINDS: dict[str, Callable[[Mapping[str, Any], CodeSettings], Verifier]] = {
     "answer": lambda spec, _: _answer(spec),
     "code": _code,
 }
-"""The kinds of reward specs with a verifier.
-
-Those for a judge are in `keel.rewards.judge.specs`.
-"""
+"""The kinds of reward specs with a verifier. Those for a judge are in
+`keel.rewards.judge.specs`."""
 
 
 def _language(spec: Mapping[str, Any]) -> Verifier:
@@ -152,10 +144,8 @@ _TRAJECTORY_KINDS: dict[str, Callable[[Mapping[str, Any]], Verifier]] = {
     "function": function,
     "language": _language,
 }
-"""Verifiers that score the output of `TextTrajectory.dumps()`.
-
-Prompts cannot use them, because data must not be able to name code.
-"""
+"""Verifiers that score the output of `TextTrajectory.dumps()`. Prompts cannot use them, because
+data must not be able to name code."""
 
 
 def keeps_format(raw: str, *, thinking: bool, finished: bool) -> bool:

@@ -81,10 +81,8 @@ def hide(folders: Iterable[str]) -> list[str]:
 
 
 def package_folders(folders: Iterable[str]) -> list[str]:
-    """Return the folders for Python packages below library folders.
-
-    The packages include Keel itself and its tasks.
-    """
+    """Return the folders for Python packages below library folders. The packages include Keel
+    itself and its tasks."""
     paths = [
         str(path)
         for folder in folders
@@ -194,7 +192,5 @@ os._exit(0)
 
 def probe(*, network: str, processes: int, strict: bool) -> str:
     """Return Python code that tries to escape, and prints `isolated` if it finds no way out.
-
-    `strict` is for programs, which may open no sockets and have no /proc.
-    """
+    `strict` is for programs, which may open no sockets and have no /proc."""
     return f"STRICT, NETWORK, PROCESSES = {strict!r}, {network!r}, {processes!r}{_PROBE}"

@@ -66,10 +66,8 @@ def _limit_memory(pid: int, memory_mib: int | None, *, inside: bool = False) -> 
 
 @dataclass(frozen=True, slots=True)
 class SandboxLaunch:
-    """A command line that runs in its sandbox.
-
-    Implements `keel.agents.env_process.process.Launch`.
-    """
+    """A command line that runs in its sandbox. Implements
+    `keel.agents.env_process.process.Launch`."""
 
     command: Sequence[str]
     pass_fds: Sequence[int]
@@ -90,10 +88,8 @@ class Wrap(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSandbox:
-    """Starts environments in sandboxes. Create it with `environment_wrap`.
-
-    It holds no open resources.
-    """
+    """Starts environments in sandboxes. Create it with `environment_wrap`. It holds no open
+    resources."""
 
     network: Network
     memory_mib: int | None
@@ -107,11 +103,8 @@ class EnvironmentSandbox:
     def __call__(
         self, command: Sequence[str], *, readable: Sequence[Path]
     ) -> AbstractContextManager[SandboxLaunch]:
-        """Prepare a sandbox for a command line.
-
-        Raises FileNotFoundError for a missing program, and PermissionError for folders that the
-        user inside the sandbox cannot read or write.
-        """
+        """Prepare a sandbox for a command line. Raises FileNotFoundError for a missing program,
+        and PermissionError for folders that the user inside the sandbox cannot read or write."""
         return self._launch(command, readable, forking=False)
 
     def parent(
@@ -123,9 +116,7 @@ class EnvironmentSandbox:
     @property
     def inner(self) -> Mapping[str, Any] | None:
         """Return settings that isolate a forked process as if it had been started separately.
-
-        The result is None if the machine does not allow the mounts that this needs.
-        """
+        The result is None if the machine does not allow the mounts that this needs."""
         if not self.mounts:
             return None
         return {
@@ -142,10 +133,8 @@ class EnvironmentSandbox:
         return probe(network=self.network, processes=self.processes, strict=False)
 
     def hold(self, pid: int, *, inside: bool) -> Callable[[], str]:
-        """Limit a sandbox's memory, as in `MemoryLimiter.hold`.
-
-        Call the result to remove the limit; it returns why the sandbox was killed, or "".
-        """
+        """Limit a sandbox's memory, as in `MemoryLimiter.hold`. Call the result to remove the
+        limit; it returns why the sandbox was killed, or ""."""
         return _limit_memory(pid, self.memory_mib, inside=inside)
 
     def _seccomp(self, *permitted: str) -> bytes:
@@ -195,10 +184,8 @@ class EnvironmentSandbox:
             yield SandboxLaunch(words, (fd,), env, None if forking else self.memory_mib)
 
     def _mount_folders(self, readable: Sequence[Path], root: bool) -> list[str]:
-        """Mount readable, writable and hidden folders.
-
-        For each path the deepest setting applies.
-        """
+        """Mount readable, writable and hidden folders. For each path the deepest setting
+        applies."""
         binds: dict[Path, str] = {}
         for path in _with_targets(readable):
             if path in _RESERVED:

@@ -29,21 +29,17 @@ class ProcessUsage:
     """The resources that a process tree uses at one moment."""
 
     resident: int
-    """Resident bytes.
-
-    Pages shared by several processes count repeatedly, so it is an upper bound.
-    """
+    """Resident bytes. Pages shared by several processes count repeatedly, so it is an upper
+    bound."""
     cpu_s: float
     """User and system time, including children that have exited and been reaped."""
     processes: int
 
 
 def usage(root: int, *, include_root: bool = True) -> ProcessUsage:
-    """Measure the process tree below `root`. All values are zero once it has exited.
-
-    Orphans stay in a sandbox's tree because the first process in its PID namespace adopts them.
-    Raises OSError if this process cannot open more files or the kernel is out of memory.
-    """
+    """Measure the process tree below `root`. All values are zero once it has exited. Orphans
+    stay in a sandbox's tree because the first process in its PID namespace adopts them. Raises
+    OSError if this process cannot open more files or the kernel is out of memory."""
     resident = ticks = processes = 0
     for pid, fields, tasks in _walk(root):
         if pid == root and not include_root:
@@ -78,11 +74,9 @@ def _stat(name: str) -> list[bytes]:
 
 
 def kill_descendants(root: int, within_s: float) -> None:
-    """Kill all processes below `root`, which must be stopped.
-
-    If a sandbox is killed while starting, `root` adopts its child. Exited children stay visible,
-    because a stopped `root` does not reap them.
-    """
+    """Kill all processes below `root`, which must be stopped. If a sandbox is killed while
+    starting, `root` adopts its child. Exited children stay visible, because a stopped `root`
+    does not reap them."""
     end, previous = time.monotonic() + within_s, dict[int, bool]()
     while time.monotonic() < end:
         current = _descendants(root)
@@ -114,9 +108,8 @@ _subreaper_lock = threading.Lock()
 @contextmanager
 def subreaper() -> Generator[None]:
     """Make this process adopt orphaned descendants inside the block (PR_SET_CHILD_SUBREAPER).
-
-    Otherwise the machine's first process adopts them, and in many containers that one never reaps.
-    """
+    Otherwise the machine's first process adopts them, and in many containers that one never
+    reaps."""
     global _subreapers
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     with _subreaper_lock:
@@ -133,10 +126,8 @@ def subreaper() -> Generator[None]:
 
 
 def reap(pid: int, within_s: float) -> bool:
-    """Wait for a process to exit, and reap it if it is our child. Returns False on timeout.
-
-    The first process in a PID namespace exits after all others in it.
-    """
+    """Wait for a process to exit, and reap it if it is our child. Returns False on timeout. The
+    first process in a PID namespace exits after all others in it."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -173,11 +164,9 @@ class MemoryLimiter:
         self._thread: threading.Thread | None = None
 
     def hold(self, pid: int, memory_mib: int, *, inside: bool = False) -> None:
-        """Limit the memory for all processes below `pid`, the outer process of a sandbox.
-
-        If `inside` is set, `pid` is the first process in a forked sandbox. That process is a copy
-        of its parent, so its own memory does not count.
-        """
+        """Limit the memory for all processes below `pid`, the outer process of a sandbox. If
+        `inside` is set, `pid` is the first process in a forked sandbox. That process is a copy
+        of its parent, so its own memory does not count."""
         with self._lock:
             limit = self._limits[pid] = _Limit(memory_mib, inside)
             with suppress(OSError):  # then at the first poll
@@ -233,10 +222,8 @@ class MemoryLimiter:
 
 
 def _kill_sandbox(pid: int, *, inside: bool) -> None:
-    """Kill the first process inside the sandbox, which ends all the others.
-
-    The outer process then reaps it and exits. Raises OSError if its children cannot be read.
-    """
+    """Kill the first process inside the sandbox, which ends all the others. The outer process
+    then reaps it and exits. Raises OSError if its children cannot be read."""
     with suppress(FileNotFoundError, ProcessLookupError):
         if inside:
             os.kill(pid, signal.SIGKILL)

@@ -37,9 +37,7 @@ class SandboxRuntime:
 @lru_cache(maxsize=64)
 def runtime(program: str) -> SandboxRuntime:
     """Find out what a Python interpreter, a script with a `#!` line or another executable needs.
-
-    Raises FileNotFoundError if it does not exist.
-    """
+    Raises FileNotFoundError if it does not exist."""
     executable = shutil.which(program)
     if executable is None:
         raise FileNotFoundError(f"there is no program {program}")

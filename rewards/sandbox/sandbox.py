@@ -96,10 +96,8 @@ class _Python:
 
 
 class Sandbox:
-    """Runs programs under one kind of isolation. Create it with `open_sandbox`.
-
-    It holds no open resources.
-    """
+    """Runs programs under one kind of isolation. Create it with `open_sandbox`. It holds no open
+    resources."""
 
     def __init__(self, isolation: _Isolation) -> None:
         self.isolation: _Isolation = isolation
@@ -216,10 +214,8 @@ class Sandbox:
         limits: Limits,
         share: Callable[[bytes], str],
     ) -> list[str]:
-        """Build the bubblewrap command.
-
-        `share` makes data readable inside the sandbox and returns its file descriptor.
-        """
+        """Build the bubblewrap command. `share` makes data readable inside the sandbox and
+        returns its file descriptor."""
         words = [self._bwrap, *namespaces(self._root), *system(PROGRAMS)]
         parents = [str(Path(part).parent) for part in self._python.parts]
         words += make_folders(("/etc", "/dev", _BOX, *parents))
@@ -240,10 +236,8 @@ class Sandbox:
 
 @lru_cache(maxsize=2)
 def open_sandbox(isolation: str) -> Sandbox:
-    """Return a sandbox after a probe inside it has looked for ways out.
-
-    Raises IsolationError if this machine does not support `isolation`.
-    """
+    """Return a sandbox after a probe inside it has looked for ways out. Raises IsolationError if
+    this machine does not support `isolation`."""
     if isolation not in get_args(_Isolation):
         known = ", ".join(get_args(_Isolation))
         raise IsolationError(f"{_KNOB} = {isolation!r} must be one of {known}")

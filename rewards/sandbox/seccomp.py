@@ -19,9 +19,7 @@ _Numbers = Mapping[str, tuple[int, ...]]
 
 def _table(text: str) -> _Numbers:
     """Read `name number number;`, with a call's numbers on x86_64 and aarch64 (-1 if missing).
-
-    They are from the kernel's syscall_64.tbl and asm-generic/unistd.h.
-    """
+    They are from the kernel's syscall_64.tbl and asm-generic/unistd.h."""
     rows = (row.split() for row in text.split(";"))
     return {name: tuple(map(int, numbers)) for name, *numbers in rows}
 
@@ -49,11 +47,8 @@ ioprio_set 251 30; sched_setaffinity 203 122; sched_setattr 314 274; sched_setpa
 sched_setscheduler 144 119; sendmmsg 307 269; sendmsg 46 211; setpriority 141 140;
 setsockopt 54 208
 """)
-"""Calls that are refused if memory and CPU time are measured from outside.
-
-A socket pair holds about 200 KiB that nothing counts, and more with larger buffers or with sockets
-in transit.
-"""
+"""Calls that are refused if memory and CPU time are measured from outside. A socket pair holds
+about 200 KiB that nothing counts, and more with larger buffers or with sockets in transit."""
 _PRETENDED = _table("""
 futimesat 261 -1; utime 132 -1; utimensat 280 88; utimes 235 -1
 """)

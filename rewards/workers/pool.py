@@ -57,9 +57,7 @@ class VerifierScore:
 
 class WorkerPool:
     """Verifies batches of completions in `workers` processes, or in this process if that is 0.
-
-    All completions in a batch answer the same prompt, so a worker builds the verifier only once.
-    """
+    All completions in a batch answer the same prompt, so a worker builds the verifier only once."""
 
     def __init__(
         self,

@@ -40,22 +40,17 @@ from keel.rewards.rules.verifiers import Verifier, verifier_for
 from keel.rl.strict_json import allow_long_integers
 
 PREEMPTION = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that a scheduler sends to every process in a job.
-
-Workers ignore them and leave them to the parent. A worker killed by one would look as if a
-completion had crashed it.
-"""
+"""Signals that a scheduler sends to every process in a job. Workers ignore them and leave them
+to the parent. A worker killed by one would look as if a completion had crashed it."""
 _MAX_ERROR_CHARACTERS = 500
 _MEMORY_BYTES = 8 << 30
 """How much address space verifiers may use beyond what functions have already allocated."""
 
 
 def _limit_memory(extra: int | None) -> None:
-    """Allow this much additional address space, or remove the limit if None.
-
-    There is no limit for user functions, because they may load a model and GPU drivers reserve far
-    more than they use.
-    """
+    """Allow this much additional address space, or remove the limit if None. There is no limit
+    for user functions, because they may load a model and GPU drivers reserve far more than they
+    use."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = hard
     if extra is not None:
