@@ -21,13 +21,12 @@ FIRST_PROCESS = re.compile(rb'"child-pid": (\d+)')
 Status = Literal["exited", "time", "memory", "output"]
 
 _POLL_S = 0.05
-_MAX_TIME_S = 86_400.0
 _MAX_FILES = 16_384
 """How many files the private folder may hold. Even an empty one takes a KiB of kernel memory."""
 _MAX_OUTPUT = 64 << 20
 """How many bytes a run may print in total."""
 _MAX_LIMIT = 1 << 24
-"""Upper bound for the other limits (16 TiB for memory), so that kernel integers do not overflow."""
+"""Upper bound for the limits (16 TiB for memory), so that kernel integers do not overflow."""
 GRACE_S = 60.0
 """How long a killed run may take to exit."""
 
@@ -48,14 +47,11 @@ class Limits:
     """Limits standard output and error together. If lines are counted, it applies per line."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.time_s <= _MAX_TIME_S:
-            raise ValueError(
-                f"sandbox limits: time_s = {self.time_s} must be in (0, {_MAX_TIME_S:g}]"
-            )
-        for name in ("memory_mib", "processes", "files_mib", "output_kib"):
-            if not 1 <= getattr(self, name) <= _MAX_LIMIT:
+        for name in ("time_s", "memory_mib", "processes", "files_mib", "output_kib"):
+            value, least = getattr(self, name), 0 if name == "time_s" else 1
+            if not least <= value <= _MAX_LIMIT or not value:
                 raise ValueError(
-                    f"sandbox limits: {name} = {getattr(self, name)} must be in [1, {_MAX_LIMIT}]"
+                    f"sandbox limits: {name} = {value} must be positive and at most {_MAX_LIMIT}"
                 )
 
     @property
@@ -124,7 +120,8 @@ class Watch:
         self._last_deadline = started + within_s
         self._deadline = min(started + self._limits.wall_s, self._last_deadline)
         try:
-            self._listen()
+            with selectors.DefaultSelector() as selector:
+                self._listen(selector)
         finally:
             self._kill()
             code = self._process.wait(GRACE_S)
@@ -136,29 +133,27 @@ class Watch:
             wall_s=time.monotonic() - started,
         )
 
-    def _listen(self) -> None:
+    def _listen(self, selector: selectors.BaseSelector) -> None:
         next_poll = time.monotonic() + _POLL_S
-        with selectors.DefaultSelector() as selector:
-            for fd in self.received:
-                selector.register(fd, selectors.EVENT_READ)
-            # The first process inside holds `alive_fd`; when it exits, so have all others.
-            while selector.get_map():
-                now = time.monotonic()
-                if now >= self._killed_deadline:
-                    raise RuntimeError(f"a sandbox is still alive {GRACE_S:g} s after its end")
-                # The program may have exited in time while this process was not scheduled.
-                if now >= self._deadline and self._process.poll() is None:
-                    self._end("time")
-                elif now >= next_poll:
-                    self._poll()
-                    next_poll = now + _POLL_S
-                until = min(self._deadline, next_poll, self._killed_deadline)
-                for key, _ in selector.select(max(0.0, until - now)):
-                    data = os.read(key.fd, 1 << 16)
-                    if data:
-                        self._receive(key.fd, data)
-                    else:
-                        selector.unregister(key.fd)
+        for fd in self.received:
+            selector.register(fd, selectors.EVENT_READ)
+        # The first process inside holds `alive_fd`; when it exits, so have all others.
+        while selector.get_map():
+            now = time.monotonic()
+            if now >= self._killed_deadline:
+                raise RuntimeError(f"a sandbox is still alive {GRACE_S:g} s after its end")
+            # The program may have exited in time while this process was not scheduled.
+            if now >= self._deadline and self._process.poll() is None:
+                self._end("time")
+            elif now >= next_poll:
+                self._poll()
+                next_poll = now + _POLL_S
+            until = min(self._deadline, next_poll, self._killed_deadline)
+            for key, _ in selector.select(max(0.0, until - now)):
+                if data := os.read(key.fd, 1 << 16):
+                    self._receive(key.fd, data)
+                else:
+                    selector.unregister(key.fd)
 
     def _receive(self, fd: int, data: bytes) -> None:
         if self._ignore_output and fd != self._status_fd:  # the PID in the status is still needed
@@ -188,22 +183,17 @@ class Watch:
             used = usage(self._process.pid)
         except OSError:  # out of open files or memory, which is not the run's fault
             return
-        if used.resident > self._limits.memory_mib << 20 or self._file_count() > _MAX_FILES:
+        # The files in the private folder. Until that is mounted, it is the machine's own folder.
+        files, first = 0, FIRST_PROCESS.search(self.received[self._status_fd])
+        with suppress(OSError):
+            if first is not None:
+                stats = os.statvfs(f"/proc/{int(first[1])}/root{TMP}")
+                if stats.f_blocks * stats.f_frsize == self._limits.files_mib << 20:
+                    files = stats.f_files - stats.f_ffree
+        if used.resident > self._limits.memory_mib << 20 or files > _MAX_FILES:
             self._end("memory")
         elif used.cpu_s > self._limits.time_s * max(self._lines, 1):
             self._end("time")
-
-    def _file_count(self) -> int:
-        first = FIRST_PROCESS.search(self.received[self._status_fd])
-        if first is None:
-            return 0
-        try:
-            stats = os.statvfs(f"/proc/{int(first[1])}/root{TMP}")
-        except OSError:
-            return 0
-        # Until it is mounted, this is the machine's own folder.
-        mounted = stats.f_blocks * stats.f_frsize == self._limits.files_mib << 20
-        return stats.f_files - stats.f_ffree if mounted else 0
 
     def _end(self, status: Status) -> None:
         self._status, self._ignore_output = status, True

@@ -14,8 +14,7 @@ from keel.rewards.length import LengthRule
 from keel.rewards.scorer import Scorer
 from keel.rl.types import ENVIRONMENT, PROGRAM, Group, ScoredGroup, Trajectory, Verdict
 from tests.rewards.groups import PROMPT, trajectory
-from tests.rewards.judge.judge_server import Server
-from tests.rewards.judge.judging import settings
+from tests.rewards.judge.judge_server import Server, settings
 
 RUBRIC = {"kind": "rubric", "criteria": [{"name": "one", "text": "says 3", "weight": 1}]}
 AGENTIC = replace(PROMPT, environment="shop", reward={"kind": ENVIRONMENT})

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
+from keel.configs.schema import JudgeConfig
+from keel.rewards.judge.results import Failed, Judged
+from keel.rewards.judge.service import Judge
+from keel.rl.types import Prompt
 from tests.waiting import PATIENCE_S
 
 Messages = list[dict[str, str]]
@@ -201,3 +206,46 @@ def gullible(request: dict[str, Any]) -> Reply:
         everything = {key: {"reason": "told to", "verdict": "met"} for key in criteria_of(request)}
         return says(everything)
     return good(request)
+
+
+# --- A judge with a common rubric ---
+
+CRITERIA = (
+    {"name": "blue", "text": "says blue", "weight": 0.75},
+    {"name": "sky", "text": "half sky", "weight": 0.25},
+)
+
+PROMPT = Prompt(
+    prompt_id="file/1",
+    domain="chat",
+    messages=({"role": "user", "content": "What colour is it? {braces}"},),
+    reward={"kind": "rubric", "criteria": CRITERIA},
+)
+
+
+def settings(url: str, **changes: Any) -> JudgeConfig:
+    return replace(
+        JudgeConfig(
+            base_url=url, model="m", timeout_s=PATIENCE_S, retries=2, max_failure_fraction=1.0
+        ),
+        **changes,
+    )
+
+
+def judge(
+    config: JudgeConfig, answers: Sequence[str], prompt: Prompt = PROMPT
+) -> list[Judged | Failed]:
+    async def judge_all() -> list[Judged | Failed]:
+        judge = Judge(config, backoff_s=0.005)
+        try:
+            return await asyncio.gather(*(judge.judge(prompt, answer) for answer in answers))
+        finally:
+            await judge.close()
+
+    return asyncio.run(judge_all())
+
+
+def scripted(*replies: Reply) -> Callable[[dict[str, Any]], Reply]:
+    """The given replies in order, then good ones."""
+    remaining = list(replies)
+    return lambda request: remaining.pop(0) if remaining else good(request)

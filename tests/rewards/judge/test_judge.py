@@ -17,13 +17,16 @@ from keel.rewards.judge.results import Counts, Failed, Judged
 from keel.rewards.judge.service import JudgeService
 from tests.rewards.groups import with_message
 from tests.rewards.judge.judge_server import (
+    PROMPT,
     Reply,
     Server,
     criteria_of,
+    judge,
     material_of,
     says,
+    scripted,
+    settings,
 )
-from tests.rewards.judge.judging import PROMPT, judge, scripted, settings
 from tests.waiting import PATIENCE_S
 
 THINKING = {"name": "doubt", "text": "says perhaps", "weight": 1, "thinking": True}
@@ -92,16 +95,6 @@ def test_blank_and_long_answers_score_zero_unasked(server: Server) -> None:
     answers = ["", "  ", "blue " * 30, "\ue000" * 20]
     results = judge(settings(server.url, max_characters=99), answers)
     assert values(results) == [0.0] * 4 and server.requests == []
-
-
-def test_thinking_is_cut_to_its_end(server: Server) -> None:
-    thinking = "\ue000" * 100 + "blue"
-    prompt = replace(PROMPT, reward=rubric({**THINKING, "text": "says blue"}))
-    with JudgeService(settings(server.url, max_characters=300)) as service:
-        service.submit_text(prompt, "red", thinking=thinking).result(PATIENCE_S)
-    (request,) = server.requests
-    assert len(request["messages"][1]["content"]) < 500
-    assert material_of(request["messages"])["thinking"].endswith("blue")
 
 
 def test_samples_are_averaged_and_rotate_criteria(server: Server) -> None:

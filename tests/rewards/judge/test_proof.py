@@ -162,25 +162,19 @@ def test_malformed_answers_score_zero_unasked(server: Server, service: JudgeServ
 
 
 @pytest.mark.parametrize(
-    "reply",
+    "wrong",
     [
-        {"evaluation": "bad", "flaws": [], "score": "0"},
-        {"evaluation": "bad", "flaws": "many", "score": "0"},
-        {"evaluation": "bad", "flaws": [3], "score": "0"},
-        {"evaluation": "good", "flaws": [], "score": 1},
-        {"evaluation": "good", "flaws": [], "score": "0.75"},
+        *({"flaws": []}, {"flaws": "many"}, {"flaws": [3]}),
+        *({"score": 1}, {"score": "0.75"}),
     ],
 )
 def test_malformed_verifications_fail(
-    server: Server, service: JudgeService, reply: dict[str, Any]
+    server: Server, service: JudgeService, wrong: dict[str, Any]
 ) -> None:
+    reply = {"evaluation": "bad", "flaws": ["step 2"], "score": "0", **wrong}
     honest = scripted("1", "1", "1")
-
-    def behave(request: dict[str, Any]) -> Reply:
-        verifying = "evaluation" not in material_of(request["messages"])
-        return says(reply) if verifying else honest(request)
-
-    server.behave = behave
-    result = service.submit_text(PROMPT, answer(f"{reply}")).result(PATIENCE_S)
-    assert isinstance(result, Failed)
-    assert result.kind == "invalid"
+    server.behave = lambda request: (
+        honest(request) if "evaluation" in material_of(request["messages"]) else says(reply)
+    )
+    result = service.submit_text(PROMPT, answer(f"{wrong}")).result(PATIENCE_S)
+    assert isinstance(result, Failed) and result.kind == "invalid"

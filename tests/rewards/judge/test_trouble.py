@@ -15,8 +15,17 @@ import pytest
 
 from keel.rewards.judge.results import Failed, Judged, JudgeStopped
 from keel.rewards.judge.service import JudgeService
-from tests.rewards.judge.judge_server import Reply, Server, good, running, says
-from tests.rewards.judge.judging import PROMPT, judge, scripted, settings
+from tests.rewards.judge.judge_server import (
+    PROMPT,
+    Reply,
+    Server,
+    good,
+    judge,
+    running,
+    says,
+    scripted,
+    settings,
+)
 from tests.waiting import PATIENCE_S, wait_for
 
 

@@ -21,11 +21,6 @@ from tests.waiting import PATIENCE_S, wait_for, within_some
 pytestmark = pytest.mark.e2e
 
 SUM = {"kind": "answer", "answer": "3", "match": "exact"}
-FACTORS = {
-    "kind": "reasoning_gym",
-    "task": "prime_factorization",
-    "entry": {"answer": "2 × 3", "metadata": {}},
-}
 MARK = f"1000.{os.getpid()}"  # no other process sleeps for this time
 
 
@@ -190,9 +185,6 @@ def test_functions_may_take_memory_that_rules_may_not() -> None:
 def test_without_workers_verification_is_in_process() -> None:
     pool = WorkerPool(0, timeout_s=1.0)
     assert verify(pool, SUM, "3", "4") == [VerifierScore(1.0), VerifierScore(0.0)]
-    right, wrong = verify(pool, FACTORS, "3 × 2", "three")
-    assert right == VerifierScore(1.0)
-    assert wrong.score == 0.0 and wrong.error.startswith("ValueError")
     with pytest.raises(ValueError, match="magic"):
         verify(pool, {"kind": "magic"}, "3")
     pool.close()
