@@ -141,31 +141,21 @@ class Scorer:
         log: Path | None = None,
         say: Callable[[str], None] = to_standard_error,
     ) -> None:
-        """Check the weights and start the worker processes.
+        """Check the weights and start the worker processes. Raises ValueError for an unknown part.
 
-        `weights` maps each domain to its reward parts and their weights, and `scale` says how to
-        scale the advantages. `workers` is the number of processes; with 0, completions are scored
-        in this process and have no deadline. `timeout_s` is the time limit for one completion.
-        `code` holds the sandbox settings, named like the fields of
-        `keel.configs.schema.CodeConfig`.
-
-        `lengths` maps domains to length rules. `judge` scores rubrics and proofs, and the caller
-        must close it. `max_failure_fraction` is the share of failed calls that a user's function
-        may have, as in `RewardsConfig`. `environments` names the domains whose environments define
-        reward parts. Workers write their output to files in the folder `log`, or to standard error
-        if it is None. `say` is called with each line about an error.
-
-        Raises ValueError for an unknown reward part.
+        `weights` maps each domain to its reward parts and their weights, and `lengths` to its
+        length rule. With 0 `workers`, completions are scored in this process and have no deadline.
+        `timeout_s` is the time limit for one completion. `code` holds the fields of `CodeConfig`.
+        `judge` scores rubrics and proofs, and the caller must close it. `max_failure_fraction` is
+        that of `RewardsConfig`. `environments` names the domains whose environments define parts.
+        Workers write their output to files in `log`, or to standard error if it is None. `say` is
+        called with each line about an error.
         """
         check_weights(weights, environments)
         self._weights = weights
         self._scale: Literal["none", "std"] = scale
-        self._group_functions = {
-            name
-            for parts in weights.values()
-            for name in parts
-            if is_function(name) and sees_group(name)
-        }
+        names = {name for parts in weights.values() for name in parts if is_function(name)}
+        self._group_functions = set(filter(sees_group, names))
         self._lengths, self._judge = lengths or {}, judge
         self._reported_counts = Counts()
         self._failures = FailureBudget(max_failure_fraction, say)

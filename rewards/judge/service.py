@@ -48,27 +48,92 @@ _LONG = 0.1
 use more than this share of `max_characters`, they are too long; otherwise the task is."""
 
 
-class Judge:
-    """Judges completions on one event loop."""
+class JudgeService:
+    """Judges completions on an event loop in its own thread. Use it as a context manager."""
 
     def __init__(
         self, settings: JudgeConfig, *, server: ServedJudge | None = None, backoff_s: float = 0.5
     ) -> None:
-        """Open the judge's endpoint. `server` is a server that this run owns and that replaces
-        `base_url`. `backoff_s` is the pause before the first retry. Raises ValueError with the
-        name of the setting if the endpoint or key is missing or the cache cannot be used."""
+        """Open the judge's endpoint and start the thread. `server` is a server that this run owns
+        and that replaces `base_url`. `backoff_s` is the pause before the first retry. Raises
+        ValueError with the name of a setting that cannot be used."""
         # Imported late: few runs have a judge, and openai takes more than a second to load.
         from keel.rewards.judge.client import JudgeEndpoint  # noqa: PLC0415
 
         self._settings = settings
         self._endpoint = JudgeEndpoint(settings, server=server, backoff_s=backoff_s)
         self._rate = FailureRate(settings.max_failure_fraction)
-        self.counts = self._endpoint.counts
+        self._counts = self._endpoint.counts
+        self._loop = asyncio.new_event_loop()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="judge", daemon=True)
+        self._thread.start()
 
-    async def judge(self, prompt: Prompt, answer: str, *, thinking: str = "") -> Judged | Failed:
-        """Judge an answer by `prompt.reward`. Only criteria that ask for `thinking` see it, and
-        any thinking inside `answer` is removed. Raises ValueError for a bad spec. Raises
-        JudgeStopped if the call limit is reached or too many completions could not be judged."""
+    def submit(self, prompt: Prompt, trajectory: Trajectory) -> Future[Judged | Failed]:
+        """Start judging a trajectory's final answer, like `submit_text`."""
+        messages = trajectory.messages
+        return self.submit_text(prompt, final_text(messages), thinking=thinking_text(messages))
+
+    def submit_text(
+        self, prompt: Prompt, answer: str, *, thinking: str = ""
+    ) -> Future[Judged | Failed]:
+        """Start judging an answer by `prompt.reward`. Every request has a deadline.
+
+        Only criteria that ask for `thinking` see it, and any thinking inside `answer` is removed.
+        The future raises ValueError for a bad spec, and JudgeStopped if the call limit is reached
+        or too many completions could not be judged.
+        """
+        if self._closed:
+            raise RuntimeError("the judge is closed")
+        judgement = self._judgement(prompt, answer, thinking)
+        return asyncio.run_coroutine_threadsafe(judgement, self._loop)
+
+    def check_reachable(self) -> None:
+        """Test the judge with one small request. Raises ValueError if that fails, and
+        JudgeStopped if this run's own server does not start."""
+        task = [{"role": "user", "content": "Name a colour."}]
+        question = rubric_question(task, {"c1": "The answer names a colour."}, "", "Blue.")
+        asked = self._endpoint.ask(question, fresh=True)
+        try:
+            asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+        except Unjudged as error:
+            settings = self._settings
+            where = f"base_url = {settings.base_url!r}" if settings.base_url else "serve = True"
+            raise ValueError(
+                f"rewards.judge.{where}: the judge {settings.model!r} gives no judgement: {error}. "
+                "Start it, or correct base_url, model, api_key_env, server or max_reply_tokens"
+            ) from error
+
+    def counts(self) -> Counts:
+        """Return a copy of the judge's counts."""
+        counts = self._counts
+        return replace(counts, failed=Counter(counts.failed), retried=Counter(counts.retried))
+
+    def close(self) -> None:
+        """Cancel the judgements in progress and stop the thread."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def __enter__(self) -> JudgeService:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.run_until_complete(self._endpoint.close())
+        self._loop.close()
+
+    async def _judgement(self, prompt: Prompt, answer: str, thinking: str) -> Judged | Failed:
         try:
             spec = judged_spec(prompt.reward)
         except ValueError as error:
@@ -86,8 +151,8 @@ class Judge:
         elif isinstance(parsed, str):
             reason = f"the answer {parsed}"
         if reason:
-            self.counts.judged += 1
-            self.counts.unasked += 1
+            self._counts.judged += 1
+            self._counts.unasked += 1
             return spec.missed(reason)
         try:
             if isinstance(spec, Rubric):
@@ -105,31 +170,10 @@ class Judge:
         except Unjudged as error:
             # A completion too long for the context is the policy's fault, not the judge's.
             if error.kind == "too_long" and size(final) + error.thinking > limit * _LONG:
-                self.counts.unasked += 1
+                self._counts.unasked += 1
                 return self._count(spec.missed(f"it exceeds the judge's context: {error}"))
             return self._count(Failed(error.kind, str(error)))
         return self._count(result)
-
-    async def check_reachable(self) -> None:
-        """Test the judge with one small request. Raises ValueError if that fails."""
-        question = rubric_question(
-            [{"role": "user", "content": "Name a colour."}],
-            {"c1": "The answer names a colour."},
-            "",
-            "Blue.",
-        )
-        try:
-            await self._endpoint.ask(question, fresh=True)
-        except Unjudged as error:
-            settings = self._settings
-            where = f"base_url = {settings.base_url!r}" if settings.base_url else "serve = True"
-            raise ValueError(
-                f"rewards.judge.{where}: the judge {settings.model!r} gives no judgement: {error}. "
-                "Start it, or correct base_url, model, api_key_env, server or max_reply_tokens"
-            ) from error
-
-    async def close(self) -> None:
-        await self._endpoint.close()
 
     async def _rubric(self, rubric: Rubric, prompt: Prompt, answer: str, thinking: str) -> Judged:
         thinking = tail(thinking, self._settings.max_characters)
@@ -190,9 +234,9 @@ class Judge:
     def _count(self, result: Judged | Failed) -> Judged | Failed:
         excess = self._rate.add(isinstance(result, Failed))
         if not isinstance(result, Failed):
-            self.counts.judged += 1
+            self._counts.judged += 1
             return result
-        self.counts.failed[result.kind] += 1
+        self._counts.failed[result.kind] += 1
         if excess:
             settings = self._settings
             where = f"at {settings.base_url}" if settings.base_url else f"{settings.model!r}"
@@ -201,67 +245,3 @@ class Judge:
                 f"{settings.max_failure_fraction:g}; last error: {result.reason}"
             )
         return result
-
-
-class JudgeService:
-    """Runs a `Judge` on an event loop in its own thread. Use it as a context manager."""
-
-    def __init__(
-        self, settings: JudgeConfig, *, server: ServedJudge | None = None, backoff_s: float = 0.5
-    ) -> None:
-        """Start the thread and open the judge. The arguments are those of `Judge`."""
-        self._judge = Judge(settings, server=server, backoff_s=backoff_s)
-        self._loop = asyncio.new_event_loop()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="judge", daemon=True)
-        self._thread.start()
-
-    def submit(self, prompt: Prompt, trajectory: Trajectory) -> Future[Judged | Failed]:
-        """Start judging a trajectory's final answer. The future raises what `Judge.judge`
-        raises."""
-        messages = trajectory.messages
-        return self.submit_text(prompt, final_text(messages), thinking=thinking_text(messages))
-
-    def submit_text(
-        self, prompt: Prompt, answer: str, *, thinking: str = ""
-    ) -> Future[Judged | Failed]:
-        """Start judging an answer. Every request that this takes has a deadline."""
-        if self._closed:
-            raise RuntimeError("the judge is closed")
-        return asyncio.run_coroutine_threadsafe(
-            self._judge.judge(prompt, answer, thinking=thinking), self._loop
-        )
-
-    def check_reachable(self) -> None:
-        """Test the judge with one small request. Raises ValueError if that fails, and
-        JudgeStopped if this run's own server does not start."""
-        asyncio.run_coroutine_threadsafe(self._judge.check_reachable(), self._loop).result()
-
-    def counts(self) -> Counts:
-        """Return a copy of the judge's counts."""
-        counts = self._judge.counts
-        return replace(counts, failed=Counter(counts.failed), retried=Counter(counts.retried))
-
-    def close(self) -> None:
-        """Cancel the judgements in progress and stop the thread."""
-        if self._closed:
-            return
-        self._closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_TIMEOUT_S)
-
-    def __enter__(self) -> JudgeService:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self._loop.run_until_complete(self._judge.close())
-        self._loop.close()

@@ -88,17 +88,40 @@ class Wrap(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSandbox:
-    """Starts environments in sandboxes. Create it with `environment_wrap`. It holds no open
-    resources."""
+    """Starts environments in sandboxes. Create it with `environment_wrap`."""
 
-    network: Network
-    memory_mib: int | None
-    processes: int
-    files_mib: int
-    writable: Sequence[Path]
-    hidden: Sequence[Path]
-    mounts: bool
+    network: Network = "none"
+    """`host` includes the machine's local services."""
+    memory_mib: int | None = 4096
+    """Limits the resident memory of an episode's processes together, and the address space of each
+    one. None means no limit."""
+    processes: int = 128
+    """Limits processes and threads."""
+    files_mib: int = 256
+    """The size of the private /tmp and of /dev/shm, which use memory too."""
+    writable: Sequence[Path] = ()
+    """Folders on this machine that all episodes may change."""
+    hidden: Sequence[Path] = ()
+    """Files and folders to hide inside readable ones."""
+    mounts: bool = True
     """Whether to mount a private /proc and pseudo-terminals, which some containers forbid."""
+
+    def __post_init__(self) -> None:
+        if self.network not in get_args(Network):
+            known = ", ".join(get_args(Network))
+            raise ValueError(f"network = {self.network!r} must be one of {known}")
+        for name, least in (("processes", 1), ("files_mib", 1), ("memory_mib", 64)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"environment sandbox: {name} = {value} must be at least {least}")
+        for folder in self.writable:
+            if not folder.is_dir():
+                raise ValueError(f"environment sandbox: writable folder {folder} does not exist")
+            if os.geteuid() == 0 and not _others_may(folder, 0o7):
+                raise ValueError(
+                    f"environment sandbox: {folder} is not writable by others, but under root an "
+                    f"environment runs as another user: chmod o+rwx {folder}"
+                )
 
     def __call__(
         self, command: Sequence[str], *, readable: Sequence[Path]
@@ -235,62 +258,22 @@ class EnvironmentSandbox:
 
 
 def environment_wrap(
-    isolation: str,
-    *,
-    memory_mib: int | None = 4096,
-    network: Network = "none",
-    processes: int = 128,
-    files_mib: int = 256,
-    writable: Sequence[Path] = (),
-    hidden: Sequence[Path] = (),
-    knob: str = "agents.isolation",
+    isolation: str, *, knob: str = "agents.isolation", **settings: Any
 ) -> Wrap | None:
     """Return a tested sandbox for environments, or None if isolation is turned off.
 
-    `memory_mib` limits the resident memory of an episode's processes together and the address space
-    of each one; None means no limit. `network` may be `host`, which includes the machine's local
-    services, or `loopback`, a private network. `processes` limits processes and threads.
-    `files_mib` is the size of the private /tmp and of /dev/shm, which use memory too.
-
-    `writable` lists folders on this machine that all episodes may change, and `hidden` lists files
-    and folders to hide inside readable ones. `knob` is the name of the setting for error messages;
-    it is empty if isolation cannot be turned off.
-
-    Raises IsolationError if this machine does not support isolation, and ValueError for bad limits.
+    `settings` are the fields of `EnvironmentSandbox`. `knob` is the name of the setting for error
+    messages; it is empty if isolation cannot be turned off. Raises IsolationError if this machine
+    does not support isolation, and ValueError for bad settings.
     """
     if isolation not in get_args(_Isolation):
         known = ", ".join(get_args(_Isolation))
         raise IsolationError(f"{knob} = {isolation!r} must be one of {known}")
     if isolation != "bubblewrap":
         return None
-    if network not in get_args(Network):
-        raise ValueError(f"network = {network!r} must be one of {', '.join(get_args(Network))}")
-    for name, value, least in (
-        ("processes", processes, 1),
-        ("files_mib", files_mib, 1),
-        ("memory_mib", memory_mib, 64),
-    ):
-        if value is not None and value < least:
-            raise ValueError(f"environment sandbox: {name} = {value} must be at least {least}")
-    for folder in writable:
-        if not folder.is_dir():
-            raise ValueError(f"environment sandbox: writable folder {folder} does not exist")
-        if os.geteuid() == 0 and not _others_may(folder, 0o7):
-            raise ValueError(
-                f"environment sandbox: {folder} is not writable by others, but under root an "
-                f"environment runs as another user: chmod o+rwx {folder}"
-            )
     problem = ""
     for mounts in (True, False):
-        sandbox = EnvironmentSandbox(
-            network=network,
-            memory_mib=memory_mib,
-            processes=processes,
-            files_mib=files_mib,
-            writable=tuple(writable),
-            hidden=tuple(hidden),
-            mounts=mounts,
-        )
+        sandbox = EnvironmentSandbox(**settings, mounts=mounts)
         problem = _probe_problem(sandbox)
         if not problem:
             return sandbox

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import threading
@@ -17,7 +16,7 @@ import pytest
 
 from keel.configs.schema import JudgeConfig
 from keel.rewards.judge.results import Failed, Judged
-from keel.rewards.judge.service import Judge
+from keel.rewards.judge.service import JudgeService
 from keel.rl.types import Prompt
 from tests.waiting import PATIENCE_S
 
@@ -235,14 +234,9 @@ def settings(url: str, **changes: Any) -> JudgeConfig:
 def judge(
     config: JudgeConfig, answers: Sequence[str], prompt: Prompt = PROMPT
 ) -> list[Judged | Failed]:
-    async def judge_all() -> list[Judged | Failed]:
-        judge = Judge(config, backoff_s=0.005)
-        try:
-            return await asyncio.gather(*(judge.judge(prompt, answer) for answer in answers))
-        finally:
-            await judge.close()
-
-    return asyncio.run(judge_all())
+    with JudgeService(config, backoff_s=0.005) as service:
+        futures = [service.submit_text(prompt, answer) for answer in answers]
+        return [future.result(PATIENCE_S) for future in futures]
 
 
 def scripted(*replies: Reply) -> Callable[[dict[str, Any]], Reply]:
