@@ -64,7 +64,7 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
             print(f"warning: {line}")
         if start:
             learner.load(start)
-        result = learner.step(groups, examine=True)
+        result = learner.step(groups)
     numbers = values(result.metrics)
     for name, value in sorted(numbers.items()):
         print(f"{name:<32} {value:.6g}")

@@ -134,26 +134,22 @@ class Learner:
                     "it. It must be on a file system that all machines of the run share"
                 )
 
-    def step(self, groups: Sequence[ScoredGroup], *, examine: bool = False) -> StepResult:
+    def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
         """Train on one batch of rollouts, with `algorithm.updates_per_batch` optimizer steps."""
         room = self._make_room()
         shares = pack_shares(groups, self._config)
         ray_timeouts.awaited(room)
-        return self.train(shares, groups, examine=examine)
+        return self.train(shares, groups)
 
     def train(
         self,
         shares: Sequence[Sequence[TrainBatch]],
         groups: Sequence[ScoredGroup | SftExample] = (),
-        *,
-        examine: bool = False,
     ) -> StepResult:
         """Take one optimizer step for each batch. `shares` holds the batches for each group of
         ranks, and `groups` what is in them, for messages about non-finite numbers."""
         updates = max(map(len, shares), default=1)
-        reports: list[StepReport] = self._call_with_shares(
-            "step", shares, STEP, updates, examine=examine
-        )
+        reports: list[StepReport] = self._call_with_shares("step", shares, STEP, updates)
         if reports[0].out_of_memory:
             raise OutOfMemory(f"{STEP} did not fit: {reports[0].out_of_memory}", dropped=True)
         self._version = reports[0].version
@@ -282,7 +278,7 @@ class Learner:
         return self._wait(refs, deadline)
 
     def _call_with_shares(
-        self, method: str, shares: Sequence[Any], what: str, times: int = 1, **options: bool
+        self, method: str, shares: Sequence[Any], what: str, times: int = 1
     ) -> list[Any]:
         began, work = time.monotonic(), micro_batch_count(shares[0])
         # One object per group of ranks: each rank fetches its own share only.
@@ -292,7 +288,6 @@ class Learner:
                 ray_timeouts.call(
                     getattr(rank, method),
                     shipped[index // self._config.trainer.sequence_parallel],
-                    **options,
                 )
                 for index, rank in enumerate(self._ranks)
             ]

@@ -223,11 +223,11 @@ class TrainerWorker:
         self._sender = Sender(rendezvous, self._engine.device, timeout_s=timeout_s)
         return self._engine.notes
 
-    def step(self, batches: Sequence[TrainBatch], *, examine: bool = False) -> StepReport:
+    def step(self, batches: Sequence[TrainBatch]) -> StepReport:
         import torch  # noqa: PLC0415  (as above)
 
         try:
-            metrics = self.engine.step(batches, examine=examine)
+            metrics = self.engine.step(batches)
         except torch.OutOfMemoryError as error:
             short = str(error)
         else:

@@ -48,8 +48,7 @@ class FakeLearner:
     def load(self, folder: Path) -> None:
         self.events.append(folder.name)
 
-    def step(self, groups: Any, *, examine: bool) -> StepResult:
-        assert examine
+    def step(self, groups: Any) -> StepResult:
         (group,) = groups
         self.events.append(group.group.prompt.prompt_id)
         findings = () if len(FakeLearner.made) > 1 else ("p, token 3: nan",)

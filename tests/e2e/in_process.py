@@ -60,17 +60,15 @@ class LocalLearner:
     def version(self) -> int:
         return self.engine.version
 
-    def step(self, groups: Sequence[ScoredGroup], *, examine: bool = False) -> StepResult:
-        return self.train(pack_shares(groups, self._config), groups, examine=examine)
+    def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
+        return self.train(pack_shares(groups, self._config), groups)
 
     def train(
         self,
         shares: Sequence[Sequence[TrainBatch]],
         groups: Sequence[ScoredGroup | SftExample] = (),
-        *,
-        examine: bool = False,
     ) -> StepResult:
-        metrics = self.engine.step(shares[0], examine=examine)
+        metrics = self.engine.step(shares[0])
         self.tokens = self.engine.tokens
         return StepResult(
             version=self.version,

@@ -207,15 +207,15 @@ class TrainerEngine:
 
     # Training
 
-    def step(self, batches: Sequence[TrainBatch], *, examine: bool = False) -> dict[str, Metric]:
+    def step(self, batches: Sequence[TrainBatch]) -> dict[str, Metric]:
         """Take one optimizer step for each of `batches`, until `gave_up` is set, and return their
-        metrics. With `examine`, the cause of a skipped step is also traced in float16."""
+        metrics."""
         self.findings, self.tokens, self._updated = [], {}, False
         config = self._config
         lr = learning_rate(self._steps + 1, config.trainer, total_steps=config.run.steps)
         for group in self._adam.param_groups:
             group["lr"] = lr
-        updates = [self._update(batch, examine) for batch in batches if not self.gave_up]
+        updates = [self._update(batch) for batch in batches if not self.gave_up]
         metrics = of_updates(updates)
         self._steps += 1
         return {**metrics, "lr": Mean(lr, 1)} if self._rank == 0 else metrics
@@ -242,13 +242,10 @@ class TrainerEngine:
         nll = ({"nll": Mean(-float(logp.double().sum()), len(logp))} for logp, _ in scored)
         return merge([*nll, *(indexer_metrics(held) for _, held in scored)])
 
-    def _has_gradient(self, batch: TrainBatch) -> bool:
+    def _update(self, batch: TrainBatch) -> dict[str, Metric]:
         algorithm = self._config.algorithm
         auxiliary = algorithm.kept_mass_coef > 0 or self._network.learning_indexers > 0
-        return batch.signal or (auxiliary and not algorithm.skip_uniform_groups)
-
-    def _update(self, batch: TrainBatch, examine: bool) -> dict[str, Metric]:
-        if not self._has_gradient(batch):
+        if not batch.signal and (algorithm.skip_uniform_groups or not auxiliary):
             # Momentum and weight decay would move the weights, so Adam does not step. The version
             # counts, so that engines and trainer agree on it.
             self._version += 1
@@ -266,11 +263,11 @@ class TrainerEngine:
         self._updated = True
         norm = self._apply_gradients()
         parts = [metrics() for metrics in pending]
-        if self._config.algorithm.mask_delta is not None:
+        if algorithm.mask_delta is not None:
             parts.append(split.metrics())
         self._version += 1
         skipped = self._skips.count(norm, self._version)
-        if skipped and (examine or self.gave_up or not self._scaled):
+        if skipped and (self.gave_up or not self._scaled):
             self._examine(batch)
         if self._rank == 0:
             parts.append({"train/skipped_steps": Sum(float(skipped))})

@@ -40,9 +40,9 @@ class Local(Learner):
         self.worker._engine = TrainerEngine(str(model), config)
 
     def _call_with_shares(
-        self, method: str, shares: Sequence[Any], what: str, times: int = 1, **options: bool
+        self, method: str, shares: Sequence[Any], what: str, times: int = 1
     ) -> list[Any]:
-        return [getattr(self.worker, method)(shares[0], **options)]
+        return [getattr(self.worker, method)(shares[0])]
 
     def _call_all(self, method: str, *arguments: object, deadline: object) -> list[Any]:
         return [getattr(self.worker, method)(*arguments)]

@@ -6,12 +6,13 @@ import os
 import re
 import time as clock
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 
-from keel.trainer.run.trackers.tracker import PROJECT, RunEnd, TrackedRun, group_names
+from keel.trainer.run.trackers.tracker import PROJECT, RunEnd
 
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _MAX_PARAMS, _PARAM_CHARACTERS, _TAG_CHARACTERS = 100, 6000, 5000
@@ -28,28 +29,28 @@ class Mlflow:
         self._client: Any = None
         self._run = ""
 
-    def open(self, run: TrackedRun) -> tuple[str, str]:
+    def open(self, folder: Path, id: str, knobs: Mapping[str, Any]) -> tuple[str, str]:
         client = self._client = MlflowClient()
-        if run.id:
-            self._run = run.id
-            client.update_run(run.id, status="RUNNING")
+        if id:
+            self._run = id
+            client.update_run(id, status="RUNNING")
         else:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
             existing = client.get_experiment_by_name(name)
             experiment = existing.experiment_id if existing else client.create_experiment(name)
             began = round(clock.time() * 1000)
-            self._run = client.create_run(experiment, began, run_name=run.name).info.run_id
+            self._run = client.create_run(experiment, began, run_name=folder.name).info.run_id
             params = [
                 Param(_allowed(knob), str(value)[:_PARAM_CHARACTERS])
-                for knob, value in run.knobs.items()
+                for knob, value in knobs.items()
             ]
             for first in range(0, len(params), _MAX_PARAMS):
                 client.log_batch(self._run, params=params[first : first + _MAX_PARAMS])
         return self._run, f"run {self._run} of {os.environ.get('MLFLOW_TRACKING_URI', 'mlflow')}"
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
-        at, grouped = round(time * 1000), group_names(numbers)
-        points = [Metric(_allowed(name), value, at, step) for name, value in grouped.items()]
+        at = round(time * 1000)
+        points = [Metric(_allowed(name), value, at, step) for name, value in numbers.items()]
         self._client.log_batch(self._run, metrics=points)
 
     def event(self, step: int, time: float, kind: str, text: str) -> None:

@@ -21,7 +21,6 @@ from keel.trainer.run.journal import Journal
 from keel.trainer.run.signals import preempted
 from keel.trainer.run.trackers.tracker import (
     RunEnd,
-    TrackedRun,
     Tracker,
     make_tracker,
     plain_knobs,
@@ -127,8 +126,7 @@ class TrackerThread:
     def _send(self) -> None:
         if self._tracker is None or not self._opened:
             tracker = self._tracker = self._make()
-            run = TrackedRun(folder=self._folder, id=self._id, knobs=self._knobs)
-            self._id, location = tracker.open(run)
+            self._id, location = tracker.open(self._folder.resolve(), self._id, self._knobs)
             self._opened = True
             self._progressed()
             self._say(f"{self.name}: {without_secrets(location)}")
@@ -137,7 +135,9 @@ class TrackerThread:
             # An evaluation that was made after a resume is a second line for its step.
             late = step == self.step and self._position[self._metrics] >= self._old
             if step > self.step or (late and all(name.startswith("eval/") for name in line)):
-                self._tracker.log(step, at, line)
+                # Trackers group metrics by the part before a slash.
+                grouped = {n if "/" in n else f"train/{n}": value for n, value in line.items()}
+                self._tracker.log(step, at, grouped)
                 self.step = step
                 self._progressed()
         for line in self._unread(self._events):

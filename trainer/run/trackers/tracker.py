@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, is_dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,19 +24,6 @@ _CLASSES = {"wandb": "Wandb", "mlflow": "Mlflow", "trackio": "Trackio"}
 this folder."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrackedRun:
-    folder: Path
-    id: str
-    """The id that an earlier `Tracker.open` returned; empty for a new run."""
-    knobs: Mapping[str, Any]
-    """All knobs as plain data."""
-
-    @property
-    def name(self) -> str:
-        return self.folder.resolve().name
-
-
 class Tracker(Protocol):
     """Sends the metrics and events of a run to an experiment tracker.
 
@@ -47,8 +34,9 @@ class Tracker(Protocol):
     remedy: str
     """What the user should check after a failure."""
 
-    def open(self, run: TrackedRun) -> tuple[str, str]:
-        """Start or resume a run. Returns its id and the place where its curves can be seen."""
+    def open(self, folder: Path, id: str, knobs: Mapping[str, Any]) -> tuple[str, str]:
+        """Start a run, or resume the one with this `id`, if it is not empty. Returns the id and the
+        place where the run's curves can be seen."""
         ...
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
@@ -94,12 +82,6 @@ def _wandb_has_key() -> bool:
 
     settings = wandb.setup().settings
     return settings.mode != "online" or wandb.login(prompt=False, verify=False)
-
-
-def group_names(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Prefix metrics that have no group with `train/`, since trackers group by the part before a
-    slash."""
-    return {name if "/" in name else f"train/{name}": value for name, value in numbers.items()}
 
 
 def plain_knobs(config: Config) -> dict[str, Any]:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import trackio
 
-from keel.trainer.run.trackers.tracker import PROJECT, RunEnd, TrackedRun, group_names
+from keel.trainer.run.trackers.tracker import PROJECT, RunEnd
 
 
 class Trackio:
@@ -21,11 +22,11 @@ class Trackio:
     def __init__(self) -> None:
         self._run: Any = None
 
-    def open(self, run: TrackedRun) -> tuple[str, str]:
-        name = run.id or f"{run.name}-{secrets.token_hex(3)}"
+    def open(self, folder: Path, id: str, knobs: Mapping[str, Any]) -> tuple[str, str]:
+        name = id or f"{folder.name}-{secrets.token_hex(3)}"
         project = os.environ.get("TRACKIO_PROJECT") or PROJECT
         self._run = trackio.init(
-            project, name, config=dict(run.knobs), resume="allow" if run.id else "never"
+            project, name, config=dict(knobs), resume="allow" if id else "never"
         )
         # Without the query of the URL, which is a write token.
         server = os.environ.get("TRACKIO_SERVER_URL", "").partition("?")[0]
@@ -34,7 +35,7 @@ class Trackio:
         return name, f"run {name}" + (f" in project {project} of {host}" if host else show)
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
-        self._run.log(group_names(numbers), step=step)
+        self._run.log(dict(numbers), step=step)
 
     def event(self, step: int, time: float, kind: str, text: str) -> None:
         level = trackio.AlertLevel.INFO if kind == "resume" else trackio.AlertLevel.WARN

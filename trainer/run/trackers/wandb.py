@@ -6,13 +6,14 @@ import os
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
 import wandb
 
 from keel.trainer.run.signals import signals_blocked
-from keel.trainer.run.trackers.tracker import PROJECT, RunEnd, TrackedRun, group_names
+from keel.trainer.run.trackers.tracker import PROJECT, RunEnd
 
 _SERVER_TIMEOUT_S = 60.0
 _PROCESS = "wandb-core"
@@ -27,7 +28,7 @@ class Wandb:
     def __init__(self) -> None:
         self._run: Any = None
 
-    def open(self, run: TrackedRun) -> tuple[str, str]:
+    def open(self, folder: Path, id: str, knobs: Mapping[str, Any]) -> tuple[str, str]:
         settings = wandb.Settings(
             console="off",  # would record every redraw of the panel
             silent=True,
@@ -38,24 +39,23 @@ class Wandb:
         with signals_blocked():  # its process sends the rest when a scheduler ends the job
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT") or PROJECT,
-                name=os.environ.get("WANDB_NAME") or run.name,
-                id=run.id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4),
-                dir=os.environ.get("WANDB_DIR") or run.folder,
-                config=dict(run.knobs),
+                name=os.environ.get("WANDB_NAME") or folder.name,
+                id=id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4),
+                dir=os.environ.get("WANDB_DIR") or folder,
+                config=dict(knobs),
                 allow_val_change=True,
                 # Offline there is no server to ask; `wandb sync` joins the parts by their id.
                 resume=None if offline else "allow",
                 reinit="finish_previous",
                 settings=settings,
             )
-        folder = self._run.settings.sync_dir
-        location = f"offline; `wandb sync {folder}` sends it" if offline else str(self._run.url)
-        return self._run.id, location
+        sync = f"offline; `wandb sync {self._run.settings.sync_dir}` sends it"
+        return self._run.id, sync if offline else str(self._run.url)
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
         # A resumed run ignores steps that the server has, so a late evaluation joins the next one.
         at = max(step, self._run.starting_step)
-        self._run.log({**group_names(numbers), "_timestamp": time}, step=at)
+        self._run.log({**numbers, "_timestamp": time}, step=at)
 
     def event(self, step: int, time: float, kind: str, text: str) -> None:
         level = "INFO" if kind == "resume" else "WARN"

@@ -22,7 +22,6 @@ from keel.trainer.run.trackers.sender import (
 )
 from keel.trainer.run.trackers.tracker import (
     RunEnd,
-    TrackedRun,
     check_trackers,
 )
 from tests.waiting import PATIENCE_S, wait_for
@@ -42,10 +41,10 @@ class FakeTracker:
         self.broken, self.released = "", threading.Event()
         self.released.set()
 
-    def open(self, run: TrackedRun) -> tuple[str, str]:
+    def open(self, folder: Path, id: str, knobs: Mapping[str, object]) -> tuple[str, str]:
         self._called()
-        self.ids.append(run.id)
-        return run.id or "new", "https://me:hunter2@there/run"
+        self.ids.append(id)
+        return id or "new", "https://me:hunter2@there/run"
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
         self._called()
