@@ -117,22 +117,17 @@ class Learner:
         shared = ray_timeouts.Deadline(seconds)
         deadline = StepDeadline("the trainer's start", seconds, "run.startup_timeout_s", shared)
         self._locations = self._call_all("location", deadline=deadline)
-        self._check_folder(deadline)
+        mark = Path(self._config.run.dir).expanduser().absolute() / MARK
+        texts = self._call_all("read_text", str(mark), deadline=deadline) if mark.exists() else []
+        for rank, text in enumerate(texts):
+            if text != mark.read_text():
+                raise ConfigError(
+                    f"run.dir = {mark.parent}: trainer rank {rank} on {self._locations[rank].host} "
+                    "does not see it. It must be on a file system that all machines share"
+                )
         (rendezvous,) = self._wait([ray_timeouts.call(self._ranks[0].listen)], deadline)
         arguments = (self._model_path, self._config, rendezvous)
         return self._call_all("start", *arguments, deadline=deadline)[0]
-
-    def _check_folder(self, deadline: StepDeadline) -> None:
-        mark = Path(self._config.run.dir).expanduser().absolute() / MARK
-        if not mark.exists():
-            return
-        texts: list[str] = self._call_all("read_text", str(mark), deadline=deadline)
-        for rank, (text, location) in enumerate(zip(texts, self._locations, strict=True)):
-            if text != mark.read_text():
-                raise ConfigError(
-                    f"run.dir = {mark.parent}: trainer rank {rank} on {location.host} does not see "
-                    "it. It must be on a file system that all machines of the run share"
-                )
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
         """Train on one batch of rollouts, with `algorithm.updates_per_batch` optimizer steps."""

@@ -43,7 +43,7 @@ from keel.model.tiny.build import model_config
 from keel.model.tiny.cold_start import taught_sources
 from keel.model.tiny.solutions import TAUGHT
 from keel.model.tiny.tokenizer import build_tokenizer
-from keel.model.trainable import check_adapters, check_ids, check_same_family, trainable_facts
+from keel.model.trainable import check_ids, check_same_family, trainable_facts
 from keel.rewards.checks import FAILED, check_prompts, check_spec, try_functions
 from keel.rewards.code.verifier import CodeSettings
 from keel.rewards.compose import REFUSAL, check_weights
@@ -176,8 +176,8 @@ class SftTask(_Prepared):
     recipe: Config
     """The whole recipe. `config` is the part that supervised training depends on."""
     prompts: Dataset | None
-    """The prompts from `data.sources`, if there are any. Their held-out sets are excluded from
-    training, and they are used for the tiny model's cold start."""
+    """The prompts from `data.sources`, for the tiny model's cold start. Their held-out sets are
+    excluded from training."""
     format: str
     """The name of the chat format. Empty if there are no chats."""
 
@@ -224,7 +224,7 @@ class SftTask(_Prepared):
 def prepare(
     recipe: str, overrides: Sequence[str], *, hardware: _DetectHardware = detect_hardware
 ) -> Task:
-    """Load an RL recipe and make all checks that do not need an engine. Raises ConfigError."""
+    """Load an RL recipe and make all checks that need no engine. Raises ConfigError."""
     disable_progress_bar()  # the bars of transformers would break ours
     config, open_knobs = load_recipe(recipe, overrides)
     require_prompts(config)
@@ -274,8 +274,8 @@ def prepare(
 def prepare_sft(
     recipe: str, overrides: Sequence[str], *, hardware: _DetectHardware = detect_hardware
 ) -> SftTask:
-    """Load a recipe for supervised training and make all checks that do not need a trainer rank.
-    Raises ConfigError."""
+    """Load a recipe for supervised training and make all checks that need no rank. Raises
+    ConfigError."""
     disable_progress_bar()
     whole, open_knobs = load_recipe(recipe, overrides)
     if not whole.sft.sources:
@@ -359,8 +359,8 @@ def plan_model(
     *,
     chats: bool = True,
 ) -> PlannedModel:
-    """Load the model's config and tokenizer, and resolve `open_knobs`. `chats` says whether the
-    tokenizer needs a chat template. Raises ConfigError."""
+    """Load the model's config and tokenizer, with a chat template for `chats`, and resolve
+    `open_knobs`. Raises ConfigError."""
     machine = hardware(config)
     config = with_dtype(config, open_knobs, gpu=machine.gpu)
     if machine.found:
@@ -402,7 +402,6 @@ def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelF
     model = load_model_config(settings.path)
     tokenizer = load_tokenizer(name, chats=chats, chat_template=settings.chat_template)
     facts = trainable_facts(settings.path, model)
-    check_adapters(settings.lora, facts)
     check_engine_dtype(config, model.model_type)
     check_residual(config, model.model_type)
     if settings.batch_invariant:
@@ -442,8 +441,7 @@ def load_prompts(config: Config, tokenizer: Any, facts: ModelFacts) -> Dataset:
 
 
 def prompt_tokens(prompt: Prompt, tokenizer: Any, facts: ModelFacts) -> int:
-    """Return the length of a prompt in tokens, or 0 if an environment opens the conversation.
-    Raises ConfigError."""
+    """Return the length of a prompt in tokens, or 0 if an environment opens the conversation."""
     if prompt.environment:
         return 0
     try:
@@ -475,7 +473,7 @@ def needs_judge(config: Config, dataset: Dataset) -> bool:
 
 def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
     """Score the reference solutions of each source and call each custom reward function once.
-    Returns a note for each source and for each of its functions. Raises ConfigError."""
+    Returns a note for each. Raises ConfigError."""
     notes: dict[str, str] = {}
     settings = CodeSettings.from_knobs(asdict(config.rewards.code))
     try:
@@ -495,8 +493,7 @@ def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
 
 
 def length_rules(config: Config) -> dict[str, LengthRule]:
-    """Return the length rule for each domain. Raises ValueError with the name of the domain if its
-    rule is invalid."""
+    """Return the length rule for each domain. Raises ValueError naming the domain."""
     rules: dict[str, LengthRule] = {}
     with_turns = config.data.domains_with_environments
     for domain, length in config.data.lengths_by_domain.items():
@@ -543,9 +540,8 @@ def _total_steps(config: Config, batches: Batches) -> int:
 
 
 def text_encoder(tokenizer: Any) -> Encoded:
-    """Return an encoder for text as pre-training uses it: the tokenizer's own prefix, the text with
-    control tokens escaped, then the end-of-text token. Raises ValueError if the tokenizer cannot
-    escape them."""
+    """Return an encoder for pre-training: the tokenizer's prefix, the text with control tokens
+    escaped (ValueError if the tokenizer cannot), and the end-of-text token."""
     encoder, end = Encoder(tokenizer), tokenizer.eos_token_id
     before = [index for index in tokenizer("")["input_ids"] if index != end]
 
@@ -563,14 +559,8 @@ def chat_renderer(chat: TemplateChat | None) -> Render:
 
     def render(example: Example) -> list[Segment]:
         assert chat is not None, f"{example.origin}: rendered as a conversation"
-        tools = [
-            ToolSpec(
-                name=function["name"],
-                description=str(function["description"]),
-                parameters=function["parameters"],
-            )
-            for function in (tool["function"] for tool in example.tools)
-        ]
+        functions = [tool["function"] for tool in example.tools]
+        tools = [ToolSpec(f["name"], str(f["description"]), f["parameters"]) for f in functions]
         kind = (example.thinking, bool(tools))
         if len(example.trained) > 1 and kind not in checked:
             check = check_prefix_law if tools else partial(check_prefix_law, tools=())
@@ -587,8 +577,7 @@ def chat_renderer(chat: TemplateChat | None) -> Render:
 
 
 def _solve(task: str, entry: Mapping[str, Any]) -> dict[str, Any] | None:
-    solution = TAUGHT.get(task)
-    if solution is None or not solution.covers(entry["metadata"]):
+    if (solution := TAUGHT.get(task)) is None or not solution.covers(entry["metadata"]):
         return None
     working = solution.working(entry["metadata"])
     return {"role": "assistant", "content": str(entry["answer"]), "reasoning_content": working}

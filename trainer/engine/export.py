@@ -83,15 +83,11 @@ def write_model(
         # Not by `save_pretrained`, which refuses what some published models contain, such as a
         # temperature without `do_sample`.
         generation = copy.deepcopy(model.generation_config)
-        generation.eos_token_id = _with_end(generation.eos_token_id, end)
+        ids: Any = generation.eos_token_id
+        known = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+        if end is not None and end not in known:  # it may be missing in a base model
+            generation.eos_token_id = [end, *known] if known else end
         generation.to_json_file(folder / GENERATION_CONFIG_NAME)
-
-
-def _with_end(ids: Any, end: int | None) -> Any:
-    known = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-    if end is None or end in known:
-        return ids
-    return [end, *known] if known else end
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:

@@ -72,8 +72,7 @@ class RunFolder:
         """Problems of the checkpoints that were verified, so that each is read only once."""
 
     def __enter__(self) -> Self:
-        """Create or check the folder, and lock it. Raises ConfigError if the folder belongs to
-        another config or is in use."""
+        """Create or check the folder, and lock it. Raises ConfigError."""
         self._check_location()
         with self._writable():
             self.path.mkdir(parents=True, exist_ok=True)
@@ -123,12 +122,8 @@ class RunFolder:
             )
 
     def check(self, of: tuple[str, ...] = ("",)) -> None:
-        """Verify that this config may continue the run in the folder. This reads the newest
-        checkpoint completely.
-
-        `of` lists prefixes of the knobs to compare. Raises ConfigError if the config does not
-        match, or if all checkpoints are damaged.
-        """
+        """Read the newest checkpoint completely, and verify that this config may continue from it.
+        `of` lists prefixes of the knobs to compare. Raises ConfigError."""
         self._check_location()
         newest = checkpoint.latest(self._checkpoints)
         if newest is None:
@@ -234,8 +229,7 @@ class RunFolder:
         return checkpoint.read_state(latest) if latest else None
 
     def warnings(self) -> list[str]:
-        """List warnings about checkpoints and metrics. They are available after `check` or after
-        entering the folder."""
+        """List warnings about checkpoints and metrics, after `check` or entering the folder."""
         latest = self.latest
         damaged = [f"{path} is damaged ({join_problems(p)})" for path, p in self._damaged.items()]
         lines = [*self._warnings, *damaged]
@@ -266,8 +260,7 @@ class RunFolder:
             self.model.rename(_unused(self.path / f"model_{max(step, self._last_step)}"))
 
     def export(self, write: Callable[[Path], Mapping[str, Entry]]) -> None:
-        """Export the model atomically. `write` fills a folder and returns the files that it has
-        sealed."""
+        """Export the model atomically with `write`, which returns the files that it has sealed."""
         partial = self.path / ".model"
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -294,8 +287,7 @@ class RunFolder:
         return bool(steps) and step not in steps
 
     def check_heldout(self, step: int) -> None:
-        """Check that the run was not ended by `alarms.stop_below` at or before `step`. Raises
-        ConfigError if it was."""
+        """Raise ConfigError if `alarms.stop_below` ended the run at or before `step`."""
         limits = self._config.alarms.stop_below
         evaluations = self.evaluations() if limits else {}
         for name, limit in limits.items():

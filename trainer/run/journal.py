@@ -51,11 +51,8 @@ class Journal:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`trajectories` is the number of readable trajectories per step, and `save_all` saves all
-        of them as JSON.
-
-        `tokenizer` is the digest of the policy's tokenizer, `tokens` writes per-token numbers, and
-        `resumed_at` is the last step to keep.
-        """
+        as JSON with the digest `tokenizer`. `tokens` writes per-token numbers, and `resumed_at` is
+        the last step to keep."""
         self._view, self._alarms, self._clock = view, alarms, clock
         self.on_write: Callable[[], None] = lambda: None
         """Called after each step and event."""
@@ -164,8 +161,7 @@ class Journal:
 
 
 def note(folder: Path, step: int, kind: str, text: str, at: float | None = None) -> None:
-    """Append a line to `events.jsonl`. `at` is in seconds since the epoch, and is the current time
-    by default."""
+    """Append a line to `events.jsonl`, by default at the current time."""
     when = round(time.time() if at is None else at, 3)
     line = {"step": step, "time": when, "kind": kind, "text": text}
     # A full disk ends the run at the next step, with a better message.
@@ -234,8 +230,7 @@ def metric_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def steps_of(path: Path) -> dict[int, dict[str, Any]]:
-    """Map each step to its metrics. They include those of an evaluation that was made after a
-    resume."""
+    """Map each step to its metrics, including an evaluation that was made after a resume."""
     steps: dict[int, dict[str, Any]] = {}
     for step, text in metric_lines(path):
         steps[step] = {**json.loads(text), **steps.get(step, {})}

@@ -10,22 +10,16 @@ WINDOW_S = 3 * 3600.0
 
 
 class WorkerLost(RuntimeError):
-    """Raised if a process or node died or stopped answering. A restart from the last checkpoint
-    helps."""
+    """Raised if a process or node was lost. A restart from the last checkpoint helps."""
 
 
 class CollectiveTimeout(RuntimeError):
-    """Raised if a rank fails while the others wait for it in a collective operation.
-
-    No checkpoint can be written, and a restart would fail in the same way.
-    """
+    """Raised if a rank fails while the others wait for it, so that nothing can be saved."""
 
 
 class OutOfMemory(WorkerLost):
-    """Raised if a training step did not fit on a rank's GPU. Smaller micro-batches help.
-
-    `dropped` is True if the ranks are alive and have freed everything that the failed step held.
-    """
+    """Raised if a training step did not fit on a rank's GPU. Smaller micro-batches help. `dropped`
+    is True if the ranks have freed everything that the step held."""
 
     def __init__(self, text: str, *, dropped: bool = False) -> None:
         super().__init__(text)
@@ -33,8 +27,7 @@ class OutOfMemory(WorkerLost):
 
 
 class UpdateOutOfMemory(RuntimeError):
-    """Raised if the optimizer update did not fit on a rank's GPU. Smaller micro-batches do not
-    help."""
+    """Raised if the optimizer update did not fit. Smaller micro-batches do not help."""
 
 
 class Restarts:

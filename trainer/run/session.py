@@ -97,8 +97,7 @@ def run_with_restarts(
 
 
 def restore_data(folder: RunFolder, restore: Callable[[Mapping[str, Any]], object]) -> None:
-    """Restore the data position from the newest checkpoint. Raises ConfigError if the data has
-    changed."""
+    """Restore the data position of the newest checkpoint. Raises ConfigError if data changed."""
     if (state := folder.state()) is None:
         return
     try:
@@ -193,10 +192,8 @@ def save_checkpoint(
     stop: Callable[[], bool],
     say: Callable[[str], object],
 ) -> bool:
-    """Save a checkpoint. Returns True if it could not be written but the run goes on.
-
-    Raises `SaveError` if no later checkpoint would follow.
-    """
+    """Save a checkpoint. Returns True if it could not be written but a later one follows; otherwise
+    raises `SaveError`."""
     state = State(
         step=step,
         version=learner.version,
@@ -224,8 +221,7 @@ def closing_summary(
     *,
     resume_command: str = "",
 ) -> str:
-    """Summarise the results, and say where to look or how to resume. `run_with_restarts` explains
-    the arguments."""
+    """Summarise the results, and say where to look or how to resume."""
     path, steps, lines = folder.path, config.run.steps, [""]
     evaluations = folder.evaluations()
     for name, points in evaluations.items():

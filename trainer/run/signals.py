@@ -92,11 +92,8 @@ def _in_main_thread() -> bool:
 
 @contextmanager
 def watching() -> Iterator[None]:
-    """While the block runs, raise `Preempted` on a signal of `PREEMPTION`, unless an `Interrupt` is
-    open. SIGHUP stays ignored under `nohup`.
-
-    Does nothing outside the main thread.
-    """
+    """While the block runs in the main thread, raise `Preempted` on a signal of `PREEMPTION`,
+    unless an `Interrupt` is open. SIGHUP stays ignored under `nohup`."""
     if not _in_main_thread() or _STATE.previous:
         yield
         return
@@ -115,11 +112,8 @@ def watching() -> Iterator[None]:
 
 
 def fix_exit_status(status: int) -> None:
-    """From now on, exit with `status` as soon as a signal arrives.
-
-    Call this before the last output of a process, because users may press Ctrl-C again after they
-    see it.
-    """
+    """From now on, exit with `status` as soon as a signal arrives, such as another Ctrl-C after the
+    last output."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -133,10 +127,8 @@ def fix_exit_status(status: int) -> None:
 
 
 def preempted() -> str:
-    """Return the name of the signal that is ending this command, or an empty string.
-
-    Use this instead of catching `Preempted`, which Ray turns into a plain KeyboardInterrupt.
-    """
+    """Return the name of the signal that is ending this command, or an empty string. `Preempted`
+    itself may arrive as a plain KeyboardInterrupt from Ray."""
     return f"{_STATE.preempted.name}{_STATE.overdue}" if _STATE.preempted else ""
 
 
@@ -147,12 +139,9 @@ def stop_requested() -> bool:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Start processes in this block that never receive `PREEMPTION`, and neither do their children.
-
-    Schedulers signal every process of a job, but Ray and the trainer have to live a little longer
-    for the checkpoint. When the block ends, pending signals are handled, and handlers that
-    libraries have installed are replaced with ours.
-    """
+    """Start processes in this block that never receive `PREEMPTION`, as schedulers signal every
+    process of a job, but Ray and the trainer have to live until the checkpoint. At its end, our
+    handlers replace those that libraries have installed."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION)
     try:
         yield
@@ -164,8 +153,7 @@ def signals_blocked() -> Iterator[None]:
 
 @contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Run a block that must not be interrupted. All signals, including Ctrl-C, are handled when it
-    ends."""
+    """Run a block that must not be interrupted, and handle all signals when it ends."""
     if not _in_main_thread() or _STATE.deferred is not None:
         yield
         return
@@ -180,8 +168,7 @@ def signals_deferred() -> Iterator[None]:
 
 
 class Interrupt:
-    """While this is open, signals request a stop and do not end the command. It works only in the
-    main thread."""
+    """While this is open in the main thread, signals request a stop and do not end the command."""
 
     def __init__(
         self,
@@ -192,10 +179,7 @@ class Interrupt:
         grace_s: float = 0.0,
     ) -> None:
         """`first` and `preempted_first` are the messages after Ctrl-C and after a preemption.
-
-        `grace_s` is the number of seconds from a preemption until `Preempted` is raised in the main
-        thread; with 0 it is never raised.
-        """
+        `Preempted` is raised `grace_s` after a preemption, or never with 0."""
         self._say, self.first, self.preempted_first = say, first, preempted_first
         self.stopping, self.grace_s, self.deadline = False, grace_s, float("inf")
         self._timer: threading.Timer | None = None
@@ -267,10 +251,8 @@ class _OutlivingStream:
 
 
 def outliving(stream: TextIO | None) -> TextIO:
-    """Wrap a stream so that writing never fails after its terminal or reader has gone away.
-
-    Pass None for a stream that was closed before this process began (`>&-`).
-    """
+    """Wrap a stream, or None for a closed one (`>&-`), so that writing never fails after its
+    terminal or reader has gone away."""
     return cast(TextIO, _OutlivingStream(stream or open(os.devnull, "w")))
 
 
