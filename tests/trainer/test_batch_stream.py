@@ -95,19 +95,6 @@ def test_next_batch_waits_for_the_weights() -> None:
     assert list(world.asked) == ["p0", "p1", "p2", "p3"]
 
 
-def test_slow_group_blocks_nothing_else() -> None:
-    """It is trained on in its turn, however many groups overtake it, at an age of at most
-    `max_lag`."""
-    world = FakeRequests(max_lag=1)
-    world.feed.open()
-    assert list(world.asked) == ["p0", "p1", "p2", "p3"]
-    world.finish("p1", "p2", "p3")
-    world.meanwhile = lambda: world.finish("p0")
-    assert world.take() == ["p0", "p1"]
-    assert world.take() == ["p2", "p3"], "there already"
-    assert "rollout" in world.waits
-
-
 class Alarm(threading.Condition):
     """A clock that advances only during waits; each wait delivers the next group."""
 

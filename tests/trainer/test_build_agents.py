@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -29,8 +28,6 @@ from keel.model.tiny.tokenizer import build_tokenizer
 from keel.trainer.build_agents import (
     check_chat,
     check_environments,
-    episode_runner,
-    system_prompt_of,
     wrap,
 )
 from tests.waiting import PATIENCE_S
@@ -75,33 +72,6 @@ def test_environment_notes() -> None:
     assert "'corect'; did you mean correct?" in slip
     ((_, known),) = checked(config(rewards={"correct": 1.0, "format": 0.1})).items()
     assert "WARNING" not in known
-
-
-@pytest.mark.e2e
-def test_tools_in_thinking_reach_the_prompt() -> None:
-    plain = config(window=2000, thinking=True)
-    (source,) = plain.data.sources
-    changed = replace(source, system_template="tools-in-thinking")
-    recipe = replace(
-        plain,
-        data=replace(plain.data, sources=(changed,)),
-        agents=replace(plain.agents, tools_in_thinking=True, max_thinking_calls=7),
-    )
-    chat = check_chat(recipe, build_tokenizer())
-    assert chat is not None and chat.tools_in_thinking
-    ((_, note),) = checked(recipe).items()
-    ((_, without),) = checked(plain).items()
-    tokens, fewer = (
-        int(re.findall(r"with (\d+) tokens", summary)[0]) for summary in (note, without)
-    )
-    assert tokens > fewer + 50
-    runner = episode_runner(recipe, chat, lambda request, purpose: Future())
-    with runner:
-        assert runner._kinds["shop"].budget.calls == 7
-    prompt_text = system_prompt_of(recipe, changed)(["python"])
-    assert "Up to 7 calls" in prompt_text and "32 seconds" in prompt_text, (
-        "agents.call_s ends a cell"
-    )
 
 
 @pytest.mark.e2e

@@ -15,9 +15,9 @@ from keel.configs.schema import Config
 from keel.model import ray_timeouts
 from keel.rl.packing import TrainBatch, pack
 from keel.rollout.spec import EngineError
-from keel.trainer.learner import STEP, Learner
+from keel.trainer.learner import Learner
 from keel.trainer.placement.step_deadlines import StepDeadline, StepDeadlines
-from keel.trainer.run.restarts import CollectiveTimeout, OutOfMemory, WorkerLost
+from keel.trainer.run.restarts import CollectiveTimeout, WorkerLost
 from keel.trainer.worker import (
     StepReport,
     pack_shares,
@@ -156,20 +156,6 @@ def test_deadline_scales_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         learner._deadlines = StepDeadlines(600.0, 0.0)
         assert learner.train([[one_batch()] * steps]).version == 3
     assert [limit.seconds for limit in waited] == [600, 2400]
-
-
-def test_oom_step_does_not_count_as_timing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = make_config(1, 1)
-    short = StepReport(version=0, metrics={}, out_of_memory="CUDA out of memory")
-    learner = Ranks(monkeypatch, (1, short)).learner(config)
-    monkeypatch.setattr(ray_timeouts, "put", lambda value: value)
-    monkeypatch.setattr(ray_timeouts, "call", lambda *_, **__: 0)
-    before = learner._deadlines.likely(STEP, 1)
-    with pytest.raises(OutOfMemory, match="did not fit"):
-        learner.train([[one_batch()]])
-    assert learner._deadlines.likely(STEP, 1) == before
 
 
 def scored_first(config: Config) -> list[list[int]]:

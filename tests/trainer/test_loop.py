@@ -254,23 +254,6 @@ def test_max_lag_bounds_sampling() -> None:
     assert world.records[2]["staleness/mean"].value == 1
 
 
-def test_filtered_groups_are_replaced_and_counted() -> None:
-    world = FakeRun(easy=["p1", "p2"])
-    world.run(config({"filter_groups": "correct"}, steps=1))
-    assert world.asked == 4
-    metrics = world.records[1]
-    assert metrics["rollout/filtered_all_correct"].value == 2
-    assert metrics["reward/mean"].value == pytest.approx((0.5 + 1 + 1 + 0.5) / 4)
-
-
-def test_bad_batch_is_dumped() -> None:
-    world = FakeRun()
-    world.went_wrong = {"findings": ("a token", "another")}
-    assert world.run(config(steps=2)) == 2
-    kept = [event for event in world.events if event.startswith("keep")]
-    assert kept == ["keep@1 p0,p1: a token; another", "keep@2 p2,p3: a token; another"]
-
-
 def test_giving_up_saves_no_checkpoint() -> None:
     """Metrics of the failed step are recorded, as they explain the failure."""
     world = FakeRun()

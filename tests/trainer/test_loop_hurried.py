@@ -157,11 +157,3 @@ def test_prompts_of_an_empty_batch_repeat() -> None:
         world.run(config(steps=9, eval_every=5))
     assert world.events[-1] == "save@1" and world.unfinished == ["p2", "p3"]
     assert "resume from step 1" in raised.value.__notes__[0]
-
-
-def test_lost_learner_saves_nothing() -> None:
-    world = Failing("step@1", whole=False)
-    with pytest.raises(RuntimeError, match="all is over"):
-        world.run(config(steps=9))
-    assert "asked about all is over" in world.events and sorted(world.records) == [0]
-    assert not any(event.startswith("save") for event in world.events)

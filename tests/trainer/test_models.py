@@ -48,22 +48,6 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def test_check_names_missing_template_and_unread_columns(
-    recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["check", str(recipe)]) == 2
-    output = capsys.readouterr().err
-    assert "model.chat_template" in output and "data.sources[].raw: true" in output
-    assert main(["check", str(recipe), "data.sources.0.raw=true"]) == 0
-    output = capsys.readouterr().out
-    assert "chats: none: raw prompts" in output
-    where = recipe.with_name("sums.jsonl")
-    assert f"warning      data.sources[sums]: nothing reads `level` ({where}:1)" in output
-    there = ["endpoint.base_url=http://localhost:1/v1", "endpoint.model=m"]
-    assert main(["eval", str(recipe), "data.sources.0.raw=true", *there]) == 2
-    assert "data.sources[sums].raw has none" in capsys.readouterr().err
-
-
 def test_chat_template_reaches_engines_and_export(recipe: Path, tmp_path: Path) -> None:
     task = prepare(str(recipe), [f"model.chat_template={tmp_path}/chat.jinja"])
     assert task.notes["chats"].startswith("written by model.chat_template")

@@ -19,9 +19,7 @@ from keel.rl.packing import TrainBatch
 from keel.rl.sft import SftExample, supervised_segment
 from keel.rl.types import StepResult
 from keel.trainer import sft
-from keel.trainer.placement.oom_recovery import OomRecovery, RetryOnOom
 from keel.trainer.prepare import prepare_sft
-from keel.trainer.run.restarts import OutOfMemory
 
 
 def lessons(*lengths: int) -> list[SftExample]:
@@ -171,19 +169,6 @@ def test_resume_repeats_the_same_order(tokens: int) -> None:
         assert all(fits) and len({len(step) for step in whole.ranks.learned}) > 1
 
 
-def test_abort_only_saves() -> None:
-    run = Run(lessons(*range(3, 13)), config_of(**{"run.eval_every": 1}))
-    run.hurry_after = 2
-    assert run.fit(lessons(5)) == 2 and list(run.saved) == [2]
-    assert [step for step, found in run.steps.items() if "eval/loss" in found] == [0, 1]
-    run.hurry_after = 99  # the skipped evaluation runs after a resume
-    assert run.fit(lessons(5), start=2) == 6
-    assert [step for step, found in run.steps.items() if "eval/loss" in found] == [*range(7)]
-    run = Run(lessons(*range(3, 13)), config_of())
-    run.hurry_after = 0
-    assert run.fit(lessons(5)) == 0 and not run.saved and not run.steps
-
-
 @pytest.mark.parametrize(
     ("knobs", "steps"), [((4, 0, 3), 8), ((4, 25, 3), 12), ((64, 0, 1), 1), ((64, 0, 0.25), 1)]
 )
@@ -201,36 +186,6 @@ def test_epochs_become_steps(knobs: tuple[int, int, float], steps: int) -> None:
     assert set(Counter(drawn).values()) == {max(1, int(epochs))}
     assert batches.passes(steps) == epochs
     assert len(batches.take()) > 0, "a run that goes on goes on"
-
-
-def test_oom_step_repeats_with_smaller_batches(
-    tmp_path: Path,
-) -> None:
-    run = Run(lessons(*range(3, 13)), config_of(**{"trainer.micro_batch_tokens": 512}))
-    config, rows, messages = run.config, list[list[int]](), list[str]()
-
-    def train(shares: Sequence[Sequence[TrainBatch]], lessons: Sequence[SftExample]) -> StepResult:
-        rows.append(
-            [len(m.token_ids_N) for share in shares for b in share for m in b.micro_batches]
-        )
-        if len(rows) == 2:
-            raise OutOfMemory("it did not fit", dropped=True)
-        return Ranks.train(run.ranks, shares, lessons)
-
-    class Lowered(Ranks):
-        def lowered(self, config: Config) -> None:
-            assert config.trainer.micro_batch_tokens == 256
-
-    run.ranks = Lowered()
-    learner: Any = run.ranks
-    learner.train = train
-    lowering = OomRecovery(config=config, folder=tmp_path)
-    run.attempt = RetryOnOom(learner=learner, lowering=lowering, say=messages.append).attempt
-    assert run.fit() == 6
-    assert len(rows) == 7 and sum(rows[1]) == sum(rows[2]), "the same conversations"
-    assert run.steps[2]["train/out_of_memory"] == 1 and "train/out_of_memory" not in run.steps[3]
-    (line,) = messages
-    assert "trainer.micro_batch_tokens is now 256, not 512" in line
 
 
 def chats(folder: Path, count: int = 12) -> str:

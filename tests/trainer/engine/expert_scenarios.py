@@ -190,14 +190,6 @@ def starting(family: str) -> Scenario:
     return run
 
 
-def presets(_: Ranks) -> Result:
-    """Model types that AutoEP supports."""
-    from deepspeed.module_inject.auto_ep_presets.registry import PRESET_MODELS  # noqa: PLC0415
-
-    kinds = [kind for preset in PRESET_MODELS.values() for kind in preset.hf_model_types]
-    return dict.fromkeys(kinds, True)
-
-
 SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
     1: {
         "qwen3_moe": training(0),
@@ -205,7 +197,6 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
         "deepseek_v2 greedy": training(0, "deepseek_v2 greedy"),
         "live reference": referenced(0),
         "replayed reference": referenced(0, ref_routing="replay"),
-        "presets": presets,
     },
     2: {
         **{f"qwen3_moe, stage {s}": training(s, resume=True) for s in STAGES},

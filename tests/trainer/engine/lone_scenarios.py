@@ -72,30 +72,6 @@ def trained(folder: Path, stage: int, *, offload: bool) -> tuple[dict[str, Tenso
     return {name: one.clone() for bucket in sent for name, one in bucket}, most
 
 
-def short_of_memory(folder: Path, *, happens: bool) -> dict[str, Tensor]:
-    """Weights after two steps. happens: the first runs out of memory once, and is repeated."""
-    engine = built(folder, make_config(1, 1, dtype="bfloat16", tokens=TIGHT, kl_coef=0.1))
-    parameter = [*engine._network.parameters()][2]
-    passes = 0
-
-    def tight(_: Tensor) -> None:
-        nonlocal passes
-        passes += 1
-        if passes == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    batch = one_batch(folder, 0, TIGHT)
-    if happens:
-        hook = parameter.register_hook(tight)
-        with pytest.raises(torch.OutOfMemoryError):
-            engine.step([batch])
-        hook.remove()
-        assert passes == 2 < len(batch.micro_batches) and engine.recover()
-    for one in (batch, one_batch(folder, 1, TIGHT)):
-        engine.step([one])
-    return {name: one.detach().clone() for name, one in engine._network.named_parameters()}
-
-
 def scaled(folder: Path, scale: float, *, stage: int, lr: float) -> Any:
     config = make_config(
         1,
@@ -150,8 +126,6 @@ def run(rank: int, world_size: int, port: int, folder: Path) -> None:
         patch.setattr(zero, "SCALE_WINDOW", WINDOW)
         for stage in DOUBLED:
             results[f"doubled {stage}"] = doubled(folder, stage)
-    with computing(torch.bfloat16):
-        results["memory"] = [short_of_memory(folder, happens=happens) for happens in (False, True)]
     with computing(torch.bfloat16) as patch:
         whole = {n: trained(folder, stage, offload=off) for n, (stage, off) in BUCKETS.items()}
         patch.setattr(zero, "bucket_elements", lambda _: SMALL)

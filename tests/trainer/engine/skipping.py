@@ -91,7 +91,7 @@ def findings_of(ranks: Ranks, findings: Sequence[Any], groups: Sequence[ScoredGr
 
 
 def without_signal(stage: int) -> Any:
-    """A step of uniform groups after a normal one, and two resumes, one with a lower rate."""
+    """A step of uniform groups after a normal one, and a resume."""
 
     def run(ranks: Ranks) -> dict[str, Any]:
         config = make_config(ranks.world_size, stage, tokens=32, warmup_steps=0)
@@ -113,9 +113,6 @@ def without_signal(stage: int) -> Any:
         torch.distributed.barrier()
         resumed = ranks.engine(config)
         resumed.load(folder)
-        slower = ranks.engine(replace(config, trainer=replace(config.trainer, lr=1e-3)))
-        slower.load(folder)
-        metrics_of_slower = ranks.merged(slower.step([good]))
         for engine in (straight, skipped, resumed):
             metrics_of_last = ranks.merged(engine.step([good]))
         return {
@@ -125,8 +122,6 @@ def without_signal(stage: int) -> Any:
             "straight": ranks.published(straight),
             "skipped": ranks.published(skipped),
             "resumed": ranks.published(resumed),
-            "slower": ranks.published(slower),
-            "slower metrics": metrics_of_slower,
             "counts": (resumed.steps, resumed.version),
         }
 

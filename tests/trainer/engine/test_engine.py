@@ -214,18 +214,6 @@ def test_step_without_signal_moves_no_weight(results: dict[str, Any], stage: int
     assert result["counts"] == (3, 3)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_resumed_run_uses_its_recipe_learning_rate(results: dict[str, Any], stage: int) -> None:
-    result = results[f"without signal {stage}"]
-    assert values(result["slower metrics"])["lr"] == 1e-3
-    before = result["after"]
-    far, near = (
-        sum(float((result[name][key] - old).abs().sum()) for key, old in before.items())
-        for name in ("straight", "slower")
-    )
-    assert near == pytest.approx(far / 10, rel=0.02)
-
-
 @pytest.mark.parametrize("how", SKIPPING)
 def test_cause_of_non_finite_gradient_is_named(results: dict[str, Any], how: str) -> None:
     first, infinite, *fine = results[f"skipping {how}"]["found"][:4]

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from keel.rl.metrics import values
-from keel.trainer.placement.families import EXPERT_PARALLEL
 from tests.trainer.engine.expert_scenarios import (
     FAMILIES,
     SAVED_AFTER,
@@ -122,10 +121,3 @@ def test_all_ranks_skip_a_bad_step(results: dict[str, Any], name: str) -> None:
     finite = {n: t for n, t in results[name]["after"].items() if t.isfinite().all()}
     assert len(finite) == len(before) - 1
     same(finite, {n: before[n] for n in finite}, atol=0)
-
-
-def test_every_supported_family_is_offered(folder: Path, results: dict[str, Any]) -> None:
-    configs = [json.loads((folder / name / "config.json").read_text()) for name in FAMILIES]
-    assert {config["architectures"][0] for config in configs} == set(EXPERT_PARALLEL)
-    # Linear attention cannot be packed; replay does not know the other's router.
-    assert set(results["presets"]) - set(FAMILIES) == {"qwen3_5_moe_text", "minimax_m3_vl_text"}

@@ -14,7 +14,6 @@ from keel.trainer.engine.optimizer_state import (
     ElementRun,
     StatePiece,
     _check_same_model,
-    _choose_writers,
     _PieceIndex,
     _sizes_of,
     _TensorFile,
@@ -60,13 +59,6 @@ def test_missing_elements_are_named(request_: tuple[str, int, int]) -> None:
     )
     with pytest.raises(ValueError, match=f"of {request_[0]} "):
         list(index.find(StatePiece(*request_, 0, 0)))
-
-
-def test_first_replica_writes_and_padding_is_skipped() -> None:
-    shared = [StatePiece("w", 0, 4, 0, 0)], [StatePiece("b", 0, 2, 1, 0)]
-    local = [[StatePiece(f"expert {i}", 0, 4, 2, 0)] for i in (0, 1)]
-    ranks = [[*shared, local[0], []], [*shared, local[1], []], [*shared, local[0], []]]
-    assert _choose_writers(ranks) == [{0, 1, 2}, {2}, set()]
 
 
 def test_parameters_must_be_covered_exactly_once() -> None:

@@ -74,9 +74,3 @@ def test_watched_segments_have_their_own_numbers(size: int, share_prompts: bool)
             overlap = [np.nan, *map(overlap_of, ids[:-1])]
             np.testing.assert_allclose(results[number].logp_T, logp)
             np.testing.assert_allclose(results[number].overlap_T, overlap)
-
-
-def test_nothing_is_computed_without_watched_segments() -> None:
-    (batch,) = pack(random_groups(0), ranks=1, micro_batch_tokens=400)
-    assert all(micro_batch.watched is None for micro_batch in batch.micro_batches)
-    assert seen_by(batch.micro_batches[0], Slice()) == {}

@@ -10,26 +10,11 @@ from deepspeed.runtime.fp16 import loss_scaler
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
 from keel.trainer.engine.deepspeed_internals import (
-    forget_sums,
     loss_scale,
     set_loss_scale,
 )
 
 pytestmark = pytest.mark.e2e  # loads DeepSpeed
-
-
-@pytest.mark.parametrize(
-    ("stage", "offloads", "forgets"), [(1, True, True), (3, True, False), (1, False, False)]
-)
-def test_skipped_step_drops_offloaded_sums(stage: int, offloads: bool, forgets: bool) -> None:
-    sums: dict[int, Any] = {0: [1.0], 1: None}
-    engine: Any = SimpleNamespace(
-        optimizer=SimpleNamespace(averaged_gradients=sums),
-        zero_cpu_offload=lambda: offloads,
-        zero_optimization_stage=lambda: stage,
-    )
-    forget_sums(engine)
-    assert sums == ({0: None, 1: None} if forgets else {0: [1.0], 1: None})
 
 
 def test_loss_scale_is_restored_with_its_history(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,16 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from keel.rl.types import Usage, Verdict
-from keel.trainer.run import batches
 from keel.trainer.run.batches import (
-    drop_after,
-    list_batches,
     read_batch,
     save_batch,
-    step_of,
 )
 from tests.rl.rollouts import scored, segment, trajectory
 
@@ -54,15 +49,3 @@ def test_batch_is_read_back_exactly(tmp_path: Path) -> None:
     assert path == tmp_path / "nonfinite" / "step_000007.npz"
     again, findings = read_batch(path)
     assert findings == ["p, token 3: nan"] and same(again, groups)
-
-
-def test_old_batches_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "_MAX_FILES", 3)
-    for step in range(11, 16):
-        save_batch(tmp_path, step, [], [])
-    assert [step_of(path) for path in list_batches(tmp_path)] == [13, 14, 15]
-    save_batch(tmp_path, 3, [], [])  # stays, though the others are newer
-    assert [step_of(path) for path in list_batches(tmp_path)] == [3, 14, 15]
-    assert len(list((tmp_path / "nonfinite").iterdir())) == 3
-    drop_after(tmp_path, 14)
-    assert [step_of(path) for path in list_batches(tmp_path)] == [3, 14]

@@ -18,9 +18,7 @@ from keel.trainer.run.checkpoint import (
     State,
     config_digest,
     finished,
-    latest,
     problems,
-    read_state,
     save,
 )
 from keel.trainer.run.manifest import MANIFEST, Entry, seal
@@ -39,16 +37,6 @@ def content(folder: Path) -> dict[str, Entry]:
 
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
-
-
-def test_saved_checkpoint_is_found_and_read(tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
-    assert latest(root) is None
-    folder = save(root, state(7), content, keep=2)
-    assert folder == latest(root) == root / "step_000007"
-    assert read_state(folder) == state(7)
-    save(root, replace(state(7), version=9), content, keep=2)
-    assert read_state(folder).version == 9 and names(root) == ["step_000007"]
 
 
 def test_newest_checkpoints_are_kept_by_number(tmp_path: Path) -> None:

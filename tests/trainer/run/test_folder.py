@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,38 +192,6 @@ def test_run_without_checkpoint_is_set_aside(tmp_path: Path) -> None:
         checkpoint(folder, made, 1)
     with RunFolder(made) as folder:
         assert folder.set_aside is None and (tmp_path / "metrics.jsonl").exists()
-
-
-@pytest.fixture
-def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Files and folders synced to disk, in order."""
-    paths, fsync = list[Path](), os.fsync
-
-    def recorded(descriptor: int) -> None:
-        paths.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", recorded)
-    return paths
-
-
-def test_record_is_synced_before_the_checkpoint(tmp_path: Path, synced: list[Path]) -> None:
-    made, trajectories = config(tmp_path), tmp_path / "trajectories"
-    with RunFolder(made) as folder:
-        record(tmp_path, range(1, 3))
-        for name in ("step_000001.txt", "step_000002.jsonl", "mine.txt"):
-            (trajectories / name).touch()
-        (tmp_path / "events.jsonl").touch()
-        saved = save(folder, made, 2)
-        before = synced[: synced.index(saved.with_name(f".{saved.name}") / MANIFEST)]
-        expected = [tmp_path / "metrics.jsonl", tmp_path / "events.jsonl", tmp_path, trajectories]
-        expected += [trajectories / "step_000001.txt", trajectories / "step_000002.jsonl"]
-        assert set(expected) <= set(before)
-        (trajectories / "step_000003.txt").touch()
-        synced.clear()
-        save(folder, made, 3)
-        assert trajectories / "step_000003.txt" in synced
-        assert trajectories / "step_000002.jsonl" not in synced, "once is enough"
 
 
 def test_missing_steps_are_a_warning(tmp_path: Path) -> None:

@@ -84,13 +84,6 @@ def test_incomplete_last_line_is_dropped(tmp_path: Path) -> None:
     assert path.read_text() == '{"step": 1}\n'
 
 
-def test_trajectory_text_has_question_answer_and_reward(tmp_path: Path) -> None:
-    write(tmp_path, range(2))
-    text = (tmp_path / "trajectories" / "step_000001.txt").read_text()
-    for part in ("1 - 1?", "<think>hm</think>0", "reward 1", "correct 0", "advantage -0.500"):
-        assert part in text
-
-
 @pytest.mark.parametrize(("save_all", "count"), [(True, 6), (False, 2)])
 def test_trajectories_are_saved_as_jsonl(tmp_path: Path, save_all: bool, count: int) -> None:
     class Tokens(TokenFile):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from keel.trainer.run import manifest
 from keel.trainer.run.manifest import (
     MANIFEST,
     find_damage,
-    fingerprint,
     join_problems,
     seal,
     write_manifest,
@@ -71,23 +69,3 @@ def test_any_flipped_bit_is_located(folder: Path, bit: int) -> None:
 def test_damage_is_named(folder: Path, harm: Callable[[Path], object], problem: str) -> None:
     harm(folder)
     assert problem in join_problems(find_damage(folder, extra=True))
-
-
-def test_fingerprint_depends_on_weights(folder: Path, tmp_path: Path) -> None:
-    assert fingerprint(tmp_path / "nowhere") == fingerprint(tmp_path) == ""
-    tensors = folder / "model.safetensors"
-    tensors.write_bytes(WEIGHTS * 1000)
-    write_manifest(folder, {})
-    sealed = fingerprint(folder)
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    assert fingerprint(copy) == sealed
-    (copy / MANIFEST).unlink()
-    sampled = fingerprint(copy)
-    other = shutil.copytree(copy, tmp_path / "other")
-    assert fingerprint(other) == sampled != sealed
-    trained = bytearray(WEIGHTS * 1000)
-    trained[100_000:900_000] = bytes(800_000)
-    for changed in (folder, other):
-        (changed / "model.safetensors").write_bytes(trained)
-    write_manifest(folder, {})
-    assert fingerprint(folder) != sealed and fingerprint(other) != sampled

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import yaml
 
@@ -34,8 +33,6 @@ from keel.trainer.run.journal import steps_of
 from keel.trainer.run.manifest import Entry
 from keel.trainer.run.trackers.sender import _read_state
 from tests.commands.report.runs import episode, write_evaluation, write_run
-from tests.trainer.engine.ranks import Ranks, make_config
-from tests.trainer.engine.scenarios import Result, run_all, run_rank
 
 
 class Payload:
@@ -80,13 +77,6 @@ def replaced(folder: Path, mark: Path, further: tuple[str, ...] = ()) -> Iterato
             yield f"{name} in {path}"
             assert not mark.exists(), f"{name} in {path}"
         path.unlink() if content is None else path.write_bytes(content)
-
-
-def test_payloads_run_in_unsafe_readers(tmp_path: Path) -> None:
-    for name, (payload, unsafe) in payloads(tmp_path / "mark").items():
-        unsafe(payload)
-        (tmp_path / "mark").rmdir()
-        assert name
 
 
 def written(folder: Path) -> dict[str, Entry]:
@@ -161,29 +151,3 @@ def test_driver_files_run_no_code(tmp_path: Path) -> None:
         for read in of_model if model in place else readers:
             with suppress(Exception):
                 read()
-
-
-def planted(ranks: Ranks) -> Result:
-    config = make_config(1, 0)
-    engine = ranks.engine(config)
-    saved, mark = ranks.folder / "saved", ranks.folder / "mark"
-    saved.mkdir()
-    engine.save(saved)
-    names = ("deepspeed/mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt", "latest")
-    for _ in replaced(saved, mark, names):
-        with suppress(Exception):
-            engine.load(saved)
-    engine.load(saved)
-    return {}
-
-
-def run_planted(rank: int, world_size: int, port: int, folder: Path) -> None:
-    run_rank(rank, world_size, port, folder, {1: {"planted": planted}})
-
-
-@pytest.mark.e2e
-def test_trainer_files_run_no_code(tmp_path: Path) -> None:
-    from tests.trainer.engine.batches import write_model  # noqa: PLC0415
-
-    write_model(tmp_path / "untied")
-    run_all(run_planted, [1], tmp_path)

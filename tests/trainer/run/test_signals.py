@@ -16,7 +16,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from keel.commands import dispatch as commands
-from keel.commands.cli import INTERRUPTED, main
+from keel.commands.cli import main
 from keel.model.ray_timeouts import RayLost
 from keel.trainer.run.restarts import WorkerLost
 from keel.trainer.run.signals import (
@@ -142,40 +142,6 @@ def test_deferred_signals_are_handled_afterwards() -> None:
         assert stop_requested() and preempted() == "SIGTERM"
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-
-
-LATE = """
-import os, signal, sys
-from keel.commands import cli
-
-number = int(sys.argv.pop())
-
-class Stderr:
-    def write(self, text):
-        sys.__stderr__.write(text)
-        if text.endswith("\\n"):
-            os.kill(os.getpid(), number)
-
-    def flush(self):
-        sys.__stderr__.flush()
-
-def stopped(_):
-    print("output", end="")
-    sys.stderr = Stderr()
-    signal.raise_signal(number)
-
-cli.heavy = stopped
-sys.exit(cli.main())
-"""
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
-def test_late_signals_change_no_status(number: signal.Signals) -> None:
-    command = [sys.executable, "-c", LATE, "check", "quickstart", str(number)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == (INTERRUPTED if number == signal.SIGINT else PREEMPTED)
-    assert done.stdout.endswith("output") and done.stderr.count("\n") == 1, done.stderr
 
 
 HANGUP = """

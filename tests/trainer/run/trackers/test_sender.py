@@ -134,19 +134,6 @@ def test_failure_is_printed_once_and_caught_up(run: Run, monkeypatch: pytest.Mon
     assert len(run.lines) == 3
 
 
-def test_retries_are_delayed_but_made_at_the_end(run: Run) -> None:
-    run.tracker.broken = "down"
-    thread, trackers = run.start(retry_s=1e6)
-    wait_for(lambda: run.lines)
-    run.tracker.broken = ""
-    run.write(0)
-    trackers.wake()
-    wait_for(lambda: not thread._wake.is_set())
-    assert run.tracker.ids == []
-    trackers.close("finished", 0)
-    assert run.sent == [0]
-
-
 def test_hanging_tracker_is_abandoned(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     statuses: list[int] = []
     monkeypatch.setattr(commands, "exit_now", statuses.append)
