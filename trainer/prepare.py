@@ -559,8 +559,10 @@ def chat_renderer(chat: TemplateChat | None) -> Render:
 
     def render(example: Example) -> list[Segment]:
         assert chat is not None, f"{example.origin}: rendered as a conversation"
-        functions = [tool["function"] for tool in example.tools]
-        tools = [ToolSpec(f["name"], str(f["description"]), f["parameters"]) for f in functions]
+        tools = [
+            ToolSpec(name=f["name"], description=str(f["description"]), parameters=f["parameters"])
+            for f in (tool["function"] for tool in example.tools)
+        ]
         kind = (example.thinking, bool(tools))
         if len(example.trained) > 1 and kind not in checked:
             check = check_prefix_law if tools else partial(check_prefix_law, tools=())
