@@ -43,7 +43,7 @@ from keel.model.tiny.build import model_config
 from keel.model.tiny.cold_start import taught_sources
 from keel.model.tiny.solutions import TAUGHT
 from keel.model.tiny.tokenizer import build_tokenizer
-from keel.model.trainable import check_ids, check_same_family, trainable_facts
+from keel.model.trainable import check_adapters, check_ids, check_same_family, trainable_facts
 from keel.rewards.checks import FAILED, check_prompts, check_spec, try_functions
 from keel.rewards.code.verifier import CodeSettings
 from keel.rewards.compose import REFUSAL, check_weights
@@ -402,6 +402,7 @@ def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelF
     model = load_model_config(settings.path)
     tokenizer = load_tokenizer(name, chats=chats, chat_template=settings.chat_template)
     facts = trainable_facts(settings.path, model)
+    check_adapters(settings.lora, facts)
     check_engine_dtype(config, model.model_type)
     check_residual(config, model.model_type)
     if settings.batch_invariant:
