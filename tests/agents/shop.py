@@ -10,7 +10,7 @@ import random
 import sys
 import time
 from dataclasses import dataclass
-from typing import Annotated, Literal, Optional
+from typing import Literal, Optional
 
 
 def go_wrong(how: str) -> None:
@@ -22,11 +22,8 @@ def go_wrong(how: str) -> None:
     if how == "exit":
         sys.exit(3)
     if how == "late exit":  # as on a busy machine
-        for fd in os.listdir("/proc/self/fd"):
-            if os.path.exists(f"/proc/self/fd/{fd}") and "socket" in os.readlink(
-                f"/proc/self/fd/{fd}"
-            ):
-                os.close(int(fd))
+        for fd in channels():
+            os.close(fd)
         time.sleep(1.5)
         os._exit(3)
     if how == "raise":
@@ -34,13 +31,13 @@ def go_wrong(how: str) -> None:
     if how == "memory":
         bytearray(1 << 45)
     if how in ("garbage", "another"):
-        for fd in os.listdir("/proc/self/fd"):
-            if os.path.exists(f"/proc/self/fd/{fd}") and "socket" in os.readlink(
-                f"/proc/self/fd/{fd}"
-            ):
-                os.write(int(fd), b"Welcome!\n" if how == "garbage" else b'{"id": 99, "is": {}}\n')
-                return
-        raise AssertionError("no channel to write to")
+        os.write(channels()[0], b"Welcome!\n" if how == "garbage" else b'{"id": 99, "is": {}}\n')
+
+
+def channels() -> list[int]:
+    folder = "/proc/self/fd"
+    names = os.listdir(folder)
+    return [int(one) for one in names if "socket" in os.path.realpath(f"{folder}/{one}")]
 
 
 @dataclass
@@ -72,24 +69,18 @@ class Shop:
         item: Item,
         pay: Optional[float] = None,  # noqa: UP045
         how: Literal["cash", "card"] = "cash",
-        note: Annotated[str, "For the till."] = "",
     ) -> str:
         """Buy something.
-
-        Anything goes.
 
         Args:
             item: The item to
                 buy.
             pay (float): Maximum price.
-
-        Returns:
-            A receipt.
         """
         if item.name == "bomb":
             raise ValueError("no bombs here")
         self._bought.append(item.name)
-        return f"{type(item).__name__} {item.name} {item.count} {pay!r} {how} {note}"
+        return f"{type(item).__name__} {item.name} {item.count} {pay!r} {how}"
 
     async def wait(self, seconds: float, then: str = "") -> dict:
         """Wait.

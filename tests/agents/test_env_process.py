@@ -63,7 +63,7 @@ async def test_episode_from_opening_to_verdict() -> None:
     (message,) = opening.messages
     assert message["role"] == "user" and message["content"].startswith("p7 3 0.")
     result = await use(environment, "buy", item={"name": "ring"}, pay=3)
-    assert (result.text, result.failed) == ("Item ring 1 3.0 cash ", False)
+    assert (result.text, result.failed) == ("Item ring 1 3.0 cash", False)
     result = await use(environment, "wait", seconds=0, then="done")
     assert (result.text, result.done) == ('{"slept": 0.0, "of": "float"}', True)
     reply = await environment.reply({"role": "assistant", "content": "hello"})
