@@ -14,23 +14,10 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 from keel.agents.env_runtime.errors import InvalidEnvironment, error_text
 
 _UNIONS: tuple[Any, ...] = (Union, getattr(types, "UnionType", Union))
-_PLAIN: dict[Any, str] = {
-    str: "string",
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    type(None): "null",
-}
-_ARRAYS: tuple[Any, ...] = (
-    list,
-    tuple,
-    set,
-    frozenset,
-    abc.Sequence,
-    abc.Iterable,
-    abc.Collection,
-    abc.Set,
-)
+_PLAIN: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
+_PLAIN[type(None)] = "null"
+_ARRAYS: tuple[Any, ...] = (list, tuple, set, frozenset)
+_ARRAYS += (abc.Sequence, abc.Iterable, abc.Collection, abc.Set)
 _NUMBERS: tuple[Any, ...] = (int, float)
 _OBJECTS: tuple[Any, ...] = (dict, abc.Mapping)
 
@@ -40,9 +27,7 @@ def schema_of(hint: Any, where: str) -> dict[str, Any]:
     supported."""
     if hint is Any or hint is inspect.Parameter.empty:
         return {}
-    parts = _parts(hint)
-    kind: Any = parts[0]
-    inner = parts[1]
+    kind, inner = _parts(hint)
     if hasattr(hint, "__metadata__"):  # Annotated[int, "a description"]
         texts = [one for one in hint.__metadata__ if isinstance(one, str)]
         schema = schema_of(hint.__origin__, where)
@@ -93,7 +78,7 @@ def hints_of(owner: Any, where: str) -> dict[str, Any]:
         raise InvalidEnvironment(message) from error
 
 
-def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+def _parts(hint: Any) -> Any:
     if hasattr(hint, "__metadata__"):
         hint = hint.__origin__
     hint = type(None) if hint is None else hint
@@ -114,9 +99,7 @@ def _is_dataclass(kind: Any) -> bool:
 
 def value_of(hint: Any, value: Any) -> Any:
     """Convert a JSON value to the type `hint`. Raises ValueError if it has another type."""
-    parts = _parts(hint)
-    kind: Any = parts[0]
-    inner = parts[1]
+    kind, inner = _parts(hint)
     if kind is Any:
         return value
     if kind in _UNIONS:
