@@ -16,8 +16,8 @@ from keel.agents.env_runtime.errors import InvalidEnvironment, error_text
 _UNIONS: tuple[Any, ...] = (Union, getattr(types, "UnionType", Union))
 _PLAIN: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _PLAIN[type(None)] = "null"
-_ARRAYS: tuple[Any, ...] = (list, tuple, set, frozenset)
-_ARRAYS += (abc.Sequence, abc.Iterable, abc.Collection, abc.Set)
+_ITERABLES = (abc.Sequence, abc.Iterable, abc.Collection, abc.Set)
+_ARRAYS: tuple[Any, ...] = (list, tuple, set, frozenset, *_ITERABLES)
 _NUMBERS: tuple[Any, ...] = (int, float)
 _OBJECTS: tuple[Any, ...] = (dict, abc.Mapping)
 
