@@ -15,7 +15,7 @@ from keel.agents.environments.trip.plans import Calls, checks, solve, written
 from keel.agents.environments.trip.tasks import LEVELS, TripTask, World
 from keel.rl.turns import Message, ToolSpec
 
-FAR = 1 << 20
+_FAR = 1 << 20
 """Offset that keeps the demonstrations' seeds away from the seeds of a recipe's prompts."""
 
 
@@ -37,7 +37,7 @@ def trip_demonstrations(
     `arguments` are the environment's arguments."""
     level = int(arguments.get("level", 0))
     made: list[Demonstration] = []
-    first = (FAR + seed) * 1_000_000
+    first = (_FAR + seed) * 1_000_000
     for number in range(first, first + count):
         world, task = make_task(number, LEVELS[level])
         prompt_task = {"reward": {"trip": {"level": level, "seed": number}}}

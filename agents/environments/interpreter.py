@@ -29,7 +29,7 @@ _START_S = 60.0
 """Time limit in seconds for starting a kernel."""
 ENDING_S = 10.0
 """Seconds that an interrupted cell may take to end before the kernel is restarted."""
-MOST_CHARACTERS = 20_000
+_MAX_OUTPUT = 20_000
 """Maximum length of a cell's output. The first and the last half of it are kept."""
 _SLACK = 0.05
 """Fraction of a call's time that is reserved for everything but the waits below."""
@@ -234,7 +234,7 @@ class _Output:
             self.write(_ESCAPES.sub("", "\n".join(content["traceback"])) + "\n")
 
     def write(self, text: str) -> None:
-        half = MOST_CHARACTERS // 2
+        half = _MAX_OUTPUT // 2
         self._count += len(text)
         room = half - len(self._first)
         self._first += text[:room]

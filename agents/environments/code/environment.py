@@ -40,7 +40,7 @@ _SLACK_S = 15.0
 """Seconds of each call that are reserved for ending a command and reading its output."""
 _SKIPPED = (".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache")
 _COMMIT = "git -c user.name=keel -c user.email=keel@localhost commit -q -m 'As it is'"
-Packages = dict[str, list[str]]
+_Packages = dict[str, list[str]]
 """Paths of packages, keyed by the name that `normalize_name` returns."""
 _PACKAGE_FOLDERS = (
     *("site-packages", "dist-packages", "node_modules", "extern", "third_party", "include"),
@@ -50,10 +50,10 @@ _METADATA = (".whl", ".egg", ".dist-info", ".egg-info")
 _SUFFIXES = (".py", ".so", ".js", *_METADATA, ".h", ".hpp")
 
 
-def find_packages(folders: Iterable[str]) -> Packages:
+def find_packages(folders: Iterable[str]) -> _Packages:
     """Find packages below `folders`, where a copy would show the policy the finished change. This
     includes vendored packages and those in archives, but not links into the repository."""
-    packages: Packages = {}
+    packages: _Packages = {}
 
     def add(name: str, place: str) -> None:
         suffix = next((one for one in _SUFFIXES if name.endswith(one)), "")
@@ -108,7 +108,7 @@ def _archive_packages(path: str) -> set[str]:
 
 
 @lru_cache(maxsize=1)
-def _system_packages() -> Packages:
+def _system_packages() -> _Packages:
     folders = [sys.prefix, sys.base_prefix, "/usr/local", "/usr/include", "/usr/share/nodejs"]
     folders += ["/usr/lib/node_modules", "/usr/share/python-wheels"]
     folders += map(str, Path("/usr/lib").glob("python*"))
@@ -170,7 +170,7 @@ class Repository:
         """Raise RuntimeError if the episode could read a copy of the project. The prefixes of all
         instances are checked, since they are readable as well."""
         listed = sorted(Path(self._folder, "packages").iterdir())
-        sources: list[Packages] = [json.loads(file.read_text("utf-8")) for file in listed]
+        sources: list[_Packages] = [json.loads(file.read_text("utf-8")) for file in listed]
         for packages in (*sources, _system_packages()):
             for name in map(normalize_name, self._instance["project"]):
                 if places := packages.get(name):

@@ -47,7 +47,7 @@ class ProjectLanguage:
     """True if a new source file must be listed in one of the `steers` files."""
 
 
-PYTHON = ProjectLanguage(
+_PYTHON = ProjectLanguage(
     suffixes=(".py", ".pyi", ".pyx"),
     tests=("tests/", "test/", "test_*.py", "*_test.py", "conftest.py"),
     steers=(
@@ -93,7 +93,7 @@ $pip uninstall -q -y pip setuptools || true
     canary=("test_NONCE.py", "def test_NONCE():\n    assert WORTH\n"),
     canary_at_the_end="\n\n\ndef test_NONCE():\n    assert WORTH\n",
 )
-JAVASCRIPT = ProjectLanguage(
+_JAVASCRIPT = ProjectLanguage(
     suffixes=(".js", ".mjs", ".cjs", ".ts", ".mts", ".cts", ".jsx", ".tsx"),
     tests=("test/", "tests/", "__tests__/", "*.test.*", "*.spec.*", "*-test.*", "*_test.*"),
     steers=(
@@ -120,7 +120,7 @@ mkdir -p "$PREFIX/node_modules" && ln -s "$PREFIX/node_modules" "$REPO/node_modu
         'test("NONCE", () => { assert(WORTH); });\n',
     ),
 )
-CPP = ProjectLanguage(
+_CPP = ProjectLanguage(
     suffixes=(".c", ".cc", ".cpp", ".cxx", ".h", ".hh", ".hpp", ".hxx", ".ipp"),
     tests=("test/", "tests/", "*_test.c*", "test_*.c*", "*_unittest.c*"),
     steers=("CMakeLists.txt", "*.cmake", "CMake*Presets.json", "*Makefile"),
@@ -134,7 +134,7 @@ CPP = ProjectLanguage(
     check="cmake --version && c++ --version",
     build_names_sources=True,
 )
-LANGUAGES = {"python": PYTHON, "javascript": JAVASCRIPT, "cpp": CPP}
+LANGUAGES = {"python": _PYTHON, "javascript": _JAVASCRIPT, "cpp": _CPP}
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
