@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from keel.agents.env_process.program import Program
 from keel.agents.types import Unscored
 from keel.rl.types import Prompt
 from keel.synthesis.code.sandboxes import CodeSandboxes, Prefix, instance_of
-from tests.agents.episodes import PATIENT, asynchronous, run, transcript, use
+from tests.agents.episodes import PATIENT, asynchronous, transcript, use
 from tests.agents.sandboxes import wrap_of
 from tests.synthesis.code.projects import FIXED, SETUP, TEST, candidate, config, source
 from tests.waiting import PATIENCE_S
@@ -246,20 +247,21 @@ CHEATS = {
 }
 
 
-def test_cheating_earns_no_reward(tmp_path: Path) -> None:
+@asynchronous
+async def test_cheating_earns_no_reward(tmp_path: Path) -> None:
     """Every cheat is graded 0, and the honest solution is not."""
     cheats = {**CHEATS, "honest": f"{WATCHER}{PLUGIN}{FIX}"}
     rewards: dict[str, float] = {}
     facts: dict[str, dict[str, object]] = {}
+    slots = asyncio.Semaphore(3)
 
-    async def play() -> None:
-        async with opened(tmp_path) as open_:
-            for name, command in cheats.items():
-                async with open_() as hosted:
-                    await bash(hosted, command)
-                    rewards[name], facts[name] = await worth(hosted)
+    async def attack(name: str, open_: Open) -> None:
+        async with slots, open_() as hosted:
+            await bash(hosted, cheats[name])
+            rewards[name], facts[name] = await worth(hosted)
 
-    run(play())
+    async with opened(tmp_path) as open_:
+        await asyncio.gather(*(attack(name, open_) for name in cheats))
     assert rewards == {name: float(name == "honest") for name in cheats}, facts
     faked = {name for name, found in facts.items() if found.get("canary") == "faked"}
     assert faked == {name for name in cheats if "patched" in name or "rewritten" in name}
