@@ -5,11 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import fields
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, cast
+
+import numpy as np
 
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.items import Item, Loaded, digest, with_source_system
-from keel.data.jsonable import to_jsonable
 from keel.rl.types import ENVIRONMENT, Prompt
 
 REFUSED_TASKS = {
@@ -20,7 +23,7 @@ REFUSED_TASKS = {
 }
 """Tasks that Keel refuses because their verifiers can be exploited (reasoning_gym 0.1.25).
 
-Some others are refused because they are better configured as a source of their own.
+`composite` is refused because its parts are better configured as separate sources.
 `tests/rewards/rules/test_reasoning_gym.py` tries nonsense answers on all tasks that remain.
 """
 
@@ -106,12 +109,11 @@ def _item(source: SourceConfig, dataset: Any, index: int) -> Item:
         raise ConfigError(
             f"data.sources[{source.name}]: {origin} cannot be generated: {_describe(error)}"
         ) from error
+    question = [{"role": "user", "content": reward["entry"]["question"]}]
     prompt = Prompt(
         prompt_id=f"{source.name}/{index}",
         domain=source.domain_name,
-        messages=with_source_system(
-            source, [{"role": "user", "content": reward["entry"]["question"]}]
-        ),
+        messages=with_source_system(source, question),
         thinking=source.thinking,
         reward=reward,
         kl_coef=source.kl_coef,
@@ -131,10 +133,9 @@ def load_episodes(source: SourceConfig) -> Loaded:
     The message in each prompt only names the task, and the environment has to replace it.
     `keel.agents.probe` refuses an environment that does not.
     """
-    items: list[Item] = []
-    for index in range(source.size):
-        name = f"{source.name}/{index}"
-        prompt = Prompt(
+    names = [f"{source.name}/{index}" for index in range(source.size)]
+    prompts = [
+        Prompt(
             prompt_id=name,
             domain=source.domain_name,
             messages=({"role": "user", "content": f"(task {name})"},),
@@ -143,5 +144,42 @@ def load_episodes(source: SourceConfig) -> Loaded:
             kl_coef=source.kl_coef,
             environment=source.name,
         )
-        items.append(Item(prompt=prompt, origin=name))
-    return Loaded(items=tuple(items))
+        for name in names
+    ]
+    return Loaded(items=tuple(Item(prompt=one, origin=one.prompt_id) for one in prompts))
+
+
+def to_jsonable(value: Any, path: str = "value") -> Any:
+    """Encode a Python value as JSON data without loss.
+
+    Verifiers compare types: a grid of tuples is not a grid of lists, and `{1: …}` is not `{"1":
+    …}`. Such values are therefore encoded like `{"~tuple": […]}`, and
+    `keel.rewards.code.call_driver` decodes them. Raises TypeError with the path to an unsupported
+    value.
+    """
+
+    def each(items: Any) -> list[Any]:
+        return [to_jsonable(item, f"{path}[{index}]") for index, item in enumerate(items)]
+
+    if isinstance(value, np.generic):
+        value = cast(Any, value).item()
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, list):
+        return each(value)
+    if isinstance(value, tuple):
+        return {"~tuple": each(value)}
+    if isinstance(value, (set, frozenset)):
+        return {"~set": each(sorted(cast(set[Any], value), key=repr))}
+    if isinstance(value, (Decimal, Fraction)):
+        return {f"~{type(value).__name__.lower()}": str(value)}
+    if isinstance(value, Mapping):
+        pairs = list(cast(Mapping[Any, Any], value).items())
+        if all(isinstance(key, str) and not key.startswith("~") for key, _ in pairs):
+            return {str(key): to_jsonable(item, f"{path}.{key}") for key, item in pairs}
+        return {
+            "~dict": [[to_jsonable(k, path), to_jsonable(v, f"{path}[{k!r}]")] for k, v in pairs]
+        }
+    raise TypeError(f"{path} holds a {type(value).__name__}, which cannot be encoded")

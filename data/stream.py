@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from typing import Any, Generic, Protocol, TypeVar
 
 from keel.data.items import digest
@@ -13,9 +12,7 @@ from keel.rl.types import Prompt
 
 class _Streamed(Protocol):
     @property
-    def prompt_id(self) -> str:
-        """An ID that is unique across all sources."""
-        ...
+    def prompt_id(self) -> str: ...
 
 
 T = TypeVar("T", bound=_Streamed)
@@ -62,21 +59,9 @@ class Stream(Generic[T]):
         """Maps the sources that are used for training to their prompts."""
         return self._sources
 
-    @property
-    def drawn(self) -> Mapping[str, int]:
-        """How many prompts have been drawn from each source so far."""
-        return dict(self._drawn)
-
     def take(self, n: int) -> list[T]:
         """Return the next `n` prompts."""
         return [self._requeued.popleft() if self._requeued else self._next() for _ in range(n)]
-
-    def draws(self, since: Mapping[str, int], until: Mapping[str, int]) -> list[T]:
-        """Return the prompts drawn between two positions (as in `drawn`), without moving the
-        stream."""
-        other = copy(self)
-        other._drawn, other._requeued, other._orders = dict(since), deque(), dict(self._orders)
-        return other.take(sum(until.values()) - sum(since.values()))
 
     def state(self, unfinished: Sequence[T] = ()) -> dict[str, Any]:
         """Return the position as JSON data.
@@ -141,11 +126,7 @@ class PromptStream(Stream[Prompt]):
     """A stream of prompts to sample from."""
 
     def __init__(
-        self,
-        sources: Mapping[str, Sequence[Prompt]],
-        *,
-        weights: Mapping[str, float],
-        seed: int,
+        self, sources: Mapping[str, Sequence[Prompt]], *, weights: Mapping[str, float], seed: int
     ) -> None:
         def content(prompt: Prompt) -> str:
             return f"{prompt.prompt_id} {prompt.messages} {prompt.reward}"

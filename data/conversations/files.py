@@ -71,17 +71,15 @@ def _keyed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
     keyed |= picked(row.record, columns)
     if row.written is not None:
         return keyed
-    cells = without_nulls(keyed).items()
-    return {key: _cell(key, value) for key, value in cells if value != ""}
-
-
-def _cell(key: str, value: Any) -> Any:
-    """Decode a table cell that may be plain text or JSON. Raises BadLine."""
-    if not isinstance(value, str):
-        return value
-    if key == "thinking":
-        return {"true": True, "false": False}.get(value.strip().lower(), value)
-    return parse_json(key, value) if key in _PARSED else value
+    cells: dict[str, Any] = {}
+    for key, value in without_nulls(keyed).items():
+        if key in _PARSED and isinstance(value, str) and value:
+            cells[key] = parse_json(key, value)
+        elif key == "thinking" and isinstance(value, str) and value:
+            cells[key] = {"true": True, "false": False}.get(value.strip().lower(), value)
+        elif value != "":
+            cells[key] = value
+    return cells
 
 
 def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSource:
@@ -103,6 +101,15 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSou
             "(trajectories/*.jsonl), of `keel eval` (samples.jsonl), or a file"
         )
     dropped: Counter[str] = Counter()
+    mode = {"as-written": None, "with": True, "without": False}[source.thinking]
+
+    def is_learnable(conversation: Mapping[str, Any]) -> bool:
+        """Malformed conversations pass and fail later."""
+        messages = conversation.get("messages")
+        return not isinstance(messages, list) or any(
+            not isinstance(m, dict) or (m.get("role") == "assistant" and m.get("weight") != 0)
+            for m in cast(list[Any], messages)
+        )
 
     def selected(at: str, text: bytes) -> Iterator[_Placed]:
         line = object_of(text, replace_surrogates=True)[0]
@@ -113,14 +120,13 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSou
                 dropped[reason] += 1
                 continue
             place = f"{at}, sample {number}" if of_evaluation else at
-            if _as_sampled(record, source, tokenizer):
+            same = record.get("tokenizer") == tokenizer and mode in (None, record.get("thinking"))
+            if same and tokenizer and not source.system:  # learn exactly the sampled tokens
                 yield place, record
                 continue
             record.pop("segments", None)
             others = record.get("other_conversations", [])
-            learnable = [
-                {**record, **one} for one in (record, *others) if _is_learnable(one.get("messages"))
-            ]
+            learnable = [{**record, **one} for one in (record, *others) if is_learnable(one)]
             dropped["no whole turn"] += not learnable
             for conversation in learnable:
                 yield place, conversation
@@ -128,21 +134,6 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSou
     lines = ((f"{path}:{number}", line) for path in files for number, line in lines_of(path, knob))
     read = _read(source, lines, selected)
     return ReadSource(examples=read.examples, skipped=read.skipped, unselected=dropped)
-
-
-def _is_learnable(messages: Any) -> bool:
-    """Return whether a conversation has a message to learn. Malformed ones pass and fail later."""
-    if not isinstance(messages, list):
-        return True
-    entries = (cast(dict[str, Any], m) for m in cast(list[Any], messages) if isinstance(m, dict))
-    return any(one.get("role") == "assistant" and one.get("weight") != 0 for one in entries)
-
-
-def _as_sampled(record: Mapping[str, Any], source: ConversationsConfig, tokenizer: str) -> bool:
-    """Return whether to learn exactly the tokens that were sampled."""
-    mode = {"as-written": None, "with": True, "without": False}[source.thinking]
-    same = record.get("tokenizer") and record["tokenizer"] == tokenizer
-    return bool(same) and not source.system and mode in (None, record.get("thinking"))
 
 
 def _read(

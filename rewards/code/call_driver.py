@@ -7,7 +7,7 @@ program's.
 Standard input is a JSON list of `[name, args, kwargs]`. Standard output has one line of JSON for
 each call, `{"returned": …}` or `{"raised": "…"}`, or a single `{"broken": "…"}` if the source
 cannot be loaded. Whatever the program prints itself is discarded. Values that JSON does not support
-are encoded as in `keel.data.jsonable`. Programs can use the names in `_PREAMBLE` like built-ins.
+are encoded as in `keel.data.procedural`. Programs can use the names in `_PREAMBLE` like built-ins.
 """
 
 import builtins
@@ -33,7 +33,7 @@ precedence, so `pow` is not `math.pow`."""
 
 
 def from_jsonable(value: object) -> object:
-    """Decode a value that `keel.data.jsonable.to_jsonable` encoded. Verifiers use this as well."""
+    """Decode a value that `keel.data.procedural` encoded. Verifiers use this as well."""
     if isinstance(value, list):
         return [from_jsonable(item) for item in value]
     if isinstance(value, dict):

@@ -36,17 +36,6 @@ def ids(taken: list[Prompt]) -> list[str]:
 
 @settings(deadline=None)
 @given(first=st.integers(0, 40), then=st.integers(0, 40))
-def test_past_draws(first: int, then: int) -> None:
-    running = stream()
-    running.take(first)
-    since, taken = running.drawn, ids(running.take(then))
-    until = running.drawn
-    assert ids(running.draws(since, until)) == taken
-    assert running.drawn == until
-
-
-@settings(deadline=None)
-@given(first=st.integers(0, 40), then=st.integers(0, 40))
 def test_restored_stream_continues(first: int, then: int) -> None:
     uninterrupted = stream()
     taken = ids(uninterrupted.take(first))

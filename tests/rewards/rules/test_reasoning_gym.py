@@ -14,8 +14,7 @@ from reasoning_gym.factory import DATASETS, create_dataset
 
 from keel.configs.load import load_config
 from keel.configs.schema import SourceConfig
-from keel.data.jsonable import to_jsonable
-from keel.data.procedural import REFUSED_TASKS, load_reasoning_gym
+from keel.data.procedural import REFUSED_TASKS, load_reasoning_gym, to_jsonable
 from keel.rewards.code.call_driver import from_jsonable
 from keel.rewards.rules.reasoning_gym import MOST_PARTIAL
 from keel.rewards.rules.verifiers import Verifier, verifier_for
