@@ -105,7 +105,7 @@ class SynthesisBudget:
 
     @contextmanager
     def call(self, tokens: int, usd: float) -> Any:
-        """Reserve the maximum cost of a call and yield a function that records what it really used.
+        """Reserve the maximum cost of a call and yield a function that records the actual usage.
         Raises BudgetSpent if the budget does not allow the call."""
         more = {"tokens": tokens, "usd": usd}
         for name, limit in self._limits.items():

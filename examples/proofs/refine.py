@@ -13,11 +13,10 @@ from typing import Any
 
 from keel.rewards.judge.proof import read_proof
 
-REVISE = """Your solution has score {score:g} by your own evaluation, so it is not finished. Mend \
-what the evaluation found, check what it may have missed, and write the whole response again, in \
+_REVISE = """Your solution has score {score:g} by your own evaluation, so it is not finished. Fix \
+the flaws that the evaluation names, look for further ones, and write the whole response again, in \
 the same form."""
-REFORM = """Your response {problem}. Write the whole response again in the form that was asked \
-for."""
+_REFORM = """Your response {problem}. Write the whole response again in the requested form."""
 
 
 class Refine:
@@ -37,8 +36,8 @@ class Refine:
             return None
         self.used += 1
         if isinstance(proof, str):
-            return REFORM.format(problem=proof)
-        return REVISE.format(score=proof.score)
+            return _REFORM.format(problem=proof)
+        return _REVISE.format(score=proof.score)
 
     def verdict(
         self, messages: Sequence[Mapping[str, Any]], finish_reason: str

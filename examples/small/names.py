@@ -14,7 +14,7 @@ def name(draw: random.Random) -> str:
 
 
 def names(draw: random.Random, count: int) -> list[str]:
-    """Return distinct names, of which there are 4,900."""
+    """Return distinct names. There are 4,900."""
     result: dict[str, None] = {}
     while len(result) < count:
         result[name(draw)] = None

@@ -1,5 +1,5 @@
-"""Small general tasks: look up prices in a shop, or find the cheaper of two items. The format is
-that of `keel.agents.environments.general.author_code`."""
+"""Small general tasks: look up prices in a shop, or find the cheaper of two items. The files have
+the format that `keel synthesize` writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keel.examples.small.names import names
 
 ITEMS = 80
 TOOLS = '''\
-"""What a shop asks for its goods."""
+"""Prices of a shop."""
 
 
 def price(item: str) -> int:

@@ -43,7 +43,7 @@ class Answer:
         text = f"{self.value:.{self.decimals}f}"
         if not self.decimals:
             return {"answer": text, "match": "math"}
-        # Relative to what is written; absolute for a 0.
+        # Relative to the written value; absolute for a 0.
         near = 1.1 * 10**-self.decimals / (abs(float(text)) or 1.0)
         return {"answer": text, "match": "math", "tolerance": float(f"{near:.3g}")}
 
@@ -160,8 +160,8 @@ def revenue_of_region(shop: Shop, draw: random.Random) -> Answer | None:
         if shop.customers[o.customer] == region and (o.day.year, o.day.month) == month
     ]
     request = (
-        f"What is the revenue with customers of the region {region} in month {month[1]} of "
-        f"{month[0]}, rounded to two decimals?"
+        f"Compute the revenue with customers of the region {region} in month {month[1]} of "
+        f"{month[0]}, rounded to two decimals."
     )
     return Answer(request, sum(result), 2) if len(result) > 2 else None
 
@@ -184,8 +184,8 @@ def days_between(shop: Shop, draw: random.Random) -> Answer | None:
         days[o.customer].append(o.day)
     spans = [(max(result) - min(result)).days for result in days.values() if len(result) > 1]
     request = (
-        "Of the customers with at least two orders: how many days lie between the first and the "
-        "last order on average, rounded to two decimals?"
+        "How many days lie between the first and the last order on average, for customers with at "
+        "least two orders, rounded to two decimals?"
     )
     return Answer(request, mean(spans), 2)
 
@@ -205,7 +205,7 @@ def without_orders(shop: Shop, draw: random.Random) -> Answer | None:
 def median_revenue(shop: Shop, draw: random.Random) -> Answer | None:
     category = draw.choice(sorted({category for category, _ in shop.products.values()}))
     result = [shop.revenue(o) for o in shop.orders if shop.products[o.product][0] == category]
-    request = f"What is the median revenue of an order of {category}, rounded to two decimals?"
+    request = f"Compute the median revenue of an order of {category}, rounded to two decimals."
     return Answer(request, median(result), 2) if len(result) > 5 else None
 
 

@@ -30,11 +30,11 @@ _QUESTION = """\
 A programmer gets a repository and the issue below, and changes the code. Hidden tests then \
 decide. Judge whether that is a fair task, from 1 (not at all) to 5 (entirely):
 
-- clear: does the issue say what is wrong or wanted, so that one knows what to do?
-- solvable: does the issue, with the repository as it is, fix what the tests check (names, \
+- clear: does the issue describe the problem or the request, so that the goal is known?
+- solvable: do the issue and the repository determine everything that the tests check (names, \
 messages, formats), so that a right solution passes them?
 
-Say in a few words why, then end with a line of JSON: {{"clear": 3, "solvable": 3}}
+Give your reasons in a few words, then end with a line of JSON: {{"clear": 3, "solvable": 3}}
 
 # Issue
 
@@ -162,7 +162,7 @@ async def judge(candidate: Candidate, author: Author, least: int) -> dict[str, i
 
 
 def _marks_of(text: str) -> dict[str, int]:
-    """Return the marks in the last valid JSON object of a reply, or {} if there are none."""
+    """Return the marks in the last valid JSON object of a reply, or {}."""
     objects: Sequence[str] = re.findall(r"\{[^{}]*\}", text)
     for value in reversed(objects):
         try:

@@ -2,7 +2,7 @@
 manifests.
 
 The language's own set-up is tried first. If no test passes with it, a set-up agent with bash in the
-same sandbox submits scripts, each of which is run from scratch.
+same sandbox submits scripts. Each script runs from scratch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MAX_REASON = 300
 _TOOLS = (
     ToolSpec(
         name="bash",
-        description="Run a command in bash, in the repository. There is a network.",
+        description="Run a command in bash, in the repository, with network access.",
         parameters={
             "type": "object",
             "properties": {"command": {"type": "string"}},
@@ -53,7 +53,7 @@ _TOOLS = (
     ),
     ToolSpec(
         name="submit",
-        description="Hand in how it is set up and tested. Both are run from the beginning.",
+        description="Submit the set-up and the test command. Both run from scratch.",
         parameters={
             "type": "object",
             "properties": {
@@ -66,28 +66,28 @@ _TOOLS = (
     ),
 )
 _TASK = """\
-Find out how the project in {repo} is set up and how its tests are run, then call `submit`.
+Find out how to set up the project in {repo} and how to run its tests, then call `submit`.
 
-Both run in bash in the repository, without root. `setup` has the network, and must install \
-everything into the folder $PREFIX (which is empty before it, and the only folder besides the \
-repository that is kept); $VERSION is the project's version, for build tools that look for it in \
-git. `test` has no network, runs all tests and writes their results in JUnit's XML format into \
-the folder $JUNIT, any number of .xml files. The project itself must be used from the repository, \
-not from a copy of it: install it in editable mode, for example.
+Both scripts run in bash in the repository, without root. `setup` has network access and must \
+install everything into the folder $PREFIX, which is empty at first; only this folder and the \
+repository are kept. $VERSION is the project's version, for build tools that look for it in git. \
+`test` has no network access. It runs all tests and writes their results in JUnit's XML format \
+into the folder $JUNIT, in any number of .xml files. The tests must use the project from the \
+repository instead of a copy of it: install it in editable mode, for example.
 
-The language is {language}. This was tried:
+The language is {language}. This set-up was tried:
 
 ```
 {setup}
 ```
 
-and then
+with this test command:
 
 ```
 {test}
 ```
 
-What came of it: {why}
+The result: {why}
 """
 
 

@@ -126,7 +126,7 @@ async def deterministic(
     seed: int,
 ) -> None:
     """Check that tools return the same results in two processes with different hash seeds. The
-    calls are those of the solution and generated ones with arguments from the database."""
+    calls are the solution's, and generated ones with arguments from the database."""
     texts = await _texts_of(rooms, environment)
     draw = random.Random(seed)
     probes = [
@@ -170,7 +170,7 @@ async def solved(
     seed: int = 0,
 ) -> SolutionResult:
     """Run the solution in a process that has only the tools. Its calls go through the environment
-    like those of a policy."""
+    like a policy's calls."""
     results: list[tuple[ToolCall, Mapping[str, str]]] = []
     with lost_to("solution"):
         async with general(rooms, environment, number, seed=seed) as (policy, _):

@@ -22,13 +22,13 @@ _MAX_ANSWER = 300
 """Maximum number of characters in an answer."""
 _UNKNOWN = "unknown"
 _SYSTEM = """\
-Answer the question between the fences{how}. End with the answer alone, a name or a number as it \
-stands there, between <answer> and </answer>; if you cannot find it, write \
+Answer the question between the fences{how}. End with the answer alone, a name or a number as the \
+source spells it, between <answer> and </answer>; if you cannot find it, write \
 <answer>{unknown}</answer>."""
 _OPEN = """\
 Answer the question between the fences{how}, completely and to the point, for a reader who has not \
-read any of it."""
-_HOW = {True: " by what the documents say", False: " by what you know"}
+read any of the documents."""
+_HOW = {True: " from the documents", False: " from memory"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,19 +77,18 @@ async def candidates(
 
 _Verdict = Literal["right", "wrong", "unclear"]
 _VERIFIER_SYSTEM = """\
-You check answers to a question against the documents. Find out with the tools what the documents \
-say, going through every fact of the question, before you decide about any answer. An answer is \
-"right" only if the documents show that it meets all of the question; "wrong" only if they show \
-that it does not; else it is "unclear". Several may be right, or none. How sure or how polished an \
-answer sounds says nothing.
+You check answers to a question against the documents. Look up every fact of the question with the \
+tools before you decide about any answer. An answer is "right" only if the documents show that it \
+meets all of the question, and "wrong" only if they show that it does not; otherwise it is \
+"unclear". Several answers may be right, or none. Ignore how confident or polished an answer sounds.
 
-Hand in a verdict for each answer with the tool `decide`: the reason, and the document that you \
-opened and the words in it that decide."""
+Submit a verdict for each answer with the tool `decide`: the reason, a document that you opened, \
+and the words in it that decide."""
 _LABELS = [*ascii_uppercase, *(f"A{letter}" for letter in ascii_uppercase)]
 """Labels for the answers. There are enough for all spellings and agents."""
 _DECIDE = ToolSpec(
     name="decide",
-    description="Hand in the verdicts.",
+    description="Submit the verdicts.",
     parameters=object_schema(
         verdicts=list_schema(
             object_schema(

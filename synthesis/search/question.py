@@ -17,20 +17,20 @@ from keel.synthesis.search.workspace import Workspace, list_schema, object_schem
 MOST = 12
 """Maximum number of facts in a question, and of spellings of an answer."""
 _SYSTEM = """\
-You write questions for people who are good at research. A question has one short answer, a name \
-or a number, that stands in a document word for word. It can only be answered by looking up \
-several documents one after the other: it describes things by facts about them instead of naming \
-them, and each fact is needed.
+You write questions for skilled researchers. A question has one short answer, a name or a number, \
+that a document contains word for word. The question can only be answered by looking up several \
+documents one after the other: it describes things by facts about them instead of naming them, and \
+each fact is needed.
 
-How to work: search for the entity you are given and open what is found. Follow rare names from \
-document to document. Then choose an answer at the end of the chain, and join at least {breadth} \
-facts, from at least {depth} documents that lead to one another, into a single question. Do not \
-name the answer in the question, and ask nothing that a search for the question itself, or common \
+Search for the given entity and open the documents that you find. Follow rare names from document \
+to document. Then choose an answer at the end of the chain, and join at least {breadth} facts, \
+from at least {depth} documents that lead to one another, into a single question. Do not name the \
+answer in the question, and ask nothing that a search for the question itself, or common \
 knowledge, would answer.
 
-Hand in with the tool `submit`: the question; the answer, as it stands in a document; other \
-spellings of it that are as right; and as evidence each fact with the document that you opened and \
-the words in it that state it. One of the quotes has to contain the answer."""
+Submit with the tool `submit`: the question; the answer as a document spells it; other correct \
+spellings of it; and as evidence each fact with the document that you opened and the words in it \
+that state it. One of the quotes has to contain the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Draft:
 EVIDENCE = object_schema(claim=text_schema(500), document=text_schema(400), quote=text_schema(1000))
 _SUBMIT = ToolSpec(
     name="submit",
-    description="Hand in the question.",
+    description="Submit the question.",
     parameters=object_schema(
         question=text_schema(),
         answer=text_schema(200),
@@ -97,7 +97,7 @@ async def write_question(
         author,
         _SYSTEM.format(depth=desk.config.depth, breadth=desk.config.breadth),
         f"Write a question in the language with the ISO 639-1 code {language}, beginning from the "
-        "entity between the fences. The answer stays as it stands in the document.",
+        "entity between the fences. Keep the spelling of the answer from the document.",
         material={"entity": entity},
         purpose="question",
         hand_in=(_SUBMIT, hand_in),

@@ -24,19 +24,19 @@ _MIN_CRITERIA, _MAX_CRITERIA = 3, 8
 _READS = 3
 """Number of judge replies to try to parse before giving up."""
 _SYSTEM = """\
-You write requests that people make of an assistant that can search: to explain, compare, sum up \
-or advise. A good one needs at least {breadth} facts from at least {depth} documents, and nobody \
-knows these by heart.
+You write requests to an assistant that can search: to explain, compare, summarize or advise. A \
+good request needs at least {breadth} facts from at least {depth} documents, which people do not \
+know by heart.
 
-How to work: search for the entity you are given, open what is found, and follow it from document \
-to document. Then hand in with the tool `submit`: the request; the facts that a good answer has, \
-each with the document that you opened and the words in it that state it; and {least} to {most} \
-criteria of different kinds (facts that have to be there, what would be wrong, completeness, \
-clarity, being to the point), each with a short name, a text that says when it is met, so that two \
-people would agree, and a weight above 0."""
+Search for the given entity, open the documents that you find, and follow it from document to \
+document. Then submit with the tool `submit`: the request; the facts of a good answer, each with \
+the document that you opened and the words in it that state it; and {least} to {most} criteria of \
+different kinds (required facts, errors, completeness, clarity, relevance), each with a short \
+name, a text that tells when it is met, clear enough that two people would agree, and a weight \
+above 0."""
 _SUBMIT = ToolSpec(
     name="submit",
-    description="Hand in the request.",
+    description="Submit the request.",
     parameters=object_schema(
         request=text_schema(),
         evidence=list_schema(EVIDENCE, 1, MOST),
