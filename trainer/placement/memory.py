@@ -18,8 +18,7 @@ if TYPE_CHECKING:  # the driver imports this module without torch
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_ENGINE_PROCESS_GIB, _TRAINER_PROCESS_GIB = 1.3, 1.2
-"""Resident size of an actor on a CPU after it has loaded vLLM or DeepSpeed."""
+_ENGINE_PROCESS_GIB, _TRAINER_PROCESS_GIB = 1.3, 1.2  # on a CPU, with vLLM or DeepSpeed loaded
 ENGINE_CUDA_GIB, TRAINER_CUDA_GIB = 1.5, 1.3
 """GPU memory for the CUDA context, kernels, NCCL and CUDA graphs. The value for an engine is
 assumed, the one for a rank is measured."""
@@ -27,40 +26,27 @@ STEP_PARTS = ("activations", "experts' tokens", "support head", "new gradients")
 """Parts of a rank's memory that are in use only during forward and backward passes."""
 _JOINED = "gradients joined"
 """Memory that an update needs in addition to what the activations have freed."""
-_SUB_GROUP_BYTES = 4e9
-"""ZeRO-3 updates this many bytes of master weights at a time (DeepSpeed's default)."""
+_SUB_GROUP_BYTES = 4e9  # master weights that ZeRO-3 updates at a time (DeepSpeed's default)
 RANK_SPARE = 1.06
-"""Safety factor for the memory of a rank. The model is up to 2 % too low, and trajectories
-differ."""
+"""Safety factor for a rank. The model is up to 2 % too low, and trajectories differ."""
 ENGINE_SPARE, ENGINE_SPARE_GIB = 1.1, 1.0
 """Assumed safety factor and reserve for an engine's memory without the KV cache."""
 ENGINE_BEYOND_GIB = 1.0
 """Memory for CUDA graphs and buffers that an engine uses beyond its share: 0.6 to 1.0 GiB in four
 of five workloads drawn at random."""
-TRAINER_UNUSED_GIB = 1.5
-"""Memory that PyTorch's allocator holds beyond the tensors of a step: 0.2 to 2.4 GiB in measured
-steps."""
-_SAMPLER_BYTES = 20
-"""Bytes that the sampler needs per vocabulary id and sequence, for logits, probabilities, and both
-of them sorted with their ids."""
+_TRAINER_UNUSED_GIB = 1.5  # held by PyTorch's allocator beyond a step's tensors: 0.2 to 2.4 GiB
+_SAMPLER_BYTES = 20  # per vocabulary id and sequence: logits, probabilities, both sorted with ids
 _BUCKET_ELEMENTS, _LONE_BUCKET_ELEMENTS = 500_000_000, 50_000_000
 """Size of DeepSpeed's gradient bucket: the default, and the size for a single rank, which reduces
 nothing."""
-_ZERO_2_BUCKETS = 4
-"""Number of buckets and copies under ZeRO-2, fitted to three measured steps."""
-_LIVE_ELEMENTS = 1_000_000_000
-"""Number of parameters that ZeRO-3 keeps gathered (DeepSpeed's default)."""
+_ZERO_2_BUCKETS = 4  # buckets and copies under ZeRO-2, fitted to three measured steps
+_LIVE_ELEMENTS = 1_000_000_000  # parameters that ZeRO-3 keeps gathered (DeepSpeed's default)
 _KEPT_ID_BYTES, _MEAN_KEPT = 60, 8
 """Bytes per kept id in the support head (45 to 60 measured, see docs/performance.md), and kept ids
 per token."""
-_HEAD_CHUNK_BYTES = 2048 * 4 * 1.2
-"""Bytes per vocabulary id for a chunk of untruncated tokens in the support head."""
-_FRAGMENTED = 0.08
-"""Share of a GPU that is lost to fragmentation while an engine samples: 11 of 140 GiB in one
-run."""
-_RESIDUE_GIB = 0.5
-"""Memory that PyTorch's allocator still holds after a rank has offloaded everything it can: 0.3 to
-0.8 GiB in four workloads."""
+_HEAD_CHUNK_BYTES = 2048 * 4 * 1.2  # per vocabulary id, for a chunk of untruncated tokens
+_FRAGMENTED = 0.08  # share of a GPU lost to fragmentation while an engine samples: 11 of 140 GiB
+_RESIDUE_GIB = 0.5  # held by the allocator after offloading: 0.3 to 0.8 GiB in four workloads
 
 
 class DoesNotFit(ConfigError):
@@ -128,8 +114,8 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
 
 
 def _cached_tokens(config: Config, facts: ModelFacts) -> int:
-    """Return the tokens that an engine caches if its completions reach their limits. A group shares
-    its prompt."""
+    """Tokens that an engine caches if its completions reach their limits. A group shares its
+    prompt."""
     sequences, longest = engine_sequences(config), config.max_context
     prompt = config.data.max_prompt_tokens
     shares = config.rollout.enable_prefix_caching and facts.full_attention
@@ -165,25 +151,19 @@ def cached_sequences(
     rest = memory.total - memory.parts["KV cache"]
     one = memory.parts["KV cache"] / engine_sequences(config)
     budget = share * gpu_gib * GIB
+    what = f"rollout.gpu_memory_utilization = {share:g} of a GPU (run.gpu_gib) is {gib(budget)}"
     if taken_gib and budget > (gpu_gib - taken_gib) * GIB:
         raise DoesNotFit(
-            f"rollout.gpu_memory_utilization = {share:g} is {gib(budget)}, and other processes "
-            f"hold {gib(taken_gib * GIB)} of a GPU's {gib(gpu_gib * GIB)}"
+            f"{what}, and other processes hold {gib(taken_gib * GIB)} of a GPU's "
+            f"{gib(gpu_gib * GIB)}"
         )
     sequences = int((budget - rest) / one) if one else engine_sequences(config)
     if sequences < 1:
         raise DoesNotFit(
             f"an engine's GPU needs {gib(rest + one)} ({_largest_first(memory, but='KV cache')}, "
-            f"KV cache of one trajectory {gib(one)}), and rollout.gpu_memory_utilization = "
-            f"{share:g} of a GPU with {gib(gpu_gib * GIB)} (run.gpu_gib) is {gib(budget)}"
+            f"KV cache of one trajectory {gib(one)}), and {what}"
         )
     return sequences
-
-
-def with_cache_within(memory: Memory, budget: float) -> Memory:
-    """Limit the KV cache so that the engine needs at most `budget` bytes, and return its memory."""
-    cache = budget - (memory.total - memory.parts["KV cache"])
-    return Memory(parts={**memory.parts, "KV cache": min(cache, memory.parts["KV cache"])})
 
 
 def guaranteed_cache_bytes(config: Config, facts: ModelFacts, gpu_gib: float) -> int:
@@ -230,13 +210,9 @@ def rank_tokens(config: Config) -> float:
     return longest / config.trainer.sequence_parallel
 
 
-def learned_parameters(config: Config, facts: ModelFacts) -> tuple[int, int]:
-    """Return the number of trainable parameters, and how many of them belong to routed experts.
-
-    During the warm-up of an indexer (`trainer.attention`), only the indexer is trained.
-    """
-    if config.model.lora.enabled:
-        return config.model.lora.parameters(facts.projections), 0
+def _learned_parameters(config: Config, facts: ModelFacts) -> tuple[int, int]:
+    """The number of trainable parameters, and how many of them belong to routed experts. During the
+    warm-up of an indexer (`trainer.attention`), only the indexer is trained."""
     if config.trainer.attention == "warm-up":
         return facts.indexer_parameters, 0
     return facts.parameters, facts.expert_parameters
@@ -264,7 +240,7 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     routed = facts.expert_parameters
     held = count - routed * (1 - 1 / trainer.expert_parallel)
     shard = count / ranks
-    learned, of_experts = learned_parameters(config, facts)
+    learned, of_experts = _learned_parameters(config, facts)
     local = learned - of_experts * (1 - 1 / trainer.expert_parallel)
     # Adam's two moments, and from stage 1 up float32 master weights.
     state = 12 * learned / ranks if stage >= 1 else 8 * local
@@ -306,7 +282,7 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     of_a_step = sum(parts.get(name, 0.0) for name in (*STEP_PARTS, "gathered"))
     parts[_JOINED] = max(0.0, update_copy_bytes(config, parts, gpu=gpu) - of_a_step)
     if gpu:
-        parts["unused"] = TRAINER_UNUSED_GIB * GIB
+        parts["unused"] = _TRAINER_UNUSED_GIB * GIB
         parts["CUDA"] = TRAINER_CUDA_GIB * GIB
     else:
         parts["process"] = _TRAINER_PROCESS_GIB * GIB
@@ -376,7 +352,7 @@ def activation_elements(facts: ModelFacts, config: Config) -> float:
     To this it adds all elements of the last layer and its gradients (two for the MLP and one for
     the residual stream).
     """
-    trainer, residual = config.trainer, _residual_elements(facts, config)
+    trainer, residual = config.trainer, facts.hidden_size * (1 + config.model.wide_residual)
     whole = layer_elements(facts, config)
     gradients = 2 * _mlp_width(facts) + residual
     if trainer.activation_checkpointing:
@@ -384,10 +360,6 @@ def activation_elements(facts: ModelFacts, config: Config) -> float:
         return facts.layers * kept + whole + gradients
     kept = layer_elements(facts, config, compiled=trainer.compile)
     return facts.layers * kept + (whole - kept) + gradients
-
-
-def _residual_elements(facts: ModelFacts, config: Config) -> int:
-    return facts.hidden_size * (1 + config.model.wide_residual)
 
 
 def layer_elements(facts: ModelFacts, config: Config, *, compiled: bool = False) -> float:
@@ -402,7 +374,8 @@ def layer_elements(facts: ModelFacts, config: Config, *, compiled: bool = False)
     If the layer is `compiled`, the outputs of norms, the activation and the product are recomputed.
     A block of experts is outside the compiled graph, so that its input is kept.
     """
-    hidden, stream = facts.hidden_size, 2 * _residual_elements(facts, config)
+    hidden = facts.hidden_size
+    stream = 2 * hidden * (1 + config.model.wide_residual)
     attention = 3 * facts.attention_width + 3 * key_width(facts)
     if compiled:
         inputs = facts.moe_layers / facts.layers * hidden
@@ -445,7 +418,7 @@ def key_width(facts: ModelFacts) -> float:
 
 
 def _expert_width(facts: ModelFacts) -> float:
-    """Return the intermediate size of all routed experts that process a token in a MoE layer."""
+    """Intermediate size of all routed experts that process a token in a MoE layer."""
     if not facts.moe_layers:
         return 0.0
     each = facts.expert_parameters / facts.moe_layers / facts.experts / (3 * facts.hidden_size)
@@ -453,8 +426,7 @@ def _expert_width(facts: ModelFacts) -> float:
 
 
 def _mlp_width(facts: ModelFacts) -> float:
-    """Return the intermediate size of the MLP in an average layer, counting shared experts but not
-    routed ones."""
+    """Intermediate size of the MLP in an average layer, with shared experts but no routed ones."""
     embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
     rest = facts.active_parameters - embeddings - facts.attention_parameters
     dense = rest / (3 * facts.hidden_size) - facts.moe_layers * _expert_width(facts)
@@ -499,7 +471,7 @@ def peak_bytes(config: Config, memory: Memory, plan: OffloadPlan) -> float:
 
 
 def _update_bytes(config: Config, memory: Memory) -> float:
-    """Return the bytes that a rank needs during an update, without the reference model."""
+    """Bytes that a rank needs during an update, without the reference model."""
     names = ("weights", "gradients", "optimizer", "unused", "CUDA")
     held = sum(memory.parts[name] for name in names)
     return held + update_copy_bytes(config, memory.parts, gpu=True)
@@ -549,30 +521,22 @@ def staying_gib(config: Config, memory: Memory, plan: OffloadPlan | None = None)
     """Return how many GiB a rank keeps on the GPU while an engine samples, according to `plan`.
     Without a plan, a rank that offloads keeps the minimum."""
     if config.trainer.offload_while_sampling and plan is None:
-        return least_staying_gib(config)
+        return _fixed_gib(config) + _RESIDUE_GIB
     # PyTorch's cached memory stays, too: 23.4 GiB where weights, optimizer and reference are 19.1.
     held = held_bytes(memory) - (plan.sampling if plan else 0.0)
     return _fixed_gib(config) + (held + memory.parts["unused"]) / GIB
 
 
-def least_staying_gib(config: Config) -> float:
-    """Return `staying_gib` for a rank that offloads everything."""
-    return _fixed_gib(config) + _RESIDUE_GIB
-
-
 def _fixed_gib(config: Config) -> float:
-    """Return the GiB for the CUDA context and for weights that are being sent."""
+    """GiB for the CUDA context and for weights that are being sent."""
     return TRAINER_CUDA_GIB + config.trainer.publish_bucket_mib / 1024
 
 
 def host_bytes(config: Config, facts: ModelFacts, plan: OffloadPlan) -> float:
-    """Return the least host memory that a rank needs.
-
-    It holds the master weights, moments, gradients and outgoing weights of an offloaded optimizer,
-    and the data that is offloaded for time-sharing.
-    """
+    """Return the least host memory that a rank needs: master weights, moments, gradients and
+    outgoing weights of an offloaded optimizer, and what is offloaded for time-sharing."""
     trainer = config.trainer
-    learned, _ = learned_parameters(config, facts)
+    learned, _ = _learned_parameters(config, facts)
     each = 20 if trainer.zero_stage == 3 else 18
     optimizer = each * learned / trainer.ranks if trainer.offload_optimizer else 0.0
     return optimizer + plan.host
@@ -599,12 +563,9 @@ def can_start_together(
 def check_trainer_fits(
     config: Config, memory: Memory, gpu_gib: float, *, shared: bool, taken_gib: float = 0.0
 ) -> None:
-    """Check that a rank fits on its GPU. Raises DoesNotFit if it needs more memory than the GPU
-    has, or than its engine leaves."""
-    share, needs = (
-        config.rollout.gpu_memory_utilization,
-        needed_bytes(config, memory, shared=shared),
-    )
+    """Raise DoesNotFit if a rank needs more memory than its GPU has, or than its engine leaves."""
+    share = config.rollout.gpu_memory_utilization
+    needs = needed_bytes(config, memory, shared=shared)
     if shared and config.rollout.time_share:
         room, taken = gpu_gib - ENGINE_CUDA_GIB, ENGINE_CUDA_GIB / gpu_gib
         stays = staying_gib(config, memory) + taken_gib

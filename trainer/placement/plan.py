@@ -27,7 +27,6 @@ from keel.trainer.placement.memory import (
     reading_ranks,
     stage_in_use,
     trainer_memory,
-    with_cache_within,
 )
 from keel.trainer.placement.step_time import StepTime, step_time
 
@@ -137,7 +136,9 @@ def make_plan(
         if samples:
             cached = cached_sequences(config, engine, gpu_gib, taken_gib=taken_gib)
             budget = config.rollout.gpu_memory_utilization * gpu_gib * GIB
-            engine = with_cache_within(engine, budget)
+            rest = engine.total - engine.parts["KV cache"]
+            cache = min(budget - rest, engine.parts["KV cache"])
+            engine = Memory(parts={**engine.parts, "KV cache": cache})
         check_trainer_fits(config, rank, gpu_gib, shared=shared, taken_gib=taken_gib)
     time, time_shares = None, shared and config.rollout.time_share
     offload = offload_plan(config, rank, gpu_gib, shared=shared and gpu, taken_gib=taken_gib)
