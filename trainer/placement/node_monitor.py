@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -102,58 +103,29 @@ class _Node:
     request: Any = None
     """The poll that has not been answered yet. There is at most one, so that no answer is lost."""
     silent_s: float = 0.0
-    ray_failure: str = ""
 
     def poll(self, timeout_s: float, elapsed_s: float) -> list[str]:
         """Wait for the answer to the current poll, and return new messages."""
+        failure, reason = self.last.ray_failure, "no answer"
         try:
             self.last = ray_timeouts.get(self.request, seconds=timeout_s)
         except TimeoutError:
-            return self._silent("no answer", elapsed_s)
+            pass
         except RayError as error:  # Ray restarts the monitor
             self.request = None
             reason = ray_timeouts.death_reason(error).strip() or type(error).__name__
-            return self._silent(reason.splitlines()[-1], elapsed_s)
-        self.request, self.silent_s = None, 0.0
-        messages, failure = list(self.last.messages), self.last.ray_failure
-        if failure and not self.ray_failure:
-            messages.append(failure)  # Ray gives the node up later
-        self.ray_failure = failure
-        return messages
-
-    def _silent(self, reason: str, elapsed_s: float) -> list[str]:
+        else:
+            self.request, self.silent_s, now = None, 0.0, self.last.ray_failure
+            # Ray gives the node up later.
+            return [*self.last.messages, *[now] * (bool(now) and not failure)]
         before, self.silent_s = self.silent_s, self.silent_s + elapsed_s
         if not before < SILENT_S <= self.silent_s:
             return []
         actors = ", ".join(sorted(self.last.actors.keys() - {_ACTOR})) or "no actor of this run"
         return [
-            f"node {self.host} does not answer ({reason}); on it: {actors}. Ray gives a node up "
-            "after about 65 s and restarts its actors elsewhere"
+            f"node {self.host} does not answer ({reason.splitlines()[-1]}); on it: {actors}. Ray "
+            "gives a node up after about 65 s and restarts its actors elsewhere"
         ]
-
-
-class _NodeQuery:
-    """Asks for the nodes of the cluster in a thread, which may hang if the GCS does."""
-
-    def __init__(self, ask: Callable[[], Mapping[str, str]]) -> None:
-        self.silent_s, self.warned = 0.0, False
-        self._answer: Future[Mapping[str, str]] = Future()
-        threading.Thread(target=self._run, args=(ask,), name="keel-nodes", daemon=True).start()
-
-    def answer(self, elapsed_s: float) -> Mapping[str, str] | None:
-        """Return the answer, or None if it has not arrived yet. Raises the error that the query
-        raised."""
-        wait([self._answer], GCS_ANSWER_S)
-        if self._answer.done():
-            return self._answer.result()
-        self.silent_s += elapsed_s
-        return None
-
-    def _run(self, ask: Callable[[], Mapping[str, str]]) -> None:
-        try:
-            self._answer.set_result(ask())
-        except Exception as error:  # raised by `answer`
-            self._answer.set_exception(error)
 
 
 class ClusterMonitor:
@@ -162,8 +134,10 @@ class ClusterMonitor:
     def __init__(self, hang_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._nodes: dict[str, _Node] = {}
         self._dead: dict[str, str] = {}
-        self._query: _NodeQuery | None = None
-        self._since_query_s, self._clock = 0.0, ray_timeouts.PollClock(ANSWER_S, clock)
+        self._query: Future[Mapping[str, str]] | None = None
+        self._since_query_s = self._gcs_silent_s = 0.0
+        self._gcs_warned = False
+        self._clock = ray_timeouts.PollClock(ANSWER_S, clock)
         self._hang_timeout_s = hang_timeout_s
         self._add_nodes(_alive_nodes())
 
@@ -176,10 +150,7 @@ class ClusterMonitor:
         for node in self._nodes.values():
             messages += node.poll(max(0.1, end - time.monotonic()), elapsed_s)
             actors |= node.last.actors
-        self._since_query_s += elapsed_s
-        if self._query is None and self._since_query_s >= LIST_NODES_S:
-            self._query, elapsed_s, self._since_query_s = _NodeQuery(_alive_nodes), 0.0, 0.0
-        failure = self._poll_gcs(self._query, actors, elapsed_s, messages) if self._query else ""
+        failure = self._poll_gcs(actors, elapsed_s, messages)
         return NodeHealth(
             actors=actors,
             messages=tuple(messages),
@@ -187,23 +158,31 @@ class ClusterMonitor:
             dead_nodes=dict(self._dead),
         )
 
-    def _poll_gcs(
-        self, query: _NodeQuery, actors: dict[str, int], elapsed_s: float, messages: list[str]
-    ) -> str:
+    def _poll_gcs(self, actors: dict[str, int], elapsed_s: float, messages: list[str]) -> str:
         """Remove dead nodes and add new ones. Returns why Ray is unusable, or an empty string."""
-        try:
-            alive = query.answer(elapsed_s)
-        except TimeoutError as error:
-            return str(error)
-        if alive is None:
-            silence = f"{GCS} has not answered for {query.silent_s:.0f} s"
-            if query.silent_s >= GCS_HANG_S:
+        self._since_query_s += elapsed_s
+        if self._query is None and self._since_query_s < LIST_NODES_S:
+            return ""
+        if self._query is None:
+            self._since_query_s = self._gcs_silent_s = elapsed_s = 0.0
+            self._gcs_warned, self._query = False, Future()
+            target = partial(_resolve, self._query)  # may hang if the GCS does
+            threading.Thread(target=target, name="keel-nodes", daemon=True).start()
+        wait([self._query], GCS_ANSWER_S)
+        if not self._query.done():
+            self._gcs_silent_s += elapsed_s
+            silence = f"{GCS} has not answered for {self._gcs_silent_s:.0f} s"
+            if self._gcs_silent_s >= GCS_HANG_S:
                 return silence
-            if query.silent_s >= GCS_WARN_S and not query.warned:
-                query.warned = True
+            if self._gcs_silent_s >= GCS_WARN_S and not self._gcs_warned:
+                self._gcs_warned = True
                 messages.append(f"{silence}. After {GCS_HANG_S:g} s the run ends")
             return ""
-        self._query = None
+        query, self._query = self._query, None
+        try:
+            alive = query.result()
+        except TimeoutError as error:
+            return str(error)
         for node in self._nodes.keys() - alive.keys():
             lost = self._nodes.pop(node)
             self._dead[node] = lost.host
@@ -222,6 +201,13 @@ class ClusterMonitor:
 def _alive_nodes() -> Mapping[str, str]:
     nodes = ray_timeouts.bounded(ray.nodes, ray_timeouts.CALL_S, "list its nodes")
     return {n["NodeID"]: n["NodeManagerHostname"] for n in nodes if n["Alive"]}
+
+
+def _resolve(query: Future[Mapping[str, str]]) -> None:
+    try:
+        query.set_result(_alive_nodes())
+    except Exception as error:  # raised by `result`
+        query.set_exception(error)
 
 
 def _create_monitor(node: str, hang_timeout_s: float) -> Any:
