@@ -27,9 +27,7 @@ from keel.trainer.placement.memory import (
 )
 
 _MIB = 2**20
-COMPILE_S = 20.0
-"""Additional seconds of the first step with `trainer.compile`: 13 to 20 s in six runs, and 30 s on
-slow hosts."""
+COMPILE_S = 20.0  # added to the first step by `trainer.compile`: 13 to 20 s in six runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,77 +35,64 @@ class Rates:
     """Fractions of the peak rates that are achieved, and fixed costs, fitted to the steps in
     docs/scaling.md."""
 
+    # Trainer: fractions of the peak that GEMMs reach (0.78 for dense layers and 0.66 for grouped
+    # experts in profiles), and attention. On n tokens, FlashAttention-4 reaches `flash4_share` ·
+    # n / (n + `flash4_tokens`) of the peak (H100). `head_mfu` is for the whole vocabulary.
     gemm_share: float = 0.75
-    """Fraction of the peak that the trainer's GEMMs reach: 0.78 for dense layers and 0.66 for
-    grouped experts in profiles."""
     attention_share: float = 0.27
-    """Fraction of the peak that the trainer's attention GEMMs reach."""
     flash4_share: float = 0.62
     flash4_tokens: float = 2000.0
-    """On n tokens, FlashAttention-4 reaches `flash4_share` · n / (n + `flash4_tokens`) of the peak
-    (H100)."""
+    head_mfu: float = 0.40
+    # How many times a pass moves elements through memory: `elementwise_elements`, also
+    # `normed_elements` of norms that are neither fused nor compiled, or `layer_elements` if
+    # compiled; `expert_elements` with Keel's experts (model/layers/fused.py), and with others or
+    # experts that are spread over ranks, which has not been measured.
     layer_moves: float = 2.9
-    """How many times a pass moves `elementwise_elements` through memory."""
     norm_moves: float = 26.8
-    """The same for `normed_elements` of norms that are neither fused nor compiled."""
     compiled_moves: float = 4.3
-    """How many times a pass moves `layer_elements` with `trainer.compile`."""
     expert_moves: float = 3.5
-    """How many times a pass moves `expert_elements` with Keel's experts (model/layers/fused.py)."""
     stock_expert_moves: float = 12.0
-    """The same for other experts, and for experts that are spread over ranks, which has not been
-    measured."""
+    # Bytes moved per owned parameter by an optimizer step (AdamW, norm and clipping), and per
+    # parameter to add the gradients of a micro-batch, in general or in a single pass
+    # (trainer/engine/deepspeed_internals.py). AdamW in host memory: 28 bytes at an assumed 80 GB/s.
     optimizer_bytes: float = 65.0
-    """Bytes that an optimizer step (AdamW, norm and clipping) moves per owned parameter."""
     gradient_bytes: float = 30.0
-    """Bytes moved per parameter to add the gradients of a micro-batch."""
     summed_bytes: float = 14.0
-    """Bytes moved per parameter if gradients are added in a single pass
-    (trainer/engine/deepspeed_internals.py)."""
     host_adam_s: float = 3.5e-10
-    """Seconds per owned parameter for AdamW in host memory: 28 bytes at an assumed 80 GB/s."""
+    # Driver seconds per step, per group and per completion with rule-based rewards (135 M model).
     driver_s: float = 0.1
     group_s: float = 2e-3
     completion_s: float = 2e-4
-    """Driver seconds per step, per group and per completion with rule-based rewards (135 M
-    parameter model)."""
+    # Fixed seconds for a weight update (benchmarks/transfer.py), per bucket of weights (0.7 ms on
+    # one GPU), and for putting an engine to sleep and waking it up; bytes per second that a GPU
+    # allocates (docs/rollouts.md).
     update_s: float = 9e-3
-    """Fixed seconds for a weight update (benchmarks/transfer.py)."""
-    turn_s: float = 0.05
-    """Fixed seconds for putting an engine to sleep and waking it up."""
-    allocated_bytes: float = 107e9
-    """Bytes per second that a GPU allocates (docs/rollouts.md)."""
     block_s: float = 1.3e-3
-    """Fixed seconds per bucket of weights; 0.7 ms on one GPU."""
-    head_mfu: float = 0.40
-    """Model FLOP utilization of the trainer's head over the whole vocabulary
-    (benchmarks/training/support_head.py)."""
+    turn_s: float = 0.05
+    allocated_bytes: float = 107e9
+    # Engine: model FLOP utilization of prefill and fraction of the memory bandwidth at which
+    # decoding reads weights (assumed), and reads the KV cache (profiled); seconds for the small
+    # kernels of a layer in a decoding step; sampler seconds per vocabulary id and decoding step
+    # (0.56 to 0.67 ms for 151,936 ids).
     prefill_mfu: float = 0.40
-    """Model FLOP utilization of prefill; an assumption."""
     memory_share: float = 0.80
-    """Fraction of the memory bandwidth at which decoding reads weights; an assumption."""
     cache_share: float = 0.68
-    """Fraction of the memory bandwidth at which decoding reads the KV cache, from a profile."""
     layer_step_s: float = 30e-6
-    """Seconds for the small kernels of a layer in a decoding step."""
     sampler_s: float = 3.6e-9
-    """Sampler seconds per vocabulary id and decoding step: 0.56 to 0.67 ms for 151,936 ids."""
+    # Host seconds of an engine per decoding step and per sequence, with the native recorder and
+    # with the packed one, where a step may reuse rows or be prepared.
     step_s: float = 2.0e-3
     sequence_s: float = 37e-6
-    """Host seconds of an engine per decoding step and per sequence, with the native recorder."""
     packed_step_s: float = 1.2e-3
     prepared_step_s: float = 2.2e-3
     packed_sequence_s: float = 3.2e-6
-    """The same with the packed recorder: for a step that reuses rows, for a new step, and per
-    sequence."""
+    # Slowdown of a decoding step and a compiled pass by `model.batch_invariant`.
     invariant_step: float = 1.15
     invariant_pass: float = 1.09
-    """Factor by which `model.batch_invariant` slows down a decoding step and a compiled pass."""
+    # Host seconds of the trainer per layer and pass, more with experts, compiled or not.
     pass_s: float = 1.8e-3
     compiled_pass_s: float = 1.15e-3
-    """Host seconds of the trainer per layer and pass over a micro-batch."""
     expert_pass_s: float = 0.65e-3
-    """Additional host seconds for a layer with experts, compiled or not."""
 
     def launch_seconds(self, config: Config, facts: ModelFacts, micro_batches: int) -> float:
         """Return the host seconds that launching the kernels of a trainer step takes. The GPU works
@@ -115,14 +100,6 @@ class Rates:
         each = self.compiled_pass_s if config.trainer.compile else self.pass_s
         layers = facts.layers * each + facts.moe_layers * self.expert_pass_s
         return layers * passes(config) * micro_batches
-
-    def attention_of(self, config: Config, spec: GpuSpec) -> float:
-        """Return the fraction of the peak that attention reaches in contexts at their limit."""
-        longest, model = config.max_context, config.model
-        other = model.batch_invariant or model.dtype == "float32" or not spec.flash4
-        if other or not config.trainer.flash4(longest):
-            return self.attention_share
-        return self.flash4_share * longest / (longest + self.flash4_tokens)
 
     def host_seconds(self, config: Config, facts: ModelFacts, sequences: int) -> float:
         """Return the seconds that an engine's host needs for one decoding step."""
@@ -144,9 +121,9 @@ class StepTime:
     """Communication between trainer ranks."""
     weights: float
     """The weight update, during which engines pause."""
-    driver: float = 0.0
-    """Work of the driver: dispatch, rule-based scoring, packing and metrics."""
-    turns: float = 0.0
+    driver: float
+    """Dispatch, rule-based scoring, packing and metrics."""
+    turns: float
     """Putting engines to sleep, waking them up, and offloading on time-shared GPUs."""
     machine: str
     sequences: int
@@ -154,9 +131,9 @@ class StepTime:
     decode_step: float
     host_bound: bool
     """Whether the engine's host limits the speed of decoding."""
-    launch: float = 0.0
+    launch: float
     """Host time in which the trainer launches the kernels of `compute`."""
-    idle_trainer: bool = False
+    idle_trainer: bool
     """Whether micro-batches are so small that the trainer's GPU waits for the host."""
 
     @property
@@ -268,11 +245,8 @@ def sft_seconds(config: Config, facts: ModelFacts, spec: GpuSpec) -> float:
 def decode_device_seconds(
     config: Config, facts: ModelFacts, sequences: int, spec: GpuSpec, rates: Rates
 ) -> float:
-    """Estimate the GPU seconds of one decoding step.
-
-    Memory traffic or GEMMs count, whichever takes longer, and then small kernels and the sampler
-    are added. Only those experts are read that some sequence is routed to.
-    """
+    """Estimate the GPU seconds of one decoding step: memory traffic or GEMMs, whichever takes
+    longer, then small kernels and the sampler. Only experts that some sequence uses are read."""
     width, parallel = BYTES[config.engine_dtype], config.rollout.tensor_parallel
     missed = (1 - facts.experts_per_token / facts.experts) ** sequences if facts.experts else 0.0
     rows = 0 if facts.tied else facts.vocab_size * facts.hidden_size  # a lookup, not a GEMM
@@ -311,7 +285,11 @@ def compute_seconds(
     attention = 2 * facts.attention_width * config.max_context * facts.layers
     gemms = passes(config) * 2 * body_parameters(facts) / rates.gemm_share
     attended = passes(config) - trainer.keeps_attention
-    gemms += attended * attention / rates.attention_of(config, spec)
+    other = config.model.batch_invariant or config.model.dtype == "float32" or not spec.flash4
+    longest, attention_share = config.max_context, rates.attention_share
+    if not other and trainer.flash4(longest):
+        attention_share = rates.flash4_share * longest / (longest + rates.flash4_tokens)
+    gemms += attended * attention / attention_share
     if trainer.expert_parallel > 1 or config.model.dtype != "bfloat16":
         facts = replace(facts, fused_experts=False)
     if trainer.compile or config.model.batch_invariant:
@@ -326,13 +304,15 @@ def compute_seconds(
     body = share * (gemms / spec.flops + moved * width / spec.memory_bytes)
     body *= rates.invariant_pass if config.model.batch_invariant else 1.0
     head = 2 * facts.vocab_size * facts.hidden_size * share * 3
-    if config.rollout.sampling.truncated:
-        head *= _probed_share(config, tokens)
+    if config.rollout.sampling.truncated:  # the kept mass is computed for probed tokens
+        a = config.algorithm
+        probed = a.probes * a.prompts_per_step * a.group_size * bool(a.kept_mass_coef)
+        head *= min(1.0, probed / tokens)
     held = facts.parameters - facts.expert_parameters * (1 - 1 / trainer.expert_parallel)
     one_pass = sums_in_float32(config.model.dtype, trainer)
     weights = (rates.summed_bytes if one_pass else rates.gradient_bytes) * held * micro_batches
     owned = facts.parameters / trainer.ranks
-    updates = _updates(config)
+    updates = config.algorithm.updates_per_batch if config.data.sources else 1
     updating = updates * owned * rates.optimizer_bytes / spec.memory_bytes
     if trainer.offload_optimizer:
         added = width == 4 or trainer.zero_stage == 3  # summed on the host, else on the GPU
@@ -340,19 +320,6 @@ def compute_seconds(
         updating = owned * (updates * rates.host_adam_s + crossing / spec.host_bytes)
     head /= spec.flops * rates.head_mfu
     return body + head + weights / spec.memory_bytes + updating
-
-
-def _updates(config: Config) -> int:
-    return config.algorithm.updates_per_batch if config.data.sources else 1
-
-
-def _probed_share(config: Config, tokens: int) -> float:
-    """Return the share of a step's tokens for which the kept mass is computed, assuming single-turn
-    trajectories."""
-    algorithm = config.algorithm
-    if not algorithm.kept_mass_coef:
-        return 0.0
-    return min(1.0, algorithm.probes * algorithm.prompts_per_step * algorithm.group_size / tokens)
 
 
 def passes(config: Config) -> int:
@@ -364,13 +331,10 @@ def passes(config: Config) -> int:
 
 
 def traffic_seconds(config: Config, facts: ModelFacts, micro_batches: int, spec: GpuSpec) -> float:
-    """Estimate how long a rank communicates in a step without computing at the same time.
-
-    It exchanges gradients, gathered weights, tokens that are routed to experts, and context slices
-    for sequence parallelism.
-    """
+    """Estimate how long a rank communicates in a step without computing at the same time:
+    gradients, gathered weights, tokens routed to experts, and slices of contexts."""
     trainer = config.trainer
-    updates = _updates(config)
+    updates = config.algorithm.updates_per_batch if config.data.sources else 1
     ranks, spread, stage = trainer.ranks, trainer.expert_parallel, trainer.zero_stage
     if ranks == 1:
         return 0.0
