@@ -59,7 +59,7 @@ class NodeHealth:
 
 
 @dataclass(slots=True)
-class ProcessHealth:
+class _ProcessHealth:
     """Measures how long a process has made no progress."""
 
     process: psutil.Process
@@ -68,7 +68,7 @@ class ProcessHealth:
     stopped_s: float = 0.0
     idle_s: float = 0.0
     warned: bool = False
-    descendants: dict[int, ProcessHealth] = field(default_factory=dict[int, "ProcessHealth"])
+    descendants: dict[int, _ProcessHealth] = field(default_factory=dict[int, "_ProcessHealth"])
     _threads: dict[int, ThreadState] = field(default_factory=dict[int, ThreadState])
     _active: int = 0
     """Id of a thread that was running in the last full scan. It is checked first."""
@@ -84,14 +84,6 @@ class ProcessHealth:
         active = not wakes or main.debugged or not main.switches or self._has_run()
         self.idle_s = 0.0 if active else self.idle_s + elapsed_s
 
-    def hang(self, timeout_s: float) -> tuple[str, float, float]:
-        """Describe the hang (empty if there is none), and return its duration and the timeout that
-        applies."""
-        if self.stopped_s:
-            return "has been stopped (SIGSTOP)", self.stopped_s, timeout_s
-        description = "has not run at all" if self.idle_s else ""
-        return description, self.idle_s, timeout_s and max(timeout_s, IDLE_S)
-
     def _has_run(self) -> bool:
         pid = self.process.pid
         if before := self._threads.get(self._active):
@@ -103,6 +95,22 @@ class ProcessHealth:
         ran = [n for n, now in self._threads.items() if now.debugged or now != known.get(n)]
         self._active = ran[0] if ran else self._active
         return bool(ran)
+
+    def check(self, subject: str, timeout_s: float, consequence: str, messages: list[str]) -> str:
+        """Describe a hang that has lasted longer than its timeout. A shorter hang causes a single
+        warning, and a timeout of 0 means never."""
+        hang, duration_s = "has been stopped (SIGSTOP)", self.stopped_s
+        if not self.stopped_s:
+            hang, duration_s = "has not run at all", self.idle_s
+            timeout_s = timeout_s and max(timeout_s, IDLE_S)
+        description = f"{subject} {hang} for {duration_s:.0f} s"
+        if timeout_s and duration_s >= timeout_s:
+            return description
+        if duration_s >= WARN_S and not self.warned:
+            future = f"After {timeout_s:g} s {consequence}" if timeout_s else "It is left alone"
+            messages.append(f"{description}. {future} (run.hang_timeout_s)")
+        self.warned = duration_s >= WARN_S
+        return ""
 
 
 class HangDetector:
@@ -122,9 +130,9 @@ class HangDetector:
         is killed."""
         self._raylet, self._start, self._timeout_s = raylet, start, hang_timeout_s
         self._ray = {
-            name: ProcessHealth(psutil.Process(pid)) for name, pid in ray_processes.items()
+            name: _ProcessHealth(psutil.Process(pid)) for name, pid in ray_processes.items()
         }
-        self._children: dict[int, ProcessHealth] = {}
+        self._children: dict[int, _ProcessHealth] = {}
         self._clock, self._host = PollClock(POLL_S, clock), socket.gethostname()
 
     def poll(self) -> NodeHealth:
@@ -145,36 +153,32 @@ class HangDetector:
 
     def kill_all(self) -> None:
         """Kill every actor of the run on this node and its descendants, but not this process."""
-        trees = [
-            pid
-            for actor, health in self._refresh_children().items()
-            if health.actor and actor != os.getpid()
-            for pid in (actor, *descendants(actor))
-        ]
-        processes = list[psutil.Process]()
-        for pid in trees:
-            with suppress(psutil.NoSuchProcess):
-                processes.append(psutil.Process(pid))
+        processes: list[psutil.Process] = []
+        for actor, health in self._refresh_children().items():
+            if health.actor and actor != os.getpid():
+                for pid in (actor, *descendants(actor)):
+                    with suppress(psutil.NoSuchProcess):
+                        processes.append(psutil.Process(pid))
         kill(processes)
 
-    def _refresh_children(self) -> dict[int, ProcessHealth]:
+    def _refresh_children(self) -> dict[int, _ProcessHealth]:
         self._children = _alive(self._children, children(self._raylet))
         for health in self._children.values():
             health.actor = health.actor or process_name(_mark(health.process), self._start)
         return self._children
 
     def _poll_ray(
-        self, name: str, health: ProcessHealth, elapsed_s: float, messages: list[str]
+        self, name: str, health: _ProcessHealth, elapsed_s: float, messages: list[str]
     ) -> str:
         subject = f"{name} (process {health.process.pid} on {self._host})"
         with suppress(*EXITED):
             if not has_exited(health.process):
                 health.poll(elapsed_s)
                 timeout_s = min(self._timeout_s, RAY_HANG_S)
-                return self._check(health, subject, timeout_s, "Ray is abandoned", messages)
+                return health.check(subject, timeout_s, "Ray is abandoned", messages)
         return f"{subject} is gone"
 
-    def _poll_actor(self, actor: ProcessHealth, elapsed_s: float, messages: list[str]) -> None:
+    def _poll_actor(self, actor: _ProcessHealth, elapsed_s: float, messages: list[str]) -> None:
         """Check an actor and its descendants. The actor counts as hanging if one of them hangs."""
         actor.descendants = _alive(actor.descendants, descendants(actor.process.pid))
         subject = f"{actor.actor} (process {actor.process.pid} on {self._host})"
@@ -186,49 +190,28 @@ class HangDetector:
                 mark = _mark(health.process) if health.stopped_s else ""
                 if mark and not process_name(mark, self._start):
                     health.stopped_s = 0.0  # a run inside this run
-                hang = hang or self._check(
-                    health, subject + part, self._timeout_s, "it is killed", messages
-                )
+                found = health.check(subject + part, self._timeout_s, "it is killed", messages)
+                hang = hang or found
         if hang:
             messages.append(f"{hang}, and was killed{kill([health.process for health in tree])}")
             for health in tree:  # retry later if a process survived
                 health.stopped_s = health.idle_s = 0.0
 
-    def _check(
-        self,
-        health: ProcessHealth,
-        subject: str,
-        timeout_s: float,
-        consequence: str,
-        messages: list[str],
-    ) -> str:
-        """Describe a hang that has lasted longer than its timeout. A shorter hang causes a single
-        warning."""
-        hang, duration_s, timeout_s = health.hang(timeout_s)
-        description = f"{subject} {hang} for {duration_s:.0f} s"
-        if timeout_s and duration_s >= timeout_s:
-            return description
-        if duration_s >= WARN_S and not health.warned:
-            future = f"After {timeout_s:g} s {consequence}" if timeout_s else "It is left alone"
-            messages.append(f"{description}. {future} (run.hang_timeout_s = {self._timeout_s:g})")
-        health.warned = duration_s >= WARN_S
-        return ""
 
-
-def _alive(known: Mapping[int, ProcessHealth], pids: Iterable[int]) -> dict[int, ProcessHealth]:
+def _alive(known: Mapping[int, _ProcessHealth], pids: Iterable[int]) -> dict[int, _ProcessHealth]:
     """Return `pids` and the known processes that are still running, since the kernel may have
     omitted some."""
     processes = dict(known)
     for pid in pids:
         if pid not in processes:
             with suppress(psutil.NoSuchProcess):
-                processes[pid] = ProcessHealth(psutil.Process(pid))
+                processes[pid] = _ProcessHealth(psutil.Process(pid))
     return {pid: health for pid, health in processes.items() if not has_exited(health.process)}
 
 
 def _mark(process: psutil.Process) -> str:
-    """Return the owner and the name of the actor in a process. Ray sets this variable after the
-    process has started."""
+    """Owner and name of the actor in a process. Ray sets this variable after the process has
+    started."""
     with suppress(psutil.Error, OSError):
         return process.environ().get(NAME, "")
     return ""

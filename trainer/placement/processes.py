@@ -30,7 +30,7 @@ class ThreadState:
 
 def thread_state(pid: int, tid: int) -> ThreadState:
     """Read the state of one thread. Raises one of `EXITED` if it has exited."""
-    lines = (_proc(pid) / "task" / str(tid) / "status").read_text().splitlines()
+    lines = Path(psutil.PROCFS_PATH, str(pid), "task", str(tid), "status").read_text().splitlines()
     fields = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
     state = fields.get("State", "")[:1]
     return ThreadState(
@@ -44,7 +44,7 @@ def thread_states(pid: int) -> dict[int, ThreadState]:
     """Map the id of each thread in a process to its state. Raises one of `EXITED` if the process
     has exited."""
     states: dict[int, ThreadState] = {}
-    for task in (_proc(pid) / "task").iterdir():
+    for task in Path(psutil.PROCFS_PATH, str(pid), "task").iterdir():
         with suppress(*EXITED):
             states[int(task.name)] = thread_state(pid, int(task.name))
     return states
@@ -53,7 +53,7 @@ def thread_states(pid: int) -> dict[int, ThreadState]:
 def children(pid: int) -> Iterator[int]:
     """Yield the child processes. The kernel may omit some of them while others exit."""
     with suppress(*EXITED):
-        for task in (_proc(pid) / "task").iterdir():
+        for task in Path(psutil.PROCFS_PATH, str(pid), "task").iterdir():
             with suppress(OSError):
                 yield from map(int, (task / "children").read_text().split())
 
@@ -98,7 +98,3 @@ def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         time_us, period_us = map(int, quota.read_text().split())
         cores = min(cores, max(1, time_us // period_us))
     return cores
-
-
-def _proc(pid: int) -> Path:
-    return Path(psutil.PROCFS_PATH, str(pid))

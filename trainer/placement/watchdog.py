@@ -72,7 +72,13 @@ class Watchdog:
             except ray_timeouts.RayLost:  # found and reported by another thread
                 return
             except Exception as error:  # the next poll may succeed
-                self._report(error)
+                if not self._failed:
+                    self._failed = True
+                    with suppress(Exception):  # `say` may be what failed
+                        self.say(
+                            f"looking for hung processes failed ({type(error).__name__}: {error}). "
+                            "It will be retried; further failures are not reported"
+                        )
 
     def _record(self, health: NodeHealth) -> None:
         if health.ray_failure:
@@ -87,15 +93,6 @@ class Watchdog:
         self._ranks |= ranks
         for message in health.messages:
             self.say(message)
-
-    def _report(self, error: Exception) -> None:
-        if not self._failed:
-            self._failed = True
-            with suppress(Exception):  # `say` may be what failed
-                self.say(
-                    f"looking for hung processes failed ({type(error).__name__}: {error}). It will "
-                    "be retried; further failures are not reported"
-                )
 
 
 @contextmanager
