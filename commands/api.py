@@ -110,7 +110,7 @@ def train(
     value = cast(object, recipe)
     if not isinstance(value, (str, Path, Mapping)) or (isinstance(value, str) and not value):
         raise ConfigError(f"keel.train(recipe={recipe!r}): must be a file, a name or a mapping")
-    overrides, told = _overrides(knobs), _Callbacks(callbacks)
+    overrides, calls = _overrides(knobs), _Callbacks(callbacks)
     holdout, weights = _held_out(holdout), [] if rewards is None else _weights(rewards)
     with ExitStack() as stack:
         stack.enter_context(watching())
@@ -144,17 +144,18 @@ def train(
                 if source.name in used:
                     overrides.append(f"data.sources.{index}.rewards={weighted}")
         try:
-            main.train(str(path), overrides, drive=partial(_driven, told=told), again=_AGAIN)
+            drive = partial(_driven, calls=calls)
+            main.train(str(path), overrides, drive=drive, again=_AGAIN)
         except KeyboardInterrupt as error:
             if signal := preempted():  # Ray turns it into a KeyboardInterrupt
                 raise Preempted(f"stopped by {signal}; {_RESUME}") from error
             raise
         if signal := preempted():
-            raise Preempted(f"stopped by {signal}; {_RESUME}") from told.error
+            raise Preempted(f"stopped by {signal}; {_RESUME}") from calls.error
         if stop_requested():
-            raise KeyboardInterrupt(f"stopped; {_RESUME}") from told.error
-        if told.error is not None:
-            raise told.error
+            raise KeyboardInterrupt(f"stopped; {_RESUME}") from calls.error
+        if calls.error is not None:
+            raise calls.error
     config = load_config(path, overrides)
     run = RunFolder(config)
     return Run(
@@ -361,28 +362,28 @@ class _Callbacks:
 
 
 def _check_callback(one: Any) -> None:
-    suspends = inspect.iscoroutinefunction(one) or inspect.isasyncgenfunction(one)
-    plain = callable(one) and not inspect.isclass(one) and not suspends
-    why = "" if plain and not inspect.isgeneratorfunction(one) else "is not a plain function"
     try:
-        if not why:
-            inspect.signature(one, follow_wrapped=False).bind(1, {})
-    except TypeError as error:
-        why = f"cannot be called with a step and its metrics ({error})"
-    except ValueError:  # some built-in functions have no signature
-        pass
-    if why:
+        inspect.signature(one, follow_wrapped=False).bind(1, {})
+        plain = not inspect.isclass(one)
+    except (TypeError, ValueError):
+        plain = False
+    suspends = (
+        inspect.iscoroutinefunction,
+        inspect.isasyncgenfunction,
+        inspect.isgeneratorfunction,
+    )
+    if not plain or any(check(one) for check in suspends):
         raise ConfigError(
-            f"keel.train(callbacks=…): {one!r} {why}. Pass def callback(step, metrics)"
+            f"keel.train(callbacks=…): {one!r} must be a function def callback(step, metrics)"
         )
 
 
-class _Heard:
+class _CallbackView:
     """A view that also calls the callbacks after each training step, but not for separate
     evaluations."""
 
-    def __init__(self, view: View, told: _Callbacks) -> None:
-        self._view, self._told = view, told
+    def __init__(self, view: View, callbacks: _Callbacks) -> None:
+        self._view, self._callbacks = view, callbacks
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._view, name)
@@ -390,9 +391,11 @@ class _Heard:
     def record(self, step: int, numbers: Mapping[str, float]) -> None:
         self._view.record(step, numbers)
         if "time/step" in numbers:
-            self._told.step(step, numbers)
+            self._callbacks.step(step, numbers)
 
 
-def _driven(system: Runtime, folder: RunFolder, view: View, start: int, *, told: _Callbacks) -> int:
-    heard = cast(View, _Heard(view, told))
-    return main.run_loop(system, folder, heard, start, should_end=lambda: told.enough)
+def _driven(
+    system: Runtime, folder: RunFolder, view: View, start: int, *, calls: _Callbacks
+) -> int:
+    both = cast(View, _CallbackView(view, calls))
+    return main.run_loop(system, folder, both, start, should_end=lambda: calls.enough)

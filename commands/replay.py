@@ -33,7 +33,7 @@ from keel.trainer.run.batches import FOLDER, list_batches, read_batch, step_of
 def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
     """Train on a saved batch again and print the findings. Nothing is written."""
     folder = Path(run).expanduser()
-    path = chosen(folder, step)
+    path = find_batch(folder, step)
     groups, findings = read_batch(path)
     disable_progress_bar()
     recipe = folder / "config.yaml"
@@ -42,8 +42,8 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
     )
     config, gpu = model.config, model.hardware.gpu
     deadline = config.run.startup_timeout_s
-    base = base_model(model, config, recipe)
-    start, words = nearest(folder / "checkpoints", step_of(path))
+    base = _base_model(model, config, recipe)
+    start, words = nearest_checkpoint(folder / "checkpoints", step_of(path))
     completions = sum(len(group.group.trajectories) for group in groups)
     print(f"{path}: {len(groups)} groups, {completions} completions, {words}")
     for line in findings:
@@ -76,7 +76,7 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
         print("now: the gradient is not finite, and no cause was found")
 
 
-def base_model(model: PlannedModel, config: Config, recipe: Path) -> str:
+def _base_model(model: PlannedModel, config: Config, recipe: Path) -> str:
     """Return the folder of the model that the run started from. Raises ConfigError if building the
     tiny model would run code that the recipe names."""
     if config.model.path != TINY_MODEL:
@@ -92,7 +92,7 @@ def base_model(model: PlannedModel, config: Config, recipe: Path) -> str:
     )
 
 
-def chosen(folder: Path, step: int | None) -> Path:
+def find_batch(folder: Path, step: int | None) -> Path:
     """Return the batch saved at `step`, or the newest one if no step is given. Raises ConfigError
     if there is none."""
     batches = {step_of(path): path for path in list_batches(folder)}
@@ -109,7 +109,7 @@ def chosen(folder: Path, step: int | None) -> Path:
     return batches[step]
 
 
-def nearest(checkpoints: Path, step: int) -> tuple[Path | None, str]:
+def nearest_checkpoint(checkpoints: Path, step: int) -> tuple[Path | None, str]:
     """Return the newest intact checkpoint before `step` with a description of it. The checkpoint is
     None if only the base model precedes the step."""
     paths = [path for path in checkpoint.finished(checkpoints) if checkpoint.step_of(path) < step]

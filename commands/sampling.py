@@ -127,17 +127,12 @@ def _endpoint_policy(config: Config) -> SampledPolicy:
     cannot be used."""
     endpoint = config.endpoint
     require_prompts(config)
-    hint = "leave such sources out (data.only), or serve the model by model.path"
     for source in config.data.sources:
-        if source.environment.program:
+        if source.environment.program or source.raw:
             raise ConfigError(
-                f"endpoint.base_url = {endpoint.base_url}: returns text, and the program of "
-                f"data.sources[{source.name}] needs tokens; {hint}"
-            )
-        if source.raw:
-            raise ConfigError(
-                f"endpoint.base_url = {endpoint.base_url}: takes chats, and data.sources["
-                f"{source.name}].raw has none; {hint}"
+                f"endpoint.base_url = {endpoint.base_url}: takes chats and returns text, which "
+                f"data.sources[{source.name}] (program or raw) cannot use. Leave it out "
+                "(data.only), or serve the model by model.path"
             )
     dataset = load_dataset(
         config.data,
@@ -196,22 +191,16 @@ def max_prompts_in_flight(config: Config, samples: int) -> int:
     return max(2, -(-2 * capacity // samples))
 
 
-def group_timeout(config: Config) -> tuple[float, str]:
-    """Return the maximum time in seconds between two finished groups, and the knobs that determine
-    it."""
+def group_timeout(config: Config) -> float:
+    """Return the maximum time in seconds between two finished groups."""
     endpoint = config.endpoint
-    if endpoint.base_url:
-        waves = math.ceil(config.algorithm.group_size / endpoint.max_concurrent)
-        sampling = waves * endpoint.timeout_s * (1 + endpoint.retries)
-        if config.with_agents:  # an episode's turns share rollout.timeout_s
-            sampling += config.group_timeout_s
-        knobs = "endpoint.timeout_s for each of endpoint.retries, and the timeouts of rewards"
-        return sampling + config.scoring_timeout_s + GRACE_S, knobs
-    knobs = (
-        "rollout.timeout_s twice, in case an engine is replaced, and the timeouts of its start, of "
-        "weights and of rewards"
-    )
-    return config.group_timeout_s + GRACE_S, knobs
+    if not endpoint.base_url:
+        return config.group_timeout_s + GRACE_S
+    waves = math.ceil(config.algorithm.group_size / endpoint.max_concurrent)
+    sampling = waves * endpoint.timeout_s * (1 + endpoint.retries)
+    if config.with_agents:  # an episode's turns share rollout.timeout_s
+        sampling += config.group_timeout_s
+    return sampling + config.scoring_timeout_s + GRACE_S
 
 
 def sample_prompts(
@@ -238,7 +227,7 @@ def sample_prompts(
     sizes = [min(size, samples - begun) for begun in range(0, samples, size)]
     queue, in_flight = deque(prompts), dict[Future[list[ScoredGroup]], Prompt]()
     open_groups = set[Future[ScoredGroup]]()
-    timeout_s, knobs = group_timeout(config)
+    timeout_s = group_timeout(config)
     arrived_at, finished = time.monotonic(), 0
     try:
         with waiting("sampling", total=len(prompts), unit="prompts") as progress:
@@ -257,8 +246,9 @@ def sample_prompts(
                     arrived_at = now
                 elif now - arrived_at > timeout_s:
                     raise TimeoutError(
-                        f"waited {timeout_s:.0f} s for a group of completions ({knobs}): "
-                        f"{len(in_flight)} prompts are in flight"
+                        f"waited {timeout_s:.0f} s for a group of completions, with "
+                        f"{len(in_flight)} prompts in flight: the timeouts of rollout or endpoint "
+                        "and rewards together"
                     )
                 for done in [future for future in in_flight if future.done()]:
                     record(in_flight.pop(done), done.result())

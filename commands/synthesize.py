@@ -200,7 +200,7 @@ async def _synthesize(config: SynthesisConfig, say: Say, show: Show) -> int:
                         show=show,
                     )
                 finally:
-                    told(ledger.report(), say)
+                    print_report(ledger.report(), say)
         finally:
             for each in authors:
                 await each.close()
@@ -222,7 +222,7 @@ def depends_on(config: SynthesisConfig) -> dict[str, Any]:
     return {"family": config.family, "seed": config.seed, **section}
 
 
-def told(report: Mapping[str, Any], say: Say) -> None:
+def print_report(report: Mapping[str, Any], say: Say) -> None:
     """Print the totals from a report."""
     say(f"made {report['made']:,} tasks, kept {report['kept']:,}")
     for gate, refused in report["refused"].items():

@@ -9,7 +9,6 @@ from keel.configs.sections.base import ConfigError
 
 PACKAGE = Path(__file__).parent
 _JINJA = ("{{", "{%")
-_RESUMED_FILES = (".lock", "metrics.jsonl", "trajectories", "checkpoints")
 
 
 def data_path(text: str) -> Path:
@@ -50,14 +49,8 @@ def unwritable(folder: Path) -> str:
     path = folder.absolute()
     try:
         parent = next(one for one in (path, *path.parents) if one.is_symlink() or one.exists())
-        if not parent.exists():
-            return f"{parent} is a link to {os.readlink(parent)}, which does not exist"
         if not parent.is_dir():
-            return f"{parent} is a file"
-        if not os.access(parent, os.W_OK | os.X_OK):
-            return f"no permission to write in {parent}"
-        files = [path / name for name in _RESUMED_FILES if (path / name).exists()]
-        readonly = [file for file in files if not os.access(file, os.W_OK)]
+            return f"{parent} is not a folder"
     except OSError as error:  # for example, a name that is too long
         return str(error.strerror)
-    return f"no permission to write {readonly[0]}" if readonly else ""
+    return "" if os.access(parent, os.W_OK | os.X_OK) else f"no permission to write in {parent}"

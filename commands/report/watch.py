@@ -90,18 +90,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         split = urlsplit(self.path)
-        asked = {name: values[-1] for name, values in parse_qs(split.query).items()}
+        query = {name: values[-1] for name, values in parse_qs(split.query).items()}
         host = self.headers.get("Host", "").rpartition(":")[0]
-        token = asked.get("token", "").encode()
+        token = query.get("token", "").encode()
         if host not in NAMES or not hmac.compare_digest(token, self.server.token.encode()):
             self._send(HTTPStatus.FORBIDDEN, b"Open the address that `keel watch` has printed.")
             return
         try:
-            self._answer(split.path.strip("/"), asked)
+            self._answer(split.path.strip("/"), query)
         except ConfigError as error:  # the folder has gone meanwhile
             self._send(HTTPStatus.NOT_FOUND, str(error).encode(errors="replace"))
 
-    def _answer(self, what: str, asked: dict[str, str]) -> None:
+    def _answer(self, what: str, query: dict[str, str]) -> None:
         runs, mark = self.server.follower.runs()
         if what == "":
             self._send(HTTPStatus.OK, page(runs, live=True).encode(errors="replace"), TYPES[""])
@@ -109,7 +109,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_MODIFIED, b"", mark=mark)
         elif what == "data":
             self._send(HTTPStatus.OK, state(runs, live=True).encode(), TYPES["data"], mark=mark)
-        elif what == "chunk" and (data := chunk(runs, asked)) is not None:
+        elif what == "chunk" and (data := chunk(runs, query)) is not None:
             self._send(HTTPStatus.OK, data, "application/octet-stream")
         else:
             self._send(HTTPStatus.NOT_FOUND, b"There is nothing of this name.")
@@ -135,12 +135,12 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def chunk(runs: Sequence[tuple[RunData, Chunks]], asked: dict[str, str]) -> bytes | None:
-    number = asked.get("run", "")
+def chunk(runs: Sequence[tuple[RunData, Chunks]], query: dict[str, str]) -> bytes | None:
+    number = query.get("run", "")
     if not number.isdecimal() or int(number) >= len(runs):
         return None
     try:
-        return runs[int(number)][1][asked.get("chunk", "")].data()
+        return runs[int(number)][1][query.get("chunk", "")].data()
     except (KeyError, OSError):  # none of this name, or it has gone since
         return None
 

@@ -176,10 +176,10 @@ def test_functions_alone_judge_prompts_without_answers(tmp_path: Path) -> None:
         check_prompts([item.prompt], {"correct": 1.0}, code=CodeSettings())
 
 
-def listening(*callbacks: Any) -> tuple[api._Callbacks, api._Heard]:
+def listening(*callbacks: Any) -> tuple[api._Callbacks, api._CallbackView]:
     callbacks_ = api._Callbacks(callbacks)
     view = SimpleNamespace(record=lambda *_: None)
-    return callbacks_, api._Heard(view, callbacks_)  # pyright: ignore[reportArgumentType]
+    return callbacks_, api._CallbackView(view, callbacks_)  # pyright: ignore[reportArgumentType]
 
 
 def test_callbacks_can_stop_the_run() -> None:

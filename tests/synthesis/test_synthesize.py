@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from keel.commands.cli import main
-from keel.commands.synthesize import Make, make_all, told
+from keel.commands.synthesize import Make, make_all, print_report
 from keel.synthesis.author import AuthorLost, BudgetSpent
 from keel.synthesis.ledger import Ledger, Rejected
 from tests.waiting import PATIENCE_S
@@ -70,7 +70,7 @@ def test_rejected_drafts_are_counted(tmp_path: Path) -> None:
     assert (why, report["kept"], report["drafts"]) == ("", 7, {"first": 3})
     assert list(report["refused"]) == ["last"]
     lines: list[str] = []
-    told(report, lines.append)
+    print_report(report, lines.append)
     assert "  rejected drafts: 3 by first" in lines
     with Ledger(tmp_path, {"family": "f", "seed": 1}) as ledger:  # read again
         assert ledger.report() == report

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import yaml
 
-from keel.commands.replay import chosen, nearest
+from keel.commands.replay import find_batch, nearest_checkpoint
 from keel.commands.report.page import report
 from keel.configs.load import load_config
 from keel.data.eval_store import read_evaluation
@@ -133,8 +133,8 @@ def test_driver_files_run_no_code(tmp_path: Path) -> None:
         lambda: load_choice(config, {}),
         lambda: update_choice(run, {}),
         lambda: steps_of(run / "metrics.jsonl"),
-        lambda: read_batch(chosen(run, 1)),
-        lambda: nearest(run / "checkpoints", 2),
+        lambda: read_batch(find_batch(run, 1)),
+        lambda: nearest_checkpoint(run / "checkpoints", 2),
         lambda: report([str(run), str(run / "evaluations" / "one")], str(tmp_path / "page.html")),
         lambda: read_evaluation(run / "evaluations" / "one"),
         lambda: read_pass_rates(run / "filter" / "rates.jsonl"),
