@@ -90,15 +90,19 @@ def check_resumable(
     the prefixes of the knobs to compare. Raises ConfigError with the old and new value of each such
     knob."""
     old, now = flatten_config(saved), flatten_config(new)
-    unused = _only_evaluated(saved, new)
-    changed = [
-        knob
+    # Sources that neither config trains on, such as the one from `eval.file`, may change.
+    sources = [(config, source) for config in (saved, new) for source in config.data.sources]
+    trained = {source.name for config, source in sources if config.data.weight_of(source) > 0}
+    unused = {source.name for _, source in sources} - trained
+    ignored = tuple(f"data.sources[{name}]." for name in unused)
+    lines = [
+        _change(knob, old, now)
         for knob in diff_configs(saved, new)
-        if not resumable(knob) and knob.startswith(of) and not knob.startswith(unused)
-    ]
-    if changed:
         # The knob `sources` differs if one list is empty; its entries are listed anyway.
-        lines = [_change(knob, old, now) for knob in changed if not knob.endswith(".sources")]
+        if not (resumable(knob) or knob.startswith(ignored) or knob.endswith(".sources"))
+        and knob.startswith(of)
+    ]
+    if lines:
         listed = "\n".join(dict.fromkeys(lines))
         raise ConfigError(
             f"{folder} holds a run with another config:\n{listed}\n"
@@ -107,23 +111,10 @@ def check_resumable(
         )
 
 
-def _only_evaluated(saved: Config, new: Config) -> tuple[str, ...]:
-    """Return the prefixes for sources that neither config trains on, such as the one from
-    `eval.file`."""
-    trained = {
-        source.name
-        for config in (saved, new)
-        for source in config.data.sources
-        if config.data.weight_of(source) > 0
-    }
-    names = {source.name for config in (saved, new) for source in config.data.sources}
-    return tuple(f"data.sources[{name}]." for name in names - trained)
-
-
 def _change(knob: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """Describe a change in one line. All knobs of an added or removed source give the same line."""
     if source := re.match(r".*?\[[^]]+\](?=\.)", knob):
-        for has, lacks, verb in ((new, old, "was added"), (old, new, "was removed")):
-            if knob in has and not any(other.startswith(f"{source[0]}.") for other in lacks):
+        for knobs, verb in ((old, "was added"), (new, "was removed")):
+            if not any(other.startswith(f"{source[0]}.") for other in knobs):
                 return f"  {source[0]} {verb}"
     return f"  {knob}: {old.get(knob, _ABSENT)!r} → {new.get(knob, _ABSENT)!r}"
