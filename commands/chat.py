@@ -58,7 +58,12 @@ def connected(folder: Path | None, url: str, *, gpu: bool) -> Iterator[ChatSessi
     if url:
         key = os.environ.get("VLLM_API_KEY", "none")
         with OpenAI(base_url=url, api_key=key, timeout=REPLY_S, max_retries=0) as client:
-            yield ChatSession(client, _first_model(client, url))
+            try:
+                name = client.models.list(timeout=REPLY_S).data[0].id
+            except (openai.OpenAIError, IndexError) as error:
+                why = "give the address of a server, which ends in /v1"
+                raise ConfigError(f"--url {url}: {error}; {why}") from error
+            yield ChatSession(client, name)
         return
     assert folder is not None
     model, key = find_model(folder), secrets.token_hex(16)
@@ -73,16 +78,6 @@ def connected(folder: Path | None, url: str, *, gpu: bool) -> Iterator[ChatSessi
         ) as client,
     ):
         yield ChatSession(client, model.name)
-
-
-def _first_model(client: OpenAI, url: str) -> str:
-    try:
-        models = client.models.list(timeout=REPLY_S).data
-    except openai.OpenAIError as error:
-        raise ConfigError(f"--url {url}: {error}; give the address that ends in /v1") from error
-    if not models:
-        raise ConfigError(f"--url {url}: serves no model")
-    return models[0].id
 
 
 def chat(

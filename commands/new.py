@@ -125,11 +125,8 @@ def new(flags: argparse.Namespace, check: Callable[[str], int]) -> int:
     except (EOFError, KeyboardInterrupt):
         print("\nkeel new: stopped; nothing was written", file=sys.stderr)
         return _STOPPED
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error}") from error
+    _free(str(path))
+    path.write_text(text, encoding="utf-8")
     try:
         load_config(path)
     except ConfigError:  # conflicting flags
@@ -159,7 +156,7 @@ def _recipe(flags: argparse.Namespace, ask: Callable[..., Any], terminal: bool) 
     source = _source(flags, ask, defaults["heldout"], tiny=tiny, terminal=terminal)
     think = flags.think
     if think is None:
-        think = not tiny and ask("Think before answering (y/n)", "n", _yes_no)
+        think = not tiny and ask("Think before answering (y/n)", "n", str).lower().startswith("y")
     tokens = flags.max_tokens
     if tokens is None:
         tokens = ask("Longest completion, in tokens", defaults["tokens"][think], _at_least(1))
@@ -287,12 +284,13 @@ def _rows(
         "nothing": "",
         **{key: f"judged by the column `{key}`" for key in JUDGED},
     }[rows.judged]
+    stem = Path(data.rstrip("/")).name.partition(".")[0]
     parts = [judged, "your function: docs/rewards.md" if reward else ""]
     boxed = rows.judged == "maths" and not rows.boxed and not environment
     count = f"{rows.rows:,} rows" if rows.whole else f"more than {rows.rows:,} rows"
     return _Source(
         knobs={
-            "name": _name_of(data),
+            "name": re.sub(r"[^\w-]+", "-", stem).strip("-") or "data",
             "source": rows.kind,
             "path": data,
             "subset": flags.subset,
@@ -329,11 +327,6 @@ def _commented(line: str, comment: str) -> str:
     return f"{line:<{_COMMENT_COLUMN}} # {comment}" if comment else line
 
 
-def _name_of(data: str) -> str:
-    stem = Path(data.rstrip("/")).name.partition(".")[0]
-    return re.sub(r"[^\w-]+", "-", stem).strip("-") or "data"
-
-
 def _weights(reward: str, *, judged: bool) -> dict[str, float]:
     """Return the reward weights. If `judged` is true, something else decides correctness and the
     function only adds to it."""
@@ -363,12 +356,6 @@ def _at_least(low: int) -> Callable[[str], int]:
         return int(reply)
 
     return read
-
-
-def _yes_no(reply: str) -> bool:
-    if reply.lower() not in ("y", "yes", "n", "no"):
-        raise ValueError(f"{reply!r}: answer y or n")
-    return reply.lower().startswith("y")
 
 
 def _checked_model(name: str) -> str:
