@@ -25,7 +25,7 @@ from keel.configs.auto import KNOBS
 from keel.configs.distillation import DistillConfig, SpecialistConfig
 from keel.configs.dump import as_override
 from keel.configs.load import dump_config, load_config, load_recipe, split_overrides
-from keel.configs.schema import Config, ConfigError, ConversationsConfig
+from keel.configs.schema import Config, ConfigError, ConversationsConfig, LengthConfig
 from keel.configs.sections.model import TINY_MODEL
 from keel.configs.work_folder import WorkFolder
 from keel.data.distilled import select
@@ -77,15 +77,21 @@ def chain(config: DistillConfig) -> list[Link]:
         run_dir = f"run.dir={_path(folder)}"
         add(f"train {each.name}", folder / "model", "train", *base, *_own(each), run_dir)
         words = [*_own(each), *exported(folder / "model", each.name)]
-        knobs = [f"eval.samples={config.samples}", f"eval.size={config.prompts}"]
-        knobs = ["eval.prompts=train", *knobs, f"eval.dir={_path(out)}"]
-        add(f"sample {each.name}", out / "results.json", "eval", *base, *words, *knobs)
+        if config.method == "sft":
+            knobs = [f"eval.samples={config.samples}", f"eval.size={config.prompts}"]
+            knobs = ["eval.prompts=train", *knobs, f"eval.dir={_path(out)}"]
+            add(f"sample {each.name}", out / "results.json", "eval", *base, *words, *knobs)
         # Only its sources; their held-out prompts are the same.
         evaluated(f"specialist-{each.name}", [*words, f"data.only={json.dumps(each.sources)}"])
-    add("select", root / "distilled.jsonl", depends=json.dumps(asdict(config.select)))
     distilled, mixed = root / "distilled" / "model", root / "mixed"
-    depends = json.dumps([config.sft, *config.sft_overrides])
-    add("distill", distilled, "sft", str(root / "lessons.yaml"), depends=depends)
+    lessons = str(root / "lessons.yaml")
+    if config.method == "on_policy":
+        depends = json.dumps(config.on_policy_overrides)
+        add("distill", distilled, "train", lessons, depends=depends)
+    else:
+        add("select", root / "distilled.jsonl", depends=json.dumps(asdict(config.select)))
+        depends = json.dumps([config.sft, *config.sft_overrides])
+        add("distill", distilled, "sft", lessons, depends=depends)
     evaluated("distilled", exported(distilled, "distilled"))
     words = [*config.mixed_overrides, f"model.path={_path(distilled)}", f"run.dir={_path(mixed)}"]
     add("mix", mixed / "model", "train", *base, *words)
@@ -156,7 +162,7 @@ def _report(config: DistillConfig, root: Path) -> list[str]:
 
 
 def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
-    """Return the config for the `keel sft` stage and its `auto` knobs. Raises ConfigError if the
+    """Return the config for the distill stage and its `auto` knobs. Raises ConfigError if the
     recipe for any stage is invalid."""
     recipe = load_config(config.recipe, config.overrides)
     holdouts = {source.name: source.holdout for source in recipe.data.sources}
@@ -172,6 +178,8 @@ def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
         load_config(config.recipe, [*base, *_own(each)]).max_context for each in config.specialists
     ]
     load_config(config.recipe, [*base, *config.mixed_overrides])
+    if config.method == "on_policy":
+        return _on_policy(config, base)
     recipe = load_config(config.recipe, base)
     sft, auto = load_recipe(config.sft, config.sft_overrides)
     is_tiny = sft.model.path == TINY_MODEL != recipe.model.path
@@ -203,6 +211,30 @@ def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
     return lessons, auto
 
 
+def _on_policy(config: DistillConfig, base: Sequence[str]) -> tuple[Config, frozenset[str]]:
+    """Return a recipe without rewards in which each source has its specialist as teacher."""
+    recipe, auto = load_recipe(config.recipe, [*base, *config.on_policy_overrides])
+    root = Path(config.dir).expanduser()
+    teachers = {
+        name: str(root / "specialists" / each.name / "model")
+        for each in config.specialists
+        for name in each.sources
+    }
+    sources = tuple(
+        replace(
+            source,
+            teacher=teachers[source.name],
+            kl_coef=1.0,
+            rewards=dict.fromkeys(source.rewards, 0.0),
+            length=LengthConfig(),
+        )
+        for source in recipe.data.sources
+        if source.name in teachers
+    )
+    run = replace(recipe.run, dir=str(root / "distilled"))
+    return replace(recipe, run=run, data=replace(recipe.data, sources=sources)), auto
+
+
 def _check_waiting(links: Sequence[Link], lessons: Config) -> None:
     """Raise ConfigError if a remaining stage needs an input that no earlier stage creates."""
     made = {link.result.absolute() for link in links}
@@ -210,7 +242,7 @@ def _check_waiting(links: Sequence[Link], lessons: Config) -> None:
         if not link.command or link.result.exists():
             continue
         command, recipe, *overrides = link.command
-        config = lessons if command == "sft" else load_config(recipe, overrides)
+        config = lessons if link.name == "distill" else load_config(recipe, overrides)
         try:
             if command != "eval":
                 check_named(config, command, made)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from keel.configs.sections.base import Section, knob, require, require_unique
 
@@ -67,6 +68,11 @@ class DistillConfig(Section):
     overrides: tuple[str, ...] = ()
     """Overrides of the recipe that apply to the specialists and all later stages."""
     specialists: tuple[SpecialistConfig, ...]
+    method: Literal["sft", "on_policy"] = "sft"
+    """How the specialists teach. sft: the model is fine-tuned on their selected completions.
+    on_policy: the model samples, and the KL term compares each source with its specialist."""
+    on_policy_overrides: tuple[str, ...] = ()
+    """Overrides of the recipe for the on_policy stage, such as `[run.steps=100]`."""
     samples: int = knob(4, ge=1)
     """Number of completions that a specialist samples per training prompt."""
     prompts: int = knob(0, ge=0)

@@ -119,7 +119,7 @@ class Keel:
     def __call__(self, words: Sequence[str]) -> int:
         command, path, *knobs = words
         options = dict(knob.split("=", 1) for knob in knobs)
-        if command == "sft":
+        if "run.dir" not in options:
             options = {"run.dir": load_config(path).run.dir}
         self.ran.append((command, options))
         if self.fails and self.fails in options["run.dir"]:
@@ -193,6 +193,20 @@ def test_links_run_in_order_and_resume(
     assert distill(same, keel) == 0 and len(keel.ran) == before  # all is done
     with pytest.raises(ConfigError, match=r"sample speller has run"):
         distill(recipe(tmp_path, samples=8), keel)
+
+
+def test_specialists_teach_on_policy(tmp_path: Path) -> None:
+    keel = Keel()
+    options = {"method": "on_policy", "on_policy_overrides": ("run.steps=7",)}
+    assert distill(recipe(tmp_path, **options), keel) == 0
+    ran = [command for command, _ in keel.ran]
+    assert ran == ["train", "eval", "train", "eval", "train", "eval", "train", "eval"]
+    lessons = load_config(tmp_path / "lessons.yaml")
+    assert lessons.run.steps == 7 and lessons.model.path == "tiny"
+    teachers = {source.name: Path(source.teacher) for source in lessons.data.sources}
+    root = tmp_path / "specialists"
+    assert teachers == {"spelling": root / "speller" / "model", "spiral": root / "walker" / "model"}
+    assert all(s.kl_coef == 1 and not any(s.rewards.values()) for s in lessons.data.sources)
 
 
 def test_invalid_links_are_refused_before_any_run(tmp_path: Path) -> None:
