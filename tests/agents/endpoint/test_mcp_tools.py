@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,6 @@ def call(name, until=None, **arguments):
     body = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}
     return post(os.environ["KEEL_MCP_URL"], body, until)[1]
 """
-
-
-def call_body(**arguments: Any) -> dict[str, Any]:
-    params = {"name": "add", "arguments": arguments}
-    return {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}
 
 
 def test_mcp_client_lists_and_calls_tools() -> None:
@@ -113,3 +110,13 @@ def test_abandoned_call_runs_to_its_end(tmp_path: Path, then: str, reason: str) 
         assert "call add {'a': 1, 'b': 2}" in environment.log and environment.log[-1] == "close"
 
     within_some(check, (2.0, 20.0, 100.0) if reason == "deadline" else (PATIENCE_S,))
+
+
+def test_calls_beyond_the_budget_fail() -> None:
+    environment = Sums()
+    tools = McpTools(environment, [ADD], budget=replace(BUDGET, calls=1))
+    params = {"name": "add", "arguments": {"a": 1, "b": 2}}
+    body = json.dumps({"id": 1, "method": "tools/call", "params": params}).encode()
+    answers = [run(tools.answer(body)) for _ in range(2)]
+    assert [answer["result"]["isError"] for answer in answers] == [False, True]
+    assert len(environment.log) == 1
