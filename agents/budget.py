@@ -35,11 +35,6 @@ class Budget:
     calls: float = inf
     """How many tool calls are run. Later calls get an error."""
 
-    def __post_init__(self) -> None:
-        for name in ("turns", "turn_tokens", "tokens", "window", "timeout_s", "call_s", "calls"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"budget: {name} = {getattr(self, name)} must be positive")
-
     @property
     def characters(self) -> int:
         """Length above which a text is assumed not to fit the window. The length is checked first

@@ -164,6 +164,11 @@ def test_full_context_is_rewritten(method: Method, window: int) -> None:
     assert summaries == (2 * trajectory.usage.rewrites if method == "summary" else 0)
 
 
+def test_truncate_keeps_texts_that_could_fit() -> None:
+    assert BUDGET.truncate("x" * 65_536) == "x" * 65_536
+    assert BUDGET.truncate("x" * 65_540) == "x" * 65_536 + "\n[4 characters left out]"
+
+
 def test_several_calls_in_one_thinking() -> None:
     policy = says("<think>\nLet me add.\n@add 20, 20", "Two more.\n@add 40, 2", "Done.\n</think>42")
     sums = Sums()
