@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.agents.context import AskFirst, ContextManager, Rewrite
+from keel.agents.context import SUMMARY, AskFirst, ContextManager, Rewrite
 from keel.rl.turns import Message
 
 OPENING: list[Message] = [{"role": "system", "content": "s"}, {"role": "user", "content": "task"}]
@@ -51,6 +51,18 @@ def test_discard_removes_the_oldest_calls() -> None:
     rest = (*OPENING, *talk(2), *step(4, 1))
     assert rewrite("discard-75", view) == Rewrite(messages=rest)
     assert rewrite("discard-all", view) == Rewrite(messages=(*OPENING, *talk(2)))
+
+
+def test_summary_is_asked_for_where_it_fits() -> None:
+    view, plain = [*OPENING, *step(0, 1), *step(1, 1)], [*OPENING, *talk(0)]
+    question = rewrite("summary", view, 90)
+    assert question.before is None and rewrite("summary", plain, 90) is not None
+    assert rewrite("summary", view, 91).before == Rewrite(messages=(*OPENING,))
+    assert rewrite("summary", plain, 91) is None
+    summary = {"role": "user", "content": f"{SUMMARY}All well."}
+    expected = Rewrite(messages=(*OPENING, summary), added=(summary,))
+    assert question.rewritten_by(OPENING, " All well. ") == expected
+    assert question.rewritten_by(OPENING, " \n") == Rewrite(messages=(*OPENING,))
 
 
 @pytest.mark.parametrize("method", METHODS)
