@@ -128,6 +128,8 @@ def test_changed_tools_or_messages_fork() -> None:
     finished = record(Policy(["one", "two", "three", "four"]), work)
     assert (finished.counts["rendered"], finished.counts["extended"]) == (3, 1)
     assert [int(s.trainable_T.sum()) for s in finished.segments] == [3 + 1 + 4 + 1, 4, 6]
+    tools = [dialogue.tools[0]["function"]["name"] for dialogue in finished.dialogues]
+    assert tools == ["city", "hotel", "city"]
 
 
 def test_assistant_messages_of_the_program_are_marked() -> None:
