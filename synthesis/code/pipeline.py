@@ -27,7 +27,7 @@ from keel.configs.schema import ConfigError
 from keel.configs.synthesis import CodeTasksConfig
 from keel.rl.turns import ToolCall
 from keel.synthesis.author import Author
-from keel.synthesis.code.candidate import Candidate
+from keel.synthesis.code.candidate import Candidate, GitSource
 from keel.synthesis.code.filters import check_change, check_leaks, judge
 from keel.synthesis.code.sandboxes import (
     AROUND_S,
@@ -38,7 +38,6 @@ from keel.synthesis.code.sandboxes import (
     write,
 )
 from keel.synthesis.code.setup import PrefixBuilder
-from keel.synthesis.code.sources import GitSource
 from keel.synthesis.ledger import Rejected
 
 _LEAST_S, _SLOWER = 30.0, 10.0

@@ -6,20 +6,31 @@ making/       unfinished ones, started again by the next start
 
 from __future__ import annotations
 
+import base64
+import binascii
+import json
 import os
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+from keel.agents.environments.search.documents import excerpt, terms
+from keel.agents.environments.search.index import SearchIndex, ensure_index
+from keel.agents.types import EnvironmentLost, ToolResult, Transcript, Unscored
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import GeneralConfig, slug
 from keel.rl.seeds import seed_of
-from keel.synthesis.author import Author
-from keel.synthesis.general.environment_writer import EnvironmentWriter
-from keel.synthesis.general.sandboxes import GeneralSandboxes
-from keel.synthesis.general.search import search_of
+from keel.rl.turns import Message, ToolCall, ToolSpec
+from keel.synthesis.author import Author, AuthorReply
+from keel.synthesis.general import gates, prompts
+from keel.synthesis.general.sandboxes import SLACK_S, GeneralSandboxes, lost_to
 from keel.synthesis.ledger import Rejected
+from keel.synthesis.tool_loop import gather_or_cancel, work
 
 
 class GeneralPipeline:
@@ -87,3 +98,328 @@ class GeneralPipeline:
         finally:
             shutil.rmtree(path, ignore_errors=True)
         return making.drafts
+
+
+_SHOWN = 6000
+"""Maximum number of characters of the database that later prompts show."""
+_HEADING = re.compile(
+    r"^#+[ \t]*`?([a-z]+)(?:\.py|\.md)?`?[ \t]*:?[ \t]*$", re.MULTILINE | re.IGNORECASE
+)
+_BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
+
+
+class EnvironmentWriter:
+    """Builds one environment in a folder below `rooms.making`. The author's code never runs in this
+    process."""
+
+    def __init__(
+        self,
+        rooms: GeneralSandboxes,
+        path: Path,
+        *,
+        category: str,
+        number: int,
+        author: Author,
+        reference: Author,
+        search: Search | None,
+        seed: int,
+    ) -> None:
+        """The attempts of `reference` measure how hard a task is."""
+        self._rooms, self._path, self._config = rooms, path, rooms.config
+        self._category, self._number, self._seed = category, number, seed
+        self._author, self._reference, self._search = author, reference, search
+        self._files: dict[str, str] = dict.fromkeys(("tools.py", "solve.py", "verify.py"), "")
+        self._tasks: list[dict[str, Any]] = []
+        self._specs: gates.Specs = {}
+        self._answers: list[Any] = []
+        self._calls: list[int] = []
+        self._passed: list[int] = []
+        self._messages: list[Message] = []
+        self.drafts: list[Rejected] = []
+        """Drafts that a gate has rejected."""
+
+    async def run(self) -> None:
+        """Build the environment and leave the finished folder. Raises Rejected, AuthorLost or
+        BudgetSpent."""
+        config = self._config
+        kind = await self._database()
+        (shown,) = await self._rooms.workshop(
+            "database", self._path, "shown", each_s=config.call_s, arguments={"most": _SHOWN}
+        )
+        self._messages = prompts.tools(self._category, shown, kind)
+        await self._revised("tools", self._first_tools)
+        for step in range(config.steps):
+            passed = self._passed[-1] if self._passed else None
+            if config.attempts and passed == 0:
+                break  # a harder task could not be measured
+            task = prompts.harder_task(passed, config.attempts) if step else prompts.first_task()
+            self._messages.append(task)
+            try:
+                await self._revised("task", self._step)
+            except Rejected as refused:
+                if step < config.least_tasks:
+                    raise
+                self.drafts.append(refused)
+                break
+        if len(self._tasks) < config.least_tasks:
+            raise Rejected(
+                "harder",
+                f"no attempt passes after {len(self._tasks)} tasks, fewer than "
+                f"general.least_tasks = {config.least_tasks}",
+            )
+        self._write(self._files, self._tasks)
+        provenance = {
+            "made": "by keel synthesize",
+            "keel": version("keel-rl"),
+            "date": datetime.now(UTC).date().isoformat(),
+            "category": self._category,
+            "author": self._author.name,
+            "reference": self._reference.name,
+            "seed": self._seed,
+            "attempts": config.attempts,
+            "passed": self._passed if config.attempts else None,
+            "calls_of_the_solution": self._calls,
+            "drafts_refused": [[one.gate, one.reason] for one in self.drafts],
+        }
+        _put_json(self._path / "provenance.json", provenance)
+
+    async def _database(self) -> str:
+        """Build the database and return its suffix, .json or .sqlite."""
+        config, kind = self._config, ""
+
+        async def call(call: ToolCall) -> ToolResult:
+            nonlocal kind
+            if call.name == SEARCH.name:
+                assert self._search is not None
+                try:
+                    return ToolResult(text=self._search(str(call.arguments["query"])))
+                except ValueError as error:
+                    return ToolResult(text=str(error), failed=True)
+            result = await desk.call(call, timeout_s=config.bash_s + SLACK_S)
+            if call.name != "submit_database" or result.failed:
+                return result
+            kind = self._store_database(result.text)
+            return ToolResult(text="Submitted.", done=True)
+
+        arguments = {"most_kib": config.database_kib, "bash_s": config.bash_s}
+        messages = prompts.database(
+            self._category,
+            self._number,
+            config.per_category,
+            config.database_kib,
+            self._search is not None,
+        )
+        with lost_to("database"):
+            async with self._rooms.open("workshop:DatabaseDesk", arguments=arguments) as opened:
+                desk, opening = opened
+                worked = await work(
+                    self._author,
+                    messages,
+                    tools=[*opening.tools, *([SEARCH] if self._search else [])],
+                    call=call,
+                    most_turns=config.max_turns,
+                    purpose="database",
+                )
+        if not kind:
+            limits = {"turns": "general.max_turns", "length": "author.max_tokens or the context"}
+            within = f" within {limits[worked.ended]}" if worked.ended in limits else ""
+            raise Rejected("database", f"no database submitted{within}")
+        return kind
+
+    def _store_database(self, text: str) -> str:
+        """Decode the submitted database, which is untrusted, and return its suffix."""
+        try:
+            reply = json.loads(text)
+            kind, data = reply["name"], base64.b64decode(reply["data"], validate=True)
+        except (ValueError, TypeError, LookupError, binascii.Error) as error:
+            raise Rejected("database", f"cannot be read: {error}") from error
+        if kind not in (".json", ".sqlite") or len(data) > self._config.database_kib << 10:
+            raise Rejected("database", "not a database, or too large")
+        _put(self._path / f"database{kind}", data)
+        return kind
+
+    async def _revised(self, purpose: str, hold: Callable[[AuthorReply], Awaitable[None]]) -> None:
+        """Ask the author and check the reply. After each rejection the author revises it. Raises
+        Rejected if no revisions are left."""
+        for remaining in reversed(range(self._config.revisions + 1)):
+            reply = await self._author.ask(self._messages, purpose=purpose)
+            self._messages.append(reply.message())
+            try:
+                return await hold(reply)
+            except RecursionError:
+                refused = Rejected("solution", "an answer or result is nested too deeply")
+            except Rejected as error:
+                refused = error
+            if not remaining:
+                raise refused
+            self.drafts.append(refused)
+            self._messages.append(prompts.refused(refused.gate, refused.reason))
+
+    async def _first_tools(self, reply: AuthorReply) -> None:
+        files = {**self._files, "tools.py": sections(reply, ("tools",))["tools"]}
+        self._write(files, [])
+        self._specs = await gates.typed(self._rooms, self._path)
+        self._files = files
+
+    async def _step(self, reply: AuthorReply) -> None:
+        number = len(self._tasks)
+        found = sections(reply, ("question", "solve", "verify"), ("tools",) if number else ())
+        pieces = {
+            "tools.py": found.get("tools", ""),
+            "solve.py": renamed(found["solve"], "solve", number),
+            "verify.py": renamed(found["verify"], "verify", number),
+        }
+        files = {
+            name: "\n\n\n".join(filter(None, (self._files[name].rstrip(), piece.rstrip()))) + "\n"
+            for name, piece in pieces.items()
+        }
+        specs = self._specs
+        if "tools" in found:
+            self._write(files, self._tasks)
+            specs = await gates.typed(self._rooms, self._path)
+        task = {"question": found["question"].strip(), "tools": list(specs)}
+        self._write(files, [*self._tasks, task])
+        if "tools" in found:
+            for earlier, answer in enumerate(self._answers):
+                result = await gates.solved(
+                    self._rooms, self._path, specs, self._files["solve.py"], earlier
+                )
+                if result.answer != answer:
+                    reason = f"the new tools change the solution of task {earlier}"
+                    raise Rejected("earlier", reason)
+        answer, calls, passed = await gates.check_task(
+            self._rooms,
+            self._path,
+            number,
+            specs=specs,
+            solution=pieces["solve.py"],
+            earlier=self._answers,
+            before=self._passed[-1] if self._passed else None,
+            reference=partial(_passed_attempts, self._reference),
+            seed=self._seed,
+        )
+        self._files, self._specs = files, specs
+        self._tasks.append(task)
+        self._answers.append(answer)
+        self._calls.append(calls)
+        self._passed.append(passed)
+
+    def _write(self, files: dict[str, str], tasks: Sequence[dict[str, Any]]) -> None:
+        for name, text in files.items():
+            _put(self._path / name, text.encode(errors="replace"))
+        about = {"name": self._path.name, "category": self._category, "tasks": list(tasks)}
+        _put_json(self._path / "task.json", about)
+
+
+async def _passed_attempts(
+    author: Author, rooms: GeneralSandboxes, environment: Path, number: int
+) -> int:
+    """Let a model attempt a task with its tools; see `gates.Reference`."""
+
+    async def passes() -> bool:
+        try:
+            async with gates.general(rooms, environment, number) as (hosted, opening):
+                worked = await work(
+                    author,
+                    opening.messages,
+                    tools=opening.tools,
+                    call=partial(hosted.call, timeout_s=rooms.config.call_s),
+                    most_turns=rooms.config.max_turns,
+                    purpose="attempt",
+                )
+                transcript = Transcript(messages=worked.messages, finish_reason="stop")
+                verdict = await hosted.verdict(transcript)
+        except EnvironmentLost as error:
+            if error.during == "parent":
+                raise
+            return False  # because of its calls
+        return not isinstance(verdict, Unscored) and verdict.parts["correct"] == 1.0
+
+    return sum(await gather_or_cancel(*(passes() for _ in range(rooms.config.attempts))))
+
+
+def _put_json(path: Path, value: Any) -> None:
+    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    _put(path, text.encode(errors="replace"))
+
+
+def _put(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    path.chmod(0o644)  # as root, Keel runs the sandbox as another user
+
+
+def sections(
+    reply: AuthorReply, required: Sequence[str], optional: Sequence[str] = ()
+) -> dict[str, str]:
+    """Split a reply at its headings. Each section is the first code block below its heading, or the
+    text if there is no code block. Raises Rejected if a required section is missing."""
+    if reply.cut:
+        raise Rejected("form", "the reply was cut off by author.max_tokens or the context")
+    # Blank out the code blocks, so that comments in code are not taken for headings.
+    text = _BLOCK.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), reply.content)
+    heads = [m for m in _HEADING.finditer(text) if m[1].lower() in {*required, *optional}]
+    found: dict[str, str] = {}
+    ends = [*(m.start() for m in heads[1:]), len(text)]
+    for head, end in zip(heads, ends, strict=False):
+        body = reply.content[head.end() : end]
+        block = _BLOCK.search(body)
+        found[head[1].lower()] = (block[2] if block else body).strip() + "\n"
+    for name in required:
+        if not found.get(name, "").strip():
+            raise Rejected("form", f"the reply has no section under a heading `## {name}`")
+    return {name: body for name, body in found.items() if body.strip()}
+
+
+def renamed(source: str, name: str, number: int) -> str:
+    """Rename the only function `name` so that its name includes the task's `number`. Raises
+    Rejected if there is not exactly one."""
+    changed, count = re.subn(
+        rf"^def {name}(?=\s*\()", f"def {name}_{number}", source, flags=re.MULTILINE
+    )
+    if count != 1:
+        raise Rejected("form", f"`## {name}` must define one function `def {name}(…)`, has {count}")
+    return changed
+
+
+Search = Callable[[str], str]
+"""A function that maps a query to text. Raises ValueError with a message for the author."""
+SEARCH = ToolSpec(
+    name="search",
+    description="Search for passages of text.",
+    parameters={
+        "type": "object",
+        "properties": {"query": {"type": "string", "description": "A few words"}},
+        "required": ["query"],
+        "additionalProperties": False,
+    },
+)
+_PASSAGE = 1200
+"""Number of characters in a passage."""
+_PASSAGES = 5
+_MAX_RESULT = 12_000
+
+
+def search_of(folder: str) -> Search | None:
+    """Return a search over the passages in a folder, with the index that policies search too.
+    Returns None if `folder` is empty, and raises ConfigError if it cannot be used."""
+    if not folder:
+        return None
+    try:
+        index = SearchIndex(ensure_index(Path(folder).expanduser()))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"general.documents = {folder}: {error}") from error
+    if not len(index):
+        raise ConfigError(f"general.documents = {folder}: the folder has no text")
+
+    def search(query: str) -> str:
+        words = terms(query)
+        if not words:
+            raise ValueError("the query contains no words")
+        results: list[dict[str, str]] = []
+        for hit in index.search(query, _PASSAGES):
+            if document := index.document(hit.name):
+                text = excerpt(document.text, words, _PASSAGE)
+                results.append({"document": hit.name, "title": hit.title, "text": text})
+        return json.dumps(results, ensure_ascii=False)[:_MAX_RESULT]
+
+    return search

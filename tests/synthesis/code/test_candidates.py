@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from keel.configs.schema import ConfigError
+from keel.synthesis.code.candidate import GitSource
 from keel.synthesis.code.filters import check_change, check_leaks, judge
 from keel.synthesis.code.pipeline import outcomes_of
 from keel.synthesis.code.sandboxes import Prefix
-from keel.synthesis.code.sources import GitSource
 from keel.synthesis.ledger import Rejected
 from tests.synthesis.authors import ScriptedAuthor
 from tests.synthesis.code.projects import (

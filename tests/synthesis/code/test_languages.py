@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from keel.synthesis.code.sources import GitSource
+from keel.synthesis.code.candidate import GitSource
 from tests.synthesis.code.projects import ISSUE, config, made, repository, source
 
 pytestmark = pytest.mark.e2e

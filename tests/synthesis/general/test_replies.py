@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from keel.synthesis.author import AuthorReply
-from keel.synthesis.general.environment_writer import renamed, sections
 from keel.synthesis.general.gates import EMPTY, MAX_MUTATIONS, mutations, plausible
+from keel.synthesis.general.pipeline import renamed, sections
 from keel.synthesis.ledger import Rejected
 
 REPLY = """\
