@@ -20,8 +20,7 @@ from pathlib import Path
 from keel.agents.episode import BROKE
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError
-from keel.data.dataset import Dataset, load_dataset
-from keel.data.summary import source_lines
+from keel.data.dataset import Dataset, load_dataset, source_lines
 from keel.model.hub import hub_answers
 from keel.rewards.checks import check_spec
 from keel.rewards.judge.service import JudgeService

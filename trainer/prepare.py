@@ -27,8 +27,7 @@ from keel.configs.system_prompts import system_prompt
 from keel.data.conversations.load import Lessons, load_lessons
 from keel.data.conversations.text import Encoded
 from keel.data.conversations.types import Example, Render
-from keel.data.dataset import Dataset, load_dataset
-from keel.data.summary import source_lines, source_warnings
+from keel.data.dataset import Dataset, load_dataset, source_lines, source_warnings
 from keel.model.batch_invariant.layers import check_invariant
 from keel.model.config_file import ignored_code
 from keel.model.hub import hub_answers, local_folder, missing_weights

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.data.statistics import fewest_steps_at_k, majority_at_k, paired_difference, pass_interval
+from keel.data.results import fewest_steps_at_k, majority_at_k, paired_difference, pass_interval
 
 
 def test_wilson_interval() -> None:
