@@ -124,19 +124,13 @@ def _submit(answer: str) -> Calls:
 
 
 def _wrong_plan(world: World, task: TripTask, draw: random.Random) -> str:
-    places = {
-        "hotel": world.hotels,
-        "restaurant": world.restaurants,
-        "attraction": world.attractions,
-    }
     while True:
         plan: list[dict[str, str]] = []
         for day, date in enumerate(task.dates):
             fields = {"time": date, "city": (task.cities or world.cities)[day]}
             for key in task.keys:
-                kind = key.rpartition("_")[2]
-                if kind in places:
-                    fields[key] = draw.choice(list(places[kind]))
+                if key not in fields:
+                    fields[key] = draw.choice(list(world.places(key.rpartition("_")[2])))
             plan.append({key: fields[key] for key in task.keys})
         answer = written(task, plan)
         if not all(checks(world, task, answer).values()):

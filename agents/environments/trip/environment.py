@@ -15,6 +15,7 @@ from keel.agents.env_runtime.tool_objects import text_of
 from keel.agents.environments.trip.plans import Calls, checks, judge, solve
 from keel.agents.environments.trip.tasks import (
     LEVELS,
+    MEALS,
     Level,
     TripTask,
     World,
@@ -56,7 +57,7 @@ class Trip:
 
     def get_all_attractions_by_city(self, city: str) -> Any:
         """All attractions of a city."""
-        return self._listed("attraction", self._world.attractions, self._city(city))
+        return self._listed("attraction", city)
 
     def get_all_cities(self) -> list[str]:
         """The names of all cities."""
@@ -64,23 +65,23 @@ class Trip:
 
     def get_all_hotels_by_city(self, city: str) -> Any:
         """All hotels of a city."""
-        return self._listed("hotel", self._world.hotels, self._city(city))
+        return self._listed("hotel", city)
 
     def get_all_restaurants_by_city(self, city: str) -> Any:
         """All restaurants of a city."""
-        return self._listed("restaurant", self._world.restaurants, self._city(city))
+        return self._listed("restaurant", city)
 
     def get_city_by_attraction(self, attraction: str) -> str:
         """The city that an attraction is in."""
-        return self._one("attraction", self._world.attractions, attraction).city
+        return self._one("attraction", attraction).city
 
     def get_city_by_hotel(self, hotel: str) -> str:
         """The city that a hotel is in."""
-        return self._one("hotel", self._world.hotels, hotel).city
+        return self._one("hotel", hotel).city
 
     def get_city_by_restaurant(self, restaurant: str) -> str:
         """The city that a restaurant is in."""
-        return self._one("restaurant", self._world.restaurants, restaurant).city
+        return self._one("restaurant", restaurant).city
 
     def get_city_transport(self, city: str) -> list[str]:
         """How to get about inside a city."""
@@ -92,8 +93,7 @@ class Trip:
         Args:
             info_keywords: Of city, ticket, rating, outdoor.
         """
-        place = self._one("attraction", self._world.attractions, attraction)
-        return _facts(asdict(place), info_keywords)
+        return _facts(asdict(self._one("attraction", attraction)), info_keywords)
 
     def get_infos_by_city(self, info_keywords: list[str], city: str) -> dict[str, Any]:
         """Facts about a city.
@@ -102,14 +102,9 @@ class Trip:
             info_keywords: Of hotels, restaurants, attractions (how many), transport.
         """
         name = self._city(city)
-        kinds: dict[str, Mapping[str, Any]] = {
-            "hotels": self._world.hotels,
-            "restaurants": self._world.restaurants,
-            "attractions": self._world.attractions,
-        }
         known: dict[str, Any] = {
-            kind: sum(place.city == name for place in places.values())
-            for kind, places in kinds.items()
+            f"{kind}s": sum(place.city == name for place in self._world.places(kind).values())
+            for kind in ("hotel", "restaurant", "attraction")
         }
         return _facts({**known, "transport": self._world.transport[name]}, info_keywords)
 
@@ -119,7 +114,7 @@ class Trip:
         Args:
             info_keywords: Of city, price, rating.
         """
-        return _facts(asdict(self._one("hotel", self._world.hotels, hotel)), info_keywords)
+        return _facts(asdict(self._one("hotel", hotel)), info_keywords)
 
     def get_infos_by_restaurant(self, info_keywords: list[str], restaurant: str) -> dict[str, Any]:
         """Facts about a restaurant.
@@ -127,8 +122,7 @@ class Trip:
         Args:
             info_keywords: Of city, price, rating, cuisine.
         """
-        place = self._one("restaurant", self._world.restaurants, restaurant)
-        return _facts(asdict(place), info_keywords)
+        return _facts(asdict(self._one("restaurant", restaurant)), info_keywords)
 
     def get_inter_city_transport(self, from_city: str, to_city: str) -> list[dict[str, Any]]:
         """The connections from one city to another; an empty list if there is none."""
@@ -173,9 +167,9 @@ class Trip:
             looked, needed = self._seen & lists, len(lists)
         return (len(looked) + share) / (needed + 1)
 
-    def _listed(self, kind: str, places: Mapping[str, Any], city: str) -> Any:
-        self._seen.add((kind, city))
-        matches = [place for place in places.values() if place.city == city]
+    def _listed(self, kind: str, city: str) -> Any:
+        self._seen.add((kind, self._city(city)))
+        matches = [place for place in self._world.places(kind).values() if place.city == city]
         if self._level.plain:
             price = "ticket" if kind == "attraction" else "price"
             return "\n".join(f"{one.name} {getattr(one, price)}" for one in matches)
@@ -188,9 +182,8 @@ class Trip:
             raise LookupError(f"there is no city {name!r}")
         return name
 
-    @staticmethod
-    def _one(kind: str, places: Mapping[str, Any], name: str) -> Any:
-        if name not in places:
+    def _one(self, kind: str, name: str) -> Any:
+        if name not in (places := self._world.places(kind)):
             raise LookupError(f"there is no {kind} {name!r}")
         return places[name]
 
@@ -240,16 +233,13 @@ def a_plan(world: World, task: TripTask, draw: random.Random) -> list[dict[str, 
     cities = task.cities or draw.sample(others, len(task.dates))
     plan: list[dict[str, str]] = []
     for date, city in zip(task.dates, cities, strict=True):
-        meals = draw.sample([r.name for r in world.restaurants.values() if r.city == city] * 2, 2)
-        day = {
-            "time": date,
-            "city": city,
-            "hotel": draw.choice([h.name for h in world.hotels.values() if h.city == city]),
-            "afternoon_restaurant": meals[0],
-            "afternoon_attraction": draw.choice(
-                [a.name for a in world.attractions.values() if a.city == city]
-            ),
-            "evening_restaurant": meals[1],
-        }
+        hotels, restaurants, attractions = (
+            [one.name for one in world.places(kind).values() if one.city == city]
+            for kind in ("hotel", "restaurant", "attraction")
+        )
+        meals = draw.sample(restaurants * 2, 2)
+        day = {"time": date, "city": city, "hotel": draw.choice(hotels)}
+        day |= dict(zip(MEALS, meals, strict=True))
+        day["afternoon_attraction"] = draw.choice(attractions)
         plan.append({key: day[key] for key in task.keys})
     return plan

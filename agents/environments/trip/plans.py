@@ -63,16 +63,11 @@ def judge(world: World, task: TripTask, plan: Sequence[_Day]) -> dict[str, bool]
     if task.connected:
         legs = zip((task.start, *cities), cities, strict=False)
         met["connections"] = all(leg in world.routes for leg in legs)
-    places: dict[str, Mapping[str, Any]] = {
-        "hotel": world.hotels,
-        "afternoon_restaurant": world.restaurants,
-        "evening_restaurant": world.restaurants,
-        "afternoon_attraction": world.attractions,
-    }
-    keys = [key for key in task.keys if key in places]
+    keys = [key for key in task.keys if key not in ("time", "city")]
     known = True
     for key in keys:
-        places_named = [places[key].get(day[key]) for day in days]
+        places = world.places(key.rpartition("_")[2])
+        places_named = [places.get(day[key]) for day in days]
         in_city = [
             one is not None and one.city == day["city"]
             for one, day in zip(places_named, days, strict=True)

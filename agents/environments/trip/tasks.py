@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import datetime
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import permutations
+from typing import Any
 
 _WEATHER = ("sunny", "cloudy", "rain")
 _CUISINES = ("noodles", "seafood", "grill", "vegetarian", "dumplings")
@@ -88,6 +89,10 @@ class World:
     """Local transport in each city."""
     weather: dict[tuple[str, str], str]
     """Weather by city and date."""
+
+    def places(self, kind: str) -> Mapping[str, Any]:
+        """Return the places of a kind (hotel, restaurant or attraction) by name."""
+        return getattr(self, f"{kind}s")
 
 
 def make_world(seed: int, size: Size, dates: tuple[str, ...]) -> World:
