@@ -70,7 +70,7 @@ class Learner:
         """
         self._model_path, self._config, self._make_room = model_path, config, make_room
         self.direct = sends_directly(config.rollout, gpu=gpu)
-        """Whether the ranks send weights to the engines themselves."""
+        """True if the ranks send weights to the engines themselves."""
         seat = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": hardware.RANK_CPUS}
         options = seat | {"runtime_env": {"env_vars": variables(config.model.batch_invariant)}}
         trainer = config.trainer
@@ -142,7 +142,7 @@ class Learner:
         groups: Sequence[ScoredGroup | SftExample] = (),
     ) -> StepResult:
         """Take one optimizer step for each batch. `shares` holds the batches for each group of
-        ranks, and `groups` what is in them, for messages about non-finite numbers."""
+        ranks, and `groups` their content, for messages about non-finite numbers."""
         updates = max(map(len, shares), default=1)
         reports: list[StepReport] = self._call_with_shares("step", shares, STEP, updates)
         if reports[0].out_of_memory:

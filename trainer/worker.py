@@ -45,7 +45,7 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLocation:
-    """Where a rank's process runs. Error messages include this when the process dies."""
+    """The place of a rank's process. Error messages include this when the process dies."""
 
     host: str
     pid: int
@@ -66,7 +66,7 @@ def last_lines(log: str, count: int = _LOG_LINES) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one rank reports after a step."""
+    """Report of one rank after a step."""
 
     version: int
     metrics: dict[str, Metric]
@@ -113,7 +113,7 @@ def pack_shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[Trai
 
 def _host_threads(ranks: int) -> int:
     """Return how many CPU threads a rank with an offloaded optimizer should use: an equal part of
-    the machine's cores. Ray's default is one. `ranks` counts those of the whole run."""
+    the machine's cores. Ray's default is one. `ranks` is the number of ranks in the run."""
     gpus = sum(1 for _ in _DRIVER.iterdir()) if _DRIVER.is_dir() else 0
     return max(1, available_cores() // min(ranks, gpus or ranks))
 

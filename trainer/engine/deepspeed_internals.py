@@ -339,7 +339,7 @@ def original_names(layer: Any) -> OriginalNames:
 def split_experts(
     parameters: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Split parameters into shared ones and those of experts, which differ between ranks."""
+    """Split parameters into shared ones and expert parameters, which differ between ranks."""
     from deepspeed.moe.utils import split_params_into_shared_and_expert_params  # noqa: PLC0415
 
     return split_params_into_shared_and_expert_params(list(parameters))

@@ -37,7 +37,7 @@ from keel.rl.packing import MicroBatch, TrainBatch
 from keel.rl.summary import of_updates
 from keel.rl.types import TokenNumbers
 from keel.trainer.engine.checkpoint import Checkpoints
-from keel.trainer.engine.deepspeed_internals import sum_in_one_pass
+from keel.trainer.engine.deepspeed_internals import sum_in_one_pass, trainable, whole_shape
 from keel.trainer.engine.expert_parallel import ExpertLayers
 from keel.trainer.engine.export import export_model
 from keel.trainer.engine.layer_compile import compile_layers
@@ -177,8 +177,9 @@ class TrainerEngine:
         if self._sums_apart:
             sum_in_one_pass(self._engine.optimizer)
         self._offload = make_offload(self._engine, nn.ModuleList(frozen), self._device, config)
+        runs = {name: experts.runs(name, whole_shape(p)) for name, p in trainable(network.model)}
         self._checkpoints = Checkpoints(
-            self._engine, self._adam, network.model, experts, stage=self._stage, device=self._device
+            self._engine, self._adam, network.model, runs, stage=self._stage, device=self._device
         )
         # Groups made meanwhile would have PyTorch's default.
         limit_all_groups(timeout_s)

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedConfig
 
+from keel.trainer.engine.checkpoint import ElementRun
 from keel.trainer.engine.deepspeed_internals import (
     WEIGHTS,
     expert_group,
@@ -27,7 +28,6 @@ from keel.trainer.engine.deepspeed_internals import (
     original_names,
     split_experts,
 )
-from keel.trainer.engine.optimizer_state import ElementRun
 
 _LAYERS = r"model\.model\.layers\.\d+\.mlp"
 """Matches the MoE blocks inside a `PolicyNetwork`."""
@@ -52,7 +52,7 @@ def autoep_config(size: int, text: PreTrainedConfig, *, grouped: bool) -> dict[s
 
 
 class ExpertLayers:
-    """The AutoEP layers in a model. If there are none, every method returns its input unchanged."""
+    """The AutoEP layers in a model. Without such layers, methods return their input unchanged."""
 
     def __init__(self, model: nn.Module, *, expected: int) -> None:
         """`expected` is the number of MoE layers in the model, or 0 without expert parallelism."""

@@ -17,8 +17,8 @@ def compile_layers(model: PreTrainedModel) -> None:
     """Make each decoder layer compile at its first call, for any number of tokens.
 
     A layer is one graph, since launching several takes longer than the GPU needs for a small
-    micro-batch. MoE blocks are left out, because their shapes depend on routing and Keep Routing
-    hooks into them. So is attention, unless it uses flash attention.
+    micro-batch. MoE blocks stay uncompiled, because their shapes depend on routing and Keep
+    Routing hooks into them. So does attention, unless it uses flash attention.
     """
     routers = set(router_modules(model))
     for block in model.modules():

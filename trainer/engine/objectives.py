@@ -122,7 +122,7 @@ def mass_share(
         c/B Σ_i w_i/|o_i| Σ_t max(0, log top_p² − log m_t)
 
     `log_mass` is [m] and covers this rank's part of the row. Masks that top-k may have cut (`CUT`)
-    are left out, since their mass at sampling time is not known. Returns the share of the step's
+    do not count, since their mass at sampling time is not known. Returns the share of the step's
     loss, and the [4] float32 totals for `mass_metrics`.
     """
     coef, sampling, head = config.algorithm.kept_mass_coef, config.rollout.sampling, inputs.head

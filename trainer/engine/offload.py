@@ -63,7 +63,7 @@ class Buffer:
         return sum(size for _, size in self._offloaded)
 
     def offload(self, tensors: Iterable[Tensor], enough: float = math.inf) -> float:
-        """Offload storages of `tensors` until `enough` bytes are free. Returns what is missing."""
+        """Offload `tensors` until `enough` bytes are free. Returns the missing bytes."""
         freed: list[tuple[UntypedStorage, int]] = []
         copies: dict[int, tuple[UntypedStorage, list[Tensor]]] = {}
         for storage in _on_device(tensors, self._device):
@@ -125,7 +125,7 @@ class Offload:
 
     Gradients need the weights, the reference policy, gradient sums, buckets and other DeepSpeed
     tensors; the update needs the weights, master weights and moments. While an engine samples, only
-    as much is offloaded as it needs, beginning with the reference, which has a host copy already.
+    the memory that it needs is freed, beginning with the reference, which has a host copy already.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Offload:
         return sum(buffer.host_bytes for buffer in buffers)
 
     def offload(self, *, weights: bool) -> None:
-        """Free memory until at most `room` is in use, if necessary also that of the `weights`."""
+        """Free memory until at most `room` is in use, if need be also memory of the `weights`."""
         self._gradients.offload(gradient_sums(self._optimizer))
         self._buckets.offload(buckets(self._optimizer))
         drop_gathered(self._optimizer)

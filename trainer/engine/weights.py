@@ -128,7 +128,7 @@ class Weights:
 
     @property
     def gathered(self) -> bool:
-        """Whether the weights are sharded, so that all ranks must iterate over them together."""
+        """True if the weights are sharded, so that all ranks must iterate over them together."""
         return self._stage == 3 or self._experts.spread
 
     def named(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

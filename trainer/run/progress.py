@@ -93,7 +93,7 @@ class Display:
         self._poll_s = poll_s
         self._open: list[Wait] = []
         self._printed: dict[Wait, float] = {}
-        """For each wait, the elapsed seconds when its last line was printed."""
+        """Elapsed seconds of each wait when its last line was printed."""
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._live: Any = None

@@ -20,7 +20,7 @@ _MAX_PARAMS, _PARAM_CHARACTERS, _TAG_CHARACTERS = 100, 6000, 5000
 
 
 class Mlflow:
-    """Tracks a run with MLflow, and resumes it by its id. Its parameters are those of the first
+    """Tracks a run with MLflow, and resumes it by its id. Its parameters stay as at the first
     start, because MLflow cannot change them."""
 
     remedy = "Check MLFLOW_TRACKING_URI, the server's credentials and the network"

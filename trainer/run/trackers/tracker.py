@@ -16,7 +16,7 @@ from keel.configs.diff import flatten_config
 from keel.configs.schema import Config, ConfigError
 
 RunEnd = Literal["finished", "stopped", "failed"]
-"""How a run has ended. `stopped` means that the same command resumes it."""
+"""The end of a run. `stopped` means that the same command resumes it."""
 PROJECT = "keel"
 """Default project, which environment variables can replace."""
 _CLASSES = {"wandb": "Wandb", "mlflow": "Mlflow", "trackio": "Trackio"}
@@ -32,7 +32,7 @@ class Tracker(Protocol):
     """
 
     remedy: str
-    """What the user should check after a failure."""
+    """Advice for the user after a failure."""
 
     def open(self, folder: Path, id: str, knobs: Mapping[str, Any]) -> tuple[str, str]:
         """Start a run, or resume the one with this `id`, if it is not empty. Returns the id and the
