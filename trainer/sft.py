@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from keel.configs.schema import Config, SftConfig
-from keel.data.stream import Stream
 from keel.rl.metrics import Mean, Metric, Sum, merge
 from keel.rl.packing import TrainBatch
 from keel.rl.sft import SftExample, pack_sft
@@ -22,6 +21,16 @@ from keel.trainer.nonfinite import SHOWN_FINDINGS
 
 MEASURED = {"nll": "loss", "indexer/held": "indexer/held"}
 """Maps the metrics that ranks return for a held-out set to their names under `eval/`."""
+
+
+class SftStream(Protocol):
+    """An endless, seeded order of conversations."""
+
+    def take(self, n: int) -> list[SftExample]: ...
+
+    def state(self, unfinished: Sequence[SftExample] = ()) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class SftLearner(Protocol):
@@ -61,7 +70,7 @@ class SftParts:
 class Batches:
     """Draws the conversations for each step."""
 
-    def __init__(self, stream: Stream[SftExample], config: SftConfig, *, epoch: float) -> None:
+    def __init__(self, stream: SftStream, config: SftConfig, *, epoch: float) -> None:
         """`epoch` is the number of conversations per epoch."""
         self._stream, self._config, self._epoch = stream, config, epoch
         self._next: SftExample | None = None
