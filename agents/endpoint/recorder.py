@@ -26,7 +26,7 @@ from keel.agents.budget import CHARACTERS_PER_TOKEN, Budget, with_turn
 from keel.agents.conversation import SegmentRecord, common_prefix
 from keel.agents.endpoint.replies import Reply, client_message
 from keel.agents.endpoint.requests import ApiError, ChatRequest, budget_spent
-from keel.agents.endpoint.turn_index import MessageLog, Turn, TurnIndex, key_of_tools, prefix_keys
+from keel.agents.endpoint.turn_index import Turn, TurnIndex, key_of_tools, prefix_keys
 from keel.agents.schemas import arguments_of
 from keel.rl.turns import Chat, Malformed, Message, Parsed, TurnRequest, TurnResult
 from keel.rl.types import Dialogue, FinishReason, Segment, Usage
@@ -90,7 +90,6 @@ class TrajectoryRecorder:
         self._budget, self._turn_s = budget, turn_s
         self._records: list[SegmentRecord] = []
         self._turns = TurnIndex(chat, thinking=thinking)
-        self._log = MessageLog()
         self._checked_tools = {key_of_tools(())}
         self._draws: dict[str, set[int]] = {}
         """Numbers of the samples from each context. All differ, so each sample has its own seed."""
@@ -180,9 +179,9 @@ class TrajectoryRecorder:
         segments = (record.segment() for record in self._records)
         return Finished(
             segments=tuple(segment for segment in segments if segment is not None),
-            opening=self._log.opening,
-            messages=self._log.after_opening,
-            dialogues=self._log.dialogues,
+            opening=self._turns.opening,
+            messages=self._turns.after_opening,
+            dialogues=self._turns.dialogues,
             usage=replace(
                 self._usage,
                 contexts_extended=self.counts["extended"],
@@ -248,14 +247,8 @@ class TrajectoryRecorder:
             message=message,
             in_thinking=parsed.inside,
         )
-        self._log.add(
-            self._turns.as_recorded(request.messages, keys),
-            keys,
-            turn,
-            tools=request.tools,
-            verbatim=len(message.get("tool_calls", ())) == len(parsed.calls),
-        )
-        self._turns.add(turn, keys[-1])
+        verbatim = len(message.get("tool_calls", ())) == len(parsed.calls)
+        self._turns.add(request, keys, turn, verbatim=verbatim)
         self._usage = with_turn(self._usage, result, repeated=repeated)
         if message.get("tool_calls"):
             self._count_calls(request, parsed)

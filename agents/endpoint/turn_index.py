@@ -40,19 +40,79 @@ class Turn:
         return list(self.record.ids[: self.end])
 
 
+@dataclass(slots=True)
+class _OpenDialogue:
+    messages: list[Message]
+    tools: tuple[ToolSpec, ...]
+    tools_key: str
+    sampled: list[int] = field(default_factory=list[int])
+    last_turn: str = ""
+    """Key of all messages up to the policy's last turn."""
+
+
 class TurnIndex:
-    """All recorded turns in a trajectory."""
+    """All turns and messages in a trajectory. The messages are kept both in the order of the turns
+    and grouped by conversation. Forks and sub-agents have separate conversations."""
 
     def __init__(self, chat: Chat, *, thinking: bool) -> None:
         self._chat, self._thinking = chat, thinking
         self._turns: list[Turn] = []
         self._by_messages: dict[str, list[Turn]] = {}
         """Turns by the key of all messages up to and including the turn."""
+        self.opening: tuple[Message, ...] = ()
+        """The messages of the request for the first turn."""
+        self._messages: list[Message] = []
+        self._keys: set[str] = set()
+        """Prefix keys of `_messages`."""
+        self._dialogues: list[_OpenDialogue] = []
 
-    def add(self, turn: Turn, messages_key: str) -> None:
+    @property
+    def after_opening(self) -> tuple[Message, ...]:
+        return tuple(self._messages[len(self.opening) :])
+
+    @property
+    def dialogues(self) -> tuple[Dialogue, ...]:
+        return tuple(
+            Dialogue(
+                messages=tuple(one.messages),
+                sampled=frozenset(one.sampled),
+                tools=tuple(tool.as_json() for tool in one.tools),
+            )
+            for one in self._dialogues
+        )
+
+    def add(self, request: ChatRequest, keys: Sequence[str], turn: Turn, *, verbatim: bool) -> None:
+        """Add the new messages of a request and the turn that answers it. `keys` are the prefix
+        keys of its messages. `verbatim` says that the turn's message contains everything that was
+        sampled, so the policy can learn from it."""
+        messages = self._as_recorded(request.messages, keys)
+        self.opening = self.opening or tuple(messages)
+        for message, key in zip(messages, keys[1:], strict=True):
+            if key not in self._keys:
+                self._keys.add(key)
+                author = {"name": PROGRAM} if message["role"] == "assistant" else {}
+                self._messages.append({**message, **author})
+        self._messages.append(turn.message)
+        key = extend_key(keys[-1], turn.message)
+        self._keys.add(key)
         self._turns.append(turn)
-        key = extend_key(messages_key, turn.message)
         self._by_messages.setdefault(key, []).append(turn)
+
+        continued = [
+            one
+            for one in self._dialogues
+            if one.tools_key == turn.tools_key and one.last_turn in keys
+        ]
+        if continued:
+            dialogue = max(continued, key=lambda one: len(one.messages))
+            dialogue.messages += messages[len(dialogue.messages) :]
+        else:
+            dialogue = _OpenDialogue(messages, request.tools, turn.tools_key)
+            self._dialogues.append(dialogue)
+        if verbatim:
+            dialogue.sampled.append(len(dialogue.messages))
+        dialogue.messages.append(turn.message)
+        dialogue.last_turn = key
 
     def find_context(
         self,
@@ -90,7 +150,7 @@ class TurnIndex:
                     ids = self._chat.extend(turn.ids, new, thinking=self._thinking)
                     if ids is not None:
                         return turn, ids
-            ids = self._render(self.as_recorded(messages, keys), request.tools)
+            ids = self._render(self._as_recorded(messages, keys), request.tools)
         except (ValueError, StopIteration) as error:  # the second from texts with all our marks
             raise ApiError(400, f"messages: {error}", param="messages") from error
         # A turn that ended inside its thinking may have more thinking than the render shows.
@@ -103,7 +163,7 @@ class TurnIndex:
         )
         return max(prefixes, key=lambda turn: turn.end, default=None), ids
 
-    def as_recorded(self, messages: Sequence[Message], keys: Sequence[str]) -> list[Message]:
+    def _as_recorded(self, messages: Sequence[Message], keys: Sequence[str]) -> list[Message]:
         """Return the messages with each assistant message replaced with the recorded one. This
         restores thinking that the client dropped but the chat format shows until the next user
         message."""
@@ -122,83 +182,6 @@ class TurnIndex:
             reason = "the model's chat template does not show a system message at this place"
             raise ApiError(400, f"{param}: {reason}; put it first", param=param)
         return ids
-
-
-@dataclass(slots=True)
-class _OpenDialogue:
-    messages: list[Message]
-    tools: tuple[ToolSpec, ...]
-    tools_key: str
-    sampled: list[int] = field(default_factory=list[int])
-    last_turn: str = ""
-    """Key of all messages up to the policy's last turn."""
-
-
-class MessageLog:
-    """All messages of a trajectory, both in the order of the turns and grouped by conversation.
-    Forks and sub-agents have conversations of their own."""
-
-    def __init__(self) -> None:
-        self.opening: tuple[Message, ...] = ()
-        """The messages of the request for the first turn."""
-        self._all: list[Message] = []
-        self._keys: set[str] = set()
-        """Prefix keys of the messages in `_all`."""
-        self._dialogues: list[_OpenDialogue] = []
-
-    @property
-    def after_opening(self) -> tuple[Message, ...]:
-        return tuple(self._all[len(self.opening) :])
-
-    @property
-    def dialogues(self) -> tuple[Dialogue, ...]:
-        return tuple(
-            Dialogue(
-                messages=tuple(one.messages),
-                sampled=frozenset(one.sampled),
-                tools=tuple(tool.as_json() for tool in one.tools),
-            )
-            for one in self._dialogues
-        )
-
-    def add(
-        self,
-        messages: Sequence[Message],
-        keys: Sequence[str],
-        turn: Turn,
-        *,
-        tools: tuple[ToolSpec, ...],
-        verbatim: bool,
-    ) -> None:
-        """Add the new messages of a request and the turn that answers it. `messages` contain the
-        policy's turns as recorded, and `keys` are the prefix keys of the messages. `verbatim` says
-        that the turn's message contains everything that was sampled, so the policy can learn from
-        it."""
-        self.opening = self.opening or tuple(messages)
-        for message, key in zip(messages, keys[1:], strict=True):
-            if key not in self._keys:
-                self._keys.add(key)
-                author = {"name": PROGRAM} if message["role"] == "assistant" else {}
-                self._all.append({**message, **author})
-        self._all.append(turn.message)
-        last_turn = extend_key(keys[-1], turn.message)
-        self._keys.add(last_turn)
-
-        continued = [
-            one
-            for one in self._dialogues
-            if one.tools_key == turn.tools_key and one.last_turn in keys
-        ]
-        if continued:
-            dialogue = max(continued, key=lambda one: len(one.messages))
-            dialogue.messages += messages[len(dialogue.messages) :]
-        else:
-            dialogue = _OpenDialogue(list(messages), tools, turn.tools_key)
-            self._dialogues.append(dialogue)
-        if verbatim:
-            dialogue.sampled.append(len(dialogue.messages))
-        dialogue.messages.append(turn.message)
-        dialogue.last_turn = last_turn
 
 
 def prefix_keys(messages: Sequence[Message]) -> list[str]:
