@@ -260,11 +260,8 @@ class Options:
         else:
             stages = (0, 1, 2, 3) if full else (1, 2, 3)
             pairs = [(away, max(s, int(away))) for away, s in product(offloading, stages)]
-        values = [
-            self._open({zero: s, offload: away})
-            for away, s in pairs
-            if s < 3 or not model.batch_invariant or zero not in self.open_knobs
-        ]
+        sharded = not (model.batch_invariant or model.lora.enabled) or zero not in self.open_knobs
+        values = [self._open({zero: s, offload: away}) for away, s in pairs if s < 3 or sharded]
         return [dict(items) for items in {tuple(each.items()): None for each in values}]
 
     def micro_batches(self, ranks: int) -> list[Values]:

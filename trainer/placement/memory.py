@@ -212,7 +212,10 @@ def rank_tokens(config: Config) -> float:
 
 def _learned_parameters(config: Config, facts: ModelFacts) -> tuple[int, int]:
     """The number of trainable parameters, and how many of them belong to routed experts. During the
-    warm-up of an indexer (`trainer.attention`), only the indexer is trained."""
+    warm-up of an indexer (`trainer.attention`), only the indexer is trained, and with LoRA only the
+    adapters."""
+    if config.model.lora.enabled:
+        return config.model.lora.parameters(facts.projections), 0
     if config.trainer.attention == "warm-up":
         return facts.indexer_parameters, 0
     return facts.parameters, facts.expert_parameters

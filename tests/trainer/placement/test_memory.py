@@ -12,6 +12,7 @@ from keel.configs.schema import (
     Config,
     ConfigError,
     DataConfig,
+    LoraConfig,
     ModelConfig,
     RolloutConfig,
     SamplingConfig,
@@ -212,3 +213,19 @@ def test_plan_is_described() -> None:
     assert f"KV cache holds {shown.cached} of 64 sequences" in text and "ZeRO 3" in text
     short = describe(config, DENSE, shown, ["sums"], hardware=hardware, trains=False)
     assert "\nsteps " in text and "\nsteps " not in short
+
+
+def test_lora_keeps_gradients_of_adapters_only() -> None:
+    full = recipe(beta=0.1, offload_optimizer=False)
+    lora = LoraConfig(rank=10, targets=("q_proj", "up_proj"))
+    config = replace(full, model=replace(full.model, lora=lora))
+    facts = replace(DENSE, projections={"q_proj": 20_000, "up_proj": 40_000, "down_proj": 40_000})
+    before, after = (trainer_memory(each, facts, gpu=True).parts for each in (full, config))
+    assert after["weights"] == before["weights"] == before["reference"] == 2e9
+    assert (after["gradients"], after["optimizer"], after["reference"]) == (2.4e6, 7.2e6, 0)
+
+
+def test_teachers_are_held_beside_the_reference() -> None:
+    facts = replace(DENSE, teacher_parameters=3_000_000_000)
+    parts = trainer_memory(recipe(beta=0.1), facts, gpu=True).parts
+    assert parts["reference"] == 2e9 + 6e9
