@@ -66,30 +66,29 @@ def try_functions(
     if not names or not prompts:
         return {}
     prompt = prompts[0]
-    completion = sample_completion(prompt)
+    texts = [sample_completion(prompt, wrong=wrong).dumps() for wrong in (False, True)]
     pool = WorkerPool(1, timeout_s=timeout_s)
     messages: dict[str, str] = {}
     try:
         for name in names:
             spec = {"kind": "function", "name": name, "prompt": prompt_fields(prompt)}
-            text, sample = completion.dumps(), "a sample completion"
+            text, sample = texts[0], "a sample completion"
             if sees_group(name):
-                texts = [text, sample_completion(prompt, wrong=True).dumps()]
                 spec, text = {**spec, "group": True}, json.dumps(texts)
                 sample = "a group of two sample completions (mean)"
             (result,) = pool.submit(spec, [text]).result()
             if not result.error:
                 (result,) = pool.submit(spec, [text]).result()
-            where = f" ({result.at})" if result.at else ""
-            if result.error.partition(":")[0] in _CODE_ERRORS:
-                raise ValueError(f"reward {name}: {result.error}{where}. Fix the function")
-            messages[name] = (
-                f"{FAILED} of {prompt.prompt_id}: {result.error}{where}. Fix it, or raise "
-                "rewards.timeout_s if it is slow: such completions score 0, and too many stop the "
-                "run (rewards.max_failure_fraction)"
-                if result.error
-                else f"{result.score:g} for {sample} of {prompt.prompt_id}"
-            )
+            error = f"{result.error} ({result.at})" if result.at else result.error
+            if error.partition(":")[0] in _CODE_ERRORS:
+                raise ValueError(f"reward {name}: {error}. Fix the function")
+            messages[name] = f"{result.score:g} for {sample} of {prompt.prompt_id}"
+            if error:
+                messages[name] = (
+                    f"{FAILED} of {prompt.prompt_id}: {error}. Fix it, or raise rewards.timeout_s "
+                    "if it is slow: such completions score 0, and too many stop the run "
+                    "(rewards.max_failure_fraction)"
+                )
     finally:
         pool.close()
     return messages

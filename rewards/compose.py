@@ -108,15 +108,6 @@ def check_parts(kind: str, weights: Mapping[str, float]) -> None:
             )
 
 
-def check_complete(parts: Mapping[str, float], weights: Mapping[str, float]) -> None:
-    """Check that a completion has all weighted parts; raise ValueError otherwise."""
-    if missing := [name for name in weights if name not in parts]:
-        raise ValueError(
-            f"no part {missing[0]!r}, which data.sources[].rewards weights; it has "
-            f"{', '.join(sorted(parts))}. Give sources without it a separate domain"
-        )
-
-
 def _function_weights(weights: Mapping[str, float]) -> dict[str, float]:
     return {name: weight for name, weight in weights.items() if is_function(name) and weight > 0}
 
@@ -125,12 +116,6 @@ def mean_of_functions(parts: Mapping[str, float], weights: Mapping[str, float]) 
     """Average the functions that have a positive weight, for prompts graded only by functions."""
     positive = _function_weights(weights)
     return sum(weight * parts[name] for name, weight in positive.items()) / sum(positive.values())
-
-
-def worst_parts(weights: Mapping[str, float]) -> dict[str, float]:
-    """Return the parts that give a crashed episode the lowest possible reward."""
-    parts = {name: float(weight < 0) for name, weight in weights.items()}
-    return {**parts, "correct": 0.0, ERROR: 0.0}
 
 
 def compose_cut_off(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:

@@ -72,7 +72,9 @@ class FailureBudget:
             reported = self._reported.setdefault(name, set())
             rate = self._rates.setdefault(name, FailureRate(self._max_fraction))
             for error, location in errors:
-                message = _printable(f"{error} ({location})" if location else error)
+                # The text may quote a completion with control characters.
+                message = f"{error} ({location})" if location else error
+                message = "".join(c if c.isprintable() else "�" for c in message.replace("\n", " "))
                 key = location or error.partition(":")[0]
                 if error and key not in reported and len(reported) < MAX_REPORTS:
                     reported.add(key)
@@ -99,28 +101,20 @@ def to_standard_error(text: str) -> None:
 def error_location(error: BaseException) -> str:
     """Find the innermost frame of user code in a traceback, e.g. `my_rewards.py:12 in brief`."""
     frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return ""
-    frame = ([f for f in frames if not _is_library(f.filename)] or frames)[-1]
-    return format_location(frame.filename, frame.lineno or 0, frame.name)
+    return _innermost([(f.filename, f.lineno or 0, f.name) for f in reversed(frames)])
 
 
 def dump_location(dump: str) -> str:
     """Find the innermost frame of user code in a `faulthandler` dump, or return ""."""
-    frames = _DUMP_FRAME.findall(dump)  # innermost first
-    if not frames:
-        return ""
-    file, line, name = ([f for f in frames if not _is_library(f[0])] or frames)[0]
-    return format_location(file, int(line), name)
+    return _innermost([(f, int(line), name) for f, line, name in _DUMP_FRAME.findall(dump)])
+
+
+def _innermost(frames: list[tuple[str, int, str]]) -> str:
+    """Format the first frame outside Keel's rewards and the libraries, or else the first one."""
+    libraries = (_PACKAGE + os.sep, "<frozen", *_LIBRARIES)
+    own = [frame for frame in frames if not frame[0].startswith(libraries)] or frames
+    return format_location(*own[0]) if own else ""
 
 
 def format_location(file: str, line: int, name: str) -> str:
     return f"{file.removeprefix(os.getcwd() + os.sep)}:{line} in {name}"
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith((_PACKAGE + os.sep, "<frozen", *_LIBRARIES))
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "�" for c in text.replace("\n", " "))

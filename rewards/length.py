@@ -21,7 +21,6 @@ are centred over the whole group. A short wrong completion may then beat a long 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -56,10 +55,6 @@ class LengthRule:
     truncated: Literal["keep", "zero", "drop"] = "keep"
 
     def __post_init__(self) -> None:
-        for name in ("linear", "overlong"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"length.{name} = {value} must not be negative")
         if not 0 <= self.target < self.limit:
             raise ValueError(
                 f"length.target = {self.target} must be at least 0 and below limit = {self.limit}"
@@ -82,15 +77,14 @@ class LengthRule:
 
     def cost(self, tokens_G: NDArray[np.int64]) -> Floats:
         """Return the sum of both costs for each completion, [G] ≥ 0, in units of reward."""
-        return self._linear(tokens_G) + self._overlong(tokens_G)
+        linear, overlong = self._costs(tokens_G)
+        return linear + overlong
 
-    def _linear(self, tokens_G: NDArray[np.int64]) -> Floats:
+    def _costs(self, tokens_G: NDArray[np.int64]) -> tuple[Floats, Floats]:
         above = np.maximum(0.0, tokens_G - np.float64(self.target))
-        return self.linear * above / (self.limit - self.target)
-
-    def _overlong(self, tokens_G: NDArray[np.int64]) -> Floats:
         late = (tokens_G - np.float64(self.limit - self.margin)) / self.margin
-        return self.overlong * np.clip(late, 0.0, 1.0)
+        linear = self.linear * above / (self.limit - self.target)
+        return linear, self.overlong * np.clip(late, 0.0, 1.0)
 
     def adjustment(
         self, rewards_G: Floats, correct_G: Floats, tokens_G: NDArray[np.int64]
@@ -102,12 +96,13 @@ class LengthRule:
         if self.may_outweigh:
             return _centred(self.cost(tokens_G), every)
         to_all = self.overlong_charges == "all"
-        cost = self._linear(tokens_G) if to_all else self.cost(tokens_G)
+        linear, overlong = self._costs(tokens_G)
+        cost = linear if to_all else linear + overlong
         added = _centred(cost, right)
         if self.wrong_too:
             added += _centred(cost, ~right)
         if to_all:
-            added += _centred(self._overlong(tokens_G), every)
+            added += _centred(overlong, every)
         lead = rewards_G[right][:, None] - rewards_G[~right][None, :]
         lost = added[~right][None, :] - added[right][:, None]
         excessive = (lead > 0) & (lost > (1 - KEPT_LEAD) * lead)

@@ -16,13 +16,11 @@ from keel.rewards.compose import (
     LANGUAGE_PARTS,
     REFUSAL,
     Score,
-    check_complete,
     check_parts,
     check_weights,
     compose,
     compose_cut_off,
     mean_of_functions,
-    worst_parts,
 )
 from keel.rewards.custom import TextTrajectory, is_function, prompt_fields, sees_group
 from keel.rewards.failure_budget import FailureBudget, to_standard_error
@@ -338,15 +336,19 @@ class Scorer:
 def _finish(draft: _Draft, weights: Mapping[str, float]) -> None:
     """Check that every weighted part is present. A crashed episode gets the worst parts instead."""
     if draft.trajectory.finish_reason == "crash":
-        draft.parts, draft.dropped = worst_parts(weights), ""
-    elif not draft.dropped:
-        try:
-            check_complete(draft.parts, weights)
-        except ValueError as error:
-            if draft.trajectory.verdict is None or draft.trajectory.verdict.parts:
-                raise
-            # A program ended by its deadline has an empty verdict, which should not stop the run.
-            draft.dropped = f"its program or environment gave no verdict: {error}"
+        parts = {name: float(weight < 0) for name, weight in weights.items()}
+        draft.parts, draft.dropped = {**parts, "correct": 0.0, ERROR: 0.0}, ""
+        return
+    missing = [name for name in weights if name not in draft.parts]
+    if missing and not draft.dropped:
+        error = (
+            f"no part {missing[0]!r}, which data.sources[].rewards weights; it has "
+            f"{', '.join(sorted(draft.parts))}. Give sources without it a separate domain"
+        )
+        if draft.trajectory.verdict is None or draft.trajectory.verdict.parts:
+            raise ValueError(error)
+        # A program ended by its deadline has an empty verdict, which should not stop the run.
+        draft.dropped = f"its program or environment gave no verdict: {error}"
 
 
 def _opening(prompt: Prompt, trajectory: Trajectory) -> tuple[Mapping[str, Any], ...]:
