@@ -61,21 +61,24 @@ def _exclusions(choice: str) -> re.Pattern[str]:
 def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     r"""Build a verifier that checks whether a completion selects the right choice.
 
-    In `spec`, `answer` is a letter or the text of a choice. `choices` is a list of texts, which are
-    lettered from A, or an object that maps letters to texts. Without `choices` only letters are
-    recognized.
-
-    The verifier looks at marked text (`\boxed{}`, `<answer>`) first, then at what follows "answer
-    is" or "answer:", then at the last line, and then at the whole text. There it recognizes letters
-    (`B`, `(B)`, `option B`) and the texts of choices. Naming two different choices is wrong. Raises
-    ValueError for malformed choices, and for an answer that is not among them.
+    In `spec`, `answer` is a letter or the text of a choice. `choices` is a list of texts, lettered
+    from A, or an object that maps letters to texts. Without it, only letters are recognized. The
+    verifier looks at marked text (`\boxed{}`, `<answer>`) first, then at what follows "answer is"
+    or "answer:", at the last line, and at the whole text. Naming two different choices is wrong.
+    Raises ValueError for malformed choices, and for an answer that is not among them.
     """
     texts = _texts(spec.get("choices"))
     letters = set(texts) if texts else set(string.ascii_uppercase)
     # A text that could be a letter is read as one.
     by_text = {_plain(text): letter for letter, text in texts.items()}
     by_text = {text: by_text[text] for text in by_text if text and text.upper() not in letters}
-    right = _right(str(spec["answer"]), letters, by_text)
+    answer = str(spec["answer"])
+    lone = _LONE.fullmatch(answer)
+    right = lone[1].upper() if lone else ""
+    right = right if right in letters else by_text.get(_plain(answer), "")
+    if not right:
+        known = ", ".join(sorted(letters)) if by_text else "A to Z"
+        raise ValueError(f"answer {answer!r} is not among the choices {known}")
     # Longest first: "New York" does not name "York".
     longest_first = sorted(by_text, key=len, reverse=True)
     pattern = "|".join(map(_standing_alone, longest_first)) or "(?!)"
@@ -133,29 +136,17 @@ def _texts(choices: Any) -> dict[str, str]:
             "choices must be a list of at least two texts, or an object from letters to texts"
         )
     texts: dict[str, str] = {}
-    seen: dict[str, str] = {}
-    for letter, text in cast(dict[str, Any], choices).items():
+    for letter, value in cast(dict[str, Any], choices).items():
         if len(letter) != 1 or letter not in string.ascii_uppercase:
             raise ValueError(f"choices has the key {letter!r}; use letters A to Z")
-        if isinstance(text, (int, float)) and not isinstance(text, bool):
-            text = str(text)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        text = str(value) if number else value
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"choices: {letter} must be non-empty text, is {text!r}")
-        if _plain(text) in seen:
-            raise ValueError(f"choices: {seen[_plain(text)]} and {letter} are both {text!r}")
-        seen[_plain(text)] = letter
+        if _plain(text) in map(_plain, texts.values()):
+            raise ValueError(f"choices: {letter} has the same text as another, {text!r}")
         texts[letter] = text
     return texts
-
-
-def _right(answer: str, letters: set[str], by_text: Mapping[str, str]) -> str:
-    lone = _LONE.fullmatch(answer)
-    if lone is not None and lone[1].upper() in letters:
-        return lone[1].upper()
-    if _plain(answer) in by_text:
-        return by_text[_plain(answer)]
-    known = ", ".join(sorted(letters)) if by_text else "A to Z"
-    raise ValueError(f"answer {answer!r} is not among the choices {known}")
 
 
 def _standing_alone(text: str) -> str:

@@ -114,18 +114,14 @@ def equal(one: Formula, other: Formula, *, ratio: bool = False) -> bool:
 def _agree(one: Formula, other: Formula, points: range, *, ratio: bool) -> bool:
     factors: list[Value] = []
     for point in points:
-        remaining = one.at(point)
-        if remaining is None or (point and not one.imaginary and _context.im(remaining)):
+        value = one.at(point)
+        if value is None or (point and not one.imaginary and _context.im(value)):
             continue  # outside the domain of a real formula
         right = other.at(point)
-        if (
-            right is None
-            or bool(remaining) != bool(right)
-            or not (ratio or close(remaining, right))
-        ):
+        if right is None or bool(value) != bool(right) or not (ratio or close(value, right)):
             return False
-        if remaining or not ratio:
-            factors.append(right / remaining if ratio else 1)
+        if value or not ratio:
+            factors.append(right / value if ratio else 1)
     return len(factors) > ratio and all(close(factors[0], factor) for factor in factors)
 
 

@@ -34,16 +34,10 @@ _EVALUATED_TASKS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "str
 """Tasks whose verifier evaluates the answer as a Python literal."""
 
 _SYMBOLIC_TASKS = frozenset(
-    {
-        "countdown",
-        "intermediate_integration",
-        "polynomial_multiplication",
-        "puzzle24",
-        "simple_integration",
-    }
+    {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24"}
+    | {"simple_integration"}
 )
 """Tasks whose verifier parses the answer with sympy."""
-
 _NAN_TASKS = frozenset({"complex_arithmetic"})
 """Tasks whose verifier accepts "nan": `min(1.0, nan)` is 1.0."""
 
@@ -170,7 +164,10 @@ def _may_be_verified(task: str, answer: str, right: str) -> bool:
     if task in _EVALUATED_TASKS:
         tree = _parse(answer)
         # `eval` fails on other text as well, and the verifier then compares strings.
-        return tree is None or all(map(_is_literal, ast.walk(tree)))
+        # A bare name is a mere lookup. Calls, attributes and comprehensions do more, and operators
+        # can fill the memory: `[0] * 10**10`.
+        nodes = ast.walk(tree) if tree else ()
+        return all(isinstance(node, (*_LITERAL, *_SIGNS)) for node in nodes)
     if task in _SYMBOLIC_TASKS:
         tree = _parse(answer)
         # sympy rewrites its input first (`3!`), so it may run text that Python cannot parse.
@@ -212,12 +209,6 @@ def _parse(answer: str) -> ast.Expression | None:
         return None
 
 
-def _is_literal(node: ast.AST) -> bool:
-    # A bare name is a mere lookup. Calls, attributes and comprehensions do more, and operators can
-    # fill the memory: `[0] * 10**10`.
-    return isinstance(node, (*_LITERAL, *_SIGNS))
-
-
 def _is_symbolic(node: ast.AST) -> bool:
     if isinstance(node, ast.Constant):
         return isinstance(node.value, (int, float)) and not isinstance(node.value, bool)
@@ -226,21 +217,16 @@ def _is_symbolic(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
         called = isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS
         return called and not node.keywords
-    return isinstance(node, (*_SYMBOLIC, *_SIGNS, *_OPERATORS)) and not _is_tower(node)
-
-
-def _is_tower(node: ast.AST) -> bool:
-    """Return whether a power such as `9**9**9` is too large, since sympy evaluates it when
-    parsing."""
-    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)):
+    if not isinstance(node, (*_SYMBOLIC, *_SIGNS, *_OPERATORS)):
         return False
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)):
+        return True
+    # sympy evaluates a power such as `9**9**9` when parsing.
     exponents = [n.value for n in ast.walk(node.right) if isinstance(n, ast.Constant)]
     huge = any(isinstance(n, (int, float)) and abs(n) > _MAX_EXPONENT for n in exponents)
-    return huge or _is_numeric_power(node.right) or _is_numeric_power(node.left)
+    return not (huge or _is_numeric_power(node.right) or _is_numeric_power(node.left))
 
 
 def _is_numeric_power(node: ast.AST) -> bool:
-    inside = list(ast.walk(node))
-    return any(isinstance(n, ast.Pow) for n in inside) and not any(
-        isinstance(n, ast.Name) for n in inside
-    )
+    inside = [type(one) for one in ast.walk(node)]
+    return ast.Pow in inside and ast.Name not in inside

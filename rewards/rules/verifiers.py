@@ -36,21 +36,36 @@ _MATCH_TIMEOUT_S = 0.5
 def verifier_for(
     spec: Mapping[str, Any], code: CodeSettings | None = None, *, ready: bool = True
 ) -> Verifier:
-    """Build the verifier for a reward spec, or for a part that measures the whole trajectory. If
-    `ready` is False, the spec is checked but the verifier is not prepared for use (see
-    `mathematical`). Raises ValueError for a malformed spec."""
-    kind = str(spec.get("kind"))
-    if kind in _TRAJECTORY_KINDS:
-        return _TRAJECTORY_KINDS[kind](spec)
-    if kind not in KINDS:
-        raise ValueError(
-            f"reward spec has kind {spec.get('kind')!r}; use one of {', '.join(KINDS)}"
-        )
+    """Build the verifier for a reward spec, or for a part that measures the whole trajectory.
+
+    If `ready` is False, the spec is checked but the verifier is not prepared for use (see
+    `mathematical`). Raises ValueError for a malformed spec.
+    """
+    kind = spec.get("kind")
+    if kind == "function":
+        return function(spec)
+    if kind == "language":
+        # Imported late: it takes a third of a worker's start-up time.
+        from keel.rewards.language import share  # noqa: PLC0415
+
+        return share.language(spec)
     if kind == "answer":
         verify = _answer(spec, ready=ready)
+    elif kind == "code":
+        verify = _code(spec, code or CodeSettings())
+    elif kind == "reasoning_gym":
+        verify = reasoning_gym(spec)
     else:
-        verify = KINDS[kind](spec, code or CodeSettings())
+        raise ValueError(f"reward spec has kind {kind!r}; use one of {', '.join(KINDS)}")
     return lambda text: verify(outside_think(text))
+
+
+KINDS = ("reasoning_gym", "answer", "code")
+"""The kinds of reward specs with a verifier; `keel.rewards.judge.specs` has those for a judge.
+
+`function` and `language` score the output of `TextTrajectory.dumps()`. Prompts cannot use them,
+because data must not be able to name code.
+"""
 
 
 def _answer(spec: Mapping[str, Any], *, ready: bool = True) -> Verifier:
@@ -59,7 +74,10 @@ def _answer(spec: Mapping[str, Any], *, ready: bool = True) -> Verifier:
         raise ValueError(f"reward spec has match {match!r}; use one of {', '.join(_MATCHES)}")
     if match != "schema" and not isinstance(right, str):
         raise ValueError("reward spec of kind 'answer' needs an `answer`, a text")
-    same = _mathematics(spec, ready=ready) if match == "math" else _MATCHES[match](spec)
+    if match == "math":
+        same = mathematical(str(right), tolerance=spec.get("tolerance"), ready=ready)
+    else:
+        same = _MATCHES[match](spec)
     return lambda text: float(same(text))
 
 
@@ -89,8 +107,7 @@ def _exact(spec: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _regex(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Build a verifier that matches the whole answer against a regular expression. A timeout
-    counts as wrong. Raises ValueError for a pattern that Python's `re` does not accept."""
+    """Match the whole answer against a regular expression. A timeout counts as wrong."""
     # Imported late to keep workers light.
     import regex as timed_regex  # noqa: PLC0415
 
@@ -113,39 +130,13 @@ def _regex(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     return same
 
 
-def _mathematics(spec: Mapping[str, Any], *, ready: bool = True) -> Callable[[str], bool]:
-    return mathematical(spec["answer"], tolerance=spec.get("tolerance"), ready=ready)
-
-
 _MATCHES: dict[str, Callable[[Mapping[str, Any]], Callable[[str], bool]]] = {
-    "math": _mathematics,
+    "math": lambda spec: mathematical(spec["answer"]),
     "exact": _exact,
     "choice": choice,
     "schema": schema,
     "regex": _regex,
 }
-KINDS: dict[str, Callable[[Mapping[str, Any], CodeSettings], Verifier]] = {
-    "reasoning_gym": lambda spec, _: reasoning_gym(spec),
-    "answer": lambda spec, _: _answer(spec),
-    "code": _code,
-}
-"""The kinds of reward specs with a verifier. Those for a judge are in
-`keel.rewards.judge.specs`."""
-
-
-def _language(spec: Mapping[str, Any]) -> Verifier:
-    # Imported late: it takes a third of a worker's start-up time.
-    from keel.rewards.language import share  # noqa: PLC0415
-
-    return share.language(spec)
-
-
-_TRAJECTORY_KINDS: dict[str, Callable[[Mapping[str, Any]], Verifier]] = {
-    "function": function,
-    "language": _language,
-}
-"""Verifiers that score the output of `TextTrajectory.dumps()`. Prompts cannot use them, because
-data must not be able to name code."""
 
 
 def keeps_format(raw: str, *, thinking: bool, finished: bool) -> bool:
