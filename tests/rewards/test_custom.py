@@ -144,22 +144,6 @@ def test_async_functions_share_one_loop() -> None:
     assert in_two_verifiers(ask) == [1.0] * 4
 
 
-def test_an_async_function_that_exits_spares_other_calls() -> None:
-    calls: list[str] = []
-
-    async def exits(prompt: Any, trajectory: Any) -> float:
-        calls.append("")
-        if len(calls) == 1:
-            raise SystemExit(3)
-        return 1.0
-
-    with passing([exits]):
-        verify = function({"name": "python.exits", "prompt": FIELDS})
-        with pytest.raises(RuntimeError, match="exit"):
-            verify(text("3"))
-        assert verify(text("3")) == 1.0
-
-
 def test_a_passed_function_keeps_its_globals_within_a_run() -> None:
     loads: list[int] = []
 

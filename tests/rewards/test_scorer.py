@@ -77,22 +77,21 @@ def test_empty_group_stays_empty() -> None:
     assert evaluation([scored])["pass@1"].value == 0
 
 
+ANSWER = {"kind": "answer", "answer": "3"}
+
+
 @pytest.mark.parametrize(
-    ("domain", "reward", "weights", "match"),
+    ("domain", "reward", "part", "match"),
     [
-        ("code", {"kind": "answer", "answer": "3"}, {"correct": 1.0}, "code"),
-        ("maths", {"kind": "k"}, {"correct": 1.0}, "kind 'k'"),
-        ("maths", {"kind": "code", "tests": []}, {"correct": 1.0}, "tests"),
-        ("maths", {"kind": "rubric", "criteria": CRITERIA}, {"rubric": 1.0}, "judge"),
-        ("maths", {"kind": "answer", "answer": "3"}, {"rubric": 1.0}, "rubric"),
-        ("maths", {"kind": "answer", "answer": "3"}, {"correct": 1.0, "refusal": 0.0}, "judge"),
+        *(("code", ANSWER, "format", "code"), ("maths", {"kind": "k"}, "format", "kind 'k'")),
+        ("maths", {"kind": "code", "tests": []}, "format", "tests"),
+        ("maths", {"kind": "rubric", "criteria": CRITERIA}, "rubric", "judge"),
+        *(("maths", ANSWER, "rubric", "rubric"), ("maths", ANSWER, "refusal", "judge")),
     ],
 )
-def test_errors_name_the_prompt(
-    domain: str, reward: dict[str, Any], weights: dict[str, float], match: str
-) -> None:
+def test_errors_name_the_prompt(domain: str, reward: dict[str, Any], part: str, match: str) -> None:
     with (
-        Scorer({"maths": weights}, workers=0) as scorer,
+        Scorer({"maths": {"correct": 1.0, part: 0.0}}, workers=0) as scorer,
         pytest.raises(ValueError, match=f"prompt file/9.*{match}"),
     ):
         scorer.score([group("3", prompt=prompt(domain, **reward))])
@@ -209,17 +208,6 @@ def test_refusals_as_verdict_and_as_part() -> None:
     assert [parts["refusal"] for parts in sums.parts_G] == [0, 1]
     assert sums.rewards_G.tolist() == [1, 0]
     assert sums.notes_G[0].keys() == {"refusal: refusal"}
-
-
-def test_length_costs_are_parts() -> None:
-    answers = [("</think>3", 20), ("</think>3", 60), ("</think>4", 10)]
-    trajectories = tuple(trajectory(i, raw, tokens=n) for i, (raw, n) in enumerate(answers))
-    lengths = {"maths": LengthRule(linear=0.2, limit=100, margin=20)}
-    with Scorer({"maths": {"correct": 1.0}}, workers=0, lengths=lengths) as scorer:
-        (scored,) = scorer.score([Group(prompt=PROMPT, trajectories=trajectories)])
-    np.testing.assert_allclose(scored.rewards_G, [1.04, 0.96, 0.0], atol=1e-6)
-    assert [round(parts["length"], 6) for parts in scored.parts_G] == [0.04, -0.04, 0.0]
-    assert [round(parts["length_cost"], 6) for parts in scored.parts_G] == [0.04, 0.12, 0.02]
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,6 @@ def test_points_for_whole_subtasks(settings: CodeSettings) -> None:
     assert [result.reason for result in verdict.per_test] == [
         *("", "", "wrong output", "not run", "wrong output", "")
     ]
-    verdict = verify_code(task, "no program", settings)
-    assert verdict.parts == {"samples": 0, "subtask/small": 0, "subtask/large": 0}
 
 
 def test_a_call_that_ends_the_process_costs_itself_only(settings: CodeSettings) -> None:
@@ -170,9 +168,6 @@ def test_long_integers_work(settings: CodeSettings) -> None:
     ]
     verdict = verify_code(spec(*tests, partial=True), answer("def f(a, b): return a + b"), settings)
     assert passed(verdict) == [True, False], verdict.reason
-    echo = answer("print(int(input()) + 1)")
-    verdict = verify_code(spec({"stdin": str(large), "stdout": str(large + 1)}), echo, settings)
-    assert verdict.score == 1.0, verdict.reason
 
 
 def test_completion_time_bounds_all_tests(box: Sandbox) -> None:
@@ -197,7 +192,7 @@ def test_compiled_languages(box: Sandbox) -> None:
     assert verdict.score == 0.0 and "compile" in verdict.reason
 
 
-def test_thinking_never_counts(box: Sandbox) -> None:
+def test_the_program_in_the_answer_counts(box: Sandbox) -> None:
     right, wrong = answer(SUM), answer("print(0)")
     for text, score in (
         (right, 1.0),
@@ -206,15 +201,11 @@ def test_thinking_never_counts(box: Sandbox) -> None:
         (f"<think>{right}</think>Done.", 0.0),
         (f"{right}<think>", 1.0),
         (f"<think>{right}", 0.0),
+        ("42", 0.0),
+        (answer("#" * 300_000), 0.0),
+        (answer(f"{SUM} # \ud800"), 1.0),
     ):
         assert verify_code(spec(ADD_STDIN), text, PATIENT).score == score, text
-
-
-def test_an_answer_without_a_program_is_wrong(box: Sandbox) -> None:
-    verdict = verify_code(spec(ADD_STDIN), "42")
-    assert (verdict.score, passed(verdict)) == (0.0, [False])
-    assert verify_code(spec(ADD_STDIN), answer("#" * 300_000)).score == 0.0
-    assert verify_code(spec(ADD_STDIN), answer(f"{SUM} # \ud800"), PATIENT).score == 1.0
 
 
 def test_untrusted_programs_are_refused_without_isolation(monkeypatch: pytest.MonkeyPatch) -> None:

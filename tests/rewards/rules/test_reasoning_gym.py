@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache
@@ -159,60 +160,30 @@ def test_partial_credit_is_capped_despite_rounding(letters: int) -> None:
     assert verifier(f"{right}x") <= MOST_PARTIAL < 1.0
 
 
-@pytest.mark.parametrize(
-    ("right", "same"),
-    [
-        ("Zoey is a sage, and Abe is a fool.", "Abe is a fool, Zoey is a sage"),
-        ("A is a fool, B is a sage, and C is a sage.", "a fool b sage c sage"),
-    ],
-)
-def test_word_order_is_the_verifiers_choice(right: str, same: str) -> None:
-    verifier = verifier_for(spec_of("knights_knaves", right))
-    assert verifier(right) == verifier(same) == 1.0
-
-
 MARKED = ["{}.", "The answer is {}.", "Therefore, the final answer is: {}", "#### {}", "**{}**"]
 MARKED += ["`{}`", "```\n{}\n```", '"{}"', "\\[{}\\]", "\\boxed{{\\text{{{}}}}}"]
 MARKED += ["The answer is **{}**."]
 """Common markup."""
 
 
-def forms(task: str, right: str) -> list[str]:
-    """Other spellings that the task's verifier accepts."""
-    rows = [line.split() for line in right.split("\n")]
-    match task:
-        case "gsm_symbolic":
-            return [
-                *("\\boxed{\\$20}", "20 dollars", "\\boxed{20\\text{ apples}}", "\\boxed{20\\%}"),
-                *("x = 20", "€20", "$20", "20 km per hour", "20 m", "20 minutes.", "20.00"),
-            ]
-        case "fraction_simplification":
-            inside = right.strip("$")
-            return [f"{right}.", f"$${inside}$$", f"{inside}.", f"\\boxed{{{inside}}}"]
-        case "time_intervals":
-            return [right.replace(", ", ","), f"{right}."]
-        case "quantum_lock":
-            between = ["\\to ", ", ", "=>", "-", "", "; ", "\n"]
-            return [f"[{right.replace(' → ', ', ')}]", *(right.replace(" → ", b) for b in between)]
-        case "sokoban":
-            return [", ".join(right), " ".join(right), "-".join(right)]
-        case "survo" | "kakurasu":
-            piped = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-            return [piped, "\n".join(f"[ {' '.join(row)} ]" for row in rows)]
-        case "polynomial_equations":
-            return [f"{right},"] if right else []
-        case _:
-            both = [right.replace(", and ", f", {word} ") for word in ("while", "but")]
-            return [*both, *(f"{word} {right}" for word in ("So", "Thus", "Therefore,"))]
-
-
-@pytest.mark.parametrize(
-    "task",
-    [
-        *("gsm_symbolic", "fraction_simplification", "time_intervals", "quantum_lock", "sokoban"),
-        *("survo", "kakurasu", "polynomial_equations", "knights_knaves"),
+FORMS: dict[str, Callable[[str], list[str]]] = {
+    "gsm_symbolic": lambda right: [
+        *("\\boxed{\\$20}", "20 dollars", "\\boxed{20\\text{ apples}}", "\\boxed{20\\%}", "x = 20"),
+        *("€20", "$20", "20 km per hour", "20 m", "20 minutes.", "20.00"),
     ],
-)
+    "fraction_simplification": lambda right: [f"{right}.", f"{right.strip('$')}."],
+    "time_intervals": lambda right: [right.replace(", ", ","), f"{right}."],
+    "quantum_lock": lambda right: [
+        right.replace(" → ", between) for between in ("\\to ", ", ", "=>", "-", "", "; ", "\n")
+    ],
+    "sokoban": lambda right: [", ".join(right), " ".join(right), "-".join(right)],
+    "survo": lambda right: ["\n".join(f"[ {row} ]" for row in right.split("\n"))],
+    "knights_knaves": lambda right: [f"{word} {right}" for word in ("So", "Thus", "Therefore,")],
+}
+"""Other spellings that a task's verifier accepts."""
+
+
+@pytest.mark.parametrize("task", FORMS)
 def test_right_answers_pass_in_other_forms(task: str) -> None:
     verify = cast(Any, create_dataset(task, size=1)).score_answer
     full = 0
@@ -221,9 +192,8 @@ def test_right_answers_pass_in_other_forms(task: str) -> None:
             spec = {**spec, "entry": {**spec["entry"], "answer": "20"}}
         entry, verifier = spec["entry"], verifier_for(spec)
         right = entry["answer"]
-        marked = [] if task == "polynomial_equations" else MARKED
-        texts = [*(mark.format(right) for mark in marked), f"$${right.strip('$')}$$"]
-        for text in [*texts, *forms(task, right)]:
+        texts = [*(mark.format(right) for mark in MARKED), f"$${right.strip('$')}$$"]
+        for text in [*texts, *FORMS[task](right)]:
             try:
                 passes = verify(answer_in(text), from_jsonable(entry)) == 1.0
             except Exception:  # the verifier cannot parse it
