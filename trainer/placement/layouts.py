@@ -47,9 +47,7 @@ Values = Mapping[str, Any]
 """Maps knobs to values."""
 _Section = TypeVar("_Section", RolloutConfig, TrainerConfig)
 TIE = 1.02
-_KV_SPARE = 1.25
-"""Maximum size of an engine's KV cache, relative to what its completions need
-(rollout/engine/kv_cache.py)."""
+_KV_SPARE = 1.25  # maximum size of a KV cache, relative to its need (rollout/engine/kv_cache.py)
 _SHARE, _MAX_SHARE = 0.92, 0.95
 """Largest share of a GPU to give to an engine, with and without a safety margin. vLLM needs its
 whole share free at startup, and some memory is always in use."""
@@ -59,23 +57,18 @@ _HOST_POWER = 3
 _STAGE_COSTS = (1.0, 1.0, 1.04, 1.15)
 """Slowdown for each ZeRO stage beyond its communication: measured 2 to 6 % for stage 2, and 3 to 12
 % for stage 3."""
-_MAX_TOKENS, _MIN_TOKENS = 65_536, 4_096
-"""Largest and smallest micro-batch to choose. Larger ones are no faster, and smaller ones leave the
-GPU idle."""
+_MAX_TOKENS, _MIN_TOKENS = 65_536, 4_096  # larger micro-batches gain nothing, smaller ones lose
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 """Numbers of micro-batches per rank and optimizer step to try."""
 _SMALL = (2, 3, 4, 5, 6, 7, 8, 10, 12)
-"""Small micro-batch sizes, in trajectories, that are also tried in case few trajectories fit."""
+"""Micro-batch sizes in trajectories that are also tried, in case few trajectories fit."""
 _SAVES = 0.98
 """If two micro-batch sizes give the same number of micro-batches, the larger one is tried only if
 it computes less than this fraction of the tokens."""
-_EVAL_SEQUENCES, _MAX_SEQUENCES = 128, 1024
-"""Numbers of concurrent sequences: the number that evaluations use if its cache is small, and the
-largest number for which vLLM captures CUDA graphs."""
-_WAVES = (1, 2, 3, 4)
-"""Numbers of waves in which the completions for a step may be sampled."""
-_SMALL_CACHE = 0.1
-"""The KV cache for `_EVAL_SEQUENCES` counts as small below this share of a GPU."""
+_EVAL_SEQUENCES, _SMALL_CACHE = 128, 0.1
+"""Concurrent sequences for evaluations, if their cache takes at most this share of a GPU."""
+_MAX_SEQUENCES = 1024  # the largest number for which vLLM captures CUDA graphs
+_WAVES = (1, 2, 3, 4)  # in which the completions for a step may be sampled
 _SEATS = ("trainer.ranks", "rollout.engines", "rollout.colocated", "rollout.time_share")
 """Open knobs that determine the placement."""
 

@@ -15,9 +15,7 @@ from keel.trainer.run.restarts import OutOfMemory
 
 REDUCED_KNOBS = ("micro_batch_tokens", "activation_checkpointing", "keep_attention")
 """Knobs in `trainer` that are changed to save memory."""
-_MAX_REDUCTIONS = 3
-"""Maximum number of reductions. If they are not enough, the memory model is wrong by more than a
-few per cent."""
+_MAX_REDUCTIONS = 3  # if more are needed, the memory model is wrong by more than a few per cent
 
 
 class RetryableLearner(Protocol):
@@ -43,21 +41,16 @@ class OomRecovery:
         reduced = with_less_memory(self.config) if self.times < _MAX_REDUCTIONS else None
         if reduced is None:
             raise error
-        before, self.config, self.times = self.config.trainer, reduced, self.times + 1
-        now = reduced.trainer
-        update_choice(
-            self.folder, {f"trainer.{name}": getattr(now, name) for name in REDUCED_KNOBS}
+        before, now = self.config.trainer, reduced.trainer
+        self.config, self.times = reduced, self.times + 1
+        values = {name: getattr(now, name) for name in REDUCED_KNOBS}
+        update_choice(self.folder, {f"trainer.{name}": value for name, value in values.items()})
+        changes = ", ".join(
+            f"trainer.{name} is now {value}, not {getattr(before, name)}"
+            for name, value in values.items()
+            if value != getattr(before, name)
         )
-        if now.micro_batch_tokens < before.micro_batch_tokens:
-            change = (
-                f"trainer.micro_batch_tokens is now {now.micro_batch_tokens:,}, not "
-                f"{before.micro_batch_tokens:,}"
-            )
-        elif now.activation_checkpointing > before.activation_checkpointing:
-            change = "trainer.activation_checkpointing is now on"
-        else:
-            change = "trainer.keep_attention is now off"
-        return f"{error}\nOut of memory: {change}, for the rest of the run"
+        return f"{error}\nOut of memory: {changes}, for the rest of the run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,19 +74,19 @@ class RetryOnOom:
         while True:
             try:
                 result = act(self.lowering.config)
+                break
             except OutOfMemory as error:
                 if not error.dropped:
                     raise
                 self.say(f"warning: {self.lowering.after(error)}")
                 self.learner.lowered(self.lowering.config)
                 times += 1
-            else:
-                metrics = dict(result.metrics)
-                if times:
-                    metrics["train/out_of_memory"] = Sum(float(times))
-                if self.lowering.fewer:
-                    metrics["train/ranks"] = Sum(float(self.lowering.config.trainer.ranks))
-                return replace(result, metrics=metrics)
+        metrics = dict(result.metrics)
+        if times:
+            metrics["train/out_of_memory"] = Sum(float(times))
+        if self.lowering.fewer:
+            metrics["train/ranks"] = Sum(float(self.lowering.config.trainer.ranks))
+        return replace(result, metrics=metrics)
 
 
 def with_less_memory(config: Config) -> Config | None:

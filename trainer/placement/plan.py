@@ -94,17 +94,13 @@ def check_host_memory(
     for node, ranks in placement.ranks_by_node:
         here = min(ranks, reading)
         reading -= here
-        if 0 < node.memory_gib * GIB < here * whole:
+        has = node.memory_gib * GIB
+        if 0 < has < max(here * whole, ranks * each):
             raise DoesNotFit(
-                f"{here} trainer rank(s) read the model, {gib(whole)} each, into the memory of "
-                f"{node.name}, which has {gib(node.memory_gib * GIB)} (trainer.expert_parallel "
-                "ranks read it, under ZeRO 3 one)"
-            )
-        if 0 < node.memory_gib * GIB < ranks * each:
-            raise DoesNotFit(
-                f"{ranks} trainer rank(s) keep at least {gib(ranks * each)} in the memory of "
-                f"{node.name} (trainer.offload_optimizer, trainer.offload_while_sampling), which "
-                f"has {gib(node.memory_gib * GIB)}"
+                f"{ranks} trainer rank(s) in the memory of {node.name}, which has {gib(has)}: "
+                f"{here} read the model, {gib(whole)} each (trainer.expert_parallel ranks do, "
+                f"under ZeRO 3 one), and all keep {gib(ranks * each)} "
+                "(trainer.offload_optimizer, trainer.offload_while_sampling)"
             )
 
 

@@ -17,9 +17,7 @@ from keel.model.ray_timeouts import CALL_S, attempt, bounded
 from keel.trainer.placement.hardware import SHARED_GPU, Placement, Seat, allowed, place
 from keel.trainer.placement.nodes import cluster_nodes
 
-_GRANT_S = 5.0
-"""Plan again if Ray has not granted a group within this time, because the GPUs may be taken by
-then."""
+_GRANT_S = 5.0  # plan again if Ray has not granted a group by then: the GPUs may be taken
 _POLL_S = 0.5
 
 
@@ -49,17 +47,10 @@ def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterato
     Raises ConfigError if the cluster would be too small even if it were idle, and TimeoutError if
     other users do not free enough GPUs in time.
     """
-    reservation = _reserve(config, timeout_s, only)
-    try:
-        yield reservation
-    finally:
-        _release(reservation.group)
-
-
-def _reserve(config: Config, timeout_s: float, only: str) -> Reservation:
     place(config, [node.empty() for node in allowed(cluster_nodes(), config.run)], only=only)
-    end = time.monotonic() + timeout_s
-    while True:
+    end, reservation = time.monotonic() + timeout_s, None
+    while reservation is None:
+        reason = "Ray did not grant GPUs that looked free"
         try:
             placement = place(config, allowed(cluster_nodes(), config.run), only=only)
         except ConfigError as error:
@@ -68,14 +59,18 @@ def _reserve(config: Config, timeout_s: float, only: str) -> Reservation:
             group = bounded(partial(_group, placement), CALL_S, "take a reservation")
             grant_s = max(0.0, min(_GRANT_S, end - time.monotonic()))
             if bounded(partial(group.wait, grant_s), CALL_S, "report reservations"):
-                return Reservation(placement=placement, group=group)
+                reservation = Reservation(placement=placement, group=group)
+                break
             _release(group)
-            reason = "Ray did not grant GPUs that looked free"
         if time.monotonic() + _POLL_S >= end:
             raise TimeoutError(
                 f"no free GPUs after {timeout_s:g} s (run.startup_timeout_s): {reason}"
             )
         time.sleep(_POLL_S)
+    try:
+        yield reservation
+    finally:
+        _release(reservation.group)
 
 
 def _group(placement: Placement) -> PlacementGroup:

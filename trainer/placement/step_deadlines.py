@@ -33,8 +33,7 @@ class StepDeadlines:
         being sent."""
         self._timeout_s, self._sending_s = timeout_s, sending_s
         self._knobs = "trainer.timeout_s"
-        if sending_s > 0:
-            self._knobs += ", and rollout.update_timeout_s of engines"
+        self._knobs += ", and rollout.update_timeout_s of engines" * (sending_s > 0)
         self._longest_s: dict[str, float] = {}
         self._slowest_pace_s: dict[str, float] = {}
 
@@ -50,12 +49,11 @@ class StepDeadlines:
         longest = self.of(what, times)
         if what not in self._longest_s:
             return longest
-        before_s, expected_s = self._longest_s[what], self._slowest_pace_s[what] * work
-        seconds = max(_MIN_S, _SLOWDOWN * max(before_s, expected_s)) + self._sending_s
+        expected_s = max(self._longest_s[what], self._slowest_pace_s[what] * work)
+        seconds = max(_MIN_S, _SLOWDOWN * expected_s) + self._sending_s
         if seconds >= longest.seconds:
             return longest
-        expected = f", and this one likely {expected_s:.0f} s" if expected_s > before_s else ""
-        knob = f"the longest so far took {before_s:.0f} s{expected}; at most {self._knobs}"
+        knob = f"by earlier calls, about {expected_s:.0f} s were expected; at most {self._knobs}"
         return StepDeadline(what, seconds, knob)
 
     def took(self, what: str, work: int, seconds: float) -> None:
