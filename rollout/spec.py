@@ -127,10 +127,7 @@ def parallel_args(config: RolloutConfig) -> dict[str, Any]:
     """
     if config.tensor_parallel == 1:
         return {"tensor_parallel_size": 1}
-    return {
-        "tensor_parallel_size": config.tensor_parallel,
-        "distributed_executor_backend": "mp",
-    }
+    return {"tensor_parallel_size": config.tensor_parallel, "distributed_executor_backend": "mp"}
 
 
 def environment(

@@ -28,14 +28,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from keel.weights.buckets import (
-    Bucket,
-    ChannelData,
-    Checksum,
-    SharedData,
-    host_bytes,
-    unpack_flat,
-)
+from keel.weights.buckets import Bucket, ChannelData, Checksum, SharedData, host_bytes, unpack_flat
 from keel.weights.channel import Channel, Rendezvous, SharedView, attempt, gpu_id
 from keel.weights.copy_plan import CopyPlan, LoadRecorder
 

@@ -30,10 +30,7 @@ _TOOLS = tuple(
 
 
 def check_prefix_law(
-    chat: TemplateChat,
-    *,
-    tools: Sequence[ToolSpec] = _TOOLS,
-    modes: Sequence[bool] = (True, False),
+    chat: TemplateChat, *, tools: Sequence[ToolSpec] = _TOOLS, modes: Sequence[bool] = (True, False)
 ) -> None:
     """Check on short conversations that extending one turn by turn gives the same ids as rendering
     it at once.

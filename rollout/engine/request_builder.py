@@ -61,10 +61,7 @@ class TemplatedRequests:
         prompt = context.tolist() if isinstance(context, np.ndarray) else list(context)
         if (template := self._templates.get(kind)) is None:
             template = self._engine.input_processor.process_inputs(
-                name,
-                {"prompt_token_ids": prompt},
-                params(),
-                self._engine.get_supported_tasks(),
+                name, {"prompt_token_ids": prompt}, params(), self._engine.get_supported_tasks()
             )
             self._templates[kind] = template
         else:

@@ -34,13 +34,7 @@ from keel.rollout.engine.patches import (
 )
 from keel.rollout.engine.request_builder import TemplatedRequests
 from keel.rollout.recording.base import Recorder, RecordingOptions, recorder_name
-from keel.rollout.spec import (
-    EngineError,
-    EngineSpec,
-    RecordingError,
-    captured_sizes,
-    parallel_args,
-)
+from keel.rollout.spec import EngineError, EngineSpec, RecordingError, captured_sizes, parallel_args
 from keel.rollout.vllm_internals import (
     end_at_next_token,
     pause,

@@ -7,7 +7,6 @@ import contextlib
 import http.client
 import json
 import os
-import re
 import select
 import socket
 import subprocess
@@ -27,12 +26,8 @@ GIB = 2**30
 _HEALTH_TIMEOUT_S = 5.0
 _POLL_S = 0.2
 STOP_TIMEOUT_S = 30.0
-_LOG_LINES = 15
-_LOG_BYTES = 262_144
-_ERROR = re.compile(
-    r"^(?:\([^)]*\) )?(?:ERROR \S+ \S+ \[[^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception)\b: .+)"
-)
-"""Matches a log line with an exception, with or without vLLM's log prefix."""
+_LOG_LINES = 30
+_LOG_BYTES = 32_768
 
 
 class VllmServer:
@@ -209,14 +204,11 @@ def environment(*, gpu: bool, threads: int) -> dict[str, str]:
 
 
 def log_excerpt(log: Path) -> str:
-    """Return the first error in the last part of the log, followed by the last lines. Later errors
-    usually follow from the first one."""
+    """Return the last lines of the log."""
     if not log.is_file():
         return ""
     with log.open("rb") as file:
         file.seek(0, 2)
         file.seek(max(0, file.tell() - _LOG_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
-    cause = next((match[1] for line in lines if (match := _ERROR.search(line))), "")
-    last = [f"last lines of its log ({log}):", *lines[-_LOG_LINES:]]
-    return "\n".join([f"first error: {cause}", *last] if cause else last)
+    return "\n".join([f"last lines of its log ({log}):", *lines[-_LOG_LINES:]])

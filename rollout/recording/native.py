@@ -34,10 +34,7 @@ class NativeRecorder(Recorder):
     outputs."""
 
     def engine_args(self) -> dict[str, Any]:
-        return {
-            "enable_return_routed_experts": self._routes,
-            "return_sampling_mask": self._masks,
-        }
+        return {"enable_return_routed_experts": self._routes, "return_sampling_mask": self._masks}
 
     def attach(self, engine: LLMEngine) -> None:
         layers = engine.collective_rpc("keel_moe_layers")[0]

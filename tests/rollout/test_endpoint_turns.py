@@ -109,9 +109,7 @@ def test_endpoints_filter_tasks_with_tools(
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
-def test_thinking_is_returned_until_a_user_message(
-    key: str,
-) -> None:
+def test_thinking_is_returned_until_a_user_message(key: str) -> None:
     def thinks(request: dict[str, Any]) -> Reply:
         turn = sum(one["role"] == "assistant" for one in request["messages"])
         function = {"name": "calculate", "arguments": "{}"}

@@ -14,14 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from keel.weights.buckets import (
-    Bucket,
-    ChannelData,
-    Checksum,
-    TensorEntry,
-    pack_flat,
-    unpack_flat,
-)
+from keel.weights.buckets import Bucket, ChannelData, Checksum, TensorEntry, pack_flat, unpack_flat
 from keel.weights.channel import (
     BLOCKING_WAIT,
     Begin,

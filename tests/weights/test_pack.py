@@ -135,9 +135,7 @@ def test_modules_gather_once_in_the_same_order() -> None:
     assert sorted(passes[0]) == sorted(dict(model.named_parameters()))
 
 
-def test_packing_holds_one_bucket(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_packing_holds_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     packer = BucketPacker(make(MOE), torch.float32, SIZE)
     number = sum(1 for _ in packer.buckets())
     made: list[weakref.ref[Tensor]] = []

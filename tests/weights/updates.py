@@ -19,13 +19,7 @@ from transformers import (
 
 from keel.model.load import checkpoint_tensors, load_policy
 from keel.rl.types import Group
-from tests.rollout.remote_engine import (
-    OPEN,
-    RemoteEngine,
-    engine_spec,
-    prompts,
-    running_engine,
-)
+from tests.rollout.remote_engine import OPEN, RemoteEngine, engine_spec, prompts, running_engine
 from tests.rollout.tiny_model import make_model
 
 UPDATES = 3
@@ -110,14 +104,7 @@ def change(model: Any, seed: int) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in checkpoint_tensors(model)}
 
 
-def check(
-    folder: Path,
-    of: Model,
-    *,
-    sleeps: bool,
-    shared: bool = False,
-    **how: Any,
-) -> None:
+def check(folder: Path, of: Model, *, sleeps: bool, shared: bool = False, **how: Any) -> None:
     """Update three times by copies, then by vLLM's loader in an engine that must not copy. shared:
     send GPU memory of the same device. how: as for `running_engine`."""
     model = make(folder, of)
@@ -151,9 +138,7 @@ def check(
 
 
 def check_against_loader(
-    engine: RemoteEngine,
-    came: Sequence[dict[str, torch.Tensor]],
-    held: Sequence[dict[str, str]],
+    engine: RemoteEngine, came: Sequence[dict[str, torch.Tensor]], held: Sequence[dict[str, str]]
 ) -> None:
     """Check that vLLM's loader produces the same weights, update by update."""
     for version, (tensors, fingerprint) in enumerate(zip(came, held, strict=True), UPDATES + 1):

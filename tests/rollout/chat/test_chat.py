@@ -14,14 +14,7 @@ from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.encoding import Marks
 from keel.rollout.chat.render import _deepseek_code, call_message, retained
 from keel.rollout.chat.template_checks import check_prefix_law
-from tests.rollout.chat.families import (
-    CITY,
-    NAMES,
-    PLAIN,
-    WITHOUT_THINKING,
-    chat_of,
-    tokenizer_of,
-)
+from tests.rollout.chat.families import CITY, NAMES, PLAIN, WITHOUT_THINKING, chat_of, tokenizer_of
 
 USER = [{"role": "user", "content": "Where to?"}]
 ONE_CALL = ("llama3", "harmony")

@@ -40,10 +40,7 @@ def parse(
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(deadline=None, max_examples=15)
-@given(
-    words=st.text('ab<>|{}"\\é\n/', max_size=8),
-    days=st.one_of(st.none(), st.integers()),
-)
+@given(words=st.text('ab<>|{}"\\é\n/', max_size=8), days=st.one_of(st.none(), st.integers()))
 def test_what_a_template_writes_is_read_back(name: str, words: str, days: int | None) -> None:
     chat = chat_of(name)
     arguments: dict[str, Any] = {"name": words} | ({} if days is None else {"days": days})
@@ -173,9 +170,7 @@ V32 = (f"<{DSML}function_calls>", f"</{DSML}function_calls>")
 
 @pytest.mark.parametrize(
     ("name", "marks", "call"),
-    [
-        ("deepseek-v3.2", V32, f'<{DSML}invoke name="city"></{DSML}invoke>'),
-    ],
+    [("deepseek-v3.2", V32, f'<{DSML}invoke name="city"></{DSML}invoke>')],
 )
 def test_deepseek_text_around_calls_appears_once(
     name: str, marks: tuple[str, str], call: str

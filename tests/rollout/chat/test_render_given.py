@@ -107,8 +107,7 @@ def sampled(name: str, messages: list[Message], contexts: list[Context], *, thin
 
 
 @pytest.mark.parametrize(
-    ("name", "thinking"),
-    [(name, thinking) for name in NAMES for thinking in (True, False)],
+    ("name", "thinking"), [(name, thinking) for name in NAMES for thinking in (True, False)]
 )
 def test_trained_ids_match_a_rollout(name: str, thinking: bool) -> None:
     shows = thinking and name not in WITHOUT_THINKING

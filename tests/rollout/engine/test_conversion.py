@@ -9,11 +9,7 @@ import pytest
 
 from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.types import SamplingMasks
-from keel.rollout.engine.conversion import (
-    decode_all,
-    sibling_seed,
-    split_message,
-)
+from keel.rollout.engine.conversion import decode_all, sibling_seed, split_message
 from keel.rollout.engine.jobs import build_segment
 
 

@@ -61,11 +61,7 @@ class Reference:
 
     @torch.no_grad()
     def check(
-        self,
-        trajectory: Trajectory,
-        sampling: SamplingConfig,
-        report: Report,
-        tolerance: Tolerance,
+        self, trajectory: Trajectory, sampling: SamplingConfig, report: Report, tolerance: Tolerance
     ) -> None:
         """Check masks and log-probabilities with the weights that sampled each token.
 
@@ -178,10 +174,7 @@ def _truncate(row: torch.Tensor, top_k: int, top_p: float, slack: float) -> torc
 
 
 def check_groups(
-    groups: Sequence[Group],
-    reference: Reference,
-    sampling: SamplingConfig,
-    tolerance: Tolerance,
+    groups: Sequence[Group], reference: Reference, sampling: SamplingConfig, tolerance: Tolerance
 ) -> Report:
     """Check all trajectories, and that ties are rare."""
     report = Report()
