@@ -47,6 +47,17 @@ def connect(rendezvous: Rendezvous, name: str, timeout_s: float) -> Any:
     return dist.PrefixStore(name, client)  # pyright: ignore[reportPrivateImportUsage]
 
 
+def _poll(done: Callable[[], bool], check: Callable[[], None], end: float, late: str) -> None:
+    next_check = time.monotonic() + CHECK_S
+    while not done():
+        if (now := time.monotonic()) > next_check:
+            check()
+            next_check = time.monotonic() + CHECK_S
+        if now > end:
+            raise TimeoutError(late)
+        time.sleep(POLL_S)
+
+
 class Channel:
     """A process group that broadcasts from the trainer, which is rank 0, to the engine's workers,
     which are ranks 1 and up."""
@@ -99,21 +110,11 @@ class Channel:
                     raise TimeoutError(late) from error
                 raise ConnectionError(f"the weight channel broke: {error}") from error
 
-        def wait_for(done: Callable[[], bool]) -> None:
-            next_check = time.monotonic() + CHECK_S
-            while not call(done):
-                if (now := time.monotonic()) > next_check:
-                    check()
-                    next_check = time.monotonic() + CHECK_S
-                if now > end:
-                    raise TimeoutError(late)
-                time.sleep(POLL_S)
-
         try:
             begun = self._begin(flat)
-            wait_for(begun.done)  # NCCL connects here, and never gives up
+            _poll(begun.done, check, end, late)  # NCCL connects here, and never gives up
             work = call(begun.result)
-            wait_for(work.is_completed)
+            _poll(lambda: call(work.is_completed), check, end, late)
             call(work.wait)  # raises its error; orders later work after it
         except BaseException:
             self.close()
@@ -229,24 +230,12 @@ class Outbox(_Mailbox):
         self._store.set(self._key, pickle.dumps((len(entries), message), pickle.HIGHEST_PROTOCOL))
 
     def wait(self, check: Callable[[], None]) -> None:
-        """Wait until the engine has acknowledged the last message.
-
-        `check` is called now and then and should raise an error if the engine has failed. Raises
-        TimeoutError.
-        """
-        now = time.monotonic()
-        end, next_check = now + self._timeout_s, now + CHECK_S
-        while self._store.check([self._key]):
-            now = time.monotonic()
-            if now > next_check:
-                check()
-                next_check = time.monotonic() + CHECK_S
-            if now > end:
-                raise TimeoutError(
-                    f"waited {self._timeout_s:g} s (rollout.update_timeout_s) for the engine to "
-                    "take weights"
-                )
-            time.sleep(POLL_S)
+        """Wait until the engine has acknowledged the last message. `check` is called as in
+        `Channel.send`. Raises TimeoutError."""
+        timeout_s = self._timeout_s
+        late = f"waited {timeout_s:g} s (rollout.update_timeout_s) for the engine to take weights"
+        end = time.monotonic() + timeout_s
+        _poll(lambda: not self._store.check([self._key]), check, end, late)
         self._acknowledged += 1
 
     def close(self) -> None:

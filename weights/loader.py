@@ -124,8 +124,6 @@ class WeightsExtension:
                 self.keel_recorder.refuse(no_copies)
             elif self.vllm_config.quant_config is not None:
                 self.keel_recorder.refuse("weights are quantized")
-            elif self.vllm_config.parallel_config.enable_eplb:
-                self.keel_recorder.refuse("experts move between GPUs")
         elif not self.keel_decided:
             self.keel_recorder.refuse("an earlier update did not finish")
         with set_current_vllm_config(self.vllm_config):
