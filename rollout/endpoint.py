@@ -63,7 +63,7 @@ _THINKING = _REASONING_FIELDS[0]
 
 
 @dataclass(frozen=True, slots=True)
-class EndpointReply:
+class _Reply:
     """A chat completion returned by the endpoint."""
 
     content: str
@@ -164,7 +164,7 @@ class EndpointCompletions:
         max_tokens: int,
         thinking: bool,
         within_s: float = inf,
-    ) -> EndpointReply | str:
+    ) -> _Reply | str:
         """Request a chat completion. Returns the reply, or the reason why there is none.
 
         The time limit starts when the request gets one of the `endpoint.max_concurrent` slots.
@@ -196,7 +196,7 @@ class EndpointCompletions:
                 )
                 self._failures = 0
                 body = response.model_dump(warnings=False)
-                return read_reply(body, seconds=time.monotonic() - begin)
+                return _read_reply(body, seconds=time.monotonic() - begin)
         except TimeoutError:  # while the client retries
             if limit_s == within_s:
                 raise
@@ -234,7 +234,7 @@ class EndpointCompletions:
         return "".join(c if c.isprintable() else " " for c in text)
 
 
-def read_reply(body: Any, *, seconds: float) -> EndpointReply | str:
+def _read_reply(body: Any, *, seconds: float) -> _Reply | str:
     """Parse the body of a response. Returns an error message if it is not a valid chat
     completion."""
     try:
@@ -250,10 +250,10 @@ def read_reply(body: Any, *, seconds: float) -> EndpointReply | str:
     tokens: Any = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
     if not isinstance(tokens, int) or tokens < 1:
         return "the endpoint does not count the tokens of its completions"
-    return EndpointReply(content, reasoning, field, tuple(calls), tokens, cut, seconds)
+    return _Reply(content, reasoning, field, tuple(calls), tokens, cut, seconds)
 
 
-def _trajectory(prompt: Prompt, sibling: int, reply: EndpointReply) -> Trajectory:
+def _trajectory(prompt: Prompt, sibling: int, reply: _Reply) -> Trajectory:
     content, reasoning, tokens = reply.content, reply.reasoning, reply.tokens
     raw = f"{THINK.open}{reasoning}{THINK.close}{content}" if reasoning else content
     message = {"role": "assistant", "content": content.strip(), "raw": raw}
@@ -275,7 +275,7 @@ def _trajectory(prompt: Prompt, sibling: int, reply: EndpointReply) -> Trajector
     )
 
 
-class EndpointTurnLost(OSError):
+class _TurnLost(OSError):
     """Raised when the endpoint returns no turn. The episode is then dropped."""
 
 
@@ -335,7 +335,7 @@ class EndpointTurns:
         return reply
 
     def turn(self, request: TurnRequest, purpose: Purpose) -> Future[TurnResult]:
-        """Sample a turn. The future fails with EndpointTurnLost if there is none, and with
+        """Sample a turn. The future fails with _TurnLost if there is none, and with
         RuntimeError if the endpoint is unusable."""
         return self._completions.schedule(self._turn(request, self._sampling[purpose]))
 
@@ -365,7 +365,7 @@ class EndpointTurns:
         except TimeoutError:
             return _turn_result((), "deadline", within_s)
         if isinstance(reply, str):
-            raise EndpointTurnLost(reply)
+            raise _TurnLost(reply)
         if reply.reasoning:
             self._reasoning_field = reply.reasoning_field
         number = next(self._numbers)

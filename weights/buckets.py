@@ -31,7 +31,7 @@ class TensorEntry(NamedTuple):
     """The name of the torch dtype, such as `bfloat16`."""
     shape: tuple[int, ...]
     offset: int
-    """Where the tensor starts in the bucket, in bytes."""
+    """Start of the tensor in the bucket, in bytes."""
 
     @property
     def numel(self) -> int:

@@ -28,7 +28,7 @@ from keel.model.torch_internals import nccl_options, on_device
 from keel.weights.buckets import Bucket, ChannelData, SharedData, TensorEntry
 
 POLL_S = 1e-4
-CHECK_S = 0.02
+_CHECK_S = 0.02
 """How often to check whether the other end has failed. This check costs more than a poll."""
 _NCCL_TIMEOUT = timedelta(days=1)
 """Long enough that NCCL never times out, since `send` has its own timeout."""
@@ -48,11 +48,11 @@ def connect(rendezvous: Rendezvous, name: str, timeout_s: float) -> Any:
 
 
 def _poll(done: Callable[[], bool], check: Callable[[], None], end: float, late: str) -> None:
-    next_check = time.monotonic() + CHECK_S
+    next_check = time.monotonic() + _CHECK_S
     while not done():
         if (now := time.monotonic()) > next_check:
             check()
-            next_check = time.monotonic() + CHECK_S
+            next_check = time.monotonic() + _CHECK_S
         if now > end:
             raise TimeoutError(late)
         time.sleep(POLL_S)

@@ -38,8 +38,8 @@ _SHAPE_ONLY = (
     *(_ATEN.new_empty, _ATEN.new_empty_strided, _ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full),
 )
 """Operations that read only the shape, type and device of a tensor."""
-Dims = tuple[tuple[int, int, int], ...]
-"""For each dimension: its length, its stride in the kernel's tensor and its stride in the
+_Dims = tuple[tuple[int, int, int], ...]
+"""Each dimension's length, its stride in the kernel's tensor and its stride in the
 source."""
 Layout = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Offset in the storage, size and stride."""
@@ -52,10 +52,10 @@ class CopyPiece:
     kernel: int
     """Index into `CopyPlan.kernels`."""
     at: int
-    """Where the piece starts in the kernel's storage."""
+    """Start of the piece in the kernel's storage."""
     source: int
-    """Where the piece starts in the checkpoint tensor, or in a bucket."""
-    dims: Dims
+    """Start of the piece in the checkpoint tensor, or in a bucket."""
+    dims: _Dims
     dtype: torch.dtype
     """Element type in the source."""
 
@@ -139,7 +139,7 @@ def window(tensor: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
     return view.set_(tensor.untyped_storage(), *layout)
 
 
-def dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]) -> Dims:
+def dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]) -> _Dims:
     """Simplify the dimensions of a copy: sort them from outermost to innermost, drop those with
     length 1 and merge contiguous ones. This may change the order of elements, but in the same way
     for source and target."""
@@ -212,7 +212,7 @@ class _Write:
     name: str = ""
     """The checkpoint tensor that the data came from. Empty for a constant."""
     start: int = 0
-    """Where the data starts in the checkpoint tensor."""
+    """Start of the data in the checkpoint tensor."""
     stride: tuple[int, ...] = ()
     """Stride in the checkpoint tensor."""
     value: float = 0.0
@@ -241,7 +241,7 @@ class _Bucket:
     alive: StorageWeakRef
     entries: tuple[TensorEntry, ...]
     starts: list[int]
-    """Where each entry starts in the storage, in bytes."""
+    """Start of each entry in the storage, in bytes."""
 
 
 class LoadRecorder:

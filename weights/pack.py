@@ -28,11 +28,11 @@ class _Run:
     source: str
     """The name of the module's tensor."""
     start: int
-    """Where the run starts in the module's tensor, in elements."""
+    """Start of the run in the module's tensor, in elements."""
     count: int
     bucket: int
     at: int
-    """Where the run starts in the bucket, in bytes."""
+    """Start of the run in the bucket, in bytes."""
     dtype: torch.dtype
     """Element type in the bucket."""
 

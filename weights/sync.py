@@ -4,7 +4,7 @@ An update makes these calls:
 
     trainer.loop.train                WeightSync.push(version)
       RolloutPool.update              Transfer.to(engines), again for engines that restart
-        DirectTransfer                Learner.send, then TrainerWorker.send on every rank
+        _DirectTransfer                Learner.send, then TrainerWorker.send on every rank
           Sender (rank)               Begin, Bucket …, Finish through the control channel;
                                       bytes through NCCL or gloo, or in place on a shared GPU
           EngineThread.receive        carries out each message
@@ -43,8 +43,8 @@ class Transfer(Protocol):
         ...
 
 
-class WeightSource(Protocol):
-    """What a weight update needs from the trainer. Implemented by
+class _WeightSource(Protocol):
+    """The trainer's part in a weight update. Implemented by
     `keel.trainer.learner.Learner`."""
 
     def make_room(self) -> None: ...
@@ -52,19 +52,19 @@ class WeightSource(Protocol):
     def send(self, engines: Sequence[Any]) -> Sequence[Future[int]]: ...
 
 
-class WeightTarget(Protocol):
-    """What a weight update needs from the engines. Implemented by
+class _WeightTarget(Protocol):
+    """The engines' part in a weight update. Implemented by
     `keel.rollout.pool.pool.RolloutPool`."""
 
     def update(self, version: int, transfer: Transfer) -> Future[None]: ...
 
 
 @dataclass(frozen=True)
-class DirectTransfer:
+class _DirectTransfer:
     """Sends the trainer's current weights straight from its ranks to the engines, over NCCL or
     through memory on a shared GPU (see `keel.weights.sender`)."""
 
-    source: WeightSource
+    source: _WeightSource
 
     def to(self, engines: Sequence[Any], /) -> Sequence[Future[int]]:
         return self.source.send(engines)
@@ -93,8 +93,8 @@ class WeightSync:
 
     def __init__(
         self,
-        source: WeightSource,
-        engines: WeightTarget,
+        source: _WeightSource,
+        engines: _WeightTarget,
         *,
         direct: bool,
         before: Callable[[int], None] = lambda _: None,
@@ -108,7 +108,7 @@ class WeightSync:
         version."""
         self._source.make_room()
         transfer: Transfer = (
-            DirectTransfer(self._source)
+            _DirectTransfer(self._source)
             if self._direct
             else StoreTransfer(version, self._source.put_weights())
         )

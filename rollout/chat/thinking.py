@@ -54,12 +54,12 @@ class CallBounds:
     what follows the thinking."""
 
 
-NO_CALLS = CallBounds()
+_NO_CALLS = CallBounds()
 
 
 def split_thinking(
     text: str,
-    bounds: CallBounds = NO_CALLS,
+    bounds: CallBounds = _NO_CALLS,
     *,
     opened: bool,
     inside: bool = False,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams
 
-MAX_HASHED_TOKENS = 2**24
+_MAX_HASHED_TOKENS = 2**24
 """Maximum number of tokens, over all conversations, whose hashes are kept. Each token takes about 9
 bytes."""
 
@@ -124,5 +124,5 @@ class PrefixHashes:
             self._tokens -= len(before[0])
         self._entries[conversation] = ids, hashes
         self._tokens += len(ids)
-        while self._tokens > MAX_HASHED_TOKENS and len(self._entries) > 1:
+        while self._tokens > _MAX_HASHED_TOKENS and len(self._entries) > 1:
             self._tokens -= len(self._entries.popitem(last=False)[1][0])

@@ -90,7 +90,7 @@ class VllmServer:
             if not reason and time.monotonic() > end:
                 reason = (
                     f"no answer within {f'{knob} = ' * bool(knob)}{timeout_s:g} s\n"
-                    f"{log_excerpt(self._log)}"
+                    f"{_log_excerpt(self._log)}"
                 )
             if reason:
                 self.stop()
@@ -109,7 +109,7 @@ class VllmServer:
             return ""
         status = output.read().decode().strip() or "unknown, its reaper was killed"
         output.close()
-        return f"it ended (exit status {status})\n{log_excerpt(self._log)}"
+        return f"it ended (exit status {status})\n{_log_excerpt(self._log)}"
 
     def stop(self) -> None:
         """Stop the server and its child processes."""
@@ -203,7 +203,7 @@ def environment(*, gpu: bool, threads: int) -> dict[str, str]:
     }
 
 
-def log_excerpt(log: Path) -> str:
+def _log_excerpt(log: Path) -> str:
     """Return the last lines of the log."""
     if not log.is_file():
         return ""

@@ -57,7 +57,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class InFlight:
+class _InFlight:
     """A request that has been sent to an engine."""
 
     request: Request
@@ -77,7 +77,7 @@ class Dispatcher:
         self._config, self._on_done = config, on_done
         self._queue: list[Request] = []
         """Waiting requests, sorted by rank."""
-        self._in_flight: dict[int, InFlight] = {}
+        self._in_flight: dict[int, _InFlight] = {}
         """Requests by number, ordered by deadline."""
         self._homes: OrderedDict[str, int] = OrderedDict()
         """The slot that sampled each conversation's last turn, least recently used first."""
@@ -106,7 +106,7 @@ class Dispatcher:
                 continue
             future = request.call(slot.engine)
             del self._queue[index]
-            self._in_flight[request.number] = InFlight(request, slot, future, self._deadline())
+            self._in_flight[request.number] = _InFlight(request, slot, future, self._deadline())
             slot.sequences += request.sequences
             slot.load += request.tokens
             future.add_done_callback(lambda _, number=request.number: self._on_done(number))
@@ -168,7 +168,7 @@ class Dispatcher:
     def next_deadline(self) -> float | None:
         return next((entry.deadline for entry in self._sampling()), None)
 
-    def overdue(self) -> InFlight | None:
+    def overdue(self) -> _InFlight | None:
         """Return a request whose deadline has passed without a result."""
         now = time.monotonic()
         late = takewhile(lambda entry: entry.deadline <= now, self._sampling())
@@ -180,10 +180,10 @@ class Dispatcher:
             entry.future.cancel()
         return [*(entry.request for entry in self._in_flight.values()), *self._queue]
 
-    def _sampling(self) -> Iterator[InFlight]:
+    def _sampling(self) -> Iterator[_InFlight]:
         return (entry for entry in self._in_flight.values() if entry.slot.stage == "ready")
 
-    def _in_slot(self, slot: EngineSlot) -> list[InFlight]:
+    def _in_slot(self, slot: EngineSlot) -> list[_InFlight]:
         return [entry for entry in self._in_flight.values() if entry.slot is slot]
 
     def _remove(self, number: int) -> Request:

@@ -37,7 +37,7 @@ from keel.weights.sync import Transfer
 
 _STOP_S = 10.0
 """Time limit for the pool's thread to stop, in seconds. The thread never blocks on an engine."""
-FREED_S = 3.0
+_FREED_S = 3.0
 """Time in seconds until the GPU memory of killed engines is free."""
 
 
@@ -252,7 +252,7 @@ class RolloutPool:
             if self._config.time_share:  # the trainer may save a last checkpoint in their memory
                 with suppress(Exception):  # from Ray; the first error is the one to report
                     self._supervisor.kill()
-                    time.sleep(FREED_S)
+                    time.sleep(_FREED_S)
             with self._lock:
                 self._memory_freed = self._config.time_share and self._ended is None
             self._end(error)

@@ -36,9 +36,9 @@ from vllm.v1.request import Request, RequestStatus
 from keel.rollout.vllm_fast.decode_batch import DecodeBatch, ScheduledStep, only_decodes
 from keel.rollout.vllm_fast.step_arrays import PackedRecording
 
-JOIN_COST = 1.0
+_JOIN_COST = 1.0
 """Extra cost of a step in which requests begin, measured in ordinary steps of the batch."""
-MAX_WAIT = 64
+_MAX_WAIT = 64
 """Number of steps after which even a single request may begin."""
 _LIMITS = ("max_num_running_reqs", "max_num_active_reqs", "max_num_scheduled_tokens")
 """Limits in vLLM's scheduler of which the batch uses up a part."""
@@ -223,8 +223,8 @@ class _FastPath(Scheduler):
         waiting = len(self.waiting) + len(self.kv_holding_waiting)
         full = self._stuck or len(batch.ids) >= self.max_num_running_reqs
         if lost := min(waiting, finished) if full else waiting:
-            self._idle += max(lost, JOIN_COST * len(batch.ids) / MAX_WAIT)
-        cost = JOIN_COST * len(batch.ids)
+            self._idle += max(lost, _JOIN_COST * len(batch.ids) / _MAX_WAIT)
+        cost = _JOIN_COST * len(batch.ids)
         return self._idle >= cost or finished > _MAX_FINISHED * len(batch.ids)
 
     def _alone(self, batch: DecodeBatch, cached: CachedRequestData) -> SchedulerOutput:

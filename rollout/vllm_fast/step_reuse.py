@@ -59,7 +59,7 @@ class _KnownStep(NamedTuple):
         )
 
 
-class StepReuse:
+class _StepReuse:
     """Wraps a model runner's `execute_model` and runs the steps that can reuse the previous one."""
 
     def __init__(self, runner: Any) -> None:
@@ -240,4 +240,4 @@ def covers(runner: Any) -> bool:
 def install(runner: Any) -> None:
     """Wrap a model runner's `execute_model` if `covers` returns True for it."""
     if covers(runner):
-        runner.execute_model = StepReuse(runner).execute_model
+        runner.execute_model = _StepReuse(runner).execute_model

@@ -27,7 +27,7 @@ from vllm.v1.attention.selector import _cached_get_attn_backend
 from keel.rollout.vllm_fast.cascade.kernels import Heads, Scratch, attend, plan
 
 
-class CascadeStep(Scratch):
+class _CascadeStep(Scratch):
     """State that the layers share in steps that only decode."""
 
     first: object = None
@@ -35,24 +35,24 @@ class CascadeStep(Scratch):
 
 
 @dataclass
-class CascadeMetadata(FlashAttentionMetadata):
+class _CascadeMetadata(FlashAttentionMetadata):
     """Attention metadata for a step that uses `kernels`."""
 
-    step: CascadeStep | None = None
+    step: _CascadeStep | None = None
 
 
-class CascadeBackend(FlashAttentionBackend):
+class _CascadeBackend(FlashAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
-        return CascadeImpl
+        return _CascadeImpl
 
     @staticmethod
     def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
-        return CascadeBuilder
+        return _CascadeBuilder
 
 
-class CascadeBuilder(FlashAttentionMetadataBuilder):
-    _step: CascadeStep | None = None
+class _CascadeBuilder(FlashAttentionMetadataBuilder):
+    _step: _CascadeStep | None = None
     """The shared state, or None if the kernels do not support the layers."""
     _inspected = False
 
@@ -72,7 +72,7 @@ class CascadeBuilder(FlashAttentionMetadataBuilder):
             or common.num_actual_tokens != common.num_reqs
         ):
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return CascadeMetadata(
+        return _CascadeMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
             query_start_loc=common.query_start_loc,
@@ -83,7 +83,7 @@ class CascadeBuilder(FlashAttentionMetadataBuilder):
             step=self._step,
         )
 
-    def _make_step(self) -> CascadeStep | None:
+    def _make_step(self) -> _CascadeStep | None:
         layers = get_layers_from_vllm_config(self.vllm_config, Attention, self.layer_names)
         heads = Heads(self.num_heads_q, self.num_heads_kv, self.headdim, self.block_size)
         mode = self.compilation_config.cudagraph_mode
@@ -99,13 +99,13 @@ class CascadeBuilder(FlashAttentionMetadataBuilder):
         ):
             return None
         rows = max(self.vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
-        return CascadeStep(heads, rows, self.device)
+        return _CascadeStep(heads, rows, self.device)
 
 
 def _plain(impl: Any) -> bool:
     """Return True if a layer's attention is an ordinary causal softmax."""
     return (
-        type(impl) is CascadeImpl
+        type(impl) is _CascadeImpl
         and impl.attn_type == AttentionType.DECODER
         and impl.sliding_window == (-1, -1)
         and impl.alibi_slopes is None
@@ -116,7 +116,7 @@ def _plain(impl: Any) -> bool:
     )
 
 
-class CascadeImpl(FlashAttentionImpl):
+class _CascadeImpl(FlashAttentionImpl):
     def forward(
         self,
         layer: torch.nn.Module,
@@ -161,7 +161,7 @@ def install(*, enabled: bool) -> None:
     """Replace or restore vLLM's attention backend. This affects engines that are built in this
     process afterwards."""
     if enabled:
-        where = f"{CascadeBackend.__module__}.{CascadeBackend.__name__}"
+        where = f"{_CascadeBackend.__module__}.{_CascadeBackend.__name__}"
         register_backend(AttentionBackendEnum.FLASH_ATTN, where)
     else:
         AttentionBackendEnum.FLASH_ATTN.clear_override()
