@@ -133,8 +133,7 @@ class VllmEngine:
 
     @property
     def fast_steps(self) -> int:
-        """Number of steps scheduled by the fast path of `keel.rollout.vllm_fast.scheduler`, or 0 if
-        it is not used."""
+        """Number of steps by `keel.rollout.vllm_fast.scheduler`, if it is used."""
         return getattr(scheduler_of(self._llm), "fast_steps", 0)
 
     def add(
@@ -147,12 +146,8 @@ class VllmEngine:
         record: bool,
         draw: int = 0,
     ) -> None:
-        """Start sampling a group of `group_size` completions. `step` returns the group under the
-        number `job`.
-
-        Routes and sampling masks are recorded only if `record` is set. `draw` is described in
-        `sibling_seed`. Raises ValueError if the prompt does not fit.
-        """
+        """Start sampling a group, which `step` returns under the number `job`. `draw` is described
+        in `sibling_seed`. Raises ValueError if the prompt does not fit."""
         self._check_weights(f"prompt {prompt.prompt_id}")
         rendered = render_prompt(self._tokenizer, prompt, self._marks)
         tokens, limit = len(rendered.token_ids), self.spec.max_model_len
@@ -173,11 +168,8 @@ class VllmEngine:
     def add_turn(
         self, job: int, request: TurnRequest, *, sampling: SamplingConfig, record: bool
     ) -> None:
-        """Start sampling a turn. `step` returns it under the number `job`.
-
-        The `max_tokens` of the request takes precedence over the one in `sampling`. Raises
-        ValueError if the turn does not fit.
-        """
+        """Start sampling a turn, which `step` returns under the number `job`. The request's
+        `max_tokens` takes precedence. Raises ValueError if the turn does not fit."""
         self._check_weights(f"conversation {request.conversation}")
         context, limit = len(request.token_ids_T), self.spec.max_model_len
         if context + request.max_tokens > limit:
@@ -259,12 +251,8 @@ class VllmEngine:
                 yield number, self._jobs.pop(number).result()
 
     def cut(self, number: int) -> list[tuple[int, Result]]:
-        """Make a job's unfinished completions end with their next token, as if they had reached
-        `max_tokens`.
-
-        Completions without any token are dropped, which does not bias the lengths. Returns the job
-        if it is now complete.
-        """
+        """Make a job's unfinished completions end with their next token, and drop those without
+        any, which does not bias the lengths. Returns the job if it is now complete."""
         job = self._jobs[number]
         job.cut = True
         scheduler = scheduler_of(self._llm)
@@ -297,10 +285,8 @@ class VllmEngine:
             self._requests.ended(request)
 
     def sleep(self) -> list[tuple[int, Result]]:
-        """Release GPU memory until the next update. Running completions pause until then.
-
-        Returns the jobs that were completed by tokens in flight. A CPU engine keeps its memory.
-        """
+        """Release GPU memory until the next update. Running completions pause until then. Returns
+        the jobs that were completed by tokens in flight. A CPU engine keeps its memory."""
         completed = self._pause()
         self.updating = self._asleep = True
         self._llm.sleep(level=_DISCARD, mode="keep")
@@ -333,11 +319,8 @@ class VllmEngine:
         self._over_channel("keel_join", rendezvous, name, timeout_s)
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Load one bucket of weights.
-
-        Raises ValueError naming a tensor that is not in the checkpoint, and the errors of
-        `Channel.receive`.
-        """
+        """Load one bucket of weights. Raises ValueError naming a tensor that is not in the
+        checkpoint, and the errors of `Channel.receive`."""
         self._manifest.arrived(bucket)
         self._over_channel("keel_load_bucket", bucket)
 

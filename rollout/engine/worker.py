@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +23,6 @@ from keel.rollout.spec import EngineProgress, EngineSpec, EngineStarted
 
 if TYPE_CHECKING:
     from keel.weights.channel import Rendezvous
-
-
-class _Warnings(logging.Handler):
-    """Log handler that collects warnings, because an actor's log does not reach the terminal."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 class RolloutWorker:
@@ -51,8 +41,9 @@ class RolloutWorker:
             from keel.rollout.engine.vllm_engine import VllmEngine  # noqa: PLC0415
 
         loaded = time.monotonic()
-        handler = _Warnings()
-        logger = logging.getLogger("keel")
+        # Warnings are collected because an actor's log does not reach the terminal.
+        handler, logger = BufferingHandler(1000), logging.getLogger("keel")
+        handler.setLevel(logging.WARNING)
         logger.addHandler(handler)
         engines: list[VllmEngine] = []
 
@@ -65,7 +56,7 @@ class RolloutWorker:
         compiling = engines[0].compile_seconds
         self._started = EngineStarted(
             pid=os.getpid(),
-            warnings=tuple(dict.fromkeys(handler.lines)),
+            warnings=tuple(dict.fromkeys(record.getMessage() for record in handler.buffer)),
             seconds={
                 "loading libraries": loaded - begin,
                 "compiling": compiling,
@@ -81,19 +72,16 @@ class RolloutWorker:
         self, prompt: Prompt, group_size: int, sampling: SamplingConfig, record: bool, draw: int
     ) -> Group:
         """Sample a group. Cancelling the call aborts the group."""
-        return await asyncio.wrap_future(
-            self._engine.submit(
-                prompt, group_size=group_size, sampling=sampling, record=record, draw=draw
-            )
-        )
+        options: dict[str, Any] = {"sampling": sampling, "record": record, "draw": draw}
+        future = self._engine.submit(prompt, group_size=group_size, **options)
+        return await asyncio.wrap_future(future)
 
     async def turn(
         self, request: TurnRequest, sampling: SamplingConfig, record: bool
     ) -> TurnResult:
         """Sample a turn. Cancelling the call aborts the turn."""
-        return await asyncio.wrap_future(
-            self._engine.turn(request, sampling=sampling, record=record)
-        )
+        future = self._engine.turn(request, sampling=sampling, record=record)
+        return await asyncio.wrap_future(future)
 
     async def update(self, version: int, buckets: Sequence[Any]) -> int:
         """Load weights. `buckets` are object references, so that only one bucket is in memory at a
