@@ -152,11 +152,3 @@ def test_packing_holds_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in map(len, packer.buckets()):
         pass
     assert number > 3 and held == [0] * number
-
-
-def test_abandoned_first_pass_starts_over() -> None:
-    model = make(MOE)
-    packer = BucketPacker(model, torch.float32, SIZE)
-    next(packer.buckets())
-    for _ in range(2):
-        assert_current(list(packer.buckets()), model, torch.float32)

@@ -105,15 +105,6 @@ def test_cut_thinking_is_closed_first(name: str) -> None:
     assert added.index("</think>") < added.index(chat.end_before([answer], thinking=True))
 
 
-def test_unclosed_thinking_ends_the_segment() -> None:
-    chat, encode = chat_of("qwen3"), tokenizer_of("qwen3").encode
-    ids = [*chat.opening(USER, [CITY], thinking=True), *encode("<think>\nhm<|im_end|>")]
-    answer = {"role": "tool", "content": "1", "name": "city", "tool_call_id": "call_0"}
-    assert chat.extend(ids, [answer], thinking=True) is None
-    inside = chat_of("qwen3", tools_in_thinking=True).extend(ids, [answer], thinking=True)
-    assert inside is not None and inside[: len(ids)] == ids
-
-
 def test_foreign_ends_end_the_segment() -> None:
     glm, llama = chat_of("glm"), chat_of("llama3")
     answer = {"role": "tool", "content": "1", "name": "city", "tool_call_id": "call_0"}

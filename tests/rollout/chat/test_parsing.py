@@ -214,15 +214,6 @@ def test_calls_in_thinking_are_opt_in(name: str, call: str) -> None:
     assert (never_closed.content, never_closed.calls) == ("", ())
 
 
-def test_harmony_analysis_calls_are_opt_in() -> None:
-    text = '<|channel|>analysis to=functions.city<|message|>{"days": 1}'
-    assert parse("harmony", text).calls == ()
-    assert len(parse("harmony", text, inside=True).calls) == 1
-    both = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes"
-    parsed = parse("harmony", both)
-    assert (parsed.reasoning, parsed.content) == ("hm", "Yes")
-
-
 def test_cut_turns_are_not_closed() -> None:
     parsed = parse("qwen3", '<tool_call>{"name": "city"}</tool_call> <tool_call>{"na', cut=True)
     assert not parsed.closed

@@ -9,25 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.rollout.engine.request_builder import PrefixHashes, TemplatedRequests
+from keel.rollout.engine.request_builder import TemplatedRequests
 
 BLOCK = 4
 
 
 def ids(*parts: range) -> Any:
     return np.concatenate([np.arange(p.start, p.stop, dtype=np.int32) for p in parts])
-
-
-def test_hashes_cover_the_unchanged_prefix() -> None:
-    store, hashes = PrefixHashes(BLOCK), [b"a", b"b", b"c"]
-    store.keep("talk", ids(range(14)), hashes)
-    assert store.prefix("talk", ids(range(20))) == hashes
-    assert store.prefix("talk", ids(range(9), range(50, 60))) == hashes[:2]
-    assert store.prefix("talk", ids(range(7))) == hashes[:1]
-    assert store.prefix("talk", ids(range(1, 20))) == []
-    assert store.prefix("another", ids(range(20))) == []
-    hashes.append(b"d")  # of a request that continues
-    assert store.prefix("talk", ids(range(30))) == [b"a", b"b", b"c"]
 
 
 class Engine:

@@ -18,7 +18,6 @@ from keel.rewards.judge.service import JudgeService
 from keel.rewards.scorer import Scorer
 from keel.rl.types import Prompt
 from keel.rollout.judge import server as judge_server
-from keel.rollout.judge.process import flags, options
 from keel.rollout.judge.server import MAX_RESTARTS, RECENT_S, JudgeServer
 from tests.rewards.groups import group
 from tests.waiting import PATIENCE_S, start_local_ray
@@ -113,21 +112,6 @@ def test_server_judges_and_restarts(tmp_path: Path) -> None:
         server.stop()
         assert gone(after)
         server.stop()
-
-
-def test_knobs_become_vllm_options() -> None:
-    own = {"quantization": "fp8", "enforce-eager": False, "hf_overrides": {"a": [1]}}
-    server = JudgeServerConfig(tensor_parallel=2, max_model_len=4096, options=own)
-    config = JudgeConfig(model="a/judge", serve=True, max_concurrent=7, server=server)
-    line = " ".join(flags(options(config, gpu=True)))
-    for expected in (
-        "--model a/judge --served-model-name a/judge",
-        "--max-num-seqs 7 ",
-        "--max-model-len 4096 ",
-        "--tensor-parallel-size 2 ",
-        '--quantization fp8 --no-enforce-eager --hf-overrides {"a": [1]}',
-    ):
-        assert expected in line
 
 
 def test_only_recent_restarts_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
-from keel.rollout.spec import EngineError, EngineStarted
+from keel.rollout.spec import EngineStarted
 from tests.rl.rollouts import prompt
-from tests.rollout.pool.fake_engines import World, failed, never
+from tests.rollout.pool.fake_engines import World, never
 from tests.waiting import PATIENCE_S, wait_for
 
 
@@ -60,15 +60,3 @@ def test_an_engine_that_stays_awake_is_replaced() -> None:
     world.pool._supervisor.update_s = PATIENCE_S
     world.update_all(1)
     assert world.lives[1].naps == ["woken by 1"]
-
-
-def test_a_replacement_stays_asleep_while_the_trainer_works() -> None:
-    world, start = sleepers(engines=1), Future[EngineStarted]()
-    world.start = lambda _: start
-    world.sleep = lambda _: failed(EngineError("killed by signal 9"))
-    asleep = world.pool.sleep()
-    wait_for(lambda: len(world.lives) == 2)
-    assert not asleep.done()
-    start.set_result(EngineStarted(1))
-    asleep.result(timeout=PATIENCE_S)
-    assert world.lives[1].naps == []

@@ -64,17 +64,6 @@ def test_a_conversation_moves_to_an_idle_engine() -> None:
     assert other.turns == ["c", "c"], "it returned to an engine without its prefix"
 
 
-def test_a_turn_of_a_dead_engine_is_requeued() -> None:
-    world = started()
-    for _ in range(2):
-        turn(world, "c").result(PATIENCE_S)
-    (home,) = [engine for engine in world.lives if engine.turns]
-    world.answer = lambda engine, name: engine.die() if engine is home else engine.finish(name)
-    turn(world, "c").result(PATIENCE_S)
-    assert home.killed and world.pool.restarts == 1
-    assert sum(engine.turns.count("c") for engine in world.lives) == 4
-
-
 def test_a_cancelled_turn_frees_its_place() -> None:
     world = started(engines=1, max_num_seqs=1)
     held = turn(world, OPEN)

@@ -164,10 +164,6 @@ class Play:
         self.scheduler.use_v2_model_runner = True
         self.scheduler.return_sampling_mask = True
         self.recordings: dict[str, PackedRecording] = getattr(self.scheduler, "recordings", {})
-        self.flushes = 0
-        """Number of decode batches that were flushed."""
-        if (flush := getattr(self.scheduler, "keel_flush", None)) is not None:
-            self.scheduler.keel_flush = lambda: self.counted(flush)  # type: ignore[attr-defined]
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         self.ahead = ahead
         self.runner = Runner()
@@ -175,30 +171,19 @@ class Play:
         self.answers: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.contexts: dict[str, list[int]] = {}
-        self.cached: dict[str, int] = {}
-        """Number of context tokens that came from the prefix cache."""
         self.versions: dict[str, list[int]] = {}
         self.version = self.preempted = 0
         self.longest: dict[str, int] = {}
         """Largest allowed length of each completion that was cut."""
 
-    def add(
-        self,
-        name: str,
-        prompt: int,
-        limit: int,
-        context: Sequence[int] | None = None,
-        *,
-        detokenize: bool = False,
-    ) -> None:
-        """Add a request. `context` is the start of the prompt, and `detokenize` makes vLLM decode
-        the text while sampling."""
+    def add(self, name: str, prompt: int, limit: int, context: Sequence[int] | None = None) -> None:
+        """Add a request. `context` is the start of the prompt."""
         ids = [number(name) % 100 + i for i in range(prompt)]
         self.contexts[name] = ids = [*(context or ()), *ids][:prompt]
         params = SamplingParams(
             max_tokens=limit,
             logprobs=0,
-            detokenize=detokenize,
+            detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         params._eos_token_id = END
@@ -214,10 +199,6 @@ class Play:
         self.answers[name], self.versions[name] = [], []
         self.recordings[name] = PackedRecording(with_masks=True)
 
-    def counted(self, flush: Any) -> None:
-        self.flushes += self.scheduler._batch is not None  # type: ignore[attr-defined]
-        flush()
-
     def step(self) -> None:
         """Run a step as `EngineCore.step` or `step_with_batch_queue` does."""
         if self.scheduler.has_requests():
@@ -232,8 +213,6 @@ class Play:
             for output in batch.outputs:
                 self.answers[output.request_id] += output.new_token_ids
                 self.versions[output.request_id] += [self.version] * len(output.new_token_ids)
-                if output.prefill_stats is not None:
-                    self.cached[output.request_id] = output.prefill_stats.num_cached_tokens
                 if output.finish_reason is not None:
                     self.ended[output.request_id] = str(output.finish_reason)
 

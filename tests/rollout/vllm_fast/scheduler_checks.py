@@ -15,7 +15,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from keel.rollout.recording.base import RecordingOptions, RoutesBeforePreemption
 from keel.rollout.recording.packed import PackedRecorder
-from keel.rollout.vllm_fast import decode_batch
 from keel.rollout.vllm_fast.scheduler import AsyncFastScheduler, FastScheduler
 from tests.rollout.vllm_fast.play import (
     BLOCK,
@@ -74,20 +73,6 @@ def outputs_equal_vllms(config: Any, ahead: bool, blocks: int, updates: bool, cu
             assert short.ended[name] == plain.ended[name]
             assert short.answers[name] == plain.answers[name]
         check_whole(short, whole)
-
-
-def batches_flush_at_their_limits(config: Any, limit: str, most: int) -> None:
-    before = getattr(decode_batch, limit)
-    setattr(decode_batch, limit, most)
-    try:
-        play = Play(config, AsyncFastScheduler, ahead=True, blocks=400)
-        for index in range(12):
-            play.add(f"long{index}", 20, 120)
-        play.finish()
-    finally:
-        setattr(decode_batch, limit, before)
-    assert play.flushes > 4
-    check_whole(play, list(play.ended))
 
 
 def rows_with_shared_prefixes_are_adjacent(config: Any) -> None:
