@@ -51,14 +51,6 @@ def test_heldout_questions_never_train() -> None:
     assert report.train == len(dataset.train)
 
 
-def test_held_out_questions_of_all_sources() -> None:
-    train = gym("train", size=200, params=SMALL, system="Other words.")
-    dataset = load(train, gym("test", size=30, holdout=20, weight=0, params=SMALL | {"seed": 6}))
-    assert not trained(dataset) & set(held(dataset, "test"))
-    assert dataset.report["train"].dropped["held out by another source"] > 0
-    assert dataset.report["test"].train == 0
-
-
 def test_held_out_set_is_stable() -> None:
     small = load(gym(size=30, holdout=10))
     assert held(small) == held(load(gym(size=60, holdout=10, weight=3.0), gym("b", "gcd")))

@@ -32,13 +32,6 @@ def wilson(p: float, n: float) -> tuple[float, float]:
     )
 
 
-def test_correlated_completions() -> None:
-    alike = pass_interval([8] * 10 + [0] * 10, [8] * 20)
-    assert alike == pytest.approx(pass_interval([1] * 10 + [0] * 10, [1] * 20), abs=1e-9)
-    mixed = pass_interval([4] * 20, [8] * 20)
-    assert mixed == pytest.approx(wilson(0.5, 160), abs=1e-9)
-
-
 def test_interval_coverage() -> None:
     rng, held, trials = np.random.default_rng(0), 0, 400
     for _ in range(trials):

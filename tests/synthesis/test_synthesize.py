@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from keel.commands.cli import main
-from keel.commands.synthesize import Make, make_all, print_report
-from keel.synthesis.author import AuthorLost, BudgetSpent
+from keel.commands.synthesize import Make, make_all
+from keel.synthesis.author import AuthorLost
 from keel.synthesis.ledger import Ledger, Rejected
 from tests.waiting import PATIENCE_S
 
@@ -58,24 +58,6 @@ def test_tasks_are_kept_or_rejected(tmp_path: Path) -> None:
     assert saved["refused"]["parity"]["reasons"] == {"is odd": 3, "is odd ?": 1}
 
 
-def test_rejected_drafts_are_counted(tmp_path: Path) -> None:
-    async def make(key: str) -> list[Rejected]:
-        if key == "t1":
-            refused = Rejected("last", "no")
-            refused.drafts = [Rejected("first", "no"), Rejected("first", "again")]
-            raise refused
-        return [Rejected("first", "no")] * (key == "t0")
-
-    why, report, _ = made(tmp_path, make)
-    assert (why, report["kept"], report["drafts"]) == ("", 7, {"first": 3})
-    assert list(report["refused"]) == ["last"]
-    lines: list[str] = []
-    print_report(report, lines.append)
-    assert "  rejected drafts: 3 by first" in lines
-    with Ledger(tmp_path, {"family": "f", "seed": 1}) as ledger:  # read again
-        assert ledger.report() == report
-
-
 def test_stopped_synthesis_resumes(tmp_path: Path) -> None:
     requests: list[str] = []
 
@@ -90,15 +72,6 @@ def test_stopped_synthesis_resumes(tmp_path: Path) -> None:
     why, report, lines = made(tmp_path, make)
     assert (why, report["made"]) == ("", 8) and sorted(requests) == KEYS
     assert lines[0] == "5 of 8 tasks already made"
-
-
-def test_spent_budget_keeps_finished_tasks(tmp_path: Path) -> None:
-    async def make(key: str) -> None:
-        if key == "t3":
-            raise BudgetSpent("budget.tokens = 5: …")
-
-    why, report, _ = made(tmp_path, make, at_once=1)
-    assert why == "budget.tokens = 5: …" and report["made"] == 3
 
 
 def test_next_start_retries_a_lost_author(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from keel.configs.schema import ConfigError, SourceConfig
-from keel.data.jsonl import load_jsonl
+from keel.configs.schema import ConfigError
 from keel.data.rows.proposal import Proposal, propose
 
 
@@ -52,23 +51,6 @@ def test_columns_and_reward(case: str, tmp_path: Path) -> None:
     found = of(tmp_path, row, row, row)
     assert (found.judged, dict(found.columns), found.answer_after) == (judged, columns, after)
     assert (found.kind, found.rows, found.whole) == ("jsonl", 3, True)
-
-
-@pytest.mark.parametrize("case", ["gsm8k", "verl", "two verdicts", "formulas"])
-def test_proposed_source_loads(case: str, tmp_path: Path) -> None:
-    row = CASES[case][0]
-    path = lines(tmp_path, [row, row])
-    found = propose(path)
-    source = SourceConfig(
-        name="a",
-        source=found.kind,
-        path=path,
-        columns=found.columns,
-        answer_after=found.answer_after,
-    )
-    prompts = [item.prompt for item in load_jsonl(source).items]
-    assert [prompt.reward["match"] for prompt in prompts] == ["math"] * 2
-    assert len(prompts[0].reward["answer"]) < 15
 
 
 def test_named_columns(tmp_path: Path) -> None:

@@ -31,15 +31,6 @@ def test_until_the_policy_finds_nothing_to_mend() -> None:
     assert refine.verdict((), "stop") == {"claimed": 1.0, "revised": 0.6}
 
 
-def test_revisions_are_bounded() -> None:
-    refine = Refine(most=2)
-    replies = [refine.reply(answer("0.5")) for _ in range(3)]
-    assert [one is None for one in replies] == [False, False, True]
-    assert refine.verdict((), "stop") == {"claimed": 0.5, "revised": 1.0}
-    with pytest.raises(ValueError):
-        Refine(most=0)
-
-
 def evaluation(folder: Path, *graded: tuple[str, float], error: float = 0.0) -> Path:
     """Write a folder like `keel eval`."""
     prompt = Prompt(

@@ -12,13 +12,12 @@ import pytest
 from keel.agents.env_process.client import Hosted
 from keel.agents.env_process.program import Program
 from keel.agents.environments.demonstrations import Demonstration
-from keel.agents.environments.general.author_code import folders, tools_of
 from keel.agents.environments.search.environment import Search
 from keel.agents.types import Transcript
 from keel.configs.load import load_config
 from keel.configs.schema import ConversationsConfig
 from keel.data.conversations.files import read_rows
-from keel.examples.small import demonstrations, lessons, prices, programs, towers
+from keel.examples.small import demonstrations, lessons, programs, towers
 from keel.examples.small.__main__ import make
 from keel.model.tiny.demonstrations import conversation_ids
 from keel.model.tiny.tokenizer import build_tokenizer
@@ -88,28 +87,6 @@ def test_worked_answers_are_right_and_hasty_wrong() -> None:
             [m["content"] for m in x if m["role"] == "tool"][-1] for x in (one.worked, one.hasty)
         ]
         assert outputs[0].startswith("pace.py now reads:") and "in pace.py 0 times" in outputs[1]
-
-
-def test_solutions_solve_general_tasks(tmp_path: Path) -> None:
-    prices.write(tmp_path / "general/prices", 30, seed=1)
-    (folder,) = folders([str(tmp_path / "general")])
-    database, tasks = folder.database(), folder.tasks()
-    tool = tools_of(folder.text("tools.py"), database)["price"]
-    parts: dict[str, Any] = {}
-    exec(folder.text("solve.py") + folder.text("verify.py"), parts)
-
-    class Tools:
-        @staticmethod
-        def price(item: str) -> int:
-            return json.loads(tool({"item": item}))
-
-    for number, task in enumerate(tasks):
-        answer = parts[f"solve_{number}"](Tools)
-        verify = parts[f"verify_{number}"]
-        assert verify(answer, database), task
-        wrong = [None, "", 0, True, *set(database) - {answer}, *set(database.values()) - {answer}]
-        assert not any(verify(one, database) for one in wrong), task
-    assert len({task["question"] for task in tasks}) == 30
 
 
 def test_search_finds_the_answer(tmp_path: Path) -> None:
