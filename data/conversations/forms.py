@@ -21,7 +21,7 @@ from typing import Any, cast
 from keel.data.rows.read import BadLine, kind_of
 from keel.rl.turns import Message
 
-FORMS = ("messages", "prompt", "conversations")
+_FORMS = ("messages", "prompt", "conversations")
 """The keys by which each conversation format is recognized."""
 _SHAREGPT = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -31,7 +31,7 @@ _SHAREGPT = {
 }
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-KNOWN = frozenset({*FORMS, "completion", "tools", "thinking", "id", "system"})
+KNOWN = frozenset({*_FORMS, "completion", "tools", "thinking", "id", "system"})
 _MESSAGE_KEYS = frozenset(
     {"role", "content", "tool_calls", "tool_call_id", "name", "weight", *_REASONING}
 )
@@ -51,7 +51,7 @@ def conversation_of(
     Otherwise the tokens are known and may be just the end of a turn or a malformed call. Raises
     BadLine.
     """
-    forms = [key for key in FORMS if key in record]
+    forms = [key for key in _FORMS if key in record]
     if len(forms) != 1 or (forms == ["prompt"] and "completion" not in record):
         raise BadLine(
             f"has {', '.join(record) or 'no keys'}, but needs `messages`, `conversations`, or "
@@ -123,7 +123,7 @@ def thinking_of(record: Mapping[str, Any], messages: Sequence[Message], mode: st
 def unread_of(record: Mapping[str, Any], known: frozenset[str] = KNOWN) -> frozenset[str]:
     """Return the keys in a line and its messages that are not used."""
     unread = {key for key in record if key not in known}
-    for form in (*FORMS, "completion"):
+    for form in (*_FORMS, "completion"):
         for message in record[form] if isinstance(record.get(form), list) else ():
             if isinstance(message, dict):
                 keys = _MESSAGE_KEYS if "role" in message else _SHAREGPT_KEYS

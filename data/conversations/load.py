@@ -92,7 +92,7 @@ def load_lessons(
     *,
     seed: int,
     render: Render,
-    solve: Solve,
+    solve: _Solve,
     tokenizer: str,
     encoded: Encoded | None = None,
     hub_answers: Callable[[], bool] = lambda: True,
@@ -107,7 +107,7 @@ def load_lessons(
     `reserved` contains the questions (`Example.question`) that the recipe's prompts hold out.
     `reserved_ids` contains the IDs of these prompts, because an environment may change the first
     message, while a trajectory still names its prompt. `tokenizer` is a digest of the model's
-    tokenizer, `solve` is described in `worked_solutions`, and `encoded` tokenizes text sources. If
+    tokenizer, `solve` is described in `_worked_solutions`, and `encoded` tokenizes text sources. If
     `hub_answers` is False, previously downloaded files are read instead of asking a hub.
 
     Raises ConfigError if a source is empty or cannot be read, or if a conversation cannot be
@@ -118,7 +118,7 @@ def load_lessons(
         if source.source == "trajectories":
             return read_trajectories(source, tokenizer=tokenizer)
         if source.source == "solutions":
-            return worked_solutions(source, solve, seed=seed)
+            return _worked_solutions(source, solve, seed=seed)
         if not source.is_text:
             return read_rows(source, hub_answers)
         assert encoded is not None
@@ -281,11 +281,11 @@ _SEED_OFFSET = 1 << 41
 """Added to the seed so that these questions differ from those in a recipe's prompts."""
 _SEED_STRIDE = 1 << 20
 """The distance between the questions for consecutive run seeds."""
-Solve = Callable[[str, Mapping[str, Any]], Mapping[str, Any] | None]
+_Solve = Callable[[str, Mapping[str, Any]], Mapping[str, Any] | None]
 """Returns the assistant's message for a task and entry, or None if no solution is known."""
 
 
-def worked_solutions(source: ConversationsConfig, solve: Solve, *, seed: int) -> ReadSource:
+def _worked_solutions(source: ConversationsConfig, solve: _Solve, *, seed: int) -> ReadSource:
     """Generate `source.size` questions and keep those whose solution is known.
 
     The seed is `params.seed`, or else the run's seed. Raises ConfigError if reasoning_gym rejects

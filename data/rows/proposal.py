@@ -15,7 +15,7 @@ from keel.data.rows.read import BadLine, kind_of_file, rows_of_files, rows_of_li
 
 Kind = Literal["jsonl", "file", "hub"]
 Judged = Literal["maths", "text", "tests", "criteria", "refuse", "reward", "nothing"]
-MAX_ROWS = 2_000
+_MAX_ROWS = 2_000
 """How many rows to read."""
 _PROMPTS = (
     *("prompt", "messages", "question", "problem", "query", "instruction", "input", "task"),
@@ -85,8 +85,8 @@ def propose(
         rows = rows_of_lines(data_path(path), knob)
     else:
         rows = rows_of_files(files_of(source, hub_answers), knob)
-    first = list(islice(rows, MAX_ROWS + 1))
-    records = [_flat(r.record) for r in first[:MAX_ROWS] if not isinstance(r.record, BadLine)]
+    first = list(islice(rows, _MAX_ROWS + 1))
+    records = [_flat(r.record) for r in first[:_MAX_ROWS] if not isinstance(r.record, BadLine)]
     if not records:
         raise ConfigError(f"{knob}: no row of it can be read")
     names = list(dict.fromkeys(name for record in records for name in record))
@@ -134,8 +134,8 @@ def propose(
         environment="environment" in names,
         boxed=_mostly(["boxed" in text for text in texts]),
         longest=max(len(text.encode()) for text in texts),
-        rows=min(len(first), MAX_ROWS),
-        whole=len(first) <= MAX_ROWS,
+        rows=min(len(first), _MAX_ROWS),
+        whole=len(first) <= _MAX_ROWS,
         names=names,
     )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from keel.configs.synthesis import CodeSourceConfig, CodeTasksConfig
 
-GIT_S = 60.0
+_GIT_S = 60.0
 PYTHON = str(Path(sys.executable).parent.resolve() / Path(sys.executable).name)
 """The Python interpreter of this environment, with symbolic links resolved."""
 SOURCE = "def pace():\n    return {pace}\n"
@@ -60,7 +60,7 @@ def write(folder: Path, count: int, seed: int) -> None:
 
     def git(*words: str) -> None:
         command = ["git", "-C", str(folder), *user, *words]
-        subprocess.run(command, env=env, check=True, capture_output=True, timeout=GIT_S)
+        subprocess.run(command, env=env, check=True, capture_output=True, timeout=_GIT_S)
 
     git("init", "-q", "-b", "main")
     (folder / "tests").mkdir()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from keel.examples.small.names import names
 
-ITEMS = 80
+_ITEMS = 80
 TOOLS = '''\
 """Prices of a shop."""
 
@@ -25,7 +25,7 @@ def price(item: str) -> int:
 
 
 @dataclass(frozen=True)
-class PriceQuestion:
+class _PriceQuestion:
     """A question about the price of one item or the cheaper of two."""
 
     items: tuple[str, ...]
@@ -59,18 +59,18 @@ class PriceQuestion:
 
 def draw_prices(draw: random.Random) -> dict[str, int]:
     """Draw distinct two-digit prices at random."""
-    return dict(zip(names(draw, ITEMS), draw.sample(range(10, 100), ITEMS), strict=True))
+    return dict(zip(names(draw, _ITEMS), draw.sample(range(10, 100), _ITEMS), strict=True))
 
 
-def draw_question(draw: random.Random, prices: Mapping[str, int]) -> PriceQuestion:
-    return PriceQuestion(tuple(draw.sample(list(prices), draw.choice((1, 2)))))
+def draw_question(draw: random.Random, prices: Mapping[str, int]) -> _PriceQuestion:
+    return _PriceQuestion(tuple(draw.sample(list(prices), draw.choice((1, 2)))))
 
 
 def write(folder: Path, count: int, seed: int) -> None:
     """Write an environment with `count` distinct tasks into a new folder."""
     draw = random.Random(f"prices {seed}")
     prices = draw_prices(draw)
-    request: dict[PriceQuestion, None] = {}
+    request: dict[_PriceQuestion, None] = {}
     while len(request) < count:
         request[draw_question(draw, prices)] = None
     tasks = [{"question": question.text, "tools": ["price"]} for question in request]

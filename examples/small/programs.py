@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SIGNS = {"+": "plus", "-": "minus", "*": "times"}
-INPUTS = (0, 5, -8, 31)
+_SIGNS = {"+": "plus", "-": "minus", "*": "times"}
+_INPUTS = (0, 5, -8, 31)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class NumberProgram:
 
 def every_program(draw: random.Random) -> list[NumberProgram]:
     """Return all two-digit programs in random order."""
-    made = [NumberProgram(sign, number) for sign in SIGNS for number in range(10, 100)]
+    made = [NumberProgram(sign, number) for sign in _SIGNS for number in range(10, 100)]
     draw.shuffle(made)
     return made
 
@@ -45,8 +45,8 @@ def answer(source: str) -> str:
 
 def line(program: NumberProgram) -> Mapping[str, Any]:
     """Return a task as a JSONL line."""
-    tests = [{"stdin": f"{n}\n", "stdout": f"{program.after(n)}\n"} for n in INPUTS]
-    name = f"{SIGNS[program.sign]}-{program.number}"
+    tests = [{"stdin": f"{n}\n", "stdout": f"{program.after(n)}\n"} for n in _INPUTS]
+    name = f"{_SIGNS[program.sign]}-{program.number}"
     return {"id": name, "prompt": program.question, "tests": tests}
 
 

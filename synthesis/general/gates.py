@@ -77,7 +77,7 @@ async def check_task(
         if accepted := await _accepted(gate, rooms, path, number, answers):
             raise Rejected(gate, f"verify accepts {accepted[0][:_MAX_MESSAGE]}")
 
-    hollow = [map_leaves(empty, answer) for empty in (_null, _blank, _zero)]
+    hollow = [_map_leaves(empty, answer) for empty in (_null, _blank, _zero)]
     empty = [*EMPTY, *(one for one in hollow if one != answer)]
     await refuses("empty", [(repr(one), one) for one in empty])
     await refuses("mutated", mutations(answer))
@@ -369,7 +369,7 @@ def _replay(found: SolutionResult, change: _Leaf, entries: _Leaf) -> _CallAnswer
         return other
 
     async def request(call: ToolCall) -> Mapping[str, str]:
-        meant = map_leaves(lambda value: true.get(json.dumps(value), value), dict(call.arguments))
+        meant = _map_leaves(lambda value: true.get(json.dumps(value), value), dict(call.arguments))
         result = known.get(key(call.name, call.arguments)) or known.get(key(call.name, meant))
         if result is None:
             return {"failed": "not found"}
@@ -379,17 +379,17 @@ def _replay(found: SolutionResult, change: _Leaf, entries: _Leaf) -> _CallAnswer
             value: Any = json.loads(result["text"])
         except ValueError:  # the tool returns text
             return {"text": str(changed(entries(result["text"])))}
-        return {"text": json.dumps(map_leaves(changed, entries(value)), ensure_ascii=False)}
+        return {"text": json.dumps(_map_leaves(changed, entries(value)), ensure_ascii=False)}
 
     return request
 
 
-def map_leaves(change: _Leaf, value: Any) -> Any:
+def _map_leaves(change: _Leaf, value: Any) -> Any:
     """Return a copy of a value in which every leaf is changed."""
     if isinstance(value, dict):
-        return {name: map_leaves(change, one) for name, one in cast(dict[str, Any], value).items()}
+        return {name: _map_leaves(change, one) for name, one in cast(dict[str, Any], value).items()}
     if isinstance(value, list):
-        return [map_leaves(change, one) for one in cast(list[Any], value)]
+        return [_map_leaves(change, one) for one in cast(list[Any], value)]
     return change(value)
 
 

@@ -58,7 +58,7 @@ class GeneralPipeline:
         self._category = {slug(category): category for category in config.categories}
         self._config, self._author, self._seed = config, author, seed
         self._reference = reference
-        self._search = search_of(config.documents)
+        self._search = _search_of(config.documents)
         self._done = folder.absolute() / "tasks"
         self._rooms = GeneralSandboxes(folder.absolute() / "making", config)
 
@@ -79,7 +79,7 @@ class GeneralPipeline:
         path.mkdir()
         path.chmod(0o755)
         name, _, number = key.rpartition("-")
-        making = EnvironmentWriter(
+        making = _EnvironmentWriter(
             self._rooms,
             path,
             category=self._category[name],
@@ -108,7 +108,7 @@ _HEADING = re.compile(
 _BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
-class EnvironmentWriter:
+class _EnvironmentWriter:
     """Builds one environment in a folder below `rooms.making`. The author's code never runs in this
     process."""
 
@@ -121,7 +121,7 @@ class EnvironmentWriter:
         number: int,
         author: Author,
         reference: Author,
-        search: Search | None,
+        search: _Search | None,
         seed: int,
     ) -> None:
         """The attempts of `reference` measure how hard a task is."""
@@ -189,7 +189,7 @@ class EnvironmentWriter:
 
         async def call(call: ToolCall) -> ToolResult:
             nonlocal kind
-            if call.name == SEARCH.name:
+            if call.name == _SEARCH.name:
                 assert self._search is not None
                 try:
                     return ToolResult(text=self._search(str(call.arguments["query"])))
@@ -215,7 +215,7 @@ class EnvironmentWriter:
                 worked = await work(
                     self._author,
                     messages,
-                    tools=[*opening.tools, *([SEARCH] if self._search else [])],
+                    tools=[*opening.tools, *([_SEARCH] if self._search else [])],
                     call=call,
                     most_turns=config.max_turns,
                     purpose="database",
@@ -381,9 +381,9 @@ def renamed(source: str, name: str, number: int) -> str:
     return changed
 
 
-Search = Callable[[str], str]
+_Search = Callable[[str], str]
 """A function that maps a query to text. Raises ValueError with a message for the author."""
-SEARCH = ToolSpec(
+_SEARCH = ToolSpec(
     name="search",
     description="Search for passages of text.",
     parameters={
@@ -399,7 +399,7 @@ _PASSAGES = 5
 _MAX_RESULT = 12_000
 
 
-def search_of(folder: str) -> Search | None:
+def _search_of(folder: str) -> _Search | None:
     """Return a search over the passages in a folder, with the index that policies search too.
     Returns None if `folder` is empty, and raises ConfigError if it cannot be used."""
     if not folder:

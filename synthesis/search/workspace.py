@@ -32,7 +32,7 @@ _ENDED = {
     "turns": "no turns left",
     "length": "the reply was cut off",
 }
-HandIn = Callable[[Mapping[str, Any], Search], None]
+_HandIn = Callable[[Mapping[str, Any], Search], None]
 """A function that checks and stores a submission. `Search` is the agent's, with the documents it
 opened. Raises Rejected if the submission is not accepted."""
 
@@ -53,7 +53,7 @@ class Workspace:
         purpose: str,
         material: Mapping[str, Any],
         tools: bool = True,
-        hand_in: tuple[ToolSpec, HandIn] | None = None,
+        hand_in: tuple[ToolSpec, _HandIn] | None = None,
     ) -> ToolLoopResult:
         """Run an agent on a task. `material` is untrusted text that the task is about. `hand_in` is
         the tool that ends the work, together with its check. The agent may repeat a rejected
