@@ -12,16 +12,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from keel.agents.endpoint.replies import Reply
-from keel.agents.endpoint.requests import ApiError, invalid_field, load_object
+from keel.agents.endpoint.requests import ApiError, invalid_field
 
 _STOPS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 _REWRITTEN = ("system", "messages", "tools", "tool_choice", "output_format")
 
 
-def as_chat_request(body: bytes) -> bytes:
+def as_chat_request(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a Messages request to a chat completion request. Raises ApiError if the request is
     invalid."""
-    fields = load_object(body)
     messages: list[dict[str, Any]] = []
     if system := fields.get("system"):
         messages.append({"role": "system", "content": _text("system", system)})
@@ -30,9 +29,14 @@ def as_chat_request(body: bytes) -> bytes:
     # `read_request` reads, refuses or ignores the remaining fields.
     chat = {name: value for name, value in fields.items() if name not in _REWRITTEN}
     chat["messages"] = messages
-    if fields.get("tools"):
-        tools = _objects("tools", fields["tools"])
-        chat["tools"] = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools)]
+    tools: list[dict[str, Any]] = []
+    for i, tool in enumerate(_objects("tools", fields.get("tools") or [])):
+        if tool.get("type") not in (None, "custom"):
+            raise invalid_field(f"tools[{i}].type", "must be custom, with name and input_schema")
+        function = {name: tool.get(name) for name in ("name", "description", "strict")}
+        function["parameters"] = tool.get("input_schema")
+        tools.append({"type": "function", "function": function})
+    chat["tools"] = tools
     if (form := fields.get("output_format")) is not None:
         chat["response_format"] = form
     if choice := fields.get("tool_choice"):
@@ -40,7 +44,7 @@ def as_chat_request(body: bytes) -> bytes:
         chat["tool_choice"] = choice.get("type")  # `any` and `tool` are refused
         if choice.get("disable_parallel_tool_use"):
             chat["parallel_tool_calls"] = False
-    return json.dumps(chat).encode()
+    return chat
 
 
 def answer(reply: Reply, model: str) -> dict[str, Any]:
@@ -127,15 +131,6 @@ def _messages(at: str, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"role": role, "content": texts, "tool_calls": calls, **thought}
     elif texts:
         yield {"role": role, "content": texts}
-
-
-def _tool(at: str, tool: Mapping[str, Any]) -> dict[str, Any]:
-    if tool.get("type") not in (None, "custom"):
-        raise invalid_field(
-            f"{at}.type", "must be custom: give the tool a name and an input_schema"
-        )
-    function = {name: tool.get(name) for name in ("name", "description", "strict")}
-    return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}
 
 
 def _text(at: str, content: Any) -> str:

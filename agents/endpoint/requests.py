@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
@@ -225,10 +225,10 @@ class ChatRequest:
             raise invalid_field("tools", str(error)) from error
 
 
-def read_request(body: bytes) -> ChatRequest:
-    """Parse a chat completion request. Raises ApiError with the name of the field if one is
+def read_request(body: Mapping[str, Any]) -> ChatRequest:
+    """Validate a chat completion request. Raises ApiError with the name of the field if one is
     invalid."""
-    fields = {name: value for name, value in load_object(body).items() if value is not None}
+    fields = {name: value for name, value in body.items() if value is not None}
     for name, value in fields.items():
         if name.startswith(("guided_", "structured_outputs")):
             raise invalid_field(name, _STRUCTURED)

@@ -18,7 +18,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from keel.agents.endpoint import anthropic, replies
 from keel.agents.endpoint.mcp_tools import McpTools
 from keel.agents.endpoint.recorder import Finished, TrajectoryRecorder
-from keel.agents.endpoint.requests import ApiError, ChatRequest, read_request
+from keel.agents.endpoint.requests import ApiError, ChatRequest, load_object, read_request
 from keel.agents.env_runtime.processes import socket_folder
 
 MAX_REQUEST_BYTES = 16 << 20
@@ -278,7 +278,8 @@ class Endpoint:
         recorder.over = tools is not None and tools.over
         try:
             async with self._body_of(request, place) as body:
-                chat = anthropic.as_chat_request(body) if _is_anthropic(request) else body
+                fields = load_object(body)
+                chat = anthropic.as_chat_request(fields) if _is_anthropic(request) else fields
                 chat_request = read_request(chat)
         except ApiError as error:
             recorder.record_error(error)

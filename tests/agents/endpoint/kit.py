@@ -15,7 +15,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from keel.agents.budget import Budget
 from keel.agents.endpoint.recorder import Finished, TrajectoryRecorder
 from keel.agents.endpoint.replies import Reply
-from keel.agents.endpoint.requests import read_request
+from keel.agents.endpoint.requests import load_object, read_request
 from keel.agents.endpoint.server import Address, Endpoint
 from keel.rl.turns import TurnRequest, TurnResult
 from tests.agents.episodes import result_of
@@ -138,7 +138,7 @@ async def ask(
 ) -> Reply:
     """Send a request as JSON."""
     body = {"model": "m", "messages": messages, "tools": list(tools), **fields}
-    return await recorder.turn(read_request(json.dumps(body).encode()))
+    return await recorder.turn(read_request(load_object(json.dumps(body).encode())))
 
 
 def record(
