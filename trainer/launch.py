@@ -48,7 +48,7 @@ from keel.trainer.placement.oom_recovery import OomRecovery
 from keel.trainer.placement.reservation import Reservation, reserve_gpus
 from keel.trainer.placement.watchdog import Watchdog, start_watchdog
 from keel.trainer.prepare import SftTask, Task, length_rules
-from keel.trainer.run.progress import Wait, waiting
+from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import WorkerLost
 from keel.weights.sync import WeightSync
 
@@ -216,10 +216,15 @@ def launch(
         threads = ThreadPoolExecutor(2)
         # Not waited for: after Ctrl-C the end of the actors, which comes next, ends the threads.
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
-        with waiting(actors) as wait:
-            warnings = _start_together(
-                *(pool, ranks, threads, watchdog, wait), engines_first=shared and not together
-            )
+        with waiting(actors):
+            engines, warnings = threads.submit(pool.start), list[str]()
+            if ranks is not None:
+                ranks.prepared()
+                if shared and not together:  # ranks take memory when the engines have theirs
+                    _await_engines(engines, watchdog)
+                started = threads.submit(ranks.start)
+                warnings = wait_for(started, watchdog.should_stop_waiting)
+            warnings = [*_await_engines(engines, watchdog), *warnings]
         for line in warnings:
             say(f"warning: {line}")
         if judge and config.rewards.judge.serve:
@@ -294,36 +299,6 @@ def _start_cluster(
             nodes = {seat.node.id for seat in occupied if seat.kind in kinds}
             download_on_nodes(path, timeout_s=timeout_s, nodes=nodes)
     return config, seats
-
-
-def _start_together(
-    pool: RolloutPool,
-    ranks: Learner | None,
-    threads: ThreadPoolExecutor,
-    watchdog: Watchdog,
-    wait: Wait,
-    *,
-    engines_first: bool,
-) -> list[str]:
-    """Start engines and ranks, wait for both and return their warnings. With `engines_first`, the
-    ranks take no GPU memory before the engines have theirs."""
-    engines, trainer = threads.submit(pool.start), None
-
-    def show(wait: Wait) -> None:
-        ready = ["engines are ready"] * engines.done()
-        if trainer is not None and trainer.done():
-            ready.append("trainer is ready")
-        wait.note = ", ".join(ready)
-
-    wait.measure = show
-    if ranks is None:
-        return [*_await_engines(engines, watchdog)]
-    ranks.prepared()
-    if engines_first:
-        _await_engines(engines, watchdog)
-    trainer = threads.submit(ranks.start)
-    notes = wait_for(trainer, watchdog.should_stop_waiting)
-    return [*_await_engines(engines, watchdog), *notes]
 
 
 def _await_engines(engines: Future[tuple[str, ...]], watchdog: Watchdog) -> tuple[str, ...]:
