@@ -1,4 +1,4 @@
-"""Limits for a trajectory, and the accounting of what it has used."""
+"""Limits for a trajectory, and its usage."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ class AskFirst:
     """A question that the policy answers before the context is rewritten."""
 
     messages: tuple[Message, ...]
-    """Messages that ask the question. They are appended to the current context, or to that of
-    `before`."""
+    """Messages that ask the question. They are appended to the current context, or to the
+    context that `before` gives."""
     before: Rewrite | None = None
     """A rewrite to apply first if the current context leaves no room for the answer, for example
     because of a long tool result."""

@@ -52,7 +52,7 @@ class Episode:
     """Seed for the environment. All episodes in a group share it, so they get the same task."""
     crash_is_failure: Collection[str] = ()
     """The phases (call, reply, verdict) in which a lost environment makes the trajectory a failure.
-    In all other phases, the trajectory is dropped."""
+    A loss in any other phase drops the trajectory."""
     usage: Usage = field(default_factory=lambda: Usage(turns=0))
     _calls_run: int = 0
     _conversation: Conversation | None = None

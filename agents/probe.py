@@ -33,7 +33,7 @@ _VERDICT_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What was learned from opening an environment."""
+    """The results of opening an environment."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]

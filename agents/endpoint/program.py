@@ -98,14 +98,14 @@ def command_of(program: str, *, python: str, folder: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
-    """How a program ended, and the verdict that it gave on its trajectory."""
+    """The end of a program, and its verdict on the trajectory."""
 
     failed: str = ""
     """Why the program failed, or "" if it exited with status 0."""
     output: str = ""
     """The last part of the program's output."""
     verdict: Verdict | Unscored | None = None
-    """The program's verdict. It is None if there was none or it is ignored."""
+    """The program's verdict, or None if it gave none or it is ignored."""
     answer: str | None = None
     """The program's answer to the task, or None if it gave none."""
 

@@ -194,7 +194,7 @@ class ChatRequest:
     max_tokens: int | None
     stream: bool
     include_usage: bool
-    """Whether a stream ends with a chunk that contains the usage."""
+    """True if a stream ends with a chunk that contains the usage."""
     model: str
 
     @property

@@ -44,7 +44,7 @@ class Address:
     socket: Path
     """A unix socket for the same server, which a sandbox without a network can use."""
     tools_url: str = ""
-    """URL at which an MCP client finds the environment's tools, or "" if there are none."""
+    """URL at which an MCP client finds the environment's tools, or "" without tools."""
 
     @property
     def env(self) -> dict[str, str]:
