@@ -250,6 +250,10 @@ def _tiny_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
     return content, [_tiny_call(line, tools) for line in lines if line.startswith("@")]
 
 
+def _no_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
+    return text, []
+
+
 def read_harmony(
     text: str,
     tools: Sequence[ToolSpec],
@@ -403,6 +407,6 @@ _FORMATS = {
             equal_ends=True,
         ),
         Format("hermes", _tagged(_json_calls, "<tool_call>", "</tool_call>")),
-        Format("plain", _tagged(lambda text, _: (text, [])), calls=False),
+        Format("plain", _tagged(_no_calls), calls=False),
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -128,6 +129,13 @@ def test_cut_harmony_turns_end_the_segment() -> None:
     ):
         extended = chat.extend([*opening, *encode(said)], USER, thinking=True)
         assert (extended is not None) is extends, said
+
+
+@pytest.mark.parametrize("name", [*NAMES, *PLAIN])
+def test_chats_can_be_sent_to_another_process(name: str) -> None:
+    chat = chat_of(name)
+    opening = chat.opening(USER, [], thinking=True)
+    assert pickle.loads(pickle.dumps(chat)).opening(USER, [], thinking=True) == opening
 
 
 def changed(name: str, old: str, new: str) -> TemplateChat:
