@@ -291,16 +291,3 @@ def test_reused_slots_take_the_new_sampling() -> None:
         wanted, got = (output.sampling_mask_tensors.tolists() for output in (expected, found))
         assert got.token_ids.tolist() == wanted.token_ids.tolist()
     assert len(written) == 2  # the first step after it was installed, and when one came
-
-
-def test_samplers_that_are_not_covered_stay_vllms() -> None:
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
-
-    from keel.rollout.vllm_fast import sampler as kept_sampler
-    from tests.gpu.sampling_parts import make_runner
-
-    for name, value in (("logprobs_mode", "raw_logprobs"), ("use_fp64_gumbel", True)):
-        runner = make_runner(mixed_parameters(), VOCABULARY, DEVICE, record=True)
-        setattr(runner.sampler, name, value)
-        assert not kept_sampler.install(runner)
-        assert type(runner.sampler) is Sampler

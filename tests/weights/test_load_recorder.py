@@ -1,4 +1,4 @@
-"""Tracing of vLLM's layerwise reload by `keel.weights.trace`, on small modules with similar
+"""Tracing of vLLM's layerwise reload by `keel.weights.copy_plan`, on small modules with similar
 loaders. The tests import vLLM, not this module."""
 
 from __future__ import annotations
