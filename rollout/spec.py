@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 from keel.configs.schema import Config, Dtype, RolloutConfig
 from keel.model.batch_invariant import variables
@@ -118,16 +118,6 @@ class LostTurn(OSError):
 
 class RecordingError(RuntimeError):
     """Raised when the engine did not record something that the trainer needs to replay."""
-
-
-def parallel_args(config: RolloutConfig) -> dict[str, Any]:
-    """Return vLLM's arguments for the GPUs of one engine's actor.
-
-    Without them, vLLM would use Ray inside a placement group and look for more GPUs.
-    """
-    if config.tensor_parallel == 1:
-        return {"tensor_parallel_size": 1}
-    return {"tensor_parallel_size": config.tensor_parallel, "distributed_executor_backend": "mp"}
 
 
 def environment(

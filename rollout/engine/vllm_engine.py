@@ -34,7 +34,7 @@ from keel.rollout.engine.patches import (
 )
 from keel.rollout.engine.request_builder import TemplatedRequests
 from keel.rollout.recording.base import Recorder, RecordingOptions, recorder_name
-from keel.rollout.spec import EngineError, EngineSpec, RecordingError, captured_sizes, parallel_args
+from keel.rollout.spec import EngineError, EngineSpec, RecordingError, captured_sizes
 from keel.rollout.vllm_internals import (
     end_at_next_token,
     pause,
@@ -414,8 +414,11 @@ def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) ->
             "enforce_eager": config.enforce_eager,
             "gpu_memory_utilization": spec.gpu_share(gpu_gib),
             "enable_sleep_mode": config.time_share,
-            **parallel_args(config),
+            "tensor_parallel_size": config.tensor_parallel,
         }
+        if config.tensor_parallel > 1:
+            # Inside a placement group vLLM would use Ray and look for more GPUs.
+            args["distributed_executor_backend"] = "mp"
         if spec.cache_bytes:
             args["kv_cache_memory_bytes"] = spec.cache_bytes
         if not config.enforce_eager:

@@ -140,6 +140,8 @@ def test_choice_of_the_recorder(
 def test_a_missing_route_names_the_token() -> None:
     routes = np.ones((4, 2, 2), np.int16)
     check_routed("r", routes)
+    check_routed("r", routes[:0])
+    check_routed("r", np.zeros((4, 2, 1), np.int16))  # a single expert per token may be expert 0
     routes[2, 1] = NO_ROUTE
     with pytest.raises(RecordingError, match=r"request r: 1 .*token 2"):
         check_routed("r", routes)
