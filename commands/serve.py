@@ -22,11 +22,11 @@ from keel.trainer.run import checkpoint
 from keel.trainer.run.progress import waiting
 
 HOST, PORT = "127.0.0.1", 8000
-START_S = 1800.0
+_START_S = 1800.0
 """Maximum number of seconds to wait until vLLM has loaded the model and answers."""
 POLL_S = 0.5
 SAMPLING = ("temperature", "top_p", "top_k")
-THINKING_KEYS = ("enable_thinking", "thinking")
+_THINKING_KEYS = ("enable_thinking", "thinking")
 """Names of the chat template variables that turn thinking on or off."""
 FIXED = ("model", "host", "port", "served_model_name")
 """vLLM options that the folder and Keel's own arguments set."""
@@ -119,7 +119,7 @@ def server_options(model: ServedModel, chosen: Mapping[str, Any], *, gpu: bool) 
     if sampling:
         options["override_generation_config"] = sampling
     if thinking is not None:
-        options["default_chat_template_kwargs"] = dict.fromkeys(THINKING_KEYS, thinking)
+        options["default_chat_template_kwargs"] = dict.fromkeys(_THINKING_KEYS, thinking)
     return {**options, **chosen}
 
 
@@ -157,7 +157,7 @@ def serving(
         # `keel chat --prompt` leaves nothing but the answer on stdout.
         text = f"starting vLLM with {model.path}"
         with redirect_stdout(sys.stderr), waiting(text):
-            server.wait(START_S)
+            server.wait(_START_S)
         yield server
     finally:
         if not server.ended():  # else the log may say more than the error

@@ -36,11 +36,11 @@ def pretrain(recipe: str, overrides: Sequence[str]) -> None:
 
 def _run(command: Sequence[str], task: SftTask) -> None:
     run_task(
-        command, task, lambda _, layouts: launch_sft(task, print, layouts=layouts), run_sft_loop
+        command, task, lambda _, layouts: launch_sft(task, print, layouts=layouts), _run_sft_loop
     )
 
 
-def run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int) -> int:
+def _run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int) -> int:
     """Run `keel.trainer.sft.fit` on the started ranks and return the number of the last finished
     step."""
     task, learner = runtime.task, runtime.learner

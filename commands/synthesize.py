@@ -22,12 +22,12 @@ Make = Callable[[str], Awaitable[Sequence[Rejected] | None]]
 """A function that makes the task for a key and writes it to the folder, completely or not at all.
 Returns the rejected drafts. Raises Rejected if a gate rejects the task, AuthorLost, or BudgetSpent.
 """
-Say = Callable[[str], object]
-MOST_LOST = 5
+_Say = Callable[[str], object]
+_MOST_LOST = 5
 """Stop after this many consecutive tasks whose author did not answer."""
 
 
-Show = Callable[..., AbstractContextManager[Wait]]
+_Show = Callable[..., AbstractContextManager[Wait]]
 """Displays a wait, given its text and, as `total`, the number of tasks."""
 
 
@@ -41,9 +41,9 @@ async def make_all(
     ledger: Ledger,
     *,
     at_once: int,
-    say: Say,
+    say: _Say,
     stop: asyncio.Event,
-    show: Show = _unseen,
+    show: _Show = _unseen,
 ) -> str:
     """Make all tasks that the ledger does not list yet. Returns the reason for stopping early, or
     ""."""
@@ -79,7 +79,7 @@ async def make_all(
             except AuthorLost as error:
                 lost += 1
                 say(f"{key}: {error}. The next start retries it")
-                if lost >= MOST_LOST:
+                if lost >= _MOST_LOST:
                     why = f"{lost} tasks in a row got no answer from their author: {error}"
                 continue
             except BudgetSpent as error:
@@ -131,7 +131,7 @@ class Pipeline(Protocol):
         ...
 
 
-def open_pipeline(
+def _open_pipeline(
     config: SynthesisConfig,
     author: EndpointAuthor,
     folder: Path,
@@ -158,13 +158,13 @@ def open_pipeline(
         raise ConfigError(str(error)) from error
 
 
-def synthesize(config: SynthesisConfig, say: Say = print, show: Show = _unseen) -> int:
+def synthesize(config: SynthesisConfig, say: _Say = print, show: _Show = _unseen) -> int:
     """Make the tasks and return the exit status: 0 if all tasks are made, 1 if it stopped early.
     Raises ConfigError if the recipe or folder cannot be used."""
     return asyncio.run(_synthesize(config, say, show))
 
 
-async def _synthesize(config: SynthesisConfig, say: Say, show: Show) -> int:
+async def _synthesize(config: SynthesisConfig, say: _Say, show: _Show) -> int:
     folder, stop = Path(config.dir).expanduser(), asyncio.Event()
     with Ledger(folder, depends_on(config)) as ledger:
         loop = asyncio.get_running_loop()
@@ -185,7 +185,7 @@ async def _synthesize(config: SynthesisConfig, say: Say, show: Show) -> int:
             author = author_of(config.author)
             async with AsyncExitStack() as stack:
                 with show("preparing task sources"):
-                    pipeline = open_pipeline(config, author, folder, author_of)
+                    pipeline = _open_pipeline(config, author, folder, author_of)
                     await stack.enter_async_context(pipeline)
                 for name in (signal.SIGINT, signal.SIGTERM):
                     loop.add_signal_handler(name, stop.set)
@@ -222,7 +222,7 @@ def depends_on(config: SynthesisConfig) -> dict[str, Any]:
     return {"family": config.family, "seed": config.seed, **section}
 
 
-def print_report(report: Mapping[str, Any], say: Say) -> None:
+def print_report(report: Mapping[str, Any], say: _Say) -> None:
     """Print the totals from a report."""
     say(f"made {report['made']:,} tasks, kept {report['kept']:,}")
     for gate, refused in report["refused"].items():

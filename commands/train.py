@@ -33,11 +33,11 @@ from keel.trainer.run.view import View
 LOST = (WorkerLost, CollectiveTimeout, RayLost, RayError, Unanswered)
 """Errors after which the learner can no longer save a checkpoint."""
 
-Drive = Callable[[Runtime, RunFolder, View, int], int]
+_Drive = Callable[[Runtime, RunFolder, View, int], int]
 
 
 def train(
-    recipe: str, overrides: Sequence[str], *, drive: Drive | None = None, again: str = ""
+    recipe: str, overrides: Sequence[str], *, drive: _Drive | None = None, again: str = ""
 ) -> None:
     """Run the recipe, or resume its run. `drive` replaces `run_loop`, and `again` tells the user
     how to resume if not with the same command."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from keel.configs.schema import Config, ConfigError, ConversationsConfig, SourceConfig
 
-STEPPING = ("trainer.lr", "trainer.min_lr", "trainer.schedule", "trainer.warmup_steps")
+_STEPPING = ("trainer.lr", "trainer.min_lr", "trainer.schedule", "trainer.warmup_steps")
 """Knobs of the learning rate, which depends on the step."""
 _RESUMABLE = {
     "run": "dir steps resume eval_every checkpoint_every checkpoint_minutes grace_s hang_timeout_s "
@@ -80,7 +80,7 @@ def diff_configs(a: Config, b: Config) -> list[str]:
 def stepping(saved: Config, new: Config) -> list[str]:
     """Describe changes to the learning rate, such as `trainer.lr 1e-06 → 5e-07`."""
     old, now = flatten_config(saved), flatten_config(new)
-    return [f"{knob} {old[knob]} → {now[knob]}" for knob in STEPPING if old[knob] != now[knob]]
+    return [f"{knob} {old[knob]} → {now[knob]}" for knob in _STEPPING if old[knob] != now[knob]]
 
 
 def check_resumable(

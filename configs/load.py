@@ -239,7 +239,7 @@ def _read(
     return [*bases, layer], kept | lines
 
 
-def parse_yaml(text: str) -> yaml.Node | None:
+def _parse_yaml(text: str) -> yaml.Node | None:
     """Parse YAML into nodes without building objects. Raises yaml.YAMLError for invalid YAML or if
     aliases expand to too many values. Uses PyYAML's own parser because libyaml crashes on deeply
     nested brackets."""
@@ -265,7 +265,7 @@ def _size(node: yaml.Node | None, known: dict[int, int]) -> int:
 @lru_cache(maxsize=64)
 def _composed(text: str) -> Sequence[tuple[str, yaml.Node, int]] | None:
     """Return each dotted key with its value and line, or None if a document is not a mapping."""
-    root = parse_yaml(text)
+    root = _parse_yaml(text)
     return tuple(_nodes(root)) if root is None or isinstance(root, yaml.MappingNode) else None
 
 
@@ -342,7 +342,7 @@ def _parsed(override: str) -> tuple[list[str], Any, str]:
     if steps[:2] == ["data", "sources"] and steps[3:4] == ["rewards"] and len(steps) > 5:
         steps = [*steps[:4], ".".join(steps[4:])]  # the dotted name of a reward function
     try:
-        node = parse_yaml(text)
+        node = _parse_yaml(text)
         problem = _misread(node) if node is not None else ""
         rest = text[node.end_mark.index :].strip() if node is not None else ""
         if rest.startswith("#"):

@@ -12,9 +12,9 @@ from typing import Any, Literal, get_args
 
 from keel.configs.sections.base import ConfigError, Section, knob, require_endpoint, require_unique
 
-Family = Literal["general", "code", "search"]
-CodeLanguage = Literal["python", "javascript", "cpp"]
-MOST_ANSWERERS = 24
+_Family = Literal["general", "code", "search"]
+_CodeLanguage = Literal["python", "javascript", "cpp"]
+_MOST_ANSWERERS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class CodeSourceConfig(Section):
 
     name: str
     """Name of the project's package, which is used to find installed copies of it."""
-    language: CodeLanguage = "python"
+    language: _CodeLanguage = "python"
     """Language of the project, which selects how it is set up and tested."""
     git: str
     """Folder of a repository or mirror. Its first-parent commits are the candidates."""
@@ -207,8 +207,8 @@ class SearchTasksConfig(Section):
     """Number of characters on a page of a document."""
 
     def check(self) -> None:
-        ok = 1 <= len(self.answerers) <= MOST_ANSWERERS
-        self.require(ok, "answerers", f"must have 1 to {MOST_ANSWERERS} entries")
+        ok = 1 <= len(self.answerers) <= _MOST_ANSWERERS
+        self.require(ok, "answerers", f"must have 1 to {_MOST_ANSWERERS} entries")
         self.require(bool(self.languages), "languages", "must name at least one")
         ok = all(re.fullmatch("[a-z]{2}", code) for code in self.languages)
         self.require(ok, "languages", "must be ISO 639-1 codes such as en, zh or ja")
@@ -264,7 +264,7 @@ class CostConfig(Section):
 class SynthesisConfig(Section):
     """The recipe for `keel synthesize`."""
 
-    family: Family
+    family: _Family
     """Kind of tasks to make: for general agents, code agents or search agents."""
     dir: str
     """Folder for the tasks and the record of rejected ones. Run again to resume."""
@@ -312,4 +312,4 @@ class SynthesisConfig(Section):
 def decides_tasks(knob: str) -> bool:
     """Return whether the tasks depend on this knob, so that it must not change for an existing
     folder."""
-    return knob.partition(".")[0] in {"family", "seed", *get_args(Family)}
+    return knob.partition(".")[0] in {"family", "seed", *get_args(_Family)}

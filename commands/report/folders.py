@@ -52,7 +52,7 @@ _PER_CHUNK = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepFile:
+class _StepFile:
     """A trajectory file that has been read."""
 
     stamp: tuple[int, int] = (0, 0)
@@ -64,7 +64,7 @@ class StepFile:
     """The reason why the file cannot be read. Empty if it can."""
 
 
-Known = MutableMapping[Path, StepFile]
+Known = MutableMapping[Path, _StepFile]
 """Files that have already been read. They are read again only if they have changed."""
 
 
@@ -194,7 +194,7 @@ def _read_trajectories(folder: Path, run: RunData, known: Known) -> Chunks:
     return chunks
 
 
-def _step_file(path: Path, known: StepFile | None) -> StepFile:
+def _step_file(path: Path, known: _StepFile | None) -> _StepFile:
     """Read a trajectory file, or return `known` if the file has not changed since."""
     stamp = (0, 0)
     try:
@@ -206,9 +206,9 @@ def _step_file(path: Path, known: StepFile | None) -> StepFile:
         step = int(path.name.partition(".")[0].removeprefix("step_"))
         groups = [listed(loads(line), step, path.name, at) for at, line in enumerate(lines)]
     except UNREADABLE as error:
-        return StepFile(stamp=stamp, wrong=str(error))
+        return _StepFile(stamp=stamp, wrong=str(error))
     as_is = not any(name in line for line in lines for name in ("NaN", "Infinity"))
-    return StepFile(stamp=stamp, groups=groups, as_is=as_is)
+    return _StepFile(stamp=stamp, groups=groups, as_is=as_is)
 
 
 def _without_nan(path: Path) -> bytes:

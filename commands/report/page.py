@@ -29,7 +29,7 @@ MOST_BYTES = 64 * 2**20
 PARTS = 500
 """Number of parts into which a curve is divided to find its extremes, about the number of pixels it
 is wide."""
-STACKED = ("time/rollout", "time/reward", "time/train", "time/sync")
+_STACKED = ("time/rollout", "time/reward", "time/train", "time/sync")
 """Metrics that are drawn on top of each other, so all of them need a value at the same steps."""
 
 
@@ -95,8 +95,8 @@ def _fewer_points(run: RunData) -> RunData:
     """Thin out each curve to the lowest and highest value in each of `PARTS` parts, at their
     original steps."""
     kept = {name: _extremes(values) for name, values in run.metrics.items()}
-    stacked = set[int]().union(*(kept.get(name, ()) for name in STACKED))
-    kept |= {name: stacked for name in STACKED if name in kept}
+    stacked = set[int]().union(*(kept.get(name, ()) for name in _STACKED))
+    kept |= {name: stacked for name in _STACKED if name in kept}
     metrics = {
         name: [value if at in kept[name] else None for at, value in enumerate(values)]
         for name, values in run.metrics.items()

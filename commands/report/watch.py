@@ -23,7 +23,7 @@ HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")
 """Host names that requests may use. Any other name belongs to a foreign page whose DNS entry points
 at this machine."""
-TYPES = {"": "text/html; charset=utf-8", "data": "application/json"}
+_TYPES = {"": "text/html; charset=utf-8", "data": "application/json"}
 
 
 class Follower:
@@ -104,11 +104,11 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, what: str, query: dict[str, str]) -> None:
         runs, mark = self.server.follower.runs()
         if what == "":
-            self._send(HTTPStatus.OK, page(runs, live=True).encode(errors="replace"), TYPES[""])
+            self._send(HTTPStatus.OK, page(runs, live=True).encode(errors="replace"), _TYPES[""])
         elif what == "data" and self.headers.get("If-None-Match") == mark:
             self._send(HTTPStatus.NOT_MODIFIED, b"", mark=mark)
         elif what == "data":
-            self._send(HTTPStatus.OK, state(runs, live=True).encode(), TYPES["data"], mark=mark)
+            self._send(HTTPStatus.OK, state(runs, live=True).encode(), _TYPES["data"], mark=mark)
         elif what == "chunk" and (data := chunk(runs, query)) is not None:
             self._send(HTTPStatus.OK, data, "application/octet-stream")
         else:

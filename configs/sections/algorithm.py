@@ -8,7 +8,7 @@ from typing import Literal
 from keel.configs.sections.base import ConfigError, Section, knob, require
 from keel.configs.sections.rollout import SamplingConfig
 
-PROBES = 64
+_PROBES = 64
 """Maximum number of tokens per completion or turn at which the probability mass of the sampling
 masks is computed."""
 
@@ -84,7 +84,7 @@ class AlgorithmConfig(Section):
     def probes(self) -> int:
         """Maximum number of tokens per completion or turn at which the probability mass of the
         sampling mask is computed. One token is enough for the metric."""
-        return PROBES if self.kept_mass_coef > 0 else 1
+        return _PROBES if self.kept_mass_coef > 0 else 1
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         """Raise `ConfigError` if tokens sampled with `sampling` cannot be trained on."""

@@ -22,7 +22,7 @@ from keel.configs.sections.base import (
 from keel.configs.sections.evaluation import BOXED
 from keel.configs.system_prompts import SystemTemplate
 
-PLACEHOLDER = re.compile(r"(?<!\{)\{\w[\w .-]*\}")
+_PLACEHOLDER = re.compile(r"(?<!\{)\{\w[\w .-]*\}")
 ROWS = ("jsonl", "file", "hub")
 """Kinds of sources whose prompts are rows in files."""
 MOST = 10_000_000
@@ -216,7 +216,7 @@ class SourceConfig(Section):
         named = self.source != "hub" or bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.path))
         rule = "must be owner/name. For a folder or a file set source: file"
         self.require(named, "path", rule)
-        filled = not self.template or bool(PLACEHOLDER.search(self.template_text))
+        filled = not self.template or bool(_PLACEHOLDER.search(self.template_text))
         rule = "must contain a {column} such as {prompt}, or be boxed"
         self.require(filled, "template", rule)
 

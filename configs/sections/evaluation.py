@@ -16,7 +16,7 @@ from keel.configs.sections.base import (
 )
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
-Thinking = Literal["as-asked", "with", "without"]
+_Thinking = Literal["as-asked", "with", "without"]
 Context = Literal["as-in-training", "none", "summary", "discard-75", "discard-all"]
 
 
@@ -58,8 +58,8 @@ class EvalVariant(Section):
 
     name: str
     """Name in the results. It may contain letters, digits, `.`, `_`, `+` and `-`."""
-    thinking: Thinking = "as-asked"
-    """Thinking mode. as-asked: the mode set by each source."""
+    thinking: _Thinking = "as-asked"
+    """_Thinking mode. as-asked: the mode set by each source."""
     max_tokens: int = knob(0, ge=0)
     """Maximum number of tokens per completion or turn, thinking included. 0:
     `rollout.sampling.max_tokens`."""
@@ -132,7 +132,7 @@ class EvalConfig(Section):
         rule = f"must be at most eval.samples = {most}"
         self.require(self.submissions <= most, "submissions", rule)
         require_unique("eval.variants", [variant.name for variant in self.variants])
-        require_checkpoint(self)
+        _require_checkpoint(self)
         ok = self.temperature == 0 or self.temperature >= 0.01
         self.require(ok, "temperature", "must be 0 (greedy) or in [0.01, 10]")
         rule = "must be 1 with eval.temperature = 0, which always samples the same completion"
@@ -170,10 +170,10 @@ class FilterConfig(Section):
     """Maximum pass rate of a selected prompt."""
 
     def check(self) -> None:
-        require_checkpoint(self)
+        _require_checkpoint(self)
         require_pass_rates(self)
 
 
-def require_checkpoint(section: EvalConfig | FilterConfig) -> None:
+def _require_checkpoint(section: EvalConfig | FilterConfig) -> None:
     ok = section.checkpoint in ("last", "base") or section.checkpoint.isdecimal()
     section.require(ok, "checkpoint", "must be last, base, or a step such as 20")
