@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from keel.examples.small.names import names
-
 _ITEMS = 80
 TOOLS = '''\
 """Prices of a shop."""
@@ -87,3 +85,20 @@ def write(folder: Path, count: int, seed: int) -> None:
     folder.mkdir(parents=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
+
+
+_FIRST, _SECOND = "BDFGKLMNPRSTVZ", "aeiou"
+
+
+def name(draw: random.Random) -> str:
+    """Return a name of four letters, such as `Bako`."""
+    letters = "".join(draw.choice(_FIRST) + draw.choice(_SECOND) for _ in range(2))
+    return letters.capitalize()
+
+
+def names(draw: random.Random, count: int) -> list[str]:
+    """Return distinct names. There are 4,900."""
+    result: dict[str, None] = {}
+    while len(result) < count:
+        result[name(draw)] = None
+    return list(result)

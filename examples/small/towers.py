@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from keel.examples.small.names import name, names
+from keel.examples.small.prices import name, names
 
 FILE = "towers.jsonl"
 
