@@ -100,7 +100,7 @@ def suggest(key: str, section: type, prefix: str, root: type) -> str:
     if near := difflib.get_close_matches(key, names, n=1, cutoff=0.75):
         return f"did you mean {' or '.join(k for k in everywhere if k.endswith(near[0]))}?"
     if len(here) > _MANY and prefix:
-        return f"`keel knobs {prefix[:-1]}` lists those of this section"
+        return f"`keel knobs {prefix[:-1]}` lists the knobs of this section"
     return f"{'this section' if prefix else 'a recipe'} has {', '.join(here)}"
 
 

@@ -34,7 +34,7 @@ class SpecialistConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectConfig(Section):
-    """How completions from the specialists are selected for supervised distillation."""
+    """Selection of completions from the specialists for supervised distillation."""
 
     PATH = "select"
 

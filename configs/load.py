@@ -79,12 +79,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
 
 
 def load_synthesis(path: str | Path, overrides: Sequence[str] = ()) -> SynthesisConfig:
-    """Load a recipe for `keel synthesize`. The arguments are those of `load_config`."""
+    """Load a recipe for `keel synthesize`. Takes the arguments of `load_config`."""
     return build(SynthesisConfig, *_tree(SynthesisConfig, Path(path), overrides, "synthesize/"))
 
 
 def load_distillation(path: str | Path, overrides: Sequence[str] = ()) -> DistillConfig:
-    """Load a recipe for `keel distill`. The arguments are those of `load_config`."""
+    """Load a recipe for `keel distill`. Takes the arguments of `load_config`."""
     return build(DistillConfig, *_tree(DistillConfig, Path(path), overrides, "distill/"))
 
 
@@ -287,7 +287,7 @@ def _nodes(node: yaml.Node | None, key: str = "") -> Iterator[tuple[str, yaml.No
 
 
 def _misread(node: yaml.Node) -> str:
-    """Return what is wrong with a number that YAML 1.1 reads in an unexpected way, or ""."""
+    """Describe the problem with a number that YAML 1.1 reads in an unexpected way, or return ""."""
     kind, text = str(node.tag).rpartition(":")[2], node.value
     if kind not in ("int", "float") or not isinstance(text, str):
         return ""

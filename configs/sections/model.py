@@ -184,5 +184,5 @@ class ModelConfig(Section):
 
     @property
     def wide_residual(self) -> bool:
-        """Whether the residual stream is wider than the inputs and outputs of the blocks."""
+        """True if the residual stream is wider than the inputs and outputs of the blocks."""
         return self.residual_dtype == "float32" != self.dtype
