@@ -257,13 +257,10 @@ def heavy(arguments: argparse.Namespace) -> int:
     if _engine_for_cpus():
         # A CUDA build of torch would report GPUs that this engine cannot use.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from keel.model.imports import heavy_imports, missing_bytecode  # noqa: PLC0415
+    from keel.model.imports import heavy_imports  # noqa: PLC0415
 
     with waiting("loading libraries (torch, Ray, transformers)"), heavy_imports():
         from keel.commands.dispatch import run  # noqa: PLC0415  torch, Ray, transformers: seconds
-    if slow := missing_bytecode(sys.modules["torch"]):
-        print(f"keel: {slow}", file=sys.stderr)
-
     if arguments.command == "judge":
         return run("judge", arguments)
     if arguments.command == "replay":

@@ -24,10 +24,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AttentionInterface, PreTrainedModel
 
-from keel.model.device import to_device
 from keel.model.layers.contexts import Contexts
 from keel.model.layers.flash4 import attend4, operator4
-from keel.model.torch_internals import varlen_operator
+from keel.model.torch_internals import to_device, varlen_operator
 from keel.model.ulysses import heads_for_tokens, tokens_for_heads
 
 NAME, _NAME4 = "keel_packed", "keel_packed_4"
@@ -77,9 +76,7 @@ class Segments:
         follows: Sequence[int] | None = None,
     ) -> Segments:
         """Build the segments of a packed row. Segments of similar length share a padded block.
-
-        `follows` is explained in `keel.rl.packing.MicroBatch`.
-        """
+        `follows` is explained in `keel.rl.packing.MicroBatch`."""
         if not lengths or min(lengths) < 1:
             raise ValueError(f"packed segments: lengths must be at least 1, got {list(lengths)}")
         sizes = torch.as_tensor(lengths)
@@ -88,7 +85,10 @@ class Segments:
         order = sizes.argsort(descending=True, stable=True)
         blocks: list[tuple[int, int]] = []
         token_of_row, row_of_token, rows = [], torch.empty(int(offsets[-1]), dtype=torch.long), 0
-        for members in _similar(order, sizes):
+        ranked, start = sizes[order], 0
+        while start < len(order):  # runs of similar lengths, from the longest
+            stop = int((ranked >= _FILL * ranked[start]).sum())
+            members, start = order[start:stop], stop
             longest = int(sizes[members[0]])
             step = torch.arange(longest)
             real = step < sizes[members][:, None]
@@ -110,12 +110,9 @@ class Segments:
 
 
 def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> None:
-    """Make `model` attend within `segments`, which its forward then accepts as a keyword.
-
-    `flash4` selects FlashAttention-4. Set it only if `keel.model.layers.flash4.missing` and
-    `disagreement` found no problem. Raises `ValueError` if the model has layers that would mix
-    segments.
-    """
+    """Make `model` attend within `segments`, which its forward then accepts as a keyword. `flash4`
+    selects FlashAttention-4. Set it only if `keel.model.layers.flash4.missing` and `disagreement`
+    found no problem. Raises `ValueError` if the model has layers that would mix segments."""
     config = model.config.get_text_config()
     older = getattr(config, "layers_block_type", None)
     kinds = set(getattr(config, "layer_types", None) or older or ["full_attention"])
@@ -141,10 +138,8 @@ def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def attention_kept() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the `context_fn` for activation checkpointing that keeps attention outputs on GPUs.
-
     Attention takes quadratic time, unlike the rest of a layer, but its outputs take no more memory,
-    so keeping them avoids the most expensive recomputation.
-    """
+    so keeping them avoids the most expensive recomputation."""
     return create_selective_checkpoint_contexts([varlen_operator(), operator4()])
 
 
@@ -167,11 +162,9 @@ def packed_attention(
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each segment, as an attention function for transformers.
-
     `query` is [1, Hq, N, D], and `key` and `value` are [1, Hkv, N, D]. Returns ([1, N, Hq, Dv],
     None). With sequence parallelism, N counts this rank's part of the row. `kernels` computes the
-    attention and is `attend` by default.
-    """
+    attention and is `attend` by default."""
     if segments is None:
         raise UnsupportedAttention(
             f"attention {NAME!r} needs the keyword `segments` in the model's forward"
@@ -229,10 +222,8 @@ def _attend4(
 
 
 def _keys(key: Tensor, value: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return contiguous keys and values for all contexts, their offsets and the longest length.
-
-    The queries in a segment are the last positions of its context, as flash attention assumes.
-    """
+    """Return contiguous keys and values for all contexts, their offsets and the longest length. The
+    queries in a segment are the last positions of its context, as flash attention assumes."""
     if (contexts := segments.contexts) is None:
         return key, value, segments.offsets, segments.longest
     return contexts.spread(key), contexts.spread(value), contexts.offsets, contexts.longest
@@ -324,7 +315,6 @@ def _whole_contexts(lengths: tuple[int, ...], device: torch.device) -> Segments:
 
 
 def _sequence_parallel(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Run `operator` on all tokens of a row that is split over ranks, with this rank's heads."""
 
     @uncompiled  # collectives
     def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *rest: Any) -> Tensor:
@@ -333,15 +323,3 @@ def _sequence_parallel(operator: Callable[..., Tensor]) -> Callable[..., Tensor]
         return tokens_for_heads(operator(query, key, value, segments, *rest), segments.group)
 
     return attend
-
-
-def _similar(order: Tensor, sizes: Tensor) -> list[Tensor]:
-    """Split `order`, which starts with the longest segment, into runs of similar lengths (see
-    `_FILL`)."""
-    ranked = sizes[order]
-    runs, start = [], 0
-    while start < len(order):
-        stop = int((ranked >= _FILL * ranked[start]).sum())
-        runs.append(order[start:stop])
-        start = stop
-    return runs

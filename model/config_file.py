@@ -32,10 +32,8 @@ QUANTISED = (
 
 
 def check_config(path: str, content: Mapping[str, Any]) -> None:
-    """Check the model_type and the sizes in a model's config.json.
-
-    Raises ConfigError if model_type is invalid, or if a size would exhaust time or memory.
-    """
+    """Check the model_type and the sizes in a model's config.json. Raises ConfigError if model_type
+    is invalid, or if a size would exhaust time or memory."""
     kind = content.get("model_type")
     if not isinstance(kind, str) or not _MODEL_TYPE.fullmatch(kind):
         raise ConfigError(
@@ -83,10 +81,7 @@ def one_line(error: BaseException, limit: int = 400) -> str:
 
 def ignored_code(folder: Path | None, known: Any) -> list[str]:
     """Return a warning for each file that refers to code in the model folder, because Keel does not
-    run it.
-
-    `known` is the module that contains the available classes (transformers).
-    """
+    run it. `known` is the module that contains the available classes (transformers)."""
     lines: list[str] = []
     if folder is None:
         return lines

@@ -42,11 +42,8 @@ class Download:
         return min(size, self.total)
 
     def fetch(self) -> None:
-        """Download all files and resume partial ones.
-
-        A stalled connection times out and is retried (HF_HUB_DOWNLOAD_TIMEOUT). Raises ConfigError
-        if the download fails.
-        """
+        """Download all files and resume partial ones. A stalled connection times out and is retried
+        (HF_HUB_DOWNLOAD_TIMEOUT). Raises ConfigError if the download fails."""
         disable_progress_bars()
         try:
             snapshot_download(self.path, allow_patterns=list(self.files))
@@ -62,10 +59,7 @@ class Download:
 
 def download_of(path: str) -> Download | None:
     """Return a `Download` for a hub model that is not in the cache, or None if nothing can be
-    downloaded.
-
-    This needs the size of the model, which the hub must report.
-    """
+    downloaded. This needs the size of the model, which the hub must report."""
     if Path(path).exists() or not is_hub_name(path) or not hub_answers():
         return None
     try:

@@ -7,7 +7,6 @@ import re
 import ssl
 import threading
 from collections.abc import Iterable, Iterator
-from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,27 +35,22 @@ _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*vocab.json", "tekken.
 _DTYPES = {"F64", "F32", "F16", "BF16", "BOOL", "U8", "I8", "I16", "I32", "I64"}
 """Data types of weights and buffers that are supported in safetensors files."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_BROKEN_LINK = "a link to a file that is missing. Copy the file itself, or download it again"
 _CODED = "｜DSML｜"
 """A token that identifies DeepSeek-V3.2's tokenizer."""
 _OTHER_WEIGHTS = {
     "model-*-of-*.safetensors": f"without {INDEX}. Download that, too",
-    "adapter_*": "an adapter. Merge it into its base model (peft's merge_and_unload), save it with "
-    "save_pretrained and use that folder",
+    "adapter_*": "an adapter. Merge it into its base model (peft's merge_and_unload)",
     "consolidated*": "in the publisher's format. Download the model in transformers' format",
     "*.safetensors": f"not named {WHOLE}. If it is the whole model, rename it",
-    "pytorch_model*.bin": "not safetensors. Load it with transformers, save it with "
-    "save_pretrained and use that folder",
+    "pytorch_model*.bin": "not safetensors. Load it with transformers and save it again",
     "*.gguf": "in llama.cpp's format. Use the original model in safetensors",
 }
 """Patterns for files with weights in other formats, each with advice for the user."""
 
 
 def written_by_code(tokenizer: Any) -> bool:
-    """Return whether chats are formatted by code instead of a template, as for DeepSeek-V3.2.
-
-    The code is in `keel.rollout.chat.render`.
-    """
+    """Return whether chats are formatted by code instead of a template, as for DeepSeek-V3.2. The
+    code is in `keel.rollout.chat.render`."""
     return not tokenizer.chat_template and _CODED in tokenizer.get_added_vocab()
 
 
@@ -72,10 +66,8 @@ def is_hub_name(path: str) -> bool:
 
 
 def check_path(path: str) -> None:
-    """Check that a model path exists locally or on the hub.
-
-    Raises ConfigError if neither has it.
-    """
+    """Check that a model path exists locally or on the hub. Raises ConfigError if neither has
+    it."""
     folder = Path(path).expanduser()
     if Path(path).is_dir():
         return
@@ -96,15 +88,11 @@ def check_path(path: str) -> None:
 
 
 def check_folder(path: str) -> None:
-    """Check that an existing folder is a model folder in transformers' format.
-
-    Raises ConfigError if it is not.
-    """
+    """Check that an existing folder is a model folder in transformers' format. Raises ConfigError
+    if it is not."""
     folder = Path(path)
     if not folder.is_dir() or (folder / "config.json").is_file():
         return
-    if _dangling(folder, "config.json"):
-        raise ConfigError(f"{path!r}: config.json is {_BROKEN_LINK}")
     _check_not_a_run(path)
     raise ConfigError(
         f"{path!r} has no config.json, so it is not a model folder of transformers"
@@ -113,11 +101,9 @@ def check_folder(path: str) -> None:
 
 
 def hub_options(path: str) -> dict[str, Any]:
-    """Return options to pass to transformers' loaders.
-
-    With them, the loaders never run code that comes with a model (by default they ask on the
-    terminal), and use the local cache if the hub does not answer.
-    """
+    """Return options to pass to transformers' loaders. With them, the loaders never run code that
+    comes with a model (by default they ask on the terminal), and use the local cache if the hub
+    does not answer."""
     local = not Path(path).is_dir() and _downloaded(path) and not hub_answers()
     return {"trust_remote_code": False, **({"local_files_only": True} if local else {})}
 
@@ -147,14 +133,10 @@ def hub_answers() -> bool:
 
 def check_tokenizer_files(path: str) -> None:
     """Check that a folder contains a vocabulary, because transformers would otherwise make one up.
-
-    Raises ConfigError if there is none.
-    """
+    Raises ConfigError if there is none."""
     folder = Path(path)
     if not folder.is_dir():
         return
-    if links := _dangling(folder, *_VOCABULARIES):
-        raise ConfigError(f"{path!r}: {_join(links)}: {_BROKEN_LINK}")
     if not any(True for name in _VOCABULARIES for _ in folder.glob(name)):
         _check_not_a_run(path)
         raise ConfigError(
@@ -164,7 +146,6 @@ def check_tokenizer_files(path: str) -> None:
 
 
 def _check_not_a_run(path: str) -> None:
-    """Raise ConfigError if the folder belongs to a run or a checkpoint."""
     folder = Path(path)
     run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
     if (run / "config.yaml").is_file():
@@ -179,8 +160,6 @@ def missing_weights(path: str) -> str:
     folder = Path(path)
     if not folder.is_dir():
         return ""
-    if links := _dangling(folder, WHOLE, INDEX, "*-of-*.safetensors"):
-        return f"{_join(links)}: {_BROKEN_LINK}"
     whole, indexed = (folder / WHOLE).is_file(), _indexed(folder)
     names = {WHOLE, *indexed} if whole else indexed
     if not names:
@@ -196,14 +175,7 @@ def missing_weights(path: str) -> str:
     return f"{_join([name for name, _ in broken])}: {broken[0][1]}" if broken else ""
 
 
-def _dangling(folder: Path, *patterns: str) -> list[str]:
-    """Return the links in a folder that match and whose targets are missing."""
-    links = {file.name for file in folder.iterdir() if file.is_symlink() and not file.exists()}
-    return sorted(name for name in links if any(fnmatchcase(name, each) for each in patterns))
-
-
 def _indexed(folder: Path) -> set[str]:
-    """Return the files that the index lists, if there is an index."""
     index = folder / INDEX
     if not index.is_file():
         return set()
@@ -217,7 +189,6 @@ def _indexed(folder: Path) -> set[str]:
 
 
 def _other_weights(folder: Path) -> str:
-    """Describe weights in other formats and tell the user what to do with them."""
     for pattern, advice in _OTHER_WEIGHTS.items():
         if files := sorted(file.name for file in folder.glob(pattern)):
             return f". It has {_join(files)}, {advice}"
@@ -235,11 +206,6 @@ def shapes_of(path: str) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def is_zero(path: str, name: str) -> bool:
-    """Return whether a tensor in a folder contains only zeros."""
-    return any(not tensor.any() for tensor in tensors_called(path, name))
-
-
 def tensors_called(path: str, name: str, rows: int | None = None) -> Iterator[Any]:
     """Yield the tensors with this name in a folder's files, or only their first `rows` rows."""
     for file in Path(path).glob("*.safetensors"):
@@ -249,7 +215,6 @@ def tensors_called(path: str, name: str, rows: int | None = None) -> Iterator[An
 
 
 def _fault(file: Path) -> str:
-    """Describe what is wrong with a weights file's header or size, or return ""."""
     with file.open("rb") as content:
         if content.read(len(LFS)) == LFS:
             return "a Git LFS pointer. Run `git lfs pull`"
@@ -274,7 +239,6 @@ def local_folder(path: str) -> Path | None:
 
 
 def _downloaded(path: str) -> Path | None:
-    """Return the cache folder for a hub model, if its config.json is cached."""
     file = try_to_load_from_cache(path, "config.json") if is_hub_name(path) else None
     return Path(file).parent if isinstance(file, str) else None
 

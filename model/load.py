@@ -113,16 +113,10 @@ class ModelFacts:
 def load_tokenizer(
     path: str, *, chats: bool = True, chat_template: str = ""
 ) -> PreTrainedTokenizerBase:
-    """Load and check the tokenizer from a local folder or hub model.
-
-    If `chats` is set, the tokenizer must have a chat template, or be DeepSeek-V3.2's, whose chats
-    are formatted by code. If `chat_template` is not empty, it replaces the tokenizer's own
-    template.
-
-    Raises:
-        ConfigError: the tokenizer is missing or has no EOS token, or the chat template is missing
-            or unusable.
-    """
+    """Load and check the tokenizer from a local folder or hub model. If `chats` is set, the
+    tokenizer must have a chat template, or be DeepSeek-V3.2's, whose chats are formatted by code.
+    If `chat_template` is not empty, it replaces the tokenizer's own template. Raises ConfigError if
+    the tokenizer is missing or has no EOS token, or the chat template is missing or unusable."""
     check_path(path)
     check_tokenizer_files(path)
     if not Path(path).is_dir() or Path(path, "config.json").is_file():
@@ -160,7 +154,6 @@ def tokenizer_with(chat_template: str, path: str) -> PreTrainedTokenizerBase:
 
 
 def _try_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if a chat template cannot render a conversation."""
     messages = [{"role": "user", "content": "Hello."}]
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -187,14 +180,9 @@ def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
-    """Load the causal language model from a local folder or hub model to the CPU.
-
-    `dtype` is the data type for the weights in memory (`torch.bfloat16` or its name).
-
-    Raises:
-        ConfigError: the model cannot be loaded, is not a causal language model, or has NaN or
-            infinite weights.
-    """
+    """Load the causal language model from a local folder or hub model to the CPU. `dtype` is the
+    data type for the weights in memory (`torch.bfloat16` or its name). Raises ConfigError if the
+    model cannot be loaded, is not a causal language model, or has NaN or infinite weights."""
     config = load_model_config(path)
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     options = hub_options(path)
@@ -215,12 +203,10 @@ def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
 def checkpoint_tensors(
     model: PreTrainedModel, *, whole: Whole | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor that `save_pretrained` would write, detached and with its name.
-
-    In memory, all experts in a layer form one tensor, while in a checkpoint each expert has its
-    own. They are split one module at a time, so only one module's weights exist twice. Tied weights
-    are yielded once. `whole` is explained in `module_tensors`.
-    """
+    """Yield every tensor that `save_pretrained` would write, detached and with its name. In memory,
+    all experts in a layer form one tensor, while in a checkpoint each expert has its own. They are
+    split one module at a time, so only one module's weights exist twice. Tied weights are yielded
+    once. `whole` is explained in `module_tensors`."""
     for local in module_tensors(model, whole=whole):
         yield from as_checkpoint(model, local).items()
 
@@ -231,22 +217,18 @@ def as_checkpoint(model: PreTrainedModel, local: Named) -> Named:
 
 
 def module_tensors(model: PreTrainedModel, *, whole: Whole | None = None) -> Iterator[Named]:
-    """Yield the tensors of each module (without submodules), detached, by full name.
-
-    If weights are sharded over ranks, `whole` is a context manager that gathers a module's tensors
-    under transformers' names. Gathering is collective, so all ranks must iterate to the end.
-    """
+    """Yield the tensors of each module (without submodules), detached, by full name. If weights are
+    sharded over ranks, `whole` is a context manager that gathers a module's tensors under
+    transformers' names. Gathering is collective, so all ranks must iterate to the end."""
     for part in _own_tensors(model):
         with whole(part) if whole else nullcontext(part) as tensors:
             yield {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def precision(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor], Tensor]:
-    """Return a function (checkpoint name, tensor) that casts floats to `dtype`.
-
-    It does not cast weights that the model family keeps in float32, such as DeepSeek-V3's routing
-    bias, for which bfloat16 is too coarse.
-    """
+    """Return a function (checkpoint name, tensor) that casts floats to `dtype`. It does not cast
+    weights that the model family keeps in float32, such as DeepSeek-V3's routing bias, for which
+    bfloat16 is too coarse."""
     names = always_float32(model)
     exact = re.compile(rf"(^|\.)({'|'.join(map(re.escape, names))})($|\.)") if names else None
 
@@ -259,13 +241,18 @@ def precision(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tens
 
 
 def load_model_config(path: str) -> PreTrainedConfig:
-    """Load the config from a local folder or hub model.
-
-    Raises:
-        ConfigError: config.json is missing or invalid, or does not belong to a causal language
-            model.
-    """
-    config = _load_config(path)
+    """Load the config from a local folder or hub model. Raises ConfigError if config.json is
+    missing or invalid, or does not belong to a causal language model."""
+    check_path(path)
+    check_folder(path)
+    content = _read_config(path)
+    kind, coded = content["model_type"], "auto_map" in content
+    if kind not in CONFIG_MAPPING and not coded:
+        raise ConfigError(f"{path!r}: models of type {kind} are not in transformers. {KNOWN}")
+    try:
+        config = AutoConfig.from_pretrained(path, **hub_options(path))
+    except Exception as error:  # families raise anything
+        raise ConfigError(f"the configuration of {path!r} {_load_error(error)}") from error
     check_causal(config, path)
     return config
 
@@ -275,11 +262,7 @@ _FACTS: dict[str, ModelFacts] = {}
 
 def facts_of(config: PreTrainedConfig) -> ModelFacts:
     """Compute facts about a causal language model on the meta device, and cache them in the
-    process.
-
-    Raises:
-        ConfigError: `config` does not contain the number of experts per token.
-    """
+    process. Raises ConfigError if `config` does not contain the number of experts per token."""
     key = as_text(config)
     if key not in _FACTS:
         _FACTS[key] = _compute_facts(config)
@@ -303,6 +286,7 @@ def _compute_facts(config: PreTrainedConfig) -> ModelFacts:
     idle = sum(p.numel() // experts * (experts - per_token) for p in routed.values())
     layer_ids = {int(match[1]) for name in routed if (match := re.search(r"\.(\d+)\.", name))}
     attention = sum(p.numel() for name, p in parameters.items() if "attn" in name)
+    balanced = experts and getattr(text, "output_router_logits", False)
     heads, (kv_heads, kv_width, head_size) = text.num_attention_heads, _cache_shape(text)
     return ModelFacts(
         architecture=type(model).__name__,
@@ -329,7 +313,7 @@ def _compute_facts(config: PreTrainedConfig) -> ModelFacts:
         fused_norms=fuses_norms(model),
         fused_experts=fuses_experts(model),
         projections=_projections(model, experts=experts > 0),
-        balance_loss=_balance_loss(text) if experts else 0.0,
+        balance_loss=float(getattr(text, "router_aux_loss_coef", 0.0)) if balanced else 0.0,
     )
 
 
@@ -349,10 +333,8 @@ def is_tied(model: PreTrainedModel) -> bool:
 
 
 def full_attention(config: PreTrainedConfig) -> bool:
-    """Return whether all layers attend to all earlier tokens, without windows or a latent cache.
-
-    If so, an engine needs one KV cache slot for each token.
-    """
+    """Return whether all layers attend to all earlier tokens, without windows or a latent cache. If
+    so, an engine needs one KV cache slot for each token."""
     text = config.get_text_config()
     latent = getattr(text, "kv_lora_rank", None)
     if kinds := getattr(text, "layer_types", None):
@@ -361,8 +343,6 @@ def full_attention(config: PreTrainedConfig) -> bool:
 
 
 def _own_tensors(model: nn.Module) -> Iterator[Named]:
-    """Yield the state dict entries of each module by full name. Shared tensors are yielded once,
-    and layers with LoRA adapters as one merged layer."""
     seen: set[int] = set()
     saved = model.state_dict(keep_vars=True).keys()  # without non-persistent buffers
     adapted: tuple[str, ...] = ()
@@ -386,8 +366,6 @@ def _own_tensors(model: nn.Module) -> Iterator[Named]:
 
 
 def _cache_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """Return the number of KV heads, the KV cache elements per token and layer, and the mean head
-    size."""
     if latent := getattr(config, "kv_lora_rank", None):  # multi-head latent attention
         rope, nope = config.qk_rope_head_dim, config.qk_nope_head_dim
         return 1, latent + rope, (rope + nope + config.v_head_dim) // 2
@@ -395,11 +373,6 @@ def _cache_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return kv_heads, 2 * kv_heads * size, size
-
-
-def _balance_loss(config: PreTrainedConfig) -> float:
-    enabled = getattr(config, "output_router_logits", False)
-    return float(getattr(config, "router_aux_loss_coef", 0.0)) if enabled else 0.0
 
 
 def _experts_per_token(config: PreTrainedConfig) -> int:
@@ -438,19 +411,6 @@ def _read_config(path: str, *, needed: bool = True) -> dict[str, Any]:
     if needed or "model_type" in content:
         check_config(path, content)
     return content
-
-
-def _load_config(path: str) -> PreTrainedConfig:
-    check_path(path)
-    check_folder(path)
-    content = _read_config(path)
-    kind, coded = content["model_type"], "auto_map" in content
-    if kind not in CONFIG_MAPPING and not coded:
-        raise ConfigError(f"{path!r}: models of type {kind} are not in transformers. {KNOWN}")
-    try:
-        return AutoConfig.from_pretrained(path, **hub_options(path))
-    except Exception as error:  # families raise anything
-        raise ConfigError(f"the configuration of {path!r} {_load_error(error)}") from error
 
 
 def check_causal(config: PreTrainedConfig, path: str) -> None:

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from keel.model.device import to_device
 from keel.model.head.support import support_head
+from keel.model.torch_internals import to_device
 from keel.rl.packing import MicroBatch
 from keel.rl.types import SamplingMasks
 
@@ -67,10 +67,8 @@ class Head(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeadInputs:
-    """What the head needs to score the n trainable tokens in a micro-batch, in host memory.
-
-    This depends only on the micro-batch, so all passes over it can share it.
-    """
+    """What the head needs to score the n trainable tokens in a micro-batch, in host memory. This
+    depends only on the micro-batch, so all passes over it can share it."""
 
     rows: Tensor
     """[n] int64, the positions t of trainable tokens, ascending."""
@@ -93,10 +91,8 @@ class HeadInputs:
 
 
 def trainable_rows(batch: MicroBatch) -> NDArray[np.int64]:
-    """Return the [n] indices of the sampled tokens, in the order that `policy_logprobs` uses.
-
-    Use them to index `logp_old_N`, `advantage_N`, `kl_coef_N` and `sequence_N`.
-    """
+    """Return the [n] indices of the sampled tokens, in the order that `policy_logprobs` uses. Use
+    them to index `logp_old_N`, `advantage_N`, `kl_coef_N` and `sequence_N`."""
     return np.flatnonzero(batch.trainable_N)
 
 
@@ -204,10 +200,7 @@ def _choose_probes(
     batch: MicroBatch, rows: NDArray[np.int64], most: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Choose at most `most` evenly spaced rows in each segment, and count how many rows each stands
-    for.
-
-    The position of the first one is derived from a hash of the segment's token ids.
-    """
+    for. The position of the first one is derived from a hash of the segment's token ids."""
     _, first, owner, counts = np.unique(
         batch.segment_N[rows], return_index=True, return_inverse=True, return_counts=True
     )
@@ -223,7 +216,6 @@ def _choose_probes(
 def _select_masks(
     masks: SamplingMasks | None, rows: NDArray[np.int64], tokens: int
 ) -> SamplingMasks:
-    """Return the sampling masks for `rows`, which are empty if there are none."""
     if masks is None:
         return SamplingMasks.empty(len(rows))
     sizes = masks.sizes()

@@ -100,10 +100,8 @@ class _State:
 
 
 class PollClock:
-    """Measures the time between polls, and counts at most twice the planned time for each.
-
-    Time during which this process was stopped or its machine slept is therefore mostly ignored.
-    """
+    """Measures the time between polls, and counts at most twice the planned time for each. Time
+    during which this process was stopped or its machine slept is therefore mostly ignored."""
 
     def __init__(self, poll_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock, self._last = 2 * poll_s, clock, clock()
@@ -132,10 +130,8 @@ class Deadline:
 
 
 def mark_lost(reason: str) -> None:
-    """Declare Ray lost, so that all current and future calls raise `RayLost`.
-
-    If this is called again, the first reason is kept.
-    """
+    """Declare Ray lost, so that all current and future calls raise `RayLost`. If this is called
+    again, the first reason is kept."""
     _State.lost = _State.lost or reason
 
 
@@ -150,11 +146,9 @@ def joined() -> None:
 
 
 def shut_down(act: Callable[[], Any], seconds: float, what: str) -> None:
-    """Leave the cluster by calling `act`, whose errors are suppressed as in `attempt`.
-
-    All other calls then raise `RayLost` until a cluster is joined again. Otherwise, Ray itself
-    would start a new cluster for a call that comes late.
-    """
+    """Leave the cluster by calling `act`, whose errors are suppressed as in `attempt`. All other
+    calls then raise `RayLost` until a cluster is joined again. Otherwise, Ray itself would start a
+    new cluster for a call that comes late."""
     _State.leaving = _State.left = ray.is_initialized()
     try:
         attempt(act, seconds, what, leaving=True)
@@ -163,7 +157,6 @@ def shut_down(act: Callable[[], Any], seconds: float, what: str) -> None:
 
 
 def _unusable() -> str:
-    """Return why Ray must not be called or waited for, or ""."""
     left = _State.leaving or (_State.left and not ray.is_initialized())
     return _State.lost or (_LEFT if left else "")
 
@@ -181,22 +174,19 @@ def process_name(mark: str, start: str) -> str:
 
 
 def bounded(call: Callable[[], T], seconds: float, what: str, *, leaving: bool = False) -> T:
-    """Run `call` on another thread, and return its result or raise its error.
-
-    Raises `Unanswered`, with a message that contains `what`, if it takes longer than `seconds`.
-    Raises `RayLost` as soon as Ray is lost. Set `leaving` for a call that shuts Ray down, which
-    must not be stopped by its own effect.
-    """
+    """Run `call` on another thread, and return its result or raise its error. Raises `Unanswered`,
+    with a message that contains `what`, if it takes longer than `seconds`. Raises `RayLost` as soon
+    as Ray is lost. Set `leaving` for a call that shuts Ray down, which must not be stopped by its
+    own effect."""
 
     def check() -> None:
         if reason := _State.lost if leaving else _unusable():
             raise RayLost(reason)
 
     check()
-    task = _Task(call)
-    _Caller.run(task)
+    future = _Caller.submit(call)
     deadline = Deadline(seconds, POLL_S)
-    while not task.done.is_set():
+    while not future.done():
         remaining = deadline.remaining()
         check()
         if not remaining:
@@ -204,26 +194,8 @@ def bounded(call: Callable[[], T], seconds: float, what: str, *, leaving: bool =
                 f"waited {seconds:g} s for Ray to {what}, but raylet or gcs_server does not "
                 "answer. See their logs in session_latest/logs under RAY_TMPDIR"
             )
-        task.done.wait(min(remaining, POLL_S))
-    if task.error is not None:
-        raise task.error
-    return task.result
-
-
-class _Task:
-    """A call to run on another thread, with its result or error."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self.call, self.done = call, threading.Event()
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.result = self.call()
-        except BaseException as error:  # raised to the caller
-            self.error = error
-        self.done.set()
+        futures.wait([future], min(remaining, POLL_S))
+    return future.result()
 
 
 class _Caller:
@@ -233,29 +205,33 @@ class _Caller:
     _idle: ClassVar[list[_Caller]] = []
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._loop, name="keel-ray-call", daemon=True).start()
 
     @classmethod
-    def run(cls, task: _Task) -> None:
-        """Run `task` on an idle thread, or on a new one."""
+    def submit(cls, call: Callable[[], T]) -> Future[T]:
         try:
             caller = cls._idle.pop()
         except IndexError:
             caller = cls()
-        caller._tasks.put(task)
+        future: Future[T] = Future()
+        caller._tasks.put((call, future))
+        return future
 
     def _loop(self) -> None:
         while True:
-            self._tasks.get().run()
+            call, future = self._tasks.get()
+            try:
+                future.set_result(call())
+            except BaseException as error:  # raised to the caller
+                future.set_exception(error)
+            del call, future  # an idle thread keeps no result
             self._idle.append(self)
 
 
 def awaited(future: Future[T]) -> T:
-    """Wait for the result of a future that has a timeout of its own.
-
-    Raises `RayLost` as soon as Ray is lost.
-    """
+    """Wait for the result of a future that has a timeout of its own. Raises `RayLost` as soon as
+    Ray is lost."""
     while not future.done():
         if reason := _unusable():
             raise RayLost(reason)
@@ -264,10 +240,8 @@ def awaited(future: Future[T]) -> T:
 
 
 def get(ref: Any, *, seconds: float) -> Any:
-    """Call `ray.get` with a deadline.
-
-    Raises `GetTimeoutError` after `seconds`, or the error raised in the remote call.
-    """
+    """Call `ray.get` with a deadline. Raises `GetTimeoutError` after `seconds`, or the error raised
+    in the remote call."""
     ready, _ = wait([ref], seconds=seconds)
     if not ready:
         raise GetTimeoutError(f"no answer within {seconds:g} s")
@@ -303,11 +277,9 @@ def call(method: Any, *arguments: Any, **named: Any) -> Any:
 
 
 def attempt(act: Callable[[], Any], seconds: float, what: str, *, leaving: bool = False) -> None:
-    """Run a clean-up call like `bounded`, but suppress its errors.
-
-    An error raised here would hide the original error or prevent further clean-up. If Ray does not
-    answer, it counts as lost from then on.
-    """
+    """Run a clean-up call like `bounded`, but suppress its errors. An error raised here would hide
+    the original error or prevent further clean-up. If Ray does not answer, it counts as lost from
+    then on."""
     try:
         bounded(act, seconds, what, leaving=leaving)
     except Unanswered as error:
@@ -325,11 +297,8 @@ def kill(actor: Any) -> None:
 def create(
     kind: type[Any], name: str, options: Mapping[str, Any], *arguments: Any, **named: Any
 ) -> Any:
-    """Create an actor of class `kind`.
-
-    `name` is a readable name, which is stored in the variable `NAME` in the environment of its
-    process. `options` are Ray's actor options.
-    """
+    """Create an actor of class `kind`. `name` is a readable name, which is stored in the variable
+    `NAME` in the environment of its process. `options` are Ray's actor options."""
     actor_options = dict(options)
     runtime = dict(actor_options.pop("runtime_env", {}))
     runtime["env_vars"] = {**runtime.get("env_vars", {}), NAME: f"{_State.start}/{name}"}

@@ -44,14 +44,10 @@ _CONVERSATIONS = (_QUESTION[1:], _QUESTION, _TURNS * 4, _WITH_CALL)
 
 
 def check_template(tokenizer: Any, name: str) -> None:
-    """Render a few conversations in a child process with limits on time, memory and text.
-
-    A template that raises an error passes this check. `name` says where the template comes from.
-
-    Raises:
-        ConfigError: the template exceeds a limit.
-        RuntimeError: the child process failed for another reason.
-    """
+    """Render a few conversations in a child process with limits on time, memory and text. A
+    template that raises an error passes this check. `name` says where the template comes from.
+    Raises ConfigError if the template exceeds a limit. Raises RuntimeError if the child process
+    failed for another reason."""
     if reason := _run_limited(lambda: sum(map(len, _render_all(tokenizer)))):
         raise ConfigError(
             f"the chat template of {name} {reason} for a few short conversations. Set another one "
@@ -78,10 +74,8 @@ def _render_all(tokenizer: Any) -> Iterator[str]:
 
 
 def _run_limited(count: Callable[[], int]) -> str:
-    """Run `count` under the limits in a forked child. Return which limit it exceeded, or "".
-
-    The child already has the tokenizer because of the fork, and runs only pure Python.
-    """
+    """Run `count` under the limits in a forked child. Return which limit it exceeded, or "". The
+    child already has the tokenizer because of the fork, and runs only pure Python."""
     child = os.fork()
     if child == 0:
         _child(count)
@@ -120,7 +114,6 @@ def _child(count: Callable[[], int]) -> NoReturn:
 
 
 def _limit(kind: int, soft: int, hard: int) -> None:
-    """Set a resource limit, but not above the current hard limit, which only root may raise."""
     _, current = resource.getrlimit(kind)
     if current != resource.RLIM_INFINITY:
         soft, hard = min(soft, current), min(hard, current)

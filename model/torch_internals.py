@@ -28,10 +28,8 @@ _USED: dict[Any, tuple[str, ...]] = {
 
 
 def check_torch() -> None:
-    """Check that this version of PyTorch has all of these APIs.
-
-    Raises `RuntimeError` if one is missing.
-    """
+    """Check that this version of PyTorch has all of these APIs. Raises `RuntimeError` if one is
+    missing."""
     missing = [
         f"{owner.__name__}.{name}"
         for owner, names in _USED.items()
@@ -44,6 +42,14 @@ def check_torch() -> None:
         raise RuntimeError(
             f"PyTorch {torch.__version__} has no {', '.join(missing)}. Install 2.11 to 2.13"
         )
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Copy `tensor` from host memory to `device` without waiting for queued GPU work."""
+    device = torch.device(device)
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def next_node_number() -> int:
@@ -82,11 +88,8 @@ def flash_gradients(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of causal attention in segments, if other kernels computed the forward
-    pass.
-
-    `query` is [N, Hq, D], and `key` and `value` are [N, Hkv, D]. `grad` is the gradient of `out`
-    [N, Hq, D], and `sums` are the logsumexps [Hq, N] float32.
-    """
+    pass. `query` is [N, Hq, D], and `key` and `value` are [N, Hkv, D]. `grad` is the gradient of
+    `out` [N, Hq, D], and `sums` are the logsumexps [Hq, N] float32."""
     none = torch.zeros(2, dtype=torch.uint64, device=query.device)  # random state for dropout
     return torch.ops.aten._flash_attention_backward(
         grad.contiguous(), query, key, value, out, sums, offsets, offsets, longest, longest,
@@ -95,10 +98,8 @@ def flash_gradients(
 
 
 def all_to_all(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """Send row j to rank j and receive row i from rank i, [n, …] → [n, …].
-
-    Unlike the function in `torch.distributed.nn`, this one is both differentiable and compilable.
-    """
+    """Send row j to rank j and receive row i from rank i, [n, …] → [n, …]. Unlike the function in
+    `torch.distributed.nn`, this one is both differentiable and compilable."""
     return collectives.all_to_all_single_autograd(rows, None, None, group)
 
 
@@ -130,12 +131,9 @@ two ranks under ZeRO 2, gradients were wrong, probably because of their order.""
 
 
 def specialise_and_recompute() -> None:
-    """Configure torch.compile.
-
-    Floats such as the epsilon of a norm become constants in the graph. Elementwise operations are
-    recomputed in the backward pass wherever this saves memory. A function may have `_VARIANTS`
-    graphs.
-    """
+    """Configure torch.compile. Floats such as the epsilon of a norm become constants in the graph.
+    Elementwise operations are recomputed in the backward pass wherever this saves memory. A
+    function may have `_VARIANTS` graphs."""
     import torch._dynamo.config as dynamo  # noqa: PLC0415  (slow to load)
     import torch._functorch.config as functorch  # noqa: PLC0415
 

@@ -26,7 +26,6 @@ from keel.model.head.module import install_support_head
 from keel.model.hub import (
     KNOWN,
     hub_options,
-    is_zero,
     missing_weights,
     shapes_of,
     tensors_called,
@@ -54,12 +53,9 @@ _FITTING: set[tuple[str, str]] = set()
 
 
 def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
-    """Check that the model described by `config` can be trained, and return facts about it.
-
-    Raises:
-        ConfigError: the trainer does not support the model, transformers cannot build it, or the
-            weights at `path` are quantised or do not match.
-    """
+    """Check that the model described by `config` can be trained, and return facts about it. Raises
+    ConfigError if the trainer does not support the model, transformers cannot build it, or the
+    weights at `path` are quantised or do not match."""
     try:
         if (text := as_text(config)) not in _TRAINABLE:
             check_trainable(path, config)
@@ -78,10 +74,8 @@ def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
 
 
 def check_trainable(path: str, config: PreTrainedConfig) -> None:
-    """Check that the trainer supports the model's routers, attention and output layer.
-
-    Raises ConfigError if it does not.
-    """
+    """Check that the trainer supports the model's routers, attention and output layer. Raises
+    ConfigError if it does not."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config.get_text_config())
     try:
@@ -96,10 +90,8 @@ def check_trainable(path: str, config: PreTrainedConfig) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers in the decoder.
-
-    Raises ValueError if the list of layers has an unknown name.
-    """
+    """Return the layers in the decoder. Raises ValueError if the list of layers has an unknown
+    name."""
     decoder = model.get_decoder()
     for name in _LAYER_LISTS:
         if isinstance(layers := getattr(decoder, name, None), nn.ModuleList):
@@ -109,11 +101,9 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def check_weights_fit(path: str, config: PreTrainedConfig) -> None:
-    """Check that the tensors in a folder have the names and shapes that `config` requires.
-
-    Raises ConfigError if they do not. Otherwise, transformers would initialise missing tensors
-    randomly and ignore unused ones.
-    """
+    """Check that the tensors in a folder have the names and shapes that `config` requires. Raises
+    ConfigError if they do not. Otherwise, transformers would initialise missing tensors randomly
+    and ignore unused ones."""
     text = config.get_text_config()
     if text is not config or not Path(path).is_dir() or missing_weights(path):
         return  # reported elsewhere
@@ -129,26 +119,19 @@ def check_weights_fit(path: str, config: PreTrainedConfig) -> None:
             f"{config.model_type}, {text.num_hidden_layers} layers): {mismatch}. Download both "
             "from one source"
         )
-    if getattr(config, "tie_word_embeddings", False) and _has_own_head(path, loaded):
-        raise ConfigError(
-            f"model.path = {path!r}: config.json has tie_word_embeddings: true, but the weights "
-            f"have a separate output layer ({_HEAD}), which only the trainer would use. Set "
-            "tie_word_embeddings to false in config.json"
-        )
+    words = next((name for name in loaded if name.endswith(_EMBEDDING)), "")
+    if getattr(config, "tie_word_embeddings", False) and _HEAD in loaded and words:
+        head, embedding = (next(tensors_called(path, name, _ROWS)) for name in (_HEAD, words))
+        if not torch.equal(head, embedding):
+            raise ConfigError(
+                f"model.path = {path!r}: config.json has tie_word_embeddings: true, but the "
+                f"weights have a separate output layer ({_HEAD}), which only the trainer would "
+                "use. Set tie_word_embeddings to false in config.json"
+            )
     _FITTING.add(key)
 
 
-def _has_own_head(path: str, loaded: Mapping[str, tuple[str, bool]]) -> bool:
-    """Return whether the output layer in a folder differs from the embedding in the first rows."""
-    embedding = next((name for name in loaded if name.endswith(_EMBEDDING)), None)
-    if _HEAD not in loaded or embedding is None:
-        return False
-    (head, *_), (words, *_) = (tensors_called(path, name, _ROWS) for name in (_HEAD, embedding))
-    return not torch.equal(head, words)
-
-
 def _state(path: str) -> str:
-    """Return the names, sizes and times of the files in a folder."""
     files = [(file.name, file.stat()) for file in sorted(Path(path).iterdir())]
     return repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files])
 
@@ -159,8 +142,6 @@ def _find_mismatch(
     shapes: Mapping[str, tuple[int, ...]],
     loaded: Mapping[str, tuple[str, bool]],
 ) -> str:
-    """Describe the first mismatch, or return "". The keys of `shapes` and `loaded` are checkpoint
-    names."""
     state = model.state_dict(keep_vars=True)
     optional, unused = left_out(model)
     # By id, because tied tensors count once; buffers have defaults.
@@ -185,7 +166,8 @@ def _find_mismatch(
                 unexpected.setdefault(target.removeprefix(match[0]), []).append(name)
     for name, *others in unexpected.values():
         everywhere = 1 + len(others) == len(layers)  # otherwise an addition to the model
-        if everywhere and not (name.endswith("bias") and is_zero(path, name)):
+        zero = any(not tensor.any() for tensor in tensors_called(path, name))
+        if everywhere and not (name.endswith("bias") and zero):
             return f"the model has no tensor {name}"
     return ""
 
@@ -195,12 +177,9 @@ def _any(patterns: Sequence[str], name: str) -> bool:
 
 
 def _try_packed(model: PreTrainedModel) -> None:
-    """Run the packed decoder on the meta device.
-
-    Only a forward pass shows which features attention needs and whether it receives the segments.
-    Experts are skipped, because routing depends on data. Raises UnsupportedAttention if a feature
-    is not supported.
-    """
+    """Run the packed decoder on the meta device. Only a forward pass shows which features attention
+    needs and whether it receives the segments. Experts are skipped, because routing depends on
+    data. Raises UnsupportedAttention if a feature is not supported."""
     for module in model.modules():
         if hasattr(module, "gate_up_proj"):
             module.forward = lambda hidden, *_, **__: hidden
@@ -219,9 +198,7 @@ def _try_packed(model: PreTrainedModel) -> None:
 
 def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, knob: str) -> None:
     """Check that a tokenizer assigns the same ids as the own tokenizer of the model in `path`.
-
-    `knob` is the setting that brought them together. Raises ConfigError if they differ.
-    """
+    `knob` is the setting that brought them together. Raises ConfigError if they differ."""
     try:
         local = AutoTokenizer.from_pretrained(path, **hub_options(path))
     except (OSError, ValueError):
@@ -253,10 +230,7 @@ def check_adapters(config: LoraConfig, facts: ModelFacts) -> None:
 
 
 def check_ids(token_ids: Sequence[int] | NDArray[np.int32], vocabulary: int, what: str) -> None:
-    """Check that all token ids are within the embedding.
-
-    Raises ConfigError if one is not.
-    """
+    """Check that all token ids are within the embedding. Raises ConfigError if one is not."""
     ids = np.asarray(token_ids, np.int64)
     wrong = ids[(ids < 0) | (ids >= vocabulary)]
     if len(wrong):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -9,14 +10,16 @@ from typing import Any
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+_NOISE = re.compile(r"drop|jitter")
+_DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def check_transformers(model: PreTrainedModel) -> str:
-    """Return a warning if `model` will be slower with this version of transformers, or "".
-
-    Raises `RuntimeError` if the list of float32 weights is missing, because these weights would be
-    rounded.
-    """
+    """Return a warning if `model` will be slower with this version of transformers, or "". Raises
+    `RuntimeError` if the list of float32 weights is missing, because these weights would be
+    rounded."""
     if not hasattr(PreTrainedModel, "_keep_in_fp32_modules_strict"):
         raise RuntimeError(
             f"transformers {transformers.__version__} has no PreTrainedModel."
@@ -38,11 +41,8 @@ def always_float32(model: PreTrainedModel) -> list[str]:
 
 def loaded_as(model: PreTrainedModel, names: Iterable[str]) -> Mapping[str, tuple[str, bool]]:
     """Map each checkpoint name to (state dict name, whether the tensor is loaded without
-    conversion).
-
-    The mapping is empty for families whose tensors are split when loaded, and if the private API
-    has changed.
-    """
+    conversion). The mapping is empty for families whose tensors are split when loaded, and if the
+    private API has changed."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
         from transformers.core_model_loading import (  # noqa: PLC0415
@@ -92,9 +92,7 @@ def spread_by_transformers(experts: Any) -> bool:
 
 def become(module: nn.Module, kind: type[nn.Module]) -> None:
     """Change the class of `module` to its subclass `kind`, and keep its weights and hooks.
-
-    torch.compile then sees the same forward function for all such modules.
-    """
+    torch.compile then sees the same forward function for all such modules."""
     module.__class__ = kind
 
 
@@ -106,3 +104,38 @@ def override(module: nn.Module, methods: type) -> None:
 @cache  # one class for all layers, so that they share compiled code
 def _overridden(kind: type[nn.Module], methods: type) -> type[nn.Module]:
     return type(kind.__name__, (methods, kind), {"__module__": kind.__module__})
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Make `model` deterministic in train mode. The rollout engine samples without dropout. If the
+    trainer used dropout, its probability ratios would differ from 1 even on policy. Train mode is
+    still needed, because transformers recomputes activations only in it. `model.config` is not
+    changed, since it is exported."""
+    for module in model.modules():
+        if isinstance(module, _DROPOUTS):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and _NOISE.search(name):
+                setattr(module, name, 0.0)
+
+
+def fix_long_rope(model: nn.Module, context: int) -> None:
+    """Make LongRoPE (Phi-3.5, Phi-4-mini) use the same frequencies as an engine with `context`
+    tokens. LongRoPE has different frequencies for short and long contexts. vLLM chooses them by
+    `max_model_len`, but transformers by the highest position in each forward pass, so probabilities
+    would depend on packing."""
+    for module in model.modules():
+        kinds: Any = getattr(module, "rope_type", None)
+        by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
+        for layer in [layer for layer, kind in by_layer.items() if kind == "longrope"]:
+            options = {} if layer is None else {"layer_type": layer}
+            frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](
+                module.config, seq_len=context, **options
+            )
+            current = getattr(module, "inv_freq" if layer is None else f"{layer}_inv_freq")
+            current.copy_(frequencies)
+            # transformers does not update a type of this name.
+            if layer is None:
+                module.rope_type = "fixed"  # type: ignore[assignment]
+            else:
+                kinds[layer] = "fixed"

@@ -83,12 +83,9 @@ def heads_for_tokens(
     query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Exchange this rank's tokens with all heads [P, H, D] for all tokens with H/n heads [n·P, H/n,
-    D].
-
-    Query, key and value may have different numbers and widths of heads. If n does not divide the
-    number of key and value heads, they are repeated to match each rank's query heads. Raises
-    ValueError if n does not divide the number of query heads.
-    """
+    D]. Query, key and value may have different numbers and widths of heads. If n does not divide
+    the number of key and value heads, they are repeated to match each rank's query heads. Raises
+    ValueError if n does not divide the number of query heads."""
     size = dist.get_world_size(group)
     heads, shared = query.shape[1], key.shape[1]
     if heads % size:

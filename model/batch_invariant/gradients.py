@@ -32,12 +32,9 @@ def attention(
     scale: float,
     grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients for query [N, Hq, D] and for key and value [N, Hkv, D].
-
-    `out` and `sums` are the results of `keel.model.batch_invariant.vllm_kernels.attention`. The
-    gradients are computed with PyTorch's flash kernels, whose own forward pass would differ only by
-    rounding.
-    """
+    """Return the gradients for query [N, Hq, D] and for key and value [N, Hkv, D]. `out` and `sums`
+    are the results of `keel.model.batch_invariant.vllm_kernels.attention`. The gradients are
+    computed with PyTorch's flash kernels, whose own forward pass would differ only by rounding."""
     return flash_gradients(
         grad, query, key, value, out, sums, segments.offsets, segments.longest, scale
     )

@@ -39,12 +39,10 @@ of two."""
 
 
 def linear(local: Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M], with the same bits as `own`.
-
-    On Hopper, cuBLAS sums in the same order as vLLM's kernel if it does not split K, and is faster.
-    It would split K for a few rows with a narrow and deep matrix, where a kernel with narrow tiles
-    is faster.
-    """
+    """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M], with the same bits as `own`. On
+    Hopper, cuBLAS sums in the same order as vLLM's kernel if it does not split K, and is faster. It
+    would split K for a few rows with a narrow and deep matrix, where a kernel with narrow tiles is
+    faster."""
     kind = (x.device, x.dtype, weight.shape, bias is None, _doublings(len(x)))
     chosen: Linear | None = _CHOICES.get(kind)
     if chosen is None:
@@ -55,10 +53,8 @@ def linear(local: Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None)
 
 
 def norm_heads(local: Norm, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute weight [D] · x / rms(x) over the last dimension of x [N, H, D].
-
-    The result has the same bits as `own`, which needs a contiguous copy of x.
-    """
+    """Compute weight [D] · x / rms(x) over the last dimension of x [N, H, D]. The result has the
+    same bits as `own`, which needs a contiguous copy of x."""
     kind = (x.device, x.dtype, x.shape[1:], eps)
     chosen: Norm | None = _CHOICES.get(kind)
     if chosen is None:
@@ -101,7 +97,6 @@ def _choose_linear(local: Linear, x: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Return the fastest GPU time for `CALLS` calls in a CUDA graph, as engines run them."""
     graph, stream = torch.cuda.CUDAGraph(), _stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     best = float("inf")
@@ -136,7 +131,6 @@ def _doublings(rows: int) -> int:
 
 
 def _random(x: Tensor) -> Tensor:
-    """Draw random trial inputs in the shape of x, without using the global random state."""
     generator = torch.Generator(x.device).manual_seed(0)
     return torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
 

@@ -47,10 +47,8 @@ def _few_rows_kernel(
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M] in 16 bits, for N up to a few hundred.
-
     The sums over K use the same order and instructions as vLLM's kernel for any N. Narrow tiles
-    keep the whole GPU busy reading `weight`.
-    """
+    keep the whole GPU busy reading `weight`."""
     rows, depth = x.shape
     columns = len(weight)
     out = x.new_empty(rows, columns)
@@ -83,9 +81,7 @@ def _norm_heads_kernel(
 
 def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute weight [D] · x / rms(x) over the last dimension of x [N, H, D], which may be strided.
-
-    The kernel runs one program per token. vLLM runs one per head on a contiguous copy.
-    """
+    The kernel runs one program per token. vLLM runs one per head on a contiguous copy."""
     tokens, heads, d = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _norm_heads_kernel[(tokens,)](
@@ -122,10 +118,8 @@ def _rms_norm_grad_kernel(
 
 
 def rms_norm_grad(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients for x [N, H, D], which may be strided, and weight [D].
-
-    `grad` [N, H, D] is the gradient of the output weight · x / rms(x).
-    """
+    """Return the gradients for x [N, H, D], which may be strided, and weight [D]. `grad` [N, H, D]
+    is the gradient of the output weight · x / rms(x)."""
     tokens, heads, d = x.shape
     rows, block = tokens * heads, triton.next_power_of_2(d)
     tile = max(1, _ELEMENTS // block)

@@ -38,10 +38,8 @@ whole prompts. Measurements show that 64 does not."""
 
 
 def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) -> None:
-    """Check that batch-invariant layers can be used.
-
-    Raises ConfigError if the model is not supported or there is no GPU.
-    """
+    """Check that batch-invariant layers can be used. Raises ConfigError if the model is not
+    supported or there is no GPU."""
     if not gpu:
         raise ConfigError(
             "model.batch_invariant needs a GPU. Remove it: on CPUs in float32, ratios are 1 to "
@@ -69,12 +67,9 @@ def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) ->
 
 
 def use_invariant_layers(model: PreTrainedModel) -> None:
-    """Make `model`'s decoder use the engine's kernels, without changing weights.
-
-    Raises:
-        ConfigError: if `check_invariant` raises it.
-        keel.model.batch_invariant.vllm_kernels.Unavailable: vLLM has no such kernels here.
-    """
+    """Make `model`'s decoder use the engine's kernels, without changing weights. Raises ConfigError
+    if `check_invariant` raises it. Raises keel.model.batch_invariant.vllm_kernels.Unavailable if
+    vLLM has no such kernels here."""
     check_invariant(model.config, model.config.name_or_path or "")
     engine.prepare()
     decoder: Any = model.get_decoder()
@@ -143,16 +138,12 @@ def _linear(x: Tensor, *parts: nn.Linear) -> Tensor:
 
 
 def _rotate(x: Tensor, norm: Any, positions: _Positions) -> Tensor:
-    """Rotate the heads of x [N, H, D] by their positions, after applying the norm if there is
-    one."""
     if norm is None:
         return _Turned.apply(x, None, 0.0, *positions)
     return _Turned.apply(x, norm.weight, norm.variance_epsilon, *positions)
 
 
 class _Normed(Function):
-    """RMS norm of x [1, N, d]. `of_sum` says that x is a residual sum."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, of_sum: bool) -> Tensor:
         ctx.save_for_backward(x, weight)

@@ -27,10 +27,7 @@ class Unavailable(RuntimeError):
 
 
 def prepare() -> None:
-    """Load all kernels.
-
-    Raises Unavailable if one is missing.
-    """
+    """Load all kernels. Raises Unavailable if one is missing."""
     if os.environ.get(VARIABLE) != "1":
         raise Unavailable(f"set {VARIABLE}=1 in the environment before this process starts")
     try:
@@ -56,11 +53,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_of_sum(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute the norm of x [N, 1, d], which is a residual sum.
-
-    The engine adds and normalises in one kernel, which rounds the sum. Adding 0 to the rounded sum
-    is therefore equivalent.
-    """
+    """Compute the norm of x [N, 1, d], which is a residual sum. The engine adds and normalises in
+    one kernel, which rounds the sum. Adding 0 to the rounded sum is therefore equivalent."""
     normed = torch.zeros_like(x, memory_format=torch.contiguous_format)
     # The kernel writes the sum to x in place; `.data` hides that from autograd.
     _kernels().fused_add_rms_norm(normed, x.contiguous().data, weight, eps)
@@ -83,12 +77,9 @@ def silu_and_mul(packed: Tensor) -> Tensor:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute causal attention within each segment.
-
-    Takes query [N, Hq, D] and key and value [N, Hkv, D]. Returns the outputs [N, Hq, D] and the
-    logsumexps [Hq, N] float32. Keys and values are copied into blocks like those in the engine's
-    cache, so that the same kernel is selected.
-    """
+    """Compute causal attention within each segment. Takes query [N, Hq, D] and key and value [N,
+    Hkv, D]. Returns the outputs [N, Hq, D] and the logsumexps [Hq, N] float32. Keys and values are
+    copied into blocks like those in the engine's cache, so that the same kernel is selected."""
     pages = _pages(segments.lengths, query.device)
     kernels = _kernels()
     return kernels.flash_attention(

@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from keel.model.device import to_device
 from keel.model.head.kernels import (
     HeadShape,
     Transposed,
@@ -43,6 +42,7 @@ from keel.model.head.kernels import (
     transpose_entries,
     weight_gradient,
 )
+from keel.model.torch_internals import to_device
 
 CHUNK_TOKENS = 2048
 """The number of tokens that share one plan."""
@@ -97,12 +97,10 @@ class SupportPlan:
 
 
 def union_is_cheaper(entries: int, tokens: int, union: int, d: int) -> bool:
-    """Return whether one GEMM over `union` rows is faster than reading one row per entry.
-
-    The estimate compares the seconds for one pass, with constants fitted on an H200 for d from 640
-    to 2,048. The forward pass and both gradients scale alike, and on other devices the choice is
-    rarely different.
-    """
+    """Return whether one GEMM over `union` rows is faster than reading one row per entry. The
+    estimate compares the seconds for one pass, with constants fitted on an H200 for d from 640 to
+    2,048. The forward pass and both gradients scale alike, and on other devices the choice is
+    rarely different."""
     gather = entries * (9e-11 + d * 2.35e-13)
     product = tokens * union * (4e-13 + d * 4e-15) + 6.5e-5
     return product < gather
@@ -111,11 +109,9 @@ def union_is_cheaper(entries: int, tokens: int, union: int, d: int) -> bool:
 def build_plan(
     kept_ids: Tensor, kept_offsets: Tensor, *, vocabulary: int, d: int, device: torch.device
 ) -> SupportPlan:
-    """Choose a plan for each chunk of tokens.
-
-    kept_ids [E] and kept_offsets [T+1] are integers on any device. If they are on the host,
-    planning does not synchronise. Ids must be in [0, vocabulary) and unique within a token.
-    """
+    """Choose a plan for each chunk of tokens. kept_ids [E] and kept_offsets [T+1] are integers on
+    any device. If they are on the host, planning does not synchronise. Ids must be in [0,
+    vocabulary) and unique within a token."""
     host_offsets = kept_offsets.cpu().numpy()
     sizes = np.diff(host_offsets)
     offsets = to_device(kept_offsets.long(), device)
@@ -140,7 +136,6 @@ def _chunks(
     d: int,
     device: torch.device,
 ) -> tuple[Chunk, ...]:
-    """Build the chunks. Adjacent gather chunks are merged, to launch fewer kernels."""
     tokens = len(host_offsets) - 1
     chunks: list[Chunk] = []
     gathered = 0
@@ -310,7 +305,6 @@ def _union_gradients(
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
 ) -> None:
-    """Write the chunk's rows of grad_hidden, and add to grad_weight and grad_bias."""
     (first, last), (start, stop) = chunk.tokens, chunk.entries
     assert chunk.union is not None
     dense = torch.zeros(

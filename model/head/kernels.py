@@ -286,10 +286,8 @@ def entry_tokens(offsets: Tensor, entries: int) -> Tensor:
 
 
 def transpose_entries(ids: Tensor, token: Tensor, vocabulary: int) -> Transposed:
-    """Sort entries by id, without synchronising. `ids` and `token` are [E] int32.
-
-    The result does not depend on weights, so several passes can use it.
-    """
+    """Sort entries by id, without synchronising. `ids` and `token` are [E] int32. The result does
+    not depend on weights, so several passes can use it."""
     sorted_ids, entry = torch.sort(ids, stable=True)
     rows = torch.arange(vocabulary + 1, device=ids.device, dtype=torch.int32)
     row_start = torch.searchsorted(sorted_ids, rows, out_int32=True)
@@ -327,10 +325,8 @@ def span_statistics(
     offsets: Tensor,
     targets: Tensor,
 ) -> None:
-    """Write logp, entropy and lse, [T] float32, for tokens with a non-empty span.
-
-    If a target is outside its span, its logp is −inf.
-    """
+    """Write logp, entropy and lse, [T] float32, for tokens with a non-empty span. If a target is
+    outside its span, its logp is −inf."""
     if targets.numel():
         _span_kernel[(targets.numel(),)](
             logp, entropy, lse, logits, ids, offsets, targets, BLOCK=32, num_warps=1
@@ -366,9 +362,7 @@ def hidden_gradient(
     tiling: _Tiling = _HIDDEN_GRADIENT,
 ) -> None:
     """Write the gradient of hidden to all rows of `out` [T, d], with zeros for empty spans.
-
-    `offsets` [T+1] index into `ids`.
-    """
+    `offsets` [T+1] index into `ids`."""
     tokens, d = out.shape
     if tokens:
         _hidden_gradient_kernel[(tokens, triton.cdiv(d, tiling.columns))](
@@ -512,10 +506,7 @@ def full_gradients(
     grad_bias: Tensor | None,
 ) -> Tensor:
     """Return the gradient of hidden [T, d] in float32, and add to grad_weight [V, d] and grad_bias
-    [V].
-
-    `lse` and `grad_logp` are [T] float32.
-    """
+    [V]. `lse` and `grad_logp` are [T] float32."""
     tokens, d = hidden.shape
     grad_hidden = torch.zeros((tokens, d), device=hidden.device, dtype=torch.float32)
     for first, last in _blocks(tokens, weight.shape[0]):

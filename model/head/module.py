@@ -31,11 +31,9 @@ _SCALE_KNOBS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_m
 
 
 class SupportHead(nn.Linear):
-    """An output layer that scores targets over sampling masks (`support_head`).
-
-    It has the same `Parameter` objects and names as the layer that it replaces, so tied embeddings
-    stay tied and checkpoints do not change. It is a module so that ZeRO-3 gathers its weight.
-    """
+    """An output layer that scores targets over sampling masks (`support_head`). It has the same
+    `Parameter` objects and names as the layer that it replaces, so tied embeddings stay tied and
+    checkpoints do not change. It is a module so that ZeRO-3 gathers its weight."""
 
     def __init__(
         self, linear: nn.Linear, *, scale: float = 1.0, softcap: float | None = None
@@ -60,11 +58,9 @@ class SupportHead(nn.Linear):
         memo: dict[Any, Any] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the log-probabilities and entropies of `targets`, both [T] float32 (see
-        `support_head`).
-
-        Without targets, it returns W·h + bias before the family's scaling and capping, like the
-        layer that it replaces, so that `model(...).logits` and `model.generate` still work.
-        """
+        `support_head`). Without targets, it returns W·h + bias before the family's scaling and
+        capping, like the layer that it replaces, so that `model(...).logits` and `model.generate`
+        still work."""
         if targets is None:
             return super().forward(hidden)
         if kept_ids is None or kept_offsets is None:
@@ -83,14 +79,9 @@ class SupportHead(nn.Linear):
 
 
 def install_support_head(model: PreTrainedModel) -> SupportHead:
-    """Replace the model's output layer with a `SupportHead` and return it.
-
-    Calling this again has no effect.
-
-    Raises:
-        ValueError: the output layer is not a `nn.Linear`, or the config scales logits and the
-            family is not in `LOGIT_SCALE`.
-    """
+    """Replace the model's output layer with a `SupportHead` and return it. Calling this again has
+    no effect. Raises ValueError if the output layer is not a `nn.Linear`, or the config scales
+    logits and the family is not in `LOGIT_SCALE`."""
     layer = model.get_output_embeddings()
     if isinstance(layer, SupportHead):
         return layer

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from keel.model.device import to_device
+from keel.model.torch_internals import to_device
 
 GATHER_COST = {"cpu": 16, "cuda": 1000}
 """The gemm plan computes this many logits in the time that the gather plan needs for one pair,
@@ -108,7 +108,8 @@ def support_head(
     if ("checked", len(weight)) not in memo:
         _check_values(targets, kept_ids, offsets, len(weight))
         memo["checked", len(weight)] = True
-    if _has_kernels(hidden):
+    has_kernels = hidden.is_cuda and importlib.util.find_spec("triton") is not None
+    if has_kernels and len(hidden) and hidden.dtype != torch.float64:
         return _on_gpu(hidden, weight, targets, kept_ids, host_offsets, temperature, spec, memo)
 
     sizes = np.diff(offsets)
@@ -139,15 +140,6 @@ def support_head(
         torch.cat(parts).index_select(0, back) for parts in zip(kept, full, strict=True)
     )
     return logp, entropy
-
-
-def _has_kernels(hidden: Tensor) -> bool:
-    return (
-        hidden.is_cuda
-        and len(hidden) > 0
-        and hidden.dtype != torch.float64
-        and importlib.util.find_spec("triton") is not None
-    )
 
 
 def _on_gpu(
@@ -307,7 +299,6 @@ def _full_logits(
 
 
 def _shape_logits(logits: Tensor, temperature: float, scale: float, softcap: float | None) -> None:
-    """Apply the scale, cap and temperature in place."""
     if softcap is None:
         logits.mul_(scale / temperature)
     else:
@@ -325,7 +316,6 @@ def _slope(
 
 
 def _row_reduce(values: Tensor, pairs: _Pairs, how: str) -> Tensor:
-    """Reduce the values of all pairs [nnz] to one value per token [T]."""
     rows = len(pairs.host_offsets) - 1
     if how == "max":
         out = values.new_full((rows,), -torch.inf)
@@ -342,8 +332,6 @@ def _pairs(ids: Tensor, offsets: np.ndarray, sizes: np.ndarray, device: torch.de
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """The (token, id) pairs whose logits are needed, ordered by token."""
-
     ids: Tensor
     """[nnz] int64 vocabulary ids."""
     rows: Tensor
@@ -361,19 +349,16 @@ class _Pairs:
 
 
 def _accumulate_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which to sum: float64 for float64 inputs, and float32 otherwise."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _rows_at_once(vocab: int, device: torch.device) -> int:
-    """Return how many rows to include in a block of full-vocabulary logits."""
     return max(GEMM_ROWS, _by_device(GEMM_ELEMENTS, device) // vocab)
 
 
 def _pair_plan(
     pairs: int, rows: int, vocab: int, device: torch.device
 ) -> Literal["gather", "gemm"]:
-    """Choose the gemm plan if the pairs are at least 1/GATHER_COST of all rows·vocab logits."""
     return "gemm" if pairs * _by_device(GATHER_COST, device) >= rows * vocab else "gather"
 
 
@@ -454,7 +439,6 @@ def _matmul(remaining: Tensor, right: Tensor) -> Tensor:
 
 
 def _flat(pairs: _Pairs, row: slice, pair: slice, vocab: int) -> Tensor:
-    """Return where the pairs are in the flattened [rows, V] block of a chunk."""
     return (pairs.rows[pair] - row.start) * vocab + pairs.ids[pair]
 
 
@@ -467,7 +451,6 @@ def _gather_chunks(count: int, dim: int, device: torch.device) -> Iterator[slice
 def _gemm_chunks(
     offsets: NDArray[np.int64], vocab: int, device: torch.device
 ) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of rows, each with the slice of their pairs."""
     rows, step = len(offsets) - 1, _rows_at_once(vocab, device)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
@@ -525,8 +508,6 @@ def _check_shapes(
 def _check_values(
     targets: Tensor, kept_ids: Tensor, offsets: NDArray[np.int64], vocab: int
 ) -> None:
-    """Check that ids and targets are in range, that each target is in its mask, and that no mask
-    repeats an id."""
     if offsets[0] != 0 or offsets[-1] != len(kept_ids):
         raise ValueError(
             f"kept_offsets runs from {offsets[0]} to {offsets[-1]}: must run from 0 to the "

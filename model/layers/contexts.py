@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keel.model.device import to_device
+from keel.model.torch_internals import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,8 @@ class Contexts:
     def of(
         lengths: Sequence[int], follows: Sequence[int], device: torch.device | str = "cpu"
     ) -> Contexts:
-        """Build the contexts for concatenated segments.
-
-        `follows` gives the index of the earlier segment that each segment continues, or −1.
-        """
+        """Build the contexts for concatenated segments. `follows` gives the index of the earlier
+        segment that each segment continues, or −1."""
         local, before = np.asarray(lengths), np.asarray(follows)
         started = np.where(before >= 0, local[before], 0)
         whole = started + local

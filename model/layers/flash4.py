@@ -37,11 +37,9 @@ _WINDOW = "window_size_left window_size_right"
 
 
 def missing(device: torch.device, folder: Path) -> str:
-    """Return why the kernels cannot run on this device, or "".
-
-    `folder` is a cache for compiled kernels, with a subfolder for each kind of GPU. By default the
-    package has no cache on disk, or uses a folder in /tmp that any user could have created.
-    """
+    """Return why the kernels cannot run on this device, or "". `folder` is a cache for compiled
+    kernels, with a subfolder for each kind of GPU. By default the package has no cache on disk, or
+    uses a folder in /tmp that any user could have created."""
     if device.type != "cuda":
         return "they need a GPU"
     major, minor = torch.cuda.get_device_capability(device)
@@ -262,11 +260,9 @@ OFF = 0.02
 
 @cache
 def disagreement(shapes: tuple[HeadWidths, ...], device: torch.device, dtype: torch.dtype) -> str:
-    """Return why FlashAttention-4 cannot be used for these heads, or "".
-
-    The results and gradients on random inputs are compared with plain float32 attention. Version
-    4.0.0b36, for example, returned wrong gradients for a head size of 16 without any error.
-    """
+    """Return why FlashAttention-4 cannot be used for these heads, or "". The results and gradients
+    on random inputs are compared with plain float32 attention. Version 4.0.0b36, for example,
+    returned wrong gradients for a head size of 16 without any error."""
     drawn = torch.Generator(device).manual_seed(0)
     for shape in shapes:
         if not fits(shape.width, shape.value_width, device):
@@ -300,10 +296,8 @@ def disagreement(shapes: tuple[HeadWidths, ...], device: torch.device, dtype: to
 def plain(
     query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], window: int | None = None
 ) -> Tensor:
-    """Compute causal attention within segments with plain PyTorch operations.
-
-    Takes query [N, Hq, D], key [N, Hkv, D] and value [N, Hkv, Dv], and returns [N, Hq, Dv].
-    """
+    """Compute causal attention within segments with plain PyTorch operations. Takes query [N, Hq,
+    D], key [N, Hkv, D] and value [N, Hkv, Dv], and returns [N, Hq, Dv]."""
     shared = query.shape[1] // key.shape[1]
     outputs: list[Tensor] = []
     for q, k, v in zip(*(x.split(list(lengths)) for x in (query, key, value)), strict=True):
@@ -343,7 +337,6 @@ def _attention_and_grads(
     window: int | None,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Return the output and gradients in float32."""
     *leaves, slope = (x.detach().to(dtype) for x in inputs)
     leaves = [leaf.requires_grad_() for leaf in leaves]
     with torch.enable_grad():

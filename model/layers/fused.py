@@ -133,7 +133,6 @@ class _Combine(Function):
 
 @cache  # one class for all layers, so that they share compiled code
 def _fused_norm(kind: type[nn.Module]) -> type[nn.Module]:
-    """Derive a class from `kind` whose forward runs as one kernel on a GPU."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         weight = self.weight
@@ -166,7 +165,6 @@ def _is_rms_norm(module: nn.Module) -> bool:
 
 
 def _is_plain(experts: Any) -> bool:
-    """Return whether the experts use SiLU, have joint gate and up weights, and have no biases."""
     flags = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
     if any(getattr(experts, name, None) is not value for name, value in flags.items()):
         return False

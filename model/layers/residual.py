@@ -59,7 +59,6 @@ class _Norm(nn.Module):
     weight: Tensor
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the norm in half precision, which the blocks take as input."""
         return super().forward(hidden_states).to(self.weight.dtype)
 
 

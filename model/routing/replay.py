@@ -30,9 +30,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from keel.model.device import to_device
 from keel.model.routing.routers import ROUTERS, router_modules
-from keel.model.torch_internals import next_node_number, running_node
+from keel.model.torch_internals import next_node_number, running_node, to_device
 from keel.rl.metrics import Mean
 from keel.rl.types import NO_ROUTE
 
@@ -126,10 +125,8 @@ class Replay:
 
     def overlap_N(self) -> Tensor | None:
         """Return the fraction of each token's recorded experts that the live router also chooses.
-
         The fraction is over all layers and stays on the device. It is NaN for a token without
-        routes. Returns None unless `by_token` was set.
-        """
+        routes. Returns None unless `by_token` was set."""
         if self._by_token_2N is None:
             return None
         same_N, layers_N = self._by_token_2N
@@ -281,7 +278,6 @@ def _remember(replay: Replay) -> None:
 
 
 def _check_routes(routes: Tensor | NDArray[Any], routers: list[nn.Module]) -> None:
-    """Validate `routes` [tokens, L, K]. Values are checked only if they are in host memory."""
     dtype = routes.dtype
     floating = dtype.is_floating_point if isinstance(dtype, torch.dtype) else dtype.kind not in "iu"
     if routes.ndim != 3 or floating or dtype == torch.bool:

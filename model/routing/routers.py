@@ -35,7 +35,6 @@ class Router:
 
 
 def _triple(weigh: Callable[[Any, Tensor, Tensor], Tensor]) -> Router:
-    """Build a `Router` for classes with transformers' usual output (logits, weights, experts)."""
 
     def replay(router: Any, output: Output, experts: Tensor) -> Output:
         logits, weights, _live = output
@@ -45,8 +44,6 @@ def _triple(weigh: Callable[[Any, Tensor, Tensor], Tensor]) -> Router:
 
 
 def _softmax(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """Apply the softmax over all experts. If the model is configured so, normalise over the chosen
-    ones."""
     weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
     return weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights
 
@@ -127,18 +124,14 @@ def is_moe(config: Any) -> bool:
 
 
 def router_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the routers in `module` in layer order, or none for a dense model.
-
-    Raises ValueError if the routers or experts belong to a family that is not in `ROUTERS`.
-    """
+    """Return the routers in `module` in layer order, or none for a dense model. Raises ValueError
+    if the routers or experts belong to a family that is not in `ROUTERS`."""
     return list(_named_routers(module).values())
 
 
 def moe_layers(model_or_config: Any) -> tuple[int, ...]:
-    """Return the indices of the MoE layers in ascending order.
-
-    The model is built on the meta device to find them, because each family has its own rule.
-    """
+    """Return the indices of the MoE layers in ascending order. The model is built on the meta
+    device to find them, because each family has its own rule."""
     model = model_or_config
     if not isinstance(model, nn.Module):
         from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds to import

@@ -17,25 +17,22 @@ with at most k tokens need no record, because all their tokens are selected.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from keel.model.attention import (
     Segments,
     UnsupportedAttention,
     uncompiled,
-    use_packed_attention,
 )
 from keel.model.sparse.indexer import (
     NONE,
@@ -94,9 +91,7 @@ def indexers(model: nn.Module) -> list[nn.Module]:
 
 def use_sparse_attention(model: PreTrainedModel) -> None:
     """Make the sparse attention layers in `model` run over packed segments, one chunk at a time.
-
-    Raises ValueError if the model family is not supported.
-    """
+    Raises ValueError if the model family is not supported."""
     layers = sparse_layers(model)
     unknown = {type(layer).__name__ for layer in layers} - {_SUPPORTED}
     if unknown:
@@ -155,11 +150,9 @@ def _forward(
 def _index_inputs(
     indexer: Any, hidden: Tensor, low: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the inputs for Eq. 1: query [N, J, d], weight [N, J] float32 and key [N, d].
-
-    The indexer's rotary embedding rotates halves of the first dimensions, while the main attention
-    rotates pairs in the last ones.
-    """
+    """Compute the inputs for Eq. 1: query [N, J, d], weight [N, J] float32 and key [N, d]. The
+    indexer's rotary embedding rotates halves of the first dimensions, while the main attention
+    rotates pairs in the last ones."""
     rope = indexer.qk_rope_head_dim
     query = indexer.wq_b(low).unflatten(-1, (indexer.n_heads, -1))
     key = indexer.k_norm(indexer.wk(hidden))[:, None]
@@ -221,11 +214,8 @@ def _attend(
 
 @dataclass(frozen=True, slots=True)
 class ChunkAttention:
-    """Attention for a chunk of queries.
-
-    Returns the outputs [B, c, H, r], the KL divergences [B, c], and the fraction of attention on
-    the top k [B, c], or −1 if it was not computed.
-    """
+    """Attention for a chunk of queries. Returns the outputs [B, c, H, r], the KL divergences [B,
+    c], and the fraction of attention on the top k [B, c], or −1 if it was not computed."""
 
     scaling: float
     rank: int
@@ -298,7 +288,6 @@ def selection(
 
 
 def _replayed(recorded: Tensor, live: Tensor) -> Tensor:
-    """Return the recorded selection. Rows that were not recorded get the live selection."""
     width = max(recorded.shape[-1], live.shape[-1])
     recorded, live = (
         nn.functional.pad(x, (0, width - x.shape[-1]), value=NONE) for x in (recorded, live)
@@ -308,10 +297,7 @@ def _replayed(recorded: Tensor, live: Tensor) -> Tensor:
 
 def _chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int) -> int:
     """Return how many queries to process at once, so that their largest float32 tensor fits
-    `_CHUNK_BYTES`.
-
-    `keys` is the total number of keys over all rows.
-    """
+    `_CHUNK_BYTES`. `keys` is the total number of keys over all rows."""
     rows, width = len(query), query.shape[-1]
     heads = max(query.shape[2], index_q.shape[2])
     largest = 4 * max(heads * keys, rows * min(top_k, keys) * max(width, heads))
@@ -319,11 +305,8 @@ def _chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int) -> int:
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (0, 1), (2, 3), … in x [N, H, d].
-
-    In the result, the first elements of all pairs come before the second ones, for queries and keys
-    alike.
-    """
+    """Rotate the pairs (0, 1), (2, 3), … in x [N, H, d]. In the result, the first elements of all
+    pairs come before the second ones, for queries and keys alike."""
     half = x.shape[-1] // 2
     cos, sin = cos[:, None, :half], sin[:, None, :half]
     one, two = x[..., 0::2], x[..., 1::2]
@@ -331,7 +314,6 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + d/2) in x [N, H, d]."""
     one, two = x.chunk(2, -1)
     return x * cos[:, None] + torch.cat([-two, one], -1) * sin[:, None]
 
@@ -349,13 +331,10 @@ def by_chunks(
     size: int,
     first: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Apply `chunk` to `size` queries at a time.
-
-    From queries [B, L, …] and keys [B, first + L, …], it computes outputs [B, L, …]. Only inputs
-    and outputs are saved, and the backward pass recomputes one chunk at a time. `first` is the
-    position of the first query, while keys start at position 0. The gradients for keys are summed
-    in float32.
-    """
+    """Apply `chunk` to `size` queries at a time. From queries [B, L, …] and keys [B, first + L, …],
+    it computes outputs [B, L, …]. Only inputs and outputs are saved, and the backward pass
+    recomputes one chunk at a time. `first` is the position of the first query, while keys start at
+    position 0. The gradients for keys are summed in float32."""
     plan = _Plan(chunk, size, len(queries), first)
     return _ByChunks.apply(plan, *queries, *keys)  # type: ignore[return-value]
 
@@ -372,7 +351,6 @@ class _Plan:
         return range(0, tensors[0].shape[1], self.size)
 
     def part(self, at: int, start: int) -> slice:
-        """Return the slice of tensor `at` that the chunk beginning at `start` needs."""
         stop = start + self.size
         return slice(start, stop) if at < self.queries else slice(0, self.first + stop)
 
@@ -479,66 +457,3 @@ def _check_selection(
                 f"recorded selection: token {token} (position {position_N[token]}), layer {layer}: "
                 f"{fault}"
             )
-
-
-_TOLERANCE = 1e-4
-
-
-@cache
-def check_sparse_attention() -> None:
-    """Compare with transformers' implementation on a model with a few hundred weights, once per
-    process.
-
-    Raises RuntimeError if results differ or modules were renamed, because Keel would then train a
-    different model from the one in the checkpoint.
-    """
-    message = (
-        f"transformers {transformers.__version__} is not compatible with Keel's sparse attention "
-        "for deepseek_v32. Install transformers 5.17 to 5.19"
-    )
-    try:
-        difference = _difference()
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise RuntimeError(f"{message} ({type(error).__name__}: {error})") from error
-    if not difference < _TOLERANCE:
-        raise RuntimeError(f"{message} (its output differs by {difference:.1e})")
-
-
-@torch.no_grad()
-def _difference() -> float:
-    """Return the largest difference between hidden states, for a segment in which 4 of 12 keys are
-    selected."""
-    tokens, top_k = 12, 4
-    config = AutoConfig.for_model(
-        "deepseek_v32",
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        mlp_layer_types=["dense"],
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        q_lora_rank=8,
-        kv_lora_rank=8,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=4,
-        v_head_dim=8,
-        index_n_heads=8,
-        index_head_dim=8,
-        index_topk=top_k,
-        initializer_range=0.5,
-        max_position_embeddings=64,
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
-        theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-        ids, positions = torch.randint(0, 16, (1, tokens)), torch.arange(tokens)[None]
-    ours = deepcopy(theirs)
-    use_sparse_attention(ours)
-    use_packed_attention(ours)
-    expected, actual = (
-        model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False, **more)
-        for model, more in ((theirs, {}), (ours, {"segments": Segments.of([tokens])}))
-    )
-    return float((expected.last_hidden_state - actual.last_hidden_state).abs().max())

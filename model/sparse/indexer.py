@@ -21,11 +21,8 @@ NONE = -1
 
 
 def products(remaining: Tensor, right: Tensor) -> Tensor:
-    """Multiply matrices [B, m, d] and [B, d, n] → [B, m, n] in float32.
-
-    In bfloat16, a logit of 20 would be off by up to 0.06. Gradients have the precision of the
-    inputs.
-    """
+    """Multiply matrices [B, m, d] and [B, d, n] → [B, m, n] in float32. In bfloat16, a logit of 20
+    would be off by up to 0.06. Gradients have the precision of the inputs."""
     return _Products.apply(remaining, right)  # type: ignore[return-value]
 
 
@@ -56,10 +53,8 @@ class _Products(Function):
 
 
 def index_scores(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
-    """Compute the scores I from Eq. 1 in float32.
-
-    Takes query [B, c, J, d], weight [B, c, J] and key [B, s, d], and returns [B, c, s].
-    """
+    """Compute the scores I from Eq. 1 in float32. Takes query [B, c, J, d], weight [B, c, J] and
+    key [B, s, d], and returns [B, c, s]."""
     each = products(query.flatten(1, 2), key.transpose(1, 2)).relu()
     return (weight.float().unsqueeze(2) @ each.unflatten(1, query.shape[1:3])).squeeze(2)
 
@@ -97,9 +92,7 @@ def causal_mask(first: int, scores: Tensor) -> Tensor:
 
 def divergence(target: Tensor, scores: Tensor, among: Tensor) -> Tensor:
     """Compute KL(target ‖ softmax(scores)) over the entries in `among`, in nats: [..., s] → [...].
-
-    `target` contains probabilities, which are 0 outside `among`, and gets no gradient.
-    """
+    `target` contains probabilities, which are 0 outside `among`, and gets no gradient."""
     target = target.detach().float()
     logs = scores.masked_fill(~among, -torch.inf).log_softmax(-1).masked_fill(~among, 0.0)
     return torch.xlogy(target, target).sum(-1) - (target * logs).sum(-1)

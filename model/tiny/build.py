@@ -12,6 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from multiprocessing.connection import Connection
@@ -99,10 +100,8 @@ def model_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) ->
 def build_model(
     config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast, *, seed: int
 ) -> PreTrainedModel:
-    """Build a float32 model with random weights, which depend only on `config` and `seed`.
-
-    The caller's random state does not change.
-    """
+    """Build a float32 model with random weights, which depend only on `config` and `seed`. The
+    caller's random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(model_config(config, tokenizer))
@@ -116,23 +115,21 @@ def ensure_tiny_model(
     progress: Progress | None = None,
 ) -> Path:
     """Return the folder with the cold-started model, and train the model first if it is not cached.
-
     The folder contains a config, tokenizer and weights for transformers and vLLM. If several
     processes need the same model at the same time, each may train it, and the first to finish
     provides it. With `device="cuda"`, a separate process trains the model, so that GPU memory is
-    free again afterwards.
-
-    Raises:
-        ConfigError: the sources have nothing to teach.
-        TimeoutError: the cold start took longer than `config.cold_start.max_seconds`.
-        RuntimeError: the process on the GPU died.
-    """
+    free again afterwards. Raises ConfigError if the sources have nothing to teach. Raises
+    TimeoutError if the cold start took longer than `config.cold_start.max_seconds`. Raises
+    RuntimeError if the process on the GPU died."""
     root = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
     folder = root / f"tiny-{content_key(config, curriculum, device=device)}"
     if folder.is_dir():
         if not missing_weights(str(folder)):
             return folder
-        _remove_damaged(folder)
+        damaged = folder.with_name(f".{folder.name}-{os.getpid()}-damaged")
+        with suppress(FileNotFoundError):  # another process was faster
+            folder.rename(damaged)
+        shutil.rmtree(damaged, ignore_errors=True)
     make = partial(make_folder, folder, config, curriculum)
     if device == "cpu" or not config.cold_start.steps:
         make(progress=progress)
@@ -167,39 +164,13 @@ def make_folder(
         model.save_pretrained(unfinished)
         tokenizer.model_max_length = config.max_context
         tokenizer.save_pretrained(unfinished)
-        for path in (*unfinished.iterdir(), unfinished):
-            _sync_to_disk(path)
         try:
             unfinished.rename(folder)
-            _sync_to_disk(folder.parent)
         except OSError:
             if not folder.is_dir():  # otherwise another process was faster
                 raise
     finally:
         shutil.rmtree(place, ignore_errors=True)
-
-
-def _remove_damaged(folder: Path) -> None:
-    """Remove a cached model that is incomplete. Raise ConfigError if the cache is read-only."""
-    place = folder.with_name(f".{folder.name}-{os.getpid()}-damaged")
-    try:
-        folder.rename(place)
-    except FileNotFoundError:  # another process was faster
-        return
-    except OSError as error:
-        raise ConfigError(
-            f"{folder}: this cached model is damaged and cannot be replaced ({error.strerror}). "
-            "Delete it, or set another folder in model.tiny.cache_dir"
-        ) from error
-    shutil.rmtree(place, ignore_errors=True)
-
-
-def _sync_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def content_key(config: TinyModelConfig, curriculum: Curriculum, *, device: str = "cpu") -> str:
@@ -246,15 +217,10 @@ def train_in_process(
     timeout_s: float,
     progress: Progress | None = None,
 ) -> None:
-    """Run `make(device=…, progress=…)` in a new process and raise its errors here.
-
-    The process uses TF32 and deterministic kernels, as far as PyTorch has them, so the same
-    arguments give the same weights on one kind of GPU.
-
-    Raises:
-        TimeoutError: it did not finish within `timeout_s` plus the time to start.
-        RuntimeError: the process died.
-    """
+    """Run `make(device=…, progress=…)` in a new process and raise its errors here. The process uses
+    TF32 and deterministic kernels, as far as PyTorch has them, so the same arguments give the same
+    weights on one kind of GPU. Raises TimeoutError if it did not finish within `timeout_s` plus the
+    time to start. Raises RuntimeError if the process died."""
     # Spawned: this process may have threads, and CUDA does not survive a fork.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -300,13 +266,9 @@ def _child(parent: Connection, make: Callable[..., None], device: str) -> None:
         with sdpa_kernel(SDPBackend.MATH):
             make(device=device, progress=lambda *numbers: parent.send(("progress", numbers)))
     except Exception as error:  # raised by the parent
-        parent.send(("error", _picklable(error)))
+        if type(error) not in (TimeoutError, ValueError, ConfigError):  # may not be picklable
+            text = f"model.tiny.cold_start on a GPU: {type(error).__name__}: {error}"
+            error = RuntimeError(text)
+        parent.send(("error", error))
     else:
         parent.send(("done", None))
-
-
-def _picklable(error: Exception) -> Exception:
-    """Return the error in a form that can be sent through the pipe."""
-    if type(error) in (TimeoutError, ValueError, ConfigError):
-        return error
-    return RuntimeError(f"model.tiny.cold_start on a GPU: {type(error).__name__}: {error}")

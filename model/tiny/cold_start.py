@@ -95,10 +95,7 @@ def taught_sources(
     sources: Sequence[SourceConfig], *, demonstrating: bool = True
 ) -> list[SourceConfig]:
     """Return the sources that can be taught. `demonstrating` says that scripted conversations are
-    available.
-
-    Raises ConfigError if no source can be taught.
-    """
+    available. Raises ConfigError if no source can be taught."""
     taught = [
         source
         for source in sources
@@ -111,10 +108,8 @@ def taught_sources(
 
 
 def system_of(source: SourceConfig) -> str:
-    """Return the system message for the source's questions, as in rollouts, or "".
-
-    If the message is a template for an environment, it is left out, because it needs the tools.
-    """
+    """Return the system message for the source's questions, as in rollouts, or "". If the message
+    is a template for an environment, it is left out, because it needs the tools."""
     template = "none" if source.environment.enabled else source.system_template
     messages = with_system(system_prompt(template), with_system(source.system, ()))
     return "".join(message["content"] for message in messages)  # at most one
@@ -128,12 +123,9 @@ def make_examples(
     max_context: int | None = None,
 ) -> list[ExamplePair]:
     """Make about `count` examples from questions and scripted conversations, in proportion to
-    source weights.
-
-    `max_context` is the model's context length, or None if it is unlimited. Raises ConfigError if
-    there is nothing to learn, if all questions from a source are held out, or if a script's
-    conversations cannot be used.
-    """
+    source weights. `max_context` is the model's context length, or None if it is unlimited. Raises
+    ConfigError if there is nothing to learn, if all questions from a source are held out, or if a
+    script's conversations cannot be used."""
     demonstrate = curriculum.demonstrate
     taught = taught_sources(curriculum.sources, demonstrating=demonstrate is not None)
     total = sum(source.weight for source in taught)
@@ -160,29 +152,28 @@ def train(
     seed: int,
     progress: Progress | None = None,
 ) -> float:
-    """Train `model` in place with AdamW for `config.steps` batches and return the last loss.
-
-    Only the tokens of solutions contribute to the loss. On a CPU, the same arguments give
-    bit-identical weights on one kind of machine. `keel.model.tiny.build` describes what holds for
-    GPUs.
-
-    Raises:
-        TimeoutError: training took longer than `config.max_seconds`. A partly trained model is not
-            returned, because it would not match its config.
-    """
+    """Train `model` in place with AdamW for `config.steps` batches and return the last loss. Only
+    the tokens of solutions contribute to the loss. On a CPU, the same arguments give bit-identical
+    weights on one kind of machine. `keel.model.tiny.build` describes what holds for GPUs. Raises
+    TimeoutError if training took longer than `config.max_seconds`. A partly trained model is not
+    returned, because it would not match its config."""
     # One call for all experts, instead of the default loop.
     model.set_experts_implementation("grouped_mm")
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01
     )
     start, value = time.monotonic(), math.nan
+    warmup = max(1, round(config.steps * _WARMUP))
+    decay = max(1, config.steps - warmup)
     model.train()
     with _one_thread(), _dense_attention(model):
         for step, (inputs, targets) in enumerate(
             _batches(examples, tokenizer, config, random.Random(seed))
         ):
             for group in optimizer.param_groups:
-                group["lr"] = config.lr * _schedule(step, config.steps)
+                rising, done = (step + 1) / warmup, math.pi * (step - warmup) / decay
+                share = rising if step < warmup else 0.5 * (1 + math.cos(done))
+                group["lr"] = config.lr * share
             logits = model(input_ids=inputs.to(model.device), use_cache=False).logits
             loss = functional.cross_entropy(
                 logits.flatten(0, 1), targets.to(model.device).flatten(), ignore_index=IGNORED
@@ -237,7 +228,6 @@ def _scripted_examples(
     tools_in_thinking: bool,
     max_context: int | None,
 ) -> list[ExamplePair]:
-    """Tokenise scripted conversations. Raise ConfigError if one of them cannot be used."""
     at = (
         f"data.sources[{source.name}].environment.demonstrations = "
         f"{source.environment.demonstrations!r}"
@@ -278,7 +268,6 @@ def _scripted_examples(
 def _question_examples(
     source: SourceConfig, tokenizer: PreTrainedTokenizerFast, curriculum: Curriculum, count: int
 ) -> list[ExamplePair]:
-    """Make examples from a reasoning_gym task, or none if its questions have no answers."""
     # The import takes a second and builds a hundred tasks.
     import reasoning_gym  # noqa: PLC0415
 
@@ -312,6 +301,9 @@ def _question_examples(
     def encode(texts: list[str]) -> list[tuple[int, ...]]:
         return [tuple(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
+    def masked(prompt: tuple[int, ...], answer: tuple[int, ...]) -> MaskedIds:
+        return MaskedIds(prompt + answer, (False,) * len(prompt) + (True,) * len(answer))
+
     prompts = encode([f"{before}{entry['question']}{after}" for entry in entries])
     if source.thinking:
         worked, hasty = (
@@ -321,12 +313,7 @@ def _question_examples(
     else:  # the template has already closed the thinking block
         worked = hasty = encode([f"{entry['answer']}{TURN_END}" for entry in entries])
     return [
-        ExamplePair(
-            *(
-                MaskedIds(prompt + answer, (False,) * len(prompt) + (True,) * len(answer))
-                for answer in answers
-            )
-        )
+        ExamplePair(*(masked(prompt, answer) for answer in answers))
         for prompt, *answers in zip(prompts, worked, hasty, strict=True)
     ]
 
@@ -361,10 +348,3 @@ def _batches(
             tokens[index, : len(ids)] = ids
             targets[index, : len(ids) - 1] = np.where(row.learned[1:], ids[1:], IGNORED)
         yield torch.from_numpy(tokens), torch.from_numpy(targets)
-
-
-def _schedule(step: int, steps: int) -> float:
-    warmup = max(1, round(steps * _WARMUP))
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))

@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerFast
 
@@ -26,6 +26,7 @@ _MAX_RATIO = 100
 endless."""
 
 
+@runtime_checkable
 class ScriptedPair(Protocol):
     """One task in an environment, solved once carefully and once hastily."""
 
@@ -43,10 +44,8 @@ def demonstrated(source: SourceConfig) -> bool:
 
 
 def demonstrate(config: Config, source: str, count: int) -> Sequence[ScriptedPair]:
-    """Run a source's script to get about `count` conversations.
-
-    Raises ConfigError if the script fails.
-    """
+    """Run a source's script to get about `count` conversations. Raises ConfigError if the script
+    fails."""
     (config_of,) = (each for each in config.data.sources if each.name == source)
     script = demonstrator(config_of)
     arguments = deepcopy(dict(config_of.environment.arguments))  # the episodes need the original
@@ -59,18 +58,13 @@ def demonstrate(config: Config, source: str, count: int) -> Sequence[ScriptedPai
         pairs = _run_with_timeout(run, config.model.tiny.cold_start.max_seconds)
         if len(pairs) > limit:
             raise ValueError(f"made more than {limit} conversations, {count} were requested")
-        for pair in pairs:
-            missing = [name for name in ("tools", "worked", "hasty") if not hasattr(pair, name)]
-            if missing:
-                raise TypeError(f"{pair!r} has no attribute {', '.join(missing)}")
+        if wrong := [pair for pair in pairs if not isinstance(pair, ScriptedPair)]:
+            raise TypeError(f"{wrong[0]!r} needs tools, worked and hasty")
     return pairs
 
 
 def demonstrator(source: SourceConfig) -> Callable[..., Any]:
-    """Import the source's script.
-
-    Raises ConfigError if this fails.
-    """
+    """Import the source's script. Raises ConfigError if this fails."""
     module, _, name = source.environment.demonstrations.partition(":")
     with _script_errors(source):
         _script_file(source)
@@ -93,10 +87,7 @@ def script_digest(source: SourceConfig) -> str:
 
 def _script_file(source: SourceConfig) -> Path | None:
     """Find the script's file and make it importable from the environment's folder, or return None
-    for scripts that are part of Keel.
-
-    Raises ImportError if another module hides the file in that folder.
-    """
+    for scripts that are part of Keel."""
     module = source.environment.demonstrations.partition(":")[0]
     if module.startswith("keel."):  # the folder may be untrusted, see `keel replay`
         return None
@@ -104,12 +95,7 @@ def _script_file(source: SourceConfig) -> Path | None:
     if str(folder) not in sys.path:
         sys.path.append(str(folder))  # last, so that a `json.py` in it does not replace json
     spec = find_spec(module)
-    imported = Path(spec.origin) if spec and spec.has_location and spec.origin else None
-    expected = folder / f"{module.replace('.', '/')}.py"
-    hidden = imported is None or imported.resolve() != expected.resolve()
-    if spec is not None and hidden and expected.is_file():
-        raise ImportError(f"{module} is {imported or 'built in'}, not {expected}; rename the file")
-    return imported
+    return Path(spec.origin) if spec and spec.has_location and spec.origin else None
 
 
 @contextmanager

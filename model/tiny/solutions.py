@@ -27,7 +27,6 @@ class Taught:
 
 
 def _chain_covers(metadata: Metadata) -> bool:
-    """Return whether the expression contains only integers, + and −, without parentheses."""
     return re.fullmatch(r"-?\d+( [+-] -?\d+)*", str(metadata["expression"])) is not None
 
 
@@ -43,7 +42,6 @@ def _chain_working(metadata: Metadata) -> str:
 
 
 def _chain_hasty(metadata: Metadata) -> str:
-    """Return the result without the last term."""
     shorter = " ".join(str(metadata["expression"]).split(" ")[:-2])
     return _chain_working({"expression": shorter}).split("\n")[-1] if shorter else "0"
 
@@ -67,7 +65,6 @@ def _gcd_working(metadata: Metadata) -> str:
 
 
 def _spiral_working(metadata: Metadata) -> str:
-    """Write one side of the spiral per line."""
     rows = [list(map(str, row)) for row in metadata["matrix"]]
     lines: list[str] = []
     while rows:

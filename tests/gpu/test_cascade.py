@@ -115,30 +115,10 @@ def test_rows_of_a_group_are_a_segment() -> None:
     assert shared == [96, 96, 96, 96, 0, 96, 96, 96]
 
 
-def test_segments_start_at_the_groups_first_row() -> None:
-    leaders, _ = planned(groups(3, 10, 6))
-    assert leaders == [0] * 3 + [3] * 8 + [11] * 2 + [13] * 6
-
-
-def test_segments_end_with_their_rows() -> None:
-    leaders, _ = planned(groups(40))
-    assert leaders == [8 * (row // 8) for row in range(40)]
-
-
 def test_groups_sharing_less_stay_separate() -> None:
     leaders, shared = planned(groups(3, 3, common=5 * PAGE, prompt=12 * PAGE))
     assert leaders == [0, 0, 0, 3, 3, 3]
     assert shared == [192] * 6
-
-
-def test_prompts_that_begin_alike_share_that() -> None:
-    leaders, shared = planned(groups(1, 1, 1, common=5 * PAGE, prompt=12 * PAGE))
-    assert leaders == [0, 0, 0]
-    assert shared == [80, 80, 80]
-
-
-def test_little_is_not_worth_a_segment() -> None:
-    assert planned(groups(2, prompt=3 * PAGE))[1] == [0, 0]
 
 
 def test_rows_keep_their_decoded_token() -> None:
@@ -154,16 +134,6 @@ def test_stale_blocks_are_not_compared() -> None:
     assert planned(cache)[1] == [0, 0]
 
 
-def test_long_prompts_are_compared_to_their_end() -> None:
-    cache = groups(2, prompt=200 * PAGE)
-    cache.width = 220
-    assert planned(cache)[1] == [3200, 3200]
-
-
-def test_attention_of_groups() -> None:
-    check(groups(4, 1, 3))
-
-
 def test_attention_of_groups_that_begin_anywhere() -> None:
     check(groups(3, 10, 1, 6))
 
@@ -172,17 +142,9 @@ def test_attention_of_rows_that_share_nothing() -> None:
     check(groups(1, 1, 1, 1, 1))
 
 
-def test_attention_of_one_row() -> None:
-    check(groups(1))
-
-
 @pytest.mark.parametrize(("queries", "keys"), [(2, 2), (7, 1), (16, 2), (6, 2)])
 def test_heads(queries: int, keys: int) -> None:
     check(groups(5, 2), queries, keys)
-
-
-def test_a_group_larger_than_a_tile() -> None:
-    check(groups(21))
 
 
 def test_rows_that_are_nobodys_are_zero() -> None:
@@ -191,10 +153,6 @@ def test_rows_that_are_nobodys_are_zero() -> None:
         cache.rows.append([])
         cache.lengths.append(0)
     check(cache)
-
-
-def test_a_batch_smaller_than_the_largest() -> None:
-    check(groups(3, 2), most=64)
 
 
 def test_long_rows_are_cut_into_many_shares() -> None:

@@ -108,10 +108,6 @@ def test_few_ids_come_with_the_step(record: bool) -> None:
     check(truncated([1, 8, 3, 40, 17, 64, 65]), top_k=128, record=record)
 
 
-def test_one_row() -> None:
-    check(truncated([5]), top_k=8)
-
-
 def test_greedy_rows() -> None:
     check(truncated([8, 30, 8, 200]), top_k=100, temperatures=[0, 1, 1, 0])
 
@@ -119,10 +115,6 @@ def test_greedy_rows() -> None:
 def test_rows_in_prefill_have_no_sample() -> None:
     check(truncated([4, 6, 2]), top_k=8, unread=(1,))
     check(truncated([4, 6, 2]), top_k=8, unread=(0, 1, 2))
-
-
-def test_extra_ids_are_fetched() -> None:
-    check(truncated([300, 200, 250]), top_k=512)
 
 
 @pytest.mark.parametrize("record", [True, False])
@@ -231,34 +223,6 @@ def test_the_sampler_does_what_vllms_does(requests: list[int], ours: bool, recor
         wanted, got = (output.sampling_mask_tensors.tolists() for output in (expected, found))
         assert got.offsets.tolist() == wanted.offsets.tolist()
         assert got.token_ids.tolist() == wanted.token_ids.tolist()
-
-
-def test_unrequested_masks_stay_on_the_gpu() -> None:
-    """Masks of evaluations, unless another row of the batch needs masks."""
-    from vllm import SamplingParams
-
-    from keel.rollout.vllm_fast import sampler as kept_sampler
-    from keel.rollout.vllm_fast.step_arrays import UNMASKED
-    from tests.gpu.sampling_parts import PROMPT, make_batch, make_runner
-
-    mine = make_runner(mixed_parameters(), 500, DEVICE, record=True)
-    assert kept_sampler.install(mine)
-    open_ended = {"temperature": 1.0, "top_k": 400, "seed": 1, "logprobs": 0}
-    mine.sampler.add_request(0, SamplingParams(**open_ended, extra_args={UNMASKED: True}))
-    mine.sampler.add_request(1, SamplingParams(**open_ended))
-    mine.sampler.apply_staged_writes()
-    logits = torch.randn((2, 500), generator=torch.Generator().manual_seed(7)).to(DEVICE)
-
-    def sets_of(requests: list[int]) -> Any:
-        batch = make_batch(np.array(requests), [PROMPT + 1] * len(requests), DEVICE)
-        with torch.inference_mode():
-            return mine.sampler(logits[: len(requests)].clone(), batch).sampling_mask_tensors
-
-    assert sets_of([0]) is None
-    assert sets_of([0, 1]).counts.tolist() == [400, 400]
-    mine.sampler.add_request(0, SamplingParams(**open_ended))  # another, in its place
-    mine.sampler.apply_staged_writes()
-    assert sets_of([0]).counts.tolist() == [400]
 
 
 def test_reused_slots_take_the_new_sampling() -> None:

@@ -77,13 +77,6 @@ def test_few_rows(kernels: Any, rows: int, biased: bool) -> None:
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-3)
 
 
-@pytest.mark.parametrize(("heads", "d"), [(3, 8), (5, 128), (1, 100)])
-def test_norms_of_heads(kernels: Any, heads: int, d: int) -> None:
-    x, weight = with_gaps(7, heads, d), drawn(d, seed=1)
-    found = kernels.norm_heads(x, weight, EPS)
-    torch.testing.assert_close(found, rms_norm(x, weight.shape, weight, EPS), rtol=1e-5, atol=1e-6)
-
-
 @on_a_gpu
 @pytest.mark.parametrize("columns", [(4096, 1024), (1024, 3072), (2048, 6144), (4096, 12288)])
 @pytest.mark.parametrize("rows", [1, 7, 16, 40, 128, 200, 512, 1000, 5000])

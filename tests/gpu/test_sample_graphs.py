@@ -5,7 +5,6 @@ The inputs of graphs are also checked under Triton's interpreter (TRITON_INTERPR
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,31 +166,6 @@ def test_graphs_draw_like_eager_sampling(record: bool, monkeypatch: pytest.Monke
     assert made == [(8, 300), (4, 300), (1, 8)]  # the largest first
 
 
-def test_unchanged_rows_are_not_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of another step are gathered again, also in between."""
-    from keel.rollout.vllm_fast import sample_graphs
-
-    bench = Bench()
-    graphs, _ = without_graphs(bench, monkeypatch)
-    gathered: list[Any] = []
-    gather = sample_graphs.gather
-    monkeypatch.setattr(
-        sample_graphs, "gather", lambda *a, **k: (gathered.append(a[1].tolist()), gather(*a, **k))
-    )
-    with torch.inference_mode():
-        one, two = bench.step([1, 3, 4], 4, 8), bench.step([0, 2], 2, 8)
-        for batch in (one, one, two, two, one):
-            size = batch.num_tokens_after_padding
-            bench.fixed.copy_(torch.randn(bench.fixed.shape))
-            bench.positions[: batch.num_reqs] = batch.positions
-            expected = bench.eagerly(bench.fixed[:size], batch, None)
-            found = graphs.sample(bench.fixed[:size], batch, None)
-            assert lists(found[0]) == lists(expected[0])
-        graphs.sample(bench.fixed[:4].clone(), one, None)  # not where vLLM's graphs leave it
-    assert gathered == [[1, 3, 4], [0, 2], [1, 3, 4]]
-    assert bench.eager == 6
-
-
 @GRAPH
 @pytest.mark.parametrize("record", [True, False])
 def test_a_graph_draws_what_is_drawn_without(record: bool) -> None:
@@ -204,62 +178,3 @@ def test_a_graph_draws_what_is_drawn_without(record: bool) -> None:
             [([1, 0, 4], 4), ([1, 0, 4], 4), ([3, 2, 1], 4), ([2], 2), ([4, 3, 2, 1, 0], 8)] * 2
         ):
             check(bench, graphs, requests, size, at=8 + place)
-
-
-@GRAPH
-def test_two_steps_may_be_in_flight() -> None:
-    from keel.rollout.vllm_fast.sample_graphs import SampleGraphs
-
-    bench = Bench()
-    graphs = SampleGraphs(bench.runner)
-    with torch.inference_mode():
-        outputs: list[Any] = []
-        for place in range(2):
-            batch = bench.step([0, 1, 2], 4, 8 + place)
-            outputs.append(bench.eagerly(bench.fixed[:4], batch, None)[0])
-            outputs.append(graphs.sample(bench.fixed[:4], batch, None)[0])
-    one, mine, two, last = (lists(output) for output in outputs)
-    assert (mine, last) == (one, two)
-    assert one != two
-
-
-@GRAPH
-def test_steps_of_another_kind_go_vllms_way() -> None:
-    from keel.rollout.vllm_fast.sample_graphs import SampleGraphs
-
-    bench = Bench()
-    graphs = SampleGraphs(bench.runner)
-    with torch.inference_mode():
-        greedy = bench.step([5, 1], 2, 9)
-        reading = bench.step([1, 2], 2, 9)
-        reading.has_prefill = True
-        elsewhere = bench.step([1, 2], 2, 9)
-        for number, (batch, hidden) in enumerate(
-            [(greedy, bench.fixed), (reading, bench.fixed), (elsewhere, bench.fixed.clone())]
-        ):
-            graphs.sample(hidden[:2], batch, None)
-            assert bench.eager == number + 1
-
-
-@GRAPH
-def test_failed_captures_fall_back_to_eager(
-    logged: list[logging.LogRecord],
-) -> None:
-    from keel.rollout.vllm_fast.sample_graphs import SampleGraphs
-
-    bench = Bench()
-    graphs = SampleGraphs(bench.runner)
-    head, here = bench.runner.model.compute_logits, torch.cuda.current_stream()
-
-    def only_here(hidden: Any) -> Any:
-        if torch.cuda.current_stream() != here:
-            raise RuntimeError("not on this stream")
-        return head(hidden)
-
-    bench.runner.model.compute_logits = only_here
-    with torch.inference_mode():
-        for _ in range(2):
-            graphs.sample(bench.fixed[:2], bench.step([1, 2], 2, 9), None)
-    torch.cuda.synchronize()
-    assert bench.eager == 2
-    assert len(logged) == 1 and "CUDA graph" in logged[0].getMessage()

@@ -79,38 +79,6 @@ def test_each_row_gets_its_next_token(rows: int) -> None:
         assert found == wanted.tolist() + [-7] * (MOST - rows)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="vLLM's kernels turn numbers into pointers")
-def test_it_is_what_vllm_prepares() -> None:
-    from vllm.v1.worker.gpu.block_table import BlockTables
-    from vllm.v1.worker.gpu.input_batch import (
-        combine_sampled_and_draft_tokens,
-        prepare_pos_seq_lens,
-    )
-
-    mine, theirs, rows = Fields(), Fields(), 33
-    requests = torch.randperm(REQUESTS)[:rows].to(DEVICE)
-    begins = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE)
-    tables = BlockTables([PAGE], REQUESTS, MOST, [BLOCKS], DEVICE)
-    tables.block_tables[0].gpu.copy_(theirs.table)
-    prepare_pos_seq_lens(requests, begins, theirs.computed, theirs.positions, theirs.lengths[:rows])
-    combine_sampled_and_draft_tokens(
-        theirs.ids,
-        requests,
-        theirs.sampled,
-        begins,
-        theirs.lengths,
-        torch.zeros(REQUESTS, dtype=torch.int32, device=DEVICE),  # of prompts
-        torch.zeros(REQUESTS, 0, dtype=torch.int64, device=DEVICE),
-        begins,
-        rows,
-        1,
-    )
-    slots = tables.compute_slot_mappings(requests, begins, theirs.positions, rows)
-    theirs.slots[:rows] = slots[0]
-    mine.advance(requests)
-    assert mine.places() == theirs.places()
-
-
 def take_steps(take: bool) -> tuple[int, list[str]]:
     """Switch step reuse on or off; return the number of reused steps and their kinds."""
     from tests.rollout import remote_engine

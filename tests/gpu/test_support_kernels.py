@@ -16,7 +16,6 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from keel.model.head import gpu as support_gpu
 from keel.model.head.gpu import build_plan, fused_head
 from keel.model.head.kernels import LONG_ROW, HeadShape
-from keel.model.head.support import HeadSpec, support_head
 from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
 
 pytestmark = KERNELS
@@ -194,10 +193,6 @@ def test_an_id_that_most_tokens_kept(dtype: torch.dtype) -> None:
     check(case)
 
 
-def test_entries_beyond_one_block_of_columns() -> None:
-    check(make_case(tokens=6, vocabulary=12, d=1100, sizes=(5, 3)))
-
-
 def test_no_token() -> None:
     case = make_case(tokens=1)
     case.hidden, case.targets = case.hidden[:0], case.targets[:0]
@@ -207,31 +202,12 @@ def test_no_token() -> None:
     assert not grad_weight.any()
 
 
-def test_only_the_gradients_asked_for() -> None:
-    case = make_case(sizes=(0, 3))
-    plan = build_plan(case.ids, case.offsets, vocabulary=96, d=72, device=DEVICE)
-    for wanted in ("hidden", "weight"):
-        hidden, weight = case.hidden.clone(), case.weight.clone()
-        leaf = {"hidden": hidden, "weight": weight}[wanted].requires_grad_()
-        fused_head(hidden, weight, case.targets, plan)[0].sum().backward()
-        assert leaf.grad is not None and bool(leaf.grad.any())
-
-
 @DTYPES
 def test_bits_repeat(dtype: torch.dtype) -> None:
     case = make_case(tokens=64, sizes=(3, 0, 20, 9), dtype=dtype, biased=True)
     grad = torch.ones(64, device=DEVICE)
     first, second = run(case, grad), run(case, grad)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_device_offsets_give_the_same_plan() -> None:
-    case = make_case(sizes=(0, 3, 9))
-    sizes = {"vocabulary": 96, "d": 72, "device": DEVICE}
-    host = build_plan(case.ids, case.offsets, **sizes)  # type: ignore[arg-type]
-    device = build_plan(case.ids.to(DEVICE), case.offsets.to(DEVICE), **sizes)  # type: ignore[arg-type]
-    assert host.chunks == device.chunks
-    assert torch.equal(host.token, device.token) and torch.equal(host.ids, device.ids)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no device to wait for")
@@ -247,32 +223,3 @@ def test_passes_never_wait_for_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode(mode)
     assert hidden.grad is not None and bool(torch.isfinite(hidden.grad).all())
-
-
-@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
-@DTYPES
-@pytest.mark.parametrize("sizes", [(3, 9), (0, 3, 40)], ids=["kept", "mixed"])
-def test_public_function_takes_the_kernels_without_waiting(
-    sizes: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    case = make_case(tokens=64, sizes=sizes, dtype=dtype, biased=True)
-    hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
-    targets = case.targets.cpu()
-    spec = HeadSpec(bias=case.bias, scale=0.7, softcap=3.0)
-    case.shape = HeadShape(scale=0.7, softcap=3.0, temperature=0.6)
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        logp, entropy = support_head(
-            hidden, weight, targets, case.ids, case.offsets, temperature=0.6, spec=spec
-        )
-        logp.sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-    assert "SupportHead" in str(logp.grad_fn)
-    expected = exact(case, torch.ones(64, device=DEVICE))
-    torch.testing.assert_close(logp.double(), expected[0], atol=2e-5, rtol=1e-5)
-    torch.testing.assert_close(entropy.double(), expected[1], atol=2e-5, rtol=1e-5)
-    for leaf, value in zip((hidden, weight), expected[2:4], strict=True):
-        assert leaf.grad is not None
-        assert float((leaf.grad - value).norm() / value.norm()) < TOLERANCE[dtype]

@@ -17,10 +17,8 @@ from keel.model.layers.flash4 import missing
 from keel.model.tiny.build import default_cache_dir
 from keel.rl.metrics import values
 from keel.trainer.engine import offload
-from keel.weights.buckets import unpack_flat
 from tests.gpu.marks import GPU
 from tests.trainer.engine.batches import Rollouts, write_dense, write_model
-from tests.trainer.engine.crowding import crowding
 from tests.trainer.engine.scenarios import TIGHT, Ranks, make_config, training
 
 pytestmark = GPU
@@ -108,23 +106,6 @@ def test_both_attention_kernels_compile(
         assert first["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.03)
 
 
-def test_overflowing_loss_scales_are_halved(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(1, 1, dtype="float16")
-    groups = Rollouts(0, ranks.folder / "untied").groups(2, 3)
-    monkeypatch.setattr("keel.trainer.engine.zero.SCALE_POWER", 26)
-    engine = ranks.engine(config)
-    before = ranks.published(engine)
-    skipped = 0
-    for _ in range(16):
-        found = values(engine.step([ranks.batch(groups, config)]))
-        if not found["train/skipped_steps"]:
-            break
-        skipped += 1
-        assert all(torch.equal(before[k], v) for k, v in ranks.published(engine).items())
-    assert 0 < skipped < 16 and engine.version == skipped + 1
-    assert any(not torch.equal(before[k], v) for k, v in ranks.published(engine).items())
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_offloading_changes_no_training(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
@@ -157,19 +138,6 @@ def test_offloading_changes_no_training(
         assert asleep == pytest.approx(awake, rel=1e-3, abs=1e-6, nan_ok=True)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_constant_offloading_changes_no_training(ranks: Ranks, stage: int) -> None:
-    results = crowding(stage)(ranks)
-    for how in ("partly", "lacking", "crowded"):
-        for asleep, awake in zip(results[how]["metrics"], results["awake"]["metrics"], strict=True):
-            assert values(asleep) == pytest.approx(values(awake), rel=1e-3, abs=1e-6, nan_ok=True)
-        assert not any(away["state"] for away in results[how]["update"])
-    for how in ("partly", "crowded"):
-        assert all(away["state"] for away in results[how]["sampling"])
-    assert all(away["state"] for away in results["crowded"]["gradients"][1:])
-    assert all(away["reference"] for away in results["crowded"]["update"])
-
-
 def test_resident_ranks_free_their_gradients(ranks: Ranks) -> None:
     config = make_config(
         1, 1, dtype="bfloat16", tokens=TIGHT, sleep=True, offload_while_sampling=False
@@ -188,12 +156,3 @@ def test_resident_ranks_free_their_gradients(ranks: Ranks) -> None:
         reserved = torch.cuda.memory_reserved()
         torch.cuda.empty_cache()
         assert torch.cuda.memory_reserved() == reserved
-
-
-def test_offloaded_buckets_equal_gpu_weights(ranks: Ranks) -> None:
-    engine = ranks.engine(make_config(1, 1, dtype="bfloat16", sleep=True))
-    first = ranks.published(engine)
-    for entries, flat in engine.buckets(requested=True, bucket_bytes=50_000):  # an engine came back
-        assert flat.device == engine.device
-        for name, tensor in unpack_flat(entries, flat):
-            assert torch.equal(tensor.cpu(), first[name])

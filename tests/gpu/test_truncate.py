@@ -129,13 +129,6 @@ def test_random_rows(spread: float, top_k: int) -> None:
     check(normal(4, spread=spread), [top_k] * 4, [0.98, 0.5, 0.999, 1], temperatures=temperatures)
 
 
-def test_rows_of_other_parameters() -> None:
-    top_k, top_p = [1, 512, 3, 1000, 40, 64], [1.0, 1e-6, 0.9, 0.7, 1, 0.3]
-    check(normal(6), top_k, top_p, temperatures=[1, 0.1, 2, 5, 0.7, 1])
-    check(normal(6).bfloat16(), top_k, top_p, temperatures=[1, 0.1, 2, 5, 0.7, 1])
-    check(normal(6), top_k, top_p, record=False)
-
-
 def test_rows_in_prefill_keep_none() -> None:
     check(normal(3), [8, 9, 10], [0.9] * 3, unread=(1,))
     check(normal(3), [8, 9, 10], [0.9] * 3, unread=(0, 1, 2))
@@ -147,27 +140,6 @@ def test_vocabularies(vocabulary: int) -> None:
     check(normal(3, vocabulary).bfloat16(), top_k, [1, 0.9, 0.98])
 
 
-def test_peaked_rows() -> None:
-    logits = normal(3, spread=1)
-    logits[0, 77] = 80
-    logits[1, [5, 9_999, 10_000]] = 40
-    logits[2, ::50] += 60
-    check(logits, [512] * 3, [0.98] * 3)
-
-
-def test_likely_ids_that_are_neighbours() -> None:
-    logits = normal(2, spread=1)
-    logits[0, 100:900] += 20
-    logits[1, -700:] += 20
-    check(logits, [512] * 2, [0.98] * 2)
-
-
-@pytest.mark.parametrize("top_k", [1, 8, 512, 1024])
-@pytest.mark.parametrize("value", [0.0, -3.5, 12.0])
-def test_flat_rows(top_k: int, value: float) -> None:
-    check(torch.full((2, VOCABULARY), value), [top_k] * 2, [0.77, 1])
-
-
 def test_equals_at_the_cut() -> None:
     few = normal(4).round()
     few[1, 50:70] = few[1].max() + 1
@@ -175,15 +147,6 @@ def test_equals_at_the_cut() -> None:
         check(few, [top_k] * 4, [1, 0.9, 0.98, 0.3])
     signs = torch.where(normal(2) > 0, 0.0, -0.0)
     check(signs, [512, 8], [1.0, 0.5])
-
-
-def test_rows_with_few_finite_logits() -> None:
-    logits = torch.full((4, VOCABULARY), -torch.inf)
-    logits[0, 9_000] = -5
-    logits[1, :300] = normal(1)[0, :300]
-    logits[2, ::20] = normal(1)[0, ::20]
-    logits[3, 17] = torch.finfo(torch.float32).min
-    check(logits, [512] * 4, [0.98, 0.9, 0.9, 1])
 
 
 @pytest.mark.parametrize("many", [False, True])

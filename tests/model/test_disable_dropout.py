@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from keel.model.attention import Segments
-from keel.model.disable_dropout import disable_dropout
+from keel.model.transformers_internals import disable_dropout
 from keel.trainer.engine.policy import PolicyNetwork
 
 SMALL: dict[str, Any] = {

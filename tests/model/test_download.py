@@ -46,15 +46,6 @@ def test_present_counts_partial_files(cache: Path) -> None:
     assert download_of("owner/model") is None
 
 
-def test_unknown_models_have_no_download(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert download_of("owner/other") is None
-    assert download_of(str(tmp_path)) is None
-    monkeypatch.setattr(download, "hub_answers", lambda: False)
-    assert download_of("owner/model") is None
-
-
 def test_interrupted_downloads_resume(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pending = download_of("owner/model")
     assert pending is not None

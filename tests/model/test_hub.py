@@ -12,26 +12,14 @@ from urllib.error import URLError
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import (
-    BloomConfig,
-    MambaConfig,
-    MptConfig,
-    NemotronConfig,
-    PreTrainedConfig,
-    Qwen3NextConfig,
-    RwkvConfig,
-)
 
 from keel.configs.schema import ConfigError
 from keel.model import hub
 from keel.model.hub import (
-    check_path,
     hub_answers,
-    hub_options,
     missing_weights,
 )
 from keel.model.load import load_model_config
-from keel.model.trainable import trainable_facts
 
 
 @pytest.fixture(autouse=True)
@@ -74,32 +62,6 @@ def test_missing_folders_do_not_wait_for_the_hub(
     assert len(silent) <= 1, "tested once per process"
 
 
-@pytest.mark.usefixtures("silent")
-def test_cached_models_need_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda path, name: "/cache/config.json")
-    check_path("owner/model")
-    assert hub_options("owner/model") == {"trust_remote_code": False, "local_files_only": True}
-
-
-def test_the_hub_is_contacted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests: list[str] = []
-
-    class Answer:
-        def __enter__(self) -> None: ...
-        def __exit__(self, *_: object) -> None: ...
-
-    def answer(request: Any, timeout: float) -> Answer:
-        requests.append(request.full_url)
-        return Answer()
-
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "urlopen", answer)
-    for name in ("owner/model", "owner/other"):
-        check_path(name)
-        assert hub_options(name) == {"trust_remote_code": False}
-    assert requests == [hub.constants.ENDPOINT]
-
-
 def test_missing_and_damaged_weights_are_named(tmp_path: Path) -> None:
     def fault() -> str:
         return missing_weights(str(tmp_path))
@@ -129,21 +91,3 @@ def test_missing_and_damaged_weights_are_named(tmp_path: Path) -> None:
         index.write_text(content)
         with pytest.raises(ConfigError, match="index"):
             fault()
-
-
-FAMILIES: dict[str, tuple[PreTrainedConfig, str]] = {
-    "mamba": (MambaConfig(num_hidden_layers=2), "would mix packed segments"),
-    "qwen3_next": (Qwen3NextConfig(num_hidden_layers=4), "would mix packed segments"),
-    "mpt": (MptConfig(n_layers=2), "attention interface"),
-    "bloom": (BloomConfig(n_layer=2), "attention interface"),
-    "rwkv": (RwkvConfig(num_hidden_layers=2), "attention interface"),
-    "nemotron": (NemotronConfig(num_hidden_layers=2), "not supported"),
-}
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("family", FAMILIES)
-def test_unsupported_families_are_explained(family: str) -> None:
-    config, reason = FAMILIES[family]
-    with pytest.raises(ConfigError, match=f"model.path = 'some/model'.*{reason}"):
-        trainable_facts("some/model", config)

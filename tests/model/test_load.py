@@ -24,9 +24,7 @@ from keel.model.load import (
     facts_of,
     load_model_config,
     load_policy,
-    load_tokenizer,
 )
-from keel.model.tiny.tokenizer import build_tokenizer
 
 COMMON = {
     "vocab_size": 64,
@@ -160,12 +158,3 @@ def test_other_kinds_of_model_are_refused(content: dict[str, object], tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="causal language model"):
         facts_of(load_model_config(str(tmp_path)))
-
-
-def test_deepseek_v32_needs_no_chat_template(tmp_path: Path) -> None:
-    """Code formats its chats; a special token identifies its tokenizer."""
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = None
-    tokenizer.add_tokens(["｜DSML｜"])
-    tokenizer.save_pretrained(tmp_path)
-    assert load_tokenizer(str(tmp_path)).chat_template is None

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
 from ray.exceptions import (
     ActorDiedError,
-    GetTimeoutError,
     ObjectLostError,
     RayTaskError,
 )
 
 from keel.model import ray_timeouts
 from keel.model.ray_timeouts import (
-    Deadline,
     RayLost,
     Unanswered,
     awaited,
     bounded,
-    get,
     is_loss,
     joined,
     kill,
     lost_reason,
     mark_lost,
     shut_down,
-    wait,
 )
 from tests.waiting import PATIENCE_S
 
@@ -105,55 +100,6 @@ def test_mark_lost_ends_pending_and_later_calls(never: threading.Event) -> None:
     assert lost_reason() == "its raylet is gone", "the first reason is kept"
     with pytest.raises(RayLost):
         awaited(Future())
-
-
-def test_deadline_caps_the_time_between_polls() -> None:
-    now = 0.0
-    deadline = Deadline(10.0, 1.0, lambda: now)
-    assert deadline.remaining() == 10.0
-    now += 3600.0
-    assert deadline.remaining() == 8.0
-    for _ in range(7):
-        now += 1.0
-        assert deadline.remaining() > 0
-    now += 1.5
-    assert deadline.remaining() == 0.0
-
-
-class FakeRay:
-    """Answers `ray.wait` after a number of polls of `poll_s` seconds each."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, polls: int, poll_s: float) -> None:
-        self.now, self._polls, self._poll_s = 0.0, polls, poll_s
-        self.timeouts, self.limits = list[float](), list[float]()
-        patch.setattr(ray_timeouts.ray, "wait", self._wait)
-        patch.setattr(ray_timeouts.ray, "get", lambda ref, timeout: "its result")
-        patch.setattr(ray_timeouts, "bounded", self._bounded)
-
-    def deadline(self, seconds: float) -> Deadline:
-        return Deadline(seconds, clock=lambda: self.now)
-
-    def _bounded(self, call: Callable[[], Any], seconds: float, what: str) -> Any:
-        self.limits.append(seconds)
-        return call()
-
-    def _wait(self, refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
-        self.timeouts.append(timeout)
-        self.now += min(self._poll_s, timeout) if self._poll_s < 60 else self._poll_s
-        return (refs, []) if len(self.timeouts) > self._polls else ([], refs)
-
-
-def test_wait_polls_until_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = FakeRay(monkeypatch, polls=100, poll_s=1.0)
-    assert wait(["a"], seconds=slow.deadline(2.5)) == ([], ["a"])
-    assert slow.timeouts == [1.0, 1.0, 0.5]
-    assert slow.limits == [remaining + ray_timeouts._GRACE_S for remaining in (2.5, 1.5, 0.5)]
-    stopped = FakeRay(monkeypatch, polls=4, poll_s=3600.0)
-    assert wait(["a"], seconds=stopped.deadline(10.0)) == (["a"], [])
-    assert get("a", seconds=1.0) == "its result"
-    FakeRay(monkeypatch, polls=10**6, poll_s=1.0)
-    with pytest.raises(GetTimeoutError):
-        get("a", seconds=0.01)
 
 
 def test_a_hanging_kill_is_awaited_once(

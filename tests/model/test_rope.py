@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Phi3Config, PreTrainedModel
 
 from keel.model.attention import Segments, use_packed_attention
-from keel.model.rope import fix_long_rope
+from keel.model.transformers_internals import fix_long_rope
 
 PRETRAINED = 16
 CONFIG = Phi3Config(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.rl.buffer import GroupBuffer, Lag, uninformative
-from keel.rl.summary import summarize
 from tests.rl.rollouts import finished, prompt
 
 
@@ -21,21 +19,6 @@ def buffer(batch: int = 2, steps: int = 10, lag: Lag | None = None, **how: Any) 
 
 def fill(one: GroupBuffer) -> list[int]:
     return [one.submitted(prompt(f"p{i}")) for i in range(one.room())]
-
-
-def test_on_policy_room_is_one_batch() -> None:
-    one = buffer()
-    numbers = fill(one)
-    assert len(numbers) == 2 and one.room() == 0
-    for number in reversed(numbers):
-        assert not one.ready()
-        one.arrived(number, finished(f"g{number}"))
-    assert one.ready()
-    names = [group.group.prompt.prompt_id for group in one.take().groups]
-    assert names == [f"g{number}" for number in numbers]
-    assert one.room() == 0, "the engines do not have the weights yet"
-    one.adopted(1)
-    assert one.room() == 2
 
 
 def test_resumed_room_ends_at_the_next_publication() -> None:
@@ -109,69 +92,6 @@ def test_groups_train_in_prompt_order_within_the_lag(
     assert discarded == expected
 
 
-@settings(deadline=None)
-@given(
-    lag=st.integers(0, 4),
-    every=st.integers(1, 2),
-    updates=st.integers(1, 2),
-    refills=st.sampled_from([0.0, 1.0]),
-    seed=st.integers(0, 2**31),
-)
-def test_long_trajectories_train_within_the_lag(
-    lag: int, every: int, updates: int, refills: float, seed: int
-) -> None:
-    """Simulate long trajectories whose later turns are sampled from newer weights."""
-    random = Random(seed)
-    bound = Lag(batches=lag, publish_every=every, updates=updates)
-    steps, size = 6, 3
-    one = buffer(batch=size, steps=steps, lag=bound, filter_by="correct", max_refills=refills)
-    now, engines, step, busy = 0.0, 0, 0, False
-    events: list[tuple[float, int]] = []
-    """End of a turn of a group, by number, or of the trainer's step, 0."""
-    versions: dict[int, list[int]] = {}
-    remaining: dict[int, int] = {}
-    trained = discarded = 0
-    spans = [0]
-    while step < steps:
-        for number in fill(one):
-            remaining[number] = (
-                random.randint(30, 60) if random.random() < 0.15 else random.randint(1, 4)
-            )
-            versions[number] = [engines]
-            heappush(events, (now + random.random(), number))
-        if one.ready() and not busy:
-            batch = one.take()
-            current = step * updates
-            ages = summarize(batch.groups, version=current)["staleness/max"].value
-            assert 0 <= ages <= bound.versions
-            for group in batch.groups:
-                seen = versions[int(group.group.prompt.prompt_id)]
-                assert current - seen[0] <= bound.versions and seen[-1] <= current
-                spans.append(seen[-1] - seen[0])
-            trained += len(batch.groups)
-            discarded += len(batch.discarded)
-            busy = True
-            heappush(events, (now + 5.0, 0))
-        assert events, "stalled"
-        now, number = heappop(events)
-        if number == 0:
-            step, busy = step + 1, False
-            if step % every == 0:
-                engines = step * updates
-                one.adopted(step)
-            continue
-        versions[number].append(engines)  # last token of the turn
-        remaining[number] -= 1
-        if remaining[number]:
-            versions[number].append(engines)  # first token of the next turn
-            heappush(events, (now + random.random(), number))
-        else:
-            correct = (0.0, 0.0) if random.random() < 0.3 else (1.0, 0.0)
-            one.arrived(number, finished(str(number), correct, versions=tuple(versions[number])))
-    assert trained == steps * size and trained + discarded <= len(versions)
-    assert max(spans) <= bound.versions
-
-
 def test_a_step_waits_only_for_its_groups() -> None:
     one = buffer(batch=2, lag=Lag(batches=1))
     first, second, third, fourth = fill(one)
@@ -217,18 +137,6 @@ def test_filtered_groups_free_slots_within_the_budget() -> None:
     assert [group.group.prompt.prompt_id for group in batch.groups] == ["b", "c"]
     assert [group.group.prompt.prompt_id for group in batch.discarded] == ["a"]
     assert batch.metrics["rollout/filtered_all_correct"].value == 1
-
-
-def test_budget_follows_prompt_order() -> None:
-    one = buffer(batch=2, filter_by="correct", max_refills=0.5)
-    first, second = fill(one)
-    one.arrived(second, finished("short", (0.0, 0.0)))
-    assert one.room() == 0
-    one.arrived(first, finished("long", (0.0, 0.0)))
-    assert one.room() == 1
-    (third,) = fill(one)
-    one.arrived(third, finished("c"))
-    assert [g.group.prompt.prompt_id for g in one.take().discarded] == ["long"]
 
 
 def test_refills_do_not_wait_with_enough_budget() -> None:

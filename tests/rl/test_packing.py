@@ -96,16 +96,6 @@ def test_groups_have_equal_weight(seed, ranks, capacity, updates, skip) -> None:
         assert sum(weights) == pytest.approx(batches[0].total_sequences)
 
 
-def test_a_group_of_one_counts_fully() -> None:
-    whole = random_groups(1, groups=1, size=4, uniform=0.0)[0]
-    alone = with_losses(random_groups(2, groups=1, size=1), Random(0))[0]
-    gone = scored([], [])
-    assert alone.advantages_G.tolist() == [0.0]
-    (batch,) = pack([whole, gone, alone], ranks=1, micro_batch_tokens=10_000)
-    (micro_batch,) = batch.micro_batches
-    assert sorted(micro_batch.sequence_weight_S.tolist()) == [0.625] * 4 + [2.5]
-
-
 @settings(deadline=None, max_examples=15)
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_equal_groups_have_weight_one(groups, size) -> None:
@@ -205,13 +195,6 @@ def test_idle_ranks_get_padding_with_zero_loss() -> None:
     assert not grad.any()
 
 
-def test_packing_is_deterministic() -> None:
-    first, second = (pack(random_groups(7), ranks=2, micro_batch_tokens=30) for _ in range(2))
-    for a, b in zip(micro_batches(first), micro_batches(second), strict=True):
-        assert a.token_ids_N.tolist() == b.token_ids_N.tolist()
-        assert a.sequence_N.tolist() == b.sequence_N.tolist()
-
-
 def test_positions_and_segments() -> None:
     two = trajectory(segment(0, 3), segment(10, 2))
     (batch,) = pack(
@@ -227,14 +210,6 @@ def test_positions_and_segments() -> None:
     assert micro_batch.sequence_tokens_S.tolist() == [3, 1]
     assert micro_batch.routes_NLK is None
     assert micro_batch.sampling_mask is None
-
-
-def test_updates_are_contiguous_and_even() -> None:
-    groups = [finished(f"g{index}") for index in range(7)]
-    parts = split_updates(groups, 3)
-    assert [len(part) for part in parts] == [2, 2, 3]
-    assert [group for part in parts for group in part] == groups
-    assert split_updates(groups, 1) == [groups]
 
 
 @pytest.mark.parametrize("count", range(1, 14))
@@ -257,8 +232,3 @@ def test_empty_groups_make_no_updates() -> None:
     lost = scored([], [], dropped=("late",))
     assert split_updates([lost, first, lost, second], 3) == [[first], [second]]
     assert split_updates([lost], 2) == []
-
-
-def test_no_updates_are_refused() -> None:
-    with pytest.raises(ValueError, match="updates"):
-        split_updates([], 0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from keel.rl.packing import MicroBatch, TrainBatch, pack
-from tests.rl.rollouts import kept_of, random_groups, scored, segment, trajectory
+from tests.rl.rollouts import random_groups, scored, segment, trajectory
 
 
 def test_invalid_arguments_are_named() -> None:
@@ -41,14 +41,6 @@ def test_narrow_routes_are_widened() -> None:
     assert routes is not None
     assert routes.dtype == np.int16
     assert (routes == 200).all()
-
-
-def test_untruncated_segments_get_empty_masks() -> None:
-    both = [trajectory(segment(0, 3)), trajectory(segment(10, 3, kept=True), sibling=1)]
-    (batch,) = pack([scored(both, [0, 1])], ranks=1, micro_batch_tokens=20)
-    masks = batch.micro_batches[0].sampling_mask
-    assert masks is not None
-    assert [masks[t].tolist() for t in range(6)] == [[], [], [], [], kept_of(11), kept_of(12)]
 
 
 GOOD: dict[str, Any] = {

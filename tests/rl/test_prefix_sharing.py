@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.rl.packing import MicroBatch, pack
-from keel.rl.packing.prefix_sharing import KV_COPIES_PER_TOKEN, MIN_PREFIX, estimate_packing
+from keel.rl.packing.prefix_sharing import KV_COPIES_PER_TOKEN, estimate_packing
 from keel.rl.types import NO_ROUTE, ScoredGroup, Segment
 from tests.rl.packed import gradient, micro_batches
 from tests.rl.rollouts import (
@@ -123,14 +123,6 @@ def test_prefix_excludes_the_last_prompt_token() -> None:
     ]
 
 
-def test_short_prefixes_are_not_shared() -> None:
-    for batches in (
-        packed(same_prompt(), share_prompts=False),
-        packed(same_prompt(prompt=MIN_PREFIX)),
-    ):
-        assert [batch.follows for batch in batches] == [None]
-
-
 def changed(one: Segment, what: str, at: int) -> Segment:
     """Change the segment from position `at`: a token, an expert or the first sampled token."""
     if what == "token":
@@ -163,12 +155,6 @@ def test_two_kinds_of_routes_form_two_clusters() -> None:
     (batch,) = packed(mixed)
     assert sorted(np.bincount(batch.segment_N)) == [11] * 6 + [39, 39]
     assert len(contexts_of(batch)) == 6
-
-
-def test_other_prompts_are_not_shared() -> None:
-    one, *others = same_prompt(routes=True)
-    (batch,) = packed([with_prefix(one, np.array([7], np.int32)), *others])
-    assert sorted(np.bincount(batch.segment_N)) == [11, 11, 11, 39, 50]
 
 
 def test_recorded_selections_prevent_sharing() -> None:

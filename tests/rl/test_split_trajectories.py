@@ -12,7 +12,7 @@ from keel.rl.losses import grpo_loss
 from keel.rl.offpolicy import GapTotals, off_policy_sequence_mask
 from keel.rl.packing import pack
 from keel.rl.types import ScoredGroup, Segment
-from tests.rl.packed import fresh_table, gradient, micro_batches, oracle, trained
+from tests.rl.packed import fresh_table, oracle, trained
 from tests.rl.rollouts import scored, segment, trajectory
 
 
@@ -72,30 +72,6 @@ def test_splitting_changes_neither_loss_nor_metrics(
     torch.testing.assert_close(tables[1].grad, tables[2].grad, rtol=1e-5, atol=1e-7)
 
 
-def test_examples_exercise_the_mask() -> None:
-    """Some trajectories are split, some masked, and for some a part alone decides differently."""
-    split = masked = differs = 0
-    for seed in range(5):
-        (batch,) = pack(long_groups(seed), ranks=1, micro_batch_tokens=6)
-        split += batch.split_sequences
-        whole = trained([batch], fresh_table())["mask/sequence_fraction"]
-        masked += 0.05 < whole < 0.95
-        totals = GapTotals(batch.split_sequences)
-        parts: dict[int, set[bool]] = {}
-        for one in batch.scored_first:
-            assert one.split_S is not None and (one.split_S >= 0).all()
-            assert (one.advantage_N < 0).all()
-            for row in np.flatnonzero(one.trainable_N):
-                owner = int(one.split_S[one.sequence_N[row]])
-                logp = -fresh_table()[int(one.token_ids_N[row])].exp()
-                logp_old = torch.tensor(one.logp_old_N[row])
-                totals.add(logp[None], logp_old[None], torch.tensor([owner]))
-                parts.setdefault(owner, set()).add((logp_old - logp).item() > 0.5)
-        differs += sum(len(both) == 2 for both in parts.values())
-        assert (~totals.means().isnan()).sum() == len(parts)
-    assert split > 15 and masked > 2 and differs > 5
-
-
 def test_only_maskable_segments_are_scored_first() -> None:
     """Some ranks have only padding."""
     long = [trajectory(*(segment(20 * s + 5 * w, 5) for w in range(4)), sibling=s) for s in (0, 1)]
@@ -108,17 +84,6 @@ def test_only_maskable_segments_are_scored_first() -> None:
     assert {len(batch.scored_first) for batch in winners} == {0}
 
 
-def test_adjacent_parts_form_one_sequence() -> None:
-    long = trajectory(*(segment(5 * w, 5) for w in range(4)))
-    (batch,) = pack([scored([long], [0.0])], ranks=1, micro_batch_tokens=10)
-    assert [one.sequence_tokens_S.tolist() for one in batch.micro_batches] == [[16], [16]]
-    assert [one.split_S is not None and one.split_S.tolist() for one in batch.micro_batches] == [
-        [0],
-        [0],
-    ]
-    assert [len(set(one.segment_N)) for one in batch.micro_batches] == [2, 2]
-
-
 def test_split_trajectories_drop_segments_without_samples() -> None:
     unsampled = segment(10, 4, context=4)
     long = trajectory(segment(0, 5), unsampled, segment(20, 5))
@@ -129,17 +94,6 @@ def test_split_trajectories_drop_segments_without_samples() -> None:
     assert batch.split_sequences == 0
     (batch,) = pack([scored([long], [0.0])], ranks=1, micro_batch_tokens=14)
     assert [len(one.token_ids_N) for one in batch.micro_batches] == [14]
-
-
-def test_an_oversized_segment_is_packed_alone() -> None:
-    long = trajectory(segment(0, 9), segment(20, 3), segment(30, 3))
-    groups = [scored([long, trajectory(segment(40, 3), sibling=1)], [0.0, 1.0])]
-    batches = pack(groups, ranks=1, micro_batch_tokens=6)
-    assert sorted(len(one.token_ids_N) for one in micro_batches(batches)) == [3, 6, 9]
-    loss, actual = gradient(batches)
-    whole, expected = gradient(pack(groups, ranks=1, micro_batch_tokens=99))
-    assert loss == pytest.approx(whole, abs=1e-12)
-    torch.testing.assert_close(actual, expected)
 
 
 def test_incomplete_maskable_sequences_need_a_gap() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from keel.rl.metrics import Max, Mean, Sum, merge, values
 from keel.rl.summary import of_updates, summarize
-from keel.rl.types import CUT_OFF, SamplingMasks, Usage
+from keel.rl.types import CUT_OFF, Usage
 from tests.rl.rollouts import scored, segment, trajectory
 
 
@@ -38,30 +38,6 @@ def test_summary_by_hand() -> None:
         "rollout/uniform_groups": Sum(1),
         "rollout/uniform_group_fraction": Mean(1, 2),
     }
-
-
-def test_dropped_completions_count_as_truncated() -> None:
-    kept = [trajectory(segment(0, 3)), trajectory(segment(4, 3), sibling=1, finish="length")]
-    lost = (trajectory(segment(8, 3), sibling=2, finish="length"),)
-    unjudged = (*lost, trajectory(segment(12, 3), sibling=3, finish="deadline"))
-    groups = [
-        replace(scored(kept, [1, 0], dropped=(CUT_OFF, "late")), left_out=lost),
-        replace(scored([], [], dropped=(CUT_OFF, "the judge failed")), left_out=unjudged),
-    ]
-    assert summarize(groups, version=0)["rollout/deadline_cuts"] == Sum(1)
-    assert summarize(groups, version=0)["rollout/truncated_fraction"] == Mean(4, 5)
-
-
-def test_mask_size_counts_truncated_tokens() -> None:
-    # Token t keeps 1 + t % 3 ids; the first of each segment was not sampled.
-    recorded = segment(0, 5, kept=True)
-    assert recorded.sampling_mask is not None
-    last_free = SamplingMasks.concat([recorded.sampling_mask.slice(0, 4), SamplingMasks.empty(1)])
-    truncated = trajectory(replace(recorded, sampling_mask=last_free))
-    free = trajectory(segment(10, 6), sibling=1)
-    metrics = summarize([scored([truncated, free], [0, 1])], version=0)
-    assert metrics["sampling/kept_mean"] == Mean(2 + 3 + 1, 3)
-    assert "sampling/kept_mean" not in summarize([scored([free], [1])], version=0)
 
 
 def test_agent_metrics_cover_trajectories_with_usage() -> None:

@@ -64,11 +64,6 @@ def test_invalid_prompts_and_trajectories_are_named() -> None:
         trajectory(segment(name="q", context=4), sibling=3)
 
 
-def test_a_trajectory_counts_over_its_segments() -> None:
-    both = trajectory(segment(0, 4, context=2), segment(9, 3, context=1))
-    assert (both.sampled_tokens, both.total_tokens) == (4, 7)
-
-
 def test_invalid_scored_groups_name_the_field() -> None:
     group = scored([trajectory(segment(name="q"))], [1.0])
     with pytest.raises(ValueError, match="group of q: rewards_G"):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from keel.configs.schema import AlgorithmConfig, Config
-from keel.model.device import to_device
+from keel.model.torch_internals import to_device
 from keel.rl.losses import LossOutput, NllOutput, grpo_loss, nll_loss
 from keel.rl.metrics import Max, Mean, Metric, Sum
 from keel.rl.offpolicy import GapTotals, kept_mass_shortfall

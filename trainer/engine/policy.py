@@ -16,8 +16,6 @@ from transformers import PreTrainedModel
 from keel.configs.schema import Config
 from keel.model.attention import Segments, attention_kept, use_packed_attention
 from keel.model.batch_invariant.layers import use_invariant_layers
-from keel.model.device import to_device
-from keel.model.disable_dropout import disable_dropout
 from keel.model.head.module import SupportHead, install_support_head
 from keel.model.layers.flash4 import INSTALL, disagreement, head_shapes, missing
 from keel.model.layers.fused import use_fused_layers
@@ -30,17 +28,17 @@ from keel.model.logprobs import (
     trainable_rows,
 )
 from keel.model.lora import adapters_off
-from keel.model.rope import fix_long_rope
 from keel.model.routing.replay import Replay, replay_routes
 from keel.model.routing.routers import router_modules
 from keel.model.sparse.attention import (
     SparsePass,
-    check_sparse_attention,
     indexers,
     recorded_selection,
     use_sparse_attention,
 )
 from keel.model.tiny.build import default_cache_dir
+from keel.model.torch_internals import to_device
+from keel.model.transformers_internals import disable_dropout, fix_long_rope
 from keel.model.ulysses import WHOLE, Slice
 from keel.rl.packing import Loss, MicroBatch, TrainBatch
 from keel.rl.types import NO_ROUTE, TokenNumbers
@@ -193,7 +191,6 @@ class PolicyNetwork(nn.Module):
             fix_long_rope(model, context)
         found_indexers = indexers(model)
         if found_indexers:
-            check_sparse_attention()
             learning = indexer_loss and attention != "dense"
             model.requires_grad_(attention != "warm-up")
             for indexer in found_indexers:

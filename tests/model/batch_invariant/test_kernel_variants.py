@@ -74,20 +74,6 @@ def test_variants_must_be_bit_identical(
     assert taken() is expected[differs]
 
 
-@pytest.mark.parametrize("full", [9, 13])
-def test_variants_must_match_for_the_fewest_rows(
-    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, full: int
-) -> None:
-    def splits(x: Tensor, *rest: Any) -> Tensor:
-        return linear(x, *rest) + float(len(x) == 3)
-
-    monkeypatch.setattr(kernel_variants, "FULL", full)
-    for name in ("_default", "_without_split_k"):
-        monkeypatch.setattr(kernel_variants, name, splits)
-    gpu.kernels.few_rows = other
-    assert taken(rows=4) is own
-
-
 def test_row_classes_have_one_tile_height() -> None:
     """Tiles are as high as the next power of two."""
     variants_of: dict[int, set[int]] = {}
@@ -99,15 +85,6 @@ def test_row_classes_have_one_tile_height() -> None:
     assert kernel_variants._doublings(kernel_variants.FEW) < kernel_variants._doublings(
         kernel_variants.FEW + 1
     )
-
-
-def test_empty_inputs_are_not_remembered() -> None:
-    x = torch.ones(0, 4, dtype=torch.bfloat16)
-    assert kernel_variants.linear(own, x, WIDE).shape == (0, 3)
-    assert kernel_variants.norm_heads(
-        lambda x, weight, eps: x, x[:, None], WIDE[0], 1e-6
-    ).shape == (0, 1, 4)
-    assert not kernel_variants._CHOICES
 
 
 @pytest.mark.parametrize("same", [False, True])

@@ -77,37 +77,6 @@ def test_hidden_states_and_gradients_are_unchanged(
         torch.testing.assert_close(new[name], gradient, rtol=1e-3, atol=1e-5 * terms, msg=name)
 
 
-def test_all_operations_use_the_engines_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block's GEMMs are joined."""
-    monkeypatch.setattr(layers, "HEAD", 8)
-    model = build("qwen3")
-    calls: list[str] = []
-    for name in ("linear", "rms_norm", "rms_norm_of_sum", "rotate", "silu_and_mul", "attention"):
-        plain = getattr(plain_kernels, name)
-        monkeypatch.setattr(
-            plain_kernels, name, lambda *a, _n=name, _p=plain: (calls.append(_n), _p(*a))[1]
-        )
-    monkeypatch.setattr(layers, "engine", plain_kernels)
-    use_invariant_layers(model)
-    for module in model.get_decoder().modules():
-        if isinstance(module, torch.nn.Linear):
-            monkeypatch.setattr(module, "forward", None)
-    with torch.no_grad():
-        model.get_decoder()(
-            input_ids=torch.arange(5)[None],
-            position_ids=torch.arange(5)[None],
-            use_cache=False,
-            segments=Segments.of([5]),
-        )
-    attention = ["linear", "rms_norm", "rotate", "rms_norm", "rotate", "attention", "linear"]
-    mlp = ["rms_norm_of_sum", "linear", "silu_and_mul", "linear"]
-    assert calls == [
-        *("rms_norm", *attention, *mlp),
-        *2 * ["rms_norm_of_sum", *attention, *mlp],
-        "rms_norm_of_sum",
-    ]
-
-
 def test_segments_have_separate_blocks() -> None:
     pages = Pages.of(LENGTHS, torch.device("cpu"))
     count = sum(LENGTHS)

@@ -70,17 +70,6 @@ def test_token_t_is_scored_from_position_t_minus_1(kept):
     assert hidden.grad.any(-1).nonzero()[:, 0].tolist() == [1, 3, 5, 6]
 
 
-def test_passes_share_head_inputs():
-    batch = micro_batch()
-    hidden, head = torch.randn(1, 9, 6), head_of(torch.randn(12, 6))
-    once = policy_logprobs(hidden, head, batch)
-    inputs = head_inputs(batch)
-    for _ in range(2):
-        again = policy_logprobs(hidden, head, inputs)
-        assert inputs.memo
-        assert torch.equal(once[0], again[0]) and torch.equal(once[1], again[1])
-
-
 @pytest.mark.parametrize("most", [1, 2, 64])
 def test_mask_mass_matches_a_dense_softmax(most: int):
     torch.manual_seed(0)
@@ -146,15 +135,6 @@ def test_empty_mass_is_differentiable():
     assert not hidden.grad.any() and not weight.grad.any()
 
 
-def test_masks_of_untrainable_tokens_are_dropped():
-    batch = micro_batch()
-    spans = [batch.sampling_mask[t] for t in range(9)]
-    spans[0] = np.array([3, 4], np.int32)
-    noisy = replace(batch, sampling_mask=SamplingMasks.from_lists(spans))
-    for name in ("kept_ids", "kept_offsets"):
-        assert torch.equal(getattr(head_inputs(noisy), name), getattr(head_inputs(batch), name))
-
-
 def test_empty_micro_batches_reach_all_parameters():
     batch = replace(
         micro_batch(),
@@ -168,10 +148,3 @@ def test_empty_micro_batches_reach_all_parameters():
     logp.sum().backward()
     assert logp.shape == entropy.shape == (0,)
     assert not hidden.grad.any() and not weight.grad.any()
-
-
-def test_wrong_number_of_hidden_states_is_refused():
-    batch = micro_batch()
-    head = head_of(torch.randn(12, 6))
-    with pytest.raises(ValueError, match="hidden_ND"):
-        policy_logprobs(torch.randn(8, 6), head, batch)

@@ -149,16 +149,3 @@ def test_copies_and_gradients_are_exact() -> None:
     torch.testing.assert_close(gradient, exact.to(torch.bfloat16), rtol=0.008, atol=1e-6)
     x64 = x.detach().double().requires_grad_()
     assert torch.autograd.gradcheck(contexts.spread, x64)
-
-
-@pytest.mark.e2e
-def test_spread_compiles_in_one_graph() -> None:
-    contexts = Contexts.of(LENGTHS, FOLLOWS)
-    x = torch.randn(sum(LENGTHS), 2, 4, requires_grad=True)
-
-    def twice(x: Tensor) -> Tensor:
-        return contexts.spread(2 * x).square().sum()
-
-    compiled = torch.compile(twice, backend="aot_eager", fullgraph=True)
-    (actual,), (expected,) = (torch.autograd.grad(f(x), x) for f in (compiled, twice))
-    torch.testing.assert_close(actual, expected)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.model.routing.replay import replay_routes
-from keel.model.routing.routers import is_moe, router_modules
+from keel.model.routing.routers import router_modules
 from tests.model.families import build
 from tests.model.routing.routes import E, logits, other_routes
 
@@ -72,9 +72,3 @@ class MysteryExperts(nn.Module):
 def test_unknown_families_are_refused(part):
     with pytest.raises(ValueError, match=r"Mystery"):
         router_modules(nn.Sequential(part))
-
-
-def test_one_expert_counts_as_moe():
-    config = build("qwen3_moe").config
-    config.num_experts = 1
-    assert is_moe(config) and is_moe(config.get_text_config()) and not is_moe(build("qwen3").config)

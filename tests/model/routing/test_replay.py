@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.model.routing.replay import record_routes, replay_routes
-from keel.model.routing.routers import ROUTERS, is_moe, moe_layers, router_modules
+from keel.model.routing.routers import is_moe, moe_layers, router_modules
 from tests.model.families import FAMILIES, build
 from tests.model.routing.routes import E, K, N, live_routes, logits, other_routes
 
@@ -103,30 +102,12 @@ def test_dense_layers_have_no_routes(model):
     assert is_moe(model.config)
 
 
-def test_nothing_remains_after_an_error(qwen):
-    before = logits(qwen)
-    with pytest.raises(KeyError), replay_routes(qwen, other_routes(qwen)):
-        raise KeyError
-    assert torch.equal(logits(qwen), before)
-
-
 def test_copies_are_not_replayed(qwen):
     with replay_routes(qwen, other_routes(qwen)):
         logits(qwen)
         twin = copy.deepcopy(qwen)
         changed = logits(twin)
     assert torch.equal(changed, logits(twin))
-
-
-def test_two_models_replay_at_once(qwen):
-    other = build("mixtral")
-    with (
-        replay_routes(qwen, other_routes(qwen)),
-        replay_routes(other, live_routes(other)) as replay,
-    ):
-        logits(qwen)
-        logits(other)
-    assert replay.metrics()["routing/overlap"].value == 1
 
 
 def test_overlap_ignores_the_order_of_experts(qwen):
@@ -171,12 +152,6 @@ def test_recording_sees_the_live_router_under_replay(qwen):
     assert torch.equal(recording.routes()[:, 0], live_first_layer)
 
 
-def test_uint8_routes_are_accepted(qwen):
-    with replay_routes(qwen, other_routes(qwen).numpy().astype(np.uint8)) as replay:
-        logits(qwen)
-    assert replay.metrics()["routing/fallback_fraction"].value == 0
-
-
 class TokenChoiceTopKRouter(nn.Module):
     """Imitates the router of DeepSpeed AutoEP, without group limits."""
 
@@ -216,10 +191,3 @@ def test_expert_parallel_routers_are_replayed(score_func, norm):
     assert torch.equal(counts, torch.bincount(forced.flatten(), minlength=E).int())
     weights.pow(2).sum().backward()
     assert router.gate.weight.grad.abs().max() > 0
-
-
-def test_all_routers_are_covered():
-    tested = {type(r).__name__ for family in FAMILIES for r in router_modules(build(family))}
-    equals = {"FlexOlmoTopKRouter", "Glm4MoeLiteTopkRouter", "GlmMoeDsaTopkRouter"}
-    equals |= {"Qwen3_5MoeTopKRouter", "TokenChoiceTopKRouter"}
-    assert tested | equals == set(ROUTERS)

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
-from keel.model.attention import Segments, UnsupportedAttention
-from keel.model.sparse import attention
 from keel.model.sparse.attention import (
     ChunkAttention,
     SparsePass,
-    check_sparse_attention,
-    use_sparse_attention,
 )
-from keel.model.sparse.indexer import NONE, products, select
-from tests.model.families import build
+from keel.model.sparse.indexer import NONE, select
 from tests.model.sparse.packed_rows import (
     TOP_K,
     assert_same_gradients,
@@ -75,28 +69,6 @@ def test_ties_go_to_later_tokens() -> None:
     assert sorted(select(0, scores[:, :1], 3)[0, 0].tolist()) == [NONE, NONE, 0]
 
 
-def test_unsupported_models_and_inputs_are_refused() -> None:
-    model = build("deepseek_v32")
-    other = type("OtherAttention", (nn.Module,), {})()
-    other.indexer = nn.Linear(1, 1)
-    model.add_module("extra", other)
-    with pytest.raises(ValueError, match="OtherAttention"):
-        use_sparse_attention(model)
-    decoder = ours(build("deepseek_v32")).get_decoder()
-    with pytest.raises(UnsupportedAttention, match="segments"):
-        decoder(torch.zeros(1, 3, dtype=torch.long))
-    shared = Segments.of([1, 1, 1], follows=[-1, 0, 0])
-    with pytest.raises(UnsupportedAttention, match=r"trainer\.share_prompts"):
-        decoder(torch.zeros(1, 3, dtype=torch.long), segments=shared)
-
-
-def test_incompatible_transformers_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_sparse_attention()
-    monkeypatch.setattr(attention, "_difference", lambda: 0.1)
-    with pytest.raises(RuntimeError, match=r"5\.17 to 5\.19"):
-        attention.check_sparse_attention.__wrapped__()
-
-
 def test_logits_are_exact_for_bfloat16_inputs() -> None:
     """bfloat16 logits near 20 would not distinguish keys 1/16 apart."""
     query = torch.tensor([[[[4.0, 1 / 32]]]]).bfloat16()  # [B, c, H, r]
@@ -115,14 +87,3 @@ def test_logits_are_exact_for_bfloat16_inputs() -> None:
     ):
         torch.testing.assert_close(mixed[0, 0, 0, 1].float(), 2 * share, rtol=2**-8, atol=0)
         assert mixed[0, 0, 0, 1] != 1.0
-
-
-def test_gradients_of_products_match_matmul() -> None:
-    generator = torch.Generator().manual_seed(0)
-    left = torch.randn(2, 3, 5, generator=generator).requires_grad_()
-    right = torch.randn(2, 5, 4, generator=generator).requires_grad_()
-    weights = torch.randn(2, 3, 4, generator=generator)
-    expected = torch.autograd.grad(((left @ right) * weights).sum(), [left, right])
-    actual = torch.autograd.grad((products(left, right) * weights).sum(), [left, right])
-    torch.testing.assert_close(actual, expected)
-    assert products(left.bfloat16(), right.bfloat16()).dtype == torch.float32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from dataclasses import replace
@@ -22,8 +21,7 @@ from keel.configs.schema import (
     SourceConfig,
     TinyModelConfig,
 )
-from keel.data.items import with_source_system
-from keel.model.load import facts_of, load_model_config, load_policy, load_tokenizer
+from keel.model.load import facts_of, load_model_config, load_tokenizer
 from keel.model.tiny import build, cold_start
 from keel.model.tiny.build import (
     build_model,
@@ -114,27 +112,6 @@ def test_heldout_questions_are_excluded() -> None:
         examples_of(SPIRALS, heldout_questions={question_of(e) for e in examples_of(SPIRALS)})
 
 
-def test_sources_without_answers_teach_nothing() -> None:
-    lines = SourceConfig(name="lines", source="jsonl", path="some.jsonl")
-    cubes = replace(SPELLING, name="cubes", task="rubiks_cube")
-    for source in (lines, cubes, TRIPS):
-        with pytest.raises(ConfigError, match=r"data\.sources"):
-            examples_of(source)
-    with pytest.raises(ConfigError, match=r"\[trips\]\.environment\.demonstrations"):
-        examples_of(TRIPS, demonstrate=lambda *_: [])
-    examples = examples_of(SPELLING, cubes)
-    assert len(examples) == 10 and all("Spell" in question_of(one) for one in examples)
-
-
-def test_prompts_match_rollouts() -> None:
-    source = replace(SPELLING, system="Spell.", system_template="reasoning")
-    (example,) = examples_of(source, count=1)
-    (system,) = with_source_system(source, ())
-    assert prompt_of(example).startswith(f"<|im_start|>system\n{system['content']}<|im_end|>\n")
-    bare = replace(source, system_template="none")
-    assert content_key(TINY, curriculum(source)) != content_key(TINY, curriculum(bare))
-
-
 def test_solutions_follow_the_chat_template() -> None:
     (thinking,) = examples_of(SPELLING, count=1)
     assert prompt_of(thinking).endswith("<|im_start|>assistant\n")
@@ -172,22 +149,6 @@ def test_only_the_policys_turns_are_learned(inside: bool) -> None:
 # --- model and training ---------------------------------------------------------------------------
 
 
-def test_initial_weights_depend_on_seed_and_config() -> None:
-    torch.manual_seed(5)
-    first = build_model(TINY, TOKENIZER, seed=1)
-    drawn = torch.rand(1)
-    second = build_model(TINY, TOKENIZER, seed=1)
-    torch.manual_seed(5)
-    assert torch.equal(torch.rand(1), drawn), "the caller's random state is unchanged"
-    pairs = zip(first.parameters(), second.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-    other = build_model(TINY, TOKENIZER, seed=2)
-    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
-    narrow = build_model(replace(TINY, initializer_range=0.02), TOKENIZER, seed=0)
-    spreads = [float(model.lm_head.weight.detach().std()) for model in (first, narrow)]
-    assert spreads == pytest.approx([0.05, 0.02], rel=0.05)
-
-
 def test_training_lowers_the_loss_and_reports_steps() -> None:
     model = build_model(TINY, TOKENIZER, seed=0)
     config = ColdStartConfig(steps=30, batch_size=8, lr=1e-2)
@@ -204,18 +165,6 @@ def test_training_lowers_the_loss_and_reports_steps() -> None:
     assert [step for step, _ in seen] == list(range(1, 31))
     assert final == seen[-1][1] < 0.6 * seen[0][1]
     assert torch.get_num_threads() == threads and not model.training
-
-
-def test_sparse_models_load_like_built_ones(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    make_folder(folder, SPARSE, Curriculum(seed=1))
-    facts = facts_of(load_model_config(str(folder)))
-    assert (facts.architecture, facts.moe_layer_ids) == ("DeepseekV32ForCausalLM", (0, 1))
-    assert facts.kv_width == SPARSE.latent_size + SPARSE.head_dim // 2
-    assert json.loads((folder / "config.json").read_text())["index_topk"] == 4
-    loaded = load_policy(str(folder), torch.float32).state_dict()
-    for name, weight in build_model(SPARSE, TOKENIZER, seed=1).state_dict().items():
-        assert torch.equal(loaded[name], weight), name
 
 
 def test_sparse_models_train_with_dense_attention() -> None:
@@ -267,13 +216,6 @@ def test_damaged_cache_entries_are_replaced(tmp_path: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o777 & ~mask
 
 
-def test_an_exceeded_time_limit_leaves_no_folder(tmp_path: Path) -> None:
-    slow = replace(TINY, cold_start=ColdStartConfig(steps=3, batch_size=4, max_seconds=1e-6))
-    with pytest.raises(TimeoutError, match=r"max_seconds = 1e-06: 1 of 3"):
-        ensure(tmp_path, slow)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_content_key_covers_what_weights_depend_on() -> None:
     def key(config: TinyModelConfig = TINY, seed: int = 0, heldout: tuple[str, ...] = ()) -> str:
         return content_key(config, curriculum(SPELLING, seed=seed, heldout_questions=heldout))
@@ -294,19 +236,6 @@ def test_content_key_covers_what_weights_depend_on() -> None:
 
 
 # --- training in a separate process ---------------------------------------------------------------
-
-
-@pytest.mark.e2e
-def test_a_separate_process_trains_the_same_model(tmp_path: Path) -> None:
-    """The CPU stands in for a GPU; the child's attention kernel differs."""
-    make = partial(make_folder, tmp_path / "apart", TINY, curriculum(SPELLING))
-    seen: list[int] = []
-    train_in_process(make, "cpu", timeout_s=PATIENCE_S, progress=lambda step, *_: seen.append(step))
-    assert seen == [1, 2, 3]
-    apart = AutoModelForCausalLM.from_pretrained(tmp_path / "apart").state_dict()
-    here = AutoModelForCausalLM.from_pretrained(ensure(tmp_path / "here")).state_dict()
-    for name, tensor in here.items():
-        torch.testing.assert_close(apart[name], tensor, rtol=0.0, atol=1e-3)
 
 
 def die(**_: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -21,11 +20,8 @@ from keel.model.tiny.cold_start import Curriculum, ExamplePair, make_examples
 from keel.model.tiny.demonstrations import (
     conversation_ids,
     demonstrate,
-    demonstrator,
-    script_digest,
 )
 from keel.model.tiny.tokenizer import TURN_END, build_tokenizer
-from keel.rl.turns import ToolSpec
 from keel.rollout.chat.chat import TemplateChat
 from tests.agents.test_environments_guide import BLOCK, GUIDE
 
@@ -65,38 +61,6 @@ def test_ids_equal_those_of_a_rollout(thinking: bool, inside: bool) -> None:
             assert end == len(ids)
 
 
-def test_calls_in_thinking_keep_the_block_open() -> None:
-    tool = ToolSpec(name="look", description="", parameters={"properties": {"at": {}}})
-    call = {"type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
-    result = {"role": "tool", "content": "2"}
-    user = {"role": "user", "content": "a"}
-    calls = {"role": "assistant", "content": "", "reasoning_content": "b", "tool_calls": [call]}
-    answer = {"role": "assistant", "content": "d", "reasoning_content": "c"}
-    messages = [user, calls, result, {**calls, "reasoning_content": ""}, result, answer]
-    render = partial(conversation_ids, TOKENIZER, tools=[tool], thinking=True)
-    ids, learned = render(messages, tools_in_thinking=True)
-    masked = [i if mine else -1 for i, mine in zip(ids, learned, strict=True)]
-    turns = [list(run) for mine, run in groupby(masked, lambda i: i >= 0) if mine]
-    assert [TOKENIZER.decode(turn) for turn in turns] == [
-        "<think>\nb\n@look 1<|im_end|>",
-        "@look 1<|im_end|>",
-        "c\n</think>\n\nd<|im_end|>",
-    ]
-    without_call = [user, answer]
-    assert render(without_call, tools_in_thinking=True) == render(without_call)
-    with pytest.raises(ValueError, match="message 3"):
-        render([user, answer, user, calls], tools_in_thinking=True)
-
-
-def test_conversations_that_change_their_past_are_refused() -> None:
-    user = {"role": "user", "content": "a"}
-    thought = {"role": "assistant", "content": "b", "reasoning_content": "c"}
-    with pytest.raises(ValueError, match="message 3"):
-        conversation_ids(TOKENIZER, [user, thought, user, thought], (), thinking=True)
-    with pytest.raises(ValueError, match="assistant"):
-        conversation_ids(TOKENIZER, [user], (), thinking=True)
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files of docs/environments.md."""
@@ -130,13 +94,6 @@ def test_the_documented_script(folder: Path) -> None:
         bought = turns[-1]["tool_calls"][0]["function"]["arguments"]["stall"]
         assert bought == f"stall {prices.index(min(prices))}"
         assert len(pair.hasty) == 2
-
-
-def test_scripts_of_keel_do_not_import_from_the_folder(folder: Path) -> None:
-    name = "keel.agents.environments.demonstrations:guess_demonstrations"
-    (source,) = config_of(folder, name).data.sources
-    assert demonstrator(source) and not script_digest(source)
-    assert str(folder) not in sys.path
 
 
 SCRIPT = """

@@ -34,20 +34,6 @@ def test_worked_solutions_are_right(task: str) -> None:
 
 
 @pytest.mark.parametrize("task", TAUGHT)
-def test_steps_lead_to_the_answer(task: str) -> None:
-    for entry in reasoning_gym.create_dataset(task, seed=8, size=100, **PARAMS[task]):
-        steps = steps_of(solution(task, entry, worked=True))
-        reached = {
-            "basic_arithmetic": lambda s: s.split("\n")[-1],
-            "chain_sum": lambda s: s.split("\n")[-1],
-            "gcd": lambda s: s.split(" ")[-2],
-            "spell_backward": lambda s: s[1::2][::-1],
-            "spiral_matrix": lambda s: s.replace("\n", " "),
-        }[task](steps)
-        assert reached == entry["answer"]
-
-
-@pytest.mark.parametrize("task", TAUGHT)
 def test_hasty_solutions_are_mostly_wrong(task: str) -> None:
     dataset = reasoning_gym.create_dataset(task, seed=9, size=300, **PARAMS[task])
     turns = [(solution(task, entry, worked=False), entry) for entry in dataset]
