@@ -193,15 +193,6 @@ def test_an_id_that_most_tokens_kept(dtype: torch.dtype) -> None:
     check(case)
 
 
-def test_no_token() -> None:
-    case = make_case(tokens=1)
-    case.hidden, case.targets = case.hidden[:0], case.targets[:0]
-    case.ids, case.offsets = case.ids[:0], case.offsets[:1]
-    logp, _, grad_hidden, grad_weight = run(case, torch.empty(0, device=DEVICE))
-    assert logp.shape == (0,) and grad_hidden.shape == case.hidden.shape
-    assert not grad_weight.any()
-
-
 @DTYPES
 def test_bits_repeat(dtype: torch.dtype) -> None:
     case = make_case(tokens=64, sizes=(3, 0, 20, 9), dtype=dtype, biased=True)

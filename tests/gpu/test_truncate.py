@@ -129,11 +129,6 @@ def test_random_rows(spread: float, top_k: int) -> None:
     check(normal(4, spread=spread), [top_k] * 4, [0.98, 0.5, 0.999, 1], temperatures=temperatures)
 
 
-def test_rows_in_prefill_keep_none() -> None:
-    check(normal(3), [8, 9, 10], [0.9] * 3, unread=(1,))
-    check(normal(3), [8, 9, 10], [0.9] * 3, unread=(0, 1, 2))
-
-
 @pytest.mark.parametrize("vocabulary", [7, 300, 4096, 5000, 32_770])
 def test_vocabularies(vocabulary: int) -> None:
     top_k = [min(vocabulary, top_k) for top_k in (1, 5, 512)]

@@ -6,10 +6,9 @@ from copy import deepcopy
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
 
-from keel.model.attention import Segments, packed_attention, use_packed_attention
+from keel.model.attention import Segments, use_packed_attention
 
 LENGTHS = (3, 17, 1, 9, 16, 8, 2)
 SMALL = {
@@ -65,14 +64,3 @@ def test_packed_equals_separate(family: str) -> None:
             torch.testing.assert_close(
                 actual.grad, expected.grad, rtol=0, atol=1e-5 * scale, msg=name
             )
-
-
-def test_unsupported_inputs_are_refused() -> None:
-    module, segments = torch.nn.Identity(), Segments.of([4])
-    heads: Tensor = torch.randn(1, 2, 4, 8)
-    with pytest.raises(ValueError, match="segments"):
-        packed_attention(module, heads, heads, heads, None)
-    with pytest.raises(ValueError, match="dropout"):
-        packed_attention(module, heads, heads, heads, None, segments=segments, dropout=0.1)
-    with pytest.raises(ValueError, match="softcap"):
-        packed_attention(module, heads, heads, heads, None, segments=segments, softcap=30.0)

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from keel.configs.schema import ConfigError
 from keel.model import template_probe
-from keel.model.config_file import ignored_code
 from keel.model.hub import MAX_HEADER, missing_weights
 from keel.model.load import load_model_config, load_policy, load_tokenizer
 from keel.model.tiny.tokenizer import build_tokenizer
@@ -62,29 +60,16 @@ def change(folder: Path, knobs: dict[str, Any], name: str = "config.json") -> No
     file.write_text(json.dumps(json.loads(file.read_text()) | knobs))
 
 
-def test_valid_folders_pass(folder: Path) -> None:
-    checked(folder)
-    assert ignored_code(folder, transformers) == []
-
-
 @pytest.mark.parametrize(
     ("knobs", "named"),
     [
         ({"hidden_size": 10**9}, "hidden_size"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
-        ({"num_attention_heads": 10**9}, "num_attention_heads"),
-        ({"vocab_size": 10**12}, "vocab_size"),
-        ({"intermediate_size": 1e30}, "intermediate_size"),
         ({"intermediate_size": float("nan")}, "intermediate_size"),
-        ({"num_labels": 10**9}, "num_labels"),
         ({"text_config": {"num_experts": 10**9}}, "num_experts"),
         ({"layer_types": ["full_attention"] * 10**5}, "layer_types"),
         ({"model_type": "\x1b[2Jllama"}, "model_type"),
-        ({"model_type": ["llama"]}, "model_type"),
         ({"model_type": "unheard-of"}, "unheard-of"),
         ({"hidden_size": "large"}, "hidden_size"),
-        ({"hidden_size": -4}, "qwen3"),
-        ({"num_hidden_layers": None}, "num_hidden_layers"),
     ],
 )
 def test_configs_out_of_range_are_refused(folder: Path, knobs: dict[str, Any], named: str) -> None:
@@ -93,22 +78,17 @@ def test_configs_out_of_range_are_refused(folder: Path, knobs: dict[str, Any], n
 
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-DOUBLES = (
-    "{% set n = namespace(s='ab') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
-)
 
 
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
         (LOOPS, "more than"),
-        ("{% if messages | length > 5 %}" + LOOPS + "{% endif %}", "more than"),
         ("{{ 'a' * 10000000000 }}", "more than"),
-        (DOUBLES, "more than"),
         ("{{ 'a' * 5000000 }}", "characters"),
         ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", ""),
     ],
-    ids=range(6),
+    ids=range(4),
 )
 def test_endless_templates_are_refused(
     folder: Path, template: str, reason: str, monkeypatch: pytest.MonkeyPatch
@@ -134,19 +114,15 @@ def write_header(file: Path, header: Any, data: int = 32) -> None:
     "header",
     [
         [TENSOR],
-        {"a": [TENSOR]},
         {"a": {"dtype": "F32", "data_offsets": [0, 32]}},
-        {"a": {**TENSOR, "shape": None}},
         {"a": {**TENSOR, "shape": [10**9]}},
         {"a": {**TENSOR, "shape": [2**62, 4]}},
-        {"a": {**TENSOR, "shape": [-8]}},
         {"a": {**TENSOR, "data_offsets": [-4, 28]}},
-        {"a": {**TENSOR, "data_offsets": [0, 10**15]}},
         {"a": TENSOR, "b": {**TENSOR, "data_offsets": [16, 48]}},
         {"a": TENSOR, "b": TENSOR},
         {"__metadata__": {"x": "y" * (MAX_HEADER + 1)}, "a": TENSOR},
     ],
-    ids=range(12),
+    ids=range(8),
 )
 def test_damaged_weights_are_refused(folder: Path, header: Any) -> None:
     write_header(folder / "model.safetensors", header)

@@ -134,19 +134,6 @@ def test_facts_match_the_model(family: str) -> None:
         assert facts.active_parameters == facts.parameters
 
 
-def test_facts_need_no_weights(tmp_path: Path) -> None:
-    CONFIGS["mixtral"].save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["architectures"] = ["MixtralForCausalLM"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert facts_of(load_model_config(str(tmp_path))) == facts_of(CONFIGS["mixtral"])
-    for content in (None, b"", b"half a header"):
-        if content is not None:
-            (tmp_path / "model.safetensors").write_bytes(content)
-        with pytest.raises(ConfigError, match="weights"):
-            load_policy(str(tmp_path), "float32")
-
-
 @pytest.mark.parametrize(
     "content",
     [

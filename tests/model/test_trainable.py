@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -22,7 +21,6 @@ from transformers import (
 from keel.configs.schema import ConfigError
 from keel.model.load import load_model_config
 from keel.model.trainable import (
-    check_ids,
     check_trainable,
     trainable_facts,
 )
@@ -50,15 +48,6 @@ def test_unsupported_attention_features_are_refused() -> None:
         check_trainable("oss", GptOssConfig(**SMALL, num_hidden_layers=2, num_local_experts=4))
     with pytest.raises(ConfigError, match=r"nemotron.*segments"):
         check_trainable("nemotron", NemotronConfig(**SMALL, num_hidden_layers=2))
-
-
-def test_ids_outside_the_embedding_are_refused() -> None:
-    check_ids([], 64, "prompt a")
-    check_ids([0, 63], 64, "prompt a")
-    with pytest.raises(ConfigError, match=r"prompt a has token id 64, .*63"):
-        check_ids([1, 64, 2], 64, "prompt a")
-    with pytest.raises(ConfigError, match="prompt a has token id -1"):
-        check_ids(np.array([1, -1], np.int32), 64, "prompt a")
 
 
 Tensors = dict[str, Tensor]

@@ -45,9 +45,3 @@ def test_then_chains_results_and_errors() -> None:
     ):
         with pytest.raises(KeyError):
             broken.result(timeout=1)
-
-
-def test_cancelling_then_cancels_the_first() -> None:
-    first: Future[int] = Future()
-    last = then(first, done)
-    assert last.cancel() and first.cancelled()

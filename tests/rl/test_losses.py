@@ -78,17 +78,6 @@ def test_clip_table(ratio, advantage, loss, gradient) -> None:
     assert actual == pytest.approx((loss, gradient))
 
 
-@settings(deadline=None, max_examples=15)
-@given(st.integers(0, 2**31), LENGTHS)
-def test_exactly_clipped_tokens_have_no_gradient(seed, lengths) -> None:
-    batch = LossInputs.random(seed, lengths, drift=1.0)
-    output, gradient = batch.loss(kl_coef=0.0)
-    ratio = (batch.logp - batch.logp_old).exp()
-    clipped = ((ratio > 1.2) & (batch.advantage > 0)) | ((ratio < 0.8) & (batch.advantage < 0))
-    assert torch.equal(gradient == 0, clipped)
-    assert output.metrics["clip/fraction"].value == pytest.approx(clipped.double().mean().item())
-
-
 def test_gradient_flows_to_the_policy_only() -> None:
     batch = LossInputs.random(0, [2, 3])
     leaves: list[Tensor] = [
@@ -365,45 +354,30 @@ def validate(**change: Any) -> None:
         ({"logp": torch.zeros(3, 1)}, r"^logp\b"),
         ({"logp": torch.zeros(3).bfloat16()}, r"^logp\b"),
         ({"logp_old": torch.zeros(2)}, r"^logp_old\b"),
-        ({"logp_old": torch.zeros(3).half()}, r"^logp_old\b"),
-        ({"advantage": torch.zeros(1)}, r"^advantage\b"),
         ({"advantage": torch.tensor([0.0, NAN, NAN])}, r"^advantage\[1\]"),
         ({"sequence": torch.tensor([0.0, 1.0, 1.0])}, r"^sequence\b"),
-        ({"sequence": torch.tensor([0, 1])}, r"^sequence\b"),
         ({"sequence": torch.tensor([0, 1, 2])}, r"^sequence\[2\]"),
         ({"sequence": torch.tensor([0, -1, 1])}, r"^sequence\[1\]"),
-        ({"sequence_tokens": torch.tensor([[1, 2]])}, r"^sequence_tokens\b"),
         ({"sequence_tokens": torch.tensor([1.0, 2.0])}, r"^sequence_tokens\b"),
         ({"sequence_tokens": torch.tensor([0, 2])}, r"^sequence_tokens\[0\]"),
         ({"sequence_tokens": torch.tensor([1, -2])}, r"^sequence_tokens\[1\]"),
         ({"sequence_tokens": torch.tensor([1, 1])}, r"^sequence_tokens\[1\]"),
         ({"total_sequences": 1}, r"^total_sequences\b"),
-        ({"total_sequences": 0}, r"^total_sequences\b"),
         ({"sequence_weight": torch.ones(3)}, r"^sequence_weight\b"),
-        ({"sequence_weight": torch.ones(2).long()}, r"^sequence_weight\b"),
         ({"sequence_weight": torch.tensor([1.0, -1.0])}, r"^sequence_weight\b"),
-        ({"sequence_weight": torch.tensor([1.0, torch.nan])}, r"^sequence_weight\b"),
         ({"logp_ref": torch.zeros(4)}, r"^logp_ref\b"),
         ({"logp_ref": None}, r"^logp_ref\b"),
         ({"logp_ref": None, "kl_coef": torch.tensor([0.0, 0.0, 0.1])}, r"^logp_ref\b"),
         ({"kl_coef": -0.1}, r"^kl_coef\b"),
-        ({"kl_coef": INF}, r"^kl_coef\b"),
         ({"kl_coef": NAN}, r"^kl_coef\b"),
         ({"kl_coef": torch.zeros(2)}, r"^kl_coef\b"),
-        ({"kl_coef": torch.tensor(-0.1)}, r"^kl_coef\[0\]"),
-        ({"kl_coef": torch.full((3, 1), 0.1)}, r"^kl_coef\b"),
         ({"kl_coef": torch.tensor([0.0, 0.1, -0.1])}, r"^kl_coef\[2\]"),
-        ({"kl_coef": torch.tensor([0.0, NAN, 0.0])}, r"^kl_coef\[1\]"),
         ({"clip_low": -0.1}, r"^clip_low\b"),
         ({"clip_low": 1.5}, r"^clip_low\b"),
         ({"clip_low": NAN}, r"^clip_low\b"),
         ({"clip_high": -0.1}, r"^clip_high\b"),
         ({"clip_high": NAN}, r"^clip_high\b"),
         ({"mask_delta": NAN}, r"^delta\b"),
-        (
-            {"kl": "unbiased"},
-            r"^kl\b",
-        ),
         ({"kl": "k2"}, r"^kl\b"),
     ],
 )

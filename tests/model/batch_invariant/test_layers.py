@@ -92,14 +92,6 @@ def test_segments_have_separate_blocks() -> None:
 WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
-LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "original_max_position_embeddings": 32,
-    "short_factor": [1.0] * 4,
-    "long_factor": [1.0] * 4,
-}
-
 
 @pytest.mark.parametrize(
     ("kind", "what"),
@@ -107,9 +99,6 @@ LONG = {
         (config("mixtral"), "mixtral"),
         (config("qwen3", **WINDOWS), "sliding windows"),
         (config("llama", rope_parameters=PARTIAL), "partial rotary"),
-        (config("llama", rope_parameters=LONG), "longrope"),
-        (config("qwen3", hidden_act="gelu"), "gelu"),
-        (config("llama", mlp_bias=True), "biases"),
         (config("qwen3"), "head size of 8"),
     ],
 )

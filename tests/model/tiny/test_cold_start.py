@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +25,9 @@ from keel.model.tiny.build import (
     build_model,
     content_key,
     ensure_tiny_model,
-    make_folder,
-    train_in_process,
 )
 from keel.model.tiny.cold_start import Curriculum, ExamplePair, MaskedIds, make_examples, train
 from keel.model.tiny.tokenizer import build_tokenizer
-from tests.waiting import PATIENCE_S
 
 TOKENIZER = build_tokenizer()
 SPELLING = SourceConfig(name="spelling", source="reasoning_gym", task="spell_backward", size=8)
@@ -56,19 +51,6 @@ TINY = TinyModelConfig(
     experts_per_token=1,
     expert_size=32,
     cold_start=ColdStartConfig(steps=3, batch_size=4),
-)
-SPARSE = TinyModelConfig(
-    family="deepseek_v32",
-    layers=2,
-    hidden_size=32,
-    heads=2,
-    head_dim=16,
-    latent_size=32,
-    expert_size=32,
-    experts=4,
-    index_top_k=4,
-    max_context=64,
-    cold_start=ColdStartConfig(steps=0),
 )
 
 
@@ -167,22 +149,6 @@ def test_training_lowers_the_loss_and_reports_steps() -> None:
     assert torch.get_num_threads() == threads and not model.training
 
 
-def test_sparse_models_train_with_dense_attention() -> None:
-    model = build_model(SPARSE, TOKENIZER, seed=1)
-    before = [p.clone() for name, p in model.named_parameters() if ".indexer." in name]
-    widths: list[int] = []
-    for name, module in model.named_modules():
-        if name.endswith("indexer"):
-            module.register_forward_hook(lambda *call: widths.append(call[2].shape[-1]))
-    masked = MaskedIds(list(range(5, 17)), [False] * 4 + [True] * 8)
-    config = ColdStartConfig(steps=1, batch_size=2, questions=2)
-    train(model, TOKENIZER, [ExamplePair(masked, masked)] * 2, config, seed=0)
-    assert widths == [12, 12]
-    assert all(getattr(m, "index_topk", 4) == 4 for m in model.modules())
-    after = [p for name, p in model.named_parameters() if ".indexer." in name]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
 # --- the cache ------------------------------------------------------------------------------------
 
 
@@ -202,18 +168,6 @@ def test_cache_is_deterministic_and_reused(tmp_path: Path, monkeypatch: pytest.M
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert tokenizer.model_max_length == TINY.max_context
     assert facts_of(load_model_config(str(first))) == facts_of(model.config)
-
-
-def test_damaged_cache_entries_are_replaced(tmp_path: Path) -> None:
-    folder = ensure(tmp_path)
-    weights = folder / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[: len(whole) // 2])
-    assert ensure(tmp_path) == folder and weights.read_bytes() == whole
-    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
-    mask = os.umask(0)
-    os.umask(mask)
-    assert folder.stat().st_mode & 0o777 == 0o777 & ~mask
 
 
 def test_content_key_covers_what_weights_depend_on() -> None:
@@ -238,22 +192,5 @@ def test_content_key_covers_what_weights_depend_on() -> None:
 # --- training in a separate process ---------------------------------------------------------------
 
 
-def die(**_: Any) -> None:
-    os._exit(7)
-
-
 def fail(**_: Any) -> None:
     raise AssertionError("a kernel is missing")
-
-
-@pytest.mark.e2e
-def test_errors_of_the_process_are_raised_here(tmp_path: Path) -> None:
-    slow = replace(TINY, cold_start=ColdStartConfig(steps=3, batch_size=4, max_seconds=1e-6))
-    make = partial(make_folder, tmp_path / "slow", slow, curriculum(SPELLING))
-    with pytest.raises(TimeoutError, match="1 of 3"):
-        train_in_process(make, "cpu", timeout_s=PATIENCE_S)
-    with pytest.raises(RuntimeError, match="exit code 7"):
-        train_in_process(die, "cpu", timeout_s=PATIENCE_S)
-    with pytest.raises(RuntimeError, match="a kernel is missing"):
-        train_in_process(fail, "cpu", timeout_s=PATIENCE_S)
-    assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,10 @@ import pytest
 from keel.agents.environments.demonstrations import trip_demonstrations
 from keel.configs.schema import (
     Config,
-    ConfigError,
     DataConfig,
     EnvironmentConfig,
     SourceConfig,
 )
-from keel.model.tiny.cold_start import Curriculum, ExamplePair, make_examples
 from keel.model.tiny.demonstrations import (
     conversation_ids,
     demonstrate,
@@ -94,63 +91,3 @@ def test_the_documented_script(folder: Path) -> None:
         bought = turns[-1]["tool_calls"][0]["function"]["arguments"]["stall"]
         assert bought == f"stall {prices.index(min(prices))}"
         assert len(pair.hasty) == 2
-
-
-SCRIPT = """
-from types import SimpleNamespace
-from keel.rl.turns import ToolSpec
-
-asks = {"role": "user", "content": "Buy."}
-says = {"role": "assistant", "content": "Done."}
-schema = {"type": "object", "properties": {}}
-tools = (ToolSpec(name="ask", description="", parameters=schema),)
-
-
-def calls(name, arguments):
-    function = {"name": name, "arguments": arguments}
-    call = {"id": "1", "type": "function", "function": function}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-def pair(*worked, tools=tools):
-    return SimpleNamespace(tools=tools, worked=worked, hasty=(asks, says))
-
-
-def made(count, *, seed, arguments):
-    good = pair(asks, says)
-"""
-
-
-def script(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> Config:
-    monkeypatch.delitem(sys.modules, "odd", raising=False)
-    (folder / "odd.py").write_text(f"{SCRIPT}    {body}\n")
-    return config_of(folder, "odd:made")
-
-
-def examples_of(config: Config, max_context: int | None = None) -> list[ExamplePair]:
-    curriculum = Curriculum(
-        seed=0, sources=config.data.sources, demonstrate=partial(demonstrate, config)
-    )
-    return make_examples(curriculum, TOKENIZER, count=3, max_context=max_context)
-
-
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ("return [good, pair('Buy.', says)]", "AttributeError"),
-        ("return [good, pair({'content': 'Buy.'}, says)]", "KeyError"),
-        ("return [good, pair(asks)]", "ValueError"),
-        ("return [good, pair(asks, says, tools=None)]", "TypeError"),
-        ("return [good, pair(asks, says, tools=[{}])]", "AttributeError"),
-        ("return [good, pair(asks, calls('ask', '{}'))]", "UndefinedError"),
-        ("return [good, pair(asks, calls('sell', {}))]", "'sell'"),
-        ("return [good, pair(asks, {**says, 'content': '\\ud800'})]", "TypeError"),
-        ("return [good, pair(asks, {**says, 'content': 'x' * 999})]", "max_context = 9"),
-    ],
-)
-def test_unusable_conversations_are_named(
-    body: str, reason: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = script(folder, body, monkeypatch)
-    with pytest.raises(ConfigError, match=rf"'odd:made': `worked` of conversation 1: .*{reason}"):
-        examples_of(config, max_context=99)

@@ -1,25 +1,42 @@
-"""LongRoPE in packed rows uses the engine's frequencies."""
+"""The trainer's model computes what the engine does: no dropout, and the engine's LongRoPE."""
 
 from __future__ import annotations
 
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Phi3Config, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    Phi3Config,
+    PhiConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    SeedOssConfig,
+)
 
 from keel.model.attention import Segments, use_packed_attention
-from keel.model.transformers_internals import fix_long_rope
+from keel.model.transformers_internals import disable_dropout, fix_long_rope
 
 PRETRAINED = 16
+SMALL: dict[str, Any] = {
+    "vocab_size": 31,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+NOISY = {
+    "modules": PhiConfig(**SMALL, resid_pdrop=0.5, embd_pdrop=0.5, attention_dropout=0.5),
+    "numbers": SeedOssConfig(**SMALL, head_dim=8, residual_dropout=0.5, attention_dropout=0.5),
+    "jitter": MixtralConfig(**SMALL, num_local_experts=4, router_jitter_noise=0.5),
+}
 CONFIG = Phi3Config(
-    vocab_size=31,
-    hidden_size=32,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
+    **SMALL,
     max_position_embeddings=64,
     original_max_position_embeddings=PRETRAINED,
     pad_token_id=0,
@@ -49,9 +66,18 @@ def test_results_do_not_depend_on_packing(context: int) -> None:
     torch.testing.assert_close(alone, expected[: len(SHORT)])
 
 
-def _model() -> PreTrainedModel:
+@pytest.mark.parametrize("family", NOISY)
+def test_train_mode_equals_eval_mode(family: str) -> None:
+    model = _model(NOISY[family])
+    ids = torch.arange(9)[None]
+    before = model(input_ids=ids, use_cache=False).logits
+    disable_dropout(model)
+    torch.testing.assert_close(model.train()(input_ids=ids, use_cache=False).logits, before)
+
+
+def _model(config: PreTrainedConfig = CONFIG) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(deepcopy(CONFIG)).eval()
+    model = AutoModelForCausalLM.from_config(deepcopy(config)).eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.3)
