@@ -97,11 +97,7 @@ def trainable_rows(batch: MicroBatch) -> NDArray[np.int64]:
 
 
 def head_inputs(
-    batch: MicroBatch,
-    start: int = 0,
-    stop: int | None = None,
-    *,
-    probes: int = 1,
+    batch: MicroBatch, start: int = 0, stop: int | None = None, *, probes: int = 1
 ) -> HeadInputs:
     """Combine targets and sampling masks with the positions that predict them.
 
@@ -131,11 +127,7 @@ def head_inputs(
 
 
 def policy_logprobs(
-    hidden_ND: Tensor,
-    head: Head,
-    batch: MicroBatch | HeadInputs,
-    *,
-    temperature: float = 1.0,
+    hidden_ND: Tensor, head: Head, batch: MicroBatch | HeadInputs, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Compute log π_θ for the n trainable tokens in a micro-batch, and the entropy over their
     masks.

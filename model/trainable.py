@@ -23,13 +23,7 @@ from keel.configs.schema import ConfigError, LoraConfig
 from keel.model.attention import Segments, UnsupportedAttention, use_packed_attention
 from keel.model.config_file import check_quantised, one_line
 from keel.model.head.module import install_support_head
-from keel.model.hub import (
-    KNOWN,
-    hub_options,
-    missing_weights,
-    shapes_of,
-    tensors_called,
-)
+from keel.model.hub import KNOWN, hub_options, missing_weights, shapes_of, tensors_called
 from keel.model.load import ModelFacts, as_text, facts_of
 from keel.model.routing.routers import router_modules
 from keel.model.sparse.attention import use_sparse_attention

@@ -68,9 +68,7 @@ def loaded_as(model: PreTrainedModel, names: Iterable[str]) -> Mapping[str, tupl
     return loaded
 
 
-def left_out(
-    model: PreTrainedModel | type[PreTrainedModel],
-) -> tuple[list[str], list[str]]:
+def left_out(model: PreTrainedModel | type[PreTrainedModel]) -> tuple[list[str], list[str]]:
     """Return patterns for tensors that a checkpoint may lack, and patterns for tensors that are not
     used."""
     missing = model._keys_to_ignore_on_load_missing or ()

@@ -225,9 +225,7 @@ class _SupportHead(torch.autograd.Function):
         base = None
         if need_weight and (unions or plan.full is not None):
             base = torch.zeros(
-                weight.shape,
-                device=weight.device,
-                dtype=torch.float32 if unions else weight.dtype,
+                weight.shape, device=weight.device, dtype=torch.float32 if unions else weight.dtype
             )
         grad_bias = torch.zeros(weight.shape[0], device=weight.device) if need_bias else None
 

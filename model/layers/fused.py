@@ -17,10 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm, rms_norm, silu
 from transformers import PreTrainedModel
-from transformers.integrations.moe import (
-    ALL_EXPERTS_FUNCTIONS,
-    grouped_mm_experts_forward,
-)
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from keel.model.transformers_internals import become, gated, spread_by_transformers
 

@@ -29,11 +29,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from keel.model.attention import (
-    Segments,
-    UnsupportedAttention,
-    uncompiled,
-)
+from keel.model.attention import Segments, UnsupportedAttention, uncompiled
 from keel.model.sparse.indexer import (
     NONE,
     causal_mask,

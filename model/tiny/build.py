@@ -211,11 +211,7 @@ def default_cache_dir() -> Path:
 
 
 def train_in_process(
-    make: Callable[..., None],
-    device: str,
-    *,
-    timeout_s: float,
-    progress: Progress | None = None,
+    make: Callable[..., None], device: str, *, timeout_s: float, progress: Progress | None = None
 ) -> None:
     """Run `make(device=…, progress=…)` in a new process and raise its errors here. The process uses
     TF32 and deterministic kernels, as far as PyTorch has them, so the same arguments give the same

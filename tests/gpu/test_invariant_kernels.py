@@ -102,10 +102,7 @@ def test_gemms_have_vllms_bits(rows: int, columns: tuple[int, int]) -> None:
 def test_norms_have_vllms_bits(heads: int, d: int) -> None:
     from keel.model.batch_invariant import kernels, vllm_kernels  # noqa: PLC0415
 
-    x, weight = (
-        with_gaps(300, heads, d, torch.bfloat16),
-        drawn(d, dtype=torch.bfloat16, seed=1),
-    )
+    x, weight = (with_gaps(300, heads, d, torch.bfloat16), drawn(d, dtype=torch.bfloat16, seed=1))
     own = vllm_kernels._kernels().rms_norm(x, weight, EPS)
     assert torch.equal(vllm_kernels.rms_norm(x, weight, EPS), own)
     if heads > 1:

@@ -14,10 +14,7 @@ from tests.rollout.recording.reference import Reference, Tolerance
 from tests.rollout.remote_engine import engine_spec, running_engine
 from tests.rollout.tiny_model import make_model
 
-pytestmark = [
-    *GPU,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [*GPU, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 
 @pytest.fixture(scope="module")

@@ -43,8 +43,7 @@ def only_engine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "residual"),
-    [("bfloat16", "model"), ("float16", "model"), ("float16", "float32")],
+    ("dtype", "residual"), [("bfloat16", "model"), ("float16", "model"), ("float16", "float32")]
 )
 def test_half_precision_follows_float32_under_every_stage(
     ranks: Ranks, dtype: Dtype, residual: str

@@ -188,8 +188,7 @@ def test_tokens_come_as_often_as_they_should() -> None:
         width=7,
         record=False,
         truncation=Truncation(
-            torch.tensor([7], dtype=torch.int32, device=DEVICE),
-            torch.tensor([0.95], device=DEVICE),
+            torch.tensor([7], dtype=torch.int32, device=DEVICE), torch.tensor([0.95], device=DEVICE)
         ),
     )
     kept = ids[:6]

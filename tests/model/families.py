@@ -42,11 +42,7 @@ _LATENT: dict[str, Any] = {
 
 # The first or second layer is dense if the family supports dense layers.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen2_moe": {
-        "num_experts": 8,
-        "mlp_only_layers": [1],
-        "shared_expert_intermediate_size": 16,
-    },
+    "qwen2_moe": {"num_experts": 8, "mlp_only_layers": [1], "shared_expert_intermediate_size": 16},
     "qwen3_moe": {"num_experts": 8, "mlp_only_layers": [1], "norm_topk_prob": True},
     "qwen3_next": {
         "num_experts": 8,

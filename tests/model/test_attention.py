@@ -20,10 +20,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
-FAMILIES = {
-    "full": Qwen3Config(**SMALL),
-    "sliding": MistralConfig(**SMALL, sliding_window=5),
-}
+FAMILIES = {"full": Qwen3Config(**SMALL), "sliding": MistralConfig(**SMALL, sliding_window=5)}
 
 
 def test_layout_has_every_token_once() -> None:

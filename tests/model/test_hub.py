@@ -15,10 +15,7 @@ from safetensors.torch import save_file
 
 from keel.configs.schema import ConfigError
 from keel.model import hub
-from keel.model.hub import (
-    hub_answers,
-    missing_weights,
-)
+from keel.model.hub import hub_answers, missing_weights
 from keel.model.load import load_model_config
 
 

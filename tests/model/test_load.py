@@ -19,12 +19,7 @@ from transformers import (
 )
 
 from keel.configs.schema import ConfigError
-from keel.model.load import (
-    checkpoint_tensors,
-    facts_of,
-    load_model_config,
-    load_policy,
-)
+from keel.model.load import checkpoint_tensors, facts_of, load_model_config, load_policy
 
 COMMON = {
     "vocab_size": 64,

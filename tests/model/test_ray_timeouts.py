@@ -7,11 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
-from ray.exceptions import (
-    ActorDiedError,
-    ObjectLostError,
-    RayTaskError,
-)
+from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
 
 from keel.model import ray_timeouts
 from keel.model.ray_timeouts import (

@@ -10,20 +10,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import (
-    Gemma2Config,
-    GptOssConfig,
-    NemotronConfig,
-    PhimoeConfig,
-    Qwen3NextConfig,
-)
+from transformers import Gemma2Config, GptOssConfig, NemotronConfig, PhimoeConfig, Qwen3NextConfig
 
 from keel.configs.schema import ConfigError
 from keel.model.load import load_model_config
-from keel.model.trainable import (
-    check_trainable,
-    trainable_facts,
-)
+from keel.model.trainable import check_trainable, trainable_facts
 from tests.model.families import build
 
 SMALL: dict[str, Any] = {

@@ -47,10 +47,7 @@ class Rows:
 
 
 def trained(
-    batches: Sequence[TrainBatch],
-    table: Tensor,
-    *,
-    mask_delta: float | None = MASK_DELTA,
+    batches: Sequence[TrainBatch], table: Tensor, *, mask_delta: float | None = MASK_DELTA
 ) -> dict[str, float]:
     """Accumulate the gradient of a step in `table`, like `keel.trainer.engine`; return metrics."""
     split, seen = (GapTotals(batches[0].split_sequences) for _ in range(2))

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from keel.model.head.support import support_head
-from keel.model.logprobs import (
-    head_inputs,
-    kept_mass,
-    policy_logprobs,
-    trainable_rows,
-)
+from keel.model.logprobs import head_inputs, kept_mass, policy_logprobs, trainable_rows
 from keel.rl.packing import MicroBatch
 from keel.rl.types import SamplingMasks
 from tests.model.head.dense import close, dense

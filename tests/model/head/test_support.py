@@ -86,13 +86,7 @@ def test_random_spans_match_a_dense_softmax(sizes, gemm, temperature, scale, sof
         # float32 rounds logits relative to their size.
         tolerance = 1e-4 * max(1.0, scale / temperature)
         against_dense(
-            hidden,
-            weight,
-            targets,
-            kept,
-            temperature=temperature,
-            spec=spec,
-            tolerance=tolerance,
+            hidden, weight, targets, kept, temperature=temperature, spec=spec, tolerance=tolerance
         )
 
 

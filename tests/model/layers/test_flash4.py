@@ -12,12 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    MistralConfig,
-    PreTrainedModel,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel, Qwen3Config
 
 from keel.model.attention import Segments, attention_kept, use_packed_attention
 from keel.model.layers import flash4
@@ -33,10 +28,7 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
-FAMILIES = {
-    "full": Qwen3Config(**SMALL),
-    "sliding": MistralConfig(**SMALL, sliding_window=5),
-}
+FAMILIES = {"full": Qwen3Config(**SMALL), "sliding": MistralConfig(**SMALL, sliding_window=5)}
 
 
 def weights_of(

@@ -45,18 +45,12 @@ def test_invalid_routes_are_located(qwen, edit, message):
 
 
 def test_wrong_number_of_tokens_is_refused(qwen):
-    with (
-        pytest.raises(ValueError, match="9 tokens"),
-        replay_routes(qwen, other_routes(qwen)[:9]),
-    ):
+    with pytest.raises(ValueError, match="9 tokens"), replay_routes(qwen, other_routes(qwen)[:9]):
         logits(qwen)
 
 
 def test_unapplied_routes_are_an_error(qwen):
-    with (
-        pytest.raises(RuntimeError, match=r"\[0, 1\]"),
-        replay_routes(qwen, other_routes(qwen)),
-    ):
+    with pytest.raises(RuntimeError, match=r"\[0, 1\]"), replay_routes(qwen, other_routes(qwen)):
         pass
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keel.model.sparse.attention import (
-    ChunkAttention,
-    SparsePass,
-)
+from keel.model.sparse.attention import ChunkAttention, SparsePass
 from keel.model.sparse.indexer import NONE, select
 from tests.model.sparse.packed_rows import (
     TOP_K,

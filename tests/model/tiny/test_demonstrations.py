@@ -8,16 +8,8 @@ from pathlib import Path
 import pytest
 
 from keel.agents.environments.demonstrations import trip_demonstrations
-from keel.configs.schema import (
-    Config,
-    DataConfig,
-    EnvironmentConfig,
-    SourceConfig,
-)
-from keel.model.tiny.demonstrations import (
-    conversation_ids,
-    demonstrate,
-)
+from keel.configs.schema import Config, DataConfig, EnvironmentConfig, SourceConfig
+from keel.model.tiny.demonstrations import conversation_ids, demonstrate
 from keel.model.tiny.tokenizer import TURN_END, build_tokenizer
 from keel.rollout.chat.chat import TemplateChat
 from tests.agents.test_environments_guide import BLOCK, GUIDE

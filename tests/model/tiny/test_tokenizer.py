@@ -5,9 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.model.tiny.tokenizer import (
-    build_tokenizer,
-)
+from keel.model.tiny.tokenizer import build_tokenizer
 
 TOKENIZER = build_tokenizer()
 QUESTION = [{"role": "user", "content": "1 + 1 ="}]
