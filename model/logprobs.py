@@ -35,17 +35,9 @@ def support_logprobs(
 
         log π(o) = z_o/τ − logsumexp_{v∈S} z_v/τ,   z = W h
 
-    The result is exact and differentiable with respect to `hidden` and `weight`. For short sampling
-    masks, the cost is O(nnz·d). This is Keep Sampling Mask from DeepSeek-V3.2 (2025), section 3.1.
-
-    Shapes: `hidden` is [T, d], and its row t predicts `targets[t]`. `weight` is [V, d], `targets`
-    [T], `kept_ids` [nnz] and `kept_offsets` [T+1]. The mask of token t is
-    `kept_ids[kept_offsets[t]:kept_offsets[t+1]]`, where an empty mask stands for the whole
-    vocabulary. Returns [T] float32. If `hidden` is on a GPU, the integer tensors may stay on the
-    CPU, which avoids a synchronisation.
-
-    Raises ValueError in the same cases as `keel.model.head.support.support_head`, which also
-    returns the entropy.
+    This is Keep Sampling Mask from DeepSeek-V3.2 (2025), section 3.1, with exact gradients for
+    `hidden` and `weight`. Arguments and errors are those of
+    `keel.model.head.support.support_head`, which also returns the entropy. Returns [T] float32.
     """
     return support_head(hidden, weight, targets, kept_ids, kept_offsets, temperature=temperature)[0]
 

@@ -33,12 +33,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lag:
-    """How far the weights used for sampling may be behind the trainer's.
-
-    `batches` is the number of batches sampled ahead, `publish_every` the number of steps between
-    weight updates, and `updates` the number of optimizer steps on one batch. Each optimizer step
-    creates a new version of the weights.
-    """
+    """How far the weights used for sampling may be behind the trainer's. `batches` is the number of
+    batches sampled ahead, `publish_every` the number of steps between weight updates, and `updates`
+    the number of optimizer steps on one batch. Each optimizer step creates a new version of the
+    weights."""
 
     batches: int = 0
     publish_every: int = 1
@@ -96,11 +94,9 @@ class GroupBuffer:
         filter_by: _Filter = "none",
         max_refills: float = 0.0,
     ) -> None:
-        """Create a buffer for steps `start` + 1 … `steps`.
-
-        `batch` is the number of groups in a step. `max_refills` limits how many groups may be
-        discarded for one batch, as a multiple of `batch`.
-        """
+        """Create a buffer for steps `start` + 1 … `steps`. `batch` is the number of groups in a
+        step. `max_refills` limits how many groups may be discarded for one batch, as a multiple of
+        `batch`."""
         self._batch, self._lag, self._steps = batch, lag, steps
         self._filter: _Filter = filter_by
         self._budget = int(max_refills * batch)
@@ -116,11 +112,8 @@ class GroupBuffer:
         self._batches: deque[Batch] = deque()
 
     def room(self) -> int:
-        """Return how many prompts to submit now.
-
-        In a resumed run, the count still goes up to the next scheduled weight update, so the run
-        continues as if it had not been interrupted.
-        """
+        """Return how many prompts to submit now. In a resumed run, the count still goes up to the
+        next scheduled weight update, so the run continues as if it had not been interrupted."""
         every = self._lag.publish_every
         ahead = (self._adopted // every + 1) * every + self._lag.batches
         return max(0, min(ahead, self._steps) * self._batch - self._submitted)
@@ -193,10 +186,8 @@ class GroupBuffer:
             self._members, self._discarded, self._counts = [], [], Counter()
 
     def _free_early(self) -> None:
-        """Free the slots of groups that will be discarded whatever happens to the earlier ones.
-
-        The budget must suffice even if all undecided groups before them are discarded too.
-        """
+        """Free the slots of groups that will be discarded whatever happens to the earlier ones. The
+        budget must suffice even if all undecided groups before them are discarded too."""
         discarded = len(self._discarded)
         for place in self._queue.values():
             discarded += place.group is None or place.reason is not None
@@ -213,13 +204,10 @@ class GroupBuffer:
 def uninformative(
     group: ScoredGroup, by: _Filter
 ) -> Literal["all_correct", "all_wrong", "all_equal", "empty", "lone"] | None:
-    """Return the reason for filtering out a group, or None to keep it.
-
-    With `by="reward"`, groups are filtered out if all their advantages are 0. With `by="correct"`,
-    they are filtered out if their completions have the same `correct` part, even if they differ in
-    length or format. A group that lost all its completions is `empty`, and one with a single
-    completion left is `lone`.
-    """
+    """Return the reason for filtering out a group, or None to keep it. With `by="reward"`, groups
+    are filtered out if all their advantages are 0. With `by="correct"`, they are filtered out if
+    their completions have the same `correct` part, even if they differ in length or format. A group
+    that lost all its completions is `empty`, and one with a single completion left is `lone`."""
     if by == "none":
         return None
     if len(group.parts_G) < 2:

@@ -26,11 +26,8 @@ def require_rows(name: str, value: Tensor, ok: Tensor, rule: str) -> None:
 
 
 def require_log_probs(logp: Tensor, **others: Tensor) -> None:
-    """Check that all arguments are float32 or float64 vectors with the same length.
-
-    Half precision is too coarse for log-probabilities: near 10 nats, adjacent bfloat16 values are
-    0.06 apart.
-    """
+    """Check that all arguments are float32 or float64 vectors with the same length. Half precision
+    is too coarse for log-probabilities: near 10 nats, adjacent bfloat16 values are 0.06 apart."""
     for name, value in {"logp": logp, **others}.items():
         require(value.ndim == 1, f"{name} has shape {list(value.shape)}: must be 1-D, [N]")
         require(

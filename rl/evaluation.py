@@ -19,18 +19,14 @@ FAIL = 1e-9
 
 def passed(correct: float) -> bool:
     """Return whether a completion is completely right. Partial credit and NaN do not count.
-
-    Evaluations, filters and comparisons all use this rule.
-    """
+    Evaluations, filters and comparisons all use this rule."""
     return correct >= _PASS
 
 
 def pass_at_k(samples: int, passes: int, k: int) -> float:
-    """Return an unbiased estimate of the probability that at least one of k completions passes.
-
-    The estimate is 1 − C(n−c, k) / C(n, k), where n is `samples` and c is `passes` (Chen et al.,
-    2021, Eq. 1). Raises ValueError unless 1 ≤ k ≤ samples.
-    """
+    """Return an unbiased estimate of the probability that at least one of k completions passes. The
+    estimate is 1 − C(n−c, k) / C(n, k), where n is `samples` and c is `passes` (Chen et al., 2021,
+    Eq. 1). Raises ValueError unless 1 ≤ k ≤ samples."""
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} of {samples} completions: k must be between 1 and {samples}")
     return 1 - math.comb(samples - passes, k) / math.comb(samples, k)
@@ -47,19 +43,14 @@ def evaluation(groups: Sequence[ScoredGroup]) -> dict[str, Metric]:
     """
     correct = [parts["correct"] for group in groups for parts in group.parts_G]
     missing = sum(len(group.group.dropped) for group in groups)
-    failed = sum(
-        parts.get(ERROR, 0.0) > 0 and not passed(parts["correct"]) and _correct_failed(group, index)
-        for group in groups
-        for index, parts in enumerate(group.parts_G)
-    )
+    failed = 0
+    for group in groups:
+        functions = group.group.prompt.reward.get("kind") == FUNCTIONS
+        for index, parts in enumerate(group.parts_G):
+            ours = not group.notes_G or functions or "correct" in group.notes_G[index]
+            failed += parts.get(ERROR, 0.0) > 0 and not passed(parts["correct"]) and ours
     return {
         "pass@1": Mean(float(sum(map(passed, correct))), float(len(correct) + missing)),
         "score": mean_of(correct),
         "unscored": Sum(float(missing + failed)),
     }
-
-
-def _correct_failed(group: ScoredGroup, index: int) -> bool:
-    if not group.notes_G or group.group.prompt.reward.get("kind") == FUNCTIONS:
-        return True
-    return "correct" in group.notes_G[index]

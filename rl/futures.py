@@ -28,10 +28,8 @@ def done() -> Future[None]:
 
 def when_all(futures: Sequence[Future[Any]], make: Callable[[], T]) -> Future[T]:
     """Return a future for the result of `make`, which is called once all `futures` have completed.
-
     `make` runs in the thread that completes the last future. It sees an error from a future when it
-    asks for that future's result. If `make` itself raises, the returned future fails.
-    """
+    asks for that future's result. If `make` itself raises, the returned future fails."""
     made: Future[T] = Future()
     pending, lock = len(futures), threading.Lock()
 
@@ -52,29 +50,19 @@ def when_all(futures: Sequence[Future[Any]], make: Callable[[], T]) -> Future[T]
 
 def then(first: Future[T], start: Callable[[T], Future[U]]) -> Future[U]:
     """Return a future for the result of a second step, which `start` begins with the result of
-    `first`.
-
-    It fails if either step fails. Cancelling it cancels `first`.
-    """
+    `first`. It fails if either step fails. Cancelling it cancels `first`."""
     last: Future[U] = Future()
-
-    def second_is_done(second: Future[U]) -> None:
-        _settle(last, second.result)
 
     def first_is_done(_: Future[T]) -> None:
         if last.cancelled():
             return
         try:
-            start(first.result()).add_done_callback(second_is_done)
+            start(first.result()).add_done_callback(lambda done: _settle(last, done.result))
         except BaseException as error:
             with suppress(InvalidStateError):
                 last.set_exception(error)
 
-    def last_is_done(_: Future[U]) -> None:
-        if last.cancelled():
-            first.cancel()
-
-    last.add_done_callback(last_is_done)
+    last.add_done_callback(lambda last: last.cancelled() and first.cancel())
     first.add_done_callback(first_is_done)
     return last
 

@@ -13,12 +13,9 @@ of 5e8."""
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """Clamp to ±`BOUND`, with a straight-through gradient of 1.
-
-    A plain clamp has no gradient outside the bound, which is where the policy has drifted furthest.
-    NaN and infinities become NaN, because a valid log-ratio cannot have these values and clamping
-    would hide the error.
-    """
+    """Clamp to ±`BOUND`, with a straight-through gradient of 1. A plain clamp has no gradient
+    outside the bound, which is where the policy has drifted furthest. NaN and infinities become
+    NaN, because a valid log-ratio cannot have these values and clamping would hide the error."""
     return log_ratio.clamp(-BOUND, BOUND).detach() + (log_ratio - log_ratio.detach())
 
 

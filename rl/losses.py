@@ -52,11 +52,8 @@ class LossOutput:
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """The metrics of this share, which can be merged with those of other shares.
-
-        Read them after the backward pass, because reading copies them from the device and waits for
-        it.
-        """
+        """The metrics of this share, which can be merged with those of other shares. Read them
+        after the backward pass, because reading copies them from the device and waits for it."""
         loss, ratio_max, gap_max, *pairs = (float(number) for number in self.totals.cpu())
         means = zip(self.means, pairs[::2], pairs[1::2], strict=True)
         return {
@@ -306,11 +303,8 @@ class NllOutput:
     @property
     def metrics(self) -> dict[str, Metric]:
         """The metrics `loss` and `nll`, where `nll` is the unweighted mean of −log p over tokens,
-        in nats.
-
-        Read them after the backward pass, because reading copies them from the device and waits for
-        it.
-        """
+        in nats. Read them after the backward pass, because reading copies them from the device and
+        waits for it."""
         loss, total, count = (float(number) for number in self.totals.cpu())
         return {"loss": Sum(loss), "nll": Mean(total, count)}
 

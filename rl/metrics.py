@@ -64,10 +64,7 @@ Metric = Mean | Sum | Max
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge the metrics that have the same name.
-
-    Raises `ValueError` if their types differ.
-    """
+    """Merge the metrics that have the same name. Raises `ValueError` if their types differ."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():

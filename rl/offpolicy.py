@@ -86,11 +86,8 @@ def kept_mass_shortfall(log_mass: Tensor, *, top_p: float) -> Tensor:
 
 class GapTotals:
     """Accumulates log π_old − log π_θ for the P trajectories that span several micro-batches or
-    ranks.
-
-    The sequence mask compares the means with δ. `sums_2P` [2, P] float64 holds the sums and the
-    token counts, which can be added up over ranks.
-    """
+    ranks. The sequence mask compares the means with δ. `sums_2P` [2, P] float64 holds the sums and
+    the token counts, which can be added up over ranks."""
 
     def __init__(self, count: int, device: torch.device | str = "cpu") -> None:
         self.sums_2P = torch.zeros(2, count, dtype=torch.float64, device=device)

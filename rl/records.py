@@ -19,11 +19,9 @@ from keel.rl.types import PROGRAM, Dialogue, Prompt, ScoredGroup, Segment, Traje
 
 
 def trajectory_record(prompt: Prompt, trajectory: Trajectory, *, tokenizer: str) -> dict[str, Any]:
-    """Return the JSON record for a trajectory, without its rewards.
-
-    `tokenizer` is the digest of the policy's tokenizer (`keel.model.load.digest_of_tokenizer`). If
-    it is empty, the segments are left out.
-    """
+    """Return the JSON record for a trajectory, without its rewards. `tokenizer` is the digest of
+    the policy's tokenizer (`keel.model.load.digest_of_tokenizer`). If it is empty, the segments are
+    left out."""
     first, *others = _conversations(prompt, trajectory)
     return {
         "id": prompt.prompt_id,
@@ -49,10 +47,8 @@ def scored_record(scored: ScoredGroup, index: int, *, tokenizer: str) -> dict[st
 
 
 def recorded_segments(record: Mapping[str, Any], prompt_id: str) -> tuple[Segment, ...]:
-    """Read the segments from a record written by `trajectory_record`.
-
-    Raises `ValueError` if they are malformed.
-    """
+    """Read the segments from a record written by `trajectory_record`. Raises `ValueError` if they
+    are malformed."""
     segments: list[Segment] = []
     for entry in cast(list[Any], record["segments"]):
         try:
@@ -98,10 +94,8 @@ def _spans(segment: Segment) -> dict[str, Any]:
 
 
 def _message(message: Message, *, learned: bool) -> dict[str, Any]:
-    """Remove `raw`, and set `weight` to 0 for assistant messages that must not be learned.
-
-    These are messages that the policy did not sample, and messages with a malformed tool call.
-    """
+    """Remove `raw`, and set `weight` to 0 for assistant messages that must not be learned. These
+    are messages that the policy did not sample, and messages with a malformed tool call."""
     entry = {key: value for key, value in message.items() if key != "raw"}
     if message["role"] == "assistant":
         broken = any(

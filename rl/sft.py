@@ -73,12 +73,10 @@ def pack_sft(
     micro_batch_tokens: int,
     mean: Average = "tokens",
 ) -> list[TrainBatch]:
-    """Pack the examples for one optimizer step into one `TrainBatch` per rank.
-
-    For a mean over tokens, an example has the weight |o_i| B / Σ |o_j|, and for a mean over
-    conversations it has the weight 1 (see `nll_loss`). If an example does not fit into a
-    micro-batch, its segments are packed separately. Raises `ValueError` if `examples` is empty.
-    """
+    """Pack the examples for one optimizer step into one `TrainBatch` per rank. For a mean over
+    tokens, an example has the weight |o_i| B / Σ |o_j|, and for a mean over conversations it has
+    the weight 1 (see `nll_loss`). If an example does not fit into a micro-batch, its segments are
+    packed separately. Raises `ValueError` if `examples` is empty."""
     if not examples:
         raise ValueError("examples is empty: an optimizer step needs at least one")
     tokens = sum(example.learned_tokens for example in examples)

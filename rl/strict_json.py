@@ -24,11 +24,9 @@ def allow_long_integers() -> None:
 
 
 def load(text: str | bytes, *, max_depth: int = _MAX_DEPTH) -> Any:
-    """Parse JSON from untrusted text.
-
-    Raises ValueError if the text is malformed or nested too deeply, or if it contains NaN, a number
-    that overflows a float, or an integer with more than `_MAX_DIGITS` digits.
-    """
+    """Parse JSON from untrusted text. Raises ValueError if the text is malformed or nested too
+    deeply, or if it contains NaN, a number that overflows a float, or an integer with more than
+    `_MAX_DIGITS` digits."""
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, parse_int=_short)
     except RecursionError as error:

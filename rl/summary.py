@@ -70,7 +70,17 @@ def summarize(
         reasons = [reason for group in groups for reason in group.group.dropped]
         crashed = sum(t.finish_reason == "crash" for t in sampled)
         metrics["agents/crashes"] = Sum(sum(LOST in reason for reason in reasons) + crashed)
-    metrics |= {f"reward/{name}": part for name, part in _mean_parts(groups).items()}
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        for parts in group.parts_G:
+            if "mean" in parts:
+                raise ValueError(
+                    f"group of {group.group.prompt.prompt_id}: the name of reward part 'mean' "
+                    "collides with the metric reward/mean. Rename the part"
+                )
+            for name, value in parts.items():
+                values[name].append(value)
+    metrics |= {f"reward/{name}": mean_of(numbers) for name, numbers in values.items()}
     domains: defaultdict[str, list[ScoredGroup]] = defaultdict(list)
     for group in groups:
         domains[group.group.prompt.domain].append(group)
@@ -91,12 +101,10 @@ def summarize(
 
 
 def of_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Combine the metrics from the optimizer steps on one batch, in order.
-
-    `mismatch/*` is taken from the first step, because only this step compares the engine with the
-    weights that were used for sampling. `loss` is a share of each step's loss (`keel.rl.losses`),
-    and becomes a share of the mean loss.
-    """
+    """Combine the metrics from the optimizer steps on one batch, in order. `mismatch/*` is taken
+    from the first step, because only this step compares the engine with the weights that were used
+    for sampling. `loss` is a share of each step's loss (`keel.rl.losses`), and becomes a share of
+    the mean loss."""
     parts: list[dict[str, Metric]] = []
     for index, metrics in enumerate(updates):
         part = {k: v for k, v in metrics.items() if index == 0 or not k.startswith("mismatch/")}
@@ -120,20 +128,6 @@ def _segments(trajectories: Sequence[Trajectory]) -> list[Segment]:
 
 def _mean_reward(groups: Sequence[ScoredGroup]) -> Mean:
     return mean_of(float(reward) for group in groups for reward in group.rewards_G)
-
-
-def _mean_parts(groups: Sequence[ScoredGroup]) -> dict[str, Mean]:
-    values: defaultdict[str, list[float]] = defaultdict(list)
-    for group in groups:
-        for parts in group.parts_G:
-            if "mean" in parts:
-                raise ValueError(
-                    f"group of {group.group.prompt.prompt_id}: the name of reward part 'mean' "
-                    "collides with the metric reward/mean. Rename the part"
-                )
-            for name, value in parts.items():
-                values[name].append(value)
-    return {name: mean_of(numbers) for name, numbers in values.items()}
 
 
 def _mean_length(trajectories: Sequence[Trajectory]) -> Mean:

@@ -135,13 +135,10 @@ class Chat(Protocol):
         turn: int,
         inside: bool = False,
     ) -> Parsed:
-        """Parse the token ids of one sampled turn.
-
-        `tools` are the tools passed to `opening`, which some formats need because they write
-        arguments without types. `turn` is the index of the turn in the conversation, from which
-        call ids are made. `inside` is `Parsed.inside` of the previous turn, if this turn extends
-        it.
-        """
+        """Parse the token ids of one sampled turn. `tools` are the tools passed to `opening`, which
+        some formats need because they write arguments without types. `turn` is the index of the
+        turn in the conversation, from which call ids are made. `inside` is `Parsed.inside` of the
+        previous turn, if this turn extends it."""
         ...
 
 

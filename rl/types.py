@@ -95,11 +95,8 @@ class Prompt:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingMasks:
     """The token ids among which each token was sampled, when sampling was truncated (top-p or
-    top-k).
-
-    Each token has one span of ids. An empty span means that sampling was not truncated for this
-    token.
-    """
+    top-k). Each token has one span of ids. An empty span means that sampling was not truncated for
+    this token."""
 
     ids: NDArray[np.int32]
     """[nnz] the concatenated spans."""
@@ -173,10 +170,8 @@ _PER_TOKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A contiguous sequence of tokens that the policy saw as one context.
-
-    The module docstring explains how the arrays are aligned.
-    """
+    """A contiguous sequence of tokens that the policy saw as one context. The module docstring
+    explains how the arrays are aligned."""
 
     prompt_id: str
     token_ids_T: NDArray[np.int32]
@@ -227,10 +222,8 @@ class Segment:
                 )
 
     def selection(self, layers: int, width: int) -> NDArray[np.int32]:
-        """Return `selected_TLk` padded with −1 to [T, layers, width].
-
-        Raises `ValueError` if the number of layers differs or k exceeds `width`.
-        """
+        """Return `selected_TLk` padded with −1 to [T, layers, width]. Raises `ValueError` if the
+        number of layers differs or k exceeds `width`."""
         recorded = self.selected_TLk
         padded = np.full((len(self.token_ids_T), layers, width), -1, np.int32)
         if recorded is not None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,7 @@ from keel.model.sparse.indexer import (
     selected_scores,
 )
 from keel.model.torch_internals import running_node
-from keel.model.transformers_internals import become
+from keel.model.transformers_internals import override
 
 _SUPPORTED = "DeepseekV32Attention"
 """The attention class in transformers that is supported."""
@@ -96,14 +95,8 @@ def use_sparse_attention(model: PreTrainedModel) -> None:
             f"supported, only {_SUPPORTED}"
         )
     for layer in layers:
-        become(layer, _packed(type(layer)))
-
-
-@cache  # one class for all layers, so that they share compiled code
-def _packed(kind: type[nn.Module]) -> type[nn.Module]:
-    if kind.forward is _forward:
-        return kind
-    return type(kind.__name__, (kind,), {"forward": _forward, "__module__": kind.__module__})
+        if not isinstance(layer, _Packed):
+            override(layer, _Packed)
 
 
 def _forward(
@@ -141,6 +134,10 @@ def _forward(
     mixed = _attend(self, query, key, index, segments, sparse or SparsePass())
     output = torch.einsum("nhr,rhd->nhd", mixed, up[..., nope:])
     return self.o_proj(output.flatten(1))[None], None
+
+
+class _Packed:
+    forward = _forward
 
 
 def _index_inputs(

@@ -16,10 +16,8 @@ Loss = Literal["grpo", "nll"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """The concatenated segments of S trajectories, with N tokens aligned as in `keel.rl.types`.
-
-    It checks on the host what `keel.rl.losses.grpo_loss` cannot check cheaply on a GPU.
-    """
+    """The concatenated segments of S trajectories, with N tokens aligned as in `keel.rl.types`. It
+    checks on the host what `keel.rl.losses.grpo_loss` cannot check cheaply on a GPU."""
 
     token_ids_N: NDArray[np.int32]
     position_N: NDArray[np.int32]
@@ -130,9 +128,7 @@ class MicroBatch:
 
     def context_rows(self, segment: int) -> NDArray[np.int64]:
         """Return the rows in the whole context of a segment, including the prefix that it follows.
-
-        For a shared prefix, this is the context of the first segment that follows it.
-        """
+        For a shared prefix, this is the context of the first segment that follows it."""
         if self.follows is not None:
             followers = np.flatnonzero(self.follows == segment)
             segment = int(followers[0]) if len(followers) else segment
@@ -162,10 +158,8 @@ _PER_TOKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """The work for one rank in an optimizer step.
-
-    All ranks have the same number of micro-batches.
-    """
+    """The work for one rank in an optimizer step. All ranks have the same number of
+    micro-batches."""
 
     micro_batches: tuple[MicroBatch, ...]
     total_sequences: int

@@ -33,10 +33,8 @@ class PackItem:
 def split_long(
     groups: Sequence[Sequence[PackItem]], capacity: int
 ) -> tuple[list[list[PackItem]], int]:
-    """Cut trajectories that are longer than `capacity` into their segments.
-
-    Returns the groups and the number of trajectories that were cut.
-    """
+    """Cut trajectories that are longer than `capacity` into their segments. Returns the groups and
+    the number of trajectories that were cut."""
     result: list[list[PackItem]] = []
     count = 0
     for group in groups:

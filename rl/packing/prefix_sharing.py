@@ -72,11 +72,8 @@ def unshared(items: Sequence[PackItem]) -> list[PrefixGroup]:
 def share_prefixes(
     groups: Sequence[Sequence[PackItem]], *, ranks: int, capacity: int
 ) -> list[PrefixGroup]:
-    """Choose the prefix groups with which the slowest rank finishes soonest.
-
-    No group with more than one item exceeds `capacity`. The same arguments always give the same
-    result.
-    """
+    """Choose the prefix groups with which the slowest rank finishes soonest. No group with more
+    than one item exceeds `capacity`. The same arguments always give the same result."""
     apart = unshared([item for group in groups for item in group])
     clusters = [cluster for group in groups for cluster in _clusters(group)]
     if not any(cluster.shared for cluster in clusters):
@@ -115,11 +112,8 @@ def estimate_packing(
 
     def filled(count: int) -> tuple[float, int, int]:
         """Return the step time (`_step_time`), the micro-batches per rank and the busiest rank's
-        tokens.
-
-        Prefix groups have `count` items each, and the remaining items of each trajectory group form
-        a smaller one.
-        """
+        tokens. Prefix groups have `count` items each, and the remaining items of each trajectory
+        group form a smaller one."""
         rows = free = idle = slowest = 0
         for items, parts in ((count, groups * (size // count)), (size % count, groups)):
             if items:
@@ -178,12 +172,10 @@ def _clusters(group: Sequence[PackItem]) -> list[PrefixGroup]:
 
 
 def _find_cluster(clusters: Sequence[PrefixGroup], item: PackItem) -> tuple[int | None, int]:
-    """Find a cluster that `item` can join, and the prefix length of the enlarged cluster.
-
-    Both must keep the fraction `_MIN_OVERLAP` of their prefix, so that a single diverging
-    trajectory does not shorten the prefix for all the others. If no cluster fits, this returns None
-    and the length of the prefix that `item` can share.
-    """
+    """Find a cluster that `item` can join, and the prefix length of the enlarged cluster. Both must
+    keep the fraction `_MIN_OVERLAP` of their prefix, so that a single diverging trajectory does not
+    shorten the prefix for all the others. If no cluster fits, this returns None and the length of
+    the prefix that `item` can share."""
     segment, *others = item.segments
     if others or item.split >= 0:  # the trajectory has other segments
         return None, 0
