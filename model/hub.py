@@ -37,15 +37,6 @@ _DTYPES = {"F64", "F32", "F16", "BF16", "BOOL", "U8", "I8", "I16", "I32", "I64"}
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CODED = "｜DSML｜"
 """A token that identifies DeepSeek-V3.2's tokenizer."""
-_OTHER_WEIGHTS = {
-    "model-*-of-*.safetensors": f"without {INDEX}. Download that, too",
-    "adapter_*": "an adapter. Merge it into its base model (peft's merge_and_unload)",
-    "consolidated*": "in the publisher's format. Download the model in transformers' format",
-    "*.safetensors": f"not named {WHOLE}. If it is the whole model, rename it",
-    "pytorch_model*.bin": "not safetensors. Load it with transformers and save it again",
-    "*.gguf": "in llama.cpp's format. Use the original model in safetensors",
-}
-"""Patterns for files with weights in other formats, each with advice for the user."""
 
 
 def written_by_code(tokenizer: Any) -> bool:
@@ -95,8 +86,8 @@ def check_folder(path: str) -> None:
         return
     _check_not_a_run(path)
     raise ConfigError(
-        f"{path!r} has no config.json, so it is not a model folder of transformers"
-        f"{_other_weights(folder) or '. Use a folder written by save_pretrained'}"
+        f"{path!r} has no config.json, so it is not a model folder of transformers. Use a folder "
+        "written by save_pretrained"
     )
 
 
@@ -163,7 +154,7 @@ def missing_weights(path: str) -> str:
     whole, indexed = (folder / WHOLE).is_file(), _indexed(folder)
     names = {WHOLE, *indexed} if whole else indexed
     if not names:
-        return f"it has no weights ({WHOLE}, or parts with {INDEX}){_other_weights(folder)}"
+        return f"it has no weights ({WHOLE}, or parts with {INDEX}). Use save_pretrained"
     if missing := sorted(name for name in names if not (folder / name).is_file()):
         message = f"{_join(missing)} of the {len(indexed)} files in {INDEX} are missing"
         # transformers would load the whole file and ignore the index.
@@ -186,13 +177,6 @@ def _indexed(folder: Path) -> set[str]:
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigError(f"{index} is not an index of weights: {error!r}") from error
     return names
-
-
-def _other_weights(folder: Path) -> str:
-    for pattern, advice in _OTHER_WEIGHTS.items():
-        if files := sorted(file.name for file in folder.glob(pattern)):
-            return f". It has {_join(files)}, {advice}"
-    return ""
 
 
 def shapes_of(path: str) -> dict[str, tuple[int, ...]]:
