@@ -172,3 +172,18 @@ def test_rows_are_cut_by_their_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     cache.add(7 * PAGE)
     cache.width = 40
     check(cache)
+
+
+def test_segments_end_with_their_rows() -> None:
+    leaders, _ = planned(groups(40))
+    assert leaders == [8 * (row // 8) for row in range(40)]
+
+
+def test_long_prompts_are_compared_to_their_end() -> None:
+    cache = groups(2, prompt=200 * PAGE)
+    cache.width = 220
+    assert planned(cache)[1] == [3200, 3200]
+
+
+def test_a_group_larger_than_a_tile() -> None:
+    check(groups(21))

@@ -127,3 +127,10 @@ def test_attention_and_gradients_equal_the_plain_kernel() -> None:
     for one, other in ((out, plain), *zip(found, expected, strict=True)):
         error = (one.double() - other.double()).norm() / other.double().norm()
         assert error < 5e-3
+
+
+@pytest.mark.parametrize(("heads", "d"), [(3, 8), (5, 128), (1, 100)])
+def test_norms_of_heads(kernels: Any, heads: int, d: int) -> None:
+    x, weight = with_gaps(7, heads, d), drawn(d, seed=1)
+    found = kernels.norm_heads(x, weight, EPS)
+    torch.testing.assert_close(found, rms_norm(x, weight.shape, weight, EPS), rtol=1e-5, atol=1e-6)

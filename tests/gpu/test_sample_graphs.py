@@ -178,3 +178,20 @@ def test_a_graph_draws_what_is_drawn_without(record: bool) -> None:
             [([1, 0, 4], 4), ([1, 0, 4], 4), ([3, 2, 1], 4), ([2], 2), ([4, 3, 2, 1, 0], 8)] * 2
         ):
             check(bench, graphs, requests, size, at=8 + place)
+
+
+@GRAPH
+def test_two_steps_may_be_in_flight() -> None:
+    from keel.rollout.vllm_fast.sample_graphs import SampleGraphs
+
+    bench = Bench()
+    graphs = SampleGraphs(bench.runner)
+    with torch.inference_mode():
+        outputs: list[Any] = []
+        for place in range(2):
+            batch = bench.step([0, 1, 2], 4, 8 + place)
+            outputs.append(bench.eagerly(bench.fixed[:4], batch, None)[0])
+            outputs.append(graphs.sample(bench.fixed[:4], batch, None)[0])
+    one, mine, two, last = (lists(output) for output in outputs)
+    assert (mine, last) == (one, two)
+    assert one != two

@@ -214,3 +214,16 @@ def test_passes_never_wait_for_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode(mode)
     assert hidden.grad is not None and bool(torch.isfinite(hidden.grad).all())
+
+
+def test_entries_beyond_one_block_of_columns() -> None:
+    check(make_case(tokens=6, vocabulary=12, d=1100, sizes=(5, 3)))
+
+
+def test_device_offsets_give_the_same_plan() -> None:
+    case = make_case(sizes=(0, 3, 9))
+    sizes = {"vocabulary": 96, "d": 72, "device": DEVICE}
+    host = build_plan(case.ids, case.offsets, **sizes)  # type: ignore[arg-type]
+    device = build_plan(case.ids.to(DEVICE), case.offsets.to(DEVICE), **sizes)  # type: ignore[arg-type]
+    assert host.chunks == device.chunks
+    assert torch.equal(host.token, device.token) and torch.equal(host.ids, device.ids)

@@ -131,3 +131,20 @@ def test_offloading_changes_no_training(
         del engine, later
     for asleep, awake in zip(found[True], found[False], strict=True):
         assert asleep == pytest.approx(awake, rel=1e-3, abs=1e-6, nan_ok=True)
+
+
+def test_overflowing_loss_scales_are_halved(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(1, 1, dtype="float16")
+    groups = Rollouts(0, ranks.folder / "untied").groups(2, 3)
+    monkeypatch.setattr("keel.trainer.engine.zero.SCALE_POWER", 26)
+    engine = ranks.engine(config)
+    before = ranks.published(engine)
+    skipped = 0
+    for _ in range(16):
+        found = values(engine.step([ranks.batch(groups, config)]))
+        if not found["train/skipped_steps"]:
+            break
+        skipped += 1
+        assert all(torch.equal(before[k], v) for k, v in ranks.published(engine).items())
+    assert 0 < skipped < 16 and engine.version == skipped + 1
+    assert any(not torch.equal(before[k], v) for k, v in ranks.published(engine).items())
