@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +14,8 @@ from typing import Any
 import pytest
 
 from benchmarks.chaos import __main__ as chaos
-from benchmarks.chaos import faults
-from benchmarks.chaos.faults import Fault, Means, Struck, due, flip, named, suffer
+from benchmarks.chaos.faults import Fault, Means
 from benchmarks.chaos.outcome import compared
-from benchmarks.chaos.run import Refused
-from benchmarks.chaos.run import Run as Started
 from benchmarks.common import COMMIT_VARIABLE
 
 STEPS, FAULTS = 20, 6
@@ -138,41 +133,6 @@ def test_wrong_outcome_fails_the_command(play: Play, played: Played, subject: st
     assert results["wrong"] and all(subject in line for line in results["wrong"])
 
 
-@pytest.mark.parametrize(
-    ("error", "why"),
-    [
-        (TimeoutError("no step in 1800 s of a fault"), "no step in 1800 s of a fault"),
-        (KeyboardInterrupt(), "Ctrl-C"),
-        (ZeroDivisionError(), "an error of this benchmark"),
-    ],
-    ids=["a run that hangs", "Ctrl-C", "an error"],
-)
-def test_interrupted_run_keeps_its_record(
-    play: Play, tmp_path: Path, error: BaseException, why: str
-) -> None:
-    with suppress(ZeroDivisionError):
-        assert play(Played(outcomes=DUE, meets=error), *ONLY)[0] == 1
-    out = tmp_path / "out"
-    result = json.loads((out / "summary.json").read_text())
-    assert result["wrong"] == [f"broken off: {why}"] and "reference" not in result
-    written = [json.loads(line) for line in (out / "faults.jsonl").open()]
-    assert len(written) == result["faults"] == 3
-    assert len((out / "memory.jsonl").read_text().splitlines()) == 3
-
-
-def test_refused_command_makes_no_folder(
-    play: Play, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    with pytest.raises(SystemExit):
-        play(Played(), "--only", "kil engine")
-    assert "--only" in capsys.readouterr().err and not out.exists()
-    out.mkdir()
-    with pytest.raises(SystemExit):
-        play(Played())
-    assert list(out.iterdir()) == []
-
-
 def test_lost_score_may_change_later_steps(tmp_path: Path) -> None:
     killed = [Fault("kill", "reward worker", step=4)]
 
@@ -193,56 +153,3 @@ def test_lost_score_may_change_later_steps(tmp_path: Path) -> None:
     assert different(6, killed) == []
     assert different(6, ()) == [6, 7, 8]
     assert different(4, killed) == [4, 5, 6, 7, 8]
-
-
-def test_repeated_engine_loss_may_end_the_run() -> None:
-    lost = [Fault("kill", "engine", step=step, start=2) for step in range(3)]
-    fourth = Fault("freeze", "engine", step=9, start=2)
-    assert due(fourth, lost) == (None, 1)
-    assert due(fourth, lost[1:]) == (None,)
-    assert due(Fault("kill", "engine", step=9, start=3), lost) == (None,)
-    assert due(Fault("kill", "raylet", step=9, start=2), []) == (1,)
-
-
-def test_only_a_spare_checkpoint_is_damaged(tmp_path: Path) -> None:
-    draw = random.Random(0)
-    for step in (5, 10):
-        assert flip(tmp_path, draw) == ""
-        folder = tmp_path / f"checkpoints/step_{step:06d}"
-        folder.mkdir(parents=True)
-        (folder / "empty").touch()
-        (folder / "state").write_bytes(b"state")
-    assert flip(tmp_path, draw) == "checkpoints/step_000010/state"
-    changed = (tmp_path / "checkpoints/step_000010/state").read_bytes()
-    assert sum((a ^ b).bit_count() for a, b in zip(b"state", changed, strict=True)) == 1
-    line = f"warning: {tmp_path}/checkpoints/step_000010 is damaged (state: changed): it is kept"
-    assert named("checkpoints/step_000010/state", ["resumed", line])
-    assert not named("checkpoints/step_000005/state", [line])
-    assert not named("", [line])
-
-
-def test_hanging_run_keeps_its_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "strike", lambda *_: Struck())
-    monkeypatch.setattr(faults, "TIMEOUT_S", -1.0)
-    run: Any = SimpleNamespace(
-        starts=4,
-        position=lambda: 0,
-        fresh=lambda: 0,
-        ended=lambda: False,
-        messages=lambda since: ["an engine is gone"],
-    )
-    fault = Fault("kill", "engine", step=7)
-    with pytest.raises(TimeoutError, match="an engine is gone"):
-        suffer(run, fault, random.Random(0), Means())
-    assert (fault.words, fault.start) == (["an engine is gone"], 4)
-
-
-def test_refused_run_is_not_restarted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(Started, "start", lambda self: None)
-    log = tmp_path / "log.txt"
-    run = Started(tmp_path / "run", (), 5, log, environment={})
-    monkeypatch.undo()
-    log.write_text("keel train: trainer.lrr is no knob\n")
-    run.starts, run.process = 1, SimpleNamespace(returncode=2)  # type: ignore[assignment]
-    with pytest.raises(Refused, match=r"status 2: .*no knob"):
-        run.start()
