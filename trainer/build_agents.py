@@ -129,7 +129,7 @@ async def _try_source(
             chat=chat,
             window=limits.window,
             thinking=source.thinking,
-            prompt=system_prompt_of(config, source),
+            prompt=_system_prompt_of(config, source),
         )
         names = [tool.name for tool in trial.tools]
         shown = ", ".join(names[:_SHOWN_TOOLS]) or "none"
@@ -277,7 +277,7 @@ def _environment_factory(
     starting: asyncio.Semaphore | None = None,
     fork_servers: list[ForkServer] | None = None,
 ) -> Callable[[], Environment]:
-    spec, prompt = environment_spec(config, source), system_prompt_of(config, source)
+    spec, prompt = environment_spec(config, source), _system_prompt_of(config, source)
     if spec is None:
         return lambda: WithSystemPrompt(NoEnvironment(), prompt)
     if not isinstance(spec, Program):
@@ -288,7 +288,7 @@ def _environment_factory(
     return lambda: WithSystemPrompt(Hosted(spec, starting=starting, fork_server=server), prompt)
 
 
-def system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
+def _system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
     """Return a function that builds a source's system prompt from the tools of its environment."""
     arguments = source.environment.arguments
     cell_s, ending_s = (

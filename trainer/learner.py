@@ -43,7 +43,7 @@ from keel.weights.sync import Outcome, Receiver, sends_directly
 
 GRACE_S = 5.0
 """How long to wait for the reports of the other ranks after one rank has failed."""
-LOST_S = 90.0
+_LOST_S = 90.0
 """How long to wait instead if the failure may be caused by a lost rank. Ray takes 65 s to declare a
 silent node dead."""
 STEP = "an optimizer step"
@@ -314,7 +314,7 @@ class Learner:
                     if type(error) is GetTimeoutError:  # of our own call, not raised by the rank
                         continue
                     if not failures:
-                        grace_s = LOST_S if _may_follow_a_loss(error) else GRACE_S
+                        grace_s = _LOST_S if _may_follow_a_loss(error) else GRACE_S
                         remaining = ray_timeouts.Deadline(grace_s)
                     failures[rank] = error
                 del waiting[ref]

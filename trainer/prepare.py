@@ -591,10 +591,15 @@ def _solve(task: str, entry: Mapping[str, Any]) -> dict[str, Any] | None:
 def _warnings(config: Config, model: PlannedModel) -> list[str]:
     path, hardware, lacking = config.model.path, model.hardware, model.missing_weights
     code = ignored_code(local_folder(path), transformers)
+    fewer = (
+        f"{hardware.missing}. The run starts with fewer ranks, {config.trainer.min_ranks} of "
+        f"{config.trainer.ranks} at least (trainer.min_ranks), if no node joins within "
+        f"{config.run.elastic_wait_s:g} s (run.elastic_wait_s)"
+    )
     return [
         *filter(None, [slow_dtype(config, gpu=hardware.gpu), hardware.taken_warning]),
         *([_UNKNOWN_GIB] if hardware.gpu and not hardware.gpu_gib else []),
-        *missing_node_warnings(config, hardware),
+        *([fewer] if hardware.missing else []),
         *([model.saved_choice.changed] if model.saved_choice.changed else []),
         *lint_recipe(config, model.facts),
         *_thinking_warnings(config, model.tokenizer),
@@ -625,17 +630,6 @@ def _thinking_warnings(config: Config, tokenizer: Any) -> Iterator[str]:
                 f"model does between {marks.open} and {marks.close}. Ask for these, or set "
                 "model.thinking_marks: ['<think>', '</think>']"
             )
-
-
-def missing_node_warnings(config: Config, hardware: Hardware) -> Iterator[str]:
-    """Describe how the run starts while some of its nodes are missing."""
-    if hardware.missing:
-        trainer = config.trainer
-        yield (
-            f"{hardware.missing}. The run starts with fewer ranks, {trainer.min_ranks} of "
-            f"{trainer.ranks} at least (trainer.min_ranks), if no node joins within "
-            f"{config.run.elastic_wait_s:g} s (run.elastic_wait_s)"
-        )
 
 
 def crowding_warnings(config: Config, plan: Plan, machine_gib: float) -> Iterator[str]:

@@ -19,11 +19,11 @@ from keel.trainer.guard import RunJournal, Save, Saver
 from keel.trainer.loop import Clock, evaluation_due
 from keel.trainer.nonfinite import SHOWN_FINDINGS
 
-MEASURED = {"nll": "loss", "indexer/held": "indexer/held"}
+_MEASURED = {"nll": "loss", "indexer/held": "indexer/held"}
 """Maps the metrics that ranks return for a held-out set to their names under `eval/`."""
 
 
-class SftStream(Protocol):
+class _SftStream(Protocol):
     """An endless, seeded order of conversations."""
 
     def take(self, n: int) -> list[SftExample]: ...
@@ -33,7 +33,7 @@ class SftStream(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
-class SftLearner(Protocol):
+class _SftLearner(Protocol):
     @property
     def version(self) -> int: ...
 
@@ -54,7 +54,7 @@ class SftLearner(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftParts:
     batches: Batches
-    learner: SftLearner
+    learner: _SftLearner
     journal: RunJournal
     heldout: Mapping[str, Sequence[SftExample]]
     save: Save
@@ -70,7 +70,7 @@ class SftParts:
 class Batches:
     """Draws the conversations for each step."""
 
-    def __init__(self, stream: SftStream, config: SftConfig, *, epoch: float) -> None:
+    def __init__(self, stream: _SftStream, config: SftConfig, *, epoch: float) -> None:
         """`epoch` is the number of conversations per epoch."""
         self._stream, self._config, self._epoch = stream, config, epoch
         self._next: SftExample | None = None
@@ -144,7 +144,7 @@ def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
         if parts.should_abort():
             return {}
         parts.journal.begin("measuring")
-        return evaluation_metrics(learner.score(heldout, parts.should_abort))
+        return _evaluation_metrics(learner.score(heldout, parts.should_abort))
 
     # Before the first step, or if the evaluation of `start` was cut off.
     due = not start or (evaluation_due(run, start) and not parts.journal.evaluated(start))
@@ -205,11 +205,11 @@ def _pack_heldout(
     ]
 
 
-def evaluation_metrics(scored: Mapping[str, Metric]) -> dict[str, Metric]:
+def _evaluation_metrics(scored: Mapping[str, Metric]) -> dict[str, Metric]:
     """Return `eval/<set>/loss` for each held-out set and `eval/loss` over all of them, in nats per
     token, and the same for `indexer/held`."""
     metrics: dict[str, Metric] = {}
-    for metric, name in MEASURED.items():
+    for metric, name in _MEASURED.items():
         by_set = {
             f"eval/{key.removesuffix(metric)}{name}": value
             for key, value in scored.items()

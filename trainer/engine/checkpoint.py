@@ -6,7 +6,7 @@
     trainer.json                     progress
 
 The model's weights are its rounded master weights. Nothing is gathered: a rank writes whatever no
-earlier rank holds. Since a `StatePiece` refers to a flattened parameter of the original model, a
+earlier rank holds. Since a `_StatePiece` refers to a flattened parameter of the original model, a
 checkpoint can be read on any layout. Loading it runs no code.
 """
 
@@ -37,14 +37,14 @@ from keel.trainer.engine.deepspeed_internals import (
 from keel.trainer.run.checkpoint import PROGRESS, SaveError
 from keel.trainer.run.manifest import Entry, seal
 
-OPTIMIZER, INDEX = "optimizer", "index.json"
+_OPTIMIZER, INDEX = "optimizer", "index.json"
 T = TypeVar("T")
-MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+_MASTER, _MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 BLOCK = 2**24
 """How many elements are staged in host memory at a time."""
 
 
-class StatePiece(NamedTuple):
+class _StatePiece(NamedTuple):
     parameter: str
     start: int
     """Index of the first element in the flattened parameter."""
@@ -79,7 +79,7 @@ class _Source(NamedTuple):
 
 
 class _Share(NamedTuple):
-    pieces: list[list[StatePiece]]
+    pieces: list[list[_StatePiece]]
     """The pieces in each tensor."""
     steps: dict[int, float]
     """Adam's step count for the tensors that have one."""
@@ -109,7 +109,7 @@ class Checkpoints:
         rank, sealed, failure = dist.get_rank(), dict[str, Entry](), ""
         shares = _all_gather(self._share())
         try:
-            files = self._write(folder / OPTIMIZER, shares)
+            files = self._write(folder / _OPTIMIZER, shares)
             state = {"cpu": torch.get_rng_state()}
             if self._device.type == "cuda":
                 state["cuda"] = torch.cuda.get_rng_state(self._device)
@@ -133,7 +133,7 @@ class Checkpoints:
         progress = json.loads((folder / PROGRESS).read_text())
         shares = _all_gather(self._share())
         try:
-            self._read(folder / OPTIMIZER, shares)
+            self._read(folder / _OPTIMIZER, shares)
         except (ValueError, KeyError, OSError) as error:
             raise ValueError(f"checkpoint {folder}: {error}") from error
         path = folder / f"random_rank_{dist.get_rank()}.pt"
@@ -156,8 +156,8 @@ class Checkpoints:
         for number, master in enumerate(self._masters()):
             if number in chosen[rank]:
                 state = self._adam.state.get(master.tensor, {})
-                content[f"{MASTER}.{number}"] = master.flat
-                content |= {f"{m}.{number}": state[m].view(-1) for m in MOMENTS if m in state}
+                content[f"{_MASTER}.{number}"] = master.flat
+                content |= {f"{m}.{number}": state[m].view(-1) for m in _MOMENTS if m in state}
         folder.mkdir(exist_ok=True)
         files = [folder / f"rank_{rank}.safetensors"]
         _write_tensors(files[0], content)
@@ -168,7 +168,7 @@ class Checkpoints:
 
     def _read(self, folder: Path, shares: Sequence[_Share]) -> None:
         index = json.loads((folder / INDEX).read_text())
-        written = [[StatePiece(*piece) for piece in rank["pieces"]] for rank in index["ranks"]]
+        written = [[_StatePiece(*piece) for piece in rank["pieces"]] for rank in index["ranks"]]
         _check_same_model(chain.from_iterable(written), _sizes_of(_runs(shares)))
         lookup = _PieceIndex(written)
         steps = [{int(n): step for n, step in rank["steps"].items()} for rank in index["ranks"]]
@@ -177,7 +177,7 @@ class Checkpoints:
         with torch.no_grad(), replacing_masters(self._engine, masters, stage=self._stage):
             for master, pieces in zip(masters, _pieces(masters, self._runs), strict=True):
                 sources = [(piece, source) for piece in pieces for source in lookup.find(piece)]
-                tensors = {MASTER: master.flat}
+                tensors = {_MASTER: master.flat}
                 taken = [s[t] for _, (r, t, *_) in sources for s in (steps[r],) if t in s]
                 if taken:
                     tensors |= self._new_moments(master.tensor, max(taken))
@@ -196,15 +196,15 @@ class Checkpoints:
     def _new_moments(self, master: Tensor, step: float) -> dict[str, Tensor]:
         fused = any(group.get("fused") for group in self._adam.param_groups)
         device = master.device if fused else "cpu"
-        moments = {moment: torch.zeros_like(master) for moment in MOMENTS}
+        moments = {moment: torch.zeros_like(master) for moment in _MOMENTS}
         self._adam.state[master] = {"step": torch.tensor(step, device=device), **moments}
         return {moment: tensor.view(-1) for moment, tensor in moments.items()}
 
 
-def _pieces(masters: Sequence[Master], runs: Runs) -> list[list[StatePiece]]:
+def _pieces(masters: Sequence[Master], runs: Runs) -> list[list[_StatePiece]]:
     return [
         [
-            StatePiece(
+            _StatePiece(
                 run.whole, run.into + begin - run.start, end - begin, number, at + begin - start
             )
             for name, start, count, at, _ in master.parts
@@ -237,10 +237,10 @@ def _runs(shares: Sequence[_Share]) -> set[ElementRun]:
     return {run for share in shares for runs in share.runs.values() for run in runs}
 
 
-def _choose_writers(ranks: Sequence[Sequence[Sequence[StatePiece]]]) -> list[set[int]]:
+def _choose_writers(ranks: Sequence[Sequence[Sequence[_StatePiece]]]) -> list[set[int]]:
     """Choose the tensors that each rank writes: all but padding, and the first of equal ones.
     `ranks` holds the pieces by rank and tensor."""
-    seen: set[tuple[StatePiece, ...]] = {()}
+    seen: set[tuple[_StatePiece, ...]] = {()}
     chosen: list[set[int]] = []
     for tensors in ranks:
         contents = [tuple(piece._replace(tensor=0) for piece in pieces) for pieces in tensors]
@@ -257,7 +257,7 @@ def _sizes_of(runs: Iterable[ElementRun]) -> dict[str, int]:
     return sizes
 
 
-def _uncovered(pieces: Iterable[StatePiece], sizes: Mapping[str, int]) -> list[str]:
+def _uncovered(pieces: Iterable[_StatePiece], sizes: Mapping[str, int]) -> list[str]:
     reached = dict.fromkeys(sizes, 0)
     wrong: set[str] = set()
     for name, start, count, *_ in sorted(pieces):
@@ -267,7 +267,7 @@ def _uncovered(pieces: Iterable[StatePiece], sizes: Mapping[str, int]) -> list[s
     return sorted(wrong | {name for name, end in reached.items() if end != sizes.get(name)})
 
 
-def _check_same_model(pieces: Iterable[StatePiece], sizes: Mapping[str, int]) -> None:
+def _check_same_model(pieces: Iterable[_StatePiece], sizes: Mapping[str, int]) -> None:
     written: dict[str, int] = {}
     for name, _, count, *_ in pieces:
         written[name] = written.get(name, 0) + count
@@ -280,22 +280,22 @@ def _check_same_model(pieces: Iterable[StatePiece], sizes: Mapping[str, int]) ->
 
 
 class _PieceIndex:
-    def __init__(self, ranks: Sequence[Iterable[StatePiece]]) -> None:
+    def __init__(self, ranks: Sequence[Iterable[_StatePiece]]) -> None:
         """`ranks` holds the pieces that each rank has written."""
-        by_name: dict[str, list[tuple[int, int, StatePiece]]] = {}
+        by_name: dict[str, list[tuple[int, int, _StatePiece]]] = {}
         for rank, pieces in enumerate(ranks):
             for piece in pieces:
                 by_name.setdefault(piece.parameter, []).append((piece.start, rank, piece))
         self._by_name = {name: sorted(pieces) for name, pieces in by_name.items()}
 
-    def find(self, request: StatePiece) -> Iterator[_Source]:
+    def find(self, request: _StatePiece) -> Iterator[_Source]:
         """Yield the sources of the requested piece. Raises ValueError if elements are missing."""
         pieces = self._by_name.get(request.parameter, [])
         at, end = request.start, request.start + request.count
         place = bisect_right(pieces, at, key=lambda entry: entry[0]) - 1
         while at < end:
             start, rank, piece = (
-                pieces[place] if 0 <= place < len(pieces) else (at, 0, StatePiece("", 0, 0, 0, 0))
+                pieces[place] if 0 <= place < len(pieces) else (at, 0, _StatePiece("", 0, 0, 0, 0))
             )
             count = min(start + piece.count, end) - at
             if start > at or count <= 0:

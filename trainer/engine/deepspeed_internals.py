@@ -306,7 +306,7 @@ WEIGHTS = ("w1", "w2", "w3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OriginalNames:
+class _OriginalNames:
     """The names that Transformers uses for the parts of a MoE block."""
 
     router: str
@@ -323,11 +323,11 @@ def expert_layers(model: nn.Module) -> dict[str, Any]:
     return {name: m for name, m in model.named_modules() if isinstance(m, AutoEPMoELayer)}
 
 
-def original_names(layer: Any) -> OriginalNames:
+def original_names(layer: Any) -> _OriginalNames:
     from deepspeed.module_inject.auto_ep_presets.registry import get_preset  # noqa: PLC0415
 
     preset: Any = get_preset(layer.model_family)
-    return OriginalNames(
+    return _OriginalNames(
         router=preset.router_pattern,
         shared_experts=preset.shared_experts_pattern,
         shared_experts_gate=preset.shared_experts_gate_pattern,

@@ -20,7 +20,7 @@ from keel.model.load import is_tied, tokenizer_with
 from keel.trainer.engine.weights import Weights
 from keel.trainer.run.manifest import Entry, seal, sizes
 
-SHARD_BYTES = 4 * 2**30
+_SHARD_BYTES = 4 * 2**30
 
 
 def export_model(
@@ -69,7 +69,7 @@ def write_model(
 
     for name, tensor in weights:
         count = tensor.numel() * tensor.element_size()
-        if part and size + count > SHARD_BYTES:
+        if part and size + count > _SHARD_BYTES:
             flush()
             part, size = {}, 0
         part[name] = tensor.detach().cpu().clone()  # save_file refuses views of one storage

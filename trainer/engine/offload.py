@@ -41,7 +41,7 @@ _SLACK = 1.1
 """Factor on the activation memory of earlier passes, since micro-batches differ."""
 
 
-class Buffer:
+class _Buffer:
     """A set of storages whose bytes are either on the device or in host memory."""
 
     def __init__(
@@ -108,7 +108,7 @@ class Buffer:
             torch.cuda.synchronize(self._device)
 
 
-class NoOffload:
+class _NoOffload:
     """Stands in for `Offload` on a rank that shares its GPU with no engine."""
 
     host_bytes = 0
@@ -145,12 +145,12 @@ class Offload:
         self._module: Any = engine.module
         self._optimizer: Any = engine.optimizer
         self._reference, self._device, self._room, self._limit = reference, device, room, limit
-        self._weights = Buffer(device, "changing")
-        self._state = Buffer(device, "changing")
-        self._rest = Buffer(device, "changing")
-        self._frozen = Buffer(device, "constant")
-        self._buckets = Buffer(device, "scratch")
-        self._gradients = Buffer(device, "zeros")
+        self._weights = _Buffer(device, "changing")
+        self._state = _Buffer(device, "changing")
+        self._rest = _Buffer(device, "changing")
+        self._frozen = _Buffer(device, "constant")
+        self._buckets = _Buffer(device, "scratch")
+        self._gradients = _Buffer(device, "zeros")
         self._activations, self._update_bytes, self._before = activations, update_bytes, 0
 
     @property
@@ -247,10 +247,10 @@ class Offload:
 
 def make_offload(
     engine: DeepSpeedEngine, reference: nn.Module | None, device: torch.device, config: Config
-) -> Offload | NoOffload:
-    """Create the `Offload` for this rank, or a `NoOffload` without `rollout.time_share`."""
+) -> Offload | _NoOffload:
+    """Create the `Offload` for this rank, or a `_NoOffload` without `rollout.time_share`."""
     if not config.rollout.time_share:
-        return NoOffload()
+        return _NoOffload()
     module: Any = engine.module
     gpu = device.type == "cuda"
     planned = trainer_memory(config, facts_of(module.model.config), gpu=gpu)

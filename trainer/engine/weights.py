@@ -49,7 +49,7 @@ def outline(model: PreTrainedModel) -> bytes:
     return data.getvalue()
 
 
-def from_outline(data: bytes, device: torch.device | str = "cpu") -> PreTrainedModel:
+def _from_outline(data: bytes, device: torch.device | str = "cpu") -> PreTrainedModel:
     """Build a model whose weights are not set and take no host memory until then. `data` must come
     from this run, since unpickling can run arbitrary code."""
     with torch.device(device):
@@ -86,14 +86,14 @@ def read_once(
             raise ConfigError(text) if of_config else RuntimeError(error)
     data = reports[0][0]
     if model is None:
-        model = from_outline(data) if data else load()
+        model = _from_outline(data) if data else load()
     exact = all(weight.dtype == dtype for weight in model.parameters())
     return model, data if exact else b""
 
 
 def twin(data: bytes, load: Load, device: torch.device | str) -> PreTrainedModel:
     """Return another copy of the model, with unset weights on `device` if there is an outline."""
-    return from_outline(data, device) if data else load()
+    return _from_outline(data, device) if data else load()
 
 
 def copy_weights(source: nn.Module, target: nn.Module, *, stage: int) -> None:

@@ -93,7 +93,9 @@ def run_with_restarts(
                 line = f"{reason}\nThe run restarts from {origin}"
                 note(folder.path, start, "restart", line)
                 print_line(f"warning: {line}")
-        print_line(closing_summary(folder, config, reached, command, resume_command=resume_command))
+        print_line(
+            _closing_summary(folder, config, reached, command, resume_command=resume_command)
+        )
 
 
 def restore_data(folder: RunFolder, restore: Callable[[Mapping[str, Any]], object]) -> None:
@@ -213,7 +215,7 @@ def save_checkpoint(
     return False
 
 
-def closing_summary(
+def _closing_summary(
     folder: RunFolder,
     config: Config,
     reached: int,

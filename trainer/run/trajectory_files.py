@@ -39,7 +39,7 @@ Place = tuple[ScoredGroup, int]
 
 
 @dataclass(frozen=True, slots=True)
-class SelectedTrajectories:
+class _SelectedTrajectories:
     text: Sequence[Place]
     """Trajectories that are saved as readable text."""
     tokens: Sequence[Place]
@@ -51,7 +51,7 @@ class SelectedTrajectories:
         return [s for group, index in self.tokens for s in group.group.trajectories[index].segments]
 
 
-def select_trajectories(groups: Sequence[ScoredGroup], run: RunConfig) -> SelectedTrajectories:
+def select_trajectories(groups: Sequence[ScoredGroup], run: RunConfig) -> _SelectedTrajectories:
     """Choose the trajectories to save. The choice is deterministic."""
     text = choose_trajectories(groups, run.save_trajectories)
     chosen = {(id(group), index) for group, index in text}
@@ -66,7 +66,7 @@ def select_trajectories(groups: Sequence[ScoredGroup], run: RunConfig) -> Select
         if (size := group.group.trajectories[index].total_tokens) <= budget:
             budget -= size
             tokens.append((group, index))
-    return SelectedTrajectories(text, tokens)
+    return _SelectedTrajectories(text, tokens)
 
 
 def choose_trajectories(groups: Sequence[ScoredGroup], count: int) -> list[Place]:
