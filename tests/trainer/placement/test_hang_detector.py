@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -226,17 +225,3 @@ def test_frozen_actor_dies_with_its_raylet(raylet: subprocess.Popen[bytes]) -> N
     raylet.kill()
     assert wait_for(lambda: detector.poll().ray_failure)
     wait_for(lambda: not actor.is_running() or actor.status() == psutil.STATUS_ZOMBIE)
-
-
-@pytest.mark.e2e
-def test_stopped_actor_is_killed_with_its_children(raylet: subprocess.Popen[bytes]) -> None:
-    now = 0.0
-    detector = HangDetector(os.getpid(), {}, start=START, hang_timeout_s=5.0, clock=lambda: now)
-    (child,) = wait_for(psutil.Process(raylet.pid).children)
-    raylet.send_signal(signal.SIGSTOP)
-    wait_for(lambda: psutil.Process(raylet.pid).status() == psutil.STATUS_STOPPED)
-    for _ in range(4):
-        now += 2 * POLL_S
-        detector.poll()
-    assert raylet.wait(PATIENCE_S) == -signal.SIGKILL
-    wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)

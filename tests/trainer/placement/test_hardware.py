@@ -77,16 +77,6 @@ def test_engines_never_span_nodes_and_ranks_stay_together(
         assert homes(placement, RANK) == ranks
 
 
-def test_engine_and_rank_share_a_single_gpu() -> None:
-    placement = place(config(), nodes(1))
-    assert placement.shared and len(placement.seats) == 2
-    assert "GPU 0, shared" in next(placement.lines())
-    assert not place(config(), nodes(2)).shared
-    busy = [replace(node, free_gpus=1) for node in nodes(4)]
-    with pytest.raises(ConfigError, match=r"needs 2 GPU\(s\) .* has 1"):
-        place(config(), busy)  # the other GPUs are busy, not absent
-
-
 def test_colocated_engines_share_gpus_with_ranks() -> None:
     recipe = config(engines=6, ranks=6)
     recipe = replace(recipe, rollout=replace(recipe.rollout, colocated=True))
@@ -140,11 +130,3 @@ def test_served_judge_has_dedicated_gpus() -> None:
     for available in (1, 3):
         with pytest.raises(ConfigError, match=r"needs 4 GPU\(s\) .*1 judge\(s\) of 2"):
             place(recipe, nodes(available))
-
-
-def test_ranks_only_placement_ignores_engines() -> None:
-    separate = config(engines=4, width=2, ranks=2)
-    together = replace(config(engines=2, ranks=2), rollout=RolloutConfig(engines=2, colocated=True))
-    for recipe in (separate, together):
-        seats = place(recipe, nodes(2), only=RANK).seats
-        assert [(seat.kind, seat.shared) for seat in seats] == [(RANK, False)] * 2

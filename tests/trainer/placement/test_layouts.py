@@ -24,7 +24,6 @@ from keel.model.load import facts_of
 from keel.trainer.placement.choose import CACHED, Choice, choose, relevant_knobs
 from keel.trainer.placement.hardware import Hardware, idle_nodes, place
 from keel.trainer.placement.layouts import TIE, Layout, LayoutSearch, with_values
-from keel.trainer.placement.memory import GIB, trainer_memory
 from keel.trainer.placement.plan import make_plan
 from tests.trainer.placement.shapes import SHAPES, facts, machine, recipe, sft_recipe
 
@@ -187,16 +186,6 @@ def test_nothing_is_chosen_without_known_memory() -> None:
     assert (assumed.config.trainer.ranks, assumed.config.rollout.engines) == (1, 1)
 
 
-def test_memory_of_other_processes_is_subtracted() -> None:
-    hardware = machine(1, 139.0, taken_gib=90.0)
-    choice = choose(recipe(), KNOBS, facts("1.7b"), hardware)
-    total = choice.plan.engine.total + choice.plan.trainer.total
-    assert 90.0 + total / GIB <= 139.0 or choice.config.rollout.time_share
-    assert choice.plan.peak / GIB <= 49.0 < chosen("1.7b", 1, 139.0).plan.peak / GIB
-    with pytest.raises(ConfigError):
-        choose(recipe(), KNOBS, facts("1.7b"), machine(1, 139.0, taken_gib=137.0))
-
-
 def test_resumed_run_keeps_its_choice() -> None:
     first = chosen("1.7b", 1, 139.0)
     previous = {**first.values, "trainer.micro_batch_tokens": 4608}  # reduced meanwhile
@@ -225,28 +214,6 @@ def test_models_and_optimizer_must_fit_the_host() -> None:
     choose(config, open_knobs, facts("30b-a3b"), on_host(1024.0, 8, 139.0))
     with pytest.raises(ConfigError, match="memory of node 0"):
         choose(config, open_knobs, facts("30b-a3b"), on_host(200.0, 8, 139.0))
-
-
-def test_offloaded_optimizer_holds_gradients_once() -> None:
-    """An 8.2 B model on an H200 next to an awake engine: under ZeRO-1 a rank held 62.5 GiB after
-    its backward passes and asked for 30.5 more."""
-
-    def needs(stage: int) -> float:
-        config = with_values(
-            recipe(),
-            {
-                "rollout.gpu_memory_utilization": 0.32,
-                "trainer.activation_checkpointing": True,
-                "trainer.micro_batch_tokens": 49_324,
-                "trainer.offload_optimizer": True,
-                "trainer.zero_stage": stage,
-            },
-        )
-        return trainer_memory(config, facts("8b"), gpu=True).total / GIB
-
-    assert 62.5 + 30.5 < needs(1) < 62.5 + 30.5 + 5
-    assert needs(2) == pytest.approx(needs(1) - (30.5 - 25.6), abs=1.0)
-    assert needs(3) < needs(2) - 30
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,6 @@ from keel.trainer.placement.hardware import Hardware
 from keel.trainer.placement.memory import (
     GIB,
     DoesNotFit,
-    OffloadPlan,
-    host_bytes,
     trainer_memory,
 )
 from keel.trainer.placement.plan import Plan, describe, make_plan
@@ -91,20 +89,6 @@ def test_zero_stage_determines_sharding(stage: Any, state: list[float]) -> None:
     assert billions(config, "weights", "gradients", "optimizer", "reference") == state
 
 
-@pytest.mark.parametrize(("stage", "shared"), [(1, 1), (2, 4), (3, 4)])
-def test_warm_up_trains_indexers_only(stage: Any, shared: int) -> None:
-    """All other parameters have weights only."""
-    facts = replace(DENSE, indexer_parameters=40_000_000, head_size=0)
-    config = recipe(ranks=4, zero_stage=stage, attention="warm-up")
-    parts = trainer_memory(config, facts, gpu=True).parts
-    assert parts["gradients"] == 4 * 40e6 / shared
-    assert parts["optimizer"] == 12 * 40e6 / 4
-    assert parts["weights"] == 2e9 / (4 if stage == 3 else 1)
-    away = recipe(ranks=4, zero_stage=stage, attention="warm-up", offload_optimizer=True)
-    # Host memory also holds gradients: twice under ZeRO-3, else once with new weights.
-    assert host_bytes(away, facts, OffloadPlan()) == (20 if stage == 3 else 18) * 40e6 / 4
-
-
 MLP = (1e9 - 2e8 - 4e7) / 10 / 3000
 WHOLE = 4 * 1000 + 3 * 1000 + 3 * 256 + 4 * MLP
 """Elements per token saved by a layer of `DENSE`: residual and norms, queries and attention output,
@@ -135,16 +119,6 @@ def test_saved_activations(options: dict[str, Any], numbers: float) -> None:
     """Compiled layers recompute norms, activation and product, one layer at a time."""
     (kept,) = billions(recipe(micro_batch_tokens=8000, **options), "activations")
     assert kept == pytest.approx(numbers * 2 * 8000 / 1e9)
-
-
-@pytest.mark.parametrize(("fused", "widths"), [(True, 3), (False, 4)])
-@pytest.mark.parametrize(("recompute", "layers"), [(False, 10), (True, 1)])
-def test_saved_expert_activations(fused: bool, widths: int, recompute: bool, layers: int) -> None:
-    """Copies of the token in both directions, and the intermediate activations."""
-    moe = replace(MOE, fused_experts=fused)
-    config = recipe(micro_batch_tokens=8000, activation_checkpointing=recompute)
-    kept = plan(config, moe).trainer.parts["experts' tokens"]
-    assert kept == pytest.approx(layers * 2 * (2 * 1000 + widths * 500) * 2 * 8000)
 
 
 def test_kv_cache_holds_completions_and_shared_prompts() -> None:

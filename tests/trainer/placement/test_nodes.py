@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,7 +32,6 @@ from keel.trainer.placement.nodes import (
 )
 from keel.trainer.run.signals import Preempted, watching
 from tests.trainer.placement.shapes import SOURCE
-from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture(autouse=True)
@@ -72,29 +70,6 @@ def test_unreachable_or_hung_cluster_is_named(monkeypatch: pytest.MonkeyPatch) -
             start_ray()
     never.set()
     assert ray_timeouts.lost_reason()
-
-
-@pytest.mark.e2e
-def test_slow_local_start_is_retried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes of the failed start are killed first."""
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    started: list[subprocess.Popen[bytes]] = []
-
-    def late_once(**_: object) -> None:
-        started.append(subprocess.Popen(["sleep", "600"]))
-        if len(started) == 1:
-            raise Exception("The current node timed out during startup.")  # as Ray does
-
-    monkeypatch.setattr("ray.init", late_once)
-    before = subprocess.Popen(["sleep", "600"])
-    try:
-        start_ray()
-        assert started[0].wait(PATIENCE_S) == -signal.SIGKILL
-        assert before.poll() is None and started[1].poll() is None
-    finally:
-        for process in (before, *started):
-            process.kill()
-            process.wait()
 
 
 def recipe(run: RunConfig | None = None, **shape: Any) -> Config:

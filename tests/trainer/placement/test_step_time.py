@@ -22,7 +22,7 @@ from keel.configs.schema import (
 )
 from keel.model.load import ModelFacts, facts_of
 from keel.rl.packing.prefix_sharing import prefix_group_size
-from keel.trainer.placement.hardware import GpuSpec, spec_of
+from keel.trainer.placement.hardware import GpuSpec
 from keel.trainer.placement.memory import (
     BYTES,
     _mlp_width,
@@ -144,27 +144,6 @@ def test_traffic_grows_with_zero_3_and_network(moe: ModelFacts) -> None:
     assert spread != traffic(node, ranks=4, zero_stage=2)
 
 
-def test_long_context_attention_depends_on_the_kernels(
-    moe: ModelFacts,
-) -> None:
-    """Attention time alone: 32,768 causal tokens in 4 passes."""
-    longest, tokens = 32_768, 65_536
-
-    def seconds(machine: GpuSpec = GpuSpec(), **trainer: Any) -> float:  # noqa: B008  (frozen)
-        config = recipe(prompt=longest - 896, activation_checkpointing=True, **trainer)
-        return compute_seconds(config, moe, tokens, 2, machine, Rates())
-
-    flops = 2 * moe.attention_width * longest * moe.layers * tokens / GpuSpec().flops
-    at = {"torch": 0.27, "flash4": 0.62 * longest / (longest + 2000)}
-    torch, flash4 = (seconds(attention_kernels=name) for name in at)
-    assert torch - flash4 == pytest.approx(4 * flops * (1 / at["torch"] - 1 / at["flash4"]))
-    assert seconds() == flash4
-    assert seconds(replace(GpuSpec(), flash4=False)) == torch
-    for name, whole in zip(at, (torch, flash4), strict=True):
-        kept = seconds(attention_kernels=name, keep_attention=True)
-        assert whole - kept == pytest.approx(flops / at[name])
-
-
 def test_offloaded_optimizer_costs_cpu_and_transfer_time(moe: ModelFacts) -> None:
     def seconds(micro_batches: int, stage: int, *, away: bool) -> float:
         trainer: dict[str, Any] = {"ranks": 2, "zero_stage": stage, "offload_optimizer": away}
@@ -179,25 +158,3 @@ def test_offloaded_optimizer_costs_cpu_and_transfer_time(moe: ModelFacts) -> Non
         there = owned * (3.5e-10 + crossing / GpuSpec().host_bytes)
         more = seconds(count, stage, away=True) - seconds(count, stage, away=False)
         assert more == pytest.approx(there - on_gpu / GpuSpec().memory_bytes)
-
-
-@pytest.mark.parametrize(
-    ("driver", "sheet", "tflops", "terabytes"),
-    [
-        ("NVIDIA H200", "H200", 989, 4.8),
-        ("NVIDIA H100 80GB HBM3", "H100", 989, 3.35),
-        ("NVIDIA H20", "H20", 148, 4.0),
-        ("NVIDIA GH200 480GB", "GH200", 989, 4.0),
-        ("NVIDIA A100-SXM4-80GB", "A100", 312, 2.04),
-        ("NVIDIA GB200", "GB200", 2500, 8.0),
-        ("NVIDIA L40S", "L40S", 362, 0.864),
-    ],
-)
-def test_gpu_specs_by_driver_name(driver: str, sheet: str, tflops: float, terabytes: float) -> None:
-    spec = spec_of(driver)
-    assert spec.name == f"NVIDIA {sheet}"
-    assert (spec.flops, spec.memory_bytes) == (tflops * 1e12, terabytes * 1e12)
-    assert spec.flash4 == (sheet[0] in "GHB")  # Hopper and Blackwell
-    assert spec.host_bytes == (44e9 if spec.flash4 else 22e9)
-    unknown = spec_of("NVIDIA T4")
-    assert unknown.flops == GpuSpec().flops and not unknown.flash4 and "T4" in unknown.name

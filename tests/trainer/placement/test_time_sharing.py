@@ -18,8 +18,6 @@ from keel.trainer.placement.memory import (
     OffloadPlan,
     can_start_together,
     check_trainer_fits,
-    engine_memory,
-    guaranteed_cache_bytes,
     held_bytes,
     least_bytes,
     needed_bytes,
@@ -128,18 +126,6 @@ def test_bytes_copied_by_an_update(dtype: Any, stage: int, ranks: int, copied: f
     config = turns(0.5, zero_stage=stage, ranks=ranks)
     config = replace(config, model=replace(config.model, dtype=dtype))
     assert update_copy_bytes(config, memory(config).parts, gpu=True) == pytest.approx(copied)
-
-
-def test_ample_share_guarantees_the_cache_without_profiling() -> None:
-    """A margin of 10 % of the other parts and 1 GiB is reserved."""
-    config = recipe(rollout={"gpu_memory_utilization": 0.5})
-    parts = engine_memory(config, DENSE, gpu=True).parts
-    beside = sum(size for name, size in parts.items() if name != "KV cache")
-    whole = guaranteed_cache_bytes(config, DENSE, 80.0)
-    assert whole == pytest.approx(40 * GIB - 1.1 * beside - GIB, abs=1)
-    just = (parts["KV cache"] + 1.1 * beside + GIB) / GIB / 0.5
-    assert guaranteed_cache_bytes(config, DENSE, just + 0.01) >= parts["KV cache"]
-    assert guaranteed_cache_bytes(config, DENSE, just - 0.01) == 0
 
 
 def test_engine_and_rank_start_together_if_both_fit() -> None:

@@ -166,20 +166,6 @@ def test_silent_node_is_reported_and_dead_one_replaced(cluster: Cluster, error: 
     assert healths[-1].dead_nodes == {"b": "host-b"}
 
 
-def test_hung_raylet_of_another_node_is_reported_once(cluster: Cluster) -> None:
-    node = cluster.nodes["b"]
-    well = node.health
-    hung = NodeHealth(actors=well.actors, ray_failure="its raylet has been stopped")
-    for _ in range(2):
-        node.health = hung
-        healths = [cluster.poll() for _ in range(3)]
-        assert [health.messages for health in healths] == [(hung.ray_failure,), (), ()]
-        assert all(len(ranks(health)) == 2 for health in healths)
-        assert not any(health.ray_failure for health in healths)
-        node.health = well
-        assert cluster.poll().messages == ()
-
-
 def test_silent_gcs_is_reported_then_fatal(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
