@@ -9,7 +9,6 @@ first.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -188,8 +187,7 @@ class Hardware:
     found: bool = True
     """True if the hardware was detected on this machine or on the cluster."""
     assumed: bool = False
-    """True if the number of GPUs is unknown, so that `nodes` has just enough of them for the
-    recipe."""
+    """True if `nodes` has just enough GPUs for the recipe, as their number is unknown."""
     note: str = ""
     """Where the information comes from."""
     missing: str = ""
@@ -228,10 +226,9 @@ class Hardware:
     def __str__(self) -> str:
         sizes = [node.gpus for node in self.nodes]
         parts = [f"{sizes.count(n)} node(s) of {n} GPU(s)" for n in dict.fromkeys(sizes)]
-        memory = (
-            f"{gib(self.gpu_gib * GIB)} each" if self.gpu_gib else "of unknown memory (run.gpu_gib)"
-        )
-        taken = f", {gib(self.taken_gib * GIB)} of it taken by others" if self.taken_gib else ""
+        size = f"{gib(self.gpu_gib * GIB)} each" * bool(self.gpu_gib)
+        taken = f", {gib(self.taken_gib * GIB)} of it taken by others" * bool(self.taken_gib)
+        memory = size or "of unknown memory (run.gpu_gib)"
         return f"{' and '.join(parts)}, {memory}{taken}: {self.note}"
 
 
@@ -266,10 +263,10 @@ class Placement:
 
     @property
     def ranks_by_node(self) -> list[tuple[Node, int]]:
-        """Maps each node with trainer ranks to the number of its ranks."""
-        nodes = {id(seat.node): seat.node for seat in self.seats if seat.kind == RANK}
-        count = Counter(id(seat.node) for seat in self.seats if seat.kind == RANK)
-        return [(node, count[key]) for key, node in nodes.items()]
+        """Pairs each node with trainer ranks with the number of its ranks."""
+        nodes = [seat.node for seat in self.seats if seat.kind == RANK]
+        unique = {id(node): node for node in nodes}
+        return [(node, sum(other is node for other in nodes)) for node in unique.values()]
 
     def owner(self, kind: str, index: int) -> Seat:
         """Return the seat that holds the GPUs of an actor. This is the rank's seat if the actor

@@ -56,17 +56,14 @@ from keel.trainer.run.signals import signals_blocked, signals_deferred
 CONNECT_S, JOIN_S, STOP_S = 10.0, 180.0, 20.0
 """Timeouts for reaching the address of a cluster, for joining it and for leaving it. Ray itself
 would wait forever."""
-_START_TIMEOUT = "timed out during startup"
-"""Part of Ray's error message if its processes take longer than 30 s to start. A second attempt is
-worthwhile then."""
+_START_TIMEOUT = "timed out during startup"  # of Ray's processes, after 30 s; worth a second try
 _MEMORY_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 """Files with the memory limit of a container's control group, for versions 2 and 1."""
 _SMI_S = 10.0
-_NOTICED_GIB = 1.0
-"""An idle GPU may show this much memory as used."""
+_NOTICED_GIB = 1.0  # an idle GPU may show this much memory as used
 QUOTED_PYTHON = {"py_executable": shlex.quote(sys.executable)}
 """Runtime environment for all actors. It quotes the path to Python, which Ray passes to a shell
 unquoted."""
@@ -305,7 +302,7 @@ def with_missing_nodes(hardware: Hardware, config: Config) -> Hardware:
         except ConfigError as error:
             reason = reason or str(error)
             continue
-        note = f"{hardware.note}; {count} of these nodes absent now" if count else hardware.note
+        note = hardware.note + f"; {count} of these nodes absent now" * bool(count)
         return replace(hardware, nodes=(*hardware.nodes, *more), note=note, missing=reason)
     return hardware
 
@@ -319,20 +316,17 @@ def planned_hardware(config: Config) -> Hardware:
     as_described = not run.gpus_per_node or [node.gpus for node in nodes] == layout
     if not hardware.gpu or (nodes and as_described and size == hardware.gpu_gib):
         return hardware
-    notes = ["memory from run.gpu_gib"] * (run.gpu_gib > 0)
-    assumed = False
+    assumed = not nodes and not run.gpus_per_node
+    if assumed and not run.describes_gpus:
+        raise ConfigError(
+            "run.device = gpu: this machine has no GPU and RAY_ADDRESS is not set. To plan for "
+            "another machine, set run.gpus_per_node and run.gpu_gib (GPUs and their memory); to "
+            "run here, set run.device: cpu"
+        )
     if run.gpus_per_node:
         nodes = tuple(idle_nodes(run.nodes, run.gpus_per_node))
-        notes.insert(0, "from run.gpus_per_node and run.nodes")
-    elif not nodes:
-        if not run.describes_gpus:
-            raise ConfigError(
-                "run.device = gpu: this machine has no GPU and RAY_ADDRESS is not set. To plan for "
-                "another machine, set run.gpus_per_node and run.gpu_gib (GPUs and their memory); "
-                "to run here, set run.device: cpu"
-            )
-        assumed, nodes = True, tuple(assumed_nodes(config, node_gpus=GpuSpec().node_gpus))
-        notes.insert(0, "as many as the recipe needs, as no GPU is here (run.gpus_per_node)")
+    elif assumed:
+        nodes = tuple(assumed_nodes(config, node_gpus=GpuSpec().node_gpus))
     return Hardware(
         gpu=True,
         nodes=nodes,
@@ -340,7 +334,7 @@ def planned_hardware(config: Config) -> Hardware:
         gpu_name=hardware.gpu_name,
         found=False,
         assumed=assumed,
-        note="; ".join(notes),
+        note="as described by run.gpus_per_node, run.nodes and run.gpu_gib",
     )
 
 
