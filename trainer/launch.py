@@ -297,7 +297,7 @@ def _start_cluster(
         if path != TINY_MODEL:
             occupied = seats.placement.seats if seats else ()
             nodes = {seat.node.id for seat in occupied if seat.kind in kinds}
-            download_on_nodes(path, timeout_s=timeout_s, nodes=nodes)
+            download_on_nodes(path, nodes=nodes)
     return config, seats
 
 

@@ -100,7 +100,7 @@ def test_run_uses_the_ranks_that_fit(
     for line, free in ((unplaced, ROOM), (again, ROOM), (waits, LEFT)):
         assert f"needs {RANKS} trainer ranks of 1 CPU cores, and the cluster has {free}" in line
     assert "trainer rank 1 failed during an optimizer step: CUDA out of memory" in memory
-    assert "trainer.micro_batch_tokens is now 4,096, not 8,192" in memory
+    assert "trainer.micro_batch_tokens is now 4096, not 8192" in memory
     assert f"restarts from step {SHORT_AFTER}" in memory
     assert f"restarts from step {LOST_AFTER}" in loss
     assert all("does not answer" in line for line in silent)

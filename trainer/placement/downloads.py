@@ -3,7 +3,6 @@ start timeout."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -19,34 +18,22 @@ from keel.model.hub import is_hub_name
 from keel.trainer.run.progress import waiting
 
 _POLL_S = 1.0
-_STALL_TIMEOUT_S = 600.0
-"""Give up if no node has received a byte for this long. The hub's client retries on its own."""
 
 
 class Downloader:
     """Ray actor that downloads a model into the cache of its node."""
 
-    def __init__(self, path: str) -> None:
-        self._download = download_of(path)
-
-    def size(self) -> int:
-        """Return the total number of bytes, or 0 if there is nothing to download."""
-        return self._download.total if self._download else 0
-
-    def present(self) -> int:
-        return self._download.present() if self._download else 0
-
-    def fetch(self) -> None:
-        if self._download:
-            self._download.fetch()
+    def fetch(self, path: str) -> None:
+        """Download what is missing. The hub's client ends a stalled connection and retries."""
+        if download := download_of(path):
+            download.fetch()
 
 
-def download_on_nodes(path: str, *, timeout_s: float, nodes: Collection[str] = ()) -> None:
+def download_on_nodes(path: str, *, nodes: Collection[str] = ()) -> None:
     """Download the hub model `path` on every node except this one.
 
-    `nodes` has the Ray ids of the nodes that need it; empty means all of them. `timeout_s` limits
-    how long a node may take to report the size. Raises ConfigError if a download fails, and
-    RuntimeError if a node does not answer or all downloads stall.
+    `nodes` has the Ray ids of the nodes that need it; empty means all of them. Raises ConfigError
+    if a download fails, and RuntimeError if a node is lost.
     """
     if not is_hub_name(path) or Path(path).exists():
         return
@@ -57,49 +44,33 @@ def download_on_nodes(path: str, *, timeout_s: float, nodes: Collection[str] = (
         for node in alive
         if node["Alive"] and node["NodeID"] != here and (not nodes or node["NodeID"] in nodes)
     }
-    actors: dict[str, Any] = {}
-
-    def answer(node: str, request: Any, seconds: float = ray_timeouts.CALL_S) -> Any:
-        try:
-            return ray_timeouts.get(request, seconds=seconds)
-        except (RayError, TimeoutError) as error:
-            reason = ray_timeouts.cause(error)
-            if isinstance(reason, ConfigError):
-                raise ConfigError(f"node {hosts[node]}: {reason}") from error
-            raise RuntimeError(
-                f"node {hosts[node]} does not report its download of {path} "
-                f"({' '.join(str(reason).split())[:300]}). Check the node, or put the model on "
-                "shared storage (HF_HOME, or model.path: a folder there)"
-            ) from error
-
+    actors, pending = list[Any](), dict[Any, str]()
     try:
-        for node in hosts:
+        for node, host in hosts.items():
             strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-            # One thread reports while another fetches.
-            options = {"num_cpus": 0, "scheduling_strategy": strategy, "max_concurrency": 2}
-            actors[node] = ray_timeouts.create(Downloader, "download", options, path)
-        requests = {node: ray_timeouts.call(actor.size) for node, actor in actors.items()}
-        sizes = {node: answer(node, request, timeout_s) for node, request in requests.items()}
-        pending = {ray_timeouts.call(actors[n].fetch): n for n, size in sizes.items() if size}
-        if not pending:
-            return
-        changed_at = time.monotonic()
-        title = f"downloading {path} on {len(pending)} other node(s)"
-        with waiting(title, total=sum(sizes.values()), unit="bytes") as wait:
+            options = {"num_cpus": 0, "scheduling_strategy": strategy}
+            actors.append(ray_timeouts.create(Downloader, "download", options))
+            pending[ray_timeouts.call(actors[-1].fetch, path)] = host
+        with waiting(f"downloading {path} on {len(hosts)} other node(s)") as wait:
             while pending:
+                wait.note = ", ".join([*pending.values()][:3]) + " …" * (len(pending) > 3)
                 done, _ = ray_timeouts.wait([*pending], seconds=_POLL_S)
                 for request in done:
-                    answer(pending.pop(request), request)
-                calls = {node: ray_timeouts.call(actors[node].present) for node in sizes}
-                present = sum(answer(node, call) for node, call in calls.items())
-                if present > wait.done:
-                    wait.done, changed_at = present, time.monotonic()
-                if time.monotonic() - changed_at > _STALL_TIMEOUT_S:
-                    names = ", ".join(hosts[node] for node in pending.values())
-                    raise RuntimeError(
-                        f"the download of {path} stalled for {_STALL_TIMEOUT_S:.0f} s on {names}. "
-                        "Rerun the command to resume it"
-                    )
+                    _check(request, path, pending.pop(request))
     finally:
-        for actor in actors.values():
+        for actor in actors:
             ray_timeouts.kill(actor)
+
+
+def _check(request: Any, path: str, host: str) -> None:
+    try:
+        ray_timeouts.get(request, seconds=ray_timeouts.CALL_S)
+    except (RayError, TimeoutError) as error:
+        reason = ray_timeouts.cause(error)
+        if isinstance(reason, ConfigError):
+            raise ConfigError(f"node {host}: {reason}") from error
+        raise RuntimeError(
+            f"node {host} did not finish its download of {path} "
+            f"({' '.join(str(reason).split())[:300]}). Check the node, or put the model on shared "
+            "storage (HF_HOME, or model.path: a folder there)"
+        ) from error

@@ -45,7 +45,7 @@ after 65 s."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHealth:
-    """What one poll has found on a node."""
+    """Result of one poll of a node."""
 
     actors: Mapping[str, int]
     """Maps the name of each actor in the run to its process id."""

@@ -189,7 +189,7 @@ class Hardware:
     assumed: bool = False
     """True if `nodes` has just enough GPUs for the recipe, as their number is unknown."""
     note: str = ""
-    """Where the information comes from."""
+    """Source of the information."""
     missing: str = ""
     """Why the recipe does not fit yet, if some of the `nodes` are absent."""
 
@@ -296,7 +296,7 @@ class Placement:
 
 
 def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement:
-    """Assign GPUs to all actors, or only to those of the kind `only`.
+    """Assign GPUs to all actors, or only to the actors of the kind `only`.
 
     Engines share GPUs with ranks if `rollout.colocated` is set or there is only one GPU. Raises
     ConfigError if there are too few free GPUs, or no node has enough of them for one actor.

@@ -331,9 +331,9 @@ class Strictness:
     """Safety factor for the memory of a rank."""
     max_share: float = _MAX_SHARE
     offload: bool = False
-    """Whether the optimizer may be in host memory."""
+    """Allow the optimizer in host memory."""
     fewer: bool = True
-    """Whether an engine may sample less than a quarter of a step's sequences at once."""
+    """Allow an engine to sample less than a quarter of a step's sequences at once."""
 
 
 _STRICTNESSES = (
@@ -404,19 +404,16 @@ class LayoutSearch:
                         break
 
     def _unrestricted(self, layout: Layout) -> bool:
-        """Whether the engine samples all its sequences at once and its cache can hold them."""
         config = layout.config
         most = self.options.sampling({"rollout.engines": config.rollout.engines}, fewer=False)[0]
         sequences = engine_sequences(with_values(config, most))
         return engine_sequences(config) == sequences <= (layout.plan.cached or 0)
 
     def _squeezed(self, layout: Layout) -> bool:
-        """Whether the engine would be faster if the rank needed less memory."""
         turns = layout.config.rollout.time_share and "rollout.time_share" in self.open_knobs
         return layout.shared and (turns or not self._unrestricted(layout))
 
     def _rank_fits(self, seats: Values, learning: Values) -> bool:
-        """Whether a rank fits on a GPU alone, or time-shares it with an engine if possible."""
         values = {**seats, **learning}
         try:
             rank, config = self._rank(values), self._config(values)

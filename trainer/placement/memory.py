@@ -25,7 +25,7 @@ assumed, the one for a rank is measured."""
 STEP_PARTS = ("activations", "experts' tokens", "support head", "new gradients")
 """Parts of a rank's memory that are in use only during forward and backward passes."""
 _JOINED = "gradients joined"
-"""Memory that an update needs in addition to what the activations have freed."""
+"""Memory that an update needs in addition to the memory of freed activations."""
 _SUB_GROUP_BYTES = 4e9  # master weights that ZeRO-3 updates at a time (DeepSpeed's default)
 RANK_SPARE = 1.06
 """Safety factor for a rank. The model is up to 2 % too low, and trajectories differ."""
@@ -458,7 +458,7 @@ def offloads(config: Config, *, shared: bool) -> bool:
 
 
 def needed_bytes(config: Config, memory: Memory, *, shared: bool) -> float:
-    """Return the bytes that a rank needs on its GPU at the same time."""
+    """Return the most bytes that a rank needs at once on its GPU."""
     return least_bytes(config, memory) if offloads(config, shared=shared) else memory.total
 
 

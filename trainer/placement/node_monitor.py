@@ -95,7 +95,7 @@ def can_connect(address: str) -> bool:
 
 @dataclass(slots=True)
 class _Node:
-    """What the driver knows about a node: its monitor and the last answer."""
+    """A node's monitor and its last answer."""
 
     host: str
     monitor: Any

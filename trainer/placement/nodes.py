@@ -308,8 +308,8 @@ def with_missing_nodes(hardware: Hardware, config: Config) -> Hardware:
 
 
 def planned_hardware(config: Config) -> Hardware:
-    """Return the hardware for `keel check`: what the recipe describes, else what is detected, else
-    as many nodes as the recipe needs."""
+    """Return the hardware for `keel check`: described by the recipe, else detected, else as many
+    nodes as the recipe needs."""
     hardware, run = detect_hardware(config), config.run
     size, nodes = run.gpu_gib or hardware.gpu_gib, hardware.nodes
     layout = [run.gpus_per_node] * run.nodes

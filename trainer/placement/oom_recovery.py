@@ -10,7 +10,7 @@ from typing import Protocol
 from keel.configs.schema import Config
 from keel.rl.metrics import Sum
 from keel.rl.types import ScoredGroup, StepResult
-from keel.trainer.placement.choose import update_choice
+from keel.trainer.placement.choose import update_choice, yaml_value
 from keel.trainer.run.restarts import OutOfMemory
 
 REDUCED_KNOBS = ("micro_batch_tokens", "activation_checkpointing", "keep_attention")
@@ -46,7 +46,7 @@ class OomRecovery:
         values = {name: getattr(now, name) for name in REDUCED_KNOBS}
         update_choice(self.folder, {f"trainer.{name}": value for name, value in values.items()})
         changes = ", ".join(
-            f"trainer.{name} is now {value}, not {getattr(before, name)}"
+            f"trainer.{name} is now {yaml_value(value)}, not {yaml_value(getattr(before, name))}"
             for name, value in values.items()
             if value != getattr(before, name)
         )

@@ -33,15 +33,8 @@ from keel.trainer.placement.step_time import StepTime, step_time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Batch sizes, memory and time of a run."""
+    """Memory and time of a run."""
 
-    sequences: int
-    """Number of trajectories per step."""
-    step_tokens: int
-    """Maximum number of tokens per step."""
-    micro_batches: int
-    """Maximum number of micro-batches that a rank computes per optimizer step."""
-    optimizer_steps: int
     engine: Memory
     trainer: Memory
     """Everything that a rank holds at some time, including parts that it never holds at the same
@@ -121,9 +114,6 @@ def make_plan(
     not suit the model, and DoesNotFit if a GPU is too small.
     """
     check_trainer(config, facts, spec or GpuSpec(), gpu=gpu)
-    algorithm = config.algorithm
-    sequences = algorithm.prompts_per_step * algorithm.group_size
-    micro_batches, _ = packed(config)
     engine = engine_memory(config, facts, gpu=gpu)
     rank = trainer_memory(config, facts, gpu=gpu)
     cached = None
@@ -142,7 +132,7 @@ def make_plan(
         time = step_time(
             config,
             facts,
-            micro_batches=micro_batches * algorithm.updates_per_batch,
+            micro_batches=packed(config)[0] * config.algorithm.updates_per_batch,
             shared=shared,
             sequences=cached,
             woken=engine.total if time_shares else 0.0,
@@ -150,10 +140,6 @@ def make_plan(
             spec=spec,
         )
     return Plan(
-        sequences=sequences,
-        step_tokens=sequences * config.max_context,
-        micro_batches=micro_batches,
-        optimizer_steps=config.run.steps * algorithm.updates_per_batch,
         engine=engine,
         trainer=rank,
         peak=peak_bytes(config, rank, offload) if gpu else rank.total,
@@ -176,7 +162,7 @@ def describe(
     """Format the plan for `keel check`.
 
     `data` has a line for each source, and `seats` one for each node. If `trains` is false, rows
-    about steps are left out.
+    about steps are omitted.
     """
     gpu, judge = hardware.gpu, config.rewards.judge
     a, r, t, sampling = config.algorithm, config.rollout, config.trainer, config.rollout.sampling
@@ -189,17 +175,18 @@ def describe(
     row("model", model_line(config, facts))
     row("data", *data)
     if trains:
+        sequences, steps = a.prompts_per_step * a.group_size, config.run.steps
         row(
             "batch",
-            f"{a.prompts_per_step} prompts × {a.group_size} completions = {plan.sequences} "
-            f"sequences per step, at most {plan.step_tokens:,} tokens",
-            f"{a.updates_per_batch} optimizer step(s) per batch, at most {plan.micro_batches} "
+            f"{a.prompts_per_step} prompts × {a.group_size} completions = {sequences} "
+            f"sequences per step, at most {sequences * config.max_context:,} tokens",
+            f"{a.updates_per_batch} optimizer step(s) per batch, at most {packed(config)[0]} "
             f"micro-batch(es) of {t.micro_batch_tokens:,} tokens per rank each",
         )
         row(
             "steps",
-            f"{config.run.steps} = {plan.optimizer_steps} optimizer steps on "
-            f"{config.run.steps * plan.sequences:,} completions; lr {t.lr:g} ({t.schedule})",
+            f"{steps} = {steps * a.updates_per_batch} optimizer steps on "
+            f"{steps * sequences:,} completions; lr {t.lr:g} ({t.schedule})",
         )
     evaluations = _sampling_text(config.sampling("eval"))
     heldout = any(source.holdout for source in config.data.sources)

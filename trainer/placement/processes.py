@@ -21,8 +21,7 @@ _KILL_TIMEOUT_S = 10.0
 class ThreadState:
     """State of a thread, read from /proc/PID/task/TID/status."""
 
-    stopped: bool
-    """Whether SIGSTOP has stopped the thread together with its process."""
+    stopped: bool  # by SIGSTOP, together with its process
     debugged: bool
     switches: str
     """Context switches so far. Empty on kernels that do not count them, such as gVisor."""

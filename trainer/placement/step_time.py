@@ -130,7 +130,7 @@ class StepTime:
     """Number of completions that an engine samples at once."""
     decode_step: float
     host_bound: bool
-    """Whether the engine's host limits the speed of decoding."""
+    """True if the engine's host limits the speed of decoding."""
     launch: float
     """Host time in which the trainer launches the kernels of `compute`."""
     idle_trainer: bool

@@ -1,8 +1,8 @@
 """Watches the processes of a run from a thread, so that a process that hangs is killed and
 replaced.
 
-In a cluster that this process has started, the thread polls the processes itself. In a cluster that
-it has joined, an actor on each node does this.
+The thread polls the processes of a cluster that was started here itself. On each node of a cluster
+that was joined, an actor polls them.
 """
 
 from __future__ import annotations

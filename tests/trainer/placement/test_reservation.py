@@ -125,10 +125,10 @@ def test_actors_run_on_their_planned_gpus(two_nodes: str, monkeypatch: pytest.Mo
 
 def test_model_is_downloaded_on_nodes_with_actors(two_nodes: str, cache: Path) -> None:
     large, small = cluster_nodes()
-    download_on_nodes("owner/model", timeout_s=PATIENCE_S, nodes=[small.id])  # this node
+    download_on_nodes("owner/model", nodes=[small.id])  # this node
     assert not list(cache.iterdir())
     for _ in range(2):  # the second download finds everything cached
-        download_on_nodes("owner/model", timeout_s=PATIENCE_S, nodes=[large.id, small.id])
+        download_on_nodes("owner/model", nodes=[large.id, small.id])
         (folder,) = cache.glob("models--owner--model/snapshots/*")
         there = {path.name: path.stat().st_size for path in folder.iterdir()}
         assert there == {name: size for name, size in SIZES.items() if "/" not in name}
