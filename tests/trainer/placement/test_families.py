@@ -28,7 +28,6 @@ from keel.trainer.placement.families import (
     check_parallel,
     check_residual,
 )
-from keel.trainer.prepare import prepare
 from tests.trainer.placement.test_memory import SUMS
 
 
@@ -103,15 +102,3 @@ def test_unsuitable_models_are_refused(
     check(first, **facts)
     with pytest.raises(ConfigError):
         check(first, **{**facts, **bad})
-
-
-def test_check_refuses_untrainable_data(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="head_dim"):
-        prepare("quickstart", ["model.tiny.head_dim=16"])
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}\n')
-    source = f"{{name: rows, source: jsonl, path: {rows}, rewards: {{correct: 1}}}}"
-    overrides = [f"data.sources=[{source}]", "run.eval_every=0"]
-    with pytest.raises(ConfigError, match=r"data\.sources"):
-        prepare("quickstart", overrides)
-    prepare("quickstart", [*overrides, "model.tiny.cold_start.steps=0"])

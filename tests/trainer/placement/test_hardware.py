@@ -10,9 +10,6 @@ from keel.configs.schema import (
     Config,
     ConfigError,
     DataConfig,
-    JudgeConfig,
-    JudgeServerConfig,
-    RewardsConfig,
     RolloutConfig,
     RunConfig,
     SourceConfig,
@@ -20,7 +17,6 @@ from keel.configs.schema import (
 )
 from keel.trainer.placement.hardware import (
     ENGINE,
-    JUDGE,
     RANK,
     Node,
     Placement,
@@ -117,16 +113,3 @@ def test_recipe_limits_nodes_and_gpus() -> None:
         ConfigError, match=r"has 1: n1 \(1\) \(run\.gpus_per_node = 1, run\.nodes = 1\)"
     ):
         place(replace(recipe, trainer=TrainerConfig(ranks=2)), allowed([many], one))
-
-
-def test_served_judge_has_dedicated_gpus() -> None:
-    server = JudgeServerConfig(tensor_parallel=2)
-    rewards = RewardsConfig(judge=JudgeConfig(model="m", serve=True, server=server))
-    recipe = replace(config(), rewards=rewards)
-    placement = place(recipe, nodes(2, 2))
-    (judge,) = (seat for seat in placement.seats if seat.kind == JUDGE)
-    assert judge.gpus == 2
-    assert homes(placement, RANK) == homes(placement, ENGINE) != [judge.node.name]
-    for available in (1, 3):
-        with pytest.raises(ConfigError, match=r"needs 4 GPU\(s\) .*1 judge\(s\) of 2"):
-            place(recipe, nodes(available))
