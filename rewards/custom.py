@@ -4,7 +4,7 @@
         return 1.0 if trajectory.answer.endswith(".") else 0.0
 
 The function takes a `keel.rl.types.Prompt` and a `TextTrajectory` and returns a number from 0 to 1.
-It runs in the worker processes and has the same deadline as the verifiers. What it prints goes to
+It runs in the worker processes and has the same deadline as the verifiers. Its output goes to
 `rewards/worker_*.log` in the run folder. It may be async; calls in one process then share an event
 loop and run one after another. A function whose second parameter is called `trajectories` receives
 a whole group and returns one number for each trajectory.

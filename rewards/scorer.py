@@ -57,7 +57,7 @@ class _Draft:
     notes: dict[str, str] = field(default_factory=dict[str, str])
     """Maps each judged criterion to its score and reason, and each failed part to its error."""
     dropped: str = ""
-    """Why the trajectory is left out of its group; empty if it is kept."""
+    """The reason for dropping the trajectory from its group; empty if it is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +145,8 @@ class Scorer:
         length rule. With 0 `workers`, completions are scored in this process and have no deadline.
         `timeout_s` is the time limit for one completion. `code` holds the fields of `CodeConfig`.
         `judge` scores rubrics and proofs, and the caller must close it. `max_failure_fraction` is
-        that of `RewardsConfig`. `environments` names the domains whose environments define parts.
-        Workers write their output to files in `log`, or to standard error if it is None. `say` is
+        a field of `RewardsConfig`. `environments` names the domains whose environments define
+        parts. Workers write their output to files in `log`, or else to standard error. `say` is
         called with each line about an error.
         """
         check_weights(weights, environments)
@@ -169,7 +169,7 @@ class Scorer:
 
         If a verifier fails on a completion, that part scores 0 and the part `error` is 1.
         Completions that the judge could not score are dropped from the group. During training,
-        truncated completions are dropped too if the domain's length rule says so.
+        truncated completions are dropped too if the domain's length rule drops them.
 
         The future raises ValueError for a domain without weights or a bad reward spec. It raises
         JudgeStopped or RewardStopped if too many completions could not be scored.

@@ -72,7 +72,7 @@ def every_turn(
     of: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
 ) -> str:
     """Apply `of` to each of the policy's turns and join the results as paragraphs. `of` is
-    `final_text` or `thinking_text`. Tool calls and other messages are left out."""
+    `final_text` or `thinking_text`. Tool calls and other messages do not count."""
     turns = [message for message in messages if message.get("role") == "assistant"]
     return "\n\n".join(filter(None, (of([message]) for message in turns)))
 

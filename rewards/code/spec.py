@@ -75,7 +75,7 @@ class CodeTest:
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     returns: Any = None
     sample: bool = False
-    """Whether the task shows this test to the policy."""
+    """True if the task shows this test to the policy."""
     subtask: str = ""
 
 
@@ -100,7 +100,7 @@ class CodeTask:
 
 
 def code_block(text: str) -> str | None:
-    """Return the last fenced code block, or None if there is none or it is cut off."""
+    """Return the last fenced code block, or None if it is missing or cut off."""
     blocks = code_blocks(text)
     return blocks[-1] if blocks else None
 

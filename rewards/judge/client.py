@@ -57,12 +57,10 @@ class JudgeEndpoint:
     ) -> None:
         """Open the cache and, unless there is a `server`, the HTTP client.
 
-        `server` replaces `settings.base_url`. It is asked for its URL before the first call and
-        again after any call that got no answer. `backoff_s` is the pause before the first retry,
+        `server` replaces `settings.base_url`. The client requests its URL before the first
+        call and after any call without an answer. `backoff_s` is the pause before the first retry,
         and it doubles with every further retry.
-
-        Raises ValueError if the endpoint or key is missing or if the cache or log file cannot be
-        used.
+        Raises ValueError if the endpoint or key is missing or a file cannot be used.
         """
         if not (settings.base_url or server) or not settings.model:
             raise ValueError(
@@ -96,14 +94,14 @@ class JudgeEndpoint:
         return JudgeStopped(self._stopped)
 
     async def ask(self, question: Question[T], *, sample: int = 0, fresh: bool = False) -> T:
-        """Return the judge's reply to a question. The same question in the same sample is asked
+        """Return the judge's reply to a question. It asks the same question in the same sample
         only once, unless `fresh` is set. Raises Unjudged if all attempts failed, and
         JudgeStopped if no more calls are allowed."""
         s = self._settings
         key = question.key(s.model, s.temperature, s.max_reply_tokens, dict(s.extra), sample)
         cached = None if fresh else self._cache.get(key)
         if cached is not None:
-            with suppress(BadReply):  # a corrupt entry is asked again and overwritten
+            with suppress(BadReply):  # ask again and overwrite a corrupt entry
                 reply = question.read(cached)
                 self.counts.cached += 1
                 return reply

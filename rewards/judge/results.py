@@ -67,7 +67,7 @@ class JudgeStopped(RuntimeError):
 
 @dataclass(slots=True)
 class Counts:
-    """What a judge has done since it started. The judge updates its own counts in place."""
+    """Counts of a judge since it started. The judge updates its own counts in place."""
 
     judged: int = 0
     """Answers that were judged, including cached ones and those that needed no call."""

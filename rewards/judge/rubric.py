@@ -27,7 +27,7 @@ class Criterion(BaseModel):
     weight: float = Field(gt=0, allow_inf_nan=False)
     """The criterion's share of the reward. The weights in a rubric sum to 1."""
     thinking: bool = False
-    """Whether the judge applies this criterion to the thinking instead of the answer."""
+    """Apply this criterion to the thinking instead of the answer."""
 
 
 class Rubric(Spec):

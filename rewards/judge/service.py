@@ -44,8 +44,8 @@ T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 10.0
 _LONG = 0.1
-"""Decides what is at fault if a request exceeds the judge's context. If the answer and thinking
-use more than this share of `max_characters`, they are too long; otherwise the task is."""
+"""If a request exceeds the judge's context, the completion is at fault only if it has more than
+this share of `max_characters`. Otherwise the task is too long."""
 
 
 class JudgeService:

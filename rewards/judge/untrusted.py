@@ -57,7 +57,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def new_fence() -> str:
-    """Return a random word that whoever wrote the material could not have known."""
+    """Return a random word that the author of the material could not have known."""
     return secrets.token_hex(16)
 
 

@@ -105,7 +105,7 @@ def language_share(prompt: str, text: str) -> float:
 
 @lru_cache(maxsize=16)  # siblings share their prompt
 def _prompt_language(prompt: str) -> tuple[frozenset[str], str]:
-    """Return the scripts and language to answer in. If the prompt is too short, there are none."""
+    """Return the scripts and language to answer in, or nothing if the prompt is too short."""
     words = words_of(prompt)
     scripts = _letters_by_script(words)
     total = sum(scripts.values())

@@ -18,7 +18,7 @@ _ONE_LINE = re.compile(r"^[ \t]*```(?:json)?[ \t]*([^`\s][^`\n]*)```[ \t]*$", re
 def schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     r"""Build a verifier that checks for JSON that is valid under the schema in `answer`.
 
-    Formats are checked too, except for those of IRIs. If the whole answer parses, it is the JSON.
+    Formats other than IRIs are checked too. If the whole answer parses, it is the JSON.
     Otherwise the verifier uses the marked text (`\boxed{}`, `<answer>`, `<json>`) or the last
     fenced code block that parses. References must stay within the schema, and nothing is
     downloaded. Raises ValueError for an invalid schema.

@@ -72,8 +72,7 @@ _SHAPES = {
         "tower_of_hanoi": rf"{_MOVE}(?:\s*\n\s*{_MOVE})*",
     }.items()
 }
-"""The form that the whole answer must have after `_bare`, if a verifier ignores what it cannot
-parse."""
+"""The form that the whole answer must have after `_bare`, if a verifier ignores other text."""
 _SPLIT_TASKS = frozenset({"polynomial_equations", "survo"})
 """Tasks whose verifiers ignore parts that are not numbers, such as `*7` in `*7 8 9*`."""
 

@@ -36,11 +36,9 @@ _MATCH_TIMEOUT_S = 0.5
 def verifier_for(
     spec: Mapping[str, Any], code: CodeSettings | None = None, *, ready: bool = True
 ) -> Verifier:
-    """Build the verifier for a reward spec, or for a part that measures the whole trajectory.
-
-    If `ready` is False, the spec is checked but the verifier is not prepared for use (see
-    `mathematical`). Raises ValueError for a malformed spec.
-    """
+    """Build the verifier for a reward spec, or for a part that measures the whole trajectory. If
+    `ready` is False, the spec is checked but the verifier is not prepared for use (see
+    `mathematical`). Raises ValueError for a malformed spec."""
     kind = spec.get("kind")
     if kind == "function":
         return function(spec)
@@ -62,10 +60,8 @@ def verifier_for(
 
 KINDS = ("reasoning_gym", "answer", "code")
 """The kinds of reward specs with a verifier; `keel.rewards.judge.specs` has those for a judge.
-
 `function` and `language` score the output of `TextTrajectory.dumps()`. Prompts cannot use them,
-because data must not be able to name code.
-"""
+because data must not be able to name code."""
 
 
 def _answer(spec: Mapping[str, Any], *, ready: bool = True) -> Verifier:

@@ -43,8 +43,7 @@ from keel.rewards.sandbox.seccomp import FORKING, LOCAL, NETWORK, seccomp_filter
 
 _Isolation = Literal["bubblewrap", "none-i-trust-the-environments"]
 Network = Literal["none", "loopback", "host"]
-"""Whether a sandbox has no network, a private loopback that leads nowhere, or the host's
-network."""
+"""No network, a private loopback that leads nowhere, or the host's network."""
 
 _OPEN_FILES = 1024
 _PROBE_TIMEOUT_S = 30.0
@@ -139,7 +138,7 @@ class EnvironmentSandbox:
     @property
     def inner(self) -> Mapping[str, Any] | None:
         """Return settings that isolate a forked process as if it had been started separately.
-        The result is None if the machine does not allow the mounts that this needs."""
+        Returns None if the machine does not allow the mounts that this needs."""
         if not self.mounts:
             return None
         return {

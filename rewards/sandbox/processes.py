@@ -148,9 +148,9 @@ def reap(pid: int, within_s: float) -> bool:
 class _Limit:
     memory_mib: int
     inside: bool
-    """Whether the process is the first one inside a sandbox, which is not counted itself."""
+    """The process is the first one inside a sandbox, which does not count itself."""
     start_time: bytes | None = None
-    """Distinguishes the process from a later one with the same PID. It is None until known."""
+    """Distinguishes the process from a later one with the same PID. None until known."""
 
 
 class MemoryLimiter:

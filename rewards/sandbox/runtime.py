@@ -36,7 +36,7 @@ class SandboxRuntime:
 
 @lru_cache(maxsize=64)
 def runtime(program: str) -> SandboxRuntime:
-    """Find out what a Python interpreter, a script with a `#!` line or another executable needs.
+    """Find the files for a Python interpreter, a script with a `#!` line or another executable.
     Raises FileNotFoundError if it does not exist."""
     executable = shutil.which(program)
     if executable is None:

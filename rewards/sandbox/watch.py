@@ -61,7 +61,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxOutcome:
-    """How a run ended."""
+    """The result of a run."""
 
     status: Status
     """`exited`, or the limit that the run exceeded."""

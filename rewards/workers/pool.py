@@ -50,7 +50,7 @@ class VerifierScore:
     score: float
     error: str = ""
     at: str = field(default="", compare=False)
-    """Where the error was raised, such as `my_rewards.py:12 in brief`; empty if unknown."""
+    """The location of the error, such as `my_rewards.py:12 in brief`; empty if unknown."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     """Other reward parts that the verifier returned."""
 
@@ -72,7 +72,7 @@ class WorkerPool:
         `timeout_s` is the time limit for one completion; it is not enforced without worker
         processes. `code` holds the fields of `keel.configs.schema.CodeConfig`, where `completion_s`
         is the time limit for programs. Each worker writes its output to a file in the folder `log`,
-        or to standard error if `log` is None.
+        or else to standard error.
         """
         allow_long_integers()  # in tests of programs, which travel as JSON
         self._code = dict(code or {})
