@@ -20,6 +20,36 @@ from keel.configs.schema import Config, ConfigError, EvalConfig, RolloutConfig, 
 
 T = TypeVar("T")
 
+RENAMED = {
+    "agents.max_open": "max_concurrent_episodes",
+    "author.deadline_s": "timeout_s",
+    "data.sources[].length.right": "correct_threshold",
+    "endpoint.deadline_s": "timeout_s",
+    "model.embedded": "tiny",
+    "model.tiny.cold_start.batch": "batch_size",
+    "model.tiny.cold_start.worked": "worked_fraction",
+    "rewards.code.answer_s": "completion_s",
+    "rewards.deadline_s": "timeout_s",
+    "rewards.failure_share": "max_failure_fraction",
+    "rewards.judge.deadline_s": "timeout_s",
+    "rewards.judge.failure_share": "max_failure_fraction",
+    "rewards.judge.server.gpu_memory": "gpu_memory_utilization",
+    "rewards.judge.server.startup_deadline_s": "startup_timeout_s",
+    "rollout.deadline_s": "timeout_s",
+    "rollout.gpu_memory": "gpu_memory_utilization",
+    "rollout.max_batched_tokens": "max_num_batched_tokens",
+    "rollout.max_concurrent": "max_num_seqs",
+    "rollout.prefix_caching": "enable_prefix_caching",
+    "rollout.sleep": "time_share",
+    "rollout.update_deadline_s": "update_timeout_s",
+    "run.fewer_after_s": "elastic_wait_s",
+    "run.frozen_after_s": "hang_timeout_s",
+    "run.startup_deadline_s": "startup_timeout_s",
+    "trainer.deadline_s": "timeout_s",
+    "trainer.park": "offload_while_sampling",
+}
+"""Maps the former path of a knob or section to its present name in the same section."""
+
 _NAMES = (
     "allowed_token_ids bad_words beam_width best_of frequency_penalty guided_decoding guided_json "
     "guided_regex length_penalty logit_bias logits_processor logits_processors min_new_tokens "
@@ -86,11 +116,13 @@ def suggest(key: str, section: type, prefix: str, root: type) -> str:
     A known name from another section is suggested before a similar name from this one, because a
     misplaced line is the more common mistake.
     """
+    path = re.sub(r"\[[^]]*\]", "[]", prefix) + key
+    if path in RENAMED:
+        return f"renamed to {prefix}{RENAMED[path]}"
     everywhere = sorted(knobs(root), key=lambda knob: knob.count("."))
     sections = dict.fromkeys(knob.rpartition(".")[0] for knob in everywhere)
     if same := [knob for knob in (*everywhere, *sections) if f".{knob}".endswith(f".{key}")]:
         return f"did you mean {' or '.join(same)}?"
-    path = re.sub(r"\[[^]]*\]", "[]", prefix) + key
     if root is Config and (hint := foreign_hint(path)):
         return hint
     here = [field.name for field in fields(section)]

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from keel.configs.convert import RENAMED, knobs
 from keel.configs.diff import flatten_config
 from keel.configs.load import dump_config, load_config, split_overrides
 from keel.configs.paths import data_path
 from keel.configs.schema import Config, ConfigError, DataConfig, SourceConfig
+from keel.configs.synthesis import SynthesisConfig
 
 RECIPE = """\
 run: {steps: 7}
@@ -108,6 +110,16 @@ def test_all_typos_are_reported_with_their_lines(tmp_path: Path) -> None:
 )
 def test_unknown_key_is_answered_with_a_knob(tmp_path: Path, key: str, hint: str) -> None:
     assert hint in refused(write(tmp_path, RECIPE), f"{key}=1")
+
+
+def test_old_names_are_answered_with_new_ones(tmp_path: Path) -> None:
+    known = {*knobs(Config), *knobs(SynthesisConfig)}
+    for old, last in RENAMED.items():
+        new = f"{old.rpartition('.')[0]}.{last}"
+        assert old not in known and any(path.startswith(new) for path in known), old
+    path = write(tmp_path, RECIPE)
+    assert refused(path, "rollout.sleep=1").endswith("renamed to rollout.time_share")
+    assert refused(path, "model.path=embedded").endswith("renamed to tiny")
 
 
 @pytest.mark.parametrize("section", ["rollout.sampling", "rollout", "eval"])
