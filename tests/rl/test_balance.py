@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.rl.packing import balance
+from keel.rl.packing import balance, items
 
 
 @settings(deadline=None, max_examples=20)
@@ -42,3 +45,18 @@ def test_bins_may_be_exactly_full() -> None:
 
 def test_oversized_items_get_their_own_bin() -> None:
     assert balance([3, 100, 3, 3], ranks=1, capacity=10) == [[[1], [0, 2, 3]]]
+
+
+def test_large_items_need_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trying more bins one by one would take seconds with thousands of items."""
+    counts: list[int] = []
+    fill = items._fill
+
+    def counting(tokens: Any, sizes: Any, order: Any, count: int, capacity: int) -> Any:
+        counts.append(count)
+        return fill(tokens, sizes, order, count, capacity)
+
+    monkeypatch.setattr(items, "_fill", counting)
+    tokens = [4200 + 37 * i % 3800 for i in range(400)]
+    (bins,) = balance(tokens, ranks=1, capacity=8192)
+    assert len(bins) == 400 and counts == [400]

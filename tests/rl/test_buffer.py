@@ -22,6 +22,7 @@ def fill(one: GroupBuffer) -> list[int]:
 
 
 def test_resumed_room_ends_at_the_next_publication() -> None:
+    assert Lag(batches=1, publish_every=4, updates=3).versions == 12
     whole = buffer(steps=8, lag=Lag(publish_every=4))
     assert whole.room() == 4 * 2
     resumed = buffer(steps=8, lag=Lag(publish_every=4), start=2)
