@@ -251,7 +251,7 @@ class Conversation:
             record.extend(extended)
 
     def add_messages(self, messages: Sequence[Message]) -> None:
-        """Append final messages, after which the policy takes no further turn."""
+        """Append messages to the current context and the transcript. Token ids are not changed."""
         self.view += messages
         self.transcript += messages
 

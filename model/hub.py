@@ -57,8 +57,8 @@ def is_hub_name(path: str) -> bool:
 
 
 def check_path(path: str) -> None:
-    """Check that a model path exists locally or on the hub. Raises ConfigError if neither has
-    it."""
+    """Check that a model path is a folder or may be a model on the hub. For a hub model that is not
+    downloaded, this only checks that the hub answers. Raises ConfigError if a check fails."""
     folder = Path(path).expanduser()
     if Path(path).is_dir():
         return

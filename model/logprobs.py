@@ -2,8 +2,8 @@
 targets.
 
 In a packed row, everything about sampling token t (its probability, sampling mask and advantage) is
-stored at position t, but the network predicts token t at position t−1. `head_inputs` is the only
-place that shifts between the two.
+stored at position t, but the network predicts token t at position t−1. `head_inputs` shifts between
+the two. `Inputs.of` and `seen_tokens` in `keel.trainer.engine.policy` depend on the same rule.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class HeadInputs:
     """[n+1] int64. All spans are empty if sampling was not truncated."""
     probes: Tensor
     """[m] int64, indices into the n tokens that select a few from each segment for `kept_mass`. The
-    choice depends only on the tokens in the segment, and not on packing."""
+    choice depends only on the sampled tokens in the segment, and not on packing."""
     probe_weight: Tensor
     """[m] float32, the weight w_i / |o_i| from Eq. 5 times the number of tokens that a probe stands
     for. A weighted sum over probes thus estimates a sum over all tokens."""
@@ -184,7 +184,7 @@ def _choose_probes(
     batch: MicroBatch, rows: NDArray[np.int64], most: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Choose at most `most` evenly spaced rows in each segment, and count how many rows each stands
-    for. The position of the first one is derived from a hash of the segment's token ids."""
+    for. The first one depends on the sum of the segment's sampled token ids."""
     _, first, owner, counts = np.unique(
         batch.segment_N[rows], return_index=True, return_inverse=True, return_counts=True
     )

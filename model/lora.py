@@ -29,7 +29,8 @@ _NAME = "default"
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
     """Freeze `model` and add an adapter to each layer whose name ends in one of `config.targets`.
 
-    B is zero at first, so the policy does not change. Raises ValueError if no layer matches.
+    In a mixture of experts, the names in `MLP` are left out. B is zero at first, so the policy does
+    not change. Raises ValueError if no layer matches.
     """
     from peft import inject_adapter_in_model  # noqa: PLC0415  (takes seconds)
 
@@ -63,8 +64,8 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def merged_tensors(prefix: str, layer: Any) -> dict[str, Tensor]:
-    """Return the tensors of the layer `prefix` as they are without an adapter, computed in float32
-    and rounded once to the dtype of the base weights."""
+    """Return the weight and bias of the layer `prefix`, with the adapter folded into the weight.
+    The sum is computed in float32 and rounded once to the dtype of the base weights."""
     base, a, b = layer.base_layer, layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
     with torch.no_grad():
         update = layer.scaling[_NAME] * (b.float() @ a.float())

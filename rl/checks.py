@@ -1,7 +1,7 @@
 """Argument checks for the losses, whose errors name the argument and, for values, the row.
 
 Shapes and dtypes are always checked. Values are checked on the CPU only, because each check would
-stall a GPU, and `keel.rl.packing.MicroBatch` has already made the same checks on the host.
+stall a GPU. In training, `keel.rl.packing.MicroBatch` has checked a batch's values on the host.
 """
 
 from __future__ import annotations

@@ -40,8 +40,9 @@ def unbiased_k3(logp: Tensor, logp_old: Tensor, logp_ref: Tensor) -> Tensor:
         r · (ρ − log ρ − 1),   r = π_θ/π_old,   ρ = π_ref/π_θ
 
     The ratio is not detached: d/dlogp = r · (logp − logp_ref), which makes the *gradient* unbiased.
-    This holds for any ρ and, with r at its bound, for any r. Gradient flows to `logp` only: π_old
-    and π_ref are data. DeepSeek-V3.2 (2025), Eq. 7.
+    The gradient does not contain ρ, so `BOUND` on ρ changes the value only, but `BOUND` on r limits
+    r in the gradient, too. Gradient flows to `logp` only: π_old and π_ref are data. DeepSeek-V3.2
+    (2025), Eq. 7.
 
     Shapes: all [N], natural-log probabilities of the sampled tokens. Returns [N], ≥ 0.
     """

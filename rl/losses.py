@@ -52,8 +52,8 @@ class LossOutput:
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """The metrics of this share, which can be merged with those of other shares. Read them
-        after the backward pass, because reading copies them from the device and waits for it."""
+        """The metrics of this share, which can be merged with other shares. Read them after the
+        backward pass, because reading copies them from the device and waits for it."""
         loss, ratio_max, gap_max, *pairs = (float(number) for number in self.totals.cpu())
         means = zip(self.means, pairs[::2], pairs[1::2], strict=True)
         return {
@@ -113,9 +113,9 @@ def grpo_loss(
     come in one call or with its `sequence_gap`, because M depends on the whole sequence. N = 0
     gives a loss of 0. The advantage may vary within a sequence, as in the paper (Â_{i,t}).
 
-    Gradient flows to `logp` only. NaN and infinities are harmless where the loss does not depend on
-    them: in `logp_ref` where β = 0, and in an infinite log-ratio of a clipped token or of a
-    sequence with M = 0 (unless β > 0 there). Anywhere else they propagate to the loss on purpose.
+    Gradient flows to `logp` only. NaN and infinities in `logp_ref` have no effect where β = 0, and
+    neither does an infinite log-ratio of a clipped token or of a sequence with M = 0, unless β > 0
+    there. All others reach the loss, so that an error is not hidden.
 
     Metrics:
         loss                              share of the loss

@@ -44,7 +44,7 @@ this pair."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSpec:
-    """A tool as it is described to the policy."""
+    """The description of a tool that the policy gets."""
 
     name: str
     description: str
@@ -164,7 +164,8 @@ class TurnRequest:
     max_tokens: int
     """Maximum number of tokens to sample."""
     seed: int
-    """The sampling seed for this turn, derived from the run, prompt, sibling, segment and turn."""
+    """The sampling seed for this turn. It is derived from the run's seed, the weight version, the
+    prompt, the draw, the sibling, the segment and the turn."""
     timeout_s: float = inf
     """How many seconds the engine may work on the turn before it is cut off, at most
     `rollout.timeout_s`."""

@@ -8,8 +8,9 @@ never modifies it. Only the weights and their version are passed back.
 
 Alignment: entry t of `token_ids_T`, `trainable_T`, `logp_old_T`, `version_T` and `sampling_mask`
 describes token t (target-aligned). Row t of `routes_TLK` has the experts that processed token t as
-*input* (input-aligned), so the last token of a segment has no route. `model/logprobs.py` has the
-one shift between the two.
+*input* (input-aligned), so the last token of a segment has no route.
+`keel.model.logprobs.head_inputs` shifts between the two for the log-probabilities, and
+`seen_tokens` in `keel.trainer.engine.policy` for the routes.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Prompt:
     """Chat messages (`role`, `content`, …) before the policy's first turn."""
     tools: tuple[Mapping[str, Any], ...] = ()
     thinking: bool = True
-    """Whether the chat template asks the policy to write `<think>…</think>` before its answer."""
+    """True if the chat template asks the policy to write `<think>…</think>` before its answer."""
     reward: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The data that the reward needs, such as a reference answer, a verifier's entry, tests or a
     rubric."""
@@ -74,11 +75,11 @@ class Prompt:
     """The data source that provides the environment in which the policy acts. If it is empty, the
     policy writes a single completion without tools."""
     raw: bool = False
-    """Whether the text of the only message is used as it is, without a chat template."""
+    """True if the text of the only message is used unchanged, without a chat template."""
 
     @property
     def expected(self) -> str:
-        """The reference answer as text, or an empty string if there is none."""
+        """The reference answer as text, or an empty string if the prompt has no answer."""
         entry = self.reward.get("entry")
         answer = self.reward.get("answer")
         if answer is None and isinstance(entry, Mapping):
@@ -249,13 +250,15 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a trajectory used in its environment or agent program: tool calls, tokens and time."""
+    """Counts the tool calls, tokens and seconds of a trajectory with an environment or an agent
+    program."""
 
     turns: int = 1
     calls: int = 0
     """Tool calls, including malformed ones."""
     failed_calls: int = 0
-    """Calls that did not match the tool's schema or that the tool answered with an error."""
+    """Calls that could not be parsed, did not match the tool's schema, were refused because the
+    budget of calls was spent, or were answered with an error by the tool."""
     malformed_calls: int = 0
     """Calls that could not be parsed."""
     rewrites: int = 0
@@ -303,9 +306,9 @@ class Trajectory:
     segments: tuple[Segment, ...]
     finish_reason: FinishReason
     messages: tuple[Mapping[str, Any], ...]
-    """The message that the policy wrote, with `content` and, if it thought, `reasoning_content`.
-    With an environment, this is the whole transcript, including the messages before the policy's
-    first turn."""
+    """The message that the policy wrote, with `content` and, if it thought, `reasoning_content`. If
+    the prompt has an environment, this is the whole transcript, including the messages before the
+    policy's first turn."""
     opening: int = 0
     """How many `messages` come before the policy's first turn."""
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -316,7 +319,7 @@ class Trajectory:
     verdict: Verdict | None = None
     """The score that the environment gave, if there is an environment."""
     usage: Usage | None = None
-    """What the trajectory used, if there is an environment or an agent program."""
+    """The calls, tokens and seconds of the trajectory. This is None for a single completion."""
 
     def __post_init__(self) -> None:
         if self.sampled_tokens == 0:
@@ -324,8 +327,8 @@ class Trajectory:
 
     @property
     def cut(self) -> bool:
-        """True if the trajectory was ended by a limit or a crash. Rewards treat all of these cases
-        alike."""
+        """True if the trajectory was ended by a limit or a crash. Rewards treat all limits alike,
+        and a crash differently (see `FinishReason`)."""
         return self.finish_reason != "stop"
 
     @property
@@ -418,10 +421,10 @@ class TokenNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What an optimizer step returns."""
+    """The result of training on one batch, in `algorithm.updates_per_batch` optimizer steps."""
 
     version: int
-    """Version of the weights after the step."""
+    """Version of the weights after the last optimizer step."""
     metrics: Mapping[str, Metric]
     findings: tuple[str, ...] = ()
     """Explanations of a non-finite gradient, written for the user."""

@@ -71,8 +71,9 @@ class Saver:
 
 
 class RunGuard:
-    """Makes sure that a run ends with a checkpoint when it is aborted, or when an engine or a
-    reward fails. Errors of the learner are raised without one, since its state is lost."""
+    """Makes sure that a run ends with a checkpoint when it is aborted, or when sampling, scoring,
+    publishing or evaluating fails and `can_checkpoint(error)` is True. An error in an optimizer
+    step is raised without a checkpoint, since the learner's state is lost."""
 
     def __init__(
         self,

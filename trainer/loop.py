@@ -25,7 +25,7 @@ from keel.trainer.batch_stream import BatchStream, never, wait_for
 from keel.trainer.guard import RunGuard, RunJournal, Save
 
 IDLE = ("rollout", "reward")
-"""Names of the timings during which the trainer is idle."""
+"""Names of the timings during which the trainer waits for completions or rewards."""
 
 
 class Prompts(Protocol):
@@ -88,8 +88,10 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
     """Run steps `start + 1` to `config.run.steps` and return the last step done.
 
     The run stops early, with a checkpoint, when `parts.should_stop()` or `parts.should_abort()`
-    returns True. If an engine or a reward fails, or a batch has no completions, it saves a
-    checkpoint and raises the error. An error in the learner is raised without a checkpoint.
+    returns True. If sampling, scoring, publishing or evaluating fails, or a batch has no
+    completions, it saves a checkpoint if `parts.can_checkpoint` allows one, and raises the error.
+    An error in `learner.step` is raised without a checkpoint, and so is the RuntimeError after a
+    step whose result has `gave_up` set.
     """
     run, algorithm, learner = config.run, config.algorithm, parts.learner
     stream = BatchStream(
@@ -187,7 +189,11 @@ def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
 
 @dataclass(slots=True)
 class Clock:
-    """Measures how many seconds a step spends on each activity. Nested time counts only once."""
+    """Measures how many seconds a step spends on each activity. Nested time counts only once.
+
+    Evaluation and saving are not timed, so `time/step` and `throughput/tokens_per_second` do not
+    include them.
+    """
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(IDLE, 0.0))
 

@@ -1,5 +1,7 @@
-"""The Ray actor that runs one trainer rank. It is a thin wrapper around `TrainerEngine`, which does
-the work."""
+"""The Ray actor that runs one trainer rank, a thin wrapper around `TrainerEngine`.
+
+The driver also uses this module: `pack_shares` packs a step's groups for the ranks.
+"""
 
 from __future__ import annotations
 

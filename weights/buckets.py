@@ -69,8 +69,9 @@ tensors."""
 
 
 def pack_flat(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[FlatBucket]:
-    """Pack named tensors on one device into buckets of at most `bucket_bytes`, unless a single
-    tensor is larger. Besides what `tensors` yields, only one bucket is in memory at a time."""
+    """Pack named tensors on one device into buckets. Their sizes are at most `bucket_bytes`, plus
+    the padding after the last tensor, unless a single tensor is larger. The tensors of a bucket
+    stay in memory together with the bucket until the next one is begun."""
     entries: list[TensorEntry] = []
     parts: list[Tensor] = []
     size = 0

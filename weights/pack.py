@@ -61,8 +61,8 @@ class BucketPacker:
         the module's tensors."""
 
     def buckets(self) -> Iterator[FlatBucket]:
-        """Pack the current weights. Only one bucket and one module's tensors are in memory at a
-        time."""
+        """Pack the current weights. After the first call, only one bucket and one module's tensors
+        are in memory at a time. The first call needs as much memory as `pack_flat`."""
         return self._replay() if self._tables else self._record()
 
     def _record(self) -> Iterator[FlatBucket]:

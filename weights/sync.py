@@ -3,14 +3,21 @@
 An update makes these calls:
 
     trainer.loop.train                WeightSync.push(version)
-      RolloutPool.update              Transfer.to(engines), again for engines that restart
-        _DirectTransfer                Learner.send, then TrainerWorker.send on every rank
-          Sender (rank)               Begin, Bucket …, Finish through the control channel;
+      Learner.make_room               waits until the weights fit on the GPUs
+      Learner.put_weights             waits until all buckets are in the object store; not if direct
+      RolloutPool.update              EngineSupervisor on the pool's thread
+        EngineSupervisor              Transfer.to(engines), again for engines that restart
+          _DirectTransfer             Learner.send, then TrainerWorker.send on every rank
+            Sender (rank)             calls RolloutWorker.receive on each of its engines;
+                                      Begin, Bucket …, Finish through the control channel;
                                       bytes through NCCL or gloo, or in place on a shared GPU
-          EngineThread.receive        carries out each message
-        StoreTransfer                 RolloutWorker.update on every engine;
+            RolloutWorker.receive     EngineThread.receive, which carries out each message
+          StoreTransfer               RolloutWorker.update on every engine;
                                       bytes through Ray's object store
-          WeightsExtension (vLLM)     begin, load each bucket, finish
+
+Both ways end in the same calls on the engine: `begin_update`, `load_bucket` for each bucket and
+`finish_update` go from `EngineThread` to `VllmEngine`, and from there to `WeightsExtension` in
+vLLM's workers.
 """
 
 from __future__ import annotations
@@ -99,13 +106,17 @@ class WeightSync:
         direct: bool,
         before: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`before(version)` is called at the start of each update."""
+        """`before(version)` is called once the weights are ready, directly before the engines take
+        them."""
         self._source, self._engines = source, engines
         self._direct, self._before = direct, before
 
     def push(self, version: int) -> Future[None]:
-        """Start sending the trainer's current weights to every engine. `version` is their
-        version."""
+        """Start sending the trainer's current weights to every engine. `version` is their version.
+
+        This blocks until the weights fit on the GPUs and, without direct transfer, until all of
+        them are in Ray's object store. The future resolves as in `RolloutPool.update`.
+        """
         self._source.make_room()
         transfer: Transfer = (
             _DirectTransfer(self._source)

@@ -45,11 +45,11 @@ class MicroBatch:
     """The recorded selections of sparse attention, input-aligned. The trainer selects keys itself
     for rows of −1."""
     split_S: NDArray[np.int64] | None = None
-    """For each trajectory that spans several micro-batches, its number 0 … P−1 among all of them in
+    """The number 0 … P−1 of each trajectory that spans several micro-batches, among all of them in
     the step, and −1 for trajectories that are complete here. None means that all are complete."""
     reference_S: NDArray[np.int64] | None = None
-    """For each trajectory, the index of the model that its KL term compares with. None means that
-    all compare with the first one."""
+    """The index of the model that each trajectory's KL term compares with. None means that all
+    compare with the first one."""
     follows: NDArray[np.int64] | None = None
     """[segments] for each segment, the index of the shared prefix that it continues
     (`keel.rl.packing.prefix_sharing`), or −1. A shared prefix is not trainable itself. None means

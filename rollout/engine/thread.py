@@ -166,8 +166,9 @@ class EngineThread:
     def receive(self) -> None:
         """Receive the weights that the trainer rank sends, and load them.
 
-        Raises TimeoutError after `rollout.update_timeout_s`, and ValueError naming a tensor that is
-        unknown or missing. The engine cannot be used after an error.
+        Raises TimeoutError if no message arrives for (1 + engines) × `rollout.update_timeout_s` or
+        the engine takes longer than `rollout.update_timeout_s` to carry one out. Raises ValueError
+        naming a tensor that is unknown or missing. The engine cannot be used after an error.
         """
         inbox = self._inbox
         assert inbox is not None

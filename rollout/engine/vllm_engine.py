@@ -330,8 +330,8 @@ class VllmEngine:
     def finish_update(self, version: int, checksum: int | None = None) -> None:
         """Finish a weight update and sample from the new weights from now on.
 
-        Raises ValueError if tensors are missing, or if the `checksum` of bytes that came directly
-        from the trainer is wrong. The weights then remain incomplete.
+        Raises ValueError if tensors are missing, and RuntimeError if the `checksum` of bytes that
+        came directly from the trainer is wrong. The weights then remain incomplete.
         """
         self._manifest.finish()
         self._llm.collective_rpc("keel_finish_update", args=(checksum,))

@@ -23,7 +23,8 @@ from keel.rollout.spec import EngineError, EngineProgress, EngineStarted
 from keel.weights.sync import Transfer
 
 MAX_RESTARTS = 3
-"""How often one engine may restart within three hours before the run fails."""
+"""How often one engine may restart before the run fails. Restarts count for three hours, or longer
+if starts and stalls may take so long that they would not add up otherwise (see `replace`)."""
 _WINDOW_S = 3 * 3600.0
 _MEMORY_RACE, _START_TRIES = "Error in memory profiling", 3
 """The error that vLLM raises when another process frees GPU memory during its memory profiling, and

@@ -179,10 +179,11 @@ class RolloutPool:
 
     def update(self, version: int, transfer: Transfer) -> Future[None]:
         """Deliver new weights to every engine, also to those that restart later. The future
-        resolves once all engines sample from `version` or a later one.
+        resolves once all running engines sample from `version` or a later one. It waits for engines
+        that are restarting only with `rollout.time_share`.
 
         The same version may be delivered again to wake sleeping engines. An engine that takes
-        longer than `rollout.update_timeout_s` is replaced, and the future fails if the weights
+        longer than the pool's `update_timeout_s` is replaced, and the future fails if the weights
         themselves are invalid. Raises RuntimeError if another update is in flight.
         """
         update = WeightUpdate(version, transfer)

@@ -116,7 +116,7 @@ def _nll(
 def mass_share(
     inputs: Inputs, log_mass: Tensor, total_sequences: int, config: Config
 ) -> tuple[Tensor, Tensor]:
-    """Compute the penalty on the mass that the policy puts on sampling masks
+    """Compute the penalty on the mass that the policy puts on ids outside the sampling masks
     (`algorithm.kept_mass_coef`).
 
         c/B Σ_i w_i/|o_i| Σ_t max(0, log top_p² − log m_t)

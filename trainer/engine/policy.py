@@ -273,7 +273,7 @@ class PolicyNetwork(nn.Module):
 
 
 class ReferencePolicy:
-    """The frozen initial policy, which the KL term compares with."""
+    """A frozen model that the KL term compares with: the initial policy or a teacher."""
 
     def __init__(
         self,
