@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import transformers
@@ -60,7 +61,7 @@ from keel.rollout.chat.thinking import marks_of
 from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.build_agents import check_chat, check_environments
 from keel.trainer.placement.choose import Choice, SavedChoice, choose, load_choice
-from keel.trainer.placement.cpus import slow_dtype, with_dtype
+from keel.trainer.placement.cpus import cpu_time, slow_dtype, with_dtype
 from keel.trainer.placement.families import (
     check_engine_attention,
     check_engine_dtype,
@@ -73,6 +74,7 @@ from keel.trainer.placement.lint import ignored_knobs, lint_recipe
 from keel.trainer.placement.memory import GIB
 from keel.trainer.placement.nodes import detect_hardware, memory_gib, with_missing_nodes
 from keel.trainer.placement.plan import Plan, describe, model_line, ranks_line
+from keel.trainer.placement.step_time import StepTime
 from keel.trainer.run.checkpoint import latest_complete, read_state
 from keel.trainer.run.manifest import MANIFEST, check_exported
 from keel.trainer.sft import Batches
@@ -161,9 +163,17 @@ class Task(_Prepared):
             *(self.config, self.facts, self.plan, lines),
             hardware=self.hardware,
             seats=seats,
+            time=self._cpu_time() if trains else None,
             trains=trains,
         )
         return "\n".join([text, *self._ending()])
+
+    def _cpu_time(self) -> StepTime | None:
+        if self.gpu or self.config.with_agents:  # whose number of turns is not known
+            return None
+        prompts = [p for each in self.dataset.train.sources.values() for p in each[:50]]
+        mean = fmean(prompt_tokens(p, self.tokenizer, self.facts) for p in prompts)
+        return cpu_time(self.config, self.facts, prompt_tokens=round(mean))
 
 
 @dataclass(frozen=True, kw_only=True)

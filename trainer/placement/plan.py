@@ -157,12 +157,13 @@ def describe(
     *,
     hardware: Hardware,
     seats: Sequence[str] = (),
+    time: StepTime | None = None,
     trains: bool = True,
 ) -> str:
     """Format the plan for `keel check`.
 
-    `data` has a line for each source, and `seats` one for each node. If `trains` is false, rows
-    about steps are omitted.
+    `data` has a line for each source, and `seats` one for each node. `time` is the estimate for
+    a CPU. If `trains` is false, rows about steps are omitted.
     """
     gpu, judge = hardware.gpu, config.rewards.judge
     a, r, t, sampling = config.algorithm, config.rollout, config.trainer, config.rollout.sampling
@@ -222,7 +223,8 @@ def describe(
         f"trainer rank: {plan.trainer}{peak}",
         *[away] * (gpu and r.time_share),
     )
-    row("time", *(plan.time.lines() if plan.time else ()))
+    time = plan.time or time
+    row("time", *(time.lines() if time else ()))
     row("run folder", config.run.dir)
     return "\n".join(lines)
 

@@ -135,6 +135,7 @@ class StepTime:
     """Host time in which the trainer launches the kernels of `compute`."""
     idle_trainer: bool
     """Whether micro-batches are so small that the trainer's GPU waits for the host."""
+    cpu: bool = False
 
     @property
     def rollout(self) -> float:
@@ -151,11 +152,12 @@ class StepTime:
 
     def lines(self) -> list[str]:
         """Format the estimate for `keel check`."""
-        bound = "its host" if self.host_bound else "its GPU"
+        bound = "its host" if self.host_bound else "its CPU" if self.cpu else "its GPU"
+        how = "to a factor of two" if self.cpu else "not measured"
         waits = "; bound by its host: raise trainer.micro_batch_tokens" * self.idle_trainer
         turns = f"; time-sharing {seconds(self.turns)}" * (self.turns > 0)
         return [
-            f"ESTIMATE, not measured, for {self.machine} and completions of full length: "
+            f"ESTIMATE, {how}, for {self.machine} and completions of full length: "
             f"{seconds(self.total)} per step",
             f"rollout {seconds(self.rollout)} (decoding {seconds(self.decode)}: an engine of "
             f"{self.sequences} sequences steps in {1e3 * self.decode_step:.1f} ms, bound by "
