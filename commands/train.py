@@ -101,7 +101,9 @@ def run_loop(
     def should_stop() -> bool:
         return interrupt() or bool(journal.ends) or should_end() or bool(failures)
 
-    def can_checkpoint(error: Exception) -> bool:
+    def handle_failure(error: Exception) -> bool:
+        """Record the error and make `should_stop` return True. Returns False, and does neither, if
+        the learner was lost and no checkpoint can be saved."""
         if isinstance(error, LOST) or lost_reason():
             return False
         failures.append(error)
@@ -109,20 +111,23 @@ def run_loop(
         return True
 
     def save(step: int, cursor: Mapping[str, Any]) -> bool:
-        failed = save_checkpoint(
+        written = save_checkpoint(
             folder, config, learner, step, cursor, stop=should_stop, say=view.say
         )
-        continues = step < config.run.steps and (failed or not should_stop())
+        continues = step < config.run.steps and (not written or not should_stop())
         if config.rollout.time_share and continues:
             runtime.wake()
-        return failed
+        return written
 
     with ExitStack() as stack:
         tokens = TokenFile(
             config.run, TokenTexts(runtime.task.tokenizer), lambda: learner.tokens, answer_of
         )
         journal = open_journal(
-            *(stack, folder, view, config),
+            stack,
+            folder,
+            view,
+            config,
             start=start,
             tokenizer=runtime.task.tokenizer_digest,
             tokens=tokens,
@@ -156,7 +161,7 @@ def run_loop(
             dump_bad_batch=partial(dump_bad_batch, folder.path, view.say),
             should_abort=runtime.with_watchdog(interrupt.should_abort),
             should_skip_evaluation=interrupt,
-            can_checkpoint=can_checkpoint,
+            handle_failure=handle_failure,
         )
         reached = loop.train(parts, config, start=start)
     if journal.ends:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from keel.configs.schema import Config
 from keel.rl.buffer import Batch, GroupBuffer, Lag
-from keel.rl.futures import then
+from keel.rl.futures import failed, then
 from keel.rl.types import Group, Prompt, ScoredGroup
 
 GRACE_S = 60.0
@@ -119,8 +119,8 @@ class BatchStream:
         TimeoutError if nothing arrives for longer than all timeouts together.
         """
         with self._changed:
-            while should_abort() or not self._buffer.ready():
-                if should_abort():
+            while (aborted := should_abort()) or not self._buffer.ready():
+                if aborted:
                     raise Cancelled
                 if self._failure is not None:
                     raise self._failure
@@ -139,11 +139,14 @@ class BatchStream:
         return batch
 
     def _changes(self, should_abort: Callable[[], bool]) -> bool:
+        """Wait for a change or an abort. Returns False if neither happens within the timeout."""
         end = time.monotonic() + self._timeout_s
-        while not (changed := self._changed.wait(min(POLL_S, self._timeout_s))):
-            if should_abort() or time.monotonic() >= end:
-                break
-        return changed or should_abort()
+        while not self._changed.wait(min(POLL_S, self._timeout_s)):
+            if should_abort():
+                return True
+            if time.monotonic() >= end:
+                return False
+        return True
 
     def adopting(self, step: int, update: Future[None]) -> None:
         """Make room for new groups once `update` is done and the engines have the weights from
@@ -174,17 +177,30 @@ class BatchStream:
             return self._position([*untrained, *self._buffer.unfinished()])
 
     def _fill(self) -> None:
+        """Submit as many prompts as the buffer has room for. Errors are raised by `take`, because
+        futures swallow what their callbacks raise."""
         with self._changed:
             room = self._buffer.room() if self._open and self._failure is None else 0
-            prompts = [(self._buffer.submitted(p), p) for p in self._next_prompts(room)]
+            try:
+                prompts = [(self._buffer.submitted(p), p) for p in self._next_prompts(room)]
+            except Exception as error:
+                self._failure = self._failure or error
+                self._changed.notify_all()
+                return
             self._sampling.update(number for number, _ in prompts)
         for number, prompt in prompts:
-            sampled = self._sample(prompt)
+            try:
+                sampled = self._sample(prompt)
+            except Exception as error:
+                sampled = failed(error)
             sampled.add_done_callback(lambda _, number=number: self._sampled(number))
             flight = then(sampled, self._score)
             with self._changed:
                 self._in_flight[number] = flight
+                closed = not self._open
             flight.add_done_callback(lambda done, number=number: self._arrived(number, done))
+            if closed:  # since the prompts were drawn, so `close` did not see this group
+                flight.cancel()
 
     def _sampled(self, number: int) -> None:
         with self._changed:

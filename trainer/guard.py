@@ -14,9 +14,9 @@ from keel.rl.metrics import Metric, Sum
 from keel.rl.types import ScoredGroup, StepResult
 from keel.trainer.batch_stream import BatchStream, Cancelled, EmptyBatch
 
-Save = Callable[[int, Mapping[str, Any]], bool | None]
-"""Writes a checkpoint for a step and a position in the data. Returns True if the checkpoint could
-not be written and the run continues without it."""
+Save = Callable[[int, Mapping[str, Any]], bool]
+"""Writes a checkpoint for a step and a position in the data. Returns True if it was written, and
+False if it could not be written and the run continues without it."""
 
 
 class RunJournal(Protocol):
@@ -60,11 +60,11 @@ class Saver:
         return step == run.steps or by_steps or 0 < run.checkpoint_minutes * 60 <= since_s
 
     def save(self, step: int, position: Mapping[str, Any]) -> bool:
-        """Write a checkpoint. Returns True if that succeeded."""
-        failed = bool(self.write(step, position))
-        self.saved, self.tried_at = self.saved if failed else step, time.monotonic()
-        self.unwritten += failed
-        return not failed
+        """Write a checkpoint. Returns True if it was written."""
+        written = self.write(step, position)
+        self.saved, self.tried_at = step if written else self.saved, time.monotonic()
+        self.unwritten += not written
+        return written
 
     def metrics(self) -> dict[str, Metric]:
         return {"checkpoint/unwritten": Sum(self.unwritten)} if self.unwritten else {}
@@ -83,13 +83,14 @@ class RunGuard:
         journal: RunJournal,
         save: Save,
         should_abort: Callable[[], bool],
-        can_checkpoint: Callable[[Exception], bool],
+        handle_failure: Callable[[Exception], bool],
     ) -> None:
+        """See `keel.trainer.loop.Parts` for the arguments."""
         self.reached = start
         """The last step done."""
         self.saver = Saver(save, run, start)
         self._stream, self._journal = stream, journal
-        self._should_abort, self._can_checkpoint = should_abort, can_checkpoint
+        self._should_abort, self._handle_failure = should_abort, handle_failure
         self._deferred: Exception | None = None
 
     @contextmanager
@@ -113,7 +114,7 @@ class RunGuard:
         except Cancelled:
             raise
         except Exception as error:
-            if self._can_checkpoint(error):
+            if self._handle_failure(error):
                 self.final_checkpoint(error)
             raise
 
@@ -126,7 +127,7 @@ class RunGuard:
         except Cancelled:
             pass
         except Exception as error:
-            if not self._can_checkpoint(error):
+            if not self._handle_failure(error):
                 raise
             self._deferred = error
 
@@ -147,7 +148,7 @@ class RunGuard:
             raise self._deferred
 
     def save(self, step: int) -> bool:
-        """Write a checkpoint. Returns True if that succeeded."""
+        """Write a checkpoint. Returns True if it was written."""
         self._journal.begin("saving a checkpoint")
         if self._should_abort():
             self._stream.close()

@@ -80,8 +80,9 @@ class Parts:
     """Return True to stop at once and drop the rollouts in flight. Raises if a process was lost."""
     should_skip_evaluation: Callable[[], bool] = never
     """Return True to cut an evaluation short, except the last. A resumed run makes up for it."""
-    can_checkpoint: Callable[[Exception], bool] = lambda _: True
-    """Return True if a final checkpoint can be saved after this error."""
+    handle_failure: Callable[[Exception], bool] = lambda _: True
+    """Called with the error that ends the run when sampling, publishing or evaluating fails. Return
+    True if the learner is intact, so that a final checkpoint can be saved."""
 
 
 def train(parts: Parts, config: Config, *, start: int = 0) -> int:
@@ -104,7 +105,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
     )
     should_abort = parts.should_abort
     guard = RunGuard(
-        *(run, start, stream, parts.journal, parts.save, should_abort, parts.can_checkpoint)
+        run, start, stream, parts.journal, parts.save, should_abort, parts.handle_failure
     )
     with guard.run():
         if start:  # the engines started from the base model

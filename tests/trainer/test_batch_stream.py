@@ -158,6 +158,37 @@ def test_closing_cancels_and_keeps_the_position() -> None:
     assert all(world.asked[name].cancelled() for name in ("p0", "p1", "p3"))
 
 
+def test_closing_during_submission_cancels_the_rest() -> None:
+    world = FakeRequests()
+
+    def closing(asked: Prompt) -> Future[Group]:
+        world.feed.close()
+        return world.sample(asked)
+
+    world.feed._sample = closing
+    world.feed.open()
+    assert [future.cancelled() for future in world.asked.values()] == [True, True]
+
+
+@pytest.mark.parametrize("part", ["_next_prompts", "_sample"])
+def test_errors_while_submitting_end_the_wait(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are submitted from callbacks, whose errors futures swallow."""
+    world = FakeRequests()
+    world.feed.open()
+    world.finish("p0", "p1")
+    world.take()
+
+    def broken(_: object) -> Any:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(world.feed, part, broken)
+    monkeypatch.setattr(world.feed, "_timeout_s", 0.02)
+    world.feed.adopting(1, done())
+    with pytest.raises(ValueError, match="a bug"):
+        world.take()
+    assert not world.feed._sampling and not world.feed._in_flight
+
+
 def test_position_is_consistent() -> None:
     """Otherwise a prompt would count as drawn but not as unfinished, and a resumed run would skip
     it."""

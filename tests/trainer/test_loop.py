@@ -134,7 +134,7 @@ class FakeRun:
     def save(self, step: int, cursor: Mapping[str, Any]) -> bool:
         self.events.append(f"save@{step}")
         self.unfinished = cursor["unfinished"]
-        return step in self.unwritable
+        return step not in self.unwritable
 
     def stop(self) -> bool:
         return self.stop_after is not None and self.version >= self.stop_after
@@ -166,7 +166,7 @@ class FakeRun:
             should_abort=self.hurry,
             should_skip_evaluation=self.leave,
             dump_bad_batch=self.keep,
-            can_checkpoint=self.whole,
+            handle_failure=self.whole,
         )
         return train(parts, config, start=start)
 
@@ -227,7 +227,7 @@ def test_checkpoints_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     world.run(config(steps=12, checkpoint_every=5))
     saved = [event for event in world.events if event.startswith("save")]
     assert saved == ["save@3", "save@5", "save@8", "save@10", "save@12"]
-    never = Saver(lambda *_: None, RunConfig(checkpoint_minutes=0), saved=0, tried_at=-1e9)
+    never = Saver(lambda *_: True, RunConfig(checkpoint_minutes=0), saved=0, tried_at=-1e9)
     assert not never.due(7)
 
 

@@ -50,9 +50,8 @@ def test_stop_below_alarm_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monke
 
     def two_steps(parts: Any, config: object, *, start: int) -> int:
         parts.journal.record(1, {"eval/spelling/pass@1": Mean(5, 10)}, [])
-        assert (
-            not parts.can_checkpoint(CollectiveTimeout("rank 0 failed")) and not parts.should_stop()
-        )
+        assert not parts.handle_failure(CollectiveTimeout("rank 0 failed"))
+        assert not parts.should_stop()
         parts.journal.record(2, {"eval/spelling/pass@1": Mean(4, 10)}, [])
         assert parts.should_stop()
         with pytest.raises(SaveError):  # no other evaluation follows

@@ -111,7 +111,7 @@ class Run:
     def save(self, step: int, cursor: Mapping[str, Any]) -> bool:
         if step not in self.failing:
             self.saved[step] = json.loads(json.dumps(cursor))
-        return step in self.failing
+        return step not in self.failing
 
     def hurry(self) -> bool:
         return self.ranks.version >= self.hurry_after

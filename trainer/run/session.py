@@ -194,8 +194,8 @@ def save_checkpoint(
     stop: Callable[[], bool],
     say: Callable[[str], object],
 ) -> bool:
-    """Save a checkpoint. Returns True if it could not be written but a later one follows; otherwise
-    raises `SaveError`."""
+    """Save a checkpoint. Returns True if it was written, and False if it was not but a later one
+    follows. Raises `SaveError` if none follows."""
     state = State(
         step=step,
         version=learner.version,
@@ -211,8 +211,8 @@ def save_checkpoint(
         if error.final or stop():
             raise
         say(f"warning: {error}\nThe run continues and saves again at the next checkpoint")
-        return True
-    return False
+        return False
+    return True
 
 
 def _closing_summary(

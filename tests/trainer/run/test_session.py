@@ -161,7 +161,7 @@ def test_model_is_exported_if_last_checkpoint_fails(tmp_path: Path, room: bool) 
     def drive(folder: RunFolder, start: int) -> int:
         learner: Any = SimpleNamespace(version=4, save=full)
         how: dict[str, Any] = {"stop": lambda: False, "say": lines.append}
-        assert save_checkpoint(folder, run.config, learner, 3, {}, **how)
+        assert not save_checkpoint(folder, run.config, learner, 3, {}, **how)
         save_checkpoint(folder, run.config, learner, 4, {}, **how)
         return 4
 
