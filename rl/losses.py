@@ -133,7 +133,8 @@ def grpo_loss(
     Raises `ValueError` if an argument is invalid. The error names the argument and, on the CPU, the
     row (see `keel.rl.checks`).
     """
-    _check_step(sequence_tokens, total_sequences, clip_low, clip_high, kl)
+    _check_step(sequence_tokens, total_sequences)
+    _check_grpo(clip_low, clip_high, kl)
     require_log_probs(logp, logp_old=logp_old, advantage=advantage)
     require_sequences(sequence, advantage, len(sequence_tokens))
     _check_sequence_tokens(sequence_tokens, sequence)
@@ -231,19 +232,20 @@ def _total(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(counted, values.double(), 0.0).sum(), counted.sum().double()
 
 
-def _check_step(
-    sequence_tokens: Tensor, total_sequences: int, clip_low: float, clip_high: float, kl: str
-) -> None:
+def _check_step(sequence_tokens: Tensor, total_sequences: int) -> None:
     require(
         sequence_tokens.ndim == 1 and sequence_tokens.dtype in (torch.int64, torch.int32),
-        f"sequence_tokens is {sequence_tokens.dtype} {list(sequence_tokens.shape)}: must be int64, "
-        "[S]",
+        f"sequence_tokens is {sequence_tokens.dtype} {list(sequence_tokens.shape)}: must be int64 "
+        "or int32, [S]",
     )
     require(
         total_sequences >= max(1, len(sequence_tokens)),
         f"total_sequences = {total_sequences}: must be at least 1 and count the "
         f"{len(sequence_tokens)} sequences of this call",
     )
+
+
+def _check_grpo(clip_low: float, clip_high: float, kl: str) -> None:
     require(0 <= clip_low <= 1, f"clip_low = {clip_low}: must be in [0, 1]")
     require(clip_high >= 0, f"clip_high = {clip_high}: must not be negative")
     require(kl in _ESTIMATORS, f"kl = {kl!r}: must be one of {', '.join(_ESTIMATORS)}")
@@ -334,13 +336,10 @@ def nll_loss(
     The denominators are global, so the shares and gradients of any split of a step add up. N = 0
     gives a loss of 0. Raises `ValueError` if an argument is invalid.
     """
+    _check_step(sequence_tokens, total_sequences)
     require_log_probs(logp)
     require_sequences(sequence, torch.zeros_like(logp), len(sequence_tokens))
-    require(
-        total_sequences >= max(1, len(sequence_tokens)),
-        f"total_sequences = {total_sequences}: must be at least 1 and count the "
-        f"{len(sequence_tokens)} sequences of this call",
-    )
+    _check_sequence_tokens(sequence_tokens, sequence)
     weight_S = checked_weight(sequence_weight, sequence_tokens, logp)
     weight = weight_S[sequence] / (sequence_tokens[sequence].to(logp.dtype) * total_sequences)
     loss = -(weight * logp).sum()

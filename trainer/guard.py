@@ -32,7 +32,7 @@ class RunJournal(Protocol):
         self,
         step: int,
         metrics: Mapping[str, Metric],
-        sample: Sequence[ScoredGroup],
+        groups: Sequence[ScoredGroup],
         discarded: Sequence[ScoredGroup] = (),
     ) -> None:
         """Record a step, the groups it trained on and those that were discarded."""

@@ -81,6 +81,9 @@ def test_shares_of_any_split_add_up(weight: torch.Tensor | None) -> None:
         ({"total_sequences": 2}, "total_sequences"),
         ({"sequence_weight": torch.tensor([1.0, -1.0, 1.0])}, r"sequence_weight\[1\]"),
         ({"sequence_tokens": torch.tensor([3, 5])}, r"sequence\[4\]"),
+        ({"sequence_tokens": torch.tensor([*TOKENS[:2], 0])}, r"sequence_tokens\[2\] = 0"),
+        ({"sequence_tokens": torch.tensor([2, 1, 4])}, r"sequence_tokens\[0\].*less than"),
+        ({"sequence_tokens": TOKENS.float()}, "must be int64 or int32"),
     ],
 )
 def test_invalid_arguments_are_named(changes: dict[str, object], named: str) -> None:

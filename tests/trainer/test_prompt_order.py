@@ -34,11 +34,11 @@ class CountedRun(FakeRun):
         self,
         step: int,
         metrics: Mapping[str, Metric],
-        sample: Sequence[ScoredGroup],
+        groups: Sequence[ScoredGroup],
         discarded: Sequence[ScoredGroup] = (),
     ) -> None:
-        super().record(step, metrics, sample, discarded)
-        self.trained.update(group.group.prompt.prompt_id for group in sample)
+        super().record(step, metrics, groups, discarded)
+        self.trained.update(group.group.prompt.prompt_id for group in groups)
         self.filtered.update(group.group.prompt.prompt_id for group in discarded)
 
     def save(self, step: int, cursor: Mapping[str, Any]) -> bool:

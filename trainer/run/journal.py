@@ -100,16 +100,16 @@ class Journal:
         self,
         step: int,
         metrics: Mapping[str, Metric],
-        sample: Sequence[ScoredGroup],
+        groups: Sequence[ScoredGroup],
         discarded: Sequence[ScoredGroup] = (),
     ) -> None:
         """Record a step. Raises `OSError` naming the folder if it cannot be written."""
         numbers = {name: value for name, value in values(metrics).items() if math.isfinite(value)}
         lines: list[str] = []
         if self._alarms is not None and step > 0:
-            numbers["alarms"], lines = self._alarms.check(step, numbers, [*sample, *discarded])
+            numbers["alarms"], lines = self._alarms.check(step, numbers, [*groups, *discarded])
         try:
-            self._write(step, numbers, sample)
+            self._write(step, numbers, groups)
         except OSError as error:
             raise OSError(
                 f"run.dir = {self._folder}: step {step} cannot be written ({error}). Free some "
@@ -126,7 +126,7 @@ class Journal:
         return any(name.startswith("eval/") for name in steps_of(self._metrics).get(step, {}))
 
     def _write(
-        self, step: int, numbers: Mapping[str, float], sample: Sequence[ScoredGroup]
+        self, step: int, numbers: Mapping[str, float], groups: Sequence[ScoredGroup]
     ) -> None:
         line = {"step": step, "time": round(self._clock(), 3), **dict(sorted(numbers.items()))}
         with self._metrics.open("a") as file:
@@ -135,14 +135,14 @@ class Journal:
             self._board.add_scalar(name, value, step)
         self._board.flush()
         path = self._trajectories / f"step_{step:06d}"
-        if chosen := choose_trajectories(sample, self._per_step):
+        if chosen := choose_trajectories(groups, self._per_step):
             text = "\n".join(describe(group, index) for group, index in chosen)
             # Text may hold half a surrogate pair.
             path.with_suffix(".txt").write_text(text, encoding="utf-8", errors="replace")
             if self._tokens is not None:
-                self._tokens.write(path.with_suffix(TOKENS), sample)
+                self._tokens.write(path.with_suffix(TOKENS), groups)
         if self._save_all:
-            chosen = [(group, i) for group in sample for i in range(len(group.rewards_G))]
+            chosen = [(group, i) for group in groups for i in range(len(group.rewards_G))]
         if chosen:
             lines = [
                 json.dumps({"step": step, **scored_record(group, i, tokenizer=self._tokenizer)})

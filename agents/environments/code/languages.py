@@ -93,9 +93,17 @@ $pip uninstall -q -y pip setuptools || true
     canary=("test_NONCE.py", "def test_NONCE():\n    assert WORTH\n"),
     canary_at_the_end="\n\n\ndef test_NONCE():\n    assert WORTH\n",
 )
+_JAVASCRIPT_TESTS = (
+    *("test/", "tests/", "__tests__/"),
+    *("*.test.*", "*.spec.*", "*-test.*", "*_test.*"),
+)
+_FIND_JAVASCRIPT_TESTS = " -o ".join(
+    f"-path '*/{pattern}*'" if pattern.endswith("/") else f"-name '{pattern}'"
+    for pattern in _JAVASCRIPT_TESTS
+)
 _JAVASCRIPT = ProjectLanguage(
     suffixes=(".js", ".mjs", ".cjs", ".ts", ".mts", ".cts", ".jsx", ".tsx"),
-    tests=("test/", "tests/", "__tests__/", "*.test.*", "*.spec.*", "*-test.*", "*_test.*"),
+    tests=_JAVASCRIPT_TESTS,
     steers=(
         *("package.json", "package-lock.json", ".npmrc", "node_modules/", "tsconfig*.json"),
         *("node.config.json", "jest.*", ".mocharc*", "vitest.*", "babel.config.*", ".babelrc*"),
@@ -108,8 +116,8 @@ cd "$PREFIX" && npm install --ignore-scripts --no-audit --no-fund --loglevel=err
 mkdir -p "$PREFIX/node_modules" && ln -s "$PREFIX/node_modules" "$REPO/node_modules"
 """,
     test=(
-        "find . -path ./node_modules -prune -o -type f \\( -name '*.test.[cm]js' -o "
-        "-name '*.test.js' -o -path '*/test/*js' -o -path '*/tests/*js' \\) -print0 | sort -z | "
+        "find . -path ./node_modules -prune -o -type f \\( -name '*.js' -o -name '*.[cm]js' \\) "
+        f"\\( {_FIND_JAVASCRIPT_TESTS} \\) -print0 | sort -z | "
         "xargs -0 node --test --test-reporter=junit "
         '--test-reporter-destination="$JUNIT/node.xml"'
     ),

@@ -488,9 +488,10 @@ def solving_child(source: str, number: int, returns: dict[str, str]) -> Child:
 
 def _function(source: str, part: Part, name: str, parameters: int) -> Callable[..., Any]:
     tree, node = function(source, part, name)
-    if len(node.args.args) != parameters or node.args.vararg or node.args.kwonlyargs:
+    positional = [*node.args.posonlyargs, *node.args.args]
+    if len(positional) != parameters or node.args.vararg or node.args.kwonlyargs:
         raise InvalidEnvironment(
-            f"{part}.py: {name} has {parameters} parameter{'s' * (parameters > 1)}"
+            f"{part}.py: {name} must have exactly {parameters} parameter{'s' * (parameters > 1)}"
         )
     names = _namespace(part)
     _run(lambda: exec(compile(tree, f"{part}.py", "exec"), names), f"{part}.py")

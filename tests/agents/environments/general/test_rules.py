@@ -10,6 +10,7 @@ from keel.agents.env_runtime.errors import InvalidEnvironment
 from keel.agents.environments.general.author_code import (
     SHIPPED,
     Part,
+    _function,
     answer_of,
     folders,
     function,
@@ -87,3 +88,24 @@ def test_answers_are_parsed_as_json_or_text() -> None:
     for text in ("NaN", "[1e999]", '"\\ud83d"', "1" * 60_000, "[" * 100_000, "Kesek Inn", ""):
         assert answer_of(text) == text  # can be sent to a verifier
     assert answer_of("\ud83d") == "?"
+
+
+@pytest.mark.parametrize(
+    ("signature", "fits"),
+    [
+        ("tools", True),
+        ("tools, /", True),
+        ("", False),
+        ("a, tools", False),
+        ("a, /, tools", False),
+        ("*tools", False),
+        ("tools, *, a=1", False),
+    ],
+)
+def test_a_function_takes_the_stated_number_of_parameters(signature: str, fits: bool) -> None:
+    source = f"def solve_0({signature}):\n    return 7\n"
+    if fits:
+        assert _function(source, "solve", "solve_0", 1)(None) == 7
+    else:
+        with pytest.raises(InvalidEnvironment, match=r"solve_0 must have exactly 1 parameter$"):
+            _function(source, "solve", "solve_0", 1)
