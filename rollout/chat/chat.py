@@ -15,7 +15,7 @@ from keel.rollout.chat.thinking import marks_of
 
 _MAX_SHOWN = 300
 """Maximum number of characters shown from a malformed call."""
-_KNOWN = "Qwen3, Hermes, DeepSeek-V3.2, GLM-4.5, Llama 3 or gpt-oss"
+_KNOWN = "Qwen3, Hermes, DeepSeek-V3.1, DeepSeek-V3.2, GLM-4.5, Llama 3 or gpt-oss"
 _PROBE = ToolSpec(
     name="probe",
     description="",
@@ -201,6 +201,9 @@ class TemplateChat:
         if start is None:
             raise ValueError(f"{self.label} changes earlier messages once others follow")
         turn = whole[len(start) :]
+        reasoning = str(reply.get("reasoning_content") or "")
+        if reasoning and turn.startswith(self.marks.close):  # DeepSeek-V3.1 leaves it out
+            turn = self.encoder.shield_whole(reasoning, marks) + turn
         ends = [at + len(end) for end in self.ends if (at := turn.find(end)) >= 0]
         if ends:
             return self.encoder.encode(turn[: min(ends)], marks)

@@ -89,6 +89,7 @@ def format_of(tokenizer: Any, encoder: Encoder) -> Format:
         "tiny": template == CHAT_TEMPLATE,
         "harmony": "<|channel|>" in controls and "<|message|>" in controls,
         "deepseek-v3.2": "｜DSML｜" in controls and (not template or "｜DSML｜" in template),
+        "deepseek-v3.1": "<｜tool▁calls▁begin｜>" in template,
         "glm": "<arg_key>" in template,
         # Qwen3-Coder writes another format between the same marks.
         "hermes": "<tool_call>" in template and "<function=" not in template,
@@ -167,11 +168,26 @@ def _deepseek_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
             position = match.end()
         return _named(name[1], arguments, body)
 
-    begin, end = f"<{mark}function_calls>", f"</{mark}function_calls>"
     content, items = _blocks(text, f"<{mark}invoke", f"</{mark}invoke>", read)
+    return _without_marks(content, items, f"<{mark}function_calls>", f"</{mark}function_calls>")
+
+
+def _deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
+
+    def read(body: str) -> _Item:
+        name, separator, arguments = body.partition("<｜tool▁sep｜>")
+        if not separator:
+            return Broken(body, "no <｜tool▁sep｜> between the name and the arguments")
+        return _checked(name, arguments)
+
+    content, items = _blocks(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", read)
+    return _without_marks(content, items, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+
+
+def _without_marks(content: str, items: Sequence[_Item], begin: str, end: str) -> _Calls:
+    """Return the text outside the two marks, without unpaired ones."""
     if not items and begin in content:
-        items = [Broken(content[content.index(begin) :], "it holds no invocation")]
-    # The text outside the two marks, without unpaired ones.
+        items = [Broken(content[content.index(begin) :], "it holds no call")]
     before, *blocks = content.split(begin)
     around = before + "".join(block.partition(end)[2] for block in blocks)
     return around.replace(end, ""), items
@@ -394,6 +410,10 @@ _FORMATS = {
             message_end="<|end|>",
         ),
         Format("deepseek-v3.2", _tagged(_deepseek_calls, "<｜DSML｜invoke", "</｜DSML｜invoke>")),
+        Format(
+            "deepseek-v3.1",
+            _tagged(_deepseek_v31_calls, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+        ),
         # The policy ends its turn with the mark that begins the next message.
         Format(
             "glm",

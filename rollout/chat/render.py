@@ -61,6 +61,8 @@ class Renderer:
                 "the tokenizer has no chat template. Set model.tokenizer to an instruction-tuned "
                 "model of the same family"
             )
+        template = str(tokenizer.chat_template or "")
+        self._omits_tools = "<｜tool▁calls▁begin｜>" in template and "tools" not in template
         self._arguments_as_text = False
         self._detect_form_of_arguments()
 
@@ -79,7 +81,9 @@ class Renderer:
         Raises ValueError if the template refuses the messages.
         """
         shielded = [self._shield_message(message, marks) for message in messages]
-        offered = [self._shield_all(tool, marks) for tool in tools]
+        offered: Any = [self._shield_all(tool, marks) for tool in tools]
+        if offered and self._omits_tools:
+            shielded, offered = _with_tools(shielded, offered), ()
         try:
             return render(self._tokenizer, shielded, offered, thinking=thinking, speak=speak)
         except (TemplateError, TypeError, ValueError) as error:
@@ -170,6 +174,25 @@ def check_developers(messages: Sequence[Mapping[str, Any]], text: str) -> None:
             raise ValueError(
                 "the chat template does not show messages of the role developer. Use system"
             )
+
+
+def _with_tools(
+    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Add the tools and the call format to the system message, for DeepSeek-V3.1."""
+    listed = [
+        f"### {function['name']}\nDescription: {function.get('description', '')}\n\n"
+        f"Parameters: {json.dumps(function.get('parameters', {}), ensure_ascii=False)}\n"
+        for function in (tool["function"] for tool in tools)
+    ]
+    form = (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>name<｜tool▁sep｜>{arguments as JSON}"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    )
+    section = "\n".join(["## Tools", *listed, f"Call a tool in exactly this form:\n{form}"])
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": section}, *messages]
+    return [{**messages[0], "content": f"{messages[0]['content']}\n\n{section}"}, *messages[1:]]
 
 
 def _deepseek_v32(

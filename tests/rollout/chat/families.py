@@ -93,6 +93,31 @@ HERMES = """\
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
 """
 
+DEEPSEEK_V31 = """\
+{%- set ns = namespace(header=false) -%}
+{{- bos_token -}}
+{%- for m in messages if m.role == 'system' -%}{{ m.content }}{%- endfor -%}
+{%- for m in messages -%}
+{%- if m.role == 'user' -%}{%- set ns.header = true -%}{{ '<｜User｜>' + m.content }}
+{%- elif m.role == 'assistant' -%}
+  {{- '<｜Assistant｜></think>' if ns.header else '' -}}{%- set ns.header = false -%}
+  {{- m.content -}}
+  {%- for call in m.tool_calls or [] -%}
+    {{- '<｜tool▁calls▁begin｜>' if loop.first else '' -}}
+    {{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' -}}
+    {{- call.function.arguments + '<｜tool▁call▁end｜>' -}}
+    {{- '<｜tool▁calls▁end｜>' if loop.last else '' -}}
+  {%- endfor -%}
+  {{- '<｜end▁of▁sentence｜>' -}}
+{%- elif m.role == 'tool' -%}{%- set ns.header = false -%}
+  {{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and ns.header -%}
+{{- '<｜Assistant｜>' + ('<think>' if thinking else '</think>') -}}
+{%- endif -%}
+"""
+
 GLM45 = """\
 {%- set ns = namespace(last=-1) -%}
 {%- for m in messages if m.role == 'user' %}{% set ns.last = messages.index(m) %}{% endfor -%}
@@ -258,11 +283,12 @@ FAMILIES: dict[str, tuple[str | None, tuple[str, ...], tuple[str, ...], str, str
 }
 NAMES = ("tiny", *FAMILIES)
 FAMILIES |= {
+    "deepseek-v3.1": (DEEPSEEK_V31, _DEEPSEEK, _THINK, _DEEPSEEK[1], _DEEPSEEK[0]),
     "chatml": (CHATML, _CHATML, (), "<|im_end|>", None),
     "command": (COMMAND, _COMMAND, (), "<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>"),
     "seed": (SEED, _SEED, (), "<seed:eos>", None),
 }
-PLAIN = tuple(name for name in FAMILIES if name not in NAMES)
+PLAIN = ("chatml", "command", "seed")
 """Families whose call format Keel cannot parse."""
 WITHOUT_THINKING = ("hermes", "llama3")
 """Families whose templates do not support `reasoning_content`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -163,6 +164,34 @@ def changed(name: str, old: str, new: str) -> TemplateChat:
 def test_templates_breaking_the_prefix_law_are_refused(old: str, new: str) -> None:
     with pytest.raises(ValueError, match="chat_template"):
         check_prefix_law(changed("qwen3", old, new))
+
+
+def test_deepseek_v31_tools_go_into_the_system_message() -> None:
+    chat = chat_of("deepseek-v3.1")
+    check_prefix_law(chat, modes=(False,))
+    with pytest.raises(ValueError, match="without thinking"):
+        check_prefix_law(chat, modes=(True,))
+    check_prefix_law(chat, modes=(True,), tools=())
+    hostile = replace(CITY, description="".join(chat.encoder.controls))
+    for messages in (USER, [{"role": "system", "content": "Be brief."}, *USER]):
+        plain, other = (
+            chat.decode(chat.opening(messages, [tool], thinking=False)) for tool in (CITY, hostile)
+        )
+        assert plain.index("### city\nDescription: Looks") < plain.index("<｜User｜>Where to?")
+        assert plain.count("<｜User｜>") == other.count("<｜User｜>") == 1
+
+
+def test_deepseek_v31_turns_are_sampled_as_trained() -> None:
+    chat = chat_of("deepseek-v3.1")
+    said, thought = calling(0, 2), {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+    ids = chat.turn_ids(USER, said, answers(said, ["1", "2"]), [CITY], thinking=False)
+    calls = chat.parse(ids, [CITY], thinking=False, turn=0).calls
+    assert [(one.name, one.arguments) for one in calls] == [
+        ("city", {"name": "x0y0z"}),
+        ("city", {"name": "x0y1z"}),
+    ]
+    ids = chat.turn_ids(USER, thought, USER, [], thinking=True)
+    assert chat.decode(ids) == "hm</think>a<｜end▁of▁sentence｜>"
 
 
 @pytest.mark.parametrize(

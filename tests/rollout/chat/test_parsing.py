@@ -21,6 +21,7 @@ CODE = ToolSpec(
 DSML = "｜DSML｜"
 ENDS = {
     "harmony": "<|call|>",
+    "deepseek-v3.1": "<｜end▁of▁sentence｜>",
     "deepseek-v3.2": "<｜end▁of▁sentence｜>",
     "glm": "<|observation|>",
     "llama3": "<|eot_id|>",
@@ -106,6 +107,11 @@ def test_calls_in_unusual_forms(
 
 
 MALFORMED_CALLS = {
+    "deepseek-v3.1": (
+        "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>city{}<｜tool▁call▁end｜>",
+        "<｜tool▁call▁begin｜>a<｜tool▁sep｜>{<｜tool▁call▁end｜>",
+    ),
     "qwen3": (
         '<tool_call>{"name": "city", </tool_call>',
         '<tool_call>{"arguments": {}}</tool_call>',
@@ -165,12 +171,16 @@ def test_glm_values_follow_the_schema(schema: dict[str, Any], text: str, value: 
     assert isinstance(call, ToolCall) and call.arguments == {"a": value}
 
 
+V31 = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 V32 = (f"<{DSML}function_calls>", f"</{DSML}function_calls>")
 
 
 @pytest.mark.parametrize(
     ("name", "marks", "call"),
-    [("deepseek-v3.2", V32, f'<{DSML}invoke name="city"></{DSML}invoke>')],
+    [
+        ("deepseek-v3.1", V31, "<｜tool▁call▁begin｜>city<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+        ("deepseek-v3.2", V32, f'<{DSML}invoke name="city"></{DSML}invoke>'),
+    ],
 )
 def test_deepseek_text_around_calls_appears_once(
     name: str, marks: tuple[str, str], call: str
