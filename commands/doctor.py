@@ -256,7 +256,14 @@ def verdict(metrics: Mapping[str, float], seconds: float) -> Finding:
 
 
 LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    *(versions, processor, gpus, files, network, sandbox, ray, step),
+    versions,
+    processor,
+    gpus,
+    files,
+    network,
+    sandbox,
+    ray,
+    step,
 )
 
 

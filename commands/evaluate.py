@@ -133,7 +133,12 @@ def _sample_variant(
         prompt, source = sources[request.prompt_id]
         out.add(
             asked_of(
-                *(variant.name, source, prompt, groups, answer_of, thinking_of),
+                variant.name,
+                source,
+                prompt,
+                groups,
+                answer_of,
+                thinking_of,
                 tokenizer=policy.tokenizer_digest,
             )
         )

@@ -73,8 +73,8 @@ def _flatten(value: Any, path: str, flat: dict[str, Any]) -> None:
 
 def diff_configs(a: Config, b: Config) -> list[str]:
     """Return the paths of the knobs that differ, in the schema's order."""
-    remaining, right = flatten_config(a), flatten_config(b)
-    return [k for k in remaining | right if remaining.get(k, _ABSENT) != right.get(k, _ABSENT)]
+    left, right = flatten_config(a), flatten_config(b)
+    return [k for k in left | right if left.get(k, _ABSENT) != right.get(k, _ABSENT)]
 
 
 def stepping(saved: Config, new: Config) -> list[str]:

@@ -157,8 +157,9 @@ def missing_weights(path: str) -> str:
         return f"it has no weights ({WHOLE}, or parts with {INDEX}). Use save_pretrained"
     if missing := sorted(name for name in names if not (folder / name).is_file()):
         message = f"{_join(missing)} of the {len(indexed)} files in {INDEX} are missing"
-        # transformers would load the whole file and ignore the index.
-        return message + f". If {WHOLE} is the whole model, delete the index" * whole
+        if whole:  # transformers would load this file and ignore the index
+            message += f". If {WHOLE} is the whole model, delete the index"
+        return message
     others = {file.name for file in folder.glob("*.safetensors")} - names
     if loaded := [] if indexed else sorted(n for n in others if not n.startswith("consolidated")):
         return f"{_join(loaded)} next to {WHOLE}: vLLM loads all without an index. Move it away"

@@ -140,7 +140,9 @@ class EndpointCompletions:
         results = await asyncio.gather(
             *(
                 self.complete(
-                    *(prompt.messages, prompt.tools, sampling),
+                    prompt.messages,
+                    prompt.tools,
+                    sampling,
                     max_tokens=sampling.max_tokens,
                     thinking=prompt.thinking,
                 )
@@ -357,7 +359,9 @@ class EndpointTurns:
         tools = [tool.as_json() for tool in parts[0].tools]
         try:
             reply = await self._completions.complete(
-                *(messages, tools, sampling),
+                messages,
+                tools,
+                sampling,
                 max_tokens=request.max_tokens,
                 thinking=parts[0].thinking,
                 within_s=within_s,

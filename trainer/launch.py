@@ -208,9 +208,9 @@ def launch(
         time_share = config.rollout.time_share
         ranks, actors = None, f"starting {config.rollout.engines} engine(s)"
         if learner or time_share:
-            make_room = {"make_room": pool.sleep} if time_share else {}
+            sleep = {"put_to_sleep": pool.sleep} if time_share else {}
             options = partial(seats.options, RANK) if seats else None
-            ranks = Learner(model, config, gpu=task.gpu, actor_options=options, **make_room)
+            ranks = Learner(model, config, gpu=task.gpu, actor_options=options, **sleep)
             stack.callback(ranks.shutdown)
             actors += f" and {config.trainer.ranks} trainer rank(s)"
         threads = ThreadPoolExecutor(2)

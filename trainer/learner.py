@@ -39,7 +39,7 @@ from keel.trainer.worker import (
     merge_tokens,
     pack_shares,
 )
-from keel.weights.sync import Outcome, Receiver, sends_directly
+from keel.weights.sync import Outcome, Receiver, UpdatableEngine, sends_directly
 
 GRACE_S = 5.0
 """How long to wait for the reports of the other ranks after one rank has failed."""
@@ -60,15 +60,15 @@ class Learner:
         *,
         gpu: bool,
         actor_options: Callable[[int], Mapping[str, Any]] | None = None,
-        make_room: Callable[[], Future[None]] = done,
+        put_to_sleep: Callable[[], Future[None]] = done,
     ) -> None:
         """Create one Ray actor per rank.
 
         `actor_options(i)` returns Ray options for rank i, by default one GPU or half a core.
-        `make_room` puts the engines to sleep (`rollout.time_share`) before anything that needs the
-        weights on the GPUs.
+        `put_to_sleep` starts putting the engines to sleep (`rollout.time_share`). It is called
+        before anything that needs the weights on the GPUs.
         """
-        self._model_path, self._config, self._make_room = model_path, config, make_room
+        self._model_path, self._config, self._put_to_sleep = model_path, config, put_to_sleep
         self.direct = sends_directly(config.rollout, gpu=gpu)
         """True if the ranks send weights to the engines themselves."""
         seat = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": hardware.RANK_CPUS}
@@ -79,7 +79,8 @@ class Learner:
                 TrainerWorker,
                 f"trainer rank {rank}",
                 {**options, **(actor_options(rank) if actor_options else {})},
-                *(rank, trainer.ranks),
+                rank,
+                trainer.ranks,
                 gpu=gpu,
             )
             for rank in range(trainer.ranks)
@@ -131,9 +132,9 @@ class Learner:
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
         """Train on one batch of rollouts, with `algorithm.updates_per_batch` optimizer steps."""
-        room = self._make_room()
+        asleep = self._put_to_sleep()
         shares = pack_shares(groups, self._config)
-        ray_timeouts.awaited(room)
+        ray_timeouts.awaited(asleep)
         return self.train(shares, groups)
 
     def train(
@@ -191,14 +192,14 @@ class Learner:
 
     def make_room(self) -> None:
         """Put the engines to sleep and wait until the weights fit on the GPUs."""
-        ray_timeouts.awaited(self._make_room())
+        ray_timeouts.awaited(self._put_to_sleep())
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
         """Have rank 0 put the current weights into Ray's object store, bucket by bucket."""
         return self._call_all("put_weights", deadline=self._deadlines.of("the weights"))[0]
 
-    def send(self, engines: Sequence[Any]) -> list[Future[int]]:
-        """Send the current weights to the engine slots once the ranks are idle. Rank i sends to
+    def send(self, engines: Sequence[UpdatableEngine]) -> list[Future[int]]:
+        """Send the current weights to the engines once the ranks are idle. Rank i sends to
         engines i, i + ranks, and so on.
 
         Each future resolves to the version that its engine then samples from, or raises the error

@@ -160,7 +160,10 @@ class Task(_Prepared):
         lines = source_lines(self.config, self.dataset)
         lines += [f"{name}: {note}" for name, note in self.notes.items()]
         text = describe(
-            *(self.config, self.facts, self.plan, lines),
+            self.config,
+            self.facts,
+            self.plan,
+            lines,
             hardware=self.hardware,
             seats=seats,
             time=self._cpu_time() if trains else None,

@@ -215,7 +215,8 @@ class TrainerWorker:
             )
         model, self._model = self._model, None
         self._engine = TrainerEngine(
-            *(model_path, config),
+            model_path,
+            config,
             rank=self._rank,
             world_size=self._world_size,
             store=self._store,

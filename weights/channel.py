@@ -93,6 +93,16 @@ class Channel:
         TimeoutError, and ConnectionError if the channel breaks or is closed. Any error closes the
         channel.
         """
+        self._broadcast(flat, check)
+
+    def receive(self, data: ChannelData) -> Tensor:
+        """Receive the bytes of the next bucket. Raises the same errors as `send`."""
+        flat = torch.empty(data.size, dtype=torch.uint8, device=self._device)
+        self._broadcast(flat, lambda: None)
+        return flat
+
+    def _broadcast(self, flat: Tensor, check: Callable[[], None]) -> None:
+        """Take part in a broadcast, which reads `flat` on rank 0 and fills it on the others."""
         if self._group is None:
             raise ConnectionError("the weight channel is closed")
         end = time.monotonic() + self._timeout_s
@@ -143,12 +153,6 @@ class Channel:
         else:
             threading.Thread(target=begin, name="keel-channel", daemon=True).start()
         return begun
-
-    def receive(self, data: ChannelData) -> Tensor:
-        """Receive the bytes of the next bucket. Raises the same errors as `send`."""
-        flat = torch.empty(data.size, dtype=torch.uint8, device=self._device)
-        self.send(flat)
-        return flat
 
     def close(self) -> None:
         """Close the channel permanently, without waiting for the other ranks."""

@@ -100,7 +100,8 @@ class WeightsExtension:
             self.keel_channel.close()
             self.keel_channel = None
         self.keel_channel = Channel(
-            *(rendezvous, name),
+            rendezvous,
+            name,
             rank=1 + self.rank,
             size=1 + self.vllm_config.parallel_config.world_size,
             device=self.device,

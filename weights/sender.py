@@ -27,10 +27,9 @@ GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Link:
-    actor: int
-    """A hash of the engine's actor handle, used to notice that an engine was replaced. The handle
-    itself would keep the actor alive."""
+class _EngineLink:
+    actor_hash: int
+    """Shows whether the engine was replaced. The actor handle itself would keep the actor alive."""
     outbox: Outbox
     channel: Channel | None
     """None if the engine and the rank share a GPU."""
@@ -47,7 +46,7 @@ class Sender:
     def __init__(self, rendezvous: Rendezvous, device: torch.device, *, timeout_s: float) -> None:
         """`timeout_s` is the time limit for each step in an update."""
         self._rendezvous, self._device, self._timeout_s = rendezvous, device, timeout_s
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, _EngineLink] = {}
         """The links to the engines, keyed by engine index."""
         self._reached = False
         """True once a channel has worked."""
@@ -66,7 +65,9 @@ class Sender:
         for bucket in buckets:
             if not begun:  # by now the rank has freed memory for an engine that wakes up
                 for update in updates:
-                    update.attempt(lambda update=update: update.begin(self._link(update.receiver)))
+                    update.attempt(
+                        lambda update=update: update.begin(self._link_to(update.receiver))
+                    )
                     update.first = not self._reached
                 begun = True
             if updates:
@@ -83,9 +84,9 @@ class Sender:
                 self._unlink(update.receiver.index)
         return {update.receiver.index: update.error or version for update in updates}
 
-    def _link(self, receiver: Receiver) -> _Link:
+    def _link_to(self, receiver: Receiver) -> _EngineLink:
         index = receiver.index
-        if index in self._links and self._links[index].actor != hash(receiver.actor):
+        if index in self._links and self._links[index].actor_hash != hash(receiver.actor):
             self._unlink(index)
         if index not in self._links:
             self._links[index] = self._open(receiver.actor)
@@ -96,7 +97,7 @@ class Sender:
         if link is not None:
             link.close()
 
-    def _open(self, actor: Any) -> _Link:
+    def _open(self, actor: Any) -> _EngineLink:
         gpus: list[str] = self._get(ray_timeouts.call(actor.gpus), "an engine to report its GPUs")
         shared = gpus == [gpu_id(self._device)] != [""]
         name = uuid4().hex  # the store keeps the addresses of earlier links under their names
@@ -105,7 +106,8 @@ class Sender:
         try:
             if not shared:
                 channel = Channel(
-                    *(self._rendezvous, name),
+                    self._rendezvous,
+                    name,
                     rank=0,
                     size=1 + len(gpus),
                     device=self._device,
@@ -121,7 +123,7 @@ class Sender:
                 channel.close()
             raise
         outbox = Outbox(self._rendezvous, name, timeout_s=self._timeout_s)
-        return _Link(hash(actor), outbox, channel)
+        return _EngineLink(hash(actor), outbox, channel)
 
     def _get(self, answer: Any, what: str) -> Any:
         try:
@@ -142,7 +144,7 @@ class _Update:
         self.sent = False
         """True once a bucket has got through the channel."""
         self._sending = False
-        self._link: _Link | None = None
+        self._link: _EngineLink | None = None
         self._memory = SharedMemory()
         self._receiving: Any = None
         """The pending call to the engine's actor."""
@@ -169,7 +171,7 @@ class _Update:
             _drop_frames(self.error)
             self._memory = SharedMemory()
 
-    def begin(self, link: _Link) -> None:
+    def begin(self, link: _EngineLink) -> None:
         self._link = link
         self._receiving = ray_timeouts.call(self.receiver.actor.receive)
         link.outbox.put(Begin())

@@ -41,10 +41,25 @@ class Receiver:
     actor: Any
 
 
+class UpdatableEngine(Protocol):
+    """An engine of the pool, as a weight update sees it."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def actor(self) -> Any:
+        """The Ray actor that runs the engine's `RolloutWorker`."""
+        ...
+
+    def update(self, version: int, buckets: Sequence[Any]) -> Future[int]:
+        """Load new weights and return the version that the engine samples from afterwards."""
+        ...
+
+
 class Transfer(Protocol):
     """One version of the weights that is ready to be delivered to engines."""
 
-    def to(self, engines: Sequence[Any], /) -> Sequence[Future[int]]:
+    def to(self, engines: Sequence[UpdatableEngine], /) -> Sequence[Future[int]]:
         """Start the delivery. Each future resolves to the version that its engine then samples
         from."""
         ...
@@ -56,7 +71,7 @@ class _WeightSource(Protocol):
 
     def make_room(self) -> None: ...
     def put_weights(self) -> Sequence[Any]: ...
-    def send(self, engines: Sequence[Any]) -> Sequence[Future[int]]: ...
+    def send(self, engines: Sequence[UpdatableEngine]) -> Sequence[Future[int]]: ...
 
 
 class _WeightTarget(Protocol):
@@ -73,7 +88,7 @@ class _DirectTransfer:
 
     source: _WeightSource
 
-    def to(self, engines: Sequence[Any], /) -> Sequence[Future[int]]:
+    def to(self, engines: Sequence[UpdatableEngine], /) -> Sequence[Future[int]]:
         return self.source.send(engines)
 
 
@@ -85,7 +100,7 @@ class StoreTransfer:
     buckets: Sequence[Any]
     """Ray references to the `keel.weights.buckets.Bucket` objects."""
 
-    def to(self, engines: Sequence[Any], /) -> Sequence[Future[int]]:
+    def to(self, engines: Sequence[UpdatableEngine], /) -> Sequence[Future[int]]:
         return [engine.update(self.version, self.buckets) for engine in engines]
 
 

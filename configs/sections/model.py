@@ -101,8 +101,13 @@ class LoraConfig(Section):
     alpha: float = knob(32.0, gt=0)
     """Scale of the adapters: their output is multiplied by `alpha / rank`."""
     targets: tuple[str, ...] = (
-        *("q_proj", "k_proj", "v_proj", "o_proj"),
-        *("gate_proj", "up_proj", "down_proj"),
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
     )
     """Names of the linear layers with adapters. Names that a model does not have are ignored. In a
     mixture of experts, only attention can have adapters."""

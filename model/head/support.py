@@ -430,12 +430,12 @@ def _gemm_operand(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_cuda else tensor.to(_accumulate_dtype(tensor))
 
 
-def _matmul(remaining: Tensor, right: Tensor) -> Tensor:
+def _matmul(left: Tensor, right: Tensor) -> Tensor:
     """Multiply with float32 sums *and* a float32 result. In bfloat16, a logit of 20 would be off by
     up to 0.06."""
-    if remaining.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(remaining, right, out_dtype=torch.float32)
-    return remaining @ right
+    if left.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left @ right
 
 
 def _flat(pairs: _Pairs, row: slice, pair: slice, vocab: int) -> Tensor:

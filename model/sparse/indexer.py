@@ -20,10 +20,10 @@ NONE = -1
 """The value that pads a selection."""
 
 
-def products(remaining: Tensor, right: Tensor) -> Tensor:
+def products(left: Tensor, right: Tensor) -> Tensor:
     """Multiply matrices [B, m, d] and [B, d, n] → [B, m, n] in float32. In bfloat16, a logit of 20
     would be off by up to 0.06. Gradients have the precision of the inputs."""
-    return _Products.apply(remaining, right)  # type: ignore[return-value]
+    return _Products.apply(left, right)  # type: ignore[return-value]
 
 
 def own_products(query: Tensor, key: Tensor) -> Tensor:
@@ -38,18 +38,18 @@ class _Products(Function):
     on a CPU they are cast first."""
 
     @staticmethod
-    def forward(ctx: Any, remaining: Tensor, right: Tensor) -> Tensor:
-        ctx.save_for_backward(remaining, right)
-        if remaining.dtype == torch.float32 or not remaining.is_cuda:
-            return remaining.float() @ right.float()
-        return torch.bmm(remaining, right, out_dtype=torch.float32)
+    def forward(ctx: Any, left: Tensor, right: Tensor) -> Tensor:
+        ctx.save_for_backward(left, right)
+        if left.dtype == torch.float32 or not left.is_cuda:
+            return left.float() @ right.float()
+        return torch.bmm(left, right, out_dtype=torch.float32)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        remaining, right = ctx.saved_tensors
-        grad = grad.to(remaining.dtype)
-        return grad @ right.transpose(1, 2), remaining.transpose(1, 2) @ grad
+        left, right = ctx.saved_tensors
+        grad = grad.to(left.dtype)
+        return grad @ right.transpose(1, 2), left.transpose(1, 2) @ grad
 
 
 def index_scores(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:

@@ -35,8 +35,8 @@ def _chain_working(metadata: Metadata) -> str:
     terms = str(metadata["expression"]).split(" ")
     lines: list[str] = []
     while len(terms) > 1:
-        remaining, sign, right, *rest = terms
-        terms = [str(int(remaining) + (1 if sign == "+" else -1) * int(right)), *rest]
+        left, sign, right, *rest = terms
+        terms = [str(int(left) + (1 if sign == "+" else -1) * int(right)), *rest]
         lines.append(" ".join(terms))
     return "\n".join(lines) or terms[0]
 

@@ -39,17 +39,17 @@ class _Comparison:
     def same(self, expected: Any, value: Any) -> bool:
         if _is_number(expected) and _is_number(value):
             return _close(expected, value, self._tolerance)
-        kind, remaining = _items_of(expected)
+        kind, left = _items_of(expected)
         other, right = _items_of(value)
         if kind != other or kind == "?":  # malformed
             return False
         if kind == "":
             return type(expected) is type(value) and expected == value
-        if len(remaining) != len(right):
+        if len(left) != len(right):
             return False
         if kind != "~tuple":
-            return self._same_unordered(remaining, right)
-        return all(map(self.same, remaining, right))
+            return self._same_unordered(left, right)
+        return all(map(self.same, left, right))
 
     def _same_unordered(self, expected: list[Any], value: list[Any]) -> bool:
         """Sort both sides, so that equal items end up in the same position. If rounding has
@@ -78,9 +78,9 @@ def same_text(expected: str, output: str, tolerance: float | None = None) -> boo
     `tolerance` they are compared word by word, and numbers as in `same_value`."""
     if tolerance is None:
         return _lines(expected) == _lines(output)
-    remaining, right = expected.split(), output.split()
-    return len(remaining) == len(right) and all(
-        a == b or _close_words(a, b, tolerance) for a, b in zip(remaining, right, strict=True)
+    left, right = expected.split(), output.split()
+    return len(left) == len(right) and all(
+        a == b or _close_words(a, b, tolerance) for a, b in zip(left, right, strict=True)
     )
 
 
@@ -103,12 +103,12 @@ def _close(expected: int | float, value: int | float, tolerance: float | None) -
     if isinstance(expected, int) and isinstance(value, int):
         return expected == value
     try:
-        remaining, right = float(expected), float(value)
+        left, right = float(expected), float(value)
     except OverflowError:  # an integer beyond floating point
         return False
-    if math.isnan(remaining) or math.isnan(right):
-        return math.isnan(remaining) and math.isnan(right)
-    return _near(remaining, right, tolerance, whole=isinstance(expected, int))
+    if math.isnan(left) or math.isnan(right):
+        return math.isnan(left) and math.isnan(right)
+    return _near(left, right, tolerance, whole=isinstance(expected, int))
 
 
 def _near(expected: float, value: float, tolerance: float | None, *, whole: bool) -> bool:
@@ -130,10 +130,10 @@ def _close_words(expected: str, value: str, tolerance: float) -> bool:
     if not value.isascii() or "_" in value:  # numbers to Python only
         return False
     try:
-        remaining, right = float(expected), float(value)
+        left, right = float(expected), float(value)
     except ValueError:
         return False
-    return _near(remaining, right, tolerance, whole=whole)
+    return _near(left, right, tolerance, whole=whole)
 
 
 def _items_of(value: Any) -> tuple[str, list[Any]]:

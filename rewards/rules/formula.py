@@ -91,10 +91,10 @@ def number(value: Any) -> Value:
     return _context.mpf(value.numerator) / value.denominator
 
 
-def close(remaining: Value, right: Value) -> bool:
+def close(left: Value, right: Value) -> bool:
     """Return whether two values agree, apart from the last 20 digits of the larger one."""
-    bound = max(abs(remaining), abs(right)) * _digit(20 - _context.dps)
-    return bool(remaining == right or abs(remaining - right) <= bound < _context.inf)
+    bound = max(abs(left), abs(right)) * _digit(20 - _context.dps)
+    return bool(left == right or abs(left - right) <= bound < _context.inf)
 
 
 def equal(one: Formula, other: Formula, *, ratio: bool = False) -> bool:

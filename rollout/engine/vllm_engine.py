@@ -217,7 +217,8 @@ class VllmEngine:
         for sibling, seed in enumerate(seeds):
             name, own = f"{number}.{sibling}", {**varying, "seed": seed}
             internal = self._requests.add(
-                *(name, job.context),
+                name,
+                job.context,
                 conversation=job.conversation,
                 kind=(*kind, job.stop_ids, options.routes, options.sampling_mask),
                 varying=own,

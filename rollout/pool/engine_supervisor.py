@@ -20,7 +20,7 @@ from keel.model.ray_timeouts import POLL_S
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Group, Prompt
 from keel.rollout.spec import EngineError, EngineProgress, EngineStarted
-from keel.weights.sync import Transfer
+from keel.weights.sync import Transfer, UpdatableEngine
 
 MAX_RESTARTS = 3
 """How often one engine may restart before the run fails. Restarts count for three hours, or longer
@@ -34,7 +34,7 @@ _NUMBER = re.compile(r"\b(?:[0-9a-f]{8,}|\d+)\b")
 """Matches numbers such as process and actor ids, which differ between starts."""
 
 
-class RolloutEngine(Protocol):
+class RolloutEngine(UpdatableEngine, Protocol):
     """An engine as the pool sees it.
 
     All methods return immediately, and cancelling a future aborts the work. A future fails with
@@ -53,10 +53,6 @@ class RolloutEngine(Protocol):
     def turn(
         self, request: TurnRequest, *, sampling: SamplingConfig, record: bool
     ) -> Future[TurnResult]: ...
-    def update(self, version: int, buckets: Sequence[Any]) -> Future[int]:
-        """Load new weights and return the version that the engine samples from afterwards."""
-        ...
-
     def sleep(self) -> Future[None]: ...
     def progress(self) -> Future[EngineProgress]: ...
     def kill(self) -> None: ...

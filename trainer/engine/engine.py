@@ -147,7 +147,8 @@ class TrainerEngine:
             compile_layers(network.model)
         # Hooks would break compiled layers.
         self._traced_layers = () if trainer.compile else decoder_layers(network.model)
-        experts = ExpertLayers(network.model, expected=(trainer.expert_parallel > 1) * len(routers))
+        expected = len(routers) if trainer.expert_parallel > 1 else 0
+        experts = ExpertLayers(network.model, expected=expected)
         self._weights = Weights(network.model, experts, stage=self._stage)
         sharded = frozen_config(options) if self._weights.gathered else None
         frozen: list[PolicyNetwork] = []
@@ -225,7 +226,8 @@ class TrainerEngine:
         """Clean up after a `step` that ran out of memory. Returns True if training can continue:
         on a single rank, before the update, with gradients outside ZeRO's buffers."""
         self._offload.mark_crowded()
-        alone = self._world_size == 1 and self._stage <= self._sums_apart and not self._updated
+        outside_zero = self._stage == 0 or self._sums_apart
+        alone = self._world_size == 1 and outside_zero and not self._updated
         if alone:
             drop_gradients(self._engine, self._network)
         return alone
@@ -295,12 +297,16 @@ class TrainerEngine:
         self.findings += tracer.findings
 
     def _accumulate(
-        self, batch: MicroBatch, step: TrainBatch, split: SplitGaps, tracer: NanTracer | None = None
+        self,
+        micro_batch: MicroBatch,
+        batch: TrainBatch,
+        split: SplitGaps,
+        tracer: NanTracer | None = None,
     ) -> Callable[[], dict[str, Metric]]:
         """Run the forward and backward pass for one micro-batch. Returns a function that waits for
         the device and reads the metrics."""
         config = self._config
-        inputs = Inputs.of(batch, self._device, self._part, probes=config.algorithm.probes)
+        inputs = Inputs.of(micro_batch, self._device, self._part, probes=config.algorithm.probes)
         reference = self._references.logp(inputs)
         with self._replay(inputs) as replay:
             logp, entropy, log_mass, indexers, held = self._engine(inputs=inputs)
@@ -309,12 +315,12 @@ class TrainerEngine:
                 self._engine.backward(logp.sum() + log_mass.sum() + 0 * indexers)
                 return dict
             logp, reference = whole_sequences(inputs, logp, reference)
-            share = LOSSES[batch.loss](
-                batch, inputs, logp, reference, step.total_sequences, config.algorithm, split
+            share = LOSSES[micro_batch.loss](
+                micro_batch, inputs, logp, reference, batch.total_sequences, config.algorithm, split
             )
             split.add(inputs, logp)
-            penalty, masses = mass_share(inputs, log_mass, step.total_sequences, config)
-            indexer_loss = indexers * indexer_weight(self._network, config, step)
+            penalty, masses = mass_share(inputs, log_mass, batch.total_sequences, config)
+            indexer_loss = indexers * indexer_weight(self._network, config, batch)
             loss = share.loss + penalty + indexer_loss
             factor = finite_factor(loss)
             if tracer:
@@ -322,7 +328,7 @@ class TrainerEngine:
             self._engine.backward(loss * (factor * self._world_size))
         # `metrics` must keep neither the graph nor the inputs alive.
         share, part = replace(share, loss=share.loss.detach()), inputs.part
-        seen = logp.detach() if batch.watched is not None else None
+        seen = logp.detach() if micro_batch.watched is not None else None
         total, count, indexers = entropy.sum(), len(entropy), indexers.detach()
         tokens, ends = inputs.token_ids.shape[1] - inputs.filled, inputs.ends
 
@@ -333,11 +339,11 @@ class TrainerEngine:
                 values["indexer/kl"] = Mean(float(indexers), tokens * layers)
             values |= indexer_metrics(held) | mass_metrics(masses)
             if self._part.rank == 0:  # its group has the same
-                values |= share.metrics | sharing_metrics(batch)
+                values |= share.metrics | sharing_metrics(micro_batch)
             if replay is not None:
                 values |= replay.metrics(ends=ends)
             if seen is not None:
-                self.tokens |= seen_tokens(batch, part, seen, replay)
+                self.tokens |= seen_tokens(micro_batch, part, seen, replay)
             return values
 
         return metrics

@@ -86,12 +86,16 @@ class Inputs:
     segments: Segments
     loss: Loss
     part: Slice
+    """Which tokens of the row this rank has. The ranks of `part.group` have the others."""
     mine: slice
-    """The slice of R that this rank's hidden states predict."""
+    """Which of the R sampled tokens are predicted by this rank's hidden states. The others are
+    predicted by other ranks of the group."""
     ends: int
-    """Tokens on this rank that were no engine's input: the last of each segment, and padding."""
+    """How many of this rank's N tokens no engine has had as input, so that no routes were recorded
+    for them: the last token of each segment, and padding."""
     filled: int
-    """How many tokens on this rank are padding."""
+    """How many of this rank's N tokens are padding at the end of the row, which makes all parts
+    equally long."""
     head: HeadInputs
     logp_old_R: Tensor
     advantage_R: Tensor
@@ -135,6 +139,7 @@ class Inputs:
         rows = trainable_rows(batch)
         start, stop = part.bounds(count)
         head = head_inputs(batch, start, stop, probes=probes)
+        # Hidden state t−1 predicts token t, so the token at `start` belongs to the rank before.
         before = int((rows <= start).sum())
         routes = batch.routes_NLK
         return Inputs(

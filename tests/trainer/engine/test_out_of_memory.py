@@ -34,7 +34,7 @@ class Local(Learner):
     """A learner with one rank in this process."""
 
     def __init__(self, model: Path, config: Config) -> None:
-        self._config, self._make_room, self._direct = config, done, False
+        self._config, self._put_to_sleep, self._direct = config, done, False
         self._deadlines = StepDeadlines(config.trainer.timeout_s, 0.0)
         self.worker = TrainerWorker(0, 1, gpu=False)
         self.worker._engine = TrainerEngine(str(model), config)
