@@ -72,8 +72,8 @@ class Saver:
 
 class RunGuard:
     """Makes sure that a run ends with a checkpoint when it is aborted, or when sampling, scoring,
-    publishing or evaluating fails and `can_checkpoint(error)` is True. An error in an optimizer
-    step is raised without a checkpoint, since the learner's state is lost."""
+    publishing or evaluating fails and `handle_failure(error)` returns True. An error in an
+    optimizer step is raised without a checkpoint, since the learner's state is lost."""
 
     def __init__(
         self,

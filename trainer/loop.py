@@ -90,7 +90,7 @@ def train(parts: Parts, config: Config, *, start: int = 0) -> int:
 
     The run stops early, with a checkpoint, when `parts.should_stop()` or `parts.should_abort()`
     returns True. If sampling, scoring, publishing or evaluating fails, or a batch has no
-    completions, it saves a checkpoint if `parts.can_checkpoint` allows one, and raises the error.
+    completions, it saves a checkpoint if `parts.handle_failure` allows one, and raises the error.
     An error in `learner.step` is raised without a checkpoint, and so is the RuntimeError after a
     step whose result has `gave_up` set.
     """
