@@ -6,12 +6,13 @@ The cost of a training step does not depend on the values of tokens, probabiliti
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from keel.configs.schema import (
     Config,
@@ -127,12 +128,11 @@ def with_even_routes(batch: MicroBatch, facts: ModelFacts, device: torch.device)
 
 
 class SyntheticEngine(TrainerEngine):
-    """Trainer engine with random weights, drawn on its device."""
+    """Trainer engine with random weights, drawn on the device of its rank."""
 
-    def __init__(self, model: PreTrainedConfig, config: Config, **ranks: object) -> None:
-        self._made = model
-        super().__init__("made", config, **ranks)  # type: ignore[arg-type]
-
-    def _load(self, model_path: str, dtype: torch.dtype) -> PreTrainedModel:
-        with self._device:
-            return AutoModelForCausalLM.from_config(self._made, dtype=dtype)
+    def __init__(self, model: PreTrainedConfig, config: Config, **ranks: Any) -> None:
+        gpu = torch.cuda.is_available()
+        with torch.device("cuda" if gpu else "cpu"):
+            dtype = getattr(torch, config.model.dtype) if gpu else torch.float32
+            made = AutoModelForCausalLM.from_config(model, dtype=dtype)
+        super().__init__("made", config, read=made, **ranks)
