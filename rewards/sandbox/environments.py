@@ -47,6 +47,8 @@ Network = Literal["none", "loopback", "host"]
 
 _OPEN_FILES = 1024
 _PROBE_TIMEOUT_S = 30.0
+_JAVA_FILES = ("/etc/maven", *map(str, Path("/etc").glob("java-*")))
+"""Debian's configuration of Java and Maven, which do not start without it."""
 _NETWORK_FILES = ("hosts", "nsswitch.conf", "resolv.conf", "ssl", "pki", "ca-certificates")
 _RESERVED = tuple(map(Path, ("/", "/dev", "/proc", TMP)))
 _INSTALL = "Install bubblewrap (`apt-get install bubblewrap`)"
@@ -175,6 +177,8 @@ class EnvironmentSandbox:
         words += [*namespaces(root, network=host), *system()]
         words += private_folder(TMP, self.files_mib)
         words += make_folders(["/etc"]) + SYSTEM_FILES
+        for path in _JAVA_FILES:
+            words += ["--ro-bind-try", path, path]
         if host:
             for name in _NETWORK_FILES:
                 words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]

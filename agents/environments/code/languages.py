@@ -142,7 +142,65 @@ _CPP = ProjectLanguage(
     check="cmake --version && c++ --version",
     build_names_sources=True,
 )
-LANGUAGES = {"python": _PYTHON, "javascript": _JAVASCRIPT, "cpp": _CPP}
+_GO = ProjectLanguage(
+    suffixes=(".go",),
+    tests=("*_test.go", "testdata/"),
+    steers=("go.mod", "go.sum", "go.work", "vendor/"),
+    manifests=("go.mod", "go.sum"),
+    setup=(
+        'export GOPATH="$PREFIX/go" GOBIN="$PREFIX/bin" GOFLAGS=-modcacherw\n'
+        "go mod download && go install gotest.tools/gotestsum@v1.12.0"
+    ),
+    test=(
+        'export GOPATH="$PREFIX/go" GOCACHE=/tmp/go-cache GOFLAGS=-mod=mod GOPROXY=off\n'
+        '"$PREFIX/bin/gotestsum" --junitfile "$JUNIT/go.xml" -- ./...'
+    ),
+    check='go version && test -x "$PREFIX/bin/gotestsum"',
+)
+_RUST = ProjectLanguage(
+    suffixes=(".rs",),
+    tests=("tests/", "*_test.rs", "tests.rs"),
+    steers=("Cargo.toml", "Cargo.lock", ".cargo/", "rust-toolchain*", "build.rs", ".config/"),
+    manifests=("Cargo.toml", "Cargo.lock"),
+    setup=(
+        'export CARGO_HOME="$PREFIX/cargo"\n'
+        'cargo fetch && cargo install --locked --root "$PREFIX" cargo-nextest'
+    ),
+    test=(
+        "export CARGO_HOME=/tmp/cargo CARGO_TARGET_DIR=/tmp/target CARGO_NET_OFFLINE=true\n"
+        'mkdir -p /tmp/cargo && ln -s "$PREFIX/cargo/registry" /tmp/cargo/registry\n'
+        'printf \'[profile.default.junit]\\npath = "%s/rust.xml"\\n\' "$JUNIT" > /tmp/nextest\n'
+        '"$PREFIX/bin/cargo-nextest" nextest run --workspace --no-fail-fast '
+        "--tool-config-file keel:/tmp/nextest"
+    ),
+    check='cargo --version && test -x "$PREFIX/bin/cargo-nextest"',
+)
+# A JVM's reservations must fit into the sandbox's limits of address space and threads.
+_JVM = (
+    'export JAVA_TOOL_OPTIONS="-Xmx1g -XX:CompressedClassSpaceSize=256m -XX:+UseSerialGC '
+    '-XX:ActiveProcessorCount=2"\n'
+)
+_JAVA = ProjectLanguage(
+    suffixes=(".java",),
+    tests=("src/test/*", "*/src/test/*", "*Test.java", "*Tests.java", "*IT.java"),
+    steers=("pom.xml", ".mvn/", "mvnw", "settings.xml"),
+    manifests=("pom.xml", ".mvn/*"),
+    setup=_JVM + 'mvn -q -B -Dmaven.repo.local="$PREFIX/m2" -DskipTests verify',
+    test=(
+        _JVM + 'cp -r "$PREFIX/m2" /tmp/m2; mvn -q -B -o -Dmaven.repo.local=/tmp/m2 '
+        "-Dmaven.test.failure.ignore=true -DtrimStackTrace=true verify; "
+        "find . -path '*/surefire-reports/*.xml' -exec cp --backup=numbered {} \"$JUNIT/\" \\;"
+    ),
+    check=_JVM + 'mvn --version && test -d "$PREFIX/m2"',
+)
+LANGUAGES = {
+    "python": _PYTHON,
+    "javascript": _JAVASCRIPT,
+    "cpp": _CPP,
+    "go": _GO,
+    "rust": _RUST,
+    "java": _JAVA,
+}
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:

@@ -13,6 +13,8 @@ from keel.synthesis.code.candidate import GitSource
 from tests.synthesis.code.projects import ISSUE, config, made, repository, source
 
 pytestmark = pytest.mark.e2e
+MAVEN = Path("/usr/share/maven-repo")
+"""Maven's plug-ins and JUnit, installed by Debian's maven-debian-helper and junit4."""
 PACKAGE = {"name": "adding", "version": "1.0.0", "type": "module"}
 OLD_JS = """
 import test from "node:test";
@@ -54,18 +56,94 @@ CPP = (
     },
     (["none::none"], ["some::some"], False),
 )
-PROJECTS = {"javascript": JAVASCRIPT, "cpp": CPP}
-TOOLS = {"javascript": ("node", "npm"), "cpp": ("cmake", "ctest", "c++")}
+GO_TEST = """
+package adding
+import "testing"
+func TestSome(t *testing.T) { if Total(1, 2) != 3 { t.Fail() } }
+"""
+GO = (
+    {
+        "go.mod": "module a/adding\n\ngo 1.19\n",
+        "adding.go": "package adding\n\nfunc Total(a, b int) int { return a * 3 }\n",
+        "adding_test.go": GO_TEST,
+    },
+    {
+        "adding.go": "package adding\n\nfunc Total(a, b int) int { return a + b }\n",
+        "adding_test.go": GO_TEST
+        + "func TestNone(t *testing.T) { if Total(0, 2) != 2 { t.Fail() } }\n",
+    },
+    (["a/adding::a/adding::TestNone"], ["a/adding::a/adding::TestSome"], False),
+)
+RUST_TEST = "use adding::total;\n#[test]\nfn some() { assert_eq!(total(1, 2), 3); }\n"
+RUST = (
+    {
+        "Cargo.toml": '[package]\nname = "adding"\nversion = "1.0.0"\nedition = "2021"\n',
+        "src/lib.rs": "pub fn total(a: i32, _b: i32) -> i32 { a * 3 }\n",
+        "tests/adding.rs": RUST_TEST,
+    },
+    {
+        "src/lib.rs": "pub fn total(a: i32, b: i32) -> i32 { a + b }\n",
+        "tests/adding.rs": RUST_TEST + "#[test]\nfn none() { assert_eq!(total(0, 2), 2); }\n",
+    },
+    (["adding::adding::none"], ["adding::adding::some"], False),
+)
+POM = """
+<project><modelVersion>4.0.0</modelVersion>
+<groupId>a</groupId><artifactId>adding</artifactId><version>1</version>
+<properties><maven.compiler.source>11</maven.compiler.source>
+<maven.compiler.target>11</maven.compiler.target></properties>
+<dependencies><dependency><groupId>junit</groupId><artifactId>junit</artifactId>
+<version>4.x</version><scope>test</scope></dependency></dependencies></project>
+"""
+JAVA_TEST = """
+import org.junit.*;
+public class AddingTest {{
+    @Test public void some() {{ Assert.assertEquals(3, Adding.total(1, 2)); }}
+{}}}
+"""
+JAVA = (
+    {
+        "pom.xml": POM,
+        "src/main/java/Adding.java": "class Adding { static int total(int a, int b) "
+        "{ return a * 3; } }\n",
+        "src/test/java/AddingTest.java": JAVA_TEST.format(""),
+    },
+    {
+        "src/main/java/Adding.java": "class Adding { static int total(int a, int b) "
+        "{ return a + b; } }\n",
+        "src/test/java/AddingTest.java": JAVA_TEST.format(
+            "    @Test public void none() { Assert.assertEquals(2, Adding.total(0, 2)); }\n"
+        ),
+    },
+    (["AddingTest::none"], ["AddingTest::some"], False),
+)
+PROJECTS = {"javascript": JAVASCRIPT, "cpp": CPP, "go": GO, "rust": RUST, "java": JAVA}
+TOOLS = {
+    "javascript": ("node", "npm"),
+    "cpp": ("cmake", "ctest", "c++"),
+    "go": ("go", "gotestsum"),
+    "rust": ("cargo", "cargo-nextest"),
+    "java": ("mvn", "javac"),
+}
+# The default setups of these languages need the network.
+SETUPS = {
+    "go": 'mkdir "$PREFIX/bin" && ln -s "$(command -v gotestsum)" "$PREFIX/bin/"',
+    "rust": 'mkdir -p "$PREFIX/bin" "$PREFIX/cargo/registry" && cp "$(command -v cargo-nextest)" '
+    '"$PREFIX/bin/"',
+    "java": f'cp -rL {MAVEN} "$PREFIX/m2"',
+}
 
 
 @pytest.mark.parametrize("language", PROJECTS)
 def test_project_becomes_a_task(language: str, tmp_path: Path) -> None:
     missing = [tool for tool in TOOLS[language] if shutil.which(tool) is None]
+    if language == "java" and not MAVEN.is_dir():
+        missing.append(str(MAVEN))
     if missing:
         pytest.skip(f"{', '.join(missing)}: not installed")
     before, after, expected = PROJECTS[language]
     git = repository(tmp_path / "git", ("Begin", before), (ISSUE, after))
-    settings = source(git, language=language, setup="", test="")
+    settings = source(git, language=language, setup=SETUPS.get(language, ""), test="")
     report, lines = made(config(settings, python=""), tmp_path / "out")
     assert report["kept"] == 1, lines
     (path,) = (tmp_path / "out" / "instances").iterdir()
