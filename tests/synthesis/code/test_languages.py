@@ -130,7 +130,7 @@ SETUPS = {
     "go": 'mkdir "$PREFIX/bin" && ln -s "$(command -v gotestsum)" "$PREFIX/bin/"',
     "rust": 'mkdir -p "$PREFIX/bin" "$PREFIX/cargo/registry" && cp "$(command -v cargo-nextest)" '
     '"$PREFIX/bin/"',
-    "java": f'cp -rL {MAVEN} "$PREFIX/m2"',
+    "java": f'cp -rs {MAVEN} "$PREFIX/m2"',
 }
 
 
