@@ -16,6 +16,7 @@ from keel.commands.sampling import (
     answer_of,
     choose_policy,
     sample_prompts,
+    step_counter,
     thinking_of,
     to_be_retried,
 )
@@ -157,6 +158,7 @@ def _sample_variant(
             note=out.progress,
             should_stop=runtime.with_watchdog(stop),
             say=partial(print, flush=True),
+            count_steps=step_counter(runtime),
         )
 
 

@@ -10,6 +10,7 @@ from keel.commands.sampling import (
     STOPPING,
     choose_policy,
     sample_prompts,
+    step_counter,
     to_be_retried,
 )
 from keel.configs.load import load_config
@@ -41,5 +42,6 @@ def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
                     note=out.progress,
                     should_stop=runtime.with_watchdog(stop),
                     say=partial(print, flush=True),
+                    count_steps=step_counter(runtime),
                 )
         print(out.finish())

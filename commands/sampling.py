@@ -28,7 +28,7 @@ from keel.rewards.text import every_turn, final_text, marked_answer, thinking_te
 from keel.rl.futures import then, when_all
 from keel.rl.types import Group, Prompt, ScoredGroup, Trajectory
 from keel.rollout.endpoint import LATER, EndpointCompletions
-from keel.trainer.batch_stream import GRACE_S
+from keel.trainer.batch_stream import GRACE_S, SamplingProgress
 from keel.trainer.launch import RemoteRuntime, Runtime, build_scorer, launch, run_remote_episodes
 from keel.trainer.prepare import check_rewards, needs_judge, prepare, prompt_tokens, require_prompts
 from keel.trainer.run.folder import RunFolder
@@ -213,14 +213,15 @@ def sample_prompts(
     note: Callable[[], str],
     should_stop: Callable[[], bool],
     say: Callable[[str], None],
+    count_steps: Callable[[], int] | None = None,
 ) -> None:
     """Sample `samples` completions for each prompt. Returns when all are done, or soon after
     `should_stop` returns true.
 
     `sample(prompt, n)` and `score` return at once and have their own timeouts. `record` is called
-    once per prompt, on this thread. `note` returns text to add to the progress line. Raises
-    any error from sampling or scoring, and TimeoutError if no group arrives for longer than all
-    timeouts together.
+    once per prompt, on this thread. `note` returns text to add to the progress line, and
+    `count_steps` is explained in `SamplingProgress`. Raises any error from sampling or scoring, and
+    TimeoutError if no group arrives for longer than all timeouts together.
     """
     size = config.algorithm.group_size
     sizes = [min(size, samples - begun) for begun in range(0, samples, size)]
@@ -228,6 +229,7 @@ def sample_prompts(
     open_groups = set[Future[ScoredGroup]]()
     timeout_s = _group_timeout(config)
     arrived_at, finished = time.monotonic(), 0
+    reached = SamplingProgress(config, len(prompts), samples, count_steps)
     try:
         with waiting("sampling", total=len(prompts), unit="prompts") as progress:
             while (queue or in_flight) and not should_stop():
@@ -252,12 +254,17 @@ def sample_prompts(
                 for done in [future for future in in_flight if future.done()]:
                     record(in_flight.pop(done), done.result())
                     finished, progress.note = finished + 1, note()
-                progress.done = finished
+                progress.done, progress.total, progress.unit = reached.at(finished)
         if finished:
             say(f"sampled {amount(finished, len(prompts), 'prompts')}; {note()}")
     finally:
         for group in open_groups:
             group.cancel()
+
+
+def step_counter(runtime: Runtime | RemoteRuntime) -> Callable[[], int] | None:
+    """Return a function that counts the engines' decoding steps, or None for an endpoint."""
+    return None if isinstance(runtime, RemoteRuntime) else lambda: runtime.pool.steps
 
 
 def _gather(groups: Sequence[Future[ScoredGroup]]) -> Future[list[ScoredGroup]]:

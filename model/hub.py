@@ -39,6 +39,15 @@ _CODED = "｜DSML｜"
 """A token that identifies DeepSeek-V3.2's tokenizer."""
 
 
+_OTHER_WEIGHTS = {
+    "adapter_*": "an adapter. Merge it into its base model (peft's merge_and_unload) and save that",
+    "consolidated*": "weights in the publisher's format. Download the ones for transformers",
+    "pytorch_model*.bin": "weights that are not safetensors. Load and save them with transformers",
+    "*.gguf": "weights for llama.cpp. Use the original model in safetensors",
+}
+"""Patterns for files with weights in other formats, each with advice for the user."""
+
+
 def written_by_code(tokenizer: Any) -> bool:
     """Return whether chats are formatted by code instead of a template, as for DeepSeek-V3.2. The
     code is in `keel.rollout.chat.render`."""
@@ -86,8 +95,8 @@ def check_folder(path: str) -> None:
         return
     _check_not_a_run(path)
     raise ConfigError(
-        f"{path!r} has no config.json, so it is not a model folder of transformers. Use a folder "
-        "written by save_pretrained"
+        f"{path!r} has no config.json, so it is not a model folder of transformers. "
+        f"{_other_weights(folder)}"
     )
 
 
@@ -154,7 +163,7 @@ def missing_weights(path: str) -> str:
     whole, indexed = (folder / WHOLE).is_file(), _indexed(folder)
     names = {WHOLE, *indexed} if whole else indexed
     if not names:
-        return f"it has no weights ({WHOLE}, or parts with {INDEX}). Use save_pretrained"
+        return f"it has no weights ({WHOLE}, or parts with {INDEX}). {_other_weights(folder)}"
     if missing := sorted(name for name in names if not (folder / name).is_file()):
         message = f"{_join(missing)} of the {len(indexed)} files in {INDEX} are missing"
         if whole:  # transformers would load this file and ignore the index
@@ -178,6 +187,13 @@ def _indexed(folder: Path) -> set[str]:
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigError(f"{index} is not an index of weights: {error!r}") from error
     return names
+
+
+def _other_weights(folder: Path) -> str:
+    for pattern, advice in _OTHER_WEIGHTS.items():
+        if file := next(folder.glob(pattern), None):
+            return f"{file.name} is {advice}"
+    return "Use a folder written by save_pretrained"
 
 
 def shapes_of(path: str) -> dict[str, tuple[int, ...]]:

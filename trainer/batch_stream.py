@@ -56,6 +56,28 @@ def wait_for(future: Future[T], should_abort: Callable[[], bool]) -> T:
     return future.result()
 
 
+class SamplingProgress:
+    """Measures progress while no prompt is finished yet, by the engines' decoding steps."""
+
+    def __init__(
+        self, config: Config, prompts: int, samples: int, count_steps: Callable[[], int] | None
+    ) -> None:
+        """`count_steps` returns the decoding steps of all engines so far. Without it, and for
+        episodes, whose number of turns is unknown, only finished prompts count."""
+        rollout, completions = config.rollout, prompts * samples
+        waves = -(-completions // (rollout.max_num_seqs * rollout.engines))
+        self._most = min(rollout.engines, completions) * waves * rollout.sampling.max_tokens
+        self._prompts, self._count = prompts, None if config.with_agents else count_steps
+        self._before = self._count() if self._count else 0
+
+    def at(self, finished: int) -> tuple[int, int, str]:
+        """Return how much is done, of how much, and the unit, for this many finished prompts."""
+        steps = min(self._count() - self._before, self._most) if self._count else 0
+        if steps * self._prompts > finished * self._most:
+            return steps, self._most, "decoding steps"
+        return finished, self._prompts, "prompts"
+
+
 class BatchStream:
     """Samples, scores and collects the batches of a run. Its callbacks run on threads of the
     engines and the rewards."""

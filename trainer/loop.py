@@ -21,7 +21,7 @@ from keel.rl.futures import then
 from keel.rl.metrics import Mean, Metric, Sum
 from keel.rl.summary import sampled_tokens, summarize
 from keel.rl.types import Group, Prompt, Purpose, ScoredGroup, StepResult
-from keel.trainer.batch_stream import BatchStream, never, wait_for
+from keel.trainer.batch_stream import BatchStream, SamplingProgress, never, wait_for
 from keel.trainer.guard import RunGuard, RunJournal, Save
 
 IDLE = ("rollout", "reward")
@@ -80,6 +80,8 @@ class Parts:
     """Return True to stop at once and drop the rollouts in flight. Raises if a process was lost."""
     should_skip_evaluation: Callable[[], bool] = never
     """Return True to cut an evaluation short, except the last. A resumed run makes up for it."""
+    decoding_steps: Callable[[], int] | None = None
+    """Return how many decoding steps all engines have taken so far. None if this is not known."""
     handle_failure: Callable[[Exception], bool] = lambda _: True
     """Called with the error that ends the run when sampling, publishing or evaluating fails. Return
     True if the learner is intact, so that a final checkpoint can be saved."""
@@ -170,9 +172,10 @@ def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
         for name, prompts in parts.heldout.items()
     }
     every = [future for futures in scored.values() for future in futures]
+    progress = SamplingProgress(config, len(every), config.eval.samples, parts.decoding_steps)
 
     def tick() -> bool:
-        parts.journal.reach(sum(future.done() for future in every), len(every), "prompts")
+        parts.journal.reach(*progress.at(sum(future.done() for future in every)))
         return parts.should_abort() or should_skip()
 
     try:
