@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from keel.configs.schema import LoraConfig
 from keel.model.routing.routers import router_modules
+from keel.model.transformers_internals import switch_adapter
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 """Layers without adapters in a mixture of experts, where peft takes these names for experts."""
@@ -79,12 +80,12 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     """Make `model` compute the base model, which is the reference policy."""
     layers = [layer for _, layer in adapted_layers(model)]
     for layer in layers:
-        layer._disable_adapters = True
+        switch_adapter(layer, on=False)
     try:
         yield
     finally:
         for layer in layers:
-            layer._disable_adapters = False
+            switch_adapter(layer, on=True)
 
 
 def save_adapter(folder: Path, model: PreTrainedModel, config: LoraConfig, base: str) -> None:

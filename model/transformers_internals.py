@@ -1,4 +1,5 @@
-"""The private transformers APIs (5.17 to 5.19) that Keel uses. No other file uses any."""
+"""The private APIs of transformers (5.17 to 5.19) and peft (0.21) that Keel uses. No other file
+uses any."""
 
 from __future__ import annotations
 
@@ -86,6 +87,12 @@ def gated(experts: Any, packed: Tensor) -> Tensor | None:
 def spread_by_transformers(experts: Any) -> bool:
     """Return whether transformers has distributed these experts over ranks."""
     return getattr(experts, "_is_expert_parallel", False)
+
+
+def switch_adapter(layer: Any, *, on: bool) -> None:
+    """Switch a peft layer's adapter on or off. peft's `enable_adapters` would also change
+    `requires_grad`."""
+    layer._disable_adapters = not on
 
 
 def become(module: nn.Module, kind: type[nn.Module]) -> None:

@@ -34,6 +34,8 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 # Ray's first `init` sets this, and its library reads it once per process; clusters started later
 # by the same process need the same value.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
+# A call that a test has left behind on a thread must not start a cluster.
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # also set in nodes.py, to save time
 # Do not let actors run at a lower priority than other tests and pyright.
 os.environ.setdefault("RAY_worker_niceness", "0")

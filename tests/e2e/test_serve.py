@@ -24,7 +24,8 @@ pytestmark = pytest.mark.e2e
 
 def keel(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "keel", *words],
+        # A shell's background jobs ignore Ctrl-C, and so would their children.
+        ["env", "--default-signal=INT", sys.executable, "-m", "keel", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
