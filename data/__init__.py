@@ -1,1 +1,1 @@
-"""Prompts: their sources, order, and held-out sets."""
+"""Loads prompts, puts them in training order, and sets some aside for evaluation."""

@@ -1,6 +1,6 @@
 """Reads all data sources in a recipe, removes duplicates, and splits off held-out prompts.
 
-Also describes the sources for the user.
+It also describes the sources to the user.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _CountTokens = Callable[[Prompt], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceReport:
-    """How many prompts a source has, and how many were dropped for which reason."""
+    """Number of prompts in a source, and how many were dropped for each reason."""
 
     train: int
     heldout: int
     dropped: Mapping[str, int]
-    """Maps each reason to the number of prompts dropped because of it."""
+    """Number of prompts dropped for each reason."""
     notes: tuple[str, ...]
-    """One line for each malformed row, each prompt without a pass rate, and each unknown one in the
-    pass-rate table."""
+    """One line for each malformed row, each prompt without a pass rate, and each entry of the
+    pass-rate table that matches no prompt."""
     unread: Mapping[str, str]
-    """Maps each unused column to the place where it first occurred."""
+    """For each unused column, the location where it first occurred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Dataset:
 
     train: PromptStream
     heldout: Mapping[str, tuple[Prompt, ...]]
-    """Maps source names to their held-out prompts, which are never used for training."""
+    """Held-out prompts for each source name. They are never used for training."""
     reserved: frozenset[str]
     """The `Item.questions` of all held-out prompts."""
     report: Mapping[str, SourceReport]
@@ -73,11 +73,10 @@ def load_dataset(
     Each distinct question is used only once, because procedural generators repeat themselves. A
     question held out by one source is not used for training in any other.
 
-    `count_tokens` returns the length of a prompt with its chat template, and `check_reward` raises
-    ValueError for a bad reward spec. `hub_answers` is described in `load_jsonl`.
-
-    Raises ConfigError if a source cannot be read or has too few distinct questions, or if a prompt
-    is too long (under `long_prompts: error`).
+    `count_tokens` returns the length of a prompt rendered with its chat template. `check_reward`
+    raises ValueError for an invalid reward spec. `hub_answers` is described in `load_jsonl`. Raises
+    ConfigError if a source cannot be read or has too few distinct questions, or if a prompt is too
+    long (under `long_prompts: error`).
     """
 
     def load(source: SourceConfig) -> Loaded:
@@ -181,7 +180,7 @@ def _split(
 
 
 def _filter_by_pass_rate(split: _Split, source: SourceConfig) -> None:
-    """Keep only the training prompts whose pass rate is known and within the source's bounds."""
+    """Keep only the training prompts that have a known pass rate within the source's bounds."""
     path = data_path(source.pass_rates)
     every = {item.prompt.prompt_id for item in split.loaded.items}
     kept: list[Item] = []
@@ -212,7 +211,7 @@ def _filter_by_pass_rate(split: _Split, source: SourceConfig) -> None:
 
 
 def source_warnings(config: Config, dataset: Dataset) -> list[str]:
-    """Warn about columns that are not used, and about sources so small that a batch contains the
+    """Return warnings about unused columns, and about sources so small that a batch contains the
     same prompt twice."""
     lines: list[str] = []
     for source in config.data.sources:
@@ -233,7 +232,7 @@ def source_warnings(config: Config, dataset: Dataset) -> list[str]:
 
 
 def source_lines(config: Config, dataset: Dataset) -> list[str]:
-    """Describe each source."""
+    """Return lines that describe each source."""
     lines: list[str] = []
     for source in config.data.sources:
         report = dataset.report[source.name]
@@ -256,7 +255,7 @@ def source_lines(config: Config, dataset: Dataset) -> list[str]:
 
 
 def _epochs(config: Config, source: SourceConfig, prompts: int) -> float:
-    """Return for how many epochs a run trains on a source with this many prompts."""
+    """Return how many epochs a run trains on a source with this many prompts."""
     total = sum(config.data.weight_of(one) for one in config.data.sources) or 1.0
     share = config.data.weight_of(source) / total
     return share * config.run.steps * config.algorithm.prompts_per_step / max(1, prompts)

@@ -1,4 +1,4 @@
-"""Selects completions by specialist models to train on: correct, complete, distinct and
+"""Selects completions from specialist models for training. They are correct, complete, distinct and
 balanced."""
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from keel.data.results import aligned
 from keel.rl.evaluation import FAIL
 
 _Kind = tuple[str, bool]
-"""A domain, and a flag for thinking mode."""
+"""A domain, and whether thinking mode is on."""
 _SAMPLED = ("wrong", "not scored", "cut off", "other parts", "said before")
 _LEFT_OUT = (*_SAMPLED, "longer ones", "for balance")
-"""The reasons for which a completion is not selected, in the order of the checks."""
+"""Reasons for rejecting a completion, in the order in which they are checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A completion by a specialist model."""
+    """A completion from a specialist model."""
 
     kind: _Kind
     prompt: str
     tokens: int
     why_not: str
-    """A reason from `_LEFT_OUT`, or "" for a completion that passes the first checks."""
+    """The first reason from `_LEFT_OUT` that applies, or "" if the completion passes the first
+    checks."""
     line: Mapping[str, Any]
-    """The line to write for `keel sft` (`source: trajectories`). It names the specialist."""
+    """The line to write for `keel sft` (`source: trajectories`). It includes the specialist's name."""
 
 
 def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list[str]:
     """Write the selected completions to `out`, one per line, and return a report for the user.
 
-    `sampled` maps each specialist to the folder in which `keel eval` stored its completions to the
+    `sampled` maps each specialist to the folder where `keel eval` stored its completions for the
     training prompts. Raises ConfigError if a folder cannot be read, a named reward part does not
     occur, or no completion is left.
     """
@@ -89,7 +90,8 @@ def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list
 
 
 def _candidates(sampled: Mapping[str, Path], least: float) -> Iterator[_Candidate]:
-    """Yield all completions, ordered by specialist and then by prompt. Raises ConfigError."""
+    """Yield all completions, ordered by specialist and then by prompt. Raises ConfigError if a
+    folder cannot be read."""
     for specialist, folder in sampled.items():
         for request in read_evaluation(folder):
             for sample in request.samples:
@@ -115,9 +117,9 @@ def _balanced(
     balance: float,
     counts: Mapping[_Kind, Counter[str]],
 ) -> list[_Candidate]:
-    """Keep at most `balance` times as many completions of each kind as the rarest kind has.
+    """Limit each kind to `balance` times as many completions as the rarest kind has.
 
-    The first completion to each prompt is preferred over further ones.
+    The first completion for each prompt is kept in preference to later ones.
     """
     sizes = Counter(one.kind for _, one in chosen)
     if not balance or not sizes:

@@ -36,14 +36,14 @@ _SCORED_BY = re.compile(
     r"(model|rewards)\.|data\.sources\[.*\]\.(rewards|environment|budget|length)\.|"
     r"data\.sources\[.*\]\.(thinking|system|raw)"
 )
-"""Other settings that affect completions and scores, apart from `RESUMABLE_KNOBS`."""
+"""Settings besides `RESUMABLE_KNOBS` that affect completions and scores."""
 RIGHT = "(right)"
-"""Replaces every passing answer, so that two spellings of the right answer count as one."""
+"""Stands in for every passing answer, so that two spellings of the correct answer count as one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A prompt sampled in one variant, with its completions."""
+    """A prompt that was sampled in one variant, with its completions."""
 
     variant: str
     source: str
@@ -51,18 +51,18 @@ class Asked:
     id: str
     """The prompt's `Prompt.prompt_id`."""
     digest: str
-    """A digest of the prompt in the recipe, before the variant changes it."""
+    """A digest of the recipe's prompt, before the variant changes it."""
     samples: Sequence[Mapping[str, Any]]
-    """One dict for each completion.
+    """One dict per completion.
 
-    Its keys are correct, error, parts, tokens, thinking (a number of characters), finish_reason,
-    answer, messages, turns (in an environment), and `record` with the additional keys that `keel
-    sft` needs.
+    The keys are correct, error, parts, tokens, thinking (a number of characters), finish_reason,
+    answer, messages, turns (in an environment), and `record`. The latter holds the additional keys
+    that `keel sft` needs.
     """
     missing: Sequence[str]
-    """The reason for each completion that was requested but is missing."""
+    """Why each missing completion is missing."""
     prompt: Sequence[Mapping[str, Any]] = ()
-    """The messages from the recipe."""
+    """The messages of the recipe's prompt."""
     expected: str = ""
     """The prompt's `Prompt.expected`."""
 
@@ -76,18 +76,18 @@ class Asked:
 
     @property
     def right(self) -> list[bool]:
-        """One flag for each completion. Missing completions count as wrong."""
+        """Whether each completion is correct. Missing completions count as wrong."""
         return [passed(s["correct"]) for s in self.samples] + [False] * len(self.missing)
 
     @property
     def steps(self) -> list[int | None]:
-        """How many turns each completion took; None if it did not end or has no turns."""
+        """Number of turns in each completion. None if it did not end or has no turns."""
         ended = [s.get("turns") if s["finish_reason"] == "stop" else None for s in self.samples]
         return ended + [None] * len(self.missing)
 
     @property
     def answers(self) -> list[str]:
-        """The answer from each completion, which is empty for a missing one."""
+        """The answer in each completion. It is empty for a missing completion."""
         given = [RIGHT if passed(s["correct"]) else str(s["answer"]) for s in self.samples]
         return given + [""] * len(self.missing)
 
@@ -102,11 +102,11 @@ def asked_of(
     *,
     tokenizer: str = "",
 ) -> Asked:
-    """Collect the completions to one prompt.
+    """Collect the completions for one prompt.
 
-    `answer` returns a completion's final answer in a form that can be compared, or "" if there is
-    none. `thinking` returns all of its thinking. `tokenizer` is a digest of the policy's tokenizer,
-    if known.
+    `answer` returns a completion's final answer in a comparable form, or "" if there is none.
+    `thinking` returns all of its thinking. `tokenizer` is a digest of the policy's tokenizer, if
+    known.
     """
 
     def messages_and_record(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def asked_of(
 
 
 def read_evaluation(folder: Path) -> list[Asked]:
-    """Read `samples.jsonl`. Raises ConfigError with the file and line number of a bad line."""
+    """Read `samples.jsonl`. Raises ConfigError with the file and line number of a malformed line."""
     path = folder / "samples.jsonl"
     try:
         data = path.read_bytes()
@@ -175,13 +175,13 @@ def asked_in(line: Any) -> Asked:
 
 
 class EvaluationFolder:
-    """The folder for one evaluation. As a context manager it locks the folder."""
+    """The result folder of one evaluation. It is a context manager that locks the folder."""
 
     def __init__(self, config: Config, policy: str, name: str) -> None:
         """Choose the folder without opening it.
 
-        `policy` is a readable name for the model. `name` is the name of the folder under
-        `run.dir`/eval; it is not used if `eval.dir` is set.
+        `policy` is a readable name for the model. `name` is the folder's name under `run.dir`/eval.
+        It is ignored if `eval.dir` is set.
         """
         self._given = bool(config.eval.dir)
         under = Path(config.run.dir).expanduser() / "eval" / name
@@ -228,7 +228,7 @@ class EvaluationFolder:
     def waiting(self, variant: str, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts that have not been sampled in this variant yet.
 
-        Raises ConfigError if a prompt was sampled under the same ID with a different text.
+        Raises ConfigError if a prompt with the same ID but different text was already sampled.
         """
         known = {one.id: one.digest for one in self.asked if one.variant == variant}
         for prompt in prompts:
@@ -240,7 +240,7 @@ class EvaluationFolder:
         return [prompt for prompt in prompts if prompt.prompt_id not in known]
 
     def add(self, request: Asked) -> None:
-        """Append the completions to one prompt in one variant."""
+        """Append the completions for one prompt in one variant."""
         self._lines.add(asdict(request))
         self.asked.append(request)
         self._number += request.number
@@ -252,6 +252,6 @@ class EvaluationFolder:
         return f"pass@1 so far {self._passes / self._number:.3f}"
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write the results file, which also marks the evaluation as complete."""
+        """Write the results file. Its existence marks the evaluation as complete."""
         content = {"settings": self._settings, "results": result}
         self._folder.write("results.json", json.dumps(content, indent=1) + "\n")

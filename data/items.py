@@ -1,4 +1,4 @@
-"""The prompts that loaders return, with their origins and the lines that were skipped."""
+"""Data types for loaded prompts, their origins, and the lines that were skipped."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from keel.configs.system_prompts import system_prompt, with_system
 from keel.rl.types import Prompt
 
 MAX_MALFORMED = 1000
-"""How many malformed lines are collected before reading stops."""
+"""Stop reading after this many malformed lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """A prompt, with the place that it comes from."""
+    """A prompt and where it comes from."""
 
     prompt: Prompt
     origin: str
-    """The source of the prompt, for messages: `file:line`, or the task and index."""
+    """Where the prompt comes from, for messages: `file:line`, or the task and index."""
     bare: tuple[Mapping[str, Any], ...] = ()
-    """The messages before the source's template is applied, if it adds nothing else from the
-    row."""
+    """The messages before the source's template is applied. Only set if the template adds nothing
+    else from the row."""
 
     @property
     def question(self) -> str:
-        """A digest of the question that ignores ID, source, template, system message and white
-        space.
+        """Return a digest of the question that ignores ID, source, template, system message and
+        white space.
 
-        Prompts with the same question are never split between training and evaluation.
+        Prompts with the same question all go to training or all to evaluation.
         """
         return _question(self.bare or self.prompt.messages)
 
     @property
     def questions(self) -> frozenset[str]:
-        """The question with and without its template, since another source may have either one."""
+        """Return the digests of the question with and without its template, since another source
+        may contain either."""
         templated = {_question(self.prompt.messages)} if self.bare else set[str]()
         return frozenset({self.question, *templated})
 
@@ -56,19 +57,19 @@ class Loaded:
 
     items: tuple[Item, ...]
     skipped: tuple[str, ...] = ()
-    """The reason for each malformed line."""
+    """Why each malformed line was skipped."""
     unread: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Maps each unused column to the place where it first occurred."""
+    """For each unused column, the location where it first occurred."""
 
 
 def first_of(lines: Sequence[str], limit: int = 10) -> list[str]:
-    """Return the first few lines, followed by one that says how many more there are."""
+    """Return the first few lines, then a line that says how many more there are."""
     more = len(lines) - limit
     return [*lines[:limit], f"and {more:,} more"] if more > 0 else list(lines)
 
 
 def malformed(lines: Sequence[str], knob: str) -> ConfigError:
-    """Build the error for malformed lines, which lists where they are."""
+    """Return an error that lists where the malformed lines are."""
     cure = "repair it, or set on_bad_line: skip"
     if len(lines) == 1:
         return ConfigError(f"{lines[0]} ({knob}; {cure})")
@@ -81,8 +82,8 @@ def with_source_system(
 ) -> tuple[Mapping[str, Any], ...]:
     """Prepend the source's system messages to a prompt.
 
-    If there is an environment, `keel.agents.episode` adds its template instead, because it knows
-    the tools.
+    If the source has an environment, the prompt is left unchanged. `keel.agents.episode` then adds
+    the messages, because it knows the tools.
     """
     template = "none" if source.environment.enabled else source.system_template
     return with_system(system_prompt(template), with_system(source.system, messages))
@@ -100,5 +101,5 @@ def without_source_system(
 
 
 def digest(text: str) -> str:
-    """Return a short hash that, unlike Python's own, is the same in every process."""
+    """Return a short hash. Unlike Python's `hash`, it is the same in every process."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -40,13 +40,13 @@ _MATCHES = {
     "schema": (),
     "regex": (),
 }
-"""Maps each value of `match` to the keys that it uses in addition to `answer`."""
+"""For each value of `match`, the keys that it uses in addition to `answer`."""
 _CODE_KEYS = (
     *("tests", "subtasks", "reference", "language", "partial"),
     *("time_limit_s", "memory_mib", "tolerance"),
 )
 _REWARD_KEYS = ("answer", "criteria", "tests", "refuse", "reward")
-"""The keys that say how to judge a row. Each row has exactly one of them."""
+"""Keys that say how to judge a completion. Each row has exactly one of them."""
 _KNOWN = frozenset(
     ("id", "prompt", "messages", "match", "environment", *_REWARD_KEYS, *_CODE_KEYS)
 ) | frozenset(key for keys in _MATCHES.values() for key in keys)
@@ -57,13 +57,12 @@ def load_jsonl(
     check_reward: _CheckReward = lambda spec: None,
     hub_answers: Callable[[], bool] = lambda: True,
 ) -> Loaded:
-    """Read the prompts from `source.path`, up to `source.size` rows (0 reads all).
+    """Read up to `source.size` prompts from `source.path`. A size of 0 reads all of them.
 
-    `check_reward` raises ValueError for a bad reward spec. If `hub_answers` is False, the hub
-    cannot be reached and its local cache is read instead.
-
-    Raises ConfigError if the file is missing or contains no prompt. Unless `on_bad_line: skip` is
-    set, it is also raised for malformed lines, with their places.
+    `check_reward` raises ValueError for an invalid reward spec. If `hub_answers` is False, the hub
+    cannot be reached and its local cache is read instead. Raises ConfigError if the file is missing
+    or contains no prompt. Malformed lines also raise ConfigError with their locations, unless
+    `on_bad_line: skip` is set.
     """
     knob = f"data.sources[{source.name}]"
     if source.source == "jsonl":
@@ -96,7 +95,7 @@ def load_jsonl(
 
 
 def _item(row: Row, columns: Columns, source: SourceConfig, check_reward: _CheckReward) -> Item:
-    """Build a prompt from a row. Raises BadLine."""
+    """Build a prompt from a row. Raises BadLine if the row is malformed."""
     keyed = columns.keyed(row)
     record = keyed.known
     label = keyed.as_text.get("id", str(row.number))
@@ -145,7 +144,7 @@ def _item(row: Row, columns: Columns, source: SourceConfig, check_reward: _Check
 
 
 def _reward(row: KeyedRow, columns: Columns, source: SourceConfig) -> dict[str, Any]:
-    """Build a row's reward spec. It may be missing if an environment grades the row."""
+    """Build a row's reward spec. It may be absent if an environment grades the row."""
     record = row.known
     graded = source.environment.grades
     keys = [key for key in _REWARD_KEYS if key in record]
@@ -195,7 +194,8 @@ def _knob(source: SourceConfig) -> str:
 
 
 def _messages(row: KeyedRow, columns: Columns, source: SourceConfig) -> list[dict[str, Any]]:
-    """Return a row's messages, or none if it has no prompt but the source has a template."""
+    """Return a row's messages. The list is empty if the row has no prompt but the source has a
+    template."""
     record = row.known
     prompt = record.get("prompt")
     if "messages" in record and "prompt" in record:
@@ -216,7 +216,8 @@ def _messages(row: KeyedRow, columns: Columns, source: SourceConfig) -> list[dic
 def _in_template(
     row: KeyedRow, columns: Columns, messages: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Put the last user message into the source's template, or use the template as that message."""
+    """Insert the last user message into the source's template. Without such a message, the template
+    becomes the message."""
     if not messages:
         return [{"role": "user", "content": columns.fill_template(row, None)}]
     *before, last = messages

@@ -30,7 +30,7 @@ _SECTIONS = (
     *("model.", "data.", "rewards.", "rollout.sampling.", "agents.", "eval.", "run.seed"),
     *("endpoint.tells_thinking", "endpoint.extra"),
 )
-"""Settings that affect pass rates, apart from `RESUMABLE_KNOBS`."""
+"""Settings besides `RESUMABLE_KNOBS` that affect pass rates."""
 _SAMPLING_KNOBS = (
     "eval.temperature",
     "eval.top_p",
@@ -39,11 +39,11 @@ _SAMPLING_KNOBS = (
     "rollout.timeout_s",
 )
 _MAX_REASONS = 5
-"""How many reasons for missing completions the report lists."""
+"""Maximum number of reasons for missing completions to list in the report."""
 
 
 class FilterFolder:
-    """The folder in which `keel filter` stores its results. As a context manager it locks the
+    """The folder in which `keel filter` stores its results. It is a context manager that locks the
     folder."""
 
     def __init__(
@@ -75,8 +75,8 @@ class FilterFolder:
     def __enter__(self) -> Self:
         """Lock the folder and read the pass rates already stored in it.
 
-        Raises ConfigError if the folder cannot be written, is in use, or belongs to a different
-        policy or to different settings or prompts.
+        Raises ConfigError if the folder cannot be written, is in use, or was created with a
+        different policy, different settings or different prompts.
         """
         with ExitStack() as stack:
             folder = stack.enter_context(WorkFolder(self.path, "filter.dir", "filter"))
@@ -108,7 +108,7 @@ class FilterFolder:
 
     @property
     def waiting(self) -> list[Prompt]:
-        """Return the prompts that have no scored completion yet, in the order of the sources."""
+        """Return the prompts without a scored completion, in the order of their sources."""
         known = {name for name, rate in self._rates.items() if rate.known}
         return [prompt for name, (prompt, _) in self._prompts.items() if name not in known]
 
@@ -154,7 +154,7 @@ class FilterFolder:
         return rate is not None and rate.within(*bounds)
 
     def _table(self) -> list[str]:
-        """Build a table with a row for each source and for each domain with several sources."""
+        """Return a table with a row for each source and for each domain with several sources."""
         rates = list(self._rates.values())
         domains = domains_to_show({n: s.domain_name for n, s in self._sources.items()})
         k, kept = self._filter.samples, {rate.id for rate in self._kept()}
@@ -171,7 +171,7 @@ class FilterFolder:
         return aligned(rows)
 
     def _left_out(self) -> list[str]:
-        """List why prompts were not kept and why completions are missing."""
+        """Return lines that say why prompts were not kept and why completions are missing."""
         least, most = self._filter.least_pass_rate, self._filter.most_pass_rate
         rates = list(self._rates.values())
         counts = {
@@ -200,7 +200,8 @@ class FilterFolder:
 
 
 def _line(prompt: Prompt, source: SourceConfig, rate: PassRate) -> str:
-    """Convert a prompt to a line for `source: jsonl` with the same name, system and environment."""
+    """Convert a prompt to a line for a `source: jsonl` with the same name, system message and
+    environment."""
     record = {
         "id": prompt.prompt_id.removeprefix(f"{source.name}/"),
         "messages": [dict(message) for message in without_source_system(source, prompt.messages)],

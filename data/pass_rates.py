@@ -23,20 +23,20 @@ from keel.rl.types import Prompt, ScoredGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRate:
-    """How often the policy solved one prompt."""
+    """How often the policy solves one prompt."""
 
     id: str
     """The prompt's `Prompt.prompt_id`."""
     source: str
     domain: str
     samples: int
-    """How many completions were requested."""
+    """Number of completions requested."""
     passes: int
     score: float | None
-    """The mean of `correct` over the completions, or None without completions."""
+    """Mean of `correct` over the completions, or None if there are none."""
     unscored: int
     dropped: Mapping[str, int]
-    """Maps each reason to the number of completions that are missing because of it."""
+    """Number of missing completions for each reason."""
     digest: str
     """A digest of the prompt's messages and reward spec."""
 
@@ -46,12 +46,13 @@ class PassRate:
 
     @property
     def known(self) -> bool:
-        """Return whether any completion has a score. Otherwise a pass rate of 0 means nothing."""
+        """Return whether at least one completion has a score. Otherwise a pass rate of 0 means
+        nothing."""
         return self.unscored < self.samples
 
     def within(self, least: float, most: float) -> bool:
-        """Return whether the prompt was solved at least once and its rate is in the range to train
-        on."""
+        """Return whether the prompt was solved at least once and its pass rate lies in the training
+        range."""
         return self.passes > 0 and least <= self.rate <= most
 
     def line(self) -> dict[str, Any]:
@@ -59,7 +60,7 @@ class PassRate:
 
 
 def pass_rate_of(prompt: Prompt, source: str, groups: Sequence[ScoredGroup]) -> PassRate:
-    """Compute a prompt's pass rate from all groups of its completions."""
+    """Compute a prompt's pass rate from all of its completion groups."""
     result = evaluation(groups)
     score, passes = result["score"].value, result["pass@1"]
     samples = sum(len(group.parts_G) + len(group.group.dropped) for group in groups)
@@ -82,10 +83,10 @@ def digest_of(prompt: Prompt) -> str:
 
 
 def read_pass_rates(path: Path) -> dict[str, PassRate]:
-    """Read the table. If an ID occurs several times, its last line counts.
+    """Read the table.
 
-    An unfinished line at the end is ignored. Raises ValueError with the file and line number of any
-    other malformed line.
+    If an ID occurs several times, the last line is used. An incomplete last line is ignored. Raises
+    ValueError with the file and line number of any other malformed line.
     """
     try:
         data = path.read_bytes()
@@ -104,7 +105,7 @@ def read_pass_rates(path: Path) -> dict[str, PassRate]:
 
 
 def check_same(prompt: Prompt, rate: PassRate, path: Path) -> None:
-    """Raise ValueError if a pass rate was measured on a different prompt with the same ID."""
+    """Raise ValueError if the pass rate was measured on a different prompt with the same ID."""
     if rate.digest != digest_of(prompt):
         raise ValueError(
             f"{path}: the pass rate of {prompt.prompt_id} belongs to another prompt: the data "

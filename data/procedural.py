@@ -1,4 +1,4 @@
-"""Generated prompts: tasks from reasoning_gym with their verifiers, and environment episodes."""
+"""Generates prompts: reasoning_gym tasks with their verifiers, and environment episodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REFUSED_TASKS = {
 """Tasks that Keel refuses because their verifiers can be exploited (reasoning_gym 0.1.25).
 
 `composite` is refused because its parts are better configured as separate sources.
-`tests/rewards/rules/test_reasoning_gym.py` tries nonsense answers on all tasks that remain.
+`tests/rewards/rules/test_reasoning_gym.py` tries nonsense answers on all remaining tasks.
 """
 
 _GENERATOR_ERRORS = (
@@ -38,13 +38,15 @@ _GENERATOR_ERRORS = (
 )
 
 _CACHE: dict[str, Any] = {}
-"""Task datasets that were built. Building one may mean filtering a hundred thousand words."""
+"""Task datasets that have been built. They are cached because building one may mean filtering a
+hundred thousand words."""
 
 
 def load_reasoning_gym(source: SourceConfig, *, seed: int) -> Loaded:
-    """Generate items 0 to size − 1 of a task, with the seed `params.seed` or else the run's seed.
+    """Generate items 0 to size − 1 of a task.
 
-    Item i does not depend on `size`. Raises ConfigError for an unknown task or option.
+    The seed is `params.seed` if set, otherwise the run's seed. Item i does not depend on `size`.
+    Raises ConfigError for an unknown task or option.
     """
     knob = f"data.sources[{source.name}]"
     if source.task in REFUSED_TASKS:
@@ -55,9 +57,10 @@ def load_reasoning_gym(source: SourceConfig, *, seed: int) -> Loaded:
 
 
 def build_task(task: str, params: Mapping[str, Any], size: int, seed: int, knob: str) -> Any:
-    """Build a reasoning_gym dataset with `size` entries. `params` may replace the seed.
+    """Build a reasoning_gym dataset with `size` entries.
 
-    Raises ConfigError with the setting `knob` for an unknown task or option.
+    A seed in `params` takes precedence. Raises ConfigError, naming the setting `knob`, for an
+    unknown task or option.
     """
     # Imported late: it takes a second and builds a hundred tasks.
     from reasoning_gym.factory import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
@@ -130,8 +133,8 @@ def _describe(error: Exception) -> str:
 def load_episodes(source: SourceConfig) -> Loaded:
     """Return prompts for tasks 0 to size − 1 of an environment that opens the conversation itself.
 
-    The message in each prompt only names the task, and the environment has to replace it.
-    `keel.agents.probe` refuses an environment that does not.
+    The message in each prompt only names the task. The environment must replace it;
+    `keel.agents.probe` rejects an environment that does not.
     """
     names = [f"{source.name}/{index}" for index in range(source.size)]
     prompts = [
@@ -152,7 +155,7 @@ def load_episodes(source: SourceConfig) -> Loaded:
 def to_jsonable(value: Any, path: str = "value") -> Any:
     """Encode a Python value as JSON data without loss.
 
-    Verifiers compare types: a grid of tuples is not a grid of lists, and `{1: …}` is not `{"1":
+    Verifiers distinguish types: a grid of tuples is not a grid of lists, and `{1: …}` is not `{"1":
     …}`. Such values are therefore encoded like `{"~tuple": […]}`, and
     `keel.rewards.code.call_driver` decodes them. Raises TypeError with the path to an unsupported
     value.

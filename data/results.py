@@ -22,11 +22,11 @@ from keel.rl.evaluation import pass_at_k, passed
 
 
 def _summary(asked: Sequence[Asked], pass_at: Sequence[int], submissions: int) -> dict[str, Any]:
-    """Summarize the completions to a set of prompts.
+    """Summarize the completions for a set of prompts.
 
-    `pass_at` lists the values of k for pass@k and maj@k, and for fewest@k if every completion has
-    turns. No k may exceed the number of completions per prompt. `submissions` is passed to
-    `contest_score`; with 0 there is no such score.
+    `pass_at` lists the values of k for pass@k and maj@k. If every completion has turns, they are
+    also used for fewest@k. No k may exceed the number of completions per prompt. `submissions` is
+    passed to `contest_score`. If it is 0, that score is omitted.
     """
     samples = [sample for one in asked for sample in one.samples]
     tokens = [sample["tokens"] for sample in samples]
@@ -59,7 +59,7 @@ def _summary(asked: Sequence[Asked], pass_at: Sequence[int], submissions: int) -
 
 
 def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> float:
-    """Score a prompt from 0 to 1, where the best submission counts for each subtask.
+    """Return a prompt's score from 0 to 1, where the best submission counts for each subtask.
 
     Completions are not submitted if they fail a test shown in the task, were cut off, have no score
     or decline. Of the others, those with the longest thinking are submitted (DeepSeek-V3.2,
@@ -85,7 +85,7 @@ def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> flo
 def results(
     asked: Sequence[Asked], pass_at: Sequence[int], submissions: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """Return a summary for each variant and each set (see `_sets_of`)."""
+    """Return a summary for each variant and set. `_sets_of` defines the sets."""
     result: dict[str, dict[str, Any]] = {}
     for variant in dict.fromkeys(one.variant for one in asked):
         chosen = [one for one in asked if one.variant == variant]
@@ -97,7 +97,7 @@ def results(
 
 
 def domains_to_show(domain_of: Mapping[str, str]) -> list[str]:
-    """Return the domains that are not just one source of the same name.
+    """Return the domains, except those that consist of a single source with the same name.
 
     `domain_of` maps each source to its domain.
     """
@@ -106,7 +106,7 @@ def domains_to_show(domain_of: Mapping[str, str]) -> list[str]:
 
 
 def _sets_of(asked: Sequence[Asked]) -> dict[str, list[int]]:
-    """Group the prompts into sets and return the indices of the prompts in each.
+    """Group the prompts into sets and return the prompt indices for each set.
 
     There is a set for each source, one for each domain with several sources (`domain …`), and
     `all`.
@@ -148,7 +148,8 @@ def table(result: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align the columns of a text table: the first to the left, the others to the right."""
+    """Align the columns of a text table. The first column is left-aligned, the others
+    right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -162,7 +163,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def compared(
     first: Sequence[Asked], second: Sequence[Asked]
 ) -> dict[str, dict[str, tuple[int, Difference]]]:
-    """Compare pass@1 on the prompts that two evaluations share, for each variant and set.
+    """Compare pass@1 on the prompts shared by two evaluations, for each variant and set.
 
     Each entry contains the number of pairs and the difference. Raises ValueError if no prompt is
     shared, or if prompts with the same name differ.
@@ -202,7 +203,8 @@ def compared_table(result: Mapping[str, Mapping[str, tuple[int, Difference]]]) -
 
 
 def compare(first: str, second: str) -> str:
-    """Compare two folders written by `keel eval` and return a table. Raises ConfigError."""
+    """Compare two `keel eval` folders and return a table. Raises ConfigError if that is not
+    possible."""
     before, after = (read_evaluation(Path(folder)) for folder in (first, second))
     try:
         lines = compared_table(compared(before, after))
@@ -212,22 +214,22 @@ def compare(first: str, second: str) -> str:
 
 
 _Z = 1.959964
-"""The two-sided 95 % quantile of the normal distribution."""
+"""Quantile of the normal distribution for a two-sided 95 % interval."""
 _RESAMPLES = 4000
-"""How many bootstrap resamples and sign flips to draw."""
+"""Number of bootstrap resamples and of sign flips to draw."""
 _VOTES = 200
-"""How many random subsets of k completions to draw for maj@k."""
+"""Number of random subsets of k completions to draw for maj@k."""
 _CHUNK = 1 << 22
-"""The most random numbers to draw at once."""
+"""Maximum number of random numbers to draw at once."""
 
 
 def pass_interval(passes_P: Sequence[int], samples_P: Sequence[int]) -> tuple[float, float]:
-    """Compute the 95 % interval for pass@1 over the population of prompts.
+    """Compute the 95 % confidence interval for pass@1 over the population of prompts.
 
-    Completions to the same prompt are correlated. The function therefore uses Wilson's interval
-    with the effective number p(1−p)/v, where v is the variance of p between prompts (Dean and
-    Pagano, 2015). If all or no completions pass, it uses the number of prompts. Raises ValueError
-    if there are no completions.
+    Completions for the same prompt are correlated. The function therefore uses Wilson's interval
+    with an effective sample size of p(1−p)/v, where v is the variance of p between prompts (Dean
+    and Pagano, 2015). If all or no completions pass, it uses the number of prompts. Raises
+    ValueError if there are no completions.
     """
     passes, samples = np.asarray(passes_P, float), np.asarray(samples_P, float)
     total, prompts = samples.sum(), len(samples)
@@ -247,20 +249,21 @@ def pass_interval(passes_P: Sequence[int], samples_P: Sequence[int]) -> tuple[fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The second mean minus the first, for two measurements on the same prompts."""
+    """Difference between two measurements on the same prompts: the second mean minus the first."""
 
     mean: float
     low: float
     high: float
-    """The upper end of the 95 % bootstrap interval over prompts; `low` is the lower end."""
+    """Upper end of the 95 % bootstrap interval over prompts. `low` is the lower end."""
     p: float
-    """The p-value from the sign-flip permutation test over prompts."""
+    """P-value from the sign-flip permutation test over prompts."""
 
 
 def paired_difference(first_P: Sequence[float], second_P: Sequence[float]) -> Difference:
-    """Compare two measurements on the same prompts. The result is deterministic.
+    """Compare two measurements on the same prompts.
 
-    Raises ValueError if they are empty or have different lengths.
+    The result is deterministic. Raises ValueError if the measurements are empty or differ in
+    length.
     """
     if len(first_P) != len(second_P) or not len(first_P):
         raise ValueError(f"{len(first_P)} and {len(second_P)} measurements are no pairs")
@@ -280,10 +283,11 @@ def paired_difference(first_P: Sequence[float], second_P: Sequence[float]) -> Di
 
 
 def majority_at_k(answers: Sequence[str], right: str, k: int) -> float:
-    """Estimate maj@k: how likely the most frequent of k `answers` is `right` (Wang et al., 2023).
+    """Estimate maj@k: the probability that the most frequent of k `answers` is `right` (Wang et
+    al., 2023).
 
     Tied answers share the probability, and empty answers do not count. The result is exact if k is
-    the number of answers; otherwise it is averaged over `_VOTES` seeded draws. Raises ValueError
+    the number of answers. Otherwise it is averaged over `_VOTES` seeded draws. Raises ValueError
     unless 1 ≤ k ≤ the number of answers.
     """
     if not 1 <= k <= len(answers):
@@ -296,8 +300,8 @@ def majority_at_k(answers: Sequence[str], right: str, k: int) -> float:
 
 
 def fewest_steps_at_k(steps: Sequence[int | None], right: Sequence[bool], k: int) -> float:
-    """Compute how likely it is that, among k trajectories, the finished one with the fewest steps
-    is right.
+    """Compute the probability that, among k trajectories, the finished one with the fewest steps is
+    correct.
 
     This is Parallel-fewest-step from DeepSeek-V3.2 (2025), section 4.4. The result is exact. Ties
     are broken uniformly, and k unfinished trajectories count as wrong. `steps` is None for an

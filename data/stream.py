@@ -1,4 +1,4 @@
-"""Puts training prompts in order: shuffled, mixed by weight, and resumable."""
+"""Orders training prompts: shuffled, mixed by weight, and resumable."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Stream(Generic[T]):
     """An endless stream of prompts or conversations from weighted sources.
 
     Each source yields every prompt once per epoch, in a new order for each epoch. The sources are
-    interleaved so that at any time each has given its share to within one prompt (slightly more
-    with three or more sources). The position can therefore be stored as one count per source. A
-    batch that spans two epochs may contain the same prompt twice.
+    interleaved so that at any time the number of prompts from each source is within one of its
+    share (slightly more with three or more sources). The position can therefore be stored as one
+    count per source. A batch that spans two epochs may contain the same prompt twice.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class Stream(Generic[T]):
         seed: int,
         content: Callable[[T], str],
     ) -> None:
-        """Set up the stream at its beginning.
+        """Create the stream at its beginning.
 
         `weights` are relative, and sources with weight 0 are skipped. `content` returns the text of
-        a prompt, which must be unchanged when a run resumes.
+        a prompt. This text must not have changed when a run resumes.
         """
         self._content = content
         self._sources = {name: tuple(sources[name]) for name in sources if weights[name] > 0}
@@ -56,7 +56,7 @@ class Stream(Generic[T]):
 
     @property
     def sources(self) -> Mapping[str, Sequence[T]]:
-        """Maps the sources that are used for training to their prompts."""
+        """The prompts of each source that is used for training."""
         return self._sources
 
     def take(self, n: int) -> list[T]:
@@ -66,7 +66,7 @@ class Stream(Generic[T]):
     def state(self, unfinished: Sequence[T] = ()) -> dict[str, Any]:
         """Return the position as JSON data.
 
-        The `unfinished` prompts have been taken already, and come first after a restore.
+        The `unfinished` prompts have already been taken. They come first after a restore.
         """
         return {
             "drawn": dict(self._drawn),
@@ -77,7 +77,7 @@ class Stream(Generic[T]):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position.
 
-        Raises ValueError with the differences if the prompts, weights or seed have changed.
+        Raises ValueError that lists the differences if the prompts, weights or seed have changed.
         """
         current, saved = self._current_identity(), dict(state["dataset"])
         if changed := [key for key in current | saved if current.get(key) != saved.get(key)]:
@@ -93,7 +93,7 @@ class Stream(Generic[T]):
         self._requeued = deque(known[prompt_id] for prompt_id in state["unfinished"])
 
     def _current_identity(self) -> dict[str, Any]:
-        """Return a digest of the data in each source, to check that a saved position still fits."""
+        """Return a digest of each source's data. It shows whether a saved position is still valid."""
         if self._identity is None:
             self._identity = {"seed": self._seed}
             for name, prompts in self._sources.items():

@@ -1,1 +1,1 @@
-"""Reads, selects, renders and splits conversations for supervised fine-tuning."""
+"""Reads, filters, renders and splits conversations for supervised fine-tuning."""

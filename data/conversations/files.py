@@ -1,4 +1,4 @@
-"""Reads conversations from files: chats, and trajectories from Keel's runs and evaluations."""
+"""Reads conversations from files: either chats, or trajectories from Keel's runs and evaluations."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _TRAJECTORY_KEYS = KNOWN | {
     *("variant", "source", "digest", "samples", "missing", "prompt", "specialist"),
     "other_conversations",
 }
-"""The keys that trajectory and evaluation files have."""
+"""The keys of a record in a trajectory or evaluation file."""
 _PARSED = frozenset({"messages", "conversations", "tools"})
-"""The keys whose values may be JSON text in a table."""
+"""Keys whose values may be stored as JSON text in a table."""
 R = TypeVar("R")
 _Placed = tuple[str, dict[str, Any]]
-"""A place such as `file:line`, and the object found there."""
+"""An object read from a file, with its location such as `file:line`."""
 
 
 def read_rows(
@@ -50,7 +50,7 @@ def read_rows(
 ) -> ReadSource:
     """Read chats from a file, a folder or a dataset on the hub.
 
-    Raises ConfigError with file and line for a malformed row, unless `on_bad_line: skip` is set.
+    Raises ConfigError with the file and line of a malformed row, unless `on_bad_line: skip` is set.
     """
     knob = f"sft.sources[{source.name}]"
     check_keys(source.columns, KNOWN, knob)
@@ -63,7 +63,7 @@ def read_rows(
 
 
 def _keyed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
-    """Rename a row's columns to the keys of a conversation. Raises BadLine."""
+    """Rename a row's columns to the keys of a conversation. Raises BadLine if that fails."""
     if isinstance(row.record, BadLine):
         raise row.record
     renamed = {*columns, *columns.values()}
@@ -83,13 +83,13 @@ def _keyed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
 
 
 def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSource:
-    """Read the trajectories that meet the source's reward condition.
+    """Read the trajectories whose reward meets the source's condition.
 
-    They come from a run (`trajectories/`) or an evaluation (`samples.jsonl`). `tokenizer` is a
-    digest of the learner's tokenizer. Trajectories that were sampled with a different tokenizer, in
-    a different mode or without the source's system message are rendered again from their messages.
-
-    Raises ConfigError like `read_rows`, and also if there is nothing to read.
+    They come from a run (`trajectories/`) or an evaluation (`samples.jsonl`). A trajectory is
+    rendered again from its messages if it was sampled with a different tokenizer, in a different
+    mode or without the source's system message. `tokenizer` is a digest of the learner's tokenizer.
+    Raises ConfigError under the same conditions as `read_rows`, and also if there is nothing to
+    read.
     """
     path, knob = data_path(source.path), f"sft.sources[{source.name}].path"
     if not path.is_dir():
@@ -104,7 +104,7 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSou
     mode = {"as-written": None, "with": True, "without": False}[source.thinking]
 
     def is_learnable(conversation: Mapping[str, Any]) -> bool:
-        """Malformed conversations pass and fail later."""
+        """Return whether to keep a row. Malformed rows are kept here and rejected later."""
         messages = conversation.get("messages")
         return not isinstance(messages, list) or any(
             not isinstance(m, dict) or (m.get("role") == "assistant" and m.get("weight") != 0)
@@ -141,7 +141,7 @@ def _read(
     rows: Iterable[tuple[str, R]],
     records: Callable[[str, R], Iterable[_Placed]],
 ) -> ReadSource:
-    """Read the conversations in `rows`, each given with its place.
+    """Read conversations from `rows`, which come with their locations.
 
     `records` extracts the conversations from a row and may raise BadLine.
     """
@@ -183,10 +183,8 @@ def _example(at: str, record: Mapping[str, Any], source: ConversationsConfig) ->
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files in a run or evaluation folder, ordered by step.
-
-    Files that `keel report` unpacked are left out.
-    """
+    """Return the files in a run or evaluation folder, ordered by step. Files unpacked by `keel
+    report` are omitted."""
     samples = folder / "samples.jsonl"
     if samples.is_file():
         return [samples]
@@ -197,7 +195,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _evaluated(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trajectory record of a completion in an evaluation."""
+    """Convert an evaluation's completion to a trajectory record."""
     record = dict(sample["record"])
     prompt = record.pop("asked", [])
     messages = record.pop("messages", None) or [*prompt, *sample["messages"]]
@@ -206,7 +204,8 @@ def _evaluated(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _drop_reason(record: Mapping[str, Any], source: ConversationsConfig) -> str:
-    """Return why a trajectory is not learned, or "" if it is. Raises BadLine."""
+    """Return why a trajectory is not used for training, or "" if it is used. Raises BadLine if it
+    is malformed."""
     parts = record.get("parts")
     if not isinstance(parts, dict) or "messages" not in record:
         raise BadLine("is not a trajectory: it needs `messages` and the `parts` of its reward")

@@ -22,7 +22,7 @@ from keel.data.rows.read import BadLine, kind_of
 from keel.rl.turns import Message
 
 _FORMS = ("messages", "prompt", "conversations")
-"""The keys by which each conversation format is recognized."""
+"""The keys that identify each conversation format."""
 _SHAREGPT = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard"), "assistant"),
@@ -37,19 +37,19 @@ _MESSAGE_KEYS = frozenset(
 )
 _SHAREGPT_KEYS = frozenset({"from", "value", "weight"})
 _FOREIGN_WEIGHTS = ("loss", "train", "loss_mask")
-"""Names that other programs use for the key `weight`."""
+"""Names that other tools use for the key `weight`."""
 _THINK = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
 def conversation_of(
     record: Mapping[str, Any], system: str, *, rendered: bool = True
 ) -> tuple[list[Message], list[int]]:
-    """Read the conversation on a line, and find which of its messages to learn.
+    """Read the conversation on a line and decide which of its messages to train on.
 
-    `system` is the source's system message, which is added to conversations that have none. If
-    `rendered` is True, the template produces the tokens, so every message to learn needs content.
-    Otherwise the tokens are known and may be just the end of a turn or a malformed call. Raises
-    BadLine.
+    `system` is the source's system message. It is added to conversations that have none. If
+    `rendered` is True, the chat template will produce the tokens, so every message to train on
+    needs content. Otherwise the tokens are already known, and a message may consist of just an
+    end-of-turn token or a malformed call. Raises BadLine if the conversation cannot be read.
     """
     forms = [key for key in _FORMS if key in record]
     if len(forms) != 1 or (forms == ["prompt"] and "completion" not in record):
@@ -90,7 +90,8 @@ def conversation_of(
 
 
 def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tools on a line in the form that chat templates expect. Raises BadLine."""
+    """Return a line's tools in the format that chat templates expect. Raises BadLine if they are
+    malformed."""
     value = record.get("tools") or []
     if isinstance(value, str):
         value = _json(value, "tools")
@@ -108,9 +109,10 @@ def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def thinking_of(record: Mapping[str, Any], messages: Sequence[Message], mode: str) -> bool:
-    """Return whether to render a line in thinking mode; `mode` is the source's setting.
+    """Return whether to render a line in thinking mode.
 
-    Raises BadLine.
+    `mode` is the source's setting. Raises BadLine if the line's own setting is invalid or
+    conflicts.
     """
     value = record.get("thinking")
     if value is not None and not isinstance(value, bool):
@@ -121,7 +123,7 @@ def thinking_of(record: Mapping[str, Any], messages: Sequence[Message], mode: st
 
 
 def unread_of(record: Mapping[str, Any], known: frozenset[str] = KNOWN) -> frozenset[str]:
-    """Return the keys in a line and its messages that are not used."""
+    """Return the keys in a line and its messages that nothing uses."""
     unread = {key for key in record if key not in known}
     for form in (*_FORMS, "completion"):
         for message in record[form] if isinstance(record.get(form), list) else ():
@@ -133,7 +135,8 @@ def unread_of(record: Mapping[str, Any], known: frozenset[str] = KNOWN) -> froze
 
 
 def entries_of(value: Any, key: str) -> list[tuple[dict[str, Any], str]]:
-    """Return the messages in a list, each with its place for error messages. Raises BadLine."""
+    """Return the messages in a list, with their locations for error messages. Raises BadLine if one
+    is malformed."""
     if not isinstance(value, list) or not value:
         raise BadLine(f"`{key}` must be a list of at least one message, is {kind_of(value)}")
     entries = [(m, f"{key}[{place}]") for place, m in enumerate(cast(list[Any], value))]
@@ -147,7 +150,7 @@ def _object(value: Any, at: str) -> dict[str, Any]:
 
 
 def _either(value: Any, key: str) -> list[dict[str, Any]]:
-    """Return the messages in `prompt` or `completion`, which may also be plain text."""
+    """Return the messages in `prompt` or `completion`. Plain text becomes a single message."""
     if isinstance(value, str):
         return [{"role": "user" if key == "prompt" else "assistant", "content": value}]
     return [message for message, _ in entries_of(value, key)]
@@ -168,7 +171,7 @@ def _of_sharegpt(message: dict[str, Any], at: str) -> dict[str, Any]:
 
 
 def _message(entry: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """Convert to a `keel.rl.turns.Message`."""
+    """Convert one entry to a `keel.rl.turns.Message`."""
     role = entry.get("role")
     if role not in ROLES:
         raise BadLine(f"`{at}.role` is {role!r}, must be one of {', '.join(ROLES)}")
@@ -195,7 +198,10 @@ def _message(entry: Mapping[str, Any], at: str) -> dict[str, Any]:
 
 
 def text_of(value: Any, at: str) -> str:
-    """Return a message's content, given as text, a list of text parts, or null. Raises BadLine."""
+    """Return a message's content as text.
+
+    The content may be text, a list of text parts, or null. Raises BadLine for anything else.
+    """
     if value is None:
         return ""
     if isinstance(value, list):
@@ -213,7 +219,7 @@ def text_of(value: Any, at: str) -> str:
 
 
 def calls_of(calls: Any, at: str) -> list[dict[str, Any]]:
-    """Return a message's tool calls, with their arguments parsed to objects. Raises BadLine."""
+    """Return a message's tool calls with parsed arguments. Raises BadLine if they are malformed."""
     parsed: list[dict[str, Any]] = []
     for call, place in entries_of(calls, at):
         function = _object(call.get("function", call), f"{place}.function")
@@ -228,10 +234,10 @@ def calls_of(calls: Any, at: str) -> list[dict[str, Any]]:
 
 
 def _name_results(messages: Sequence[dict[str, Any]]) -> None:
-    """Give every tool call an ID, and every result the ID and name of its call.
+    """Assign an ID to every tool call, and give every result the ID and name of its call.
 
-    A result without an ID answers the first open call, or the first one with the same name. Raises
-    BadLine.
+    A result without an ID answers the first open call, or the first open call with the same name if
+    it has a name. Raises BadLine if a result matches no call.
     """
     open_calls: dict[str, str] = {}
     for place, message in enumerate(messages):

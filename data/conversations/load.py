@@ -1,4 +1,5 @@
-"""Loads conversation sources: reads and renders them, removes duplicates, and holds some out."""
+"""Loads conversation sources: reads and renders conversations, removes duplicates, and holds some
+out."""
 
 from __future__ import annotations
 
@@ -20,26 +21,27 @@ from keel.rl.sft import SftExample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """How many conversations and tokens a source has."""
+    """Counts of the conversations and tokens in a source."""
 
     learned: int
     heldout: int
     tokens: int
-    """How many tokens the training conversations have, including context that is not learned."""
+    """Total number of tokens in the training conversations, including context that is not trained
+    on."""
     learned_tokens: int
     contexts: int
     longest: int
     documents: int
-    """For text sources, how many documents the training windows come from."""
+    """Number of documents that the training windows come from (text sources only)."""
     sampled: int
-    """How many conversations keep the exact tokens that a policy sampled."""
+    """Number of conversations that keep the exact tokens sampled by a policy."""
     left_out: Mapping[str, int]
-    """Maps each reason to the number of conversations left out because of it."""
+    """Number of conversations left out for each reason."""
     skipped: tuple[str, ...]
     unread: frozenset[str]
 
     def lines(self, name: str) -> Iterator[str]:
-        """Describe the source called `name` in lines for the user."""
+        """Return lines that describe the source `name` to the user."""
         kind = "windows" if self.documents else "conversations"
         line = f"{name}: {self.learned:,} {kind} to learn from, {self.heldout:,} held out"
         if self.documents:
@@ -63,7 +65,7 @@ class Report:
 class Lessons:
     train: Stream[SftExample]
     heldout: Mapping[str, tuple[SftExample, ...]]
-    """Maps source names to their held-out conversations; sources without any are missing."""
+    """Held-out conversations for each source name. Sources without any are missing."""
     report: Mapping[str, Report]
 
 
@@ -72,14 +74,14 @@ class _Usable:
     lesson: SftExample
     question: str
     key: str
-    """The unit that is held out: a question, or one window of a text."""
+    """Identifies what is held out as a unit: a question, or one window of a text."""
     prompt_id: str
     sampled: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A source that has been read but not split yet."""
+    """A source that has been read but not yet split."""
 
     read: ReadSource
     usable: list[_Usable]
@@ -101,14 +103,15 @@ def load_lessons(
 ) -> Lessons:
     """Read every source and split off its held-out conversations.
 
-    Duplicates are removed, and a question that one source holds out is not learned from any other.
-    If a document is too long for the held-out set, only its last windows are held out.
+    Duplicates are removed. A question that one source holds out is not trained on in any other
+    source. If a document is too long for the held-out set, only its last windows are held out.
 
-    `reserved` contains the questions (`Example.question`) that the recipe's prompts hold out.
-    `reserved_ids` contains the IDs of these prompts, because an environment may change the first
-    message, while a trajectory still names its prompt. `tokenizer` is a digest of the model's
-    tokenizer, `solve` is described in `_worked_solutions`, and `encoded` tokenizes text sources. If
-    `hub_answers` is False, previously downloaded files are read instead of asking a hub.
+    `reserved` contains the questions (`Example.question`) of the recipe's held-out prompts.
+    `reserved_ids` contains the IDs of those prompts. The IDs are needed because an environment may
+    change the first message, but a trajectory still names its prompt. `tokenizer` is a digest of
+    the model's tokenizer, `solve` is described in `_worked_solutions`, and `encoded` tokenizes text
+    sources. If `hub_answers` is False, only previously downloaded files are read and no hub is
+    contacted.
 
     Raises ConfigError if a source is empty or cannot be read, or if a conversation cannot be
     rendered with the chat template or is too long (under `long_conversations: error`).
@@ -177,7 +180,7 @@ def load_lessons(
 
 
 def _content_of(lesson: SftExample) -> str:
-    """Return a text that identifies a conversation, so that a resumed run detects changed data."""
+    """Return text that identifies a conversation. A resumed run compares it to detect changed data."""
     tokens = hashlib.blake2b(digest_size=16)
     for segment in lesson.segments:
         tokens.update(segment.token_ids_T.tobytes())
@@ -244,9 +247,10 @@ def _part(
 def _held(source: ConversationsConfig, part: _Part, seed: int) -> set[str]:
     """Choose which `_Usable.key` values to hold out.
 
-    Whole questions and documents are taken in a seeded order as long as they fit. The rest is
-    filled with the end of one more document, or with the remaining question that has the fewest
-    conversations. Raises ConfigError if the source has fewer than `holdout`.
+    Whole questions and documents are taken in a seeded order as long as they fit. The remaining
+    places are filled with the end of one more document, or with the remaining question that has the
+    fewest conversations. Raises ConfigError if the source has fewer than `holdout` conversations or
+    windows.
     """
     missing = source.holdout
     if missing > len(part.usable):
@@ -278,18 +282,18 @@ def _held(source: ConversationsConfig, part: _Part, seed: int) -> set[str]:
 
 
 _SEED_OFFSET = 1 << 41
-"""Added to the seed so that these questions differ from those in a recipe's prompts."""
+"""Added to the seed so that these questions differ from those used as prompts."""
 _SEED_STRIDE = 1 << 20
-"""The distance between the questions for consecutive run seeds."""
+"""Seed distance between the questions of consecutive run seeds."""
 _Solve = Callable[[str, Mapping[str, Any]], Mapping[str, Any] | None]
-"""Returns the assistant's message for a task and entry, or None if no solution is known."""
+"""Returns the assistant's message for a task and entry, or None if the solution is unknown."""
 
 
 def _worked_solutions(source: ConversationsConfig, solve: _Solve, *, seed: int) -> ReadSource:
-    """Generate `source.size` questions and keep those whose solution is known.
+    """Generate `source.size` questions and keep those with a known solution.
 
-    The seed is `params.seed`, or else the run's seed. Raises ConfigError if reasoning_gym rejects
-    the task, or if no question has a known solution.
+    The seed is `params.seed` if set, otherwise the run's seed. Raises ConfigError if reasoning_gym
+    rejects the task, or if no question has a known solution.
     """
     knob = f"sft.sources[{source.name}]"
     task_seed = _SEED_OFFSET + seed * _SEED_STRIDE

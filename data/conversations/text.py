@@ -37,14 +37,15 @@ from keel.data.rows.read import (
 from keel.rl.sft import supervised_segment
 
 _WHOLE = (".txt", ".md")
-"""Extensions of files that form one document. In other files (`KINDS`), each row is a document."""
+"""Extensions of files that are read as one document. In all other files (`KINDS`), each row is a
+document."""
 _KEYS = string.ascii_lowercase
 _FILLER = ".,-~"
 _ASK = "?"
 _ASKING_SHARE = 0.25
-"""The share of a generated text that asks for letters."""
+"""Fraction of a generated text that asks for letters."""
 _Encode = Callable[[str], Sequence[int]]
-"""Converts text to token IDs, without special IDs at the beginning or end."""
+"""Converts text to token IDs without adding special tokens at the beginning or end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,9 @@ class Encoded:
 
     encode: _Encode
     before: tuple[int, ...] = ()
-    """The IDs that the tokenizer puts before every document. They are not learned."""
+    """Token IDs that the tokenizer puts before every document. They are not trained on."""
     after: tuple[int, ...] = ()
-    """The IDs that follow every document."""
+    """Token IDs appended to every document."""
 
     def __post_init__(self) -> None:
         if None in self.after:
@@ -66,10 +67,10 @@ class Encoded:
 
 
 def read_text(source: ConversationsConfig, by: Encoded, *, window: int) -> ReadSource:
-    """Read the documents in `source.path` as windows with at most `window` tokens.
+    """Read the documents in `source.path` and return them as windows of at most `window` tokens.
 
-    Raises ConfigError if there is no text. Unless `on_bad_line: skip` is set, it is also raised for
-    a malformed document, with its file and line.
+    Raises ConfigError if there is no text. A malformed document also raises ConfigError with its
+    file and line, unless `on_bad_line: skip` is set.
     """
     knob = f"sft.sources[{source.name}]"
     files, others = _files(data_path(source.path), f"{knob}.path")
@@ -97,8 +98,7 @@ def read_text(source: ConversationsConfig, by: Encoded, *, window: int) -> ReadS
 
 
 def made_texts(source: ConversationsConfig, by: Encoded, *, seed: int) -> ReadSource:
-    """Generate `source.size` texts of one window each, and mark only predictable digits as
-    learned.
+    """Generate `source.size` texts of one window each. Only the predictable digits are trained on.
 
     Each predictable digit is tokenized separately, so it is one token with any tokenizer.
     """
@@ -126,7 +126,7 @@ def made_texts(source: ConversationsConfig, by: Encoded, *, seed: int) -> ReadSo
 def retrieval_texts(
     count: int, *, length: int, seed: int, letters: int = len(_KEYS), digits: int = 10
 ) -> Iterator[str]:
-    """Generate `count` texts that are `length` characters long.
+    """Generate `count` texts of `length` characters.
 
     They use the first `letters` letters and the first `digits` digits. Raises ValueError if the
     length is too short for them, or if there are not that many letters or digits.
@@ -151,13 +151,12 @@ def retrieval_texts(
 
 
 def answers(text: str) -> list[int]:
-    """Return the positions of the digits that a reader can predict."""
+    """Return the positions of the predictable digits."""
     return [at + 2 for at, mark in enumerate(text[:-2]) if mark == _ASK and text[at + 2] != _ASK]
 
 
 def _files(path: Path, knob: str) -> tuple[list[Path], list[str]]:
-    """Return the files to read, and the names of other files in the folder. Hidden files are
-    ignored."""
+    """Return the files to read and the names of the folder's other files. Hidden files are ignored."""
     files = [path]
     if path.is_dir():
         every = [file for file in sorted(path.rglob("*")) if file.is_file()]
@@ -178,7 +177,8 @@ def _is_whole(file: Path) -> bool:
 
 
 def _documents(file: Path, knob: str) -> Iterator[tuple[str, str | BadLine]]:
-    """Yield each document's place together with its text, or with the error if it is malformed."""
+    """Yield each document's location and its text. A malformed document yields an error instead of
+    text."""
     if _is_whole(file):
         check_file(file, knob)
         try:
@@ -206,7 +206,8 @@ def _documents(file: Path, knob: str) -> Iterator[tuple[str, str | BadLine]]:
 def _windows(
     at: str, document: str, tokens: Sequence[int], unlearned: int, size: int
 ) -> Iterator[Example]:
-    """Cut a document into windows. The first `unlearned` tokens in it are not learned."""
+    """Split a document into windows. The first `unlearned` tokens of the document are not trained
+    on."""
     name = digest(document)
     step = max(1, size - 1)
     for index, start in enumerate(range(0, len(tokens) - 1, step)):

@@ -1,4 +1,4 @@
-"""Data types for conversations, from their file to the tokens to learn."""
+"""Data types for conversations, from the file format to the training tokens."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from keel.rl.types import Segment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A conversation in its original form, or one window of a text."""
+    """One training example: a conversation as it was read, or one window of a text."""
 
     origin: str
-    """The source of the conversation, for messages: `file:line`, or the task and index."""
+    """Where the conversation comes from, for messages: `file:line`, or the task and index."""
     messages: tuple[Message, ...] = ()
     trained: tuple[int, ...] = ()
-    """The indices of the messages to learn."""
+    """Indices of the messages to train on."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The tools, in the form that chat templates expect."""
+    """The tools in the format that chat templates expect."""
     thinking: bool = False
     segments: tuple[Segment, ...] = ()
-    """Tokens sampled by a policy with the same tokenizer, or the window of a text."""
+    """Known tokens: those sampled by a policy with the same tokenizer, or the window of a text."""
     document: str = ""
-    """A digest of the whole text, which is used as the question."""
+    """A digest of the whole document. It serves as the example's question."""
     window: int = 0
-    """The window's index within its document."""
+    """Index of the window in its document."""
     prompt_id: str = ""
-    """The `keel.rl.types.Prompt.prompt_id` that a sampled conversation answers."""
+    """The `keel.rl.types.Prompt.prompt_id` of the prompt that a sampled conversation answers."""
     unread: frozenset[str] = field(default_factory=frozenset[str])
-    """The keys in the line that are not used."""
+    """Keys in the line that nothing uses."""
 
     @property
     def question(self) -> str:
-        """A digest of the first question, computed like `keel.data.items.Item.question`.
+        """Return a digest of the first question, computed like `keel.data.items.Item.question`.
 
-        Conversations with the same question are never split between training and evaluation.
+        Conversations with the same question all go to training or all to evaluation.
         """
         if self.document:
             return self.document
@@ -52,7 +52,7 @@ class Example:
 
     @property
     def content(self) -> str:
-        """A digest of the whole conversation, used to find duplicates."""
+        """Return a digest of the whole conversation. It is used to find duplicates."""
         if self.document:
             return f"{self.document}/{self.window}"
         whole = [list(self.messages), self.tools, self.trained, self.thinking]
@@ -61,17 +61,17 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadSource:
-    """The conversations that were read from one source."""
+    """The conversations read from one source."""
 
     examples: tuple[Example, ...]
     skipped: tuple[str, ...] = ()
-    """The reason for each malformed line."""
+    """Why each malformed line was skipped."""
     unselected: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Maps each reason to the number of trajectories dropped because of it."""
+    """Number of trajectories dropped for each reason."""
 
 
 Render = Callable[[Example], Sequence[Segment]]
-"""Renders a conversation as contexts in which the tokens to learn are marked.
+"""Renders a conversation as contexts and marks the tokens to train on.
 
-Raises ValueError if the model's template cannot express the conversation.
+Raises ValueError if the model's chat template cannot express the conversation.
 """

@@ -24,7 +24,7 @@ _PARSED = frozenset(
         *("tolerance", "partial", "refuse", "time_limit_s", "memory_mib"),
     )
 )
-"""Keys that do not hold text, so a table may store them as JSON."""
+"""Keys whose values are not text. A table may store these values as JSON."""
 _PLACEHOLDER = re.compile(r"\{\{(\w[\w .-]*)\}\}|\{(\w[\w .-]*)\}")
 _MISSING: Any = object()
 
@@ -35,19 +35,19 @@ class KeyedRow:
 
     known: dict[str, Any]
     as_text: dict[str, Any]
-    """The known keys again, with numbers written as in the file."""
+    """Values of the known keys, with numbers written as in the file."""
     further: dict[str, Any]
-    """The columns that do not belong to any key."""
+    """Columns that are not mapped to any key."""
     record: dict[str, Any]
     """The whole row for use in templates, with numbers written as in the file."""
     of_table: bool
 
 
 class Columns:
-    """Maps the columns in one source of prompts to keys, and records those that nothing uses."""
+    """Maps the columns of a prompt source to keys and records the columns that nothing uses."""
 
     def __init__(self, source: SourceConfig, known: Collection[str]) -> None:
-        """Raise ConfigError if `columns` uses a key that is not in `known`."""
+        """Raise ConfigError if `columns` contains a key that is not in `known`."""
         self._source, self._knob = source, f"data.sources[{source.name}]"
         check_keys(source.columns, known, self._knob)
         self._column = {key: source.columns.get(key, key) for key in sorted(known)}
@@ -56,10 +56,10 @@ class Columns:
         template = {name.partition(".")[0] for name in names}
         self._used = template | {name.partition(".")[0] for name in self._taken if "." in name}
         self.only_prompt = template <= {"prompt", self._column["prompt"]}
-        """True if the template uses no column other than the prompt."""
+        """True if the template uses no column besides the prompt."""
         self._seen: set[str] = set()
         self.unread: dict[str, str] = {}
-        """Maps each unused column to the place where it first occurred."""
+        """For each unused column, the location where it first occurred."""
 
     def keyed(self, row: Row) -> KeyedRow:
         """Map a row's columns to keys. Raises BadLine if the row cannot be read."""
@@ -81,18 +81,18 @@ class Columns:
         )
 
     def unused(self, row: KeyedRow, used: Collection[str]) -> dict[str, Any]:
-        """Return the columns whose keys are not in `used`, i.e. have no meaning in this row."""
+        """Return the columns whose keys are not in `used`. They have no meaning in this row."""
         columns = {self._column[key]: value for key, value in row.known.items() if key not in used}
         return {name: value for name, value in columns.items() if name in row.record}
 
     def note_unread(self, row: KeyedRow, at: str) -> None:
-        """Record the columns in a row that have no meaning."""
+        """Record the columns of a row that nothing uses."""
         for name in row.further:
             if name not in self._used and name not in WRITTEN_BY_KEEL:
                 self.unread.setdefault(name, at)
 
     def check_seen(self) -> None:
-        """Raise ConfigError if a column named in `columns` has never occurred."""
+        """Raise ConfigError if a column named in `columns` never occurred in the data."""
         for key, name in self._source.columns.items():
             if name and key not in self._seen:
                 raise ConfigError(
@@ -101,21 +101,22 @@ class Columns:
                 )
 
     def missing(self, key: str, row: KeyedRow) -> BadLine:
-        """Build the error for a row that does not have a key."""
+        """Return the error for a row that lacks a key."""
         return BadLine(
             f"has no {self.label(key)}, or it is empty; the row has {', '.join(row.record)}. Name "
             f"the column in {self._knob}.columns"
         )
 
     def label(self, key: str) -> str:
-        """Describe a key and its column for messages."""
+        """Return a description of a key and its column for messages."""
         name = self._column[key]
         return f"`{key}`" if name == key else f"`{key}` ({self._knob}.columns.{key} = {name!r})"
 
     def fill_template(self, row: KeyedRow, prompt: str | None) -> str:
-        """Fill in the source's template from a row. If `prompt` is given, it replaces `{prompt}`.
+        """Fill in the source's template from a row.
 
-        Raises BadLine with the name of a missing column.
+        If `prompt` is given, it replaces `{prompt}`. Raises BadLine with the name of a missing
+        column.
         """
 
         def replacement(match: re.Match[str]) -> str:
@@ -140,14 +141,14 @@ class Columns:
 
 
 def check_keys(columns: Mapping[str, str], known: Collection[str], knob: str) -> None:
-    """Raise ConfigError if `columns` has a key that is not known."""
+    """Raise ConfigError if `columns` contains an unknown key."""
     for key in columns:
         if key not in known:
             raise ConfigError(f"{knob}.columns.{key}: unknown key; use {', '.join(sorted(known))}")
 
 
 def picked(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of the keys in `columns`. A null counts as missing."""
+    """Return the values of the keys in `columns`. A null value counts as missing."""
     values = {key: _look_up(record, name) for key, name in columns.items() if name}
     return {k: v for k, v in values.items() if v is not None and v is not _MISSING}
 
@@ -165,14 +166,15 @@ def _look_up(record: Mapping[str, Any], name: str) -> Any:
 
 
 def _parse_cell(key: str, value: Any) -> Any:
-    """Decode a table cell, which holds JSON for keys other than text. Raises BadLine."""
+    """Decode a table cell. Cells for keys other than text hold JSON. Raises BadLine if it is
+    invalid."""
     if key in _PARSED and isinstance(value, str):
         value = parse_json(key, value.lower() if value in ("True", "False") else value)
     return without_nulls(value)
 
 
 def parse_json(key: str, text: str) -> Any:
-    """Parse a table cell as JSON. Raises BadLine."""
+    """Parse a table cell as JSON. Raises BadLine if it is not valid JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -180,7 +182,7 @@ def parse_json(key: str, text: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Remove nulls from objects, since tables add the keys that other rows have."""
+    """Remove nulls from objects, because tables add the keys of other rows with null values."""
     if isinstance(value, dict):
         pairs = cast(dict[str, Any], value).items()
         return {key: without_nulls(each) for key, each in pairs if each is not None}

@@ -27,26 +27,25 @@ from keel.data.rows.read import kind_of_file
 
 _HUB_TIMEOUT_S = 30.0
 _CONVERTED = "refs/convert/parquet"
-"""The revision in which the hub stores its Parquet conversion, as `subset/split/0000.parquet`."""
+"""The revision where the hub stores its Parquet conversion, as `subset/split/0000.parquet`."""
 _PLAIN_FOLDERS = ("data", "default")
-"""Folder names that are not the name of a subset."""
+"""Folder names that do not name a subset."""
 _SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "eval"), "test"),
 }
-"""The names that a split may have."""
+"""Valid split names."""
 _METADATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\..+")
 
 
 class FilesNotFound(ValueError):
-    """Raised if the split or subset has no files, or if there are several subsets to choose
-    from."""
+    """Raised if the split or subset has no files, or if several subsets exist and none was chosen."""
 
 
 class _Source(Protocol):
-    """The settings that say where a source's files are."""
+    """Settings that say where to find a source's files."""
 
     @property
     def name(self) -> str: ...
@@ -65,8 +64,8 @@ def files_of(
 ) -> list[Path]:
     """Return a source's files in order.
 
-    `sources` is the setting that contains the source. Raises ConfigError with the alternatives that
-    exist.
+    `sources` is the setting that contains the source. If nothing matches, raises ConfigError that
+    lists the existing alternatives.
     """
     knob = f"{sources}[{source.name}]"
     try:
@@ -87,9 +86,9 @@ def files_of(
 
 
 def choose_files(names: Iterable[str], split: str, subset: str) -> list[str]:
-    """Choose the files for a subset and a split, which is train by default.
+    """Return the files for a subset and a split. The default split is train.
 
-    Raises FilesNotFound.
+    Raises FilesNotFound if there are none.
     """
     subsets: dict[str, list[str]] = {}
     for name in sorted(names):
@@ -125,7 +124,7 @@ def choose_files(names: Iterable[str], split: str, subset: str) -> list[str]:
 
 
 def cached_places() -> list[Path]:
-    """Return the folders in the local cache that hold datasets from the hub."""
+    """Return the folders in the local cache that hold hub datasets."""
     return sorted(Path(constants.HF_HUB_CACHE).glob("datasets--*"))
 
 
@@ -136,7 +135,7 @@ def _stem(name: str) -> str:
 
 
 def _split_of(name: str) -> str:
-    """Return the split that a file or folder name contains, or ""."""
+    """Return the split named in a file or folder name, or "" if there is none."""
     stem = _stem(name)
     if _SHARD.fullmatch(name):
         return _SPLITS.get(stem, stem)
@@ -152,7 +151,8 @@ def _list_files(folder: Path) -> list[str]:
 
 
 def _saved(folder: Path, split: str) -> list[Path]:
-    """Return the files in a folder written by `save_to_disk`, or none for any other folder."""
+    """Return the files in a folder written by `save_to_disk`. For any other folder the list is
+    empty."""
     try:
         if (index := folder / "dataset_dict.json").is_file():
             splits: list[str] = json.loads(index.read_text("utf-8"))["splits"]
@@ -169,7 +169,8 @@ def _saved(folder: Path, split: str) -> list[Path]:
 
 
 def _of_hub(source: _Source, hub_answers: Callable[[], bool]) -> list[Path]:
-    """Download a dataset's files unless they are cached. Raises FilesNotFound."""
+    """Return a dataset's files, downloading them if they are not cached. Raises FilesNotFound if
+    there are none."""
     repo: dict[str, Any] = {"repo_id": source.path, "repo_type": "dataset"}
     try:
         if not hub_answers():
@@ -199,7 +200,7 @@ def _names(repo: str, revision: str | None) -> list[str]:
 
 
 def _from_cache(source: _Source, repo: dict[str, Any]) -> list[Path]:
-    """Return the files from the newest cached revision. Raises FilesNotFound."""
+    """Return the files from the newest cached revision. Raises FilesNotFound if there are none."""
     problem = "it was not downloaded before"
     cache = Path(constants.HF_HUB_CACHE) / f"datasets--{source.path.replace('/', '--')}"
     for revision in (constants.DEFAULT_REVISION, _CONVERTED):

@@ -1,4 +1,4 @@
-"""Suggests settings for a data source from the first rows in a file. Used by `keel new`."""
+"""Suggests settings for a data source by looking at the first rows of a file. Used by `keel new`."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from keel.data.rows.read import BadLine, kind_of_file, rows_of_files, rows_of_li
 Kind = Literal["jsonl", "file", "hub"]
 Judged = Literal["maths", "text", "tests", "criteria", "refuse", "reward", "nothing"]
 _MAX_ROWS = 2_000
-"""How many rows to read."""
+"""Maximum number of rows to read."""
 _PROMPTS = (
     *("prompt", "messages", "question", "problem", "query", "instruction", "input", "task"),
     *("conversation", "conversations", "text"),
 )
-"""Columns that are likely to contain the prompt, the most likely first."""
+"""Column names that probably contain the prompt, most likely first."""
 _ANSWERS = (
     *("answer", "final_answer", "ground_truth", "reward_model.ground_truth", "expected_answer"),
     *("target", "label", "solution", "gold", "output", "response", "completion", "reply"),
 )
-"""Columns that are likely to contain the answer, the most likely first."""
+"""Column names that probably contain the answer, most likely first."""
 JUDGED: tuple[Judged, ...] = ("tests", "criteria", "refuse", "reward")
-"""Keys other than an answer by which a completion can be judged."""
+"""Keys other than `answer` that can be used to judge a completion."""
 _MARKS = ("####", "Answer:", "answer is")
-"""Marks that come before the answer in worked solutions."""
+"""Markers that precede the answer in worked solutions."""
 _MIN_SHARE = 0.9
-"""The share of answers that must be mathematical, or contain a mark."""
+"""Minimum fraction of answers that must be mathematical or contain a marker."""
 _PROSE_CHARACTERS = 100
-"""Answers with at least this mean length are prose, which cannot be compared as text."""
+"""Answers with at least this average length count as prose, which cannot be compared as text."""
 _NUMBER = re.compile(
     r"[-+−$€£(\[{]*\s*(\\[a-zA-Z]+|\d|\.\d|[a-zA-Z](?![a-zA-Z])).{0,60}", flags=re.DOTALL
 )
@@ -43,12 +43,12 @@ _WORD = re.compile(r"(?<!\\)\b(?!sqrt|frac|pi|sin|cos|tan|log|ln|exp|cm|km|kg)[^
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """Settings that suit the first rows in a source."""
+    """Suggested settings for a source, based on its first rows."""
 
     kind: Kind
-    """The value for `data.sources[].source`."""
+    """Value for `data.sources[].source`."""
     columns: Mapping[str, str]
-    """Maps keys to columns, where their names differ."""
+    """The column for each key whose name differs from the column's."""
     answer_after: str
     judged: Judged
     """How to judge completions: by a mathematical or textual answer, by a key in `JUDGED`, or not
@@ -58,12 +58,12 @@ class Proposal:
     boxed: bool
     """True if the prompts ask for a boxed answer."""
     longest: int
-    """The length of the longest prompt in UTF-8 bytes."""
+    """Length of the longest prompt in UTF-8 bytes."""
     rows: int
     whole: bool
     """True if `rows` counts all rows in the source."""
     names: Sequence[str]
-    """The names of all columns."""
+    """Names of all columns."""
 
 
 def propose(
@@ -74,10 +74,10 @@ def propose(
     answer: str = "",
     hub_answers: Callable[[], bool] = lambda: True,
 ) -> Proposal:
-    """Suggest settings from the first rows in a file, a folder or a dataset on the hub.
+    """Suggest settings from the first rows of a file, a folder or a dataset on the hub.
 
-    `prompt` and `answer` are the columns, if they are known. Raises ConfigError if nothing can be
-    read, no column looks like a prompt, or a given column does not exist.
+    `prompt` and `answer` name the columns, if known. Raises ConfigError if nothing can be read, no
+    column looks like a prompt, or a given column does not exist.
     """
     kind, knob = _kind(path), f"--data {path}"
     source = SourceConfig(name="data", source=kind, path=path, subset=subset)
@@ -145,7 +145,7 @@ def _mostly(flags: Sequence[bool]) -> bool:
 
 
 def _is_maths(answer: str) -> bool:
-    """Return True for a number, or a formula without prose."""
+    """Return True if the text is a number or a formula without prose."""
     return bool(_NUMBER.fullmatch(answer.strip())) and not _WORD.search(answer)
 
 
@@ -158,7 +158,7 @@ def _kind(path: str) -> Kind:
 
 
 def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the keys from nested objects under dotted names such as `reward_model.ground_truth`."""
+    """Flatten nested objects by adding keys with dotted names such as `reward_model.ground_truth`."""
     inner = {
         f"{name}.{key}": each
         for name, value in record.items()

@@ -1,4 +1,4 @@
-"""Reads the rows in data files and records their places for messages.
+"""Reads rows from data files and records their locations for messages.
 
 `.jsonl` and `.ndjson` files have one object per line, and `.json` files may also contain a list.
 `.csv` and `.tsv` files have a header. All of these may be compressed (`.gz`). `.parquet` and
@@ -29,11 +29,11 @@ _LINES, _LISTS, _SHEETS = (".jsonl", ".ndjson"), (".json",), {".csv": ",", ".tsv
 _TABLES = (".parquet", ".arrow")
 KINDS = (*_LINES, *_LISTS, *_SHEETS, *_TABLES)
 READ_ERRORS = (OSError, EOFError, zlib.error)
-"""The errors that a file raises if it cannot be read or decompressed."""
+"""Errors raised when a file cannot be read or decompressed."""
 _TABLE_BATCH = 1024
-"""How many rows in a table to convert at a time."""
+"""Number of table rows to convert at a time."""
 _SMALL_TASKS = "small-tasks"
-"""The folder with the recipes that use the tasks in `keel.examples.small`."""
+"""Folder with the recipes that use the tasks in `keel.examples.small`."""
 _SURROGATE = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")
 
 
@@ -45,27 +45,27 @@ class Row(NamedTuple):
     """One row in a data file."""
 
     at: str
-    """The place of the row, as `file:line`, or `file, row 3` for a list or a table."""
+    """Location of the row: `file:line`, or `file, row 3` for a list or a table."""
     number: int
-    """The line number. In a list, a table or several files it is the row number."""
+    """Line number. For a list, a table or several files, the row number."""
     record: dict[str, Any] | BadLine
-    """The row's columns, or the error that says why it cannot be read."""
+    """The row's columns, or the error that explains why the row cannot be read."""
     written: dict[str, Any] | None
-    """The record with numbers as they were written.
+    """The record with numbers as written in the file.
 
-    It is missing for a table, where every row has all columns and an empty cell means that there
-    is no value.
+    It is missing for a table, where every row has all columns and an empty cell means that there is
+    no value.
     """
 
 
 def kind_of_file(path: Path) -> str:
-    """Return a file's extension without `.gz`, or "" if it is unknown."""
+    """Return a file's extension without `.gz`, or "" if the extension is unknown."""
     name = path.name.lower().removesuffix(".gz")
     return next((kind for kind in KINDS if name.endswith(kind)), "")
 
 
 def kind_of(value: object) -> str:
-    """Name the type of a JSON value, for messages."""
+    """Return the name of a JSON value's type for messages."""
     if value is None:
         return "missing or null"
     if isinstance(value, str):
@@ -75,12 +75,12 @@ def kind_of(value: object) -> str:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading, and decompress it if it ends in `.gz`."""
+    """Open a file for reading and decompress it if its name ends in `.gz`."""
     return cast(BinaryIO, gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
 
 
 def check_file(path: Path, knob: str) -> None:
-    """Raise ConfigError with the setting `knob` if the file does not exist."""
+    """Raise ConfigError, naming the setting `knob`, if the file does not exist."""
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "no such file"
         if _SMALL_TASKS in path.parts and not path.parent.exists():
@@ -89,9 +89,9 @@ def check_file(path: Path, knob: str) -> None:
 
 
 def lines_of(path: Path, knob: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not blank, with their numbers.
+    """Yield the non-blank lines with their numbers.
 
-    Raises ConfigError with the setting `knob` if the file cannot be read.
+    Raises ConfigError, naming the setting `knob`, if the file cannot be read.
     """
     check_file(path, knob)
     try:
@@ -108,11 +108,12 @@ def lines_of(path: Path, knob: str) -> Iterator[tuple[int, bytes]]:
 def object_of(
     line: bytes, *, replace_surrogates: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parse a line as an object, and again with numbers as they were written.
+    """Parse a line as an object and return it twice: parsed, and with numbers as written.
 
-    The second form is needed because `match: exact` distinguishes 0.10 from 0.1. With
-    `replace_surrogates`, lone surrogates become replacement characters, as in tokenizers
-    (`keel.rollout.chat.encoding`); a policy may sample them. Raises BadLine.
+    The second form is needed because `match: exact` distinguishes 0.10 from 0.1. If
+    `replace_surrogates` is set, lone surrogates, which a policy may sample, become replacement
+    characters, as in tokenizers (`keel.rollout.chat.encoding`). Raises BadLine if the line is not
+    an object.
     """
     try:
         text = line.decode(errors="surrogatepass") if replace_surrogates else line.decode()
@@ -147,10 +148,8 @@ def _checked(record: Any) -> dict[str, Any]:
 
 
 def rows_of_lines(path: Path, knob: str) -> Iterator[Row]:
-    """Yield the rows in a JSON-lines file, whatever its name.
-
-    Raises ConfigError if the file cannot be read.
-    """
+    """Yield the rows of a JSON-lines file with any file name. Raises ConfigError if it cannot be
+    read."""
     for number, line in lines_of(path, knob):
         at = f"{path}:{number}"
         try:
@@ -160,7 +159,8 @@ def rows_of_lines(path: Path, knob: str) -> Iterator[Row]:
 
 
 def rows_of_files(paths: list[Path], knob: str) -> Iterator[Row]:
-    """Yield the rows from all files in order. Raises ConfigError with `knob` and the file."""
+    """Yield the rows of all files in order. Raises ConfigError, naming `knob` and the file, if one
+    cannot be read."""
     number = 0
     for path in paths:
         check_file(path, knob)
@@ -196,7 +196,7 @@ def _rows(path: Path, knob: str) -> Iterator[Row]:
 
 
 def _json_rows(path: Path, knob: str) -> Iterator[Row]:
-    """Yield the rows in a `.json` file, which holds a list or one object per line."""
+    """Yield the rows of a `.json` file, which contains a list or one object per line."""
     with open_file(path) as file:
         text = file.read().decode("utf-8-sig")
     if not text.lstrip().startswith("["):
@@ -218,10 +218,11 @@ def _json_rows(path: Path, knob: str) -> Iterator[Row]:
 
 
 def _sheet_rows(path: Path, delimiter: str) -> Iterator[Row]:
-    """Yield the rows in a CSV file, each with the line on which it begins.
+    """Yield the rows of a CSV file with the lines on which they begin.
 
-    Spreadsheets write `;` where the comma is the decimal mark. Raises ConfigError for malformed
-    quotes, because a quote that is never closed makes one cell of the rest of the file.
+    The separator may be `;`, which spreadsheets use where the comma is the decimal mark. Raises
+    ConfigError for malformed quotes, because an unclosed quote would turn the rest of the file into
+    one cell.
     """
     csv.field_size_limit(1 << 30)
     with open_file(path) as file:
@@ -254,7 +255,7 @@ def _sheet_rows(path: Path, delimiter: str) -> Iterator[Row]:
 
 
 def _table_rows(path: Path, knob: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows in a Parquet or Arrow file as JSON data, without binary columns."""
+    """Yield the rows of a Parquet or Arrow file as JSON data, without binary columns."""
     try:
         arrow: Any = importlib.import_module("pyarrow")
         parquet: Any = importlib.import_module("pyarrow.parquet")
@@ -288,7 +289,7 @@ def _text_columns(schema: Any) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a table's value to JSON data: times and decimals to text, and NaN to null."""
+    """Convert a table value to JSON data. Times and decimals become text, and NaN becomes null."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in cast(Mapping[Any, Any], value).items()}
     if isinstance(value, list | tuple):
