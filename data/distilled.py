@@ -35,7 +35,10 @@ class _Candidate:
     """The first reason from `_LEFT_OUT` that applies, or "" if the completion passes the first
     checks."""
     line: Mapping[str, Any]
-    """The line to write for `keel sft` (`source: trajectories`). It includes the specialist's name."""
+    """The line to write for `keel sft` (`source: trajectories`).
+
+    It includes the specialist's name.
+    """
 
 
 def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list[str]:

@@ -82,8 +82,8 @@ def with_source_system(
 ) -> tuple[Mapping[str, Any], ...]:
     """Prepend the source's system messages to a prompt.
 
-    If the source has an environment, the prompt is left unchanged. `keel.agents.episode` then adds
-    the messages, because it knows the tools.
+    For a source with an environment, the system template is not added here. `keel.agents.episode`
+    adds it later, because it knows the tools.
     """
     template = "none" if source.environment.enabled else source.system_template
     return with_system(system_prompt(template), with_system(source.system, messages))

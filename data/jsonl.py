@@ -216,8 +216,11 @@ def _messages(row: KeyedRow, columns: Columns, source: SourceConfig) -> list[dic
 def _in_template(
     row: KeyedRow, columns: Columns, messages: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Insert the last user message into the source's template. Without such a message, the template
-    becomes the message."""
+    """Insert the last message, which must be the user's, into the source's template.
+
+    If there are no messages, the filled template becomes the user message. Raises BadLine if that
+    fails.
+    """
     if not messages:
         return [{"role": "user", "content": columns.fill_template(row, None)}]
     *before, last = messages

@@ -93,7 +93,10 @@ class Stream(Generic[T]):
         self._requeued = deque(known[prompt_id] for prompt_id in state["unfinished"])
 
     def _current_identity(self) -> dict[str, Any]:
-        """Return a digest of each source's data. It shows whether a saved position is still valid."""
+        """Return a digest of each source's data.
+
+        It shows whether a saved position is still valid.
+        """
         if self._identity is None:
             self._identity = {"seed": self._seed}
             for name, prompts in self._sources.items():

@@ -1,4 +1,5 @@
-"""Reads conversations from files: either chats, or trajectories from Keel's runs and evaluations."""
+"""Reads conversations from files: either chats, or trajectories from Keel's runs and
+evaluations."""
 
 from __future__ import annotations
 
@@ -104,7 +105,10 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSou
     mode = {"as-written": None, "with": True, "without": False}[source.thinking]
 
     def is_learnable(conversation: Mapping[str, Any]) -> bool:
-        """Return whether to keep a row. Malformed rows are kept here and rejected later."""
+        """Return whether a conversation has an assistant message to train on.
+
+        Malformed conversations are kept here and rejected later.
+        """
         messages = conversation.get("messages")
         return not isinstance(messages, list) or any(
             not isinstance(m, dict) or (m.get("role") == "assistant" and m.get("weight") != 0)

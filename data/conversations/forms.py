@@ -111,8 +111,7 @@ def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 def thinking_of(record: Mapping[str, Any], messages: Sequence[Message], mode: str) -> bool:
     """Return whether to render a line in thinking mode.
 
-    `mode` is the source's setting. Raises BadLine if the line's own setting is invalid or
-    conflicts.
+    `mode` is the source's setting. Raises BadLine if the line's `thinking` is not true or false.
     """
     value = record.get("thinking")
     if value is not None and not isinstance(value, bool):

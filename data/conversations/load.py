@@ -180,7 +180,10 @@ def load_lessons(
 
 
 def _content_of(lesson: SftExample) -> str:
-    """Return text that identifies a conversation. A resumed run compares it to detect changed data."""
+    """Return text that identifies a conversation.
+
+    A resumed run compares it to detect changed data.
+    """
     tokens = hashlib.blake2b(digest_size=16)
     for segment in lesson.segments:
         tokens.update(segment.token_ids_T.tobytes())

@@ -156,7 +156,10 @@ def answers(text: str) -> list[int]:
 
 
 def _files(path: Path, knob: str) -> tuple[list[Path], list[str]]:
-    """Return the files to read and the names of the folder's other files. Hidden files are ignored."""
+    """Return the files to read and the names of the folder's other files.
+
+    Hidden files are ignored.
+    """
     files = [path]
     if path.is_dir():
         every = [file for file in sorted(path.rglob("*")) if file.is_file()]

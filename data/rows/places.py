@@ -41,7 +41,8 @@ _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\..+")
 
 
 class FilesNotFound(ValueError):
-    """Raised if the split or subset has no files, or if several subsets exist and none was chosen."""
+    """Raised if the split or subset has no files, or if several subsets exist and none was
+    chosen."""
 
 
 class _Source(Protocol):

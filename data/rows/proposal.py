@@ -1,4 +1,7 @@
-"""Suggests settings for a data source by looking at the first rows of a file. Used by `keel new`."""
+"""Suggests settings for a data source by looking at the first rows of a file.
+
+Used by `keel new`.
+"""
 
 from __future__ import annotations
 
@@ -158,7 +161,8 @@ def _kind(path: str) -> Kind:
 
 
 def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten nested objects by adding keys with dotted names such as `reward_model.ground_truth`."""
+    """Flatten nested objects by adding keys with dotted names such as
+    `reward_model.ground_truth`."""
     inner = {
         f"{name}.{key}": each
         for name, value in record.items()
