@@ -11,20 +11,20 @@ from keel.rl.checks import require, require_rows
 
 Scale = Literal["none", "std"]
 _ROUNDING_ULP = 4
-"""Rewards count as equal if they differ by at most this many units in the last place of the largest
-reward in the group."""
+"""Tolerance for treating rewards as equal, in units in the last place of the largest reward in the
+group."""
 
 
 def group_advantages(rewards: Tensor, *, scale: Scale = "none") -> Tensor:
-    r"""Compute advantages Â_i = R_i − mean(R) within each group (DeepSeek-V3.2, 2025, under Eq. 6).
+    """Compute advantages Â_i = R_i − mean(R) within each group (DeepSeek-V3.2, 2025, under Eq. 6).
 
-    `rewards` is [..., G], with one group along the last axis, and the result has the same shape and
+    `rewards` is [..., G], with one group along the last axis. The result has the same shape and
     dtype. If the rewards in a group differ only by rounding errors (like 0.1 + 0.2 and 0.3), its
     advantages are exactly 0.
 
     With `scale="std"`, advantages are divided by the group's standard deviation (with Bessel's
-    correction), as in the original GRPO (DeepSeekMath, 2024). Advantages that are 0 stay 0, since
-    dividing would turn rounding errors into large advantages.
+    correction), as in the original GRPO (DeepSeekMath, 2024). Zero advantages stay 0, since the
+    division would turn rounding errors into large advantages.
 
     Raises `ValueError` if rewards have no group axis, have an integer dtype or are not finite
     (checked on the CPU only), and if `scale` is unknown.

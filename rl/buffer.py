@@ -1,9 +1,6 @@
-"""The buffer between sampling and training, which limits how far sampling runs ahead and filters
-groups.
-
-It uses no threads or clocks, which `keel.trainer.batch_stream` adds. Sampling is held back only by
-`GroupBuffer.room`.
-"""
+"""The buffer between sampling and training. It limits how far sampling runs ahead of training and
+filters groups. The buffer itself uses no threads or clocks; `keel.trainer.batch_stream` adds them.
+Sampling is held back only by `GroupBuffer.room`."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _Filter = Literal["none", "reward", "correct"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The groups that one step trains on."""
+    """The groups used in one training step."""
 
     groups: tuple[ScoredGroup, ...]
     """The groups, in the order in which their prompts were submitted."""
@@ -33,9 +30,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lag:
-    """How far the weights used for sampling may be behind the trainer's. `batches` is the number of
-    batches sampled ahead, `publish_every` the number of steps between weight updates, and `updates`
-    the number of optimizer steps on one batch. Each optimizer step creates a new version of the
+    """Limits how stale the sampling weights may be. `batches` is the number of batches sampled
+    ahead of training. `publish_every` is the number of steps between weight updates. `updates` is
+    the number of optimizer steps per batch; each optimizer step creates a new version of the
     weights."""
 
     batches: int = 0
@@ -44,8 +41,8 @@ class Lag:
 
     @property
     def versions(self) -> int:
-        """The largest number of versions by which the weights that sampled a token may be behind
-        when the token is trained on."""
+        """The maximum staleness of a token: how many versions the weights may advance between
+        sampling the token and training on it."""
         return (self.batches + self.publish_every - 1) * self.updates
 
 
@@ -54,34 +51,36 @@ class _Place:
     prompt: Prompt
     group: ScoredGroup | None = None
     reason: str | None = None
-    """Why the group should be filtered out, if it should."""
+    """Why the group should be filtered out, or None to keep it."""
     freed: bool = False
-    """True if the slot is already free because the group will certainly be discarded."""
+    """True if the slot was freed early because the group is certain to be discarded."""
 
 
 class GroupBuffer:
     """Tracks submitted and finished groups, and forms batches from them.
 
-    A group occupies a slot from the time its prompt is submitted until the engines use weights that
-    were trained on it. There are slots for `Lag.batches` + 1 batches, so with a lag of 0 every
-    group is sampled from the very weights that it trains. If a group is filtered out, its slot goes
-    to a new prompt, which is added at the end of the queue and sampled from newer weights.
+    A group occupies a slot from the submission of its prompt until the engines have weights trained
+    on that group. There are slots for `Lag.batches` + 1 batches, so with a lag of 0, every group is
+    sampled from exactly the weights that it then updates. If a group is filtered out, a new prompt
+    takes its slot. The new prompt joins the end of the queue and is sampled from newer weights.
 
-    Groups are trained on in the order of their prompts, and a step waits for all its groups. Taking
-    finished groups first would favour short completions while the long ones become older. The order
-    also enforces `Lag.versions` without comparing versions. While the engines are at step a, only
-    groups for steps up to a + `publish_every` + `batches` can be submitted, so none is trained on
-    later than that. No other order would wait less: with new weights at every step, the submitted
-    groups fill all steps up to the bound, so moving one group forward would push another beyond it.
+    Groups are trained on in the order in which their prompts were submitted, and a step waits for
+    all its groups. Training on finished groups first would favour short completions and let the
+    long ones become stale. The order also enforces `Lag.versions` without comparing versions. While
+    the engines are at step a, only groups for steps up to a + `publish_every` + `batches` can be
+    submitted, so none is trained on later than that. No other order would reduce the waiting: with
+    new weights at every step, the submitted groups fill all steps up to the bound, so moving one
+    group forward would push another beyond it.
 
     The same rule covers trajectories with many turns, and no trajectory is dropped because of its
-    age. Its oldest token is the first one, and that was sampled from weights no older than those in
-    use when the prompt was submitted. A trajectory therefore spans at most `Lag.versions` new
-    versions, however many turns it has, and after that the trainer waits for it. Dropping
-    trajectories by their oldest token would drop exactly the long ones. The sequence mask handles
-    bad completions that have become too off-policy.
+    age. The oldest token of a trajectory is its first one, which was sampled from weights no older
+    than those in use when the prompt was submitted. A trajectory therefore spans at most
+    `Lag.versions` new versions, however many turns it has; after that, the trainer waits for it.
+    Dropping trajectories whose oldest token is too stale would drop exactly the long ones. Bad
+    completions that have become too off-policy are handled by the sequence mask.
 
-    Groups are filtered in the same order, so the result does not depend on when they arrive.
+    Groups are also filtered in the order of their prompts, so the result does not depend on when
+    they arrive.
     """
 
     def __init__(
@@ -94,9 +93,8 @@ class GroupBuffer:
         filter_by: _Filter = "none",
         max_refills: float = 0.0,
     ) -> None:
-        """Create a buffer for steps `start` + 1 … `steps`. `batch` is the number of groups in a
-        step. `max_refills` limits how many groups may be discarded for one batch, as a multiple of
-        `batch`."""
+        """Create a buffer for steps `start` + 1 … `steps`. `batch` is the number of groups per
+        step. At most `max_refills` · `batch` groups may be discarded per batch."""
         self._batch, self._lag, self._steps = batch, lag, steps
         self._filter: _Filter = filter_by
         self._budget = int(max_refills * batch)
@@ -105,28 +103,29 @@ class GroupBuffer:
         """Number of prompts submitted since step 1, not counting discarded ones."""
         self._numbers = 0
         self._queue: dict[int, _Place] = {}
-        """The undecided groups by number, in order. The first one has not arrived yet."""
+        """Groups by number, in order, for which it is undecided whether to keep them. The first one
+        has not arrived yet."""
         self._members: list[ScoredGroup] = []
         self._discarded: list[ScoredGroup] = []
         self._counts: Counter[str] = Counter()
         self._batches: deque[Batch] = deque()
 
     def room(self) -> int:
-        """Return how many prompts to submit now. In a resumed run, the count still goes up to the
-        next scheduled weight update, so the run continues as if it had not been interrupted."""
+        """Return the number of prompts to submit now. A resumed run still submits up to the next
+        scheduled weight update, so it continues as if it had not been interrupted."""
         every = self._lag.publish_every
         ahead = (self._adopted // every + 1) * every + self._lag.batches
         return max(0, min(ahead, self._steps) * self._batch - self._submitted)
 
     def submitted(self, prompt: Prompt) -> int:
-        """Register a submitted prompt and return the number of its group."""
+        """Register a submitted prompt and return the number assigned to its group."""
         self._submitted += 1
         self._numbers += 1
         self._queue[self._numbers] = _Place(prompt)
         return self._numbers
 
     def arrived(self, number: int, group: ScoredGroup) -> None:
-        """Add the group with this number after it has been sampled and scored."""
+        """Add the sampled and scored group with this number."""
         place = self._queue[number]
         place.group, place.reason = group, uninformative(group, self._filter)
         for first, place in list(self._queue.items()):
@@ -137,33 +136,32 @@ class GroupBuffer:
         self._free_early()
 
     def awaited(self) -> list[int]:
-        """Return the numbers of unfinished groups that the next batch certainly needs."""
+        """Return the numbers of the unfinished groups that the next batch is certain to need."""
         missing = 0 if self._batches else self._batch - len(self._members)
         return [n for n, place in islice(self._queue.items(), missing) if place.group is None]
 
     def ready(self) -> bool:
-        """Return whether a batch is complete."""
+        """Return True if the next batch is complete."""
         return bool(self._batches)
 
     def take(self) -> Batch:
-        """Remove and return the next batch. Call this only if `ready` returns True."""
+        """Remove and return the next batch. Call this only when `ready` returns True."""
         return self._batches.popleft()
 
     def adopted(self, step: int) -> None:
-        """Free the slots for the groups of `step`, because the engines now use the weights trained
-        on them."""
+        """Free the slots of the groups from `step`, now that the engines use weights trained on
+        them."""
         self._adopted = max(self._adopted, step)
 
     def unfinished(self) -> tuple[Prompt, ...]:
-        """Return the prompts that have not been trained on, in order, so that a resumed run can
-        submit them again."""
+        """Return the prompts that have not been trained on, in order. A resumed run submits them
+        again."""
         groups = [*(group for batch in self._batches for group in batch.groups), *self._members]
         queue = (place.prompt for place in self._queue.values() if not place.freed)
         return (*(group.group.prompt for group in groups), *queue)
 
     def discarding(self) -> tuple[Prompt, ...]:
-        """Return the prompts whose groups were filtered out for batches that have not been taken
-        yet."""
+        """Return the prompts of groups that were filtered out for the batches not taken yet."""
         ready = (group for batch in self._batches for group in batch.discarded)
         groups = [*ready, *self._discarded]
         freed = (place.prompt for place in self._queue.values() if place.freed)
@@ -186,8 +184,9 @@ class GroupBuffer:
             self._members, self._discarded, self._counts = [], [], Counter()
 
     def _free_early(self) -> None:
-        """Free the slots of groups that will be discarded whatever happens to the earlier ones. The
-        budget must suffice even if all undecided groups before them are discarded too."""
+        """Free the slots of groups that are certain to be discarded, whatever happens to earlier
+        groups. A group is certain to be discarded if the discard budget suffices even when all
+        undecided groups before it are discarded too."""
         discarded = len(self._discarded)
         for place in self._queue.values():
             discarded += place.group is None or place.reason is not None
@@ -204,10 +203,10 @@ class GroupBuffer:
 def uninformative(
     group: ScoredGroup, by: _Filter
 ) -> Literal["all_correct", "all_wrong", "all_equal", "empty", "lone"] | None:
-    """Return the reason for filtering out a group, or None to keep it. With `by="reward"`, groups
-    are filtered out if all their advantages are 0. With `by="correct"`, they are filtered out if
-    their completions have the same `correct` part, even if they differ in length or format. A group
-    that lost all its completions is `empty`, and one with a single completion left is `lone`."""
+    """Return the reason for filtering out a group, or None to keep it. With `by="reward"`, a group
+    is filtered out if all its advantages are 0. With `by="correct"`, it is filtered out if all its
+    completions have the same `correct` value, even if they differ in length or format. A group that
+    lost all its completions is `empty`, and a group with one completion left is `lone`."""
     if by == "none":
         return None
     if len(group.parts_G) < 2:
@@ -222,15 +221,11 @@ def uninformative(
 
 
 def split_updates(groups: Sequence[ScoredGroup], updates: int) -> list[list[ScoredGroup]]:
-    """Split the groups for `updates` optimizer steps, so that each step gets the same number (±1).
-
-    Groups that contribute a gradient (not `ScoredGroup.idle`) are also split evenly. If there are
-    too few of them for every step, the number of steps is reduced, because momentum would move the
-    weights even without a gradient. At least one step remains if there are any completions. Groups
-    without completions are omitted.
-
-    Raises `ValueError` if `updates` is below 1.
-    """
+    """Split the groups evenly (±1) between `updates` optimizer steps. Groups that contribute a
+    gradient (not `ScoredGroup.idle`) are also split evenly. If there are too few of these for every
+    step, fewer steps are returned, because momentum would move the weights even without a gradient.
+    At least one step remains if there are any completions. Groups without completions are omitted.
+    Raises `ValueError` if `updates` is below 1."""
     if updates < 1:
         raise ValueError(f"updates = {updates}: must be at least 1")
     sampled = [group for group in groups if group.group.trajectories]

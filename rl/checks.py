@@ -1,8 +1,7 @@
-"""Argument checks for the losses, whose errors name the argument and, for values, the row.
-
-Shapes and dtypes are always checked. Values are checked on the CPU only, because each check would
-stall a GPU. In training, `keel.rl.packing.MicroBatch` has checked a batch's values on the host.
-"""
+"""Argument checks for the losses. An error names the invalid argument and, for an invalid value,
+its row. Shapes and dtypes are always checked. Values are checked on the CPU only, because each
+check would stall a GPU. During training, `keel.rl.packing.MicroBatch` has already checked the
+values on the host."""
 
 from __future__ import annotations
 
@@ -11,14 +10,14 @@ from torch import Tensor
 
 
 def require(ok: bool, message: str) -> None:
-    """Raise `ValueError` with `message` unless `ok` is true."""
+    """Raise `ValueError` with `message` if `ok` is False."""
     if not ok:
         raise ValueError(message)
 
 
 def require_rows(name: str, value: Tensor, ok: Tensor, rule: str) -> None:
-    """Raise `ValueError` for the first row of `value` where `ok` is False. On a GPU this does
-    nothing."""
+    """Raise `ValueError` naming the first row of `value` where `ok` is False. Does nothing on a
+    GPU."""
     if value.is_cpu and not bool(ok.all()):
         row = tuple(int(i) for i in (~ok).nonzero()[0])
         index = ", ".join(map(str, row))
@@ -26,8 +25,8 @@ def require_rows(name: str, value: Tensor, ok: Tensor, rule: str) -> None:
 
 
 def require_log_probs(logp: Tensor, **others: Tensor) -> None:
-    """Check that all arguments are float32 or float64 vectors with the same length. Half precision
-    is too coarse for log-probabilities: near 10 nats, adjacent bfloat16 values are 0.06 apart."""
+    """Check that all arguments are float32 or float64 vectors of the same length. Half precision is
+    too coarse for log-probabilities: near 10 nats, adjacent bfloat16 values are 0.06 apart."""
     for name, value in {"logp": logp, **others}.items():
         require(value.ndim == 1, f"{name} has shape {list(value.shape)}: must be 1-D, [N]")
         require(
@@ -38,7 +37,7 @@ def require_log_probs(logp: Tensor, **others: Tensor) -> None:
 
 
 def require_sequences(sequence: Tensor, advantage: Tensor, num_sequences: int) -> None:
-    """Check that `sequence` contains valid indices below `num_sequences` and that `advantage` is
+    """Check that all indices in `sequence` are in [0, `num_sequences`) and that `advantage` is
     finite."""
     require(num_sequences >= 0, f"num_sequences = {num_sequences}: must not be negative")
     require(sequence.dtype == torch.int64, f"sequence is {sequence.dtype}: must be int64")
@@ -56,8 +55,7 @@ def require_sequences(sequence: Tensor, advantage: Tensor, num_sequences: int) -
 
 
 def checked_weight(weight: Tensor | None, sequence_tokens: Tensor, logp: Tensor) -> Tensor:
-    """Check `sequence_weight` [S] and return it in the dtype of `logp`, or return ones if it is
-    None."""
+    """Check `sequence_weight` [S] and return it in the dtype of `logp`, or ones if it is None."""
     if weight is None:
         return torch.ones_like(sequence_tokens, dtype=logp.dtype)
     require(

@@ -1,4 +1,4 @@
-"""Evaluation metrics, and the rule that decides whether a completion passes."""
+"""Evaluation metrics, and the rule for when a completion passes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from keel.rl.metrics import Mean, Metric, Sum, mean_of
 from keel.rl.types import FUNCTIONS, ScoredGroup
 
 ERROR = "error"
-"""The name of a reward part that is above 0 if the completion could not be scored."""
+"""The name of the reward part that is above 0 if a completion could not be scored."""
 _PASS = 1 - 1e-9
-"""The lowest `correct` with which a completion passes: 1, minus the rounding error of a weighted
-mean. Rewards keep partial credit well below this (`keel.rewards.rules.reasoning_gym`)."""
+"""The lowest `correct` value of a passing completion: 1, minus the rounding error of a weighted
+mean. Reward functions keep partial credit well below this (`keel.rewards.rules.reasoning_gym`)."""
 FAIL = 1e-9
-"""The highest `correct` for a completion that gets no credit: 0, plus the rounding error."""
+"""The highest `correct` value of a completion without any credit: 0, plus the rounding error."""
 
 
 def passed(correct: float) -> bool:
-    """Return whether a completion is completely right. Partial credit and NaN do not count.
+    """Return True if a completion is fully correct. Partial credit and NaN do not count as a pass.
     Evaluations, filters and comparisons all use this rule."""
     return correct >= _PASS
 
 
 def pass_at_k(samples: int, passes: int, k: int) -> float:
-    """Return an unbiased estimate of the probability that at least one of k completions passes. The
+    """Estimate, without bias, the probability that at least one of k completions passes. The
     estimate is 1 − C(n−c, k) / C(n, k), where n is `samples` and c is `passes` (Chen et al., 2021,
     Eq. 1). Raises ValueError unless 1 ≤ k ≤ samples."""
     if not 1 <= k <= samples:
@@ -33,7 +33,7 @@ def pass_at_k(samples: int, passes: int, k: int) -> float:
 
 
 def evaluation(groups: Sequence[ScoredGroup]) -> dict[str, Metric]:
-    """Compute evaluation metrics from scored groups with one or more completions per prompt.
+    """Compute evaluation metrics from scored groups, which have one or more completions per prompt.
 
     pass@1    fraction of the requested completions that are completely right (`passed`), where
               missing and unscored ones count as wrong (Chen et al., 2021, k = 1)

@@ -1,4 +1,4 @@
-"""Functions that combine instances of `concurrent.futures.Future`."""
+"""Helper functions for combining `concurrent.futures.Future` objects."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def failed(error: BaseException) -> Future[Any]:
 
 
 def done() -> Future[None]:
-    """Return a future that has already completed, with the value None."""
+    """Return a future that has already completed with the result None."""
     future: Future[None] = Future()
     future.set_result(None)
     return future
 
 
 def when_all(futures: Sequence[Future[Any]], make: Callable[[], T]) -> Future[T]:
-    """Return a future for the result of `make`, which is called once all `futures` have completed.
-    `make` runs in the thread that completes the last future. It sees an error from a future when it
-    asks for that future's result. If `make` itself raises, the returned future fails."""
+    """Call `make` once all `futures` have completed, and return a future for its result. `make`
+    runs in the thread that completes the last future. If one of the futures failed, reading its
+    result in `make` raises its error. If `make` raises, the returned future fails."""
     made: Future[T] = Future()
     pending, lock = len(futures), threading.Lock()
 
@@ -49,8 +49,9 @@ def when_all(futures: Sequence[Future[Any]], make: Callable[[], T]) -> Future[T]
 
 
 def then(first: Future[T], start: Callable[[T], Future[U]]) -> Future[U]:
-    """Return a future for the result of a second step, which `start` begins with the result of
-    `first`. It fails if either step fails. Cancelling it cancels `first`."""
+    """Chain two asynchronous steps: pass the result of `first` to `start`, and return a future for
+    the result of the step that it starts. The future fails if either step fails. Cancelling it
+    cancels `first`."""
     last: Future[U] = Future()
 
     def first_is_done(_: Future[T]) -> None:

@@ -1,31 +1,29 @@
-"""KL divergence from the reference policy, estimated from the sampled tokens.
-
-Both estimators use ρ = π_ref/π_θ. The loss detaches everything except π_θ.
-"""
+"""Estimators of the KL divergence from the reference policy, computed from sampled tokens. Both use
+ρ = π_ref/π_θ. In the loss, gradients flow through π_θ only."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 BOUND = 20.0
-"""Largest absolute log-ratio, in nats, that is passed to an exponential. It corresponds to a ratio
-of 5e8."""
+"""Largest absolute log-ratio, in nats, that is exponentiated. It corresponds to a ratio of 5e8."""
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """Clamp to ±`BOUND`, with a straight-through gradient of 1. A plain clamp has no gradient
-    outside the bound, which is where the policy has drifted furthest. NaN and infinities become
-    NaN, because a valid log-ratio cannot have these values and clamping would hide the error."""
+    """Clamp values to ±`BOUND`, with a straight-through gradient of 1. An ordinary clamp has no
+    gradient outside the bound, which is where the policy has drifted furthest. NaN and infinities
+    become NaN: they are never valid log-ratios, and clamping would hide the error."""
     return log_ratio.clamp(-BOUND, BOUND).detach() + (log_ratio - log_ratio.detach())
 
 
 def k3(logp: Tensor, logp_ref: Tensor) -> Tensor:
-    r"""Estimate KL(π_θ ‖ π_ref) per token from samples of π_θ.
+    """Estimate KL(π_θ ‖ π_ref) per token from samples of π_θ.
 
         ρ − log ρ − 1,   ρ = π_ref/π_θ
 
-    Only the exponential is bounded. The value is unbiased for samples of π_θ, but its gradient is
-    not the gradient of the KL (d/dlogp = 1 − ρ); see `unbiased_k3`. Schulman (2020).
+    The log-ratio is clamped to ±`BOUND` in the exponential only. The value is unbiased for samples
+    of π_θ, but its gradient is not the gradient of the KL (d/dlogp = 1 − ρ); see `unbiased_k3`.
+    Schulman (2020).
 
     Shapes: both [N], natural-log probabilities of the sampled tokens. Returns [N], ≥ 0.
     """

@@ -1,8 +1,6 @@
 """The training losses: the GRPO loss from section 3.1 of DeepSeek-V3.2 (2025) and the
-log-likelihood loss.
-
-Each call returns one part's share of the loss, and the shares of a step add up to the whole.
-"""
+log-likelihood loss. A step can be split over several calls. Each call returns its share of the
+loss, and the shares add up to the loss of the whole step."""
 
 from __future__ import annotations
 
@@ -32,19 +30,19 @@ _ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "k3": lambda logp, logp_old, logp_ref: k3(logp, logp_ref),
 }
 _FAR = 0.1
-"""`mismatch/ratio_outside_fraction` counts the ratios that differ from 1 by more than this."""
+"""`mismatch/ratio_outside_fraction` counts ratios that differ from 1 by more than this value."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossOutput:
-    """One part's share of the GRPO loss, with its metrics."""
+    """One call's share of the GRPO loss, with its metrics."""
 
     loss: Tensor
-    """The loss as a scalar that carries the gradient."""
+    """The scalar loss, which carries the gradient."""
     totals: Tensor
-    """The numbers from which `metrics` is computed, as [3 + 2·len(means)] float64 on the loss's
-    device. They are the loss, the largest ratio and the largest gap in a sequence, followed by a
-    sum and a count for each name in `means`."""
+    """The values from which `metrics` is computed, as [3 + 2·len(means)] float64 on the loss's
+    device. The first three are the loss, the largest ratio and the largest gap in a sequence. A sum
+    and a count for each name in `means` follow."""
     means: tuple[str, ...]
     """Names of the metrics that are averages."""
     masked: bool
@@ -52,8 +50,8 @@ class LossOutput:
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """The metrics of this share, which can be merged with other shares. Read them after the
-        backward pass, because reading copies them from the device and waits for it."""
+        """The metrics of this share, which can be merged with those of other shares. Read them
+        after the backward pass, because reading waits for the device and copies them from it."""
         loss, ratio_max, gap_max, *pairs = (float(number) for number in self.totals.cpu())
         means = zip(self.means, pairs[::2], pairs[1::2], strict=True)
         return {
@@ -81,7 +79,7 @@ def grpo_loss(
     sequence_weight: Tensor | None = None,
     sequence_gap: Tensor | None = None,
 ) -> LossOutput:
-    r"""Compute this part's share of the GRPO loss (DeepSeek-V3.2, 2025, Eq. 5 and 7–9).
+    """Compute one call's share of the GRPO loss (DeepSeek-V3.2, 2025, Eq. 5 and 7–9).
 
         −1/B Σ_i w_i/|o_i| Σ_t [ min(r Â_i, clip(r, 1−ε_low, 1+ε_high) Â_i) · M_i − β_t · KL_t ]
 
@@ -104,18 +102,18 @@ def grpo_loss(
                                               NaN
 
     Eq. 5 takes the mean over the sequences in each group, and then the mean over groups. If all
-    groups have the same size, this is the mean over all sequences. Otherwise
-    w_i = B / (n G_i), where the step has n groups and the group of sequence i has G_i sequences
+    groups have the same size, this is the mean over all sequences. Otherwise w_i = B / (n G_i),
+    where the step has n groups and the group of sequence i has G_i sequences
     (`keel.rl.packing.pack`).
 
-    Both denominators are global, so the shares (and gradients) of any split of a step into ranks,
-    micro-batches and segments add up. With `mask_delta`, a sequence with a negative advantage must
+    Both denominators are global, so however a step is split into ranks, micro-batches and segments,
+    the shares (and gradients) add up. With `mask_delta`, a sequence with a negative advantage must
     come in one call or with its `sequence_gap`, because M depends on the whole sequence. N = 0
     gives a loss of 0. The advantage may vary within a sequence, as in the paper (Â_{i,t}).
 
     Gradient flows to `logp` only. NaN and infinities in `logp_ref` have no effect where β = 0, and
     neither does an infinite log-ratio of a clipped token or of a sequence with M = 0, unless β > 0
-    there. All others reach the loss, so that an error is not hidden.
+    there. All other NaN and infinite values reach the loss, so that an error is not hidden.
 
     Metrics:
         loss                              share of the loss
@@ -196,12 +194,12 @@ def grpo_loss(
 def _surrogate(
     log_ratio: Tensor, advantage: Tensor, keep: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """Return min(r Â, clip(r) Â) · M, and where the clip is active, both as [N].
+    """Return min(r Â, clip(r) Â) · M and a mask of the tokens where the clip is active, both [N].
 
     The minimum picks the clipped side where r is above the range and Â > 0, or below it and Â < 0.
-    Tokens are selected before the exponential, and not by multiplying with 0 afterwards, so that an
-    infinite log-ratio at one token cannot reach the gradients of the others. NaN counts as not
-    clipped, so it reaches the loss.
+    Excluded tokens are removed before the exponential instead of being multiplied by 0 afterwards,
+    so that an infinite log-ratio at one token cannot reach the gradients of the others. NaN counts
+    as not clipped, so it reaches the loss.
     """
     with torch.no_grad():
         ratio = log_ratio.clamp(-BOUND, BOUND).exp()
@@ -295,18 +293,18 @@ def _check_kl(logp: Tensor, logp_ref: Tensor | None, kl_coef: float | Tensor) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NllOutput:
-    """One part's share of the log-likelihood loss, with its metrics."""
+    """One call's share of the log-likelihood loss, with its metrics."""
 
     loss: Tensor
-    """The loss as a scalar that carries the gradient."""
+    """The scalar loss, which carries the gradient."""
     totals: Tensor
-    """[3] float64 on the loss's device: the loss, Σ −log p and the number of tokens."""
+    """The loss, Σ −log p and the number of tokens, as [3] float64 on the loss's device."""
 
     @property
     def metrics(self) -> dict[str, Metric]:
         """The metrics `loss` and `nll`, where `nll` is the unweighted mean of −log p over tokens,
-        in nats. Read them after the backward pass, because reading copies them from the device and
-        waits for it."""
+        in nats. Read them after the backward pass, because reading waits for the device and copies
+        them from it."""
         loss, total, count = (float(number) for number in self.totals.cpu())
         return {"loss": Sum(loss), "nll": Mean(total, count)}
 

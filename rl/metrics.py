@@ -1,4 +1,4 @@
-"""Metrics that can be merged correctly over ranks and micro-batches."""
+"""Metrics that merge correctly across ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import reduce
 
 MEASURES = ("/pass@1", "/loss", "/indexer/held")
-"""Suffixes of the main evaluation metrics, which summaries and reports show."""
+"""Suffixes of the main evaluation metrics, which are shown in summaries and reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean, stored as a sum and a count so that means can be merged."""
+    """A mean, stored as a sum and a count so that several means can be merged."""
 
     total: float
     count: float
@@ -64,7 +64,7 @@ Metric = Mean | Sum | Max
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge the metrics that have the same name. Raises `ValueError` if their types differ."""
+    """Merge metrics with the same name. Raises `ValueError` if their types differ."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
@@ -79,7 +79,7 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return the metrics as plain numbers."""
+    """Convert the metrics to plain numbers."""
     return {name: metric.value for name, metric in metrics.items()}
 
 

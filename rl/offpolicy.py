@@ -1,5 +1,5 @@
-"""Corrections for off-policy training: the sequence mask, and a penalty on probability mass that
-leaves the sampling masks."""
+"""Corrections for off-policy training: the sequence mask, and a penalty for moving probability mass
+out of the sampling masks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ def off_policy_sequence_mask(
     delta: float,
     sequence_gap: Tensor | None = None,
 ) -> Tensor:
-    r"""Compute the sequence mask M (DeepSeek-V3.2, 2025, Eq. 9).
+    """Compute the sequence mask M (DeepSeek-V3.2, 2025, Eq. 9).
 
         M_i = 0  iff  Â_i < 0  and  mean_t(log π_old − log π_θ) > δ
 
-    The mask drops a bad completion if the policy has moved away from it, or if trainer and engine
-    disagree on it. It never drops a good completion, and it carries no gradient.
+    A bad completion is dropped if the policy has moved away from it, or if the trainer and the
+    engine disagree about its probability. A good completion is never dropped. The mask carries no
+    gradient.
 
     Shapes: `logp`, `logp_old` and `advantage` are [N] over sampled tokens, and `sequence` is [N]
     int64 with the index of each token's sequence, in any order. Returns [N] bool, where True means
@@ -62,7 +63,8 @@ def off_policy_sequence_mask(
 
 
 def kept_mass_shortfall(log_mass: Tensor, *, top_p: float) -> Tensor:
-    r"""Compute how much probability mass sampling masks lack: max(0, log p² − log m), in nats.
+    """Compute how much probability mass is missing from each sampling mask: max(0, log p² − log m),
+    in nats.
 
     m = Σ_{v∈S} π_θ(v) is the probability of the sampling mask S within the whole vocabulary. Keep
     Sampling Mask compares policies only within S, so ratios, the clip and the sequence mask do not
@@ -71,9 +73,9 @@ def kept_mass_shortfall(log_mass: Tensor, *, top_p: float) -> Tensor:
     penalty is not part of DeepSeek-V3.2.
 
     Top-p sampling ensures m ≥ p. If top-k is set too, pass only masks that top-k did not shorten.
-    With the threshold p², the policy may move as much mass out of S as sampling removed without a
-    penalty, since 1 − p² ≈ 2 (1 − p). With a threshold of p, even fresh samples would be penalised
-    wherever the engine and the trainer round differently.
+    With the threshold p², the policy may, without a penalty, move as much mass out of S as
+    truncation removed, since 1 − p² ≈ 2 (1 − p). With a threshold of p, even fresh samples would be
+    penalised wherever the engine and the trainer round differently.
 
     `log_mass` is log m for each token, float32 or float64, and carries the gradient. NaN
     propagates. Raises `ValueError` if an argument is invalid.
@@ -86,15 +88,15 @@ def kept_mass_shortfall(log_mass: Tensor, *, top_p: float) -> Tensor:
 
 class GapTotals:
     """Accumulates log π_old − log π_θ for the P trajectories that span several micro-batches or
-    ranks. The sequence mask compares the means with δ. `sums_2P` [2, P] float64 holds the sums and
-    the token counts, which can be added up over ranks."""
+    ranks. The sequence mask compares the mean of each trajectory with δ. `sums_2P` [2, P] float64
+    holds the sums and the token counts, which can be summed over ranks."""
 
     def __init__(self, count: int, device: torch.device | str = "cpu") -> None:
         self.sums_2P = torch.zeros(2, count, dtype=torch.float64, device=device)
 
     def add(self, logp: Tensor, logp_old: Tensor, owner: Tensor) -> GapTotals:
-        """Add N tokens. `owner` [N] gives the trajectory of each token, 0 … P−1, or −1 if the token
-        belongs to none of them."""
+        """Add N tokens. `owner` [N] is the index of each token's trajectory, 0 … P−1, or −1 if the
+        token belongs to none of them."""
         gap, ones = logp_old.detach() - logp.detach(), torch.ones_like(logp, dtype=torch.float64)
         more_2P = self.sums_2P.new_zeros(2, self.sums_2P.shape[1] + 1)
         more_2P[0].index_add_(0, owner + 1, gap.double())
@@ -103,6 +105,6 @@ class GapTotals:
         return self
 
     def means(self) -> Tensor:
-        """Return the mean gap of each trajectory in nats per token, [P] float64. It is NaN for a
-        trajectory without tokens."""
+        """Return the mean gap for each trajectory in nats per token, [P] float64. The mean is NaN
+        for a trajectory without tokens."""
         return self.sums_2P[0] / self.sums_2P[1]

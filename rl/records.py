@@ -1,10 +1,8 @@
-"""Writes trajectories as JSON lines, from which `keel sft` can learn, and reads them back.
-
-Each line is a conversation in the `messages` form (docs/sft.md), which any program can read. It
-also has `segments` with the sampled tokens, which are valid for the tokenizer whose digest is in
-`tokenizer`. If an agent program held several conversations, the line contains the first one with
-sampled messages, and `other_conversations` has the `messages` and `tools` of the rest.
-"""
+"""Writes trajectories as JSON lines and reads them back. `keel sft` can train on these files. Each
+line is a conversation in the `messages` format (docs/sft.md), which other programs can read too. It
+also has `segments` with the sampled tokens. They are valid only for the tokenizer whose digest is
+in `tokenizer`. If an agent program held several conversations, the line contains the first one with
+sampled messages, and `other_conversations` has the `messages` and `tools` of the others."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ from keel.rl.types import PROGRAM, Dialogue, Prompt, ScoredGroup, Segment, Traje
 
 
 def trajectory_record(prompt: Prompt, trajectory: Trajectory, *, tokenizer: str) -> dict[str, Any]:
-    """Return the JSON record for a trajectory, without its rewards. `tokenizer` is the digest of
-    the policy's tokenizer (`keel.model.load.digest_of_tokenizer`). If it is empty, the segments are
-    left out."""
+    """Return the JSON record of a trajectory, without its rewards. `tokenizer` is the digest of the
+    policy's tokenizer (`keel.model.load.digest_of_tokenizer`). If it is empty, the record has no
+    segments."""
     first, *others = _conversations(prompt, trajectory)
     return {
         "id": prompt.prompt_id,
@@ -37,7 +35,7 @@ def trajectory_record(prompt: Prompt, trajectory: Trajectory, *, tokenizer: str)
 
 
 def scored_record(scored: ScoredGroup, index: int, *, tokenizer: str) -> dict[str, Any]:
-    """Return the JSON record for one trajectory in a scored group, with its rewards."""
+    """Return the JSON record of one trajectory in a scored group, including its rewards."""
     group = scored.group
     return {
         **trajectory_record(group.prompt, group.trajectories[index], tokenizer=tokenizer),
@@ -94,8 +92,9 @@ def _spans(segment: Segment) -> dict[str, Any]:
 
 
 def _message(message: Message, *, learned: bool) -> dict[str, Any]:
-    """Remove `raw`, and set `weight` to 0 for assistant messages that must not be learned. These
-    are messages that the policy did not sample, and messages with a malformed tool call."""
+    """Return a message without `raw`. Sets `weight` to 0 for assistant messages that must not be
+    trained on, which are those that the policy did not sample and those with a malformed tool call.
+    """
     entry = {key: value for key, value in message.items() if key != "raw"}
     if message["role"] == "assistant":
         broken = any(

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the examples and how they are packed. The loss is
+"""Supervised fine-tuning examples, and packing them into batches. The loss is
 `keel.rl.losses.nll_loss`."""
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from keel.rl.packing.prefix_sharing import unshared
 from keel.rl.types import Segment
 
 Average = Literal["tokens", "conversations"]
-"""The loss is averaged over tokens or over conversations."""
+"""Whether the loss is averaged over tokens or over conversations."""
 _FORMAT = BatchFormat(routes=None, sampling_mask=False, loss="nll")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftExample:
-    """A conversation to learn from. Like a `Trajectory`, it consists of one or more segments."""
+    """A conversation to train on. Like a `Trajectory`, it consists of one or more segments."""
 
     prompt_id: str
     """An id that is unique within a run and stays the same after a restart."""
@@ -35,7 +35,7 @@ class SftExample:
 
     @property
     def learned_tokens(self) -> int:
-        """The number of tokens to learn over all segments, |o_i|."""
+        """The number of tokens to train on over all segments, |o_i|."""
         return sum(int(segment.trainable_T.sum()) for segment in self.segments)
 
     @property
@@ -44,7 +44,7 @@ class SftExample:
 
     @property
     def longest(self) -> int:
-        """Number of tokens in the longest segment."""
+        """The number of tokens in the longest segment."""
         return max(len(segment.token_ids_T) for segment in self.segments)
 
 
@@ -53,8 +53,8 @@ def supervised_segment(
     ids: Sequence[int] | NDArray[np.int32],
     learned: Sequence[bool] | NDArray[np.bool_],
 ) -> Segment:
-    """Build a segment from text that was not sampled by the policy. `learned` marks the tokens to
-    learn."""
+    """Build a segment from text that the policy did not sample. `learned` marks the tokens to train
+    on."""
     count = len(ids)
     return Segment(
         prompt_id=prompt_id,
@@ -73,8 +73,8 @@ def pack_sft(
     micro_batch_tokens: int,
     mean: Average = "tokens",
 ) -> list[TrainBatch]:
-    """Pack the examples for one optimizer step into one `TrainBatch` per rank. For a mean over
-    tokens, an example has the weight |o_i| B / Σ |o_j|, and for a mean over conversations it has
+    """Pack the examples of one optimizer step into one `TrainBatch` per rank. When averaging over
+    tokens, an example has the weight |o_i| B / Σ |o_j|; when averaging over conversations, it has
     the weight 1 (see `nll_loss`). If an example does not fit into a micro-batch, its segments are
     packed separately. Raises `ValueError` if `examples` is empty."""
     if not examples:

@@ -1,5 +1,5 @@
-"""A strict JSON parser for untrusted text, which limits nesting and accepts only values that can be
-serialised again."""
+"""A strict JSON parser for untrusted text. It limits nesting and accepts only values that can be
+serialised to JSON again."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from typing import Any, NoReturn, cast
 _MAX_DEPTH = 100
 """Maximum nesting depth."""
 _MAX_DIGITS = 4300
-"""Maximum digits of an integer, which is also the default in CPython."""
+"""Maximum number of digits in an integer. This is also CPython's default."""
 _LONG_DIGITS = 50_000
-"""Maximum digits of an integer in data sets and in the results that programs return. Parsing such
-an integer takes about 50 ms, and the time grows with the square of the digits."""
+"""Maximum number of digits in an integer, for data sets and for results returned by programs.
+Parsing such an integer takes about 50 ms, and the time grows quadratically with the number of
+digits."""
 
 
 def allow_long_integers() -> None:
-    """Raise the limit on integer digits in this process from 4,300 to `_LONG_DIGITS`."""
+    """Raise the limit on integer digits from 4,300 to `_LONG_DIGITS` in this process."""
     sys.set_int_max_str_digits(_LONG_DIGITS)
 
 
 def load(text: str | bytes, *, max_depth: int = _MAX_DEPTH) -> Any:
-    """Parse JSON from untrusted text. Raises ValueError if the text is malformed or nested too
-    deeply, or if it contains NaN, a number that overflows a float, or an integer with more than
-    `_MAX_DIGITS` digits."""
+    """Parse JSON from untrusted text and return the value. Raises ValueError if the text is
+    malformed or nested too deeply. Also raises it for NaN, for a number that overflows a float, and
+    for an integer with more than `_MAX_DIGITS` digits."""
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, parse_int=_short)
     except RecursionError as error:

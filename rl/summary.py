@@ -1,4 +1,4 @@
-"""Metrics for a batch of rollouts, and for the optimizer steps on it."""
+"""Computes the metrics of a batch of rollouts and of the optimizer steps on it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from keel.rl.metrics import Max, Mean, Metric, Sum, mean_of, merge
 from keel.rl.types import LOST, FinishReason, ScoredGroup, Segment, Trajectory
 
 CUTS: Mapping[str, FinishReason] = {"turn": "turns", "window": "window", "length": "length"}
-"""The finish reason that each metric `agents/<name>_cuts` counts. The reason `deadline` is counted
-in `rollout/deadline_cuts`."""
+"""Maps each metric `agents/<name>_cuts` to the finish reason that it counts. The reason `deadline`
+is counted in `rollout/deadline_cuts` instead."""
 
 
 def summarize(
@@ -20,7 +20,7 @@ def summarize(
 ) -> dict[str, Metric]:
     """Compute the metrics of a batch of rollouts, for a policy at `version`.
 
-    The metrics cover different groups and trajectories:
+    The metrics are computed over different groups and trajectories:
         reward/…, rollout/dropped_completions, rollout/uniform_groups
             all sampled groups, including `discarded` ones (`algorithm.filter_groups`); without
             them, a policy that is nearly always right would look like one that is right half the
@@ -101,10 +101,10 @@ def summarize(
 
 
 def of_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Combine the metrics from the optimizer steps on one batch, in order. `mismatch/*` is taken
-    from the first step, because only this step compares the engine with the weights that were used
-    for sampling. `loss` is a share of each step's loss (`keel.rl.losses`), and becomes a share of
-    the mean loss."""
+    """Combine the metrics of the optimizer steps on one batch, given in order. `mismatch/*` is
+    taken from the first step only, because later steps no longer compare the engine with the
+    weights used for sampling. In the input, `loss` is a share of each step's loss
+    (`keel.rl.losses`). In the result, it is a share of the mean loss."""
     parts: list[dict[str, Metric]] = []
     for index, metrics in enumerate(updates):
         part = {k: v for k, v in metrics.items() if index == 0 or not k.startswith("mismatch/")}
@@ -156,14 +156,12 @@ def _staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, Me
 
 
 def _agent_metrics(sampled: Sequence[Trajectory]) -> dict[str, Metric]:
-    """Compute the `agents/…` metrics for trajectories with a `Usage`.
-
-    A trajectory starts a new segment at its beginning, after its context was rewritten, and after
-    its thinking was removed. `failed_call_fraction` and `malformed_fraction` are fractions of all
-    tool calls, and `prefix_hit_fraction` is a fraction of the context tokens that an earlier turn
-    had computed. A fraction is omitted if there is nothing to count. The `contexts_…` metrics are
-    sums over the turns of agent programs.
-    """
+    """Compute the `agents/…` metrics of trajectories with a `Usage`. A trajectory starts a new
+    segment at its beginning, after its context was rewritten, and after its thinking was removed.
+    `failed_call_fraction` and `malformed_fraction` are relative to all tool calls.
+    `prefix_hit_fraction` is relative to the context tokens that an earlier turn had already
+    computed. A fraction is omitted if its denominator is 0. The `contexts_…` metrics are sums over
+    the turns of agent programs."""
     used = [(t, t.usage) for t in sampled if t.usage is not None]
     if not used:
         return {}

@@ -1,8 +1,8 @@
 """The interface between a conversation and the engine that samples its turns.
 
-Both sides represent a conversation as token ids. A turn extends the ids that the engine already
-holds, so sampled tokens are never rendered and tokenised again. `Chat` implements a model's chat
-format, while `TurnRequest` and `TurnResult` describe the sampling of one turn.
+Both sides represent a conversation as token ids. Each turn extends the ids of the previous one, so
+sampled tokens are never converted to text and tokenised again. `Chat` implements a model's chat
+format, and `TurnRequest` and `TurnResult` describe the sampling of one turn.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ if TYPE_CHECKING:  # reward workers start without numpy
     from keel.rl.types import SamplingMasks
 
 Message = Mapping[str, Any]
-"""A chat message: `role`, `content`, and `reasoning_content`, `tool_calls`, `tool_call_id`."""
+"""A chat message with `role`, `content`, and `reasoning_content`, `tool_calls`, `tool_call_id`."""
 MALFORMED = "malformed_call"
-"""The tool name used to answer a tool call that could not be parsed."""
+"""The tool name recorded for a tool call that could not be parsed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingMarks:
-    """The texts that open and close a thinking block in a model's format."""
+    """The texts that open and close a thinking block in a model's chat format."""
 
     open: str
     close: str
 
     def ends_open(self, text: str) -> bool:
-        """Return whether `text` ends inside a thinking block that is still open."""
+        """Return True if `text` ends inside an unclosed thinking block."""
         return text.rfind(self.open) > text.rfind(self.close)
 
 
 THINK = ThinkingMarks("<think>", "</think>")
-"""The marks that most model families use. Trajectories always use them: rollouts translate a
-model's own marks (`keel.rollout.chat.thinking`), so that rewards and saved files only need to know
-this pair."""
+"""The thinking marks used by most model families. Trajectories always use this pair: rollouts
+convert a model's own marks to it (`keel.rollout.chat.thinking`), so rewards and saved files do not
+need to handle any other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSpec:
-    """The description of a tool that the policy gets."""
+    """The tool description shown to the policy."""
 
     name: str
     description: str
     parameters: Mapping[str, Any]
-    """JSON schema for an object with the arguments."""
+    """JSON schema of the object that contains the arguments."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the tool as chat templates and OpenAI-compatible endpoints expect it."""
+        """Return the tool in the format of chat templates and OpenAI-compatible endpoints."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -63,18 +63,18 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A parsed tool call by the policy, not yet checked against the tool's schema."""
+    """A parsed tool call by the policy. It has not been checked against the tool's schema."""
 
     call_id: str
-    """An id that is unique in the conversation. The result of the call refers to it."""
+    """An id that is unique in the conversation. The tool's result refers to it."""
     name: str
     arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Malformed:
-    """A tool call that could not be parsed. It is never executed, and the policy gets an error as
-    the answer."""
+    """A tool call that could not be parsed. It is never executed, and the policy receives an error
+    message."""
 
     call_id: str
     text: str
@@ -84,18 +84,19 @@ class Malformed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """The content of a sampled turn after parsing."""
+    """The parsed content of a sampled turn."""
 
     content: str
     reasoning: str
-    """The text in the thinking block. Tool calls in it are ignored, except with
-    `tools_in_thinking`, where only those calls count."""
+    """The text in the thinking block. Tool calls in it are ignored. With `tools_in_thinking`,
+    however, only these calls count."""
     closed: bool
-    """True if the turn ended with a stop token. Calls of a truncated turn are never executed."""
+    """True if the turn ended with a stop token. The tool calls in a truncated turn are never
+    executed."""
     calls: tuple[ToolCall | Malformed, ...] = ()
-    """The tool calls, in the order in which they appear in the text."""
+    """The tool calls, in the order of the text."""
     inside: bool = False
-    """True if the turn ended inside its thinking block, which the next turn continues
+    """True if the turn ended inside its thinking block. The next turn then continues this block
     (`tools_in_thinking`)."""
 
 
@@ -104,13 +105,13 @@ class Chat(Protocol):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end a turn."""
+        """Token ids that end a turn."""
         ...
 
     def opening(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> list[int]:
-        """Return the token ids of a conversation, up to where the policy's next turn starts."""
+        """Return the token ids of a conversation up to the start of the policy's next turn."""
         ...
 
     def extend(
@@ -118,11 +119,12 @@ class Chat(Protocol):
     ) -> list[int] | None:
         """Append `messages` to `ids` and start the policy's next turn.
 
-        The result begins with `ids`, unchanged. If the last turn was truncated, its end mark is
-        added. Tool messages must be in the order of the calls, with `tool_call_id` and `name`.
+        The result begins with the unchanged `ids`. If the last turn was truncated, its end mark is
+        added. Tool messages must have a `tool_call_id` and a `name`, and be in the order of the
+        calls.
 
         Returns None if the format cannot extend the ids, for example because a new user message
-        removes earlier thinking. The caller then starts a new segment.
+        removes earlier thinking. In that case, the caller starts a new segment.
         """
         ...
 
@@ -135,64 +137,65 @@ class Chat(Protocol):
         turn: int,
         inside: bool = False,
     ) -> Parsed:
-        """Parse the token ids of one sampled turn. `tools` are the tools passed to `opening`, which
-        some formats need because they write arguments without types. `turn` is the index of the
-        turn in the conversation, from which call ids are made. `inside` is `Parsed.inside` of the
-        previous turn, if this turn extends it."""
+        """Parse the token ids of one sampled turn. `tools` are the tools that were passed to
+        `opening`. Some formats write arguments without types and need the tools' schemas to parse
+        them. `turn` is the index of the turn in the conversation, and call ids are derived from it.
+        `inside` is `Parsed.inside` of the previous turn, if this turn extends that one."""
         ...
 
 
 def conversation_of(prompt_id: str, purpose: str, version: int, draw: int, sibling: int) -> str:
-    """Return a name for the conversation of an episode, unique in the run."""
+    """Return a conversation name for an episode. It is unique within the run."""
     return f"{prompt_id}/{purpose}/{version}/{draw}/{sibling}"
 
 
 def prompt_of(conversation: str) -> str:
-    """Return the prompt id contained in a conversation's name. Prompt ids may contain slashes."""
+    """Return the prompt id that a conversation name contains. Prompt ids may contain slashes."""
     return conversation.rsplit("/", 4)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """A request to sample one turn of a conversation, on any engine."""
+    """A request to sample one turn of a conversation. Any engine can process it."""
 
     conversation: str
-    """The name from `conversation_of`. The engine that has this conversation's prefix in its cache
-    is preferred."""
+    """The name returned by `conversation_of`. The request preferably goes to the engine that has
+    this conversation's prefix in its cache."""
     token_ids_T: NDArray[np.int32]
-    """[T] the whole context."""
+    """[T] the complete context."""
     max_tokens: int
     """Maximum number of tokens to sample."""
     seed: int
     """The sampling seed for this turn. It is derived from the run's seed, the weight version, the
     prompt, the draw, the sibling, the segment and the turn."""
     timeout_s: float = inf
-    """How many seconds the engine may work on the turn before it is cut off, at most
-    `rollout.timeout_s`."""
+    """Time limit for sampling the turn, in seconds, at most `rollout.timeout_s`. The turn is
+    truncated when the time is up."""
     routes_from: int = 0
-    """The first position for which to return routes. Earlier turns have already returned those
-    before it."""
+    """The first position for which to return routes. Routes of earlier positions were returned by
+    previous turns."""
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end the turn, in addition to the model's EOS. They remain part of the turn."""
+    """Token ids that end the turn, in addition to the model's EOS. They are kept as part of the
+    turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnResult:
-    """The N tokens sampled after a context of T tokens, with the data that the trainer needs to
-    replay them."""
+    """The N tokens that were sampled after a context of T tokens, with the data that the trainer
+    needs."""
 
     token_ids_N: NDArray[np.int32]
     logp_old_N: NDArray[np.float32]
     """log π_old as reported by the engine, after temperature and truncation."""
     version_N: NDArray[np.int32]
-    """Version of the weights that sampled each token."""
+    """Version of the weights that each token was sampled with."""
     finish_reason: Literal["stop", "length", "deadline"]
     routes_RLK: NDArray[np.int16] | NDArray[np.uint8] | None = None
-    """[R, L, K] the experts at positions `routes_from` … T + N − 2, input-aligned. The last sampled
-    token has no row, because it was never an input. This is None if the model has no router."""
+    """[R, L, K] the experts used at positions `routes_from` … T + N − 2, input-aligned. The last
+    sampled token has no row because it was never an input. None if the model has no router."""
     sampling_mask: SamplingMasks | None = None
     """The sampling masks of the N tokens, or None if sampling was not truncated."""
     cached_tokens: int = 0
-    """The number of context tokens that were read from the prefix cache."""
+    """Number of context tokens that were read from the prefix cache."""
     sampling_s: float = 0.0
-    """How many seconds the engine worked on the turn, not counting weight updates and sleep."""
+    """Seconds that the engine spent on the turn, excluding weight updates and sleep."""

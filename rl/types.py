@@ -38,48 +38,49 @@ crash     the policy crashed its environment (`on_crash: zero`), or the agent pr
 Purpose = Literal["train", "eval"]
 """Whether trajectories are sampled and scored for training or for evaluation."""
 ENVIRONMENT = "environment"
-"""The reward kind for prompts whose environment determines the reward."""
+"""The reward kind of prompts whose environment determines the reward."""
 FUNCTIONS = "functions"
-"""The reward kind for prompts without a reference answer. `correct` is the weighted mean of the
-domain's reward functions, which receive the prompt's data line as `columns`."""
+"""The reward kind of prompts without a reference answer. `correct` is the weighted mean of the
+domain's reward functions. These functions receive the prompt's line of the data file as `columns`.
+"""
 PROGRAM = "program"
-"""The `name` of assistant messages that were written by an agent program and not sampled from the
-policy."""
+"""The `name` of assistant messages that an agent program wrote, as opposed to those sampled from
+the policy."""
 NO_ROUTE = -1
-"""Marks positions in `routes_TLK` whose experts were not recorded. The trainer lets its own router
-choose the experts there."""
+"""Marks the positions in `routes_TLK` without recorded experts. There, the trainer's own router
+chooses the experts."""
 LOST = "environment, at "
-"""Text that the drop reason contains if a trajectory's environment crashed, hung or exited."""
+"""Text in the drop reason of a trajectory whose environment crashed, hung or exited."""
 CUT_OFF = "cut off, and its domain has length.truncated: drop"
-"""Drop reason for a completion that reached its token or time limit."""
+"""Drop reason of a completion that reached its token or time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A task for the policy, together with the data needed to score a completion."""
+    """A task for the policy, with the data needed to score its completions."""
 
     prompt_id: str
-    """An id that is unique within a data source and does not change between runs."""
+    """An id that is unique within the data source and the same in every run."""
     domain: str
     messages: tuple[Mapping[str, Any], ...]
-    """Chat messages (`role`, `content`, …) before the policy's first turn."""
+    """The chat messages (`role`, `content`, …) before the policy's first turn."""
     tools: tuple[Mapping[str, Any], ...] = ()
     thinking: bool = True
-    """True if the chat template asks the policy to write `<think>…</think>` before its answer."""
+    """If True, the chat template asks the policy to write `<think>…</think>` before its answer."""
     reward: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The data that the reward needs, such as a reference answer, a verifier's entry, tests or a
-    rubric."""
+    """The data needed to compute the reward, such as a reference answer, a verifier's entry, tests
+    or a rubric."""
     kl_coef: float = 0.0
-    """The KL coefficient β that is configured for the prompt's domain."""
+    """The KL coefficient β configured for the prompt's domain."""
     environment: str = ""
-    """The data source that provides the environment in which the policy acts. If it is empty, the
-    policy writes a single completion without tools."""
+    """The data source whose environment the policy acts in. If empty, the policy writes a single
+    completion without tools."""
     raw: bool = False
-    """True if the text of the only message is used unchanged, without a chat template."""
+    """If True, the text of the only message is used as it is, without a chat template."""
 
     @property
     def expected(self) -> str:
-        """The reference answer as text, or an empty string if the prompt has no answer."""
+        """The reference answer as text. Empty if the prompt has none."""
         entry = self.reward.get("entry")
         answer = self.reward.get("answer")
         if answer is None and isinstance(entry, Mapping):
@@ -95,14 +96,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingMasks:
-    """The token ids among which each token was sampled, when sampling was truncated (top-p or
-    top-k). Each token has one span of ids. An empty span means that sampling was not truncated for
-    this token."""
+    """The ids from which each token was sampled when sampling was truncated (top-p or top-k). Each
+    token has a span of ids. An empty span means that sampling was not truncated for this token."""
 
     ids: NDArray[np.int32]
     """[nnz] the concatenated spans."""
     offsets: NDArray[np.int64]
-    """[T+1] the positions in `ids` where the spans start and end. The span of token t is
+    """[T+1] the boundaries of the spans in `ids`. The span of token t is
     `ids[offsets[t]:offsets[t+1]]`."""
 
     def __post_init__(self) -> None:
@@ -127,11 +127,11 @@ class SamplingMasks:
         return self.ids[self.offsets[token] : self.offsets[token + 1]]
 
     def sizes(self) -> NDArray[np.int64]:
-        """Return the span lengths as [T], with 0 where sampling was not truncated."""
+        """Return the length of each span, [T]. It is 0 where sampling was not truncated."""
         return np.diff(self.offsets)
 
     def slice(self, start: int, stop: int) -> SamplingMasks:
-        """Return the spans of tokens start … stop−1."""
+        """Return the masks of tokens start … stop−1."""
         first, last = self.offsets[start], self.offsets[stop]
         return SamplingMasks(
             ids=self.ids[first:last], offsets=self.offsets[start : stop + 1] - first
@@ -139,7 +139,7 @@ class SamplingMasks:
 
     @staticmethod
     def from_lists(spans: Sequence[Sequence[int] | NDArray[Any]]) -> SamplingMasks:
-        """Build the masks from a list that holds the ids for each token."""
+        """Build the masks from one list of ids per token."""
         sizes = np.fromiter((len(span) for span in spans), np.int64, len(spans))
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         parts = [np.asarray(span, np.int32) for span in spans if len(span)]
@@ -148,7 +148,7 @@ class SamplingMasks:
 
     @staticmethod
     def empty(tokens: int) -> SamplingMasks:
-        """Return masks for `tokens` tokens whose sampling was not truncated."""
+        """Return masks for `tokens` tokens that were sampled without truncation."""
         return SamplingMasks(ids=np.zeros(0, np.int32), offsets=np.zeros(tokens + 1, np.int64))
 
     @staticmethod
@@ -171,8 +171,8 @@ _PER_TOKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A contiguous sequence of tokens that the policy saw as one context. The module docstring
-    explains how the arrays are aligned."""
+    """A contiguous sequence of tokens that the policy saw as one context. See the module docstring
+    for the alignment of the arrays."""
 
     prompt_id: str
     token_ids_T: NDArray[np.int32]
@@ -182,18 +182,18 @@ class Segment:
     """log π_old as reported by the engine, after temperature and truncation. It is 0 for tokens
     that were not sampled."""
     version_T: NDArray[np.int32]
-    """Version of the weights that sampled each token, or −1 if the token was not sampled."""
+    """Version of the weights that each token was sampled with, or −1 if it was not sampled."""
     routes_TLK: NDArray[np.int16] | NDArray[np.uint8] | None = None
-    """[T, L, K] the experts that each MoE layer used, input-aligned; dense layers are not included.
-    A row of −1 means that nothing was recorded, which is always true of the last row. This is None
-    if the model has no router."""
+    """[T, L, K] the experts used in each MoE layer, input-aligned. Dense layers are not included. A
+    row of −1 means that nothing was recorded, which is always the case for the last row. None if
+    the model has no router."""
     sampling_mask: SamplingMasks | None = None
-    """The sampling mask of each sampled token, with empty spans for all other tokens. This is None
-    if sampling was not truncated."""
+    """The mask of each sampled token, with an empty span for all other tokens. None if sampling was
+    not truncated."""
     selected_TLk: NDArray[np.int32] | None = None
-    """[T, L, k] the positions in this segment that sparse attention selected, input-aligned and
-    padded with −1. A row of −1 means that nothing was recorded for that token. This is None if
-    nothing was recorded at all."""
+    """[T, L, k] the positions in this segment selected by sparse attention, input-aligned and
+    padded with −1. A row of −1 means that nothing was recorded for that token. None if nothing was
+    recorded at all."""
 
     def __post_init__(self) -> None:
         tokens = len(self.token_ids_T)
@@ -223,7 +223,7 @@ class Segment:
                 )
 
     def selection(self, layers: int, width: int) -> NDArray[np.int32]:
-        """Return `selected_TLk` padded with −1 to [T, layers, width]. Raises `ValueError` if the
+        """Return `selected_TLk`, padded with −1 to [T, layers, width]. Raises `ValueError` if the
         number of layers differs or k exceeds `width`."""
         recorded = self.selected_TLk
         padded = np.full((len(self.token_ids_T), layers, width), -1, np.int32)
@@ -242,63 +242,61 @@ class Verdict:
     """The score that an environment gave to a trajectory."""
 
     parts: Mapping[str, float]
-    """Named parts of the reward, each between 0 and 1. `correct` is 1 if the task is completely
+    """The reward components by name, each between 0 and 1. `correct` is 1 if the task was fully
     solved."""
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Additional data to save with the trajectory."""
+    """Extra data that is saved with the trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Counts the tool calls, tokens and seconds of a trajectory with an environment or an agent
-    program."""
+    """The number of tool calls, tokens and seconds used by a trajectory with an environment or an
+    agent program."""
 
     turns: int = 1
     calls: int = 0
-    """Tool calls, including malformed ones."""
+    """Number of tool calls, including malformed ones."""
     failed_calls: int = 0
-    """Calls that could not be parsed, did not match the tool's schema, were refused because the
-    budget of calls was spent, or were answered with an error by the tool."""
+    """Number of tool calls that failed: they could not be parsed, did not match the tool's schema,
+    were refused because the call budget was spent, or the tool returned an error."""
     malformed_calls: int = 0
-    """Calls that could not be parsed."""
+    """Number of tool calls that could not be parsed."""
     rewrites: int = 0
-    """How often the context was rewritten because the window was full."""
+    """Number of times that the context was rewritten because the window was full."""
     contexts_extended: int = 0
-    """Turns by an agent program whose context continued the recorded tokens exactly."""
+    """Number of agent program turns whose context continued the recorded tokens exactly."""
     contexts_branched: int = 0
-    """Turns by an agent program that continued recorded tokens which another turn had already
+    """Number of agent program turns that continued recorded tokens which another turn had already
     continued."""
     contexts_rendered: int = 0
-    """Turns by an agent program whose context had to be rendered from messages, because the
+    """Number of agent program turns whose context had to be rendered from messages, because the
     conversation was new or its history had been modified."""
     contexts_refused: int = 0
-    """Requests by an agent program that were answered with an error, because of a limit or an
+    """Number of agent program requests that were answered with an error, because of a limit or an
     unsupported field."""
     repeated_tokens: int = 0
-    """Context tokens that had already been computed in an earlier turn."""
+    """Number of context tokens that an earlier turn had already computed."""
     cached_tokens: int = 0
-    """Repeated tokens that were read from the prefix cache."""
+    """Number of repeated tokens that were read from the prefix cache."""
     sampling_s: float = 0.0
     tools_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialogue:
-    """A conversation held by an agent program, to which messages are only appended and whose tools
-    do not change."""
+    """An append-only conversation held by an agent program, with a fixed set of tools."""
 
     messages: tuple[Mapping[str, Any], ...]
     sampled: frozenset[int]
-    """Indices of the messages that the policy sampled in this conversation. Other assistant
-    messages only serve as context, because the program wrote them or because they belong to another
-    conversation."""
+    """Indices of the messages that the policy sampled in this conversation. All other assistant
+    messages are only context: the program wrote them, or they belong to another conversation."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Tools in the format of chat templates."""
+    """The tools, in the format of chat templates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """A complete attempt at a prompt, over all turns, which receives one reward."""
+    """A complete attempt at a prompt, over all turns. It receives a single reward."""
 
     prompt_id: str
     sibling: int
@@ -306,20 +304,20 @@ class Trajectory:
     segments: tuple[Segment, ...]
     finish_reason: FinishReason
     messages: tuple[Mapping[str, Any], ...]
-    """The message that the policy wrote, with `content` and, if it thought, `reasoning_content`. If
-    the prompt has an environment, this is the whole transcript, including the messages before the
-    policy's first turn."""
+    """The policy's message, with `content` and, if it thought, `reasoning_content`. If the prompt
+    has an environment, this is the complete transcript, including the messages before the policy's
+    first turn."""
     opening: int = 0
-    """How many `messages` come before the policy's first turn."""
+    """Number of `messages` before the policy's first turn."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The tools that the environment offers, in the format of chat templates."""
+    """The environment's tools, in the format of chat templates."""
     dialogues: tuple[Dialogue, ...] = ()
-    """The conversations that an agent program held. `messages` contains all their messages in the
-    order in which the turns took place."""
+    """The conversations held by an agent program. `messages` contains the messages of all
+    conversations, in the order of the turns."""
     verdict: Verdict | None = None
-    """The score that the environment gave, if there is an environment."""
+    """The environment's score, or None if there is no environment."""
     usage: Usage | None = None
-    """The calls, tokens and seconds of the trajectory. This is None for a single completion."""
+    """The tool calls, tokens and seconds used. None for a single completion."""
 
     def __post_init__(self) -> None:
         if self.sampled_tokens == 0:
@@ -327,13 +325,13 @@ class Trajectory:
 
     @property
     def cut(self) -> bool:
-        """True if the trajectory was ended by a limit or a crash. Rewards treat all limits alike,
-        and a crash differently (see `FinishReason`)."""
+        """True if a limit or a crash ended the trajectory. Rewards treat all limits alike, but
+        treat a crash differently (see `FinishReason`)."""
         return self.finish_reason != "stop"
 
     @property
     def sampled_tokens(self) -> int:
-        """The number of tokens that the policy sampled over all segments, |o_i|."""
+        """Number of tokens that the policy sampled in all segments, |o_i|."""
         return sum(int(segment.trainable_T.sum()) for segment in self.segments)
 
     @property
@@ -343,12 +341,12 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The G trajectories sampled for one prompt, with a reason for each one that is missing."""
+    """The G trajectories sampled for one prompt. If some are missing, it also has the reasons."""
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     dropped: tuple[str, ...] = ()
-    """The reasons why requested trajectories are missing, one for each."""
+    """The reason for each requested trajectory that is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,14 +356,14 @@ class ScoredGroup:
     group: Group
     rewards_G: NDArray[np.float32]
     parts_G: tuple[Mapping[str, float], ...]
-    """The named parts of each reward, before they are weighted."""
+    """The reward components of each trajectory by name, before weighting."""
     advantages_G: NDArray[np.float32]
     left_out: tuple[Trajectory, ...] = ()
-    """Trajectories that were sampled but then dropped, because of their score or because they could
-    not be scored. `Group.dropped` has the reasons."""
+    """Trajectories that were sampled but then dropped, either because of their score or because
+    scoring failed. The reasons are in `Group.dropped`."""
     notes_G: tuple[Mapping[str, str], ...] = ()
-    """Comments on each score, by part or criterion, such as a judge's reasons or a verifier's
-    error. This is empty if there are no comments."""
+    """Comments on each score, by reward component or criterion, such as a judge's reasons or a
+    verifier's error. Empty if there are none."""
 
     def __post_init__(self) -> None:
         count = len(self.group.trajectories)
@@ -394,18 +392,17 @@ class ScoredGroup:
 
     @property
     def idle(self) -> bool:
-        """True if the group contributes no gradient to the loss, because it is uniform and has no
-        KL term."""
+        """True if the group contributes no gradient, because it is uniform and has no KL term."""
         return self.uniform and self.group.prompt.kl_coef == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenNumbers:
-    """Diagnostics that the trainer computed for each token in a segment, with NaN where nothing was
-    computed."""
+    """Per-token diagnostics of a segment, computed by the trainer. Values that were not computed
+    are NaN."""
 
     logp_T: NDArray[np.float32]
-    """log π_θ of each sampled token before the optimizer step."""
+    """log π_θ of each sampled token, before the optimizer step."""
     overlap_T: NDArray[np.float32]
     """Fraction of the experts recorded for the preceding token that the trainer's own router also
     selects."""
@@ -429,4 +426,4 @@ class StepResult:
     findings: tuple[str, ...] = ()
     """Explanations of a non-finite gradient, written for the user."""
     gave_up: str = ""
-    """Why the run should end, or an empty string if it should continue."""
+    """The reason to end the run, or an empty string to continue."""

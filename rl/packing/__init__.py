@@ -1,4 +1,4 @@
-"""Packing of trajectories into micro-batches, balanced over ranks by tokens."""
+"""Packs trajectories into micro-batches, balancing the number of tokens between ranks."""
 
 from keel.rl.packing.batch import Loss, MicroBatch, TrainBatch
 from keel.rl.packing.items import balance

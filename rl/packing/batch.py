@@ -1,4 +1,4 @@
-"""Packed micro-batches, which are the input for a training rank."""
+"""Packed micro-batches, the input of a training rank."""
 
 from __future__ import annotations
 
@@ -11,52 +11,51 @@ from numpy.typing import NDArray
 from keel.rl.types import SamplingMasks
 
 Loss = Literal["grpo", "nll"]
-"""The loss that a micro-batch is trained with, from `keel.rl.losses`."""
+"""The loss to train a micro-batch with, from `keel.rl.losses`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """The concatenated segments of S trajectories, with N tokens aligned as in `keel.rl.types`. It
-    checks on the host what `keel.rl.losses.grpo_loss` cannot check cheaply on a GPU."""
+    """The concatenated segments of S trajectories, with N tokens aligned as in `keel.rl.types`. The
+    constructor checks on the host what `keel.rl.losses.grpo_loss` cannot check cheaply on a GPU."""
 
     token_ids_N: NDArray[np.int32]
     position_N: NDArray[np.int32]
-    """Position of each token in its context. Positions start at 0, or where the preceding segment
-    ends if the segment follows another one."""
+    """Position of each token in its context. A segment's positions start at 0, or at the end of its
+    shared prefix if it follows one."""
     segment_N: NDArray[np.int32]
-    """Index of the segment that contains the token. A token attends only to this segment and to the
-    one that it follows."""
+    """Index of the segment that contains each token. A token attends only to its own segment and to
+    the shared prefix that this segment follows."""
     sequence_N: NDArray[np.int64]
-    """Index of the trajectory that contains the token, 0 … S−1. It is 0 in padding, where S = 0."""
+    """Index of the trajectory that contains each token, 0 … S−1. In padding (S = 0), it is 0."""
     trainable_N: NDArray[np.bool_]
     logp_old_N: NDArray[np.float32]
     advantage_N: NDArray[np.float32]
     kl_coef_N: NDArray[np.float32]
     sequence_tokens_S: NDArray[np.int64]
-    """The number of sampled tokens |o_i| in each trajectory, including segments in other
+    """The number of sampled tokens |o_i| in each trajectory, including those in other
     micro-batches."""
     sequence_weight_S: NDArray[np.float32]
-    """The weight of each trajectory in the loss, which is 1 on average over the step (see
-    `pack`)."""
+    """The loss weight of each trajectory. The mean over the step is 1 (see `pack`)."""
     routes_NLK: NDArray[np.int16] | None = None
-    """The recorded experts, input-aligned. The trainer uses its own router for rows of −1."""
+    """The recorded experts, input-aligned. In rows of −1, the trainer's own router chooses them."""
     sampling_mask: SamplingMasks | None = None
     selected_NLk: NDArray[np.int32] | None = None
-    """The recorded selections of sparse attention, input-aligned. The trainer selects keys itself
-    for rows of −1."""
+    """The positions that sparse attention selected when sampling, input-aligned. In rows of −1, the
+    trainer makes its own selection."""
     split_S: NDArray[np.int64] | None = None
-    """The number 0 … P−1 of each trajectory that spans several micro-batches, among all of them in
-    the step, and −1 for trajectories that are complete here. None means that all are complete."""
+    """Numbers the trajectories that span several micro-batches, 0 … P−1 over the whole step. It is
+    −1 for a trajectory that is complete in this micro-batch. None means that all are complete."""
     reference_S: NDArray[np.int64] | None = None
-    """The index of the model that each trajectory's KL term compares with. None means that all
-    compare with the first one."""
+    """Index of the reference model for each trajectory's KL term. None means that all trajectories
+    use the first one."""
     follows: NDArray[np.int64] | None = None
-    """[segments] for each segment, the index of the shared prefix that it continues
-    (`keel.rl.packing.prefix_sharing`), or −1. A shared prefix is not trainable itself. None means
-    that no prefix is shared."""
+    """[segments] the index of the shared prefix that each segment continues
+    (`keel.rl.packing.prefix_sharing`), or −1 if it continues none. The shared prefix itself is not
+    trainable. None means that no prefix is shared."""
     watched: NDArray[np.int64] | None = None
-    """[segments] for each segment, its index in the `watched` argument of `pack`, or −1. None means
-    that no segment is watched."""
+    """[segments] the index of each segment in the `watched` argument of `pack`, or −1 if it is not
+    watched. None means that no segment is watched."""
     loss: Loss = "grpo"
 
     def __post_init__(self) -> None:
@@ -119,7 +118,7 @@ class MicroBatch:
 
     @property
     def shared_tokens(self) -> int:
-        """The number of tokens saved by sharing prefixes."""
+        """The number of tokens saved by prefix sharing."""
         if self.follows is None:
             return 0
         lengths = np.bincount(self.segment_N)
@@ -127,8 +126,9 @@ class MicroBatch:
         return int(lengths[followed].sum() - lengths[np.unique(followed)].sum())
 
     def context_rows(self, segment: int) -> NDArray[np.int64]:
-        """Return the rows in the whole context of a segment, including the prefix that it follows.
-        For a shared prefix, this is the context of the first segment that follows it."""
+        """Return the rows of a segment's whole context, including the shared prefix that it
+        follows. If the segment is itself a shared prefix, return the context of the first segment
+        that follows it."""
         if self.follows is not None:
             followers = np.flatnonzero(self.follows == segment)
             segment = int(followers[0]) if len(followers) else segment
@@ -158,25 +158,25 @@ _PER_TOKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """The work for one rank in an optimizer step. All ranks have the same number of
-    micro-batches."""
+    """One rank's work in an optimizer step. All ranks have the same number of micro-batches."""
 
     micro_batches: tuple[MicroBatch, ...]
     total_sequences: int
-    """The number of trajectories in the whole optimizer step, over all ranks, by which Eq. 8
-    divides."""
+    """The number of trajectories in the whole optimizer step, over all ranks. It is the denominator
+    in Eq. 8."""
     total_tokens: int = 0
-    """The number of tokens in the whole optimizer step without padding, by which the indexer's loss
-    is divided (`keel.model.sparse`). It is 0 if unknown."""
+    """The number of tokens in the whole optimizer step, without padding. It is the denominator of
+    the indexer's loss (`keel.model.sparse`), or 0 if unknown."""
     split_sequences: int = 0
-    """P, the number of trajectories over all ranks that span several micro-batches."""
+    """P, the number of trajectories that span several micro-batches, over all ranks."""
     scored_first: tuple[MicroBatch, ...] = ()
-    """Micro-batches with the segments of split trajectories that the sequence mask may drop. They
-    are scored without gradient before `micro_batches` are trained on, because the mask depends on
-    the whole trajectory (`keel.rl.offpolicy.GapTotals`). All ranks have the same number."""
+    """Micro-batches that are scored without gradient before training on `micro_batches`. They
+    contain the segments of split trajectories that the sequence mask may drop, because the mask
+    depends on the whole trajectory (`keel.rl.offpolicy.GapTotals`). All ranks have the same number.
+    """
     signal: bool = True
-    """True if the loss of the whole optimizer step has a gradient, because at least one group on
-    any rank has a nonzero advantage or a KL term."""
+    """True if the loss of the whole optimizer step has a gradient. This is the case if at least one
+    group on any rank has a nonzero advantage or a KL term."""
 
     def __post_init__(self) -> None:
         numbers = [

@@ -1,4 +1,4 @@
-"""The units that are packed, which are trajectories or parts of them, and their distribution over
+"""The units of packing, which are whole trajectories or parts of them, and their distribution over
 ranks."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from keel.rl.types import Segment
 
 @dataclass(frozen=True, slots=True)
 class PackItem:
-    """A trajectory or a part of one, with the values that the loss needs."""
+    """A trajectory or a part of one, with the values that its loss needs."""
 
     segments: tuple[Segment, ...]
     sampled_tokens: int
@@ -33,8 +33,8 @@ class PackItem:
 def split_long(
     groups: Sequence[Sequence[PackItem]], capacity: int
 ) -> tuple[list[list[PackItem]], int]:
-    """Cut trajectories that are longer than `capacity` into their segments. Returns the groups and
-    the number of trajectories that were cut."""
+    """Split trajectories that are longer than `capacity` into their segments. Returns the groups
+    and the number of trajectories that were split."""
     result: list[list[PackItem]] = []
     count = 0
     for group in groups:
@@ -55,15 +55,14 @@ def split_long(
 def balance(
     tokens: Sequence[int], *, ranks: int, capacity: int, sizes: Sequence[int] | None = None
 ) -> list[list[list[int]]]:
-    """Assign items to micro-batches, so that all ranks take about the same time.
-
-    The result lists indices into `tokens` as [rank][micro-batch][item]. The longest items are
-    placed first, each into the emptiest micro-batch. The number of micro-batches is the smallest
-    multiple of `ranks` for which none exceeds `capacity`; an item larger than that gets its own.
+    """Assign items to micro-batches so that all ranks take about the same time. Returns indices
+    into `tokens` as [rank][micro-batch][item]. The longest items are placed first, each into the
+    emptiest micro-batch. The number of micro-batches is the smallest multiple of `ranks` for which
+    no micro-batch exceeds `capacity`. An item larger than `capacity` gets a micro-batch of its own.
     Micro-batches of similar size run at the same time on all ranks, and the order of the ranks
     alternates so that their totals are similar too.
 
-    `sizes` are the values that `capacity` limits, by default `tokens`.
+    `capacity` limits the sum of `sizes` in a micro-batch; by default, `sizes` is `tokens`.
     """
     sizes = tokens if sizes is None else sizes
     order = sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))

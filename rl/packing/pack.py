@@ -1,4 +1,4 @@
-"""Packs scored trajectories into micro-batches, so that all ranks get about the same number of
+"""Packs scored trajectories into micro-batches so that all ranks get about the same number of
 tokens."""
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ def pack(
     watched: Sequence[Segment] = (),
     references: Mapping[str, int] | None = None,
 ) -> list[TrainBatch]:
-    """Pack one optimizer step on `groups` into one `TrainBatch` per rank.
-
-    A micro-batch holds at most `micro_batch_tokens`, but a longer segment gets a micro-batch of its
-    own. All ranks have the same number of micro-batches, so that their collectives match. Where one
-    is missing, it is filled with a single token that is not trained on. The same `groups` always
+    """Pack the groups of one optimizer step into one `TrainBatch` per rank. A micro-batch holds at
+    most `micro_batch_tokens` tokens. A segment that is longer gets a micro-batch of its own. All
+    ranks have the same number of micro-batches, so that their collectives match. A rank with too
+    few is given micro-batches of a single token that is not trained on. The same `groups` always
     give the same result.
 
     A trajectory that fits into a micro-batch is never split, because the sequence mask needs all of
     it. The segments of a longer trajectory may go to any rank, and those without sampled tokens are
-    omitted. With `sequence_mask` (used if `algorithm.mask_delta` is set), segments of longer
-    trajectories with a negative advantage are also in `scored_first`.
+    omitted. With `sequence_mask` (used if `algorithm.mask_delta` is set), the segments of split
+    trajectories with a negative advantage are also put into `scored_first`.
 
-    All groups have the same weight, however many trajectories they lost (Eq. 5). With B
+    All groups have the same weight, regardless of how many trajectories they lost (Eq. 5). With B
     trajectories in n non-empty groups, a trajectory in a group of G_i has the weight B / (n G_i) in
     a loss that divides by B. This is exactly 1 if all groups have the same size. The mean that is
-    subtracted from a reward includes the reward itself, so a smaller group teaches less, by a
-    factor of 1 − 1/G_i on average. A group with one trajectory only has its KL term.
+    subtracted from a reward includes the reward itself, so a smaller group has smaller advantages,
+    by a factor of 1 − 1/G_i on average. For a group with a single trajectory, only the KL term
+    remains.
 
     `skip_uniform_groups` omits groups whose advantages and KL coefficient are all 0. They still
     count in `total_sequences` and n, so the gradient of the loss stays the same. Auxiliary
@@ -56,12 +56,10 @@ def pack(
 
     `references` gives `MicroBatch.reference_S` for each domain.
 
-    `watched` lists segments that `MicroBatch.watched` should identify. Segments that are not packed
-    are ignored.
-
-    If only some segments have sampling masks, sampling counts as not truncated in the others.
-    Raises `ValueError` if there is no trajectory, if `ranks` or `micro_batch_tokens` is below 1, or
-    if recorded routes are missing or differ in shape.
+    `watched` lists segments to be identified in `MicroBatch.watched`; segments that are not packed
+    are ignored. If only some segments have sampling masks, the others are treated as sampled
+    without truncation. Raises `ValueError` if there is no trajectory, if `ranks` or
+    `micro_batch_tokens` is below 1, or if recorded routes are missing or differ in shape.
     """
     for name, value in (("ranks", ranks), ("micro_batch_tokens", micro_batch_tokens)):
         if value < 1:
@@ -117,8 +115,8 @@ def pack(
 
 @dataclass(frozen=True, slots=True)
 class BatchFormat:
-    """Which optional fields the micro-batches of a step have. It is the same for all of them, so
-    that all ranks run the same code."""
+    """Which optional fields the micro-batches of a step have. All micro-batches have the same
+    fields, so that all ranks run the same code."""
 
     routes: tuple[int, int] | None
     """(L, K) of the recorded routes, or None if none were recorded."""
@@ -157,7 +155,7 @@ class BatchFormat:
 def assemble(
     groups: Sequence[PrefixGroup], batch_format: BatchFormat, *, ranks: int, capacity: int
 ) -> list[tuple[MicroBatch, ...]]:
-    """Build the micro-batches of each rank."""
+    """Build the micro-batches for each rank."""
     plan = assign(groups, ranks=ranks, capacity=capacity)
     return [
         tuple(_join([groups[i] for i in members], batch_format) for members in bins)
@@ -178,7 +176,7 @@ class _Span(NamedTuple):
 
 
 def _spans(groups: Sequence[PrefixGroup]) -> tuple[list[_Span], list[PackItem]]:
-    """Return the spans to pack, in order, and one item for each trajectory."""
+    """Return the spans to pack, in order, and an item for each trajectory."""
     spans: list[_Span] = []
     items: list[PackItem] = []
     for group in groups:
@@ -197,7 +195,7 @@ def _spans(groups: Sequence[PrefixGroup]) -> tuple[list[_Span], list[PackItem]]:
 
 
 def _join(groups: Sequence[PrefixGroup], batch_format: BatchFormat) -> MicroBatch:
-    """Concatenate all segments of `groups`. All per-token data is packed here."""
+    """Concatenate all segments of `groups`, including all per-token data."""
     spans, items = _spans(groups)
     lengths = [span.stop - span.start for span in spans]
     owners = [(items or [_PADDING_ITEM])[span.sequence] for span in spans]
@@ -271,5 +269,5 @@ _PADDING = Segment(
     logp_old_T=np.zeros(1, np.float32),
     version_T=np.full(1, -1, np.int32),
 )
-"""The input for a rank without work, which is a single token that is not trained on."""
+"""The segment that a rank without work processes: a single token that is not trained on."""
 _PADDING_ITEM = PackItem((_PADDING,), 1, advantage=0.0, kl_coef=0.0, weight=1.0)

@@ -1,13 +1,11 @@
-"""Packs the common prefix of a group's trajectories once.
-
-For a prompt with eight completions, the network then processes the prompt once instead of eight
-times. Keys and values at a position depend only on the tokens before it. If trajectories start with
-the same tokens and route them to the same experts, their keys and values there are the same in
-every layer, and the gradient of the prefix is the sum of their gradients. The prefix becomes a
-segment without trainable tokens, and the rest of each trajectory becomes a segment that follows it
-(`MicroBatch.follows`). The last token before the first sampled one stays with the rest, because its
-prediction differs between trajectories.
-"""
+"""Packs the common prefix of a group's trajectories only once. If a prompt has eight completions,
+the network processes the prompt once instead of eight times. Keys and values at a position depend
+only on the tokens before it. If trajectories start with the same tokens and route them to the same
+experts, their keys and values there are the same in every layer, and the gradient of the prefix is
+the sum of their gradients. The prefix becomes a segment without trainable tokens, and the rest of
+each trajectory becomes a segment that follows it (`MicroBatch.follows`). The last token before the
+first sampled one stays with the rest of each trajectory, because the token it predicts differs
+between trajectories."""
 
 from __future__ import annotations
 
@@ -23,17 +21,17 @@ from keel.rl.packing.items import PackItem, balance
 from keel.rl.types import Segment
 
 MIN_PREFIX = 16
-"""The shortest prefix, in tokens, that is worth packing separately."""
+"""The minimum length of a prefix, in tokens, for which sharing is worthwhile."""
 _SIZES = (1.0, 0.5, 0.25, 0.125)
-"""Size limits to try for a group with a shared prefix, as fractions of a micro-batch or of a rank's
-tokens. Smaller groups are easier to balance over ranks but repeat the prefix more often."""
+"""Size limits to try for groups with a shared prefix, as fractions of a micro-batch or of a rank's
+tokens. Smaller groups are easier to balance across ranks but repeat the prefix more often."""
 _LAUNCH_COST = 1 / 16
 """The fixed cost of running a micro-batch, as a fraction of its token capacity."""
 _MIN_OVERLAP = 0.75
-"""When a trajectory joins a cluster, both must keep at least this fraction of the prefix that they
-could share otherwise."""
+"""A trajectory joins a cluster only if both keep at least this fraction of the prefix length that
+they could share otherwise."""
 KV_COPIES_PER_TOKEN = 4
-"""How many copies of a token's keys and values, with gradients, take as much memory as the
+"""How many copies of one token's keys and values, with gradients, take as much memory as the
 activations of one token. Measured values are 6 to 20 without gradients (docs/scaling.md), and 4 to
 5 for a narrow model with recomputed activations."""
 
@@ -44,8 +42,8 @@ class PrefixGroup:
 
     items: tuple[PackItem, ...]
     shared: int = 0
-    """Length of the prefix that all items share and that is packed once. If it is not 0, each item
-    has exactly one segment."""
+    """Length of the common prefix that is packed once for all items. If it is not 0, each item has
+    exactly one segment."""
 
     @property
     def tokens(self) -> int:
@@ -54,26 +52,26 @@ class PrefixGroup:
 
     @property
     def size(self) -> int:
-        """The memory that the group needs, in tokens. It includes a copy of the prefix's keys and
+        """The memory that the group needs, in tokens. This includes a copy of the prefix's keys and
         values for each context."""
         return self.tokens + len(self.items) * self.shared // KV_COPIES_PER_TOKEN
 
 
 def prefix_group_size(count: int, shared: int, whole: int) -> int:
-    """Return an upper bound for `PrefixGroup.size`, for `count` items of `whole` tokens each."""
+    """Return an upper bound of `PrefixGroup.size` for `count` items with `whole` tokens each."""
     return shared + count * (whole - shared + shared // KV_COPIES_PER_TOKEN + 1)
 
 
 def unshared(items: Sequence[PackItem]) -> list[PrefixGroup]:
-    """Put each item into a separate group, so that no prefix is shared."""
+    """Put each item into a group of its own, so that no prefix is shared."""
     return [PrefixGroup((item,)) for item in items]
 
 
 def share_prefixes(
     groups: Sequence[Sequence[PackItem]], *, ranks: int, capacity: int
 ) -> list[PrefixGroup]:
-    """Choose the prefix groups with which the slowest rank finishes soonest. No group with more
-    than one item exceeds `capacity`. The same arguments always give the same result."""
+    """Choose the prefix groups for which the slowest rank finishes earliest. No group with more
+    than one item exceeds `capacity`. The result is deterministic."""
     apart = unshared([item for group in groups for item in group])
     clusters = [cluster for group in groups for cluster in _clusters(group)]
     if not any(cluster.shared for cluster in clusters):
@@ -87,7 +85,7 @@ def share_prefixes(
 
 
 def assign(groups: Sequence[PrefixGroup], *, ranks: int, capacity: int) -> list[list[list[int]]]:
-    """Assign groups to micro-batches with `balance`, which balances tokens (time) and limits sizes
+    """Assign groups to micro-batches with `balance`, balancing tokens (time) and limiting sizes
     (memory)."""
     sizes = [group.size for group in groups]
     tokens = [group.tokens for group in groups]
@@ -99,21 +97,19 @@ def estimate_packing(
     groups: int, size: int, *, shared: int, own: int, ranks: int, capacity: int
 ) -> tuple[int, int]:
     """Estimate the number of micro-batches per rank and the number of tokens on the busiest rank.
-
-    The estimate is for `groups` groups of `size` trajectories, each with `shared` prefix tokens (0
-    disables sharing) and `own` further tokens. It repeats the calculations of `share_prefixes` and
-    `assign` without building any groups. It is exact if all prefix groups are equal, or if there
-    are many more of them than ranks.
-    """
+    The estimate is for `groups` groups of `size` trajectories. Each trajectory has `shared` prefix
+    tokens (0 disables sharing) and `own` other tokens. The calculation is that of `share_prefixes`
+    and `assign`, but no groups are built. It is exact if all prefix groups are equal, or if there
+    are many more of them than ranks."""
     per_rank = groups * size * (shared + own) // ranks
     limits = {min(capacity, int(part * whole)) for whole in (capacity, per_rank) for part in _SIZES}
     room = own + shared // KV_COPIES_PER_TOKEN + 1
     counts = {max(1, min(size, (limit - shared) // room)) for limit in limits if shared} | {1}
 
     def filled(count: int) -> tuple[float, int, int]:
-        """Return the step time (`_step_time`), the micro-batches per rank and the busiest rank's
-        tokens. Prefix groups have `count` items each, and the remaining items of each trajectory
-        group form a smaller one."""
+        """Return the step time (`_step_time`), the number of micro-batches per rank and the busiest
+        rank's tokens. Each trajectory group is divided into prefix groups of `count` items, and the
+        remaining items form a smaller one."""
         rows = free = idle = slowest = 0
         for items, parts in ((count, groups * (size // count)), (size % count, groups)):
             if items:
@@ -132,7 +128,7 @@ def estimate_packing(
 
 
 def _step_time(groups: Sequence[PrefixGroup], ranks: int, capacity: int) -> float:
-    """Return the time for a step, in tokens. In each round, all ranks wait for the one with the
+    """Return the duration of a step, in tokens. In each round, all ranks wait for the rank with the
     most tokens."""
     tokens = [group.tokens for group in groups]
     plan = assign(groups, ranks=ranks, capacity=capacity)
@@ -142,8 +138,7 @@ def _step_time(groups: Sequence[PrefixGroup], ranks: int, capacity: int) -> floa
 
 
 def _cut(cluster: PrefixGroup, limit: int) -> Iterator[PrefixGroup]:
-    """Cut a cluster into groups of at most `limit` tokens. An item that is larger gets its own
-    group."""
+    """Split a cluster into groups of at most `limit` tokens. A larger item gets its own group."""
     shared, members, size = cluster.shared, list[PackItem](), cluster.shared
     for item in cluster.items:
         own = item.tokens - shared + shared // KV_COPIES_PER_TOKEN + 1
@@ -160,7 +155,7 @@ def _group(items: Sequence[PackItem], shared: int) -> PrefixGroup:
 
 
 def _clusters(group: Sequence[PackItem]) -> list[PrefixGroup]:
-    """Cluster the trajectories of a group by common prefix, with no limit on the size."""
+    """Cluster the trajectories of a group by common prefix, without limiting the cluster size."""
     clusters: list[PrefixGroup] = []
     for item in group:
         place, shared = _find_cluster(clusters, item)
@@ -172,10 +167,10 @@ def _clusters(group: Sequence[PackItem]) -> list[PrefixGroup]:
 
 
 def _find_cluster(clusters: Sequence[PrefixGroup], item: PackItem) -> tuple[int | None, int]:
-    """Find a cluster that `item` can join, and the prefix length of the enlarged cluster. Both must
-    keep the fraction `_MIN_OVERLAP` of their prefix, so that a single diverging trajectory does not
-    shorten the prefix for all the others. If no cluster fits, this returns None and the length of
-    the prefix that `item` can share."""
+    """Find a cluster that `item` can join. Returns its index and the common prefix length. The
+    cluster and the item must both keep the fraction `_MIN_OVERLAP` of their prefix, so that a
+    single diverging trajectory does not shorten the prefix for all the others. If no cluster fits,
+    returns None and the length of the prefix that `item` can share."""
     segment, *others = item.segments
     if others or item.split >= 0:  # the trajectory has other segments
         return None, 0
@@ -190,8 +185,7 @@ def _find_cluster(clusters: Sequence[PrefixGroup], item: PackItem) -> tuple[int 
 
 
 def _common(one: Segment, other: Segment, limit: int) -> int:
-    """Return the length of the common prefix, in which tokens and experts are the same, up to
-    `limit`."""
+    """Return the length of the prefix, up to `limit`, with the same tokens and experts in both."""
     if one.selected_TLk is not None or other.selected_TLk is not None:
         return 0
     limit = _equal_rows(one.token_ids_T[:limit], other.token_ids_T[:limit])
