@@ -1,2 +1,1 @@
-"""Samples with vLLM engines, which record the probability, experts and sampling mask of every
-token."""
+"""Samples with vLLM engines and records each token's probability, experts and sampling mask."""

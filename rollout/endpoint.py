@@ -1,8 +1,8 @@
 """Samples from models behind an OpenAI-compatible endpoint, for evaluation only.
 
-An endpoint returns texts and token counts, but no token ids or log-probabilities, so its
-completions cannot be used for training. `EndpointCompletions` samples groups, and `EndpointTurns`
-samples conversations turn by turn as an engine does.
+An endpoint returns text and token counts, but no token ids or log-probabilities, so its completions
+cannot be used for training. `EndpointCompletions` samples groups of completions. `EndpointTurns`
+samples conversations turn by turn, as an engine does.
 """
 
 from __future__ import annotations
@@ -41,25 +41,26 @@ T = TypeVar("T")
 _CONNECT_S = 10.0
 _CLOSE_S = 30.0
 _MAX_SHOWN = 300
-"""Maximum number of characters shown from an error or a malformed call."""
+"""Maximum number of characters shown from an error message or a malformed call."""
 LATER = "later: "
-"""Prefix of a drop reason if the same request may succeed later."""
+"""Prefix of the reason for a dropped completion, if the same request may succeed later."""
 _FORBIDDEN = 403
 _SHARED_STATUS = frozenset({401, 402, 404})
-"""HTTP status codes about the API key, the balance or the address. They affect all requests."""
+"""HTTP status codes for a problem with the API key, the balance or the address. Such a problem
+affects all requests."""
 _BUSY_STATUS = frozenset({408, 409, 429, *range(500, 600)})
-"""HTTP status codes of temporary failures, for which a retry may succeed."""
+"""HTTP status codes of temporary failures. A retry may succeed."""
 MAX_FAILURES = 64
-"""How many consecutive requests may be forbidden or disconnected before the endpoint is considered
-unusable."""
+"""Number of consecutive requests that may be forbidden or disconnected before the endpoint is
+considered unusable."""
 _UNKNOWN_ID = -1
 _CHARACTERS_PER_TOKEN = 4
-"""Estimated characters per token, for openings and tool results, whose tokens the endpoint does not
-count."""
+"""Estimated characters per token. Used for openings and tool results, because the endpoint does not
+count their tokens."""
 _MAX_TURN_S = 86_400.0
 _REASONING_FIELDS = ("reasoning_content", "reasoning")
 _THINKING = _REASONING_FIELDS[0]
-"""The message key under which Keel stores the reasoning."""
+"""Message key under which Keel stores the reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class _Reply:
     content: str
     reasoning: str
     reasoning_field: str
-    """The message key under which the endpoint returned the reasoning."""
+    """Message key under which the endpoint returned the reasoning."""
     calls: tuple[tuple[str, str], ...]
     """Name and arguments of each tool call, exactly as returned."""
     tokens: int
@@ -79,8 +80,8 @@ class _Reply:
 
 
 class EndpointCompletions:
-    """Samples completions from an endpoint. As a context manager, it runs its requests on a thread
-    of its own."""
+    """Samples completions from an endpoint. Used as a context manager, which runs the requests on a
+    separate thread."""
 
     def __init__(self, config: EndpointConfig) -> None:
         """Read the API key from the environment. Raises ValueError if the variable is not set."""
@@ -91,8 +92,8 @@ class EndpointCompletions:
             )
         self._config, self._key = config, key
         self._failures = MAX_FAILURES
-        """Number of consecutive failures. It starts at the maximum, so a failure before the first
-        reply means that the endpoint is unusable."""
+        """Number of consecutive failures. It starts at the maximum, so that a failure before the
+        first reply marks the endpoint as unusable."""
 
     def __enter__(self) -> Self:
         from openai import AsyncOpenAI, Timeout  # noqa: PLC0415  slow, for few commands
@@ -128,8 +129,11 @@ class EndpointCompletions:
         await self._client.close()
 
     def submit(self, prompt: Prompt, *, group_size: int, sampling: SamplingConfig) -> Future[Group]:
-        """Sample a group of completions, which lists failed ones with the reason. The future fails
-        with RuntimeError if the endpoint is unusable for all requests."""
+        """Sample a group of completions and return a future for it.
+
+        The group lists failed completions with the reason. The future fails with RuntimeError if
+        the endpoint is unusable for all requests.
+        """
         return self.schedule(self._group(prompt, group_size, sampling))
 
     def schedule(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -167,7 +171,7 @@ class EndpointCompletions:
         thinking: bool,
         within_s: float = inf,
     ) -> _Reply | str:
-        """Request a chat completion. Returns the reply, or the reason why there is none.
+        """Request a chat completion. Returns the reply, or a string that says why there is none.
 
         The time limit starts when the request gets one of the `endpoint.max_concurrent` slots.
         Raises RuntimeError if the endpoint is unusable for all requests, and TimeoutError after
@@ -223,8 +227,8 @@ class EndpointCompletions:
         return f"no reply within endpoint.timeout_s = {self._config.timeout_s:g}"
 
     def _fails_again(self) -> bool:
-        """Count a failure. Returns True if there were too many in a row for the prompts to be the
-        cause."""
+        """Count a failure. Returns True after so many consecutive failures that the endpoint,
+        rather than the prompts, must be the cause."""
         self._failures += 1
         return self._failures > MAX_FAILURES
 
@@ -237,7 +241,7 @@ class EndpointCompletions:
 
 
 def _read_reply(body: Any, *, seconds: float) -> _Reply | str:
-    """Parse the body of a response. Returns an error message if it is not a valid chat
+    """Parse the body of a response. Returns an error message if the body is not a valid chat
     completion."""
     try:
         choice, usage = body["choices"][0], body.get("usage")
@@ -278,13 +282,13 @@ def _trajectory(prompt: Prompt, sibling: int, reply: _Reply) -> Trajectory:
 
 
 class _TurnLost(OSError):
-    """Raised when the endpoint returns no turn. The episode is then dropped."""
+    """Raised when the endpoint does not return a turn. The episode is then dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
     messages: tuple[Message, ...]
-    """The messages in the endpoint's format, including their thinking."""
+    """Messages in the endpoint's format, including their thinking."""
     tools: tuple[ToolSpec, ...] = ()
     thinking: bool = False
     reply: Parsed | None = None
@@ -293,9 +297,8 @@ class _Part:
 class EndpointTurns:
     """Samples turns from an endpoint and implements `keel.rl.turns.Chat` for it.
 
-    The endpoint's token ids are unknown. Each part of a conversation is therefore represented by
-    placeholder ids: the first id is the part's number, and the other ids only reflect the number of
-    tokens.
+    The endpoint's token ids are unknown, so placeholder ids represent each part of a conversation.
+    The first id is the number of the part. The other ids only make up the number of tokens.
     """
 
     stop_ids: tuple[int, ...] = ()
@@ -306,7 +309,7 @@ class EndpointTurns:
         self._completions, self._sampling = completions, sampling
         self._parts: dict[int, _Part] = {}
         self._by_prompt: dict[str, set[int]] = {}
-        """The parts of the conversations for each prompt. Only code on the event loop uses this."""
+        """Parts of the conversations for each prompt. Accessed only on the event loop."""
         self._numbers = itertools.count()
         self._reasoning_field = _THINKING
 
@@ -337,12 +340,15 @@ class EndpointTurns:
         return reply
 
     def turn(self, request: TurnRequest, purpose: Purpose) -> Future[TurnResult]:
-        """Sample a turn. The future fails with _TurnLost if there is none, and with
-        RuntimeError if the endpoint is unusable."""
+        """Sample a turn and return a future for it.
+
+        The future fails with _TurnLost if the endpoint returns no turn, and with RuntimeError if
+        the endpoint is unusable.
+        """
         return self._completions.schedule(self._turn(request, self._sampling[purpose]))
 
     def forget(self, prompt: Prompt) -> Future[None]:
-        """Delete the stored conversations of a prompt once they are finished."""
+        """Delete the stored conversations of a prompt. Call this once they have finished."""
         return self._completions.schedule(self._forget(prompt.prompt_id))
 
     async def _forget(self, prompt_id: str) -> None:
@@ -401,10 +407,10 @@ class EndpointTurns:
         return _turn_result(ids, "length" if reply.cut else "stop", reply.seconds)
 
     def _with_thinking(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with thinking kept only after the last user message, as chat
+        """Return the messages, keeping only the thinking after the last user message, as chat
         templates do.
 
-        Some endpoints refuse tool results if this thinking is missing.
+        Some endpoints reject tool results if this thinking is missing.
         """
         users = [n for n, message in enumerate(messages) if message["role"] == "user"]
         last = users[-1] if users else -1

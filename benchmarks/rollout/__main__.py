@@ -46,8 +46,10 @@ WARM_TOKENS = 24
 
 
 def variables(arm: Arm, *, gpu: bool) -> dict[str, str]:
-    """Return the environment variables for an arm's process. Stock vLLM keeps its default
-    sampler."""
+    """Return the environment variables for an arm's process.
+
+    Stock vLLM keeps its default sampler.
+    """
     result = environment(RolloutConfig(threads=2), gpu=gpu)
     if not arm.keel:
         del result["VLLM_USE_FLASHINFER_SAMPLER"]
@@ -84,7 +86,7 @@ class Process:
         self._answers.put(None)
 
     def run(self, salt: str) -> dict[str, Any]:
-        """Return the results of one run. Raises RuntimeError if it failed."""
+        """Run the benchmark once and return its results. Raises RuntimeError if it failed."""
         assert self._process.stdin is not None
         print(salt, file=self._process.stdin, flush=True)
         return self.answer(RUN_S)
@@ -109,8 +111,11 @@ class Process:
 
 
 def serve(child: dict[str, Any]) -> None:
-    """Run an arm's engine. For each salt read from stdin, run the benchmark once and print the
-    results as JSON."""
+    """Start an arm's engine and serve benchmark runs.
+
+    Each line read from stdin is a salt. For each one, the benchmark runs once and its results are
+    printed as JSON.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # library output goes to the log
     arm, size = ARMS[child["arm"]], Size(**child["size"])
@@ -135,7 +140,7 @@ def serve(child: dict[str, Any]) -> None:
 
 
 class Report:
-    """The results so far, saved after each change."""
+    """Collects the results and saves them after each change."""
 
     def __init__(self, path: Path, head: dict[str, Any]) -> None:
         self._path = path
@@ -189,7 +194,7 @@ def play_rounds(ready: dict[str, Process], rounds: int, report: Report) -> None:
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return medians over the rounds, and medians of the ratios within each round."""
+    """Return the medians over all rounds, and the medians of the ratios within each round."""
     result: dict[str, dict[str, float]] = {}
     for name in ARMS:
         rows = [row for row in rounds if name in row]

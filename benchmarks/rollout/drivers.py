@@ -18,7 +18,7 @@ from keel.rollout.spec import EngineSpec
 
 RUN_TIMEOUT_S = 240.0
 GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Batch sizes for which a CUDA graph is captured. Each adds to the start-up time."""
+"""Batch sizes for which CUDA graphs are captured. Each one adds to the startup time."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ ARMS = {
 
 class Driver(Protocol):
     def run(self, prompts: list[Prompt], completion: int) -> list[Group]:
-        """Sample completions. Stock vLLM returns no groups."""
+        """Sample completions and return their groups. Stock vLLM returns none."""
         ...
 
     def on_thread(self, call: Callable[[], Any]) -> Any:
@@ -60,7 +60,7 @@ class Driver(Protocol):
 
 
 class Stock:
-    """Drives `vllm.LLM` in the way its users call it."""
+    """Drives `vllm.LLM` the way its users would."""
 
     def __init__(self, arm: Arm, folder: str, size: Size) -> None:
         from transformers import AutoTokenizer  # noqa: PLC0415
@@ -95,7 +95,7 @@ class Stock:
 
 
 class Keel:
-    """Drives an `EngineThread` with a `VllmEngine`, as in a rollout worker."""
+    """Drives an `EngineThread` with a `VllmEngine`, as a rollout worker does."""
 
     def __init__(self, arm: Arm, folder: str, size: Size) -> None:
         from keel.rollout.engine import vllm_engine  # noqa: PLC0415
@@ -156,8 +156,10 @@ def sampling(size: Size, completion: int) -> SamplingConfig:
 
 
 def engine_args(arm: Arm, folder: str, size: Size) -> dict[str, Any]:
-    """Return engine arguments with a KV cache that is large enough to avoid preemption and lets all
-    arms share the GPU."""
+    """Return the engine arguments for an arm.
+
+    The KV cache is large enough to avoid preemption and small enough for all arms to share the GPU.
+    """
     if not torch.cuda.is_available():
         return {
             "kv_cache_memory_bytes": 2**28,
@@ -177,7 +179,7 @@ def engine_args(arm: Arm, folder: str, size: Size) -> dict[str, Any]:
 
 
 def timed_run(driver: Driver, size: Size, salt: str) -> dict[str, Any]:
-    """Measure the time of one batch, from the first request to the last group."""
+    """Run one batch and measure its time, from the first request to the last group."""
     prompts = make_prompts(size, salt)
     cpu = driver.on_thread(time.thread_time)
     began = time.perf_counter()
@@ -194,8 +196,7 @@ def timed_run(driver: Driver, size: Size, salt: str) -> dict[str, Any]:
 
 
 def mean_kept(groups: Sequence[Group]) -> float:
-    """Return the mean number of ids per sampled token in the recorded sampling masks, or 0 without
-    masks."""
+    """Return the mean number of ids in the recorded sampling masks, or 0 if there are none."""
     segments = [s for group in groups for t in group.trajectories for s in t.segments]
     sampled = sum(int(segment.trainable_T.sum()) for segment in segments)
     masks = [s.sampling_mask for s in segments if s.sampling_mask is not None]

@@ -15,11 +15,11 @@ from keel.rl.types import Prompt
 
 @dataclass(frozen=True)
 class Size(Mixture):
-    """Sizes of the model and of a timed run."""
+    """Size of the model and of one timed run."""
 
     expert: int = 640
     words: int = 151_669
-    """Number of entries in the tokenizer."""
+    """Number of tokens in the vocabulary."""
     prompts: int = 16
     group: int = 16
     prompt: int = 128
@@ -60,7 +60,7 @@ SMALL = Size(
 
 
 def write(folder: Path, size: Size) -> dict[str, float]:
-    """Write the model and return its parameter count and logit spread."""
+    """Write the model to disk. Returns its parameter count and its logit spread."""
     sharpness = logit_spread(size)
     config = size.config(norm_topk_prob=True, max_position_embeddings=4096)
     parameters = write_model(folder, config, size.words, seed=0, sharpness=sharpness)
@@ -68,8 +68,8 @@ def write(folder: Path, size: Size) -> dict[str, float]:
 
 
 def logit_spread(size: Size) -> float:
-    """Find the standard deviation of normally distributed logits for which truncation keeps
-    `mean_kept` ids."""
+    """Return the standard deviation at which truncation keeps `mean_kept` ids on average, assuming
+    normally distributed logits."""
     generator = torch.Generator().manual_seed(1)
     ranked = torch.randn(256, size.words, generator=generator).topk(size.top_k).values
     low, high = 0.1, 30.0
@@ -83,8 +83,10 @@ def logit_spread(size: Size) -> float:
 
 
 def make_prompts(size: Size, salt: str) -> list[Prompt]:
-    """Make prompts of random words. Each salt gives prompts that are not in the prefix cache
-    yet."""
+    """Make prompts of random words.
+
+    Each new salt gives prompts that are not in the prefix cache yet.
+    """
     draw = random.Random(salt)
     texts = [random_words(draw, size.words, size.prompt) for _ in range(size.prompts)]
     return [

@@ -1,4 +1,4 @@
-"""Converts conversations to token ids and back, using a model's chat format."""
+"""Converts conversations to token ids and back, using the model's chat format."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _PROBE = ToolSpec(
 class TemplateChat:
     """Implements `keel.rl.turns.Chat` with the chat template of a transformers tokenizer.
 
-    The template also determines the text between a sampled turn and the next one. To find it, a
-    short conversation is rendered, and everything after its assistant message is used.
+    The template also determines the text between a sampled turn and the next turn. To find this
+    text, the class renders a short conversation and takes everything after its assistant message.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class TemplateChat:
         ends: Collection[int] = (),
         marks: Sequence[str] = (),
     ) -> None:
-        """Prepare the chat format of a tokenizer.
+        """Set up the chat format of a tokenizer.
 
-        `tools_in_thinking` means that the policy calls tools only while it thinks. If its thinking
-        is still open at the end of a turn, the next turn continues it (DeepSeek-V3.2, 2025,
-        Appendix B, Table 8). `ends` are additional tokens that end a turn in the engine
+        If `tools_in_thinking` is set, the policy calls tools only while it thinks. A turn that ends
+        before its thinking is closed is then continued by the next turn (DeepSeek-V3.2, 2025,
+        Appendix B, Table 8). `ends` lists additional tokens that end a turn in the engine
         (`template_checks.ends_of`). `marks` is the setting `model.thinking_marks`.
 
         Raises ValueError if the tokenizer has no chat template or no tokenizer.json.
@@ -52,20 +52,20 @@ class TemplateChat:
         self.format = format_of(tokenizer, self.encoder)
         self.tools_in_thinking = tools_in_thinking
         self.marks = marks_of(tokenizer, marks) or THINK
-        """The strings that open and close the policy's thinking."""
+        """Strings that open and close the policy's thinking."""
         controls = self.encoder.controls
         others = (self.encoder.text_of.get(index) for index in ends)
         known = {*self.format.ends, tokenizer.eos_token, *others}
         self.ends: dict[str, int] = {text: controls[text] for text in known if text in controls}
-        """Ids of the control tokens that end a turn, by text."""
+        """Maps the text of each control token that ends a turn to its id."""
         self._end_ids = frozenset(self.ends.values())
         self.tool_modes: set[bool] = set()
-        """Thinking modes (on or off) in which a conversation with tools has been opened."""
+        """Thinking modes (on or off) in which a conversation with tools has started."""
         self._prefixes: dict[bool, str] = {}
 
     @property
     def label(self) -> str:
-        """Name of the renderer and of the format, for messages."""
+        """Name of the renderer and of the chat format, for messages to the user."""
         return f"{self.renderer.name} (format {self.format.name})"
 
     @property
@@ -76,7 +76,7 @@ class TemplateChat:
     def opening(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> list[int]:
-        """Return the ids of a new conversation, up to where the policy's first turn starts.
+        """Return the ids of a new conversation, up to the start of the policy's first turn.
 
         Thinking before the last user message is left out. See `Chat.opening`.
         """
@@ -92,7 +92,7 @@ class TemplateChat:
     def extend(
         self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool
     ) -> list[int] | None:
-        """Return `ids` followed by new messages, or None if the conversation cannot be extended.
+        """Append new messages to `ids`. Returns None if the conversation cannot be extended.
 
         See `Chat.extend`.
         """
@@ -163,7 +163,7 @@ class TemplateChat:
         thinking: bool,
         speak: bool = True,
     ) -> tuple[str, Marks]:
-        """Render a conversation. Returns the text and the marks inserted in it."""
+        """Render a conversation. Returns the text and the mark characters inserted in it."""
         if tools and not self.format.calls:
             raise ValueError(
                 f"{self.renderer.name} writes calls in an unknown format, so tools such as "
@@ -188,9 +188,9 @@ class TemplateChat:
     ) -> list[int]:
         """Return the ids that the policy would sample for `reply`, including the end of the turn.
 
-        `after` are the messages that follow, which matter for formats whose turns end with the
-        start of the next message. Raises ValueError if the template changes `messages` once `reply`
-        follows.
+        `after` contains the messages that follow. They matter for formats in which the start of the
+        next message ends a turn. Raises ValueError if the template renders `messages` differently
+        once `reply` follows.
         """
         before, _ = self.text(messages, tools, thinking=thinking)
         whole, marks = self.text([*messages, reply], tools, thinking=thinking, speak=False)
@@ -212,7 +212,7 @@ class TemplateChat:
         return self.encoder.encode(turn + end, marks)
 
     def end_before(self, messages: Sequence[Message], *, thinking: bool) -> str:
-        """Return the control text that ends a turn when `messages` follow."""
+        """Return the control token text that ends a turn when `messages` follow."""
         return self._continuation(messages, thinking=thinking)[1]
 
     def _prefix(self, thinking: bool) -> str:
@@ -224,7 +224,7 @@ class TemplateChat:
         return self._prefixes[thinking]
 
     def opened(self, *, thinking: bool) -> bool:
-        """Return True if the prompt opens the thinking, so that the policy only has to close it."""
+        """Return True if the prompt opens the thinking, so the policy only has to close it."""
         return self.marks.ends_open(self._prefix(thinking))
 
     def _has_thought(self, ids: Sequence[int]) -> bool:
@@ -234,7 +234,7 @@ class TemplateChat:
 
     @cached_property
     def header(self) -> str:
-        """The text with which each of the policy's turns starts, without thinking marks."""
+        """Text at the start of each of the policy's turns, without thinking marks."""
         prefix = self._prefix(True)
         for mark in (self.marks.open, self.marks.close):
             prefix = prefix.replace(mark, "")
@@ -250,7 +250,7 @@ class TemplateChat:
         return self.format.read(text, tools, opened=opened, inside=inside, marks=self.marks)
 
     def _last_turn(self, ids: Sequence[int]) -> str:
-        """Return the text of the policy's last turn. It may include some text before the turn."""
+        """Return the text of the policy's last turn, possibly with some text before it."""
         header = self.header
         first = next(
             (i for text, i in self.encoder.controls.items() if header.startswith(text)), -1
@@ -317,8 +317,8 @@ class TemplateChat:
         return between[0] if between[1] and close in between[0] else f"\n{close}\n\n"
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids. Text that only looks like a control token is broken up by a private
-        character."""
+        """Decode ids to text. Text that only looks like a control token is broken up with a
+        private-use character."""
         return self._decode(ids)[0]
 
     def _decode(self, ids: Sequence[int]) -> tuple[str, Marks]:

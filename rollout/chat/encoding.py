@@ -1,10 +1,10 @@
 """Encodes and decodes conversations so that only the template can produce control tokens.
 
 A rendered conversation mixes the template's text with text from users, tools and the policy. If a
-tool's result contains `<|im_end|>`, an ordinary `encode` turns it into the control token. This
-module therefore marks such foreign text before rendering. The text between the template's control
-tokens is encoded with a copy of the tokenizer that has no added tokens. Text that contains no
-control texts is encoded as usual.
+tool result contains the text `<|im_end|>`, an ordinary `encode` turns it into the control token. To
+prevent this, the module marks all text that is not the template's before rendering. The text
+between the template's control tokens is then encoded with a copy of the tokenizer that has no added
+tokens. Text that does not look like a control token is encoded as usual.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ _PRIVATE_TEXT = re.compile(f"[{chr(_PRIVATE[0])}-{chr(_PRIVATE[-1])}]")
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Two characters that do not occur anywhere in a conversation and therefore can mark foreign
-    text."""
+    """Two characters that mark text from outside the template.
+
+    Neither of them occurs anywhere in the conversation.
+    """
 
     inside: str
-    """Character inserted into foreign text to break up a control text."""
+    """Character inserted into text that looks like a control token, to break it up."""
     edge: str
-    """Character placed around foreign text, so that it cannot form a control text with its
-    surroundings."""
+    """Character placed around text, so that it cannot combine with adjacent template text to form a
+    control token."""
 
     def remove(self, text: str) -> str:
         return text.replace(self.inside, "").replace(self.edge, "")
@@ -45,7 +47,7 @@ def free_marks(values: Any) -> Marks:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Yield every string in a JSON-like value, including keys."""
+    """Yield every string in a JSON-like value, including dictionary keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -58,7 +60,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 class Encoder:
-    """A tokenizer that can tell control tokens from text that only looks like them."""
+    """A tokenizer that distinguishes control tokens from text that only looks like them."""
 
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -77,7 +79,8 @@ class Encoder:
             if len(token.content.strip()) > 1
         }
         self.controls: dict[str, int] = {text: index for text, (index, _) in added.items()}
-        """Ids of the added tokens by text. Blanks and single characters are left out."""
+        """Maps the text of each added token to its id. Whitespace and single characters are left
+        out."""
         self.text_of: dict[int, str] = {index: text for text, index in self.controls.items()}
         special = [re.escape(text) for text, (_, token) in added.items() if token.special]
         self._special = re.compile("|".join(special) or r"(?!)")
@@ -91,7 +94,8 @@ class Encoder:
         self._longest = max(map(len, self.controls), default=0)
 
     def shield(self, text: str, marks: Marks) -> str:
-        """Break up every control text in `text`, and replace lone surrogates with U+FFFD."""
+        """Break up everything in `text` that looks like a control token. Lone surrogates are
+        replaced with U+FFFD."""
         if not text.isascii():
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         while (broken := self._pattern.sub(lambda m: m[0][0] + marks.inside + m[0][1:], text)) != (
@@ -101,10 +105,11 @@ class Encoder:
         return text
 
     def shield_whole(self, text: str, marks: Marks) -> str:
-        """Shield text so that it cannot form a control text together with the template's text next
-        to it.
+        """Escape text so that it cannot combine with adjacent template text to form a control
+        token.
 
-        Blanks at the ends stay outside the marks, so that templates can still strip them.
+        Leading and trailing whitespace stays outside the marks, so that templates can still strip
+        it.
         """
         core = text.strip()
         sizes = range(1, min(len(core), self._longest) + 1)
@@ -117,7 +122,7 @@ class Encoder:
         return text[:start] + edge + shielded + edge + text[start + len(core) :]
 
     def encode(self, text: str, marks: Marks) -> list[int]:
-        """Encode a rendered text. Only control texts without marks become control tokens."""
+        """Encode a rendered text. Text that contains marks never becomes a control token."""
         expected = [self.controls[m[0]] for m in self._pattern.finditer(text)]
         if marks.inside not in text:
             ids = self._whole.encode(marks.remove(text), add_special_tokens=False).ids
@@ -126,7 +131,7 @@ class Encoder:
         return self.encode_in_pieces(text, marks)
 
     def encode_in_pieces(self, text: str, marks: Marks) -> list[int]:
-        """Encode a rendered text by encoding each piece between control tokens separately."""
+        """Encode a rendered text, with a separate call for each piece between control tokens."""
         ids: list[int] = []
         end, strip = 0, False
         for match in self._pattern.finditer(text):
@@ -139,7 +144,10 @@ class Encoder:
         return ids + self._encode_plain(text[end:], marks, left=strip, right=False)
 
     def decode(self, ids: Sequence[int], marks: Marks) -> str:
-        """Decode ids. Text that only looks like a control token is broken up with a mark."""
+        """Decode ids to text.
+
+        Text that only looks like a control token is broken up with a mark.
+        """
         parts: list[str] = []
         run: list[int] = []
         for index in [*ids, None]:
@@ -155,8 +163,7 @@ class Encoder:
         return "".join(parts)
 
     def without_special(self, text: str) -> str:
-        """Remove special tokens from a decoded text, for example those that Command A puts around
-        answers."""
+        """Remove the text of special tokens, such as those that Command A puts around answers."""
         return self._special.sub("", text)
 
     def _encode_plain(self, text: str, marks: Marks, *, left: bool, right: bool) -> list[int]:
@@ -167,7 +174,7 @@ class Encoder:
 
 
 def _without_added_tokens(written: str, controls: dict[str, int]) -> Tokenizer:
-    """Return a copy of the tokenizer without its control tokens. `written` is its
+    """Return a copy of the tokenizer without its control tokens. `written` is the content of its
     tokenizer.json."""
     spec = json.loads(written)
     spec |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}

@@ -1,7 +1,8 @@
-"""Parses the thinking and tool calls in a turn, for each supported chat format.
+"""Parses the thinking and tool calls of a turn, for each supported chat format.
 
-The text comes from `Encoder.decode`, so it contains a control text only where the policy sampled
-the control token. No text from the policy raises an error; a malformed call becomes `Broken`.
+The text comes from `Encoder.decode`, so it contains the text of a control token only where the
+policy sampled that token. Parsing never raises an error, whatever the policy writes. A malformed
+call becomes `Broken`.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _KINDS: dict[type, set[str]] = {
     list: {"array"},
     dict: {"object"},
 }
-"""JSON schema types for each Python type."""
+"""Maps each Python type to its JSON schema types."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A valid tool call that has not been given an id yet."""
+    """A valid tool call that does not have an id yet."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -41,7 +42,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A malformed tool call, with the reason."""
+    """A malformed tool call, with the reason why it is malformed."""
 
     text: str
     why: str
@@ -49,13 +50,13 @@ class Broken:
 
 _Item = Written | Broken
 _Calls = tuple[str, Sequence[_Item]]
-"""The text around the calls, and the calls in order."""
+"""The text outside the calls, followed by the list of calls in order."""
 _FindCalls = Callable[[str, Sequence[ToolSpec]], _Calls]
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """Content, reasoning and calls of a turn."""
+    """The content, reasoning and tool calls of a turn."""
 
     content: str
     reasoning: str
@@ -66,19 +67,19 @@ class ParsedTurn:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The format in which a model family writes turns and tool calls."""
+    """How a model family writes turns and tool calls."""
 
     name: str
     read: Callable[..., ParsedTurn]
     ends: tuple[str, ...] = ()
-    """Control texts that end a turn, in addition to the tokenizer's eos_token."""
+    """Texts of the control tokens that end a turn, in addition to the tokenizer's eos_token."""
     equal_ends: bool = False
-    """True if the ends are interchangeable, so that a template may write a different end from the
-    sampled one."""
+    """True if these ends are interchangeable. A template may then write a different end from the
+    one that was sampled."""
     message: str = ""
-    """Text that starts the body of each message, in formats whose turns have several messages."""
+    """Text that starts the body of each message, if a turn in this format has several messages."""
     message_end: str = ""
-    """Text that ends such a message. In the history a template may also end the turn with it."""
+    """Text that ends such a message. In the history, a template may also end the turn with it."""
     calls: bool = True
 
 
@@ -111,8 +112,8 @@ def _read_tagged(
 ) -> ParsedTurn:
     """Parse a turn whose thinking is enclosed in `marks`.
 
-    `opened` means that the prompt or an earlier turn has opened the thinking. `inside` means that
-    only calls made while thinking are valid.
+    Set `opened` if the prompt or an earlier turn has already opened the thinking. If `inside` is
+    set, only calls made while thinking are valid.
     """
     reasoning, content, is_open = split_thinking(
         text, bounds, opened=opened, inside=inside, marks=marks
@@ -185,7 +186,7 @@ def _deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
 
 
 def _without_marks(content: str, items: Sequence[_Item], begin: str, end: str) -> _Calls:
-    """Return the text outside the two marks, without unpaired ones."""
+    """Return the text outside the two marks. Unpaired marks are removed."""
     if not items and begin in content:
         items = [Broken(content[content.index(begin) :], "it holds no call")]
     before, *blocks = content.split(begin)
@@ -227,10 +228,10 @@ _LLAMA3_JSON = re.compile(r'\s*\{\s*"(type"\s*:\s*"function"\s*,\s*")?name"\s*:'
 
 
 def _llama3_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    """Parse the calls of Llama 3.
+    """Parse tool calls in the format of Llama 3.
 
-    The turn is JSON with `name` and `parameters`, where `;` separates several calls. For a tool
-    that takes `code`, it may instead be code after `<|python_tag|>`.
+    A turn with calls consists of JSON objects with `name` and `parameters`, separated by `;`. If a
+    tool takes `code`, the turn may instead contain code after `<|python_tag|>`.
     """
     content, tag, code = text.partition("<|python_tag|>")
     body = (code if tag else text).strip()
@@ -257,8 +258,11 @@ def _llama3_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
 
 
 def _tiny_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
-    """Parse the calls of the tiny test model: a line such as `@name 1, "two"`, whose JSON arguments
-    follow the order in the tool's schema."""
+    """Parse the tool calls of the tiny test model.
+
+    Each call is a line such as `@name 1, "two"`. The JSON arguments follow the order in the tool's
+    schema.
+    """
     if not tools:
         return text, []
     lines = text.split("\n")
@@ -278,10 +282,10 @@ def read_harmony(
     inside: bool,
     marks: ThinkingMarks = HARMONY,
 ) -> ParsedTurn:
-    """Parse a turn of gpt-oss. It consists of messages that have a channel and, for a call, a
-    recipient.
+    """Parse a turn of gpt-oss.
 
-    Calls in the `analysis` channel are valid only if `inside` is set.
+    A turn consists of messages. Each message has a channel and, if it is a call, a recipient. Calls
+    in the `analysis` channel are valid only if `inside` is set.
     """
     reasoning: list[str] = []
     content: list[str] = []
@@ -304,8 +308,8 @@ def read_harmony(
 
 
 def _blocks(text: str, start: str, end: str, read: Callable[[str], _Item]) -> _Calls:
-    """Read each block between `start` and `end`. A block that is not closed ends where the next one
-    starts."""
+    """Return the text of each block between `start` and `end`. An unclosed block ends where the
+    next one starts."""
     before, *blocks = text.split(start)
     around = [before]
     items: list[_Item] = []
@@ -320,10 +324,10 @@ def _blocks(text: str, start: str, end: str, read: Callable[[str], _Item]) -> _C
 
 
 def _from_value(value: Any, key: str, body: str) -> _Item:
-    """Read a call from a JSON object.
+    """Read a tool call from a JSON object.
 
-    The format's own key for the arguments is `key`, but `arguments` and `parameters` are both
-    accepted. If neither is present, the object may contain only the name.
+    `key` is the key under which this format stores the arguments, but `arguments` and `parameters`
+    are accepted as well. If there are no arguments, the object may contain only the name.
     """
     form = f'a call is a JSON object with "name" and "{key}"'
     if not isinstance(value, dict):
@@ -355,8 +359,11 @@ def _named(name: Any, arguments: Any, body: str) -> _Item:
 
 
 def _by_schema(value: str, schema: Any) -> Any:
-    """Parse a value as JSON, unless the schema allows a string and does not allow the parsed
-    type."""
+    """Parse a value as JSON.
+
+    The value stays a string if it is not valid JSON, or if the schema allows a string but not the
+    parsed type.
+    """
     kinds = _kinds(schema)
     try:
         parsed = strict_json.load(value)

@@ -16,14 +16,14 @@ from keel.rl.turns import Message
 from keel.rollout.chat.encoding import Encoder, Marks, free_marks
 
 USER_ROLES = ("user", "developer")
-"""Roles that end the policy's thinking when they send a message."""
+"""Roles whose messages end the policy's thinking."""
 
 
 def retained(messages: Sequence[Message]) -> list[Message]:
     """Return `messages` without the thinking that precedes the last user message.
 
-    Reasoning is kept while only tools answer and dropped when a new user message arrives. Tool
-    calls and results are always kept (DeepSeek-V3.2, 2025, section 3.2.1).
+    Thinking is kept as long as only tool results follow it, and dropped once a new user message
+    arrives. Tool calls and results are always kept (DeepSeek-V3.2, 2025, section 3.2.1).
     """
     users = [i for i, message in enumerate(messages) if message["role"] in USER_ROLES]
     last = users[-1] if users else -1
@@ -36,20 +36,20 @@ def retained(messages: Sequence[Message]) -> list[Message]:
 
 
 def call_message(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call in the format of an assistant message's `tool_calls`."""
+    """Convert a call to an entry of an assistant message's `tool_calls`."""
     function = {"name": name, "arguments": dict(arguments)}
     return {"id": call_id, "type": "function", "function": function}
 
 
 def name_of(tokenizer: Any) -> str:
-    """Return the name of a tokenizer's chat renderer, for messages."""
+    """Return the name of the code that renders a tokenizer's conversations, for messages to the
+    user."""
     coded = written_by_code(tokenizer)
     return "DeepSeek-V3.2's encoding" if coded else "the tokenizer's chat template"
 
 
 class Renderer:
-    """A model's chat template, together with how it expects call arguments and tools to be
-    passed."""
+    """A model's chat template, and how it expects tools and call arguments to be passed."""
 
     def __init__(self, tokenizer: Any, encoder: Encoder) -> None:
         self._tokenizer = tokenizer
@@ -75,10 +75,10 @@ class Renderer:
         thinking: bool,
         speak: bool = True,
     ) -> str:
-        """Render a conversation as text with marks. If `speak` is set, the text ends with the start
-        of the policy's turn.
+        """Render a conversation as text with marks.
 
-        Raises ValueError if the template refuses the messages.
+        If `speak` is set, the text ends with the start of the policy's turn. Raises ValueError if
+        the template rejects the messages.
         """
         shielded = [self._shield_message(message, marks) for message in messages]
         offered: Any = [self._shield_all(tool, marks) for tool in tools]
@@ -150,8 +150,8 @@ def render(
 ) -> str:
     """Render a conversation with the chat template or with DeepSeek-V3.2's code.
 
-    If `speak` is set, the text ends with the start of the policy's turn. The template's errors are
-    raised unchanged.
+    If `speak` is set, the text ends with the start of the policy's turn. Errors from the template
+    are raised unchanged.
     """
     if written_by_code(tokenizer):
         return _deepseek_v32(messages, tools, thinking=thinking)
@@ -167,8 +167,7 @@ def render(
 
 
 def check_developers(messages: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Check that the rendered `text` contains every message with the role developer. Raises
-    ValueError if it does not."""
+    """Raise ValueError if a message with the role developer is missing from the rendered `text`."""
     for message in messages:
         if message["role"] == "developer" and str(message["content"]).strip() not in text:
             raise ValueError(
@@ -179,7 +178,7 @@ def check_developers(messages: Sequence[Mapping[str, Any]], text: str) -> None:
 def _with_tools(
     messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Add the tools and the call format to the system message, for DeepSeek-V3.1."""
+    """Add the tool descriptions and the call format to the system message, for DeepSeek-V3.1."""
     listed = [
         f"### {function['name']}\nDescription: {function.get('description', '')}\n\n"
         f"Parameters: {json.dumps(function.get('parameters', {}), ensure_ascii=False)}\n"
@@ -216,7 +215,7 @@ def _deepseek_v32(
 
 @cache
 def _deepseek_code() -> Any:
-    """Load vLLM's copy of DeepSeek's code without importing vLLM, which takes seconds."""
+    """Load vLLM's copy of DeepSeek's code. Importing vLLM itself would take seconds."""
     vllm = importlib.util.find_spec("vllm")
     place = Path((vllm and vllm.origin) or "").parent / "tokenizers" / "deepseek_v32_encoding.py"
     spec = importlib.util.spec_from_file_location("deepseek_v32_encoding", place)

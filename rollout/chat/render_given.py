@@ -1,9 +1,9 @@
 """Tokenizes existing conversations into the ids that the policy would have sampled.
 
-Each turn gets the same context as in a rollout: an opening, the previous turns, and the text that
-`Chat.extend` inserts between them. Each token is therefore trained after exactly the ids that
-precede it during sampling. A conversation is split into several contexts where a rollout would be
-split, namely at a user message that ends thinking (`keel.agents.conversation`).
+Each turn has the same context as in a rollout: an opening, the previous turns, and the text that
+`Chat.extend` inserts between turns. During training, each token therefore follows exactly the ids
+that would precede it during sampling. A conversation is split into several contexts where a rollout
+would be split: at a user message that ends thinking (`keel.agents.conversation`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from keel.rollout.chat.chat import TemplateChat
 
 _ASSISTANT = "assistant"
 _CHECKED: WeakKeyDictionary[TemplateChat, set[tuple[Any, ...]]] = WeakKeyDictionary()
-"""Sequences of roles that a template is known to show completely, for each way of rendering."""
+"""Sequences of roles for which the template is known to show every message, for each way of
+rendering."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Token ids of one context, with a mask of the tokens to train on."""
+    """The token ids of one context, and a mask that selects the tokens to train on."""
 
     ids: list[int] = field(default_factory=list[int])
     trained: list[bool] = field(default_factory=list[bool])
-    """True for the ids of the policy."""
+    """True for ids that the policy writes."""
 
     def add(self, ids: Sequence[int], *, trained: bool) -> None:
         self.ids.extend(ids)
@@ -44,11 +45,13 @@ def render_given(
     thinking: bool,
     trained: Collection[int] | None = None,
 ) -> list[Context]:
-    """Return the contexts of a conversation in which the policy writes the assistant's messages.
+    """Tokenize a conversation in which the policy writes the assistant messages. Returns its
+    contexts.
 
-    Each context ends with a turn of the policy. `trained` lists the indices of the messages to
-    learn; None means all assistant messages. Without `thinking`, reasoning in the messages is left
-    out. Raises ValueError naming a message that the template does not show completely.
+    Each context ends with one of the policy's turns. `trained` lists the indices of the messages to
+    train on; None selects all assistant messages. If `thinking` is False, reasoning in the messages
+    is left out. Raises ValueError naming the message if the template does not show a message
+    completely.
     """
     if not thinking:
         messages = [
@@ -95,11 +98,11 @@ def _check_shown(
     first: int,
     way: tuple[bool, bool | None],
 ) -> None:
-    """Check that `write` shows every message that was not written by the assistant.
+    """Check that the template shows every message that was not written by the assistant.
 
-    A template may skip unknown roles, or a system message that is not the first one. The check
-    replaces contents with probe words, and runs once for each sequence of roles and way of
-    rendering. `first` is the index of the first message.
+    A template may skip unknown roles, or a system message that is not first. The check replaces the
+    contents with probe words and renders them with `write`. It runs once for each sequence of roles
+    and way of rendering. `first` is the index of the first message.
     """
     roles = tuple(
         str(one["role"]) if _plain(one.get("content")) else "" for one in messages

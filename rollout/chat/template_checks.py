@@ -32,13 +32,13 @@ _TOOLS = tuple(
 def check_prefix_law(
     chat: TemplateChat, *, tools: Sequence[ToolSpec] = _TOOLS, modes: Sequence[bool] = (True, False)
 ) -> None:
-    """Check on short conversations that extending one turn by turn gives the same ids as rendering
-    it at once.
+    """Check that extending a conversation turn by turn gives the same ids as rendering it at once.
 
-    This also checks that no ordinary text becomes a control token and that tools are shown. `modes`
-    selects thinking, no thinking, or both. An empty think block that a template puts before a turn
-    but omits from the history may remain, because the policy was sampled after it. Raises
-    ValueError naming the template, the case and a fix.
+    The check uses short conversations. It also verifies that ordinary text never becomes a control
+    token and that tools are shown. `modes` selects thinking, no thinking, or both. One difference
+    is allowed: an empty think block that a template puts before a turn but omits from the history
+    may remain, because the policy was sampled after it. Raises ValueError naming the template, the
+    case and a fix.
     """
     for thinking in modes:
         for calls in ((), (1,), (1, 1), (2, 1), (3, 1, 2)) if tools else ((),):
@@ -47,11 +47,11 @@ def check_prefix_law(
 
 
 def check_calls_in_thinking(chat: TemplateChat, *, tools: Sequence[ToolSpec] = _TOOLS) -> None:
-    """Check that tool calls work while thinking, and only then.
+    """Check that the policy can call tools while it thinks, and only then.
 
-    The check parses a call, adds its result as for any other call, and continues the thinking. It
-    also expects a call after the thinking to be malformed. `chat` must have `tools_in_thinking` set
-    and pass `check_prefix_law`. Raises ValueError naming the template and a fix.
+    The check parses a call, adds its result in the usual way, and continues the thinking. It also
+    checks that a call after the thinking counts as malformed. `chat` must have `tools_in_thinking`
+    set and must pass `check_prefix_law`. Raises ValueError naming the template and a fix.
     """
     messages: list[Message] = [{"role": "user", "content": "Which?"}]
     reply = _reply(0, 1, tools, thinking=True)
@@ -87,8 +87,8 @@ def _check_conversation(
     """Check a conversation in which turn i makes `calls[i]` calls, followed by an answer and
     another user question.
 
-    Every turn is extended twice: once as if the policy had ended it, and once as if it had been cut
-    at its length limit.
+    Every turn is extended in two ways: as if the policy had ended it, and as if it had been
+    truncated at its length limit.
     """
     messages: list[Message] = [
         {"role": "system", "content": "Help."},
@@ -204,8 +204,8 @@ def _failure(chat: TemplateChat, thinking: bool, problem: str, fix: str = "") ->
 def ends_of(path: str) -> tuple[int, ...]:
     """Return the `eos_token_id`s of a model, which end every completion in the engine.
 
-    As in vLLM, they are read from generation_config.json or, if that does not exist, from
-    config.json. `path` is a folder or a hub name. Raises ConfigError if there is neither file.
+    They are read from generation_config.json or, if that file does not exist, from config.json, as
+    in vLLM. `path` is a folder or a hub name. Raises ConfigError if neither file exists.
     """
     try:
         config = GenerationConfig.from_pretrained(path, **hub_options(path))

@@ -1,4 +1,4 @@
-"""Finds the thinking marks of a model family, and splits turns into thinking and answer."""
+"""Finds the thinking marks of a model family and splits turns into thinking and answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from keel.rl.turns import THINK, ThinkingMarks
 
 HARMONY = ThinkingMarks("<|channel|>analysis<|message|>", "<|channel|>final<|message|>")
-"""Thinking marks of gpt-oss, whose turns have several messages
+"""Thinking marks of gpt-oss, whose turns consist of several messages
 (`keel.rollout.chat.parsing.read_harmony`)."""
 HARMONY_CONTROLS = "<|start|> <|channel|> <|constrain|> <|message|> <|end|> <|call|> <|return|>"
 _FAMILIES = (
@@ -24,10 +24,10 @@ _FAMILIES = (
 
 
 def marks_of(tokenizer: Any, named: Sequence[str] = ()) -> ThinkingMarks | None:
-    """Return the strings that open and close thinking for a tokenizer, or None if they are unknown.
+    """Return the strings that open and close a tokenizer's thinking, or None if they are unknown.
 
-    `named` is the setting `model.thinking_marks` and takes precedence. Otherwise the marks are
-    looked up in the chat template, and then among the added tokens.
+    `named` is the setting `model.thinking_marks` and takes precedence. If it is not set, the marks
+    are looked up first in the chat template and then among the added tokens.
     """
     if named:
         return ThinkingMarks(*named)
@@ -42,16 +42,18 @@ def marks_of(tokenizer: Any, named: Sequence[str] = ()) -> ThinkingMarks | None:
 
 @dataclass(frozen=True, slots=True)
 class CallBounds:
-    """Patterns for the start and end of a model family's tool calls. Thinking marks inside a call
-    are ordinary text."""
+    """Patterns that match the start and end of a model family's tool calls.
+
+    Thinking marks inside a call are ordinary text.
+    """
 
     start: str = ""
     """Pattern for the start of a call, or empty if the family has no calls."""
     end: str = ""
     """Pattern for the end of a call, or empty if a call extends to the end of the turn."""
     whole: re.Pattern[str] | None = None
-    """Pattern for the start of a text that consists only of calls. The text is a whole turn, or
-    what follows the thinking."""
+    """Pattern that matches the start of a text consisting only of calls. The text is either a whole
+    turn or what follows the thinking."""
 
 
 _NO_CALLS = CallBounds()
@@ -65,11 +67,12 @@ def split_thinking(
     inside: bool = False,
     marks: ThinkingMarks = THINK,
 ) -> tuple[str, str, bool]:
-    """Split a turn into (reasoning, content, whether the turn ends while thinking).
+    """Split a turn into its reasoning and its content.
 
-    If the thinking is never closed, there is no content. If a closing mark comes first, the text
-    before it is reasoning. `opened` means that the prompt or an earlier turn has opened the
-    thinking. `inside` means that the thinking may contain calls.
+    Returns (reasoning, content, whether the turn ends while thinking). If the thinking is never
+    closed, there is no content. If the first mark closes thinking, the text before it is reasoning.
+    Set `opened` if the prompt or an earlier turn has already opened the thinking, and `inside` if
+    the thinking may contain calls.
     """
     scanner = _Scanner(text, bounds, marks, inside=inside)
     thinks = opened and not text.lstrip().startswith(marks.open)
@@ -88,7 +91,7 @@ def split_thinking(
 
 
 class _Scanner:
-    """Finds the thinking marks of a turn in one pass and skips those inside calls."""
+    """Finds the thinking marks of a turn in one pass, skipping marks inside calls."""
 
     def __init__(
         self, text: str, bounds: CallBounds, marks: ThinkingMarks, *, inside: bool
@@ -133,8 +136,8 @@ class _Scanner:
         return None
 
     def _after_closed(self, call: re.Match[str]) -> int:
-        """Return the end of a call. A call that is not closed before the next one starts counts as
-        a mere mention."""
+        """Return the position after a call. If the next call starts before this one is closed, only
+        its opening is skipped."""
         following = self._call_edge.search(self._text, call.end()) if self._call_edge else None
         if following is not None and following[0] == self._bounds.end:
             return following.end()

@@ -1,2 +1,1 @@
-"""A single vLLM engine with its thread, its Ray actor, its requests and the patches that it
-needs."""
+"""A single vLLM engine, with its thread, Ray actor, requests and vLLM patches."""

@@ -1,4 +1,4 @@
-"""Converts prompts to token ids for the engine, and the engine's completions to trajectories."""
+"""Converts prompts to token ids for the engine, and sampled completions to trajectories."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class RenderedPrompt:
 
     token_ids: list[int]
     thinking: bool
-    """True if the prompt ends inside a think block, which the policy has to close."""
+    """True if the prompt ends inside a think block that the policy has to close."""
 
 
 def render_prompt(tokenizer: Any, prompt: Prompt, marks: ThinkingMarks = THINK) -> RenderedPrompt:
-    """Convert a prompt to token ids. Messages are rendered with the chat template, and a raw prompt
-    is encoded with the tokenizer's start token.
+    """Convert a prompt to token ids.
 
-    `marks` are the strings that open and close thinking in this model family. Raises ValueError for
-    an empty prompt.
+    Messages are rendered with the chat template. A raw prompt is encoded after the tokenizer's
+    start token. `marks` are the strings that open and close thinking in this model family. Raises
+    ValueError if the prompt is empty.
     """
     if prompt.raw:
         (message,) = prompt.messages
@@ -54,8 +54,8 @@ def render_prompt(tokenizer: Any, prompt: Prompt, marks: ThinkingMarks = THINK) 
 def decode_all(
     tokenizer: Any, completions: Sequence[Sequence[int]], marks: ThinkingMarks = THINK
 ) -> list[str]:
-    """Decode completions without special tokens, and replace the model's thinking marks with
-    `THINK`."""
+    """Decode completions to text without special tokens, and replace the model's thinking marks
+    with `THINK`."""
     completions = [list(ids) for ids in completions]
     hidden = _hidden_ids(tokenizer, marks)
     if hidden:
@@ -82,8 +82,8 @@ def _hidden_ids(tokenizer: Any, marks: ThinkingMarks) -> set[int] | None:
 def _translate_marks(text: str, marks: ThinkingMarks) -> str:
     """Replace a completion's thinking marks with `THINK`, the marks that rewards look for.
 
-    If another model family's text happens to contain `THINK`, a space is inserted so that it is not
-    taken for a mark.
+    If a model with different marks happens to write `THINK` as text, a space is inserted so that it
+    is not mistaken for a mark.
     """
     if marks == THINK:
         return text
@@ -100,11 +100,11 @@ def _translate_marks(text: str, marks: ThinkingMarks) -> str:
 
 
 def split_message(raw: str, *, thinking: bool) -> dict[str, str]:
-    """Convert a completion to an assistant message with `content`, `raw` and, if there is any
-    reasoning, `reasoning_content`.
+    """Convert a completion to an assistant message.
 
-    `thinking` means that the prompt has already opened the think block. If a block is never closed,
-    the whole text is reasoning, so an answer inside it does not count.
+    The message has `content`, `raw` and, if there is any reasoning, `reasoning_content`. Set
+    `thinking` if the prompt has already opened the think block. If the block is never closed, the
+    whole text is reasoning, so an answer inside it does not count.
     """
     opens = raw.lstrip().startswith(THINK.open)
     text = THINK.open + raw if thinking and not opens else raw
@@ -122,9 +122,9 @@ def split_message(raw: str, *, thinking: bool) -> dict[str, str]:
 
 
 def sibling_seed(seed: int, prompt_id: str, version: int, draw: int, sibling: int) -> int:
-    """Return the random seed of one completion, in [0, 2⁶³). It is the same on every engine and in
-    every run.
+    """Return the random seed of one completion, in [0, 2⁶³).
 
-    `draw` is the number of groups that were already sampled for this prompt with the same weights.
+    The seed is the same on every engine and in every run. `draw` is the number of groups already
+    sampled for this prompt with the same weights.
     """
     return seed_of(seed, version, draw, sibling, prompt_id)

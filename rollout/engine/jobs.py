@@ -1,5 +1,7 @@
-"""Jobs that an engine works on. A job samples a group of completions or one turn of a
-conversation."""
+"""The jobs of an engine.
+
+A job samples either a group of completions or one turn of a conversation.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from keel.rollout.recording.base import Recording, RecordingOptions
 from keel.rollout.spec import LostTurn
 
 Result = Group | TurnResult | LostTurn
-"""Result of a job. An error in a turn is returned as a value, because raising it during a step
+"""The result of a job. An error in a turn is returned as a value, because raising it during a step
 would stop the engine."""
 NOT_FINITE = (
     "not finite: a token's log-probability is not a number. The model's logits may overflow in "
@@ -33,21 +35,21 @@ class Completion:
 
     ids: Sequence[int]
     text: str
-    """Text without special tokens. It is empty for a turn, because the chat format decodes the turn
-    itself."""
+    """Decoded text without special tokens. Empty for a turn, which is decoded by the chat format
+    instead."""
     recording: Recording
     versions: NDArray[np.int32]
-    """[N] weight version that sampled each token."""
+    """[N] weight version with which each token was sampled."""
     finish_reason: Literal["stop", "length", "deadline"]
     cached_tokens: int
 
 
 @dataclass(slots=True, kw_only=True)
 class Job(ABC):
-    """One or more requests that produce one result together."""
+    """One or more requests that together produce one result."""
 
     label: str
-    """Name of the job in log messages."""
+    """Name of the job, for log messages."""
     context: Sequence[int] | NDArray[np.int32]
     sampling: SamplingConfig
     recording: RecordingOptions
@@ -56,10 +58,10 @@ class Job(ABC):
     decode: bool = True
     """Decode completions to text."""
     requests: dict[str, int] = field(default_factory=dict[str, int])
-    """Sibling number of each unfinished request, by request name."""
+    """Maps the name of each unfinished request to its number within the group."""
     dropped: list[str] = field(default_factory=list[str])
     cut: bool = False
-    """True if the job has reached its deadline. Its unfinished requests then end with their next
+    """True if the job has reached its deadline. Each unfinished request then ends with its next
     token."""
 
     @abstractmethod
@@ -154,7 +156,8 @@ class TurnJob(Job):
         )
 
     def result(self) -> TurnResult | LostTurn:
-        """Return the turn. It has no tokens if its deadline passed before the first token."""
+        """Return the turn. It has no tokens if the deadline passed before the first token was
+        sampled."""
         return self.done or TurnResult(
             token_ids_N=np.zeros(0, np.int32),
             logp_old_N=np.zeros(0, np.float32),
@@ -176,7 +179,8 @@ def build_segment(
     """Build the segment of one turn with P prompt tokens and G sampled tokens.
 
     Shapes: `logp` and `versions` [G], `sampling_mask` G spans, `routes` [P+G−1, L, K]. Routes are
-    aligned with the input, so the last token has none. Raises ValueError if lengths differ.
+    aligned with the input tokens, so the last token has none. Raises ValueError if the lengths do
+    not match.
     """
     prompt, tokens = len(prompt_ids), len(prompt_ids) + len(sampled_ids)
     if routes is not None:

@@ -1,6 +1,6 @@
-"""Patches of vLLM that engines need. Repairs for vLLM's CPU build are in `shims`.
+"""Patches that engines apply to vLLM. Fixes for vLLM's CPU build are in `shims`.
 
-Each patch is installed before an engine is built, and is undone or checked afterwards.
+Each patch is applied before an engine is built, and is undone or checked afterwards.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _kernels: Any = kernel_warmup
 # Size of the KV cache.
 
 SPARE = 1.25
-"""Extra room in the cache for the prompts of finished completions, as a factor. Later completions
-may share these prompts."""
+"""Factor by which the cache is enlarged to keep the prompts of finished completions. Later
+completions may share these prompts."""
 SPARE_PAGES = 16
 """Extra pages per completion, because Keel's scheduler allocates several pages at once."""
 _RESERVE = 2**30
@@ -43,12 +43,13 @@ _RESERVE = 2**30
 
 @contextmanager
 def bounded_kv_cache(conversations: int = 0) -> Iterator[None]:
-    """Limit the KV cache of engines built inside this context to what their completions can fill.
+    """Limit the KV cache of engines built inside this context to the size that their completions
+    can fill.
 
-    By default vLLM takes all the memory that it may use. This wastes time with
-    `rollout.time_share`, because a GPU maps only some 100 GiB per second and does so at each
-    update. vLLM's options cannot express this limit, since the size of a completion is known only
-    after the model is loaded. `conversations` is described in `EngineSpec`.
+    By default, vLLM takes all the memory that it may use. With `rollout.time_share` this wastes
+    time, because a GPU maps only some 100 GiB per second and has to do so at each update. vLLM's
+    options cannot express this limit, since the size of a completion is known only after the model
+    is loaded. `conversations` is described in `EngineSpec`.
     """
     original = _core.get_kv_cache_configs
 
@@ -83,11 +84,13 @@ def bounded_kv_cache(conversations: int = 0) -> Iterator[None]:
 
 
 def enough(memory: int, one: float | int, free: Callable[[], int]) -> int:
-    """Return the number of bytes for a worker's cache: `memory`, or the size of `one` completion if
-    only that fits.
+    """Return the cache size for a worker in bytes.
 
-    vLLM refuses to start if there is no room for `one`, but it may overestimate its other memory
-    use. `free` is called only in that case, because it creates a CUDA context in this process.
+    This is `memory`, unless `memory` is too small for one completion. In that case it is `one`, the
+    size of one completion, provided that this fits into `memory` plus the free GPU memory. vLLM
+    refuses to start if there is no room for `one`, but it may overestimate how much memory
+    everything else needs. `free` is called only in that case, because it creates a CUDA context in
+    this process.
     """
     return int(one) if memory < one and one <= max(0, memory) + free() else memory
 
@@ -105,9 +108,9 @@ def short_warm_up(architectures: Sequence[str], *, gpu: bool) -> Iterator[None]:
     """Skip the parts of vLLM's warm-up that Keel does not need, for engines built inside this
     context.
 
-    These parts take about 40 of 112 seconds on an H100 host. `architectures` are model classes to
-    inspect in this process, which loads them anyway. vLLM would otherwise inspect them in a new
-    process that imports vLLM again.
+    These parts take about 40 of 112 seconds on an H100 host. The model classes in `architectures`
+    are inspected in this process, which loads them anyway. Without this, vLLM would start a new
+    process to inspect them, and that process would import vLLM again.
     """
     for name in architectures:
         known = ModelRegistry.models.get(name)
@@ -142,9 +145,9 @@ def install_invariant_kernels() -> None:
     """Replace vLLM's batch-invariant kernels with faster ones that return bitwise identical
     results.
 
-    For all but five shapes, vLLM's GEMM uses tile sizes that suit large batches, and its
-    normalisation of attention heads copies its input. The calls are patched because vLLM's registry
-    can only replace whole layers.
+    vLLM's GEMM uses tile sizes that suit large batches for all but five shapes, and its
+    normalisation of attention heads copies its input. The calls themselves are patched, because
+    vLLM's registry can only replace whole layers.
     """
     from keel.model.batch_invariant import kernel_variants  # noqa: PLC0415  (needs Triton)
 
@@ -172,7 +175,7 @@ def install_invariant_kernels() -> None:
 # Residual stream in float32.
 
 _wide_outputs: list[_SummedLinearMethod] = []
-"""Linear methods of the engine that is being built."""
+"""Linear methods of the engine that is currently being built."""
 
 
 @contextmanager
@@ -180,9 +183,9 @@ def residual_layers(layers: int, *, wide: bool) -> Iterator[None]:
     """Build engines with a float32 residual stream if `wide` is set, as in the trainer
     (`keel.model.layers.residual`).
 
-    In vLLM, a norm adds a block's output to the residual stream and passes the sum on. This patch
-    keeps the sum unrounded, so the stream is float32 from the first sum on. Raises RuntimeError
-    unless the attention of all `layers` was set up.
+    In vLLM, a norm layer adds a block's output to the residual stream and passes the sum on. This
+    patch does not round the sum, so the stream is float32 from the first sum on. Raises
+    RuntimeError if the attention of some of the `layers` was not set up.
     """
     _wide_outputs.clear()
     for kind in (_Float32Norm, _Float32Output):
@@ -199,7 +202,8 @@ def residual_layers(layers: int, *, wide: bool) -> Iterator[None]:
 
 
 class _Float32Norm(RMSNorm):
-    """A norm that adds a block's output to the stream in float32 and rounds only its own result."""
+    """A norm layer that adds a block's output to the stream in float32 and rounds only its own
+    result."""
 
     def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Any:
         if residual is None:
@@ -223,7 +227,7 @@ class _Float32Output(RowParallelLinear):
 
 class _SummedLinearMethod(UnquantizedLinearMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Skip the packing that vLLM does on CPUs."""
+        """Skip the weight packing that vLLM does on CPUs."""
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         out = summed(x, layer.weight)

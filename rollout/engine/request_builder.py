@@ -1,9 +1,9 @@
-"""Adds requests to vLLM faster than `LLMEngine.add_request`, for turns of conversations.
+"""Adds requests for conversation turns to vLLM faster than `LLMEngine.add_request`.
 
-vLLM validates each request, deep-copies its parameters and hashes every block of its prompt, which
-takes most of the CPU time of a turn. This module adds the first request of each kind with vLLM's
-own method and then copies it for the others. It also reuses the block hashes of a conversation's
-last turn where the token ids are unchanged.
+For each request, vLLM validates it, deep-copies its parameters and hashes every block of its
+prompt. This takes most of the CPU time of a turn. This module adds only the first request of each
+kind with vLLM's own method, and copies it for later requests. It also reuses the block hashes of a
+conversation's last turn where the token ids are unchanged.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams
 
 _MAX_HASHED_TOKENS = 2**24
-"""Maximum number of tokens, over all conversations, whose hashes are kept. Each token takes about 9
+"""Maximum number of tokens whose hashes are kept, over all conversations. Each token takes about 9
 bytes."""
 
 
 class TemplatedRequests:
-    """Adds requests to one engine by copying the first request of each kind."""
+    """Adds requests to an engine by copying the first request of each kind."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._core: Any = engine.engine_core.engine_core  # pyright: ignore[reportAttributeAccessIssue]
         self._templates: dict[Hashable, Any] = {}
-        """vLLM's `EngineCoreRequest` for the first request of each kind."""
+        """Maps each kind of request to vLLM's `EngineCoreRequest` for the first one."""
         self._open: dict[str, tuple[str, NDArray[np.int32], Any]] = {}
         """Conversation, prompt and vLLM's `Request` for each unfinished request."""
         self._hashes = PrefixHashes(self._core.scheduler.hash_block_size)
@@ -52,9 +52,9 @@ class TemplatedRequests:
         varying: Mapping[str, int],
         params: Callable[[], SamplingParams],
     ) -> str:
-        """Add a request to sample one completion, and return the id that vLLM gave it.
+        """Add a request for one completion. Returns the id that vLLM assigned to it.
 
-        `name` must be unique, and `conversation` may be empty. Requests have the same `kind` if
+        `name` must be unique, and `conversation` may be empty. Two requests have the same `kind` if
         their `params` differ only in `varying`. Raises ValueError if the request is invalid.
         """
         ids = np.asarray(context, np.int32)
@@ -86,14 +86,14 @@ class TemplatedRequests:
         return name
 
     def ended(self, name: str) -> None:
-        """Keep the block hashes of a request that has finished or was aborted."""
+        """Keep the block hashes of a request after it has finished or was aborted."""
         if (entry := self._open.pop(name, None)) is not None:
             conversation, prompt, request = entry
             sampled = np.array(list(request.output_token_ids), np.int32)
             self._hashes.keep(conversation, np.concatenate([prompt, sampled]), request.block_hashes)
 
     def _hash(self, hasher: Callable[[Any], list[bytes]], request: Any) -> list[bytes]:
-        """Replaces vLLM's block hasher. Returns the hashes of the blocks that have none yet."""
+        """Return the hashes of the blocks that have none yet. This replaces vLLM's block hasher."""
         if self._known:
             request.block_hashes += self._known
         return hasher(request)
@@ -109,7 +109,7 @@ class PrefixHashes:
         self._tokens = 0
 
     def prefix(self, conversation: str, ids: NDArray[np.int32]) -> list[bytes]:
-        """Return the hashes of the leading blocks whose token ids have not changed."""
+        """Return the hashes of a conversation's leading blocks whose token ids have not changed."""
         if (entry := self._entries.get(conversation)) is None:
             return []
         before, hashes = entry
@@ -118,8 +118,8 @@ class PrefixHashes:
         return hashes[: agree // self._block]
 
     def keep(self, conversation: str, ids: NDArray[np.int32], hashes: list[bytes]) -> None:
-        """Store the hashes of a conversation, and drop the oldest conversations if there are too
-        many."""
+        """Store the hashes of a conversation. Drops the oldest conversations if too many are
+        stored."""
         if (before := self._entries.pop(conversation, None)) is not None:
             self._tokens -= len(before[0])
         self._entries[conversation] = ids, hashes

@@ -1,4 +1,4 @@
-"""Repairs bugs in the CPU build of vLLM 0.32."""
+"""Fixes for bugs in the CPU build of vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 
 def install() -> None:
-    """Patch vLLM's classes in this process once."""
+    """Patch vLLM's classes, once per process."""
     for kind, name, shim in (
         (UnquantizedFusedMoEMethod, "_setup_kernel", _prepack_experts),
         (RotaryEmbedding, "forward_cpu", _rotate_3d_queries),
@@ -31,8 +31,8 @@ def install() -> None:
 def _prepack_experts(original: Any) -> Any:
     """Pack expert weights for the CPU kernel each time weights are loaded.
 
-    vLLM skips this step when weights are updated. The kernel then interprets plain weights as
-    packed ones, and every expert silently computes wrong results.
+    vLLM does not do this when weights are updated. The kernel would then read unpacked weights as
+    packed ones, and every expert would silently compute wrong results.
     """
 
     def setup_kernel(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
@@ -49,7 +49,7 @@ def _rotate_3d_queries(original: Any) -> Any:
     """Apply rotary embeddings correctly to queries of shape [T, heads, D] (multi-head latent
     attention).
 
-    vLLM's CPU kernel mixes up the heads of a 3-D query if the rotation is interleaved; the torch
+    vLLM's CPU kernel mixes up the heads of a 3-D query if the rotation is interleaved. The torch
     implementation does not.
     """
 
@@ -65,8 +65,8 @@ def _keep_seeded_streams(original: Any) -> Any:
     """Make a seeded request draw random numbers only for the tokens that it keeps.
 
     During a chunked prefill, vLLM samples a token after every chunk, discards it and rewinds the
-    request's generator. CPU generators cannot be rewound, so completions would depend on how their
-    prompts were chunked. This patch sets the generators aside during such steps.
+    request's random generator. CPU generators cannot be rewound, so completions would depend on how
+    their prompts were split into chunks. This patch sets the generators aside during such steps.
     """
 
     def sample_tokens(self: Any, grammar_output: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Runs an engine on its own thread. Other threads send commands to it and receive futures.
+"""Runs an engine on a separate thread. Other threads send it commands and receive futures.
 
-The thread steps the engine while there is work and runs commands between steps, so groups can join
-or leave the running batch.
+The thread steps the engine while there is work and runs commands between steps. Groups can
+therefore join or leave the running batch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ progress."""
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """A function to call on the engine's thread. Its result or error is set on the future."""
+    """A function to call on the engine's thread. Its result or error is stored in the future."""
 
     run: Callable[[VllmEngine], Any]
     future: Future[Any]
@@ -46,22 +46,23 @@ class _Command:
 
 @dataclass(slots=True)
 class _JobInFlight:
-    """A job that is being sampled. Its times count only while the engine is busy, without updates
-    and sleep."""
+    """A job that is being sampled. Its time limits do not include updates, sleep or times when the
+    engine is idle."""
 
     future: Future[Any]
     begin: float
     deadline: float
     cut: bool = False
-    """True if the job was cut at its deadline. If it reaches the next deadline, it is dropped."""
+    """True if the job was cut at its deadline. A job that also reaches the next deadline is
+    dropped."""
 
 
 class EngineThread:
-    """Runs an engine on a thread, where it samples groups and turns and loads weights."""
+    """Runs an engine on a separate thread, which samples groups and turns and loads weights."""
 
     def __init__(self, build: Callable[[], Any], config: RolloutConfig) -> None:
-        """Build a `VllmEngine` on a new thread and wait until it is ready. Errors from building it
-        are raised here."""
+        """Build a `VllmEngine` on a new thread and wait until it is ready. An error while building
+        it is raised here."""
         self._build, self._config = build, config
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._in_flight: dict[int, _JobInFlight] = {}
@@ -74,7 +75,7 @@ class EngineThread:
         self._step_begin: float | None = None
         self._steps, self._longest_s = 0, 0.0
         self._failure = ""
-        """Error of the last update, which left the weights incomplete."""
+        """Error of the last update, if it failed and left the weights incomplete."""
         ready: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(ready,), name="keel-engine", daemon=True
@@ -91,11 +92,13 @@ class EngineThread:
         record: bool = True,
         draw: int = 0,
     ) -> Future[Group]:
-        """Sample a group of completions for at most `rollout.timeout_s`. Cancelling aborts it.
+        """Sample a group of completions for at most `rollout.timeout_s`. Returns a future for the
+        group.
 
-        Routes and sampling masks are recorded only if `record` is set. The future fails with
-        ValueError if the prompt does not fit, RecordingError if a token was not recorded, and
-        EngineError if the engine breaks or its last update failed.
+        Cancelling the future aborts the group. Routes and sampling masks are recorded only if
+        `record` is set. The future fails with ValueError if the prompt does not fit, with
+        RecordingError if a token was not recorded, and with EngineError if the engine breaks or its
+        last update failed.
         """
         options: dict[str, Any] = {"group_size": group_size, "record": record, "draw": draw}
         options["sampling"] = sampling or self._config.sampling
@@ -106,9 +109,10 @@ class EngineThread:
     def turn(
         self, request: TurnRequest, *, sampling: SamplingConfig | None = None, record: bool = True
     ) -> Future[TurnResult]:
-        """Sample one turn of a conversation, in the same way as `submit` samples a group.
+        """Sample one turn of a conversation and return a future for it, as `submit` does for a
+        group.
 
-        The turn has no tokens if its deadline passed before the first one. The future fails with
+        The turn has no tokens if its deadline passed before the first token. The future fails with
         LostTurn if a log-probability is not finite.
         """
         options = sampling or self._config.sampling
@@ -153,8 +157,8 @@ class EngineThread:
     def join(self, rendezvous: Rendezvous, name: str, *, shares: bool) -> None:
         """Connect to the trainer rank that sends weights.
 
-        `shares` means that the rank runs on the engine's own GPU, in which case no channel is
-        needed to transfer the bytes.
+        Set `shares` if that rank runs on the engine's own GPU. No channel is then needed to
+        transfer the weights.
         """
         # Each of the other engines may use its whole timeout first.
         timeout_s = (1 + self._config.engines) * self._config.update_timeout_s
@@ -166,9 +170,10 @@ class EngineThread:
     def receive(self) -> None:
         """Receive the weights that the trainer rank sends, and load them.
 
-        Raises TimeoutError if no message arrives for (1 + engines) × `rollout.update_timeout_s` or
-        the engine takes longer than `rollout.update_timeout_s` to carry one out. Raises ValueError
-        naming a tensor that is unknown or missing. The engine cannot be used after an error.
+        Raises TimeoutError if no message arrives for (1 + engines) × `rollout.update_timeout_s`, or
+        if the engine takes longer than `rollout.update_timeout_s` to process one. Raises ValueError
+        naming the tensor if a tensor is unknown or missing. After an error, the engine cannot be
+        used any more.
         """
         inbox = self._inbox
         assert inbox is not None
@@ -184,12 +189,12 @@ class EngineThread:
             inbox.taken()
 
     def sleep(self) -> None:
-        """Release GPU memory until the next update. Running completions are treated as in
+        """Release GPU memory until the next update. Running completions are handled as in
         `begin_update`."""
         self._interrupt(lambda engine: engine.sleep())
 
     def begin_update(self) -> None:
-        """Begin a weight update. Nothing is sampled until `finish_update` is called.
+        """Begin a weight update. The engine does not sample again until `finish_update` is called.
 
         Depending on `rollout.weight_updates`, running completions either pause or finish first.
         """
@@ -208,7 +213,7 @@ class EngineThread:
         self._update_step(lambda engine: engine.load_bucket(bucket), "a bucket of weights")
 
     def finish_update(self, version: int, checksum: int | None = None) -> None:
-        """Check that the new weights are complete, and sample from them from now on."""
+        """Check that the new weights are complete, and switch sampling to them."""
         self._update_step(lambda engine: engine.finish_update(version, checksum), "the new weights")
 
     def _update_step(self, act: Callable[[VllmEngine], None], what: str) -> None:
@@ -223,8 +228,8 @@ class EngineThread:
         self._await(self._enqueue(run), what)
 
     def stats(self) -> dict[str, float]:
-        """Return totals since the start, and the number of groups, turns and recordings that the
-        engine holds now."""
+        """Return totals since the start, and the numbers of groups, turns and recordings that the
+        engine currently holds."""
         names = ("version", "sampled_tokens", "steps", "fast_steps", "recordings")
 
         def collect(engine: VllmEngine) -> dict[str, float]:
@@ -234,7 +239,7 @@ class EngineThread:
         return self._await(self._enqueue(collect), "the engine's statistics")
 
     def progress(self) -> EngineProgress:
-        """Return the engine's counters immediately, even while a step hangs."""
+        """Return the engine's counters. Returns immediately, even if a step hangs."""
         return EngineProgress(self._steps, self._longest_s, len(self._in_flight))
 
     def close(self) -> None:
@@ -301,8 +306,8 @@ class EngineThread:
         self._in_flight.clear()
 
     def _run_commands(self, engine: VllmEngine, deferred: list[_Command]) -> bool:
-        """Run queued commands, and wait for one if the engine is idle. Returns False if the thread
-        should stop."""
+        """Run the queued commands, or wait for one if the engine is idle. Returns False if the
+        thread should stop."""
         while True:
             for command in list(deferred):
                 if self._is_due(command, engine):

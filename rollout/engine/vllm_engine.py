@@ -1,4 +1,4 @@
-"""A vLLM engine that records what it samples and whose weights can be replaced while it runs.
+"""A vLLM engine that records what it samples, and whose weights can be replaced while it runs.
 
 Only one thread may use a `VllmEngine` (`keel.rollout.engine.thread`). Importing this module imports
 vLLM.
@@ -47,7 +47,7 @@ from keel.weights.channel import Rendezvous, call_workers
 from keel.weights.manifest import Manifest
 
 _DISCARD = 2
-"""vLLM's sleep level that discards the weights. New weights come from the trainer."""
+"""vLLM's sleep level that discards the weights. The trainer sends new weights afterwards."""
 _CPU_BLOCK = 32
 """Tokens per KV block on CPUs. With vLLM's default of 128, completions rarely share a prefix."""
 _GIB = 2**30
@@ -57,11 +57,11 @@ _NOT_CUT = "late: had no further token after the time of its group was up (rollo
 
 
 class VllmEngine:
-    """A vLLM engine. Each sampled token is labelled with the version of the weights; the checkpoint
-    has version 0."""
+    """A vLLM engine that labels each sampled token with a weight version. The checkpoint is version
+    0."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Load the model. Raises ValueError if the model cannot be recorded."""
+        """Load the model. Raises ValueError if its architecture does not support recording."""
         self.spec = spec
         cpu = current_platform.is_cpu()
         require_version()
@@ -72,14 +72,15 @@ class VllmEngine:
         self.version = 0
         self.sampled_tokens = self.steps = 0
         self.updating = False
-        """True while the weights are incomplete or asleep, so that nothing can be sampled."""
+        """True while the weights are incomplete or the engine is asleep. Nothing can be sampled
+        then."""
         self._tokenizer: Any = tokenizer_with(spec.chat_template, spec.tokenizer)
         self._marks = marks_of(self._tokenizer, spec.thinking_marks) or THINK
         self._jobs: dict[int, Job] = {}
         self._owners: dict[str, int] = {}
-        """The job that each unfinished request belongs to, by request name."""
+        """Maps the name of each unfinished request to its job."""
         self._internal: dict[str, str] = {}
-        """vLLM's id for each unfinished request."""
+        """Maps the name of each unfinished request to vLLM's id for it."""
         self._asleep = False
 
         config = AutoConfig.from_pretrained(spec.model_path, trust_remote_code=False)
@@ -117,13 +118,12 @@ class VllmEngine:
 
     @property
     def compile_seconds(self) -> float:
-        """Seconds that torch.compile took at start-up. The value is small if the compile cache was
-        warm."""
+        """Seconds that torch.compile took at startup. Small if the compile cache was warm."""
         return float(self._llm.vllm_config.compilation_config.compilation_time)
 
     @property
     def busy(self) -> bool:
-        """True if the next step would sample anything."""
+        """True if the next step would sample any tokens."""
         return bool(self._jobs) and not self.updating
 
     @property
@@ -133,7 +133,7 @@ class VllmEngine:
 
     @property
     def fast_steps(self) -> int:
-        """Number of steps by `keel.rollout.vllm_fast.scheduler`, if it is used."""
+        """Number of steps run by `keel.rollout.vllm_fast.scheduler`, if it is used."""
         return getattr(scheduler_of(self._llm), "fast_steps", 0)
 
     def add(
@@ -146,8 +146,10 @@ class VllmEngine:
         record: bool,
         draw: int = 0,
     ) -> None:
-        """Start sampling a group, which `step` returns under the number `job`. `draw` is described
-        in `sibling_seed`. Raises ValueError if the prompt does not fit."""
+        """Start sampling a group. `step` returns it under the number `job` when it is complete.
+
+        `draw` is described in `sibling_seed`. Raises ValueError if the prompt does not fit.
+        """
         self._check_weights(f"prompt {prompt.prompt_id}")
         rendered = render_prompt(self._tokenizer, prompt, self._marks)
         tokens, limit = len(rendered.token_ids), self.spec.max_model_len
@@ -168,8 +170,10 @@ class VllmEngine:
     def add_turn(
         self, job: int, request: TurnRequest, *, sampling: SamplingConfig, record: bool
     ) -> None:
-        """Start sampling a turn, which `step` returns under the number `job`. The request's
-        `max_tokens` takes precedence. Raises ValueError if the turn does not fit."""
+        """Start sampling a turn. `step` returns it under the number `job` when it is complete.
+
+        The request's `max_tokens` takes precedence. Raises ValueError if the turn does not fit.
+        """
         self._check_weights(f"conversation {request.conversation}")
         context, limit = len(request.token_ids_T), self.spec.max_model_len
         if context + request.max_tokens > limit:
@@ -229,7 +233,7 @@ class VllmEngine:
             self._internal[name] = internal
 
     def step(self) -> Iterator[tuple[int, Result]]:
-        """Run one forward pass and yield the jobs that it completed."""
+        """Run one forward pass and yield the jobs that it completes."""
         self.steps += 1
         finished = [
             output
@@ -252,8 +256,11 @@ class VllmEngine:
                 yield number, self._jobs.pop(number).result()
 
     def cut(self, number: int) -> list[tuple[int, Result]]:
-        """Make a job's unfinished completions end with their next token, and drop those without
-        any, which does not bias the lengths. Returns the job if it is now complete."""
+        """End a job's unfinished completions with their next token. Returns the job if it is now
+        complete.
+
+        Completions without any token are dropped, which does not bias the lengths.
+        """
         job = self._jobs[number]
         job.cut = True
         scheduler = scheduler_of(self._llm)
@@ -272,7 +279,7 @@ class VllmEngine:
         return [] if job.requests else [(number, self._jobs.pop(number).result())]
 
     def abort(self, number: int) -> None:
-        """Discard a job. Jobs that are unknown or already finished are ignored."""
+        """Discard a job. Does nothing if the job is unknown or already finished."""
         if (job := self._jobs.pop(number, None)) is not None:
             self._abort_requests(job, list(job.requests))
 
@@ -286,19 +293,22 @@ class VllmEngine:
             self._requests.ended(request)
 
     def sleep(self) -> list[tuple[int, Result]]:
-        """Release GPU memory until the next update. Running completions pause until then. Returns
-        the jobs that were completed by tokens in flight. A CPU engine keeps its memory."""
+        """Release GPU memory until the next update. A CPU engine keeps its memory.
+
+        Running completions pause until the update. Returns the jobs that were completed by tokens
+        already in flight.
+        """
         completed = self._pause()
         self.updating = self._asleep = True
         self._llm.sleep(level=_DISCARD, mode="keep")
         return completed
 
     def begin_update(self) -> list[tuple[int, Result]]:
-        """Begin a weight update. Nothing is sampled until `finish_update` is called.
+        """Begin a weight update. The engine does not sample again until `finish_update` is called.
 
-        Running completions pause and resume with the new weights. vLLM then recomputes the keys and
-        values of their tokens, but each token keeps the route with which it was sampled. Returns
-        the jobs that were completed by tokens in flight.
+        Running completions pause and later resume with the new weights. vLLM then recomputes the
+        keys and values of their tokens, but each token keeps the route with which it was sampled.
+        Returns the jobs that were completed by tokens already in flight.
         """
         completed: list[tuple[int, Result]] = []
         if self._asleep:
@@ -320,8 +330,11 @@ class VllmEngine:
         self._over_channel("keel_join", rendezvous, name, timeout_s)
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Load one bucket of weights. Raises ValueError naming a tensor that is not in the
-        checkpoint, and the errors of `Channel.receive`."""
+        """Load one bucket of weights.
+
+        Raises ValueError naming the tensor if a tensor is not in the checkpoint. Also raises the
+        errors of `Channel.receive`.
+        """
         self._manifest.arrived(bucket)
         self._over_channel("keel_load_bucket", bucket)
 
@@ -329,10 +342,11 @@ class VllmEngine:
         call_workers(self._llm, method, *args, several=self.spec.config.tensor_parallel > 1)
 
     def finish_update(self, version: int, checksum: int | None = None) -> None:
-        """Finish a weight update and sample from the new weights from now on.
+        """Finish a weight update and switch sampling to the new weights.
 
-        Raises ValueError if tensors are missing, and RuntimeError if the `checksum` of bytes that
-        came directly from the trainer is wrong. The weights then remain incomplete.
+        Raises ValueError if tensors are missing. Raises RuntimeError if the `checksum` does not
+        match the bytes received directly from the trainer. After an error, the weights stay
+        incomplete.
         """
         self._manifest.finish()
         self._llm.collective_rpc("keel_finish_update", args=(checksum,))

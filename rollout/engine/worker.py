@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RolloutWorker:
-    """A process that runs one engine. `keel.rollout.pool.ray_engines` turns this class into an
+    """Runs one engine in a Ray actor. `keel.rollout.pool.ray_engines` turns this class into an
     asyncio actor."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -84,8 +84,8 @@ class RolloutWorker:
         return await asyncio.wrap_future(future)
 
     async def update(self, version: int, buckets: Sequence[Any]) -> int:
-        """Load weights. `buckets` are object references, so that only one bucket is in memory at a
-        time."""
+        """Load weights. `buckets` contains object references, so that only one bucket is in memory
+        at a time."""
         await asyncio.to_thread(self._engine.begin_update)
         for bucket in buckets:
             await asyncio.to_thread(self._engine.load_bucket, await bucket)
