@@ -1,10 +1,10 @@
-"""Attention over packed segments, where each token sees its own segment and the one that it
-follows.
+"""Attention over packed segments. Each token attends to its own segment and to the segment that it
+follows, if any.
 
-The network gets a single row of N tokens, so embeddings, experts and routes need neither padding
-nor a second layout. Only the attention function knows where segments begin. It is registered with
-transformers' attention interface, which passes on the keyword `segments` from the model's forward.
-A mask with N × N entries is never built.
+The network receives a single row of N tokens, so embeddings, experts and routes need neither
+padding nor a second layout. Only the attention function knows where segments begin. It is
+registered with transformers' attention interface, which passes it the keyword `segments` from the
+model's forward. No N × N mask is ever built.
 """
 
 from __future__ import annotations
@@ -35,21 +35,19 @@ kernels and one for FlashAttention-4. They must not contain "flash", because tra
 them for its own implementations."""
 
 _SPARSE_LAYERS = ("indexed_attention", "deepseek_sparse_attention")
-"""The layer types that mean sparse attention in transformers 5.19 and 5.17."""
+"""Names of the sparse attention layer types in transformers 5.19 and 5.17."""
 _SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", *_SPARSE_LAYERS})
 _UNSUPPORTED = {"softcap": "a cap on attention scores", "s_aux": "learned attention sinks"}
-"""Keywords that transformers passes to attention functions for features that are not supported
-here."""
+"""Keywords with which transformers requests attention features that Keel does not support."""
 _FILL = 0.8
-"""The shortest segment in a padded block must have at least this fraction of the longest one's
-length."""
+"""Minimum ratio between the shortest and the longest segment in a padded block."""
 
 _VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The segments of a packed row, and their layout in right-padded blocks."""
+    """The segments of a packed row, and how they are arranged in right-padded blocks."""
 
     offsets: Tensor
     """[S+1] int32. Segment s consists of the tokens offsets[s] … offsets[s+1]−1."""
@@ -57,15 +55,15 @@ class Segments:
     blocks: tuple[tuple[int, int], ...]
     """(segments, padded length) for each block. Together the blocks have M padded rows."""
     token_of_row: Tensor
-    """[M] the packed token in each padded row, or 0 for padding."""
+    """[M] the packed token in each padded row, or 0 if the row is padding."""
     row_of_token: Tensor
     """[N] the padded row that holds each packed token."""
     lengths: tuple[int, ...]
     """[S] segment lengths."""
     group: ProcessGroup | None = None
-    """The ranks that share the row, if it is split (`keel.model.ulysses`)."""
+    """The process group that shares the row, if the row is split (`keel.model.ulysses`)."""
     contexts: Contexts | None = None
-    """The context of each segment, if some segments follow others. None means that each segment
+    """The context of each segment, if any segment follows another one. If None, each segment
     attends only to itself."""
 
     @staticmethod
@@ -75,8 +73,8 @@ class Segments:
         group: ProcessGroup | None = None,
         follows: Sequence[int] | None = None,
     ) -> Segments:
-        """Build the segments of a packed row. Segments of similar length share a padded block.
-        `follows` is explained in `keel.rl.packing.MicroBatch`."""
+        """Return the segments of a packed row. Segments of similar length are put into the same
+        padded block. See `keel.rl.packing.MicroBatch` for `follows`."""
         if not lengths or min(lengths) < 1:
             raise ValueError(f"packed segments: lengths must be at least 1, got {list(lengths)}")
         sizes = torch.as_tensor(lengths)
@@ -110,9 +108,13 @@ class Segments:
 
 
 def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> None:
-    """Make `model` attend within `segments`, which its forward then accepts as a keyword. `flash4`
-    selects FlashAttention-4. Set it only if `keel.model.layers.flash4.missing` and `disagreement`
-    found no problem. Raises `ValueError` if the model has layers that would mix segments."""
+    """Restrict attention in `model` to segments, which are then passed to its forward as
+    `segments`.
+
+    Set `flash4` to use FlashAttention-4, but only if `keel.model.layers.flash4.missing` and
+    `disagreement` found no problem. Raises `ValueError` if the model has layers that would mix
+    segments.
+    """
     config = model.config.get_text_config()
     older = getattr(config, "layers_block_type", None)
     kinds = set(getattr(config, "layer_types", None) or older or ["full_attention"])
@@ -132,19 +134,23 @@ def use_packed_attention(model: PreTrainedModel, *, flash4: bool = False) -> Non
 
 
 def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Exclude a function from the graphs of compiled layers."""
+    """Keep torch.compile from including a function in the graphs of compiled layers."""
     return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
 def attention_kept() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the `context_fn` for activation checkpointing that keeps attention outputs on GPUs.
-    Attention takes quadratic time, unlike the rest of a layer, but its outputs take no more memory,
-    so keeping them avoids the most expensive recomputation."""
+    """Return a checkpointing `context_fn` that saves attention outputs on GPUs instead of
+    recomputing them.
+
+    Recomputing attention is the most expensive part of a layer, because its time grows
+    quadratically with the sequence length. Its outputs are no larger than those of other
+    operations.
+    """
     return create_selective_checkpoint_contexts([varlen_operator(), operator4()])
 
 
 class UnsupportedAttention(ValueError):
-    """Raised if a model needs attention that packed rows do not support."""
+    """Raised if a model needs a form of attention that packed rows do not support."""
 
 
 def packed_attention(
@@ -161,10 +167,12 @@ def packed_attention(
     kernels: Callable[..., Tensor] | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each segment, as an attention function for transformers.
+    """Compute causal attention within each segment. This is an attention function for transformers.
+
     `query` is [1, Hq, N, D], and `key` and `value` are [1, Hkv, N, D]. Returns ([1, N, Hq, Dv],
-    None). With sequence parallelism, N counts this rank's part of the row. `kernels` computes the
-    attention and is `attend` by default."""
+    None). With sequence parallelism, N is the number of tokens in this rank's part of the row.
+    `kernels` is the function that computes the attention (default: `attend`).
+    """
     if segments is None:
         raise UnsupportedAttention(
             f"attention {NAME!r} needs the keyword `segments` in the model's forward"
@@ -202,8 +210,8 @@ def attend(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Compute attention for a whole row, from query [N, Hq, D] and key and value [N, Hkv, D] to [N,
-    Hq, Dv]."""
+    """Compute attention for a whole row. Takes query [N, Hq, D], and key and value [N, Hkv, D].
+    Returns [N, Hq, Dv]."""
     operator = _varlen if _has_flash(query, value) else _padded
     return operator(query, key, value, segments, scaling, window)
 
@@ -222,8 +230,9 @@ def _attend4(
 
 
 def _keys(key: Tensor, value: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return contiguous keys and values for all contexts, their offsets and the longest length. The
-    queries in a segment are the last positions of its context, as flash attention assumes."""
+    """Return the contiguous keys and values of all contexts, their offsets and the longest
+    context's length. A segment's queries are the last positions of its context, as flash attention
+    assumes."""
     if (contexts := segments.contexts) is None:
         return key, value, segments.offsets, segments.longest
     return contexts.spread(key), contexts.spread(value), contexts.offsets, contexts.longest
@@ -242,8 +251,8 @@ def _varlen(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Run flash attention on segments given by offsets. It is compiled with its layer, so the code
-    must not depend on the values of a particular row."""
+    """Run flash attention on segments given by their offsets. The function is compiled with its
+    layer, so its code must not depend on the values in a particular row."""
     # Older versions infer grouped heads.
     grouped = query.shape[1] != key.shape[1]
     options: dict[str, Any] = {"enable_gqa": grouped} if _VARLEN_TAKES_GQA else {}
@@ -275,8 +284,8 @@ def _padded(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Run attention on right-padded blocks. The causal mask hides the padding from all real
-    tokens."""
+    """Run attention on right-padded blocks. The causal mask keeps real tokens from attending to
+    padding."""
     if (contexts := segments.contexts) is not None:
         query, key, value = (contexts.spread(x) for x in (query, key, value))
         whole = _whole_contexts(contexts.lengths, query.device)
@@ -308,8 +317,8 @@ def _padded(
 
 @lru_cache(maxsize=2)
 def _whole_contexts(lengths: tuple[int, ...], device: torch.device) -> Segments:
-    """Build the contexts for segments that do not share prefixes. They are cached for all layers of
-    a micro-batch and any gradient mode."""
+    """Return contexts for segments that do not share prefixes. The result is cached for all layers
+    of a micro-batch, with or without gradients."""
     with torch.inference_mode(False):
         return Segments.of(lengths, device)
 

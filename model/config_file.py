@@ -1,4 +1,4 @@
-"""Checks a model's config.json as plain JSON, before transformers uses it."""
+"""Checks a model's config.json as plain JSON before transformers reads it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from keel.configs.schema import ConfigError
 
 MAX_BYTES = 2**22
-"""Largest allowed size for config.json. Published files have a few KiB."""
+"""Maximum size of config.json in bytes. Published files have a few KiB."""
 _MAX_ENTRIES = 2**16
-"""Largest allowed number of entries in a list or mapping in config.json."""
+"""Maximum number of entries in a list or mapping in config.json."""
 _MAX_VALUES: Mapping[str, float] = {
     "model_max_length|sliding_window|max_window_size|param": float("inf"),  # no tensor sizes
     "vocab": 2**26,
@@ -22,8 +22,8 @@ _MAX_VALUES: Mapping[str, float] = {
     "layer|depth|dense_replace": 2**12,
     "size|dim|rank|head|expert|embd|width|inner|group|label|num_|^n_|^d_": 2**20,
 }
-"""Limits for numbers in config.json, well above those in published models. The first pattern that
-matches the name of a number determines its limit."""
+"""Upper limits for numbers in config.json, well above those in published models. The first pattern
+that matches a number's name determines its limit."""
 _MODEL_TYPE = re.compile(r"[\w.+-]{1,80}")
 QUANTISED = (
     "Keel trains bfloat16, float16 or float32. Use the model without quantisation, or load it with "
@@ -33,7 +33,7 @@ QUANTISED = (
 
 def check_config(path: str, content: Mapping[str, Any]) -> None:
     """Check the model_type and the sizes in a model's config.json. Raises ConfigError if model_type
-    is invalid, or if a size would exhaust time or memory."""
+    is invalid, or if a size is so large that loading would exhaust time or memory."""
     kind = content.get("model_type")
     if not isinstance(kind, str) or not _MODEL_TYPE.fullmatch(kind):
         raise ConfigError(
@@ -59,8 +59,7 @@ def check_config(path: str, content: Mapping[str, Any]) -> None:
 
 
 def check_quantised(path: str, content: Mapping[str, Any]) -> None:
-    """Check that config.json does not describe quantised weights, and raise ConfigError if it
-    does."""
+    """Raise ConfigError if config.json describes quantised weights."""
     inner = content.get("text_config")
     for each in (content, inner if isinstance(inner, dict) else {}):
         for name in ("quantization_config", "compression_config"):
@@ -73,15 +72,15 @@ def check_quantised(path: str, content: Mapping[str, Any]) -> None:
 
 
 def one_line(error: BaseException, limit: int = 400) -> str:
-    """Return the text of an error on one line, with control characters escaped, since the text may
-    come from a file."""
+    """Return an error's text as one line. Control characters are escaped, since the text may come
+    from a file."""
     text = " ".join(str(error).split())
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)[:limit]
 
 
 def ignored_code(folder: Path | None, known: Any) -> list[str]:
-    """Return a warning for each file that refers to code in the model folder, because Keel does not
-    run it. `known` is the module that contains the available classes (transformers)."""
+    """Return one warning for each file that refers to custom code in the model folder. Keel does
+    not run such code. `known` is the module that contains the available classes (transformers)."""
     lines: list[str] = []
     if folder is None:
         return lines

@@ -1,4 +1,4 @@
-"""Downloads models from the hub before anything with a timeout needs them."""
+"""Downloads models from the hub before any step with a timeout needs them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from keel.model.hub import HUB_S, hub_answers, is_hub_name
 
 _WEIGHTS = r"[^/]+\.safetensors"
 _LOADED = r"[^/]+\.(safetensors|json|txt|model|jinja|tiktoken)"
-"""The files that transformers and vLLM load. Subfolders such as `original/` and code are not
+"""The files that transformers and vLLM load. Code and subfolders such as `original/` are not
 included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """A model to be downloaded into this machine's cache."""
+    """A model that still has to be downloaded into this machine's cache."""
 
     path: str
     """The name of the model on the hub."""
     files: tuple[str, ...]
     blobs: Path
     total: int
-    """The size of the weights in bytes."""
+    """Total size of the weights in bytes."""
 
     def present(self) -> int:
-        """Return how many bytes have been downloaded, including partial files."""
+        """Return how many bytes have been downloaded so far, including partial files."""
         size = 0
         with suppress(OSError):  # complete files are renamed
             for file in self.blobs.iterdir():
@@ -42,8 +42,8 @@ class Download:
         return min(size, self.total)
 
     def fetch(self) -> None:
-        """Download all files and resume partial ones. A stalled connection times out and is retried
-        (HF_HUB_DOWNLOAD_TIMEOUT). Raises ConfigError if the download fails."""
+        """Download all files and resume partial downloads. A stalled connection times out and is
+        retried (HF_HUB_DOWNLOAD_TIMEOUT). Raises ConfigError if the download fails."""
         disable_progress_bars()
         try:
             snapshot_download(self.path, allow_patterns=list(self.files))
@@ -58,8 +58,8 @@ class Download:
 
 
 def download_of(path: str) -> Download | None:
-    """Return a `Download` for a hub model that is not in the cache, or None if nothing can be
-    downloaded. This needs the size of the model, which the hub must report."""
+    """Return a `Download` for a hub model that is not in the cache. Returns None if there is
+    nothing to download or the hub does not report the model's size."""
     if Path(path).exists() or not is_hub_name(path) or not hub_answers():
         return None
     try:

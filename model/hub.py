@@ -1,4 +1,5 @@
-"""Resolves model folders and hub names, and finds missing or damaged files without loading them."""
+"""Resolves model folders and hub names, and finds missing or damaged files without loading any
+weights."""
 
 from __future__ import annotations
 
@@ -20,20 +21,20 @@ from keel.configs.schema import ConfigError
 from keel.model.config_file import QUANTISED
 
 HUB_S = 5.0
-"""How long to wait for the hub's first answer. transformers itself would retry for half a
+"""How many seconds to wait for the hub's first answer. transformers itself would retry for half a
 minute."""
 KNOWN = "Decoders like Llama, Qwen3, Qwen3-MoE, Mixtral and DeepSeek-V3 are (docs/models.md)"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""The file that holds all weights, and the index used when they are split over several files.
+"""Names of the file that holds all weights, and of the index if they are split over several files.
 transformers prefers the single file. vLLM loads the files in the index, or all `*.safetensors`, and
 weight updates are compared with those."""
 MAX_HEADER = 25 * 2**20
-"""Largest allowed safetensors header in bytes. A header for 100,000 tensors needs about 10 MiB."""
+"""Maximum size of a safetensors header in bytes. 100,000 tensors need about 10 MiB."""
 LFS = b"version https://git-lfs"
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*vocab.json", "tekken.json", "*.tiktoken")
 """Names of files that may contain a tokenizer's vocabulary."""
 _DTYPES = {"F64", "F32", "F16", "BF16", "BOOL", "U8", "I8", "I16", "I32", "I64"}
-"""Data types of weights and buffers that are supported in safetensors files."""
+"""Supported data types of weights and buffers in safetensors files."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CODED = "｜DSML｜"
 """A token that identifies DeepSeek-V3.2's tokenizer."""
@@ -45,29 +46,28 @@ _OTHER_WEIGHTS = {
     "pytorch_model*.bin": "weights that are not safetensors. Load and save them with transformers",
     "*.gguf": "weights for llama.cpp. Use the original model in safetensors",
 }
-"""Patterns for files with weights in other formats, each with advice for the user."""
+"""File patterns for weights in other formats, each with advice for the user."""
 
 
 def written_by_code(tokenizer: Any) -> bool:
-    """Return whether chats are formatted by code instead of a template, as for DeepSeek-V3.2. The
-    code is in `keel.rollout.chat.render`."""
+    """Return whether code formats the chats instead of a template, as for DeepSeek-V3.2. That code
+    is in `keel.rollout.chat.render`."""
     return not tokenizer.chat_template and _CODED in tokenizer.get_added_vocab()
 
 
 def from_anywhere(path: str) -> str:
-    """Make the path of a folder absolute, because Ray actors run in other working directories."""
+    """Make a folder's path absolute, because Ray actors run in different working directories."""
     return str(Path(path).absolute()) if Path(path).is_dir() else path
 
 
 def is_hub_name(path: str) -> bool:
-    """Return whether `path` could be the name of a hub model: `owner/model`, or an old name without
-    an owner."""
+    """Return whether `path` could be a hub model (`owner/model`, or an old name without owner)."""
     return bool(_HUB_NAME.fullmatch(path)) and not path.startswith(".")
 
 
 def check_path(path: str) -> None:
-    """Check that a model path is a folder or may be a model on the hub. For a hub model that is not
-    downloaded, this only checks that the hub answers. Raises ConfigError if a check fails."""
+    """Check that a path is a model folder or possibly a model on the hub. If a hub model is not
+    downloaded yet, only check that the hub answers. Raises ConfigError if a check fails."""
     folder = Path(path).expanduser()
     if Path(path).is_dir():
         return
@@ -88,8 +88,8 @@ def check_path(path: str) -> None:
 
 
 def check_folder(path: str) -> None:
-    """Check that an existing folder is a model folder in transformers' format. Raises ConfigError
-    if it is not."""
+    """Check that an existing folder contains a model in transformers' format. Raises ConfigError if
+    it does not."""
     folder = Path(path)
     if not folder.is_dir() or (folder / "config.json").is_file():
         return
@@ -101,16 +101,17 @@ def check_folder(path: str) -> None:
 
 
 def hub_options(path: str) -> dict[str, Any]:
-    """Return options to pass to transformers' loaders. With them, the loaders never run code that
-    comes with a model (by default they ask on the terminal), and use the local cache if the hub
-    does not answer."""
+    """Return options for transformers' loaders. With these options, the loaders never run code that
+    comes with a model (by default, they ask on the terminal). They also fall back to the local
+    cache if the hub does not answer."""
     local = not Path(path).is_dir() and _downloaded(path) and not hub_answers()
     return {"trust_remote_code": False, **({"local_files_only": True} if local else {})}
 
 
 @cache
 def hub_answers() -> bool:
-    """Return whether the hub answers within `HUB_S` seconds. This is tested once per process."""
+    """Return whether the hub answers within `HUB_S` seconds. The hub is contacted only once per
+    process."""
     if constants.HF_HUB_OFFLINE:
         return False
     answers: list[bool] = []
@@ -132,8 +133,8 @@ def hub_answers() -> bool:
 
 
 def check_tokenizer_files(path: str) -> None:
-    """Check that a folder contains a vocabulary, because transformers would otherwise make one up.
-    Raises ConfigError if there is none."""
+    """Check that a folder contains a vocabulary file. Without one, transformers would make up a
+    vocabulary. Raises ConfigError if there is none."""
     folder = Path(path)
     if not folder.is_dir():
         return
@@ -156,7 +157,8 @@ def _check_not_a_run(path: str) -> None:
 
 
 def missing_weights(path: str) -> str:
-    """Describe the weights in a folder that are missing, damaged or misplaced, or return ""."""
+    """Return a description of missing, damaged or misplaced weights in a folder, or "" if all are
+    fine."""
     folder = Path(path)
     if not folder.is_dir():
         return ""
@@ -197,7 +199,7 @@ def _other_weights(folder: Path) -> str:
 
 
 def shapes_of(path: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors by name, for a folder whose weights are complete."""
+    """Return a mapping from tensor names to shapes for a folder whose weights are complete."""
     folder = Path(path)
     names = {WHOLE} if (folder / WHOLE).is_file() else _indexed(folder)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -208,7 +210,8 @@ def shapes_of(path: str) -> dict[str, tuple[int, ...]]:
 
 
 def tensors_called(path: str, name: str, rows: int | None = None) -> Iterator[Any]:
-    """Yield the tensors with this name in a folder's files, or only their first `rows` rows."""
+    """Yield the tensors with the given name from a folder's files. If `rows` is set, yield only
+    their first `rows` rows."""
     for file in Path(path).glob("*.safetensors"):
         with safe_open(file, framework="pt") as content:
             if name in set(content.keys()):

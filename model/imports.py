@@ -1,4 +1,4 @@
-"""Makes imports of large libraries faster."""
+"""Makes large libraries faster to import."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Turn off the garbage collector during imports, and afterwards exempt the new objects from it.
+    """Turn off garbage collection during imports, and exempt the imported objects from it
+    afterwards.
+
     torch, transformers and vLLM create half a million permanent objects. Searching them for garbage
-    takes a fifth of the import time, and later most of the time of each full collection."""
+    takes a fifth of the import time, and later most of the time of each full collection.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -25,7 +28,7 @@ def heavy_imports() -> Iterator[None]:
 
 @contextmanager
 def not_found(*names: str) -> Iterator[None]:
-    """Make optional dependencies appear missing while a library is imported. Modules that are
+    """Make optional dependencies appear to be missing while a library is imported. Modules that are
     already loaded stay available."""
     hidden = [name for name in names if name not in sys.modules]
     modules: dict[str, object] = vars(sys)["modules"]

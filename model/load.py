@@ -1,5 +1,5 @@
-"""Loads models and tokenizers, computes facts about a model, and yields weights by checkpoint
-name."""
+"""Loads models and tokenizers, computes facts about a model, and yields weights under their
+checkpoint names."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Whole = Callable[[Named], AbstractContextManager[Named]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Facts about a model that follow from its config, without its weights."""
+    """Facts about a model that can be computed from its config, without its weights."""
 
     architecture: str
     layers: int
@@ -67,10 +67,10 @@ class ModelFacts:
     max_context: int
     """Longest context in tokens."""
     parameters: int
-    """Number of all parameters. A tied embedding counts once."""
+    """Number of parameters. A tied embedding counts once."""
     active_parameters: int
-    """Number of parameters used for one token, which excludes the experts that it is not routed
-    to."""
+    """Number of parameters used for one token. Experts that the token is not routed to do not
+    count."""
     tied: bool
     """Whether the output layer shares its weights with the embedding."""
     expert_parameters: int
@@ -79,31 +79,29 @@ class ModelFacts:
     attention_width: int
     """Number of query heads times the head size."""
     kv_width: int
-    """Number of elements in the KV cache per token and layer."""
+    """Number of KV cache elements per token and layer."""
     kv_heads: int
-    """Number of key heads, over which tensor parallelism can split the KV cache. It is 1 for a
-    latent cache."""
+    """Number of key heads, over which tensor parallelism can split the KV cache. A latent cache
+    counts as 1."""
     head_size: int = 0
     """Size of a key head, or 0 for a latent cache."""
     index_top_k: int = 0
-    """Number of tokens that the indexer of sparse attention selects, or 0 if there is no
-    indexer."""
+    """Number of tokens that the sparse attention indexer selects, or 0 if there is no indexer."""
     indexer_parameters: int = 0
     """Number of parameters in all indexers."""
     full_attention: bool = True
     """The result of the function `full_attention`."""
     fused_norms: bool = True
-    """Whether RMS norms run as single kernels on a GPU (model/layers/fused.py)."""
+    """Whether RMS norms run as single kernels on GPUs (model/layers/fused.py)."""
     fused_experts: bool = True
-    """Whether experts use Keel's kernels on a GPU. This has no meaning for a dense model."""
+    """Whether experts use Keel's kernels on GPUs. Meaningless for a dense model."""
     projections: Mapping[str, int] = field(default_factory=dict)
-    """Sum of input and output widths over all layers that may have a LoRA adapter and have the same
-    last name, such as q_proj."""
+    """For each layer name such as q_proj, the sum of input and output widths over all layers with
+    that name. Only layers that may have a LoRA adapter count."""
     teacher_parameters: int = 0
-    """Number of parameters in all teachers of the recipe (`data.sources[].teacher`)."""
+    """Number of parameters in all of the recipe's teachers together (`data.sources[].teacher`)."""
     balance_loss: float = 0.0
-    """Weight of the load balancing loss, if the config enables this loss
-    (`output_router_logits`)."""
+    """Weight of the load balancing loss, if the config enables it (`output_router_logits`)."""
 
     @property
     def moe_layers(self) -> int:
@@ -113,10 +111,15 @@ class ModelFacts:
 def load_tokenizer(
     path: str, *, chats: bool = True, chat_template: str = ""
 ) -> PreTrainedTokenizerBase:
-    """Load and check the tokenizer from a local folder or hub model. If `chats` is set, the
-    tokenizer must have a chat template, or be DeepSeek-V3.2's, whose chats are formatted by code.
-    If `chat_template` is not empty, it replaces the tokenizer's own template. Raises ConfigError if
-    the tokenizer is missing or has no EOS token, or the chat template is missing or unusable."""
+    """Load and check the tokenizer from a local folder or hub model.
+
+    Set `chats` to require a chat template. DeepSeek-V3.2's tokenizer passes without one, because
+    code formats its chats. If `chat_template` is not empty, it replaces the tokenizer's own
+    template.
+
+    Raises ConfigError if the tokenizer is missing or has no EOS token, or if the chat template is
+    missing or unusable.
+    """
     check_path(path)
     check_tokenizer_files(path)
     if not Path(path).is_dir() or Path(path, "config.json").is_file():
@@ -146,7 +149,7 @@ def load_tokenizer(
 
 def tokenizer_with(chat_template: str, path: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer that has already been checked. If `chat_template` is not empty, it replaces
-    the tokenizer's own."""
+    the tokenizer's own template."""
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if chat_template:
         tokenizer.chat_template = chat_template
@@ -167,8 +170,8 @@ def _try_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of everything that determines token ids for texts and conversations, or "" if
-    there is no tokenizer.json."""
+    """Return a hash of everything that determines the token ids of texts and conversations. Returns
+    "" if there is no tokenizer.json."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return ""
@@ -180,9 +183,12 @@ def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
-    """Load the causal language model from a local folder or hub model to the CPU. `dtype` is the
-    data type for the weights in memory (`torch.bfloat16` or its name). Raises ConfigError if the
-    model cannot be loaded, is not a causal language model, or has NaN or infinite weights."""
+    """Load a causal language model from a local folder or the hub onto the CPU.
+
+    `dtype` is the data type of the weights in memory (`torch.bfloat16` or its name). Raises
+    ConfigError if the model cannot be loaded, is not a causal language model, or has NaN or
+    infinite weights.
+    """
     config = load_model_config(path)
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     options = hub_options(path)
@@ -203,32 +209,39 @@ def load_policy(path: str, dtype: torch.dtype | str) -> PreTrainedModel:
 def checkpoint_tensors(
     model: PreTrainedModel, *, whole: Whole | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor that `save_pretrained` would write, detached and with its name. In memory,
-    all experts in a layer form one tensor, while in a checkpoint each expert has its own. They are
-    split one module at a time, so only one module's weights exist twice. Tied weights are yielded
-    once. `whole` is explained in `module_tensors`."""
+    """Yield the name and the detached tensor for every tensor that `save_pretrained` would write.
+
+    In memory, all experts in a layer form a single tensor, while a checkpoint has separate tensors
+    for each expert. They are split one module at a time, so that only one module's weights are in
+    memory twice. Tied weights are yielded once. See `module_tensors` for `whole`.
+    """
     for local in module_tensors(model, whole=whole):
         yield from as_checkpoint(model, local).items()
 
 
 def as_checkpoint(model: PreTrainedModel, local: Named) -> Named:
-    """Convert the tensors of one module to the checkpoint format."""
+    """Convert one module's tensors to the checkpoint format."""
     return revert_weight_conversion(model, dict(local))
 
 
 def module_tensors(model: PreTrainedModel, *, whole: Whole | None = None) -> Iterator[Named]:
-    """Yield the tensors of each module (without submodules), detached, by full name. If weights are
-    sharded over ranks, `whole` is a context manager that gathers a module's tensors under
-    transformers' names. Gathering is collective, so all ranks must iterate to the end."""
+    """Yield one dict per module with the module's own tensors (not those of submodules), detached
+    and keyed by full name.
+
+    If weights are sharded over ranks, `whole` is a context manager that gathers a module's tensors
+    under transformers' names. Gathering is collective, so every rank must iterate to the end.
+    """
     for part in _own_tensors(model):
         with whole(part) if whole else nullcontext(part) as tensors:
             yield {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def precision(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor], Tensor]:
-    """Return a function (checkpoint name, tensor) that casts floats to `dtype`. It does not cast
-    weights that the model family keeps in float32, such as DeepSeek-V3's routing bias, for which
-    bfloat16 is too coarse."""
+    """Return a function that takes a checkpoint name and a tensor, and casts floats to `dtype`.
+
+    It does not cast weights that the model family keeps in float32, such as DeepSeek-V3's routing
+    bias, because bfloat16 is too coarse for them.
+    """
     names = always_float32(model)
     exact = re.compile(rf"(^|\.)({'|'.join(map(re.escape, names))})($|\.)") if names else None
 
@@ -241,8 +254,8 @@ def precision(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tens
 
 
 def load_model_config(path: str) -> PreTrainedConfig:
-    """Load the config from a local folder or hub model. Raises ConfigError if config.json is
-    missing or invalid, or does not belong to a causal language model."""
+    """Load the config of a local folder or hub model. Raises ConfigError if config.json is missing
+    or invalid, or if it does not describe a causal language model."""
     check_path(path)
     check_folder(path)
     content = _read_config(path)
@@ -261,8 +274,8 @@ _FACTS: dict[str, ModelFacts] = {}
 
 
 def facts_of(config: PreTrainedConfig) -> ModelFacts:
-    """Compute facts about a causal language model on the meta device, and cache them in the
-    process. Raises ConfigError if `config` does not contain the number of experts per token."""
+    """Return facts about a causal language model, computed on the meta device and cached in the
+    process. Raises ConfigError if `config` does not give the number of experts per token."""
     key = as_text(config)
     if key not in _FACTS:
         _FACTS[key] = _compute_facts(config)
@@ -270,7 +283,7 @@ def facts_of(config: PreTrainedConfig) -> ModelFacts:
 
 
 def as_text(config: PreTrainedConfig) -> str:
-    """Return a text that identifies the model."""
+    """Return a text that uniquely identifies the model."""
     return f"{type(config).__qualname__} {config.to_json_string(use_diff=False)}"
 
 
@@ -333,8 +346,8 @@ def is_tied(model: PreTrainedModel) -> bool:
 
 
 def full_attention(config: PreTrainedConfig) -> bool:
-    """Return whether all layers attend to all earlier tokens, without windows or a latent cache. If
-    so, an engine needs one KV cache slot for each token."""
+    """Return whether every layer attends to all earlier tokens, without windows or a latent cache.
+    An engine then needs one KV cache slot per token."""
     text = config.get_text_config()
     latent = getattr(text, "kv_lora_rank", None)
     if kinds := getattr(text, "layer_types", None):
@@ -396,7 +409,7 @@ def _load_error(error: Exception) -> str:
 
 
 def _read_config(path: str, *, needed: bool = True) -> dict[str, Any]:
-    """Read and check config.json. If it is missing and not `needed`, return {}."""
+    """Read and check config.json. Returns {} if the file is missing and `needed` is not set."""
     file = Path(path, "config.json")
     if file.is_file() and file.stat().st_size > MAX_BYTES:
         raise ConfigError(f"{path!r}: config.json is too large ({file.stat().st_size:,} bytes)")
@@ -414,7 +427,7 @@ def _read_config(path: str, *, needed: bool = True) -> dict[str, Any]:
 
 
 def check_causal(config: PreTrainedConfig, path: str) -> None:
-    """Check that `config` belongs to a causal language model, and raise ConfigError if not."""
+    """Raise ConfigError if `config` does not describe a causal language model."""
     names = config.architectures or []
     causal = not names or any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
     if type(config.get_text_config()) not in MODEL_FOR_CAUSAL_LM_MAPPING or not causal:

@@ -1,9 +1,9 @@
-"""Computes log-probabilities for packed micro-batches, including the shift between inputs and
-targets.
+"""Computes log-probabilities for packed micro-batches.
 
 In a packed row, everything about sampling token t (its probability, sampling mask and advantage) is
-stored at position t, but the network predicts token t at position t−1. `head_inputs` shifts between
-the two. `Inputs.of` and `seen_tokens` in `keel.trainer.engine.policy` depend on the same rule.
+stored at position t, but the network predicts token t at position t−1. `head_inputs` accounts for
+this shift. `Inputs.of` and `seen_tokens` in `keel.trainer.engine.policy` rely on the same
+convention.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ def support_logprobs(
         log π(o) = z_o/τ − logsumexp_{v∈S} z_v/τ,   z = W h
 
     This is Keep Sampling Mask from DeepSeek-V3.2 (2025), section 3.1, with exact gradients for
-    `hidden` and `weight`. Arguments and errors are those of
+    `hidden` and `weight`. It takes the same arguments and raises the same errors as
     `keel.model.head.support.support_head`, which also returns the entropy. Returns [T] float32.
     """
     return support_head(hidden, weight, targets, kept_ids, kept_offsets, temperature=temperature)[0]
 
 
 class Head(Protocol):
-    """A module that scores rows of hidden states, such as `keel.model.head.module.SupportHead`."""
+    """A module that computes log-probabilities from hidden states, such as
+    `keel.model.head.module.SupportHead`."""
 
     def __call__(
         self,
@@ -59,44 +60,45 @@ class Head(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeadInputs:
-    """What the head needs to score the n trainable tokens in a micro-batch, in host memory. This
-    depends only on the micro-batch, so all passes over it can share it."""
+    """What the head needs to score the n trainable tokens in a micro-batch, in host memory. The
+    inputs depend only on the micro-batch, so all passes over it can share them."""
 
     rows: Tensor
     """[n] int64, the positions t of trainable tokens, ascending."""
     hidden_rows: Tensor
-    """[n] int64, the positions t−1 that predict them."""
+    """[n] int64, the positions t−1, at which the tokens are predicted."""
     targets: Tensor
     """[n] int64."""
     kept_ids: Tensor
     """[nnz] int32."""
     kept_offsets: Tensor
-    """[n+1] int64. All spans are empty if sampling was not truncated."""
+    """[n+1] int64. If sampling was not truncated, all spans are empty."""
     probes: Tensor
-    """[m] int64, indices into the n tokens that select a few from each segment for `kept_mass`. The
-    choice depends only on the sampled tokens in the segment, and not on packing."""
+    """[m] int64, indices into the n tokens. They select a few tokens per segment for `kept_mass`.
+    The choice depends only on the segment's sampled tokens, and not on packing."""
     probe_weight: Tensor
-    """[m] float32, the weight w_i / |o_i| from Eq. 5 times the number of tokens that a probe stands
-    for. A weighted sum over probes thus estimates a sum over all tokens."""
+    """[m] float32, the weight w_i / |o_i| from Eq. 5 times the number of tokens that the probe
+    represents. A weighted sum over probes therefore estimates a sum over all tokens."""
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """A cache for checks and plans (see `support_head`)."""
+    """Caches checks and plans (see `support_head`)."""
 
 
 def trainable_rows(batch: MicroBatch) -> NDArray[np.int64]:
-    """Return the [n] indices of the sampled tokens, in the order that `policy_logprobs` uses. Use
-    them to index `logp_old_N`, `advantage_N`, `kl_coef_N` and `sequence_N`."""
+    """Return the [n] positions of the sampled tokens, in the order of `policy_logprobs`. Use them
+    to index `logp_old_N`, `advantage_N`, `kl_coef_N` and `sequence_N`."""
     return np.flatnonzero(batch.trainable_N)
 
 
 def head_inputs(
     batch: MicroBatch, start: int = 0, stop: int | None = None, *, probes: int = 1
 ) -> HeadInputs:
-    """Combine targets and sampling masks with the positions that predict them.
+    """Return the targets and sampling masks of the trainable tokens, with the positions that
+    predict them.
 
     A trainable token is never the first in its segment (`MicroBatch` checks this), so position t−1
     is in the same segment. If a rank computes only some of the hidden states, `start` and `stop`
-    give its range of positions t−1, and `hidden_rows` count from `start`. `probes` is the largest
-    number of evenly spaced probes in a segment.
+    give its range of positions t−1, and `hidden_rows` are relative to `start`. `probes` is the
+    maximum number of evenly spaced probes per segment.
     """
     trainable = trainable_rows(batch)
     stop = len(batch.token_ids_N) if stop is None else stop
@@ -157,8 +159,8 @@ def policy_logprobs(
 def kept_mass(
     hidden_ND: Tensor, head: Head, inputs: HeadInputs, logp: Tensor, *, temperature: float = 1.0
 ) -> Tensor:
-    """Compute log Σ_{v∈S} π(v), the log-probability that the sampling mask has in total, for each
-    probe.
+    """Return log Σ_{v∈S} π(v) for each probe. This is the total log-probability of the tokens in
+    its sampling mask.
 
     `logp` [n] comes from `policy_logprobs` and is normalised over the masks. The result is [m]
     float32. It is computed with a second pass over the whole vocabulary, since π(o) = π(o | S) ·
@@ -183,8 +185,8 @@ def kept_mass(
 def _choose_probes(
     batch: MicroBatch, rows: NDArray[np.int64], most: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Choose at most `most` evenly spaced rows in each segment, and count how many rows each stands
-    for. The first one depends on the sum of the segment's sampled token ids."""
+    """Choose at most `most` evenly spaced rows in each segment, and count how many rows each of
+    them represents. The first choice depends on the sum of the segment's sampled token ids."""
     _, first, owner, counts = np.unique(
         batch.segment_N[rows], return_index=True, return_inverse=True, return_counts=True
     )

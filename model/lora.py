@@ -1,5 +1,5 @@
-"""LoRA adapters (`model.lora`) from peft, merged into the base weights wherever these leave the
-trainer.
+"""Adds LoRA adapters (`model.lora`) from peft. They are merged into the base weights whenever
+weights leave the trainer.
 
 A target layer computes W x + (alpha / rank) B A x, where only A [rank, in] and B [out, rank] are
 trained. Engines and exported models get W + (alpha / rank) B A under the name of W.
@@ -22,16 +22,16 @@ from keel.model.routing.routers import router_modules
 from keel.model.transformers_internals import switch_adapter
 
 MLP = ("gate_proj", "up_proj", "down_proj")
-"""Layers without adapters in a mixture of experts, where peft takes these names for experts."""
+"""Layers that get no adapters in a mixture of experts. peft takes these names for experts."""
 _NAME = "default"
-"""The name under which peft keeps the adapter."""
+"""Name of the adapter in peft."""
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
     """Freeze `model` and add an adapter to each layer whose name ends in one of `config.targets`.
 
-    In a mixture of experts, the names in `MLP` are left out. B is zero at first, so the policy does
-    not change. Raises ValueError if no layer matches.
+    In a mixture of experts, layers named in `MLP` get no adapter. B is initialised to zero, so the
+    policy does not change. Raises ValueError if no layer matches.
     """
     from peft import inject_adapter_in_model  # noqa: PLC0415  (takes seconds)
 
@@ -65,7 +65,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def merged_tensors(prefix: str, layer: Any) -> dict[str, Tensor]:
-    """Return the weight and bias of the layer `prefix`, with the adapter folded into the weight.
+    """Return the weight and bias of the layer `prefix`, with the adapter merged into the weight.
     The sum is computed in float32 and rounded once to the dtype of the base weights."""
     base, a, b = layer.base_layer, layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
     with torch.no_grad():
@@ -77,7 +77,8 @@ def merged_tensors(prefix: str, layer: Any) -> dict[str, Tensor]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Make `model` compute the base model, which is the reference policy."""
+    """Turn off the adapters, so that `model` computes the base model, which is the reference
+    policy."""
     layers = [layer for _, layer in adapted_layers(model)]
     for layer in layers:
         switch_adapter(layer, on=False)
@@ -89,7 +90,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def save_adapter(folder: Path, model: PreTrainedModel, config: LoraConfig, base: str) -> None:
-    """Write the adapter in peft's format. `base` is the model that it belongs to."""
+    """Save the adapter in peft's format. `base` is the model that it was trained on."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         f"base_model.model.{name}.{part}.weight": getattr(layer, part)[_NAME].weight.detach()

@@ -1,8 +1,8 @@
 """Adds deadlines to Ray calls that wait for another process.
 
-If Ray's node process (raylet) or control service (GCS) hangs, `ray.put`, `ray.nodes`,
-`ray.shutdown` and an actor's `method.remote` with large arguments never return, and Ctrl-C does not
-interrupt them. Each call therefore runs on another thread, which is abandoned if the call does not
+If Ray's node process (raylet) or control service (GCS) hangs, some calls never return, and Ctrl-C
+does not interrupt them: `ray.put`, `ray.nodes`, `ray.shutdown`, and an actor's `method.remote` with
+large arguments. Each call therefore runs on another thread, which is abandoned if the call does not
 return.
 """
 
@@ -33,17 +33,17 @@ from ray.exceptions import (
 )
 
 NAME = "KEEL_PROCESS"
-"""The environment variable that identifies an actor's process (see `process_name`)."""
+"""Environment variable that identifies an actor's process (see `process_name`)."""
 CALL_S = 60.0
-"""How long to wait for an answer from Ray's own processes."""
+"""Maximum number of seconds to wait for an answer from Ray's own processes."""
 POLL_S = 0.2
 _PUT_S = 120.0
-"""How long a transfer to or from the object store may take. A bucket of weights takes about a
-second."""
+"""Maximum number of seconds for a transfer to or from the object store. A bucket of weights takes
+about a second."""
 _GRACE_S = 10.0
-"""How much longer to wait for a call that has a timeout of its own."""
+"""Additional seconds to wait for a call that has its own timeout."""
 _WAIT_POLL_S = 1.0
-"""The longest time that a single `ray.wait` may take."""
+"""Maximum number of seconds for a single `ray.wait`."""
 _LEFT = "this process has left its cluster"
 _NODE_GONE = re.compile(
     r"ip: (?P<address>\S+).*its node has died.*actor's node was terminated \w+: (?P<why>[^.\n]*)",
@@ -54,8 +54,7 @@ T = TypeVar("T")
 
 
 class RayLost(RuntimeError):
-    """Raised if one of Ray's own processes has died or hangs, so that Ray cannot be used any
-    more."""
+    """Raised if one of Ray's own processes has died or hangs. Ray can no longer be used."""
 
 
 class Unanswered(TimeoutError):
@@ -63,24 +62,23 @@ class Unanswered(TimeoutError):
 
 
 GONE = (RayActorError, WorkerCrashedError, OutOfMemoryError, NodeDiedError, LocalRayletDiedError)
-"""The errors that Ray raises for an actor that no longer exists. `OutOfMemoryError` means that Ray
-killed it because its machine ran out of memory."""
+"""Errors that Ray raises for an actor that no longer exists. `OutOfMemoryError` means that Ray
+killed the actor because its machine ran out of memory."""
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether the error means that a process, node or object was lost, or that Ray did not
-    answer."""
+    """Return whether a process, node or object was lost, or Ray did not answer."""
     return isinstance(cause(error), (*GONE, ObjectLostError, Unanswered))
 
 
 def cause(error: BaseException) -> BaseException:
-    """Return the error that was raised in a remote call, or `error` itself if it did not come from
-    one."""
+    """Return the original error from a remote call, or `error` itself if it did not come from a
+    remote call."""
     return error.cause if isinstance(error, RayTaskError) else error
 
 
 def death_reason(error: RayError) -> str:
-    """Return why an actor died, or "" if Ray's message is only a guess."""
+    """Return why an actor died, or "" if Ray only guesses the reason."""
     text = str(error)
     if isinstance(error, ActorUnavailableError):
         details = text.partition("RPC error: ")[2].partition(" rpc_code")[0]
@@ -92,28 +90,29 @@ def death_reason(error: RayError) -> str:
 
 class _State:
     lost = ""
-    """Why Ray cannot be used, or "" while it works."""
+    """The reason why Ray can no longer be used, or "" while it works."""
     leaving = left = False
-    """`leaving` is True while this process leaves its cluster, and `left` after it has left."""
+    """`leaving` is set while this process leaves its cluster, and `left` afterwards."""
     start = secrets.token_hex(4)
-    """An id that distinguishes the actors of this start from others on the same cluster."""
+    """An id for the actors of this start. It distinguishes them from other actors on the same
+    cluster."""
 
 
 class PollClock:
-    """Measures the time between polls, and counts at most twice the planned time for each. Time
-    during which this process was stopped or its machine slept is therefore mostly ignored."""
+    """Measures the time between polls. It counts at most twice the planned interval, so time during
+    which the process was stopped or its machine slept is mostly ignored."""
 
     def __init__(self, poll_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock, self._last = 2 * poll_s, clock, clock()
 
     def elapsed(self) -> float:
-        """Return the seconds since the previous poll, up to the limit."""
+        """Return the number of seconds since the previous poll, capped at the limit."""
         last, self._last = self._last, self._clock()
         return min(self._last - last, self._limit)
 
 
 class Deadline:
-    """The time that is left for a wait that polls."""
+    """Tracks the time remaining in a polling loop."""
 
     def __init__(
         self,
@@ -124,31 +123,33 @@ class Deadline:
         self._polls, self._remaining = PollClock(poll_s, clock), seconds
 
     def remaining(self) -> float:
-        """Return the seconds that are left, at least 0. Call this once per poll."""
+        """Return the number of seconds left (at least 0). Call this once per poll."""
         self._remaining -= self._polls.elapsed()
         return max(0.0, self._remaining)
 
 
 def mark_lost(reason: str) -> None:
-    """Declare Ray lost, so that all current and future calls raise `RayLost`. If this is called
-    again, the first reason is kept."""
+    """Record that Ray is lost, so that all current and future calls raise `RayLost`. Later calls do
+    not change the recorded reason."""
     _State.lost = _State.lost or reason
 
 
 def lost_reason() -> str:
-    """Return the reason that was passed to `mark_lost`, or "" if Ray seems to work."""
+    """Return the reason passed to `mark_lost`, or "" if Ray has not been marked as lost."""
     return _State.lost
 
 
 def joined() -> None:
-    """Reset the state after joining a new cluster, or for a new start on the same one."""
+    """Reset the state for a new cluster, or for a new start on the same cluster."""
     _State.lost, _State.start, _State.left = "", secrets.token_hex(4), False
 
 
 def shut_down(act: Callable[[], Any], seconds: float, what: str) -> None:
-    """Leave the cluster by calling `act`, whose errors are suppressed as in `attempt`. All other
-    calls then raise `RayLost` until a cluster is joined again. Otherwise, Ray itself would start a
-    new cluster for a call that comes late."""
+    """Leave the cluster by calling `act`. Errors are suppressed as in `attempt`.
+
+    All other calls then raise `RayLost` until a cluster is joined again. Otherwise, a late call
+    would make Ray start a new cluster.
+    """
     _State.leaving = _State.left = ray.is_initialized()
     try:
         attempt(act, seconds, what, leaving=True)
@@ -162,22 +163,24 @@ def _unusable() -> str:
 
 
 def start() -> str:
-    """Return the id of this start, which its actors have in their environment."""
+    """Return the id of this start. Its actors have this id in their environment."""
     return _State.start
 
 
 def process_name(mark: str, start: str) -> str:
-    """Return the actor name from a process's `NAME` variable, or "" if the actor belongs to another
-    start."""
+    """Return the actor name from a process's `NAME` variable. Returns "" if the actor belongs to
+    another start."""
     owner, _, name = mark.partition("/")
     return name if owner == start else ""
 
 
 def bounded(call: Callable[[], T], seconds: float, what: str, *, leaving: bool = False) -> T:
-    """Run `call` on another thread, and return its result or raise its error. Raises `Unanswered`,
-    with a message that contains `what`, if it takes longer than `seconds`. Raises `RayLost` as soon
-    as Ray is lost. Set `leaving` for a call that shuts Ray down, which must not be stopped by its
-    own effect."""
+    """Run `call` on another thread, and return its result or raise its error.
+
+    Raises `Unanswered` if the call takes longer than `seconds`; `what` describes the call in the
+    message. Raises `RayLost` as soon as Ray is lost. Set `leaving` for a call that shuts Ray down,
+    so that it is not stopped by the shutdown itself.
+    """
 
     def check() -> None:
         if reason := _State.lost if leaving else _unusable():
@@ -199,8 +202,7 @@ def bounded(call: Callable[[], T], seconds: float, what: str, *, leaving: bool =
 
 
 class _Caller:
-    """A daemon thread that runs calls and is then used again. If a call hangs, its thread is never
-    used again."""
+    """A reusable daemon thread that runs calls. If a call hangs, its thread is not used again."""
 
     _idle: ClassVar[list[_Caller]] = []
 
@@ -230,8 +232,8 @@ class _Caller:
 
 
 def awaited(future: Future[T]) -> T:
-    """Wait for the result of a future that has a timeout of its own. Raises `RayLost` as soon as
-    Ray is lost."""
+    """Wait for the result of a future that has its own timeout. Raises `RayLost` as soon as Ray is
+    lost."""
     while not future.done():
         if reason := _unusable():
             raise RayLost(reason)
@@ -240,8 +242,8 @@ def awaited(future: Future[T]) -> T:
 
 
 def get(ref: Any, *, seconds: float) -> Any:
-    """Call `ray.get` with a deadline. Raises `GetTimeoutError` after `seconds`, or the error raised
-    in the remote call."""
+    """Call `ray.get` with a deadline. Raises `GetTimeoutError` after `seconds`. Errors from the
+    remote call are raised here."""
     ready, _ = wait([ref], seconds=seconds)
     if not ready:
         raise GetTimeoutError(f"no answer within {seconds:g} s")
@@ -249,7 +251,8 @@ def get(ref: Any, *, seconds: float) -> Any:
 
 
 def wait(refs: Sequence[Any], *, seconds: float | Deadline) -> tuple[list[Any], list[Any]]:
-    """Call `ray.wait` with a deadline, until the first of `refs` is ready."""
+    """Call `ray.wait` with a deadline. Returns as soon as one of `refs` is ready, or at the
+    deadline."""
     deadline = seconds if isinstance(seconds, Deadline) else Deadline(seconds)
     remaining = deadline.remaining()
     while True:
@@ -272,14 +275,13 @@ def put(value: Any) -> Any:
 
 
 def call(method: Any, *arguments: Any, **named: Any) -> Any:
-    """Call `method.remote` for an actor with a deadline, and return the reference to its result."""
+    """Call `method.remote` of an actor with a deadline, and return the reference to its result."""
     return bounded(lambda: method.remote(*arguments, **named), CALL_S, "accept a call of an actor")
 
 
 def attempt(act: Callable[[], Any], seconds: float, what: str, *, leaving: bool = False) -> None:
-    """Run a clean-up call like `bounded`, but suppress its errors. An error raised here would hide
-    the original error or prevent further clean-up. If Ray does not answer, it counts as lost from
-    then on."""
+    """Run a clean-up call like `bounded`, but suppress its errors, which would hide the original
+    error or prevent further clean-up. If Ray does not answer, it is marked as lost."""
     try:
         bounded(act, seconds, what, leaving=leaving)
     except Unanswered as error:
@@ -289,16 +291,16 @@ def attempt(act: Callable[[], Any], seconds: float, what: str, *, leaving: bool 
 
 
 def kill(actor: Any) -> None:
-    """Call `ray.kill` with a deadline and suppress errors. If Ray is lost, `end_ray` ends the actor
-    instead."""
+    """Call `ray.kill` with a deadline and suppress errors. If Ray is lost, `end_ray` kills the
+    actor instead."""
     attempt(lambda: ray.kill(actor), CALL_S, "end an actor")
 
 
 def create(
     kind: type[Any], name: str, options: Mapping[str, Any], *arguments: Any, **named: Any
 ) -> Any:
-    """Create an actor of class `kind`. `name` is a readable name, which is stored in the variable
-    `NAME` in the environment of its process. `options` are Ray's actor options."""
+    """Create an actor of class `kind`. `name` is a readable name, stored in the environment
+    variable `NAME` of the actor's process. `options` are Ray's actor options."""
     actor_options = dict(options)
     runtime = dict(actor_options.pop("runtime_env", {}))
     runtime["env_vars"] = {**runtime.get("env_vars", {}), NAME: f"{_State.start}/{name}"}

@@ -1,5 +1,4 @@
-"""Tries out chat templates under resource limits, because they are programs that come with a
-model."""
+"""Tests chat templates under resource limits, because they are programs that come with a model."""
 
 from __future__ import annotations
 
@@ -14,14 +13,14 @@ from typing import Any, NoReturn
 from keel.configs.schema import ConfigError
 
 CPU_S = 10
-"""Limit for CPU time in seconds. Rendering a few short conversations takes milliseconds."""
+"""CPU time limit in seconds. Rendering a few short conversations takes milliseconds."""
 WALL_S = 30.0
 MEMORY = 2**30
-"""Limit for memory in bytes, on top of what the process already uses."""
+"""Memory limit in bytes, in addition to what the process already uses."""
 _MAX_TEXT = 2**20
-"""Largest number of characters in all rendered conversations together."""
+"""Maximum total number of characters in the rendered conversations."""
 _DONE, _FAILED, _MEMORY, _LONG = 0, 1, 3, 4
-"""The exit codes that the child process uses."""
+"""Exit codes of the child process."""
 
 _CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 _TOOL = {
@@ -44,10 +43,12 @@ _CONVERSATIONS = (_QUESTION[1:], _QUESTION, _TURNS * 4, _WITH_CALL)
 
 
 def check_template(tokenizer: Any, name: str) -> None:
-    """Render a few conversations in a child process with limits on time, memory and text. A
-    template that raises an error passes this check. `name` says where the template comes from.
-    Raises ConfigError if the template exceeds a limit. Raises RuntimeError if the child process
-    failed for another reason."""
+    """Render a few conversations in a child process that has limited time, memory and text length.
+
+    `name` describes where the template comes from. A template that raises an error passes this
+    check. Raises ConfigError if the template exceeds a limit, and RuntimeError if the child process
+    failed for another reason.
+    """
     if reason := _run_limited(lambda: sum(map(len, _render_all(tokenizer)))):
         raise ConfigError(
             f"the chat template of {name} {reason} for a few short conversations. Set another one "
@@ -74,8 +75,10 @@ def _render_all(tokenizer: Any) -> Iterator[str]:
 
 
 def _run_limited(count: Callable[[], int]) -> str:
-    """Run `count` under the limits in a forked child. Return which limit it exceeded, or "". The
-    child already has the tokenizer because of the fork, and runs only pure Python."""
+    """Run `count` under the limits in a forked child. Return the limit that it exceeded, or "".
+
+    The child inherits the tokenizer through the fork, and runs only pure Python.
+    """
     child = os.fork()
     if child == 0:
         _child(count)

@@ -1,5 +1,5 @@
-"""The private PyTorch APIs (2.11 to 2.13) that the model and trainer use. No other file uses
-any."""
+"""The private PyTorch APIs (2.11 to 2.13) that the model and trainer use. They are used only in
+this file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _USED: dict[Any, tuple[str, ...]] = {
 
 
 def check_torch() -> None:
-    """Check that this version of PyTorch has all of these APIs. Raises `RuntimeError` if one is
+    """Check that the installed PyTorch has all of these APIs. Raises `RuntimeError` if one is
     missing."""
     missing = [
         f"{owner.__name__}.{name}"
@@ -58,19 +58,21 @@ def next_node_number() -> int:
 
 
 def running_node() -> int | None:
-    """Return the sequence number of the node whose backward pass is running, or None."""
+    """Return the sequence number of the node whose backward pass is running, or None if there is
+    none."""
     if torch._C._current_graph_task_id() == -1:
         return None
     return torch._C._current_autograd_node()._sequence_nr()
 
 
 def storage_id(storage: UntypedStorage) -> int:
-    """Return an id that is the same for all tensors sharing a storage, while the storage exists."""
+    """Return an id for the tensor's storage. Tensors that share a storage have the same id while it
+    exists."""
     return storage._cdata
 
 
 def varlen_operator() -> Any:
-    """Return PyTorch's varlen attention operator, as registered with the dispatcher."""
+    """Return PyTorch's varlen attention operator as registered with the dispatcher."""
     import torch.nn.attention.varlen  # noqa: PLC0415  (registers it)
 
     return torch.ops.torch_attn._varlen_attn.default
@@ -87,9 +89,12 @@ def flash_gradients(
     longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of causal attention in segments, if other kernels computed the forward
-    pass. `query` is [N, Hq, D], and `key` and `value` are [N, Hkv, D]. `grad` is the gradient of
-    `out` [N, Hq, D], and `sums` are the logsumexps [Hq, N] float32."""
+    """Return the gradients of causal attention in segments, for a forward pass computed with other
+    kernels.
+
+    `query` is [N, Hq, D], and `key` and `value` are [N, Hkv, D]. `grad` is the gradient of `out`
+    [N, Hq, D], and `sums` are the logsumexps [Hq, N] float32.
+    """
     none = torch.zeros(2, dtype=torch.uint64, device=query.device)  # random state for dropout
     return torch.ops.aten._flash_attention_backward(
         grad.contiguous(), query, key, value, out, sums, offsets, offsets, longest, longest,
@@ -104,7 +109,7 @@ def all_to_all(rows: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def limit_all_groups(timeout_s: float) -> None:
-    """Set the timeout for all process groups in this process."""
+    """Set the timeout of all process groups in this process."""
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
@@ -117,23 +122,24 @@ def nccl_options(timeout: timedelta) -> Any:
 
 
 def on_device(handle: tuple[Any, ...], index: int | None) -> tuple[Any, ...]:
-    """Replace the GPU index in a handle from `reduce_tensor` with the index that this process
-    uses."""
+    """Replace the GPU index in a handle from `reduce_tensor` with this process's index."""
     at = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
     return (*handle[:at], index, *handle[at + 1 :])
 
 
 _VARIANTS = 64
-"""How many graphs a function may have. Different layers, rows with one token, shared prompts,
-passes without gradient and the reference policy each need their own graph. With more graphs than
-the limit, which is 8 by default, PyTorch runs the function uncompiled. When that happened on one of
-two ranks under ZeRO 2, gradients were wrong, probably because of their order."""
+"""Maximum number of graphs per function. Different layers, rows with one token, shared prompts,
+passes without gradient and the reference policy each need their own graph. Beyond the limit (8 by
+default), PyTorch runs the function uncompiled. When that happened on one of two ranks under ZeRO 2,
+gradients were wrong, probably because of their order."""
 
 
 def specialise_and_recompute() -> None:
-    """Configure torch.compile. Floats such as the epsilon of a norm become constants in the graph.
-    Elementwise operations are recomputed in the backward pass wherever this saves memory. A
-    function may have `_VARIANTS` graphs."""
+    """Configure torch.compile.
+
+    Floats such as the epsilon of a norm become constants in the graph. The backward pass recomputes
+    elementwise operations wherever this saves memory. Each function may have `_VARIANTS` graphs.
+    """
     import torch._dynamo.config as dynamo  # noqa: PLC0415  (slow to load)
     import torch._functorch.config as functorch  # noqa: PLC0415
 

@@ -1,4 +1,5 @@
-"""Checks from the config and files whether a model can be trained, before an engine starts."""
+"""Checks whether a model can be trained, before an engine starts. Only its config and files are
+needed."""
 
 from __future__ import annotations
 
@@ -30,26 +31,28 @@ from keel.model.sparse.attention import use_sparse_attention
 from keel.model.transformers_internals import left_out, loaded_as
 
 _LAYER = re.compile(r".*?\.\d+\.")
-"""Matches the beginning of a tensor's name, up to the layer index."""
+"""Matches a tensor's name up to the layer index."""
 _LAYER_LISTS = ("layers", "h")
-"""The names that the list of decoder layers may have. "h" is used by GPT-2."""
+"""Possible names for the list of decoder layers. GPT-2 uses "h"."""
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 _ROWS = 256
-"""The number of rows to compare."""
+"""Number of rows to compare."""
 _RENAMED = 0.01
-"""The fraction of ids that may differ within a model family, such as reserved tokens that got new
-names."""
+"""Fraction of ids that may differ within a model family, for example because reserved tokens were
+renamed."""
 
 _TRAINABLE: set[str] = set()
-"""The configs, as text, that have passed `check_trainable` in this process."""
+"""Configs, as text, that have passed `check_trainable` in this process."""
 _FITTING: set[tuple[str, str]] = set()
-"""The configs and file states (`_state`) that have passed `check_weights_fit`."""
+"""Configs and file states (`_state`) that have passed `check_weights_fit`."""
 
 
 def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
-    """Check that the model described by `config` can be trained, and return facts about it. Raises
-    ConfigError if the trainer does not support the model, transformers cannot build it, or the
-    weights at `path` are quantised or do not match."""
+    """Check that the model described by `config` can be trained, and return its facts.
+
+    Raises ConfigError if the trainer does not support the model, if transformers cannot build it,
+    or if the weights at `path` are quantised or do not match.
+    """
     try:
         if (text := as_text(config)) not in _TRAINABLE:
             check_trainable(path, config)
@@ -69,7 +72,7 @@ def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
 
 def check_trainable(path: str, config: PreTrainedConfig) -> None:
     """Check that the trainer supports the model's routers, attention and output layer. Raises
-    ConfigError if it does not."""
+    ConfigError if it does not support one of them."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config.get_text_config())
     try:
@@ -84,8 +87,7 @@ def check_trainable(path: str, config: PreTrainedConfig) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers in the decoder. Raises ValueError if the list of layers has an unknown
-    name."""
+    """Return the layers of the decoder. Raises ValueError if their list has an unknown name."""
     decoder = model.get_decoder()
     for name in _LAYER_LISTS:
         if isinstance(layers := getattr(decoder, name, None), nn.ModuleList):
@@ -95,9 +97,11 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def check_weights_fit(path: str, config: PreTrainedConfig) -> None:
-    """Check that the tensors in a folder have the names and shapes that `config` requires. Raises
-    ConfigError if they do not. Otherwise, transformers would initialise missing tensors randomly
-    and ignore unused ones."""
+    """Check that a folder contains tensors with the names and shapes that `config` requires.
+
+    Raises ConfigError if it does not. Otherwise, transformers would initialise missing tensors
+    randomly and ignore unused ones.
+    """
     text = config.get_text_config()
     if text is not config or not Path(path).is_dir() or missing_weights(path):
         return  # reported elsewhere
@@ -148,7 +152,7 @@ def _find_mismatch(
         return f"{len(missing)} of {len(state)} tensors are missing, such as {missing[0]}{prefixed}"
     layers = {match[0] for name in state if (match := _LAYER.match(name))}
     unexpected: dict[str, list[str]] = {}
-    """Unused tensors in layers, by their name within the layer."""
+    """Unused tensors in layers, keyed by their name within the layer."""
     for name, (target, whole) in loaded.items():
         if target in state:
             shape = tuple(state[target].shape)
@@ -171,9 +175,12 @@ def _any(patterns: Sequence[str], name: str) -> bool:
 
 
 def _try_packed(model: PreTrainedModel) -> None:
-    """Run the packed decoder on the meta device. Only a forward pass shows which features attention
-    needs and whether it receives the segments. Experts are skipped, because routing depends on
-    data. Raises UnsupportedAttention if a feature is not supported."""
+    """Run the packed decoder on the meta device.
+
+    Only a forward pass shows which features attention needs and whether it receives the segments.
+    Experts are skipped, because routing depends on data. Raises UnsupportedAttention if attention
+    needs an unsupported feature.
+    """
     for module in model.modules():
         if hasattr(module, "gate_up_proj"):
             module.forward = lambda hidden, *_, **__: hidden
@@ -191,8 +198,8 @@ def _try_packed(model: PreTrainedModel) -> None:
 
 
 def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, knob: str) -> None:
-    """Check that a tokenizer assigns the same ids as the own tokenizer of the model in `path`.
-    `knob` is the setting that brought them together. Raises ConfigError if they differ."""
+    """Check that a tokenizer assigns the same ids as the tokenizer of the model in `path`. Raises
+    ConfigError if the ids differ, and names `knob` as the setting to change."""
     try:
         local = AutoTokenizer.from_pretrained(path, **hub_options(path))
     except (OSError, ValueError):
@@ -210,7 +217,8 @@ def check_same_family(path: str, tokenizer: PreTrainedTokenizerBase, knob: str) 
 
 
 def check_adapters(config: LoraConfig, facts: ModelFacts) -> None:
-    """Check that a model can have the adapters of a recipe. Raises ConfigError if not."""
+    """Check that the recipe's adapters can be added to the model. Raises ConfigError if they
+    cannot."""
     if config.enabled and facts.index_top_k:
         raise ConfigError(
             f"model.lora.rank = {config.rank}: {facts.architecture} has sparse attention, which "
@@ -224,7 +232,7 @@ def check_adapters(config: LoraConfig, facts: ModelFacts) -> None:
 
 
 def check_ids(token_ids: Sequence[int] | NDArray[np.int32], vocabulary: int, what: str) -> None:
-    """Check that all token ids are within the embedding. Raises ConfigError if one is not."""
+    """Check that the embedding has a row for every token id. Raises ConfigError if one has none."""
     ids = np.asarray(token_ids, np.int64)
     wrong = ids[(ids < 0) | (ids >= vocabulary)]
     if len(wrong):

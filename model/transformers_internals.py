@@ -1,5 +1,5 @@
-"""The private APIs of transformers (5.17 to 5.19) and peft (0.21) that Keel uses. No other file
-uses any."""
+"""The private APIs of transformers (5.17 to 5.19) and peft (0.21) that Keel uses. They are used
+only in this file."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def check_transformers(model: PreTrainedModel) -> str:
-    """Return a warning if `model` will be slower with this version of transformers, or "". Raises
-    `RuntimeError` if the list of float32 weights is missing, because these weights would be
-    rounded."""
+    """Return a warning if `model` will be slower with this version of transformers, or "" if not.
+    Raises `RuntimeError` if the list of float32 weights is missing, because those weights would
+    then be rounded."""
     if not hasattr(PreTrainedModel, "_keep_in_fp32_modules_strict"):
         raise RuntimeError(
             f"transformers {transformers.__version__} has no PreTrainedModel."
@@ -36,14 +36,14 @@ def check_transformers(model: PreTrainedModel) -> str:
 
 
 def always_float32(model: PreTrainedModel) -> list[str]:
-    """Return the names of modules and parameters that always stay in float32."""
+    """Return the names of modules and parameters that must stay in float32."""
     return sorted(model._keep_in_fp32_modules_strict or ())
 
 
 def loaded_as(model: PreTrainedModel, names: Iterable[str]) -> Mapping[str, tuple[str, bool]]:
-    """Map each checkpoint name to (state dict name, whether the tensor is loaded without
-    conversion). The mapping is empty for families whose tensors are split when loaded, and if the
-    private API has changed."""
+    """Return a mapping from each checkpoint name to its state dict name and whether the tensor is
+    loaded without conversion. The mapping is empty for families whose tensors are split when
+    loaded, and if the private API has changed."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
         from transformers.core_model_loading import (  # noqa: PLC0415
@@ -70,16 +70,16 @@ def loaded_as(model: PreTrainedModel, names: Iterable[str]) -> Mapping[str, tupl
 
 
 def left_out(model: PreTrainedModel | type[PreTrainedModel]) -> tuple[list[str], list[str]]:
-    """Return patterns for tensors that a checkpoint may lack, and patterns for tensors that are not
-    used."""
+    """Return two lists of name patterns: tensors that a checkpoint may lack, and tensors that are
+    not used."""
     missing = model._keys_to_ignore_on_load_missing or ()
     unused = model._keys_to_ignore_on_load_unexpected or ()
     return sorted(missing), sorted(unused)
 
 
 def gated(experts: Any, packed: Tensor) -> Tensor | None:
-    """Apply the experts' activation to gate and up, [N, 2·I] → [N, I]. Returns None if it is
-    unknown."""
+    """Apply the experts' activation to the packed gate and up, [N, 2·I] → [N, I]. Returns None if
+    the activation is unknown."""
     apply = getattr(experts, "_apply_gate", None)
     return None if apply is None else apply(packed)
 
@@ -90,13 +90,13 @@ def spread_by_transformers(experts: Any) -> bool:
 
 
 def switch_adapter(layer: Any, *, on: bool) -> None:
-    """Switch a peft layer's adapter on or off. peft's `enable_adapters` would also change
+    """Turn a peft layer's adapter on or off. peft's `enable_adapters` would also change
     `requires_grad`."""
     layer._disable_adapters = not on
 
 
 def become(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Change the class of `module` to its subclass `kind`, and keep its weights and hooks.
+    """Change the class of `module` to its subclass `kind`. The module keeps its weights and hooks.
     torch.compile then sees the same forward function for all such modules."""
     module.__class__ = kind
 
@@ -112,10 +112,12 @@ def _overridden(kind: type[nn.Module], methods: type) -> type[nn.Module]:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Make `model` deterministic in train mode. The rollout engine samples without dropout. If the
-    trainer used dropout, its probability ratios would differ from 1 even on policy. Train mode is
-    still needed, because transformers recomputes activations only in it. `model.config` is not
-    changed, since it is exported."""
+    """Turn off dropout, so that `model` is deterministic in train mode.
+
+    The rollout engine samples without dropout. With dropout in the trainer, probability ratios
+    would differ from 1 even on policy. Train mode is still needed, because transformers recomputes
+    activations only in train mode. `model.config` is not changed, since it is exported.
+    """
     for module in model.modules():
         if isinstance(module, _DROPOUTS):
             module.p = 0.0
@@ -126,9 +128,12 @@ def disable_dropout(model: nn.Module) -> None:
 
 def fix_long_rope(model: nn.Module, context: int) -> None:
     """Make LongRoPE (Phi-3.5, Phi-4-mini) use the same frequencies as an engine with `context`
-    tokens. LongRoPE has different frequencies for short and long contexts. vLLM chooses them by
-    `max_model_len`, but transformers by the highest position in each forward pass, so probabilities
-    would depend on packing."""
+    tokens.
+
+    LongRoPE has different frequencies for short and long contexts. vLLM chooses between them by
+    `max_model_len`, but transformers chooses by the highest position in each forward pass. Without
+    this fix, probabilities would depend on packing.
+    """
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
         by_layer = kinds if isinstance(kinds, dict) else {None: kinds}

@@ -1,9 +1,9 @@
-"""Ulysses sequence parallelism, which splits a packed row over ranks and exchanges data around
-attention.
+"""Ulysses sequence parallelism: a packed row is split over ranks, which exchange data before and
+after attention.
 
-Each of n ranks has an n-th of the tokens in the row, which is all that embeddings, experts, routers
-and the head need. For attention, an all-to-all exchanges tokens for heads, so that each rank has
-the whole row with an n-th of the heads. A second all-to-all reverses this. The method is DeepSpeed
+Each of n ranks holds 1/n of the tokens in the row. Embeddings, experts, routers and the head need
+no more than that. For attention, an all-to-all exchanges tokens for heads, so that each rank has
+the whole row for 1/n of the heads. A second all-to-all reverses this. The method is DeepSpeed
 Ulysses (Jacobs et al., 2023). DeepSpeed's own `DistributedAttention` exchanges query, key and value
 separately and cannot be compiled. Its layer for transformers requires keys and values of the same
 width, which latent attention does not have.
@@ -29,18 +29,18 @@ T = TypeVar("T", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """This rank's part of every packed row, which consists of consecutive *input* tokens."""
+    """This rank's part of every packed row. It consists of consecutive *input* tokens."""
 
     rank: int = 0
-    """The index of this part."""
+    """Index of this part within the row."""
     size: int = 1
     group: ProcessGroup | None = None
-    """The ranks that share a row."""
+    """The process group that shares a row."""
 
     @staticmethod
     def join(size: int) -> Slice:
-        """Create the slice for this process, where `size` consecutive ranks share a row. All ranks
-        must call this."""
+        """Create the slice for this process. `size` consecutive ranks share a row. All ranks must
+        call this method."""
         if size == 1:
             return WHOLE
         group, _ = dist.new_subgroups(size)
@@ -48,8 +48,8 @@ class Slice:
         return Slice(dist.get_rank(group), size, group)
 
     def bounds(self, tokens: int) -> tuple[int, int]:
-        """Return where the part starts and stops. All parts have the same length and may extend
-        beyond the row."""
+        """Return the start and end of this part. All parts have the same length, and may extend
+        beyond the end of the row."""
         length = -(-tokens // self.size)
         return self.rank * length, (self.rank + 1) * length
 
@@ -61,12 +61,12 @@ class Slice:
         return np.concatenate([part, rest]) if len(rest) else part
 
     def filled(self, tokens: int) -> int:
-        """Return how many padding tokens all parts contain together."""
+        """Return the total number of padding tokens in all parts."""
         return -tokens % self.size
 
     def gather(self, part: Tensor, where: slice, total: int) -> Tensor:
-        """Join the parts [..., r] of all ranks into [..., total], without gradient. `where` gives
-        the columns that this rank's part fills."""
+        """Concatenate the parts [..., r] of all ranks to [..., total], without gradient. `where`
+        selects the columns that this rank fills."""
         if self.group is None:
             return part.detach()
         whole = part.new_zeros(*part.shape[:-1], total)
@@ -82,10 +82,13 @@ WHOLE = Slice()
 def heads_for_tokens(
     query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange this rank's tokens with all heads [P, H, D] for all tokens with H/n heads [n·P, H/n,
-    D]. Query, key and value may have different numbers and widths of heads. If n does not divide
-    the number of key and value heads, they are repeated to match each rank's query heads. Raises
-    ValueError if n does not divide the number of query heads."""
+    """Exchange tokens for heads before attention, [P, H, D] → [n·P, H/n, D].
+
+    Each rank passes its own tokens with all heads, and gets all tokens with its share of the heads.
+    Query, key and value may have different numbers and widths of heads. If n does not divide the
+    number of key and value heads, they are repeated to match each rank's query heads. Raises
+    ValueError if n does not divide the number of query heads.
+    """
     size = dist.get_world_size(group)
     heads, shared = query.shape[1], key.shape[1]
     if heads % size:
@@ -103,8 +106,8 @@ def heads_for_tokens(
 
 
 def tokens_for_heads(output: Tensor, group: ProcessGroup) -> Tensor:
-    """Exchange all tokens with this rank's heads [n·P, H/n, D] for this rank's tokens with all
-    heads [P, H, D]."""
+    """Exchange heads for tokens after attention, [n·P, H/n, D] → [P, H, D]. Each rank passes all
+    tokens with its share of the heads, and gets its own tokens with all heads."""
     size = dist.get_world_size(group)
     received = _exchange(output.unflatten(0, (size, -1)).flatten(1), group)
     return received.reshape(size, -1, *output.shape[1:]).transpose(0, 1).flatten(1, 2)

@@ -1,14 +1,14 @@
-"""Runs the trainer's forward pass with the engine's kernels (`model.batch_invariant`). Importing
-this module is cheap."""
+"""Runs the trainer's forward pass with the engine's kernels (`model.batch_invariant`). This module
+is cheap to import."""
 
 VARIABLE = "VLLM_BATCH_INVARIANT"
 """The environment variable that makes vLLM use its batch-invariant kernels, including those in
 C++."""
 BLOCK = 16
-"""The block size of the KV cache, both in the engine and in the trainer. A different size would
-select a different kernel."""
+"""Block size of the KV cache, both in the engine and in the trainer. Another size would select
+another kernel."""
 
 
 def variables(enabled: bool) -> dict[str, str]:
-    """Return the environment variables to set for a process."""
+    """Return the environment variables that a process needs."""
     return {VARIABLE: "1"} if enabled else {}

@@ -1,4 +1,4 @@
-"""Gradients for the engine's kernels, computed from plain formulas in float32."""
+"""Computes gradients for the engine's kernels from plain formulas in float32."""
 
 from __future__ import annotations
 
@@ -32,9 +32,12 @@ def attention(
     scale: float,
     grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients for query [N, Hq, D] and for key and value [N, Hkv, D]. `out` and `sums`
-    are the results of `keel.model.batch_invariant.vllm_kernels.attention`. The gradients are
-    computed with PyTorch's flash kernels, whose own forward pass would differ only by rounding."""
+    """Return the gradients for query [N, Hq, D] and for key and value [N, Hkv, D].
+
+    `out` and `sums` are the results of `keel.model.batch_invariant.vllm_kernels.attention`. The
+    gradients come from PyTorch's flash kernels, whose own forward pass differs from the engine's
+    only by rounding.
+    """
     return flash_gradients(
         grad, query, key, value, out, sums, segments.offsets, segments.longest, scale
     )

@@ -1,8 +1,8 @@
-"""Faster variants of vLLM's batch-invariant kernels that return the same bits.
+"""Faster variants of vLLM's batch-invariant kernels that return exactly the same bits.
 
 Each variant is compared with vLLM's kernel before it is used. Engines and the trainer run the same
-code (`keel.rollout.engine.patches`, `keel.model.batch_invariant.vllm_kernels`). They may choose
-different variants, because all of them are bit-identical.
+code (`keel.rollout.engine.patches`, `keel.model.batch_invariant.vllm_kernels`). They may pick
+different variants, because all variants are bit-identical.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Norm = Callable[[Tensor, Tensor, float], Tensor]
 
 HOPPER = 9
-"""Major compute capability of the GPUs on which the GEMMs were compared."""
+"""Major compute capability of the GPUs on which the GEMMs were tested."""
 FEW = 512
-"""Largest number of rows for which narrow tiles are tried, as in decoding steps."""
+"""Maximum number of rows for which narrow tiles are tried. Decoding steps have so few rows."""
 MOST = 8192
-"""Largest number of rows in a trial, because the outputs for a whole micro-batch would need
-gigabytes."""
+"""Maximum number of rows in a trial. The outputs for a whole micro-batch would need gigabytes."""
 FULL = 128 * 128 * 132
-"""A GEMM with this many outputs has enough tiles to fill the GPU, so cuBLAS does not split K on its
-own. Forbidding the split explicitly costs about 400 µs per call on the host, apparently for an
-algorithm search."""
+"""A GEMM with at least this many outputs has enough tiles to fill the GPU, so cuBLAS does not split
+K on its own. Explicitly forbidding the split would cost about 400 µs per call on the host,
+apparently for an algorithm search."""
 _TRIALS, CALLS = 3, 8
-"""How often variants with equal bits are timed, and how many calls each measurement contains."""
+"""How often bit-identical variants are timed, and how many calls each measurement covers."""
 
 _CHOICES: dict[Any, Any] = {}
-"""The function chosen for each kind and shape of call. The number of rows is rounded up to a power
-of two."""
+"""The function chosen for each operation and shape. The number of rows is rounded up to a power of
+two."""
 
 
 def linear(local: Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M], with the same bits as `own`. On
-    Hopper, cuBLAS sums in the same order as vLLM's kernel if it does not split K, and is faster. It
-    would split K for a few rows with a narrow and deep matrix, where a kernel with narrow tiles is
-    faster."""
+    """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M], with the same bits as `own`.
+
+    On Hopper, cuBLAS sums in the same order as vLLM's kernel unless it splits K, and it is faster.
+    It would split K if there are few rows and the matrix is narrow and deep. In that case, a kernel
+    with narrow tiles is faster.
+    """
     kind = (x.device, x.dtype, weight.shape, bias is None, _doublings(len(x)))
     chosen: Linear | None = _CHOICES.get(kind)
     if chosen is None:
@@ -54,7 +55,7 @@ def linear(local: Linear, x: Tensor, weight: Tensor, bias: Tensor | None = None)
 
 def norm_heads(local: Norm, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute weight [D] · x / rms(x) over the last dimension of x [N, H, D]. The result has the
-    same bits as `own`, which needs a contiguous copy of x."""
+    same bits as that of `own`, which needs a contiguous copy of x."""
     kind = (x.device, x.dtype, x.shape[1:], eps)
     chosen: Norm | None = _CHOICES.get(kind)
     if chosen is None:
@@ -78,7 +79,8 @@ def _choose_linear(local: Linear, x: Tensor, weight: Tensor, bias: Tensor | None
     expected = local(trial, weight, bias)
 
     def same(variant: Linear) -> bool:
-        """Compare also for the fewest rows, because cuBLAS chooses tiles by their number."""
+        """Also compare the smallest number of rows, because cuBLAS chooses tiles by the number of
+        rows."""
         return torch.equal(expected, variant(trial, weight, bias)) and torch.equal(
             expected[:fewest], variant(trial[:fewest], weight, bias)
         )
@@ -120,13 +122,13 @@ def _seconds(call: Callable[[], object]) -> float:
 
 @cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """Return the stream that all trials share. On Hopper, cuBLAS reserves 32 MiB for each
-    stream."""
+    """Return the stream used by all trials. They share one because cuBLAS reserves 32 MiB per
+    stream on Hopper."""
     return torch.cuda.Stream(device)
 
 
 def _doublings(rows: int) -> int:
-    """Return ⌈log2(rows)⌉. Kernels change the height of their tiles after powers of two."""
+    """Return ⌈log2(rows)⌉. Kernels change their tile height just above powers of two."""
     return max(0, rows - 1).bit_length()
 
 
@@ -147,7 +149,7 @@ def _default(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @contextmanager
 def _cublaslt(dtype: torch.dtype, *, splits: bool) -> Iterator[None]:
-    """Make GEMMs use cuBLASLt, which may or may not split K."""
+    """Run GEMMs with cuBLASLt, and either allow or forbid it to split K."""
     matmul = torch.backends.cuda.matmul
     knob = f"allow_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
     before = getattr(matmul, knob), getattr(matmul, f"{knob}_split_k")

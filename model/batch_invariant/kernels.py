@@ -1,5 +1,5 @@
-"""Triton kernels that reproduce the engine's bits for GEMMs with few rows and for head norms, and
-kernels for the gradients of norms and gated activations. Each one passes over memory once."""
+"""Triton kernels that pass over memory once. Some reproduce the engine's bits, for GEMMs with few
+rows and for head norms. The others compute the gradients of norms and gated activations."""
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false
@@ -13,12 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS, DEPTH = 32, 128
-"""Tile size for `few_rows`. On an H200 it was about the fastest of 46 for shapes that are slow in
-cuBLAS."""
+"""Tile size for `few_rows`. On an H200, it was among the fastest of 46 sizes for shapes that are
+slow in cuBLAS."""
 _ELEMENTS = 4096
 """Number of elements in a tile of `rms_norm_grad`."""
 PROGRAMS = 512
-"""Largest number of programs for `rms_norm_grad`. Each program writes a partial sum of the weight
+"""Maximum number of programs for `rms_norm_grad`. Each program writes one partial sum of the weight
 gradient."""
 BLOCK = 1024
 
@@ -47,8 +47,10 @@ def _few_rows_kernel(
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute x [N, K] · weightᵀ [K, M] + bias [M] → [N, M] in 16 bits, for N up to a few hundred.
-    The sums over K use the same order and instructions as vLLM's kernel for any N. Narrow tiles
-    keep the whole GPU busy reading `weight`."""
+
+    For any N, the sums over K use the same order and instructions as vLLM's kernel. The tiles are
+    narrow, so that the whole GPU takes part in reading `weight`.
+    """
     rows, depth = x.shape
     columns = len(weight)
     out = x.new_empty(rows, columns)
@@ -81,7 +83,7 @@ def _norm_heads_kernel(
 
 def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute weight [D] · x / rms(x) over the last dimension of x [N, H, D], which may be strided.
-    The kernel runs one program per token. vLLM runs one per head on a contiguous copy."""
+    This kernel runs one program per token, while vLLM runs one per head on a contiguous copy."""
     tokens, heads, d = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _norm_heads_kernel[(tokens,)](

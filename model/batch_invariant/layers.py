@@ -1,12 +1,12 @@
 """Decoder layers whose forward pass is bit-identical to the engine's.
 
 With `model.batch_invariant`, engines use vLLM's batch-invariant kernels. The trainer uses the same
-kernels for each operation, on weights that are joined as in the engine (query, key and value; gate
-and up). The hidden states of a token are then equal to the last bit in any micro-batch. Only the
+kernel for each operation. It also joins weights as the engine does (query, key and value; gate and
+up). As a result, the hidden states of a token are bit-identical in any micro-batch. Only the
 float32 head still differs, by some millionths of a nat.
 
 Gradients are computed from plain formulas in one-pass kernels
-(`keel.model.batch_invariant.kernels`), and for attention with PyTorch.
+(`keel.model.batch_invariant.kernels`). For attention, PyTorch computes them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from keel.model.batch_invariant import vllm_kernels as engine
 from keel.model.transformers_internals import override
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""The `model_type`s whose layers in vLLM consist of exactly the operations below."""
+"""The `model_type`s whose layers in vLLM use exactly the operations below."""
 _ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""The `rope_type`s that differ only in their table in vLLM."""
+"""The `rope_type`s that vLLM implements with the same kernel and a different table."""
 _Positions = tuple[Tensor, Tensor, Tensor]
-"""The positions [N], and the tables with which `engine.rotate` rotates and rotates back."""
+"""The positions [N], and two tables for `engine.rotate`: one to rotate and one to rotate back."""
 HEAD = 128
-"""The head size for which flash attention 3 gives the same bits for single tokens (not causal) and
-whole prompts. Measurements show that 64 does not."""
+"""The head size for which flash attention 3 returns the same bits for single tokens (not causal) as
+for whole prompts. According to measurements, a size of 64 does not."""
 
 
 def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) -> None:
@@ -67,9 +67,9 @@ def check_invariant(config: PreTrainedConfig, path: str, *, gpu: bool = True) ->
 
 
 def use_invariant_layers(model: PreTrainedModel) -> None:
-    """Make `model`'s decoder use the engine's kernels, without changing weights. Raises ConfigError
-    if `check_invariant` raises it. Raises keel.model.batch_invariant.vllm_kernels.Unavailable if
-    vLLM has no such kernels here."""
+    """Make the decoder of `model` use the engine's kernels. The weights do not change. Raises
+    ConfigError if the model does not pass `check_invariant`. Raises
+    keel.model.batch_invariant.vllm_kernels.Unavailable if vLLM has no such kernels here."""
     check_invariant(model.config, model.config.name_or_path or "")
     engine.prepare()
     decoder: Any = model.get_decoder()
@@ -131,7 +131,7 @@ class _Mlp:
 
 
 def _linear(x: Tensor, *parts: nn.Linear) -> Tensor:
-    """Apply several linear layers to x [N, K] in one GEMM, and return their concatenated
+    """Apply several linear layers to x [N, K] in a single GEMM, and return their concatenated
     outputs."""
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
     return _Linear.apply(x.contiguous(), bias, *(part.weight for part in parts))
@@ -160,7 +160,7 @@ class _Normed(Function):
 
 
 class _Turned(Function):
-    """Norm and rotation of heads. In the backward pass, gradients are rotated back."""
+    """Normalises and rotates heads. The backward pass rotates the gradients back."""
 
     @staticmethod
     def forward(

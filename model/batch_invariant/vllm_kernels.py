@@ -1,10 +1,10 @@
-"""The kernels of vLLM's batch-invariant mode (0.32), called as vLLM's Qwen2, Qwen3 and Llama models
-do.
+"""The kernels of vLLM's batch-invariant mode (0.32), called in the same way as vLLM's Qwen2, Qwen3
+and Llama models call them.
 
-This is the only place where the trainer uses vLLM. Each kernel gives a token the same bits in any
-batch: GEMMs sum over K in a fixed order, attention processes keys in blocks of a fixed size, and
-norms do not choose their threads by the number of rows. A whole sequence therefore gets the same
-bits as when an engine decodes it token by token.
+This is the only place where the trainer uses vLLM. Each kernel returns the same bits for a token in
+any batch: GEMMs sum over K in a fixed order, attention processes keys in blocks of a fixed size,
+and norms do not choose their threads by the number of rows. A forward pass over a whole sequence
+therefore returns the same bits as an engine that decodes it token by token.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute weight · x / rms(x) over the last dimension of x [N, H, d], which must not be a
-    residual sum."""
+    """Compute weight · x / rms(x) over the last dimension of x [N, H, d]. Use `rms_norm_of_sum` for
+    a residual sum."""
     return kernel_variants.norm_heads(_kernels().rms_norm, x, weight, eps)
 
 
 def rms_norm_of_sum(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute the norm of x [N, 1, d], which is a residual sum. The engine adds and normalises in
-    one kernel, which rounds the sum. Adding 0 to the rounded sum is therefore equivalent."""
+    """Compute the norm of a residual sum x [N, 1, d]. The engine adds and normalises in one kernel,
+    which rounds the sum. Adding 0 to the rounded sum gives the same result."""
     normed = torch.zeros_like(x, memory_format=torch.contiguous_format)
     # The kernel writes the sum to x in place; `.data` hides that from autograd.
     _kernels().fused_add_rms_norm(normed, x.contiguous().data, weight, eps)
@@ -62,13 +62,13 @@ def rms_norm_of_sum(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(positions: Tensor, x: Tensor, table: Tensor) -> None:
-    """Rotate contiguous x [N, H, D] in place, by positions [N] and a table [P, R] from
+    """Rotate contiguous x [N, H, D] in place. Takes the positions [N] and a table [P, R] from
     `rotary_table`."""
     _kernels().rotary_embedding(positions, x.flatten(1), None, x.shape[-1], table, True)
 
 
 def silu_and_mul(packed: Tensor) -> Tensor:
-    """Compute silu(first half) · second half, from [N, 2·I] to [N, I]."""
+    """Compute silu(first half) · second half for the packed input [N, 2·I]. Returns [N, I]."""
     out = packed.new_empty(packed.shape[0], packed.shape[1] // 2)
     _kernels().silu_and_mul(out, packed)
     return out
@@ -101,14 +101,15 @@ def attention(
 
 @dataclass(frozen=True)
 class Pages:
-    """The layout of packed segments in blocks of `BLOCK` tokens. Segments do not share blocks."""
+    """Arrangement of packed segments in blocks of `BLOCK` tokens. No block is shared by two
+    segments."""
 
     lengths: Tensor
     """[S] int32."""
     rows: Tensor
-    """[N] the row in the blocks that holds each token."""
+    """[N] the row within the blocks that holds each token."""
     table: Tensor
-    """[S, max] int32, the blocks that belong to each segment, in order."""
+    """[S, max] int32, the blocks of each segment, in order."""
     blocks: int
 
     @staticmethod
@@ -132,12 +133,12 @@ class Pages:
 
 
 _pages = lru_cache(maxsize=2)(Pages.of)
-"""Return the layout, which is cached for all layers of a pass."""
+"""Return the block layout for the segments. It is cached for all layers of a pass."""
 
 
 def rotary_table(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the table of cosines, then sines, [positions, R] in `dtype`, computed as in the
-    engine."""
+    """Return the table of cosines and sines, [positions, R] in `dtype`, computed as in the engine.
+    The cosines come first."""
     from vllm.config import VllmConfig, set_current_vllm_config  # noqa: PLC0415
     from vllm.model_executor.layers.rotary_embedding import get_rope  # noqa: PLC0415
 

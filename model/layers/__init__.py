@@ -1,1 +1,1 @@
-"""Replacement layers for GPUs that are faster or more exact."""
+"""Replacements for model layers on GPUs. They are faster or more exact."""

@@ -1,9 +1,8 @@
 """Copies shared prefixes for attention.
 
 A packed row contains a shared prefix only once (`keel.rl.packing.prefix_sharing`), but attention
-needs contiguous keys and values for each context. They are therefore copied to each context. In the
-backward pass, the gradients are summed in float32 and in a fixed order, so results are
-deterministic.
+needs contiguous keys and values for each context. The prefix is therefore copied into each context.
+The backward pass sums the gradients in float32 and in a fixed order, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -21,30 +20,30 @@ from keel.model.torch_internals import to_device
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """The contexts of S segments. A context consists of the segment that is followed, if any, and
-    then the segment itself."""
+    """The contexts of S segments. A context is the segment itself, preceded by the segment that it
+    follows, if any."""
 
     rows: Tensor
-    """[M] the packed token at each place in the concatenated contexts."""
+    """[M] the packed token at each position in the concatenated contexts."""
     offsets: Tensor
-    """[S+1] int32. Context s occupies the places offsets[s] … offsets[s+1]−1."""
+    """[S+1] int32. Context s occupies the positions offsets[s] … offsets[s+1]−1."""
     longest: int
     lengths: tuple[int, ...]
     """[S] lengths of the contexts."""
     places: Tensor
-    """[N] the place of each packed token in its own segment's context."""
+    """[N] the position of each packed token in the context of its own segment."""
     shared: Tensor
     """[Q] the packed tokens that also occur in other contexts."""
     others: Tensor
-    """The places of these shared tokens in other contexts, grouped by token."""
+    """The positions of these shared tokens in other contexts, grouped by token."""
     counts: Tensor
-    """[Q] in how many other contexts each shared token occurs."""
+    """[Q] the number of other contexts that contain each shared token."""
 
     @staticmethod
     def of(
         lengths: Sequence[int], follows: Sequence[int], device: torch.device | str = "cpu"
     ) -> Contexts:
-        """Build the contexts for concatenated segments. `follows` gives the index of the earlier
+        """Return the contexts for concatenated segments. `follows` gives the index of the earlier
         segment that each segment continues, or −1."""
         local, before = np.asarray(lengths), np.asarray(follows)
         started = np.where(before >= 0, local[before], 0)
@@ -72,7 +71,7 @@ class Contexts:
         )
 
     def spread(self, x: Tensor) -> Tensor:
-        """Copy packed tokens [N, …] to their places in the contexts, [M, …]."""
+        """Copy packed tokens [N, …] to their positions in the contexts, [M, …]."""
         return _spread(x, self.rows, self.places, self.shared, self.others, self.counts)
 
 
@@ -92,7 +91,7 @@ def _(x: Tensor, rows: Tensor, *rest: Tensor) -> Tensor:
 def _gather(
     slope: Tensor, places: Tensor, shared: Tensor, others: Tensor, counts: Tensor
 ) -> Tensor:
-    """Sum the gradients at all places [M, …] to gradients for the packed tokens [N, …]."""
+    """Sum the gradients at all positions [M, …] into gradients for the packed tokens [N, …]."""
     grads = slope.index_select(0, places)
     exact = torch.promote_types(slope.dtype, torch.float32)
     copies = slope.index_select(0, others).to(exact).flatten(1)

@@ -1,5 +1,5 @@
-"""Triton kernels for the steps around the grouped GEMMs of MoE layers. Each one passes over memory
-once.
+"""Triton kernels for the steps before and after the grouped GEMMs in MoE layers. Each kernel passes
+over memory once.
 
 There are S = tokens · K rows, sorted by expert, and `position[t·K + j]` is the row for token t's
 j-th expert.
@@ -98,7 +98,7 @@ def _swiglu_gradient_kernel(grad_packed, grad, packed, width, BLOCK: tl.constexp
 
 
 def spread(tokens: Tensor, position: Tensor, per_token: int) -> Tensor:
-    """Copy each token to the rows for its experts, [T, d] → [T·K, d]."""
+    """Copy each token to the rows of its experts, [T, d] → [T·K, d]."""
     count, d = tokens.shape
     out = tokens.new_empty(count * per_token, d)
     _spread_kernel[(count,)](out, tokens, position, d, K=per_token, BLOCK=BLOCK, num_warps=4)
@@ -106,7 +106,7 @@ def spread(tokens: Tensor, position: Tensor, per_token: int) -> Tensor:
 
 
 def combine(rows: Tensor, weights: Tensor | None, position: Tensor, per_token: int) -> Tensor:
-    """Sum the rows for each token in float32, [T·K, d] → [T, d]. If `weights` [T, K] are given, the
+    """Sum the rows of each token in float32, [T·K, d] → [T, d]. If `weights` [T, K] is given, the
     sum is weighted."""
     count, d = len(rows) // per_token, rows.shape[1]
     out = rows.new_empty(count, d)

@@ -1,12 +1,13 @@
-"""FlashAttention-4's kernels for packed rows, on Hopper and Blackwell GPUs (package flash-attn-4).
+"""Runs FlashAttention-4's kernels on packed rows, on Hopper and Blackwell GPUs (package
+flash-attn-4).
 
-For 16,000 tokens or more, they take about half as long as PyTorch's flash attention 2, forward and
-backward. They also allow keys and values of different widths.
+For 16,000 tokens or more, both the forward and the backward pass take about half as long as with
+PyTorch's flash attention 2. The kernels also allow keys and values of different widths.
 
 The package's autograd function cannot be traced into a compiled layer. Its private forward and
 backward functions are therefore wrapped as operators, after `check_kernels` has checked that they
-exist. Before a run uses the kernels, `disagreement` compares their results and gradients with plain
-attention, for the head shapes of the model.
+exist. Before a run uses the kernels, `disagreement` tests them with the model's head shapes: it
+compares their results and gradients with plain attention.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ _WINDOW = "window_size_left window_size_right"
 
 
 def missing(device: torch.device, folder: Path) -> str:
-    """Return why the kernels cannot run on this device, or "". `folder` is a cache for compiled
-    kernels, with a subfolder for each kind of GPU. By default the package has no cache on disk, or
-    uses a folder in /tmp that any user could have created."""
+    """Return why the kernels cannot run on this device, or "" if they can.
+
+    `folder` is a cache for compiled kernels, with a subfolder for each kind of GPU. By default, the
+    package has no cache on disk, or uses a folder in /tmp that any user could have created.
+    """
     if device.type != "cuda":
         return "they need a GPU"
     major, minor = torch.cuda.get_device_capability(device)
@@ -52,7 +55,8 @@ def missing(device: torch.device, folder: Path) -> str:
 
 
 def check_kernels() -> str:
-    """Describe a part of the package that is missing or has changed, or return ""."""
+    """Return a description of a part of the package that is missing or has changed, or "" if there
+    is none."""
     try:
         if not find_spec(PACKAGE.partition(".")[0]) or not find_spec(PACKAGE):
             return f"{INSTALL} is not installed"
@@ -68,7 +72,7 @@ def check_kernels() -> str:
 
 
 def fits(width: int, of_values: int, device: torch.device) -> bool:
-    """Return whether half-precision kernels exist for these widths of keys and values."""
+    """Return whether there are half-precision kernels for these widths of keys and values."""
     if width % 8 or of_values % 8:
         return False
     if torch.cuda.get_device_capability(device)[0] == 9:
@@ -119,8 +123,8 @@ def _attend(
     scale: float,
     reach: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs and the logsumexps [Hq, N] float32. `reach` is how many tokens to look
-    back, or −1 for all of them."""
+    """Return the outputs and the logsumexps [Hq, N] float32. `reach` is the number of earlier
+    tokens that a token may attend to, or −1 for all of them."""
     out, lse = _empty_outputs(query, value)
     arguments = _arguments((offsets, key_offsets, longest, key_longest), scale, reach)
     _kernels()._flash_attn_fwd(query, key, value, **arguments, out=out, lse=lse, return_lse=True)
@@ -210,7 +214,7 @@ def _kernels() -> Any:
 
 
 class HeadWidths(NamedTuple):
-    """How many heads an attention layer has, and how wide they are."""
+    """The number of heads in an attention layer, and their widths."""
 
     heads: int
     """The number of query heads."""
@@ -218,7 +222,7 @@ class HeadWidths(NamedTuple):
     width: int
     value_width: int
     window: int | None = None
-    """The length of the attention window in tokens, or None without a window."""
+    """Length of the attention window in tokens, or None if there is no window."""
 
     def __str__(self) -> str:
         widths = " and ".join(str(n) for n in dict.fromkeys((self.width, self.value_width)))
@@ -227,7 +231,7 @@ class HeadWidths(NamedTuple):
 
 
 def head_shapes(model: PreTrainedModel, ranks: int = 1) -> tuple[HeadWidths, ...]:
-    """Return the different head shapes in the model, if its heads are split over `ranks` (see
+    """Return the distinct head shapes in the model when heads are split over `ranks` (see
     `keel.model.ulysses`)."""
     text: Any = model.config.get_text_config()
     heads = text.num_attention_heads // ranks
@@ -246,23 +250,25 @@ def head_shapes(model: PreTrainedModel, ranks: int = 1) -> tuple[HeadWidths, ...
 
 
 _PROBE = (1, 130, 64, 7, 300, 65)
-"""The segment lengths used for the comparison."""
+"""Segment lengths for the comparison."""
 FOLLOWS = (-1, -1, 1, 1, -1, 4)
-"""Which segment each one follows in a second comparison with shared prefixes
-(`keel.model.layers.contexts`). It covers segments with fewer queries than keys, and keys that no
-window reaches."""
+"""For each segment, the segment that it follows in a second comparison with shared prefixes
+(`keel.model.layers.contexts`). This comparison includes segments with fewer queries than keys, and
+keys that no window reaches."""
 WINDOW = 100
-"""The longest window used in the comparison, since a model's own window would cover all tokens."""
+"""Maximum window in the comparison. A model's own window would cover all tokens."""
 OFF = 0.02
-"""The largest relative error allowed. bfloat16 is off by 0.003, while a wrong gradient is off by
-0.2."""
+"""Maximum relative error. bfloat16 causes an error of 0.003, and a wrong gradient one of 0.2."""
 
 
 @cache
 def disagreement(shapes: tuple[HeadWidths, ...], device: torch.device, dtype: torch.dtype) -> str:
-    """Return why FlashAttention-4 cannot be used for these heads, or "". The results and gradients
-    on random inputs are compared with plain float32 attention. Version 4.0.0b36, for example,
-    returned wrong gradients for a head size of 16 without any error."""
+    """Return why FlashAttention-4 cannot be used for these heads, or "" if it can.
+
+    The function compares results and gradients on random inputs with those of plain float32
+    attention. Version 4.0.0b36, for example, returned wrong gradients for a head size of 16 without
+    any error.
+    """
     drawn = torch.Generator(device).manual_seed(0)
     for shape in shapes:
         if not fits(shape.width, shape.value_width, device):

@@ -1,7 +1,8 @@
-"""Faster layers for GPUs: RMS norms that run as one kernel, and experts with less memory traffic.
+"""Faster layers for GPUs: RMS norms that run as a single kernel, and experts that access memory
+less often.
 
 transformers implements both with a dozen elementwise operations, which together take longer than
-the GEMMs. On a CPU, and for layers with other formulas, transformers' code is used.
+the GEMMs. Layers with other formulas keep transformers' code, and so do all layers on a CPU.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from keel.model.transformers_internals import become, gated, spread_by_transformers
 
 EXPERTS = "keel_grouped"
-"""The name under which the experts implementation is registered with transformers."""
+"""Name under which this implementation of experts is registered with transformers."""
 
 
 def use_fused_layers(model: PreTrainedModel) -> None:
-    """Replace the norms and experts in `model` that are supported, without changing weights."""
+    """Replace the norms and experts in `model` that are supported. The weights do not change."""
     known: dict[type[nn.Module], bool] = {}
     for module in model.modules():
         kind = type(module)
@@ -40,7 +41,7 @@ def use_fused_layers(model: PreTrainedModel) -> None:
 
 
 def fuses_norms(model: nn.Module) -> bool:
-    """Return whether all RMS norms in `model` can run as single kernels. The model may be on the
+    """Return whether every RMS norm in `model` can run as a single kernel. The model may be on the
     meta device."""
     norms = {
         type(module): module for module in model.modules() if "RMSNorm" in type(module).__name__
@@ -49,14 +50,14 @@ def fuses_norms(model: nn.Module) -> bool:
 
 
 def fuses_experts(model: nn.Module) -> bool:
-    """Return whether `model` has experts and `fused_experts` supports all of them."""
+    """Return whether `model` has experts that `fused_experts` supports, and no others."""
     experts = [module for module in model.modules() if hasattr(module, "gate_up_proj")]
     return bool(experts) and all(map(_is_plain, experts))
 
 
 def _experts_forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Compute the experts for transformers, from hidden [T, d], chosen and weights [T, K] to [T,
-    d]."""
+    """Compute the experts for transformers. Takes hidden [T, d], and chosen and weights [T, K].
+    Returns [T, d]."""
     fast = hidden.is_cuda and hidden.dtype == torch.bfloat16 and _has_triton()
     if not fast or spread_by_transformers(experts):
         return grouped_mm_experts_forward(experts, hidden, chosen, weights)

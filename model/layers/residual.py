@@ -1,8 +1,7 @@
-"""A residual stream in float32 (`model.residual_dtype`), like that in
-`keel.rollout.engine.patches`.
+"""A residual stream in float32 (`model.residual_dtype`), as in `keel.rollout.engine.patches`.
 
 In half precision, the stream is rounded after each block, twice per layer, and the engine and the
-trainer round differently. In float32, only the rounding inside blocks is left: inputs and
+trainer round differently. In float32, only the rounding inside blocks remains. Inputs and
 activations are still in half precision, but the last GEMM in attention and in the MLP adds its
 float32 sums to the stream.
 """
@@ -21,11 +20,12 @@ from transformers import PreTrainedModel
 from keel.model.transformers_internals import override
 
 OUTPUTS = ("self_attn.o_proj", "mlp.down_proj")
-"""The modules in a decoder layer that add to the stream. Experts are summed in half precision."""
+"""The modules in a decoder layer whose outputs are added to the stream. Experts are summed in half
+precision."""
 
 
 def use_float32_residual(model: PreTrainedModel) -> None:
-    """Make the decoder of `model` keep its residual stream in float32, without changing weights."""
+    """Make `model`'s decoder keep its residual stream in float32. Weights do not change."""
     if model.dtype == torch.float32:  # nothing to do
         return
     decoder: Any = model.get_decoder()
@@ -40,7 +40,7 @@ def use_float32_residual(model: PreTrainedModel) -> None:
 
 
 def summed(input: Tensor, weight: Tensor) -> Tensor:
-    """Compute input [..., k] · weight [n, k]ᵀ → [..., n], and return the float32 sums without
+    """Compute input [..., k] · weight [n, k]ᵀ → [..., n]. The float32 sums are returned without
     rounding."""
     if not input.is_cuda:
         return linear(input.float(), weight.float())
@@ -50,8 +50,8 @@ def summed(input: Tensor, weight: Tensor) -> Tensor:
 
 class _Layer(nn.Module):
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Cast the input here, because the compiled `forward` would otherwise be compiled a second
-        time for the first layer."""
+        """Cast the input here. Otherwise, the compiled `forward` would be compiled a second time
+        for the first layer."""
         return super().__call__(hidden_states.float(), *args, **kwargs)
 
 

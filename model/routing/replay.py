@@ -1,17 +1,17 @@
 """Keep Routing: the trainer routes each token to the experts that the rollout engine recorded.
 
-DeepSeek-V3.2 (2025), section 3.1. Only the choice of experts is replayed. Their weights come from
-the current scores at the recorded indices, so gradients reach the router. Rows of −1 were not
-recorded, and the live router decides there.
+DeepSeek-V3.2 (2025), section 3.1. Only the choice of experts is replayed. The experts' weights come
+from the router's current scores at the recorded indices, so gradients reach the router. A row of −1
+means that nothing was recorded, and the live router chooses the experts.
 
-**Activation recomputation.** A checkpointed layer runs its router again inside the backward pass,
-and must then use the same routes as in the forward pass. Autograd numbers its nodes in the order in
-which they are created. A replay context records the range of numbers created inside it, and a
-router that runs in a backward pass finds the context to which the running node belongs. The
-backward pass may therefore run inside the with-block or after it, in any order, with reentrant and
-non-reentrant checkpoints. A layer that ran without replay is also recomputed without replay. The
-routes from the last `REMEMBERED` closed contexts are kept, and recomputing an older one is an
-error. Nested reentrant checkpoints are not supported, because the nodes of the inner one are
+**Activation recomputation.** A checkpointed layer runs its router again during the backward pass.
+It must then use the same routes as in the forward pass. Autograd numbers its nodes in order of
+creation. A replay context records the range of node numbers created inside it. A router that runs
+in a backward pass uses the number of the running node to find its context. The backward pass may
+therefore run inside the with-block or after it, in any order, with reentrant and non-reentrant
+checkpoints. A layer that ran without replay is also recomputed without replay. The routes from the
+last `REMEMBERED` closed contexts are kept. Recomputing layers from an older context is an error.
+Nested reentrant checkpoints are not supported, because the nodes of the inner checkpoint are
 created too late.
 """
 
@@ -36,16 +36,16 @@ from keel.rl.metrics import Mean
 from keel.rl.types import NO_ROUTE
 
 REMEMBERED = 8
-"""The number of closed contexts whose layers can still be recomputed."""
+"""Number of closed contexts whose layers can still be recomputed."""
 _HOOKED = "keel_hooked"
-"""Attribute that marks a router to which hooks were added."""
+"""Attribute that marks a router as already hooked."""
 _DETECTED = 1024
-"""The number of closed contexts for which recomputation is noticed, so that an error can be
-raised."""
+"""Number of closed contexts for which recomputation is detected, so that an error can be raised."""
 
 _SUSPECT_ROWS = 16
-"""With one expert per token, a layer of zeros is rejected only if it has at least this many tokens.
-With more experts, zeros are rejected anyway, because experts must not be repeated."""
+"""If there is one expert per token, a layer of zeros is rejected only if it has at least this many
+tokens. If there are more, zeros are always rejected, because a token cannot have the same expert
+twice."""
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def replay_routes(
 
 @contextmanager
 def record_routes(module: nn.Module) -> Iterator[RouteRecording]:
-    """Record which experts the live routers choose inside the block, even where routes are
+    """Record which experts the live routers choose inside the block, even if other experts are
     replayed."""
     routers = router_modules(module)
     _hook(routers)
@@ -106,7 +106,8 @@ def record_routes(module: nn.Module) -> Iterator[RouteRecording]:
 
 
 class Replay:
-    """Handles one `replay_routes` block. Its metrics may be read inside the block or after it."""
+    """Replays the routes of one `replay_routes` block. Its metrics can be read during the block or
+    afterwards."""
 
     def __init__(self, routers: list[nn.Module], routes: Tensor, *, by_token: bool = False) -> None:
         self._layer_of = WeakKeyDictionary({router: at for at, router in enumerate(routers)})
@@ -120,13 +121,15 @@ class Replay:
         self._counts: list[Tensor] = []
         self._counts_tokens = by_token
         self._by_token_2N: Tensor | None = None
-        """For each token, how many recorded experts the live router also chooses, and how many
-        layers were recorded."""
+        """For each token, the number of recorded experts that the live router also chooses, and the
+        number of recorded layers."""
 
     def overlap_N(self) -> Tensor | None:
         """Return the fraction of each token's recorded experts that the live router also chooses.
-        The fraction is over all layers and stays on the device. It is NaN for a token without
-        routes. Returns None unless `by_token` was set."""
+
+        The fraction covers all layers and stays on the device. It is NaN for a token without
+        routes. Returns None unless `by_token` was set.
+        """
         if self._by_token_2N is None:
             return None
         same_N, layers_N = self._by_token_2N
@@ -147,7 +150,7 @@ class Replay:
         }
 
     def apply(self, router: nn.Module, output: Any, *, again: bool) -> Any:
-        """Return the router's output for the recorded experts. `again` marks a recomputation."""
+        """Return the router's output for the recorded experts. Set `again` for a recomputation."""
         family = ROUTERS[type(router).__name__]
         layer = self._layer_of[router]
         live = family.experts(output)
@@ -170,7 +173,7 @@ class Replay:
         return family.replay(router, output, recorded.where(known, live))
 
     def owns(self, router: nn.Module, node: int) -> bool:
-        """Return whether the autograd node was created while this object replayed `router`."""
+        """Return whether the autograd node was created while this object was replaying `router`."""
         closed = self._stop is not None and node >= self._stop
         return router in self and node >= self._start and not closed
 
@@ -184,7 +187,7 @@ class Replay:
         return self._stop > self._start
 
     def forgotten(self) -> Replay:
-        """Drop the routes, and return a copy without metrics that only notices recomputation."""
+        """Drop the routes, and return a copy without metrics that only detects recomputation."""
         self._routes_LNK = self._on_device = None
         stub = copy(self)
         stub._counts, stub._by_token_2N = [], None
@@ -200,7 +203,7 @@ class Replay:
 
     def _layer(self, layer: int, device: torch.device) -> Tensor:
         """Return the experts in one layer, [tokens, K] int64. All layers are copied to the device
-        together."""
+        at once."""
         if self._on_device is None or self._on_device.device != device:
             routes = self._routes_LNK
             if routes is None:
@@ -213,7 +216,7 @@ class Replay:
 
 
 class RouteRecording:
-    """The experts that each router chose in each forward pass inside a `record_routes` block."""
+    """The experts chosen by each router in each forward pass inside a `record_routes` block."""
 
     def __init__(self, routers: list[nn.Module]) -> None:
         self._passes: dict[nn.Module, list[Tensor]] = {router: [] for router in routers}
@@ -223,8 +226,7 @@ class RouteRecording:
             self._passes[router].append(experts.detach())
 
     def routes(self, index: int = -1) -> Tensor:
-        """Return the routes from one forward pass, [tokens, L, K] int64. The default is the last
-        pass."""
+        """Return the routes from one forward pass (by default the last), [tokens, L, K] int64."""
         return torch.stack([passes[index] for passes in self._passes.values()], dim=1)
 
 
@@ -234,7 +236,7 @@ _open: list[Replay] = []
 _closed: deque[Replay] = deque(maxlen=_DETECTED)
 _recordings: list[RouteRecording] = []
 _logits: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
-"""The output of each gate, kept until its router returns."""
+"""The output of each gate, stored until its router returns."""
 
 
 def _hook(routers: list[nn.Module]) -> None:

@@ -1,6 +1,6 @@
-"""The routers in mixture-of-experts models: how to find them, and how they weigh experts.
+"""Finds the routers in mixture-of-experts models, and describes how each kind weighs its experts.
 
-`ROUTERS` contains the replay functions for each router class. The keys are class names, so that no
+`ROUTERS` maps the name of each router class to its replay functions. Names are used so that no
 model code has to be imported. docs/adding-a-model-family.md shows how to add a class.
 """
 
@@ -19,19 +19,17 @@ Output = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """The functions needed to replay a router class, whose instances must have `top_k` and
-    `num_experts`."""
+    """Functions for replaying a router class. Its instances must have `top_k` and `num_experts`."""
 
     experts: Callable[[Output], Tensor]
-    """Returns the chosen experts [tokens, K], given the router's output."""
+    """Takes the router's output and returns the chosen experts [tokens, K]."""
     replay: Callable[[Any, Output, Tensor], Output]
-    """Returns the output for the given experts, called as (router, output, experts [tokens, K]
-    int64). The weights come from the current scores and are differentiable."""
+    """Takes (router, output, experts [tokens, K] int64) and returns the output for these experts.
+    The weights come from the current scores and are differentiable."""
     gate: str = ""
-    """The submodule that computes the logits, if the router's output does not include them. The
-    logits are then prepended to the output. The submodule cannot simply be called again, because
-    under ZeRO-3 this is a collective, in which ranks without routes to replay would not take part.
-    """
+    """The submodule that computes the logits, for routers whose output does not include them. Its
+    logits are prepended to the output. The submodule is not simply called again, because under
+    ZeRO-3 such a call is a collective, and ranks without routes to replay would not take part."""
 
 
 def _triple(weigh: Callable[[Any, Tensor, Tensor], Tensor]) -> Router:
@@ -54,8 +52,7 @@ def _softmax_normalised(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _softmax_scaled(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """Compute the weights as in DeepSeek-V2, where group limits affect only which experts are
-    chosen."""
+    """Compute the weights as in DeepSeek-V2. Group limits affect only which experts are chosen."""
     weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
     return weights * router.routed_scaling_factor
 
@@ -65,8 +62,8 @@ def _softmax_of_chosen(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _sigmoid_scaled(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """Compute the weights as in DeepSeek-V3, where the correction bias affects only which experts
-    are chosen."""
+    """Compute the weights as in DeepSeek-V3. The correction bias affects only which experts are
+    chosen."""
     weights = logits.sigmoid().gather(1, experts)
     if router.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -79,7 +76,7 @@ def _sigmoid_normalised(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _autoep(router: Any, output: Output, experts: Tensor) -> Output:
-    """Build the output of DeepSpeed AutoEP, which is (weights, experts, tokens per expert)."""
+    """Return the output in DeepSpeed AutoEP's format: (weights, experts, tokens per expert)."""
     logits, weights, _live, counts = output
     logits = logits.float()
     scores = logits.sigmoid() if router.score_func == "sigmoid" else logits.softmax(-1)
@@ -124,14 +121,14 @@ def is_moe(config: Any) -> bool:
 
 
 def router_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the routers in `module` in layer order, or none for a dense model. Raises ValueError
-    if the routers or experts belong to a family that is not in `ROUTERS`."""
+    """Return the routers in `module` in layer order. The list is empty for a dense model. Raises
+    ValueError if the routers or experts belong to a family that is not in `ROUTERS`."""
     return list(_named_routers(module).values())
 
 
 def moe_layers(model_or_config: Any) -> tuple[int, ...]:
-    """Return the indices of the MoE layers in ascending order. The model is built on the meta
-    device to find them, because each family has its own rule."""
+    """Return the indices of the MoE layers in ascending order. Each family has its own rule for
+    which layers these are, so the model is built on the meta device to find them."""
     model = model_or_config
     if not isinstance(model, nn.Module):
         from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds to import

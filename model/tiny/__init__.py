@@ -1,2 +1,1 @@
-"""A small mixture-of-experts model that is built and trained locally, without downloading
-anything."""
+"""A small mixture-of-experts model that is built and trained locally without any downloads."""

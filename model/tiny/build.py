@@ -1,4 +1,4 @@
-"""Builds the tiny model, and caches models that have been through the cold start."""
+"""Builds the tiny model, and caches models after their supervised warm-up (cold start)."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from keel.model.tiny.tokenizer import build_tokenizer, vocab_rows
 _CODE_VERSION = 3
 """Increase this whenever the tokenizer, the model, the solutions or the training changes."""
 _START_S = 180.0
-"""How long imports, questions, CUDA and disk access may take, in addition to the time limit for
-training."""
+"""Seconds allowed for imports, questions, CUDA and disk access, in addition to the training time
+limit."""
 _STOP_S = 30.0
 
 
 def model_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    """Build the model's config. All layers are MoE layers, and the output layer is not tied to the
+    """Return the model's config. All layers are MoE layers, and the output layer is not tied to the
     embedding."""
     shared: dict[str, Any] = {
         "vocab_size": vocab_rows(tokenizer),
@@ -100,7 +100,7 @@ def model_config(config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast) ->
 def build_model(
     config: TinyModelConfig, tokenizer: PreTrainedTokenizerFast, *, seed: int
 ) -> PreTrainedModel:
-    """Build a float32 model with random weights, which depend only on `config` and `seed`. The
+    """Return a float32 model with random weights, which depend only on `config` and `seed`. The
     caller's random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -114,12 +114,12 @@ def ensure_tiny_model(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Path:
-    """Return the folder with the cold-started model, and train the model first if it is not cached.
+    """Return the folder with the warmed-up model. If the model is not cached yet, train it first.
     The folder contains a config, tokenizer and weights for transformers and vLLM. If several
-    processes need the same model at the same time, each may train it, and the first to finish
-    provides it. With `device="cuda"`, a separate process trains the model, so that GPU memory is
-    free again afterwards. Raises ConfigError if the sources have nothing to teach. Raises
-    TimeoutError if the cold start took longer than `config.cold_start.max_seconds`. Raises
+    processes need the same model at the same time, each of them may train it, and the result of the
+    first one to finish is used. With `device="cuda"`, a separate process trains the model, so that
+    its GPU memory is released afterwards. Raises ConfigError if the sources have nothing to teach.
+    Raises TimeoutError if the cold start took longer than `config.cold_start.max_seconds`. Raises
     RuntimeError if the process on the GPU died."""
     root = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
     folder = root / f"tiny-{content_key(config, curriculum, device=device)}"
@@ -174,8 +174,8 @@ def make_folder(
 
 
 def content_key(config: TinyModelConfig, curriculum: Curriculum, *, device: str = "cpu") -> str:
-    """Return a hash of everything that the weights depend on, including whether they are trained on
-    CPU or GPU."""
+    """Return a hash of everything that determines the weights, including whether they are trained
+    on CPU or GPU."""
     model, sources = asdict(config), curriculum.sources
     del model["cache_dir"], model["cold_start"]["max_seconds"]
     if config.family == "qwen3_moe":
@@ -205,7 +205,7 @@ def content_key(config: TinyModelConfig, curriculum: Curriculum, *, device: str 
 
 
 def default_cache_dir() -> Path:
-    """Return the folder `keel` in the user's cache folder (XDG base directories)."""
+    """Return the folder `keel` in the user's cache directory (XDG base directories)."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "keel"
 
@@ -213,10 +213,10 @@ def default_cache_dir() -> Path:
 def train_in_process(
     make: Callable[..., None], device: str, *, timeout_s: float, progress: Progress | None = None
 ) -> None:
-    """Run `make(device=…, progress=…)` in a new process and raise its errors here. The process uses
-    TF32 and deterministic kernels, as far as PyTorch has them, so the same arguments give the same
-    weights on one kind of GPU. Raises TimeoutError if it did not finish within `timeout_s` plus the
-    time to start. Raises RuntimeError if the process died."""
+    """Run `make(device=…, progress=…)` in a new process. Errors in that process are raised here.
+    The process uses TF32, and deterministic kernels where PyTorch has them. The same arguments
+    therefore give the same weights on one kind of GPU. Raises TimeoutError if the process does not
+    finish within `timeout_s` plus the time to start. Raises RuntimeError if the process died."""
     # Spawned: this process may have threads, and CUDA does not survive a fork.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)

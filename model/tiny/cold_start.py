@@ -1,10 +1,10 @@
 """Supervised warm-up for the tiny model, which teaches it the answer format and some skill.
 
-At first, the teacher works out every question, and the model learns to do the same. Later, the
-teacher answers a fraction of the questions hastily: it skips the working and gives a wrong answer.
-The model adopts both habits in the same proportion, so when reinforcement learning starts, it is
-right slightly less often than the teacher works questions out, whatever the seed. It can then
-improve by always working out the question and by making fewer mistakes.
+At first, the teacher works out every question step by step, and the model learns to do the same.
+Later, the teacher answers a fraction of the questions hastily: it skips the steps and gives a wrong
+answer. The model adopts both habits in the same proportion. Whatever the seed, it therefore starts
+reinforcement learning with slightly fewer correct answers than the teacher's share of worked-out
+questions. It can improve by always working out the question and by making fewer mistakes.
 """
 
 from __future__ import annotations
@@ -31,45 +31,43 @@ from keel.model.tiny.solutions import solution
 from keel.model.tiny.tokenizer import TURN_END
 
 _DATA_SEED = 1 << 40
-"""Added to the seeds of questions, to keep them far from the seeds of a recipe's prompts."""
+"""Offset for the seeds of questions. It keeps them far from the seeds of a recipe's prompts."""
 SEED_STRIDE = 16384
-"""Smallest distance between the question seeds that belong to consecutive run seeds."""
+"""Minimum distance between the question seeds for consecutive run seeds."""
 _NUMPY_SEEDED = frozenset({"pool_matrix"})
-"""Tasks that draw random numbers with NumPy, whose seeds must be below 2**32."""
+"""Tasks that use NumPy's random numbers. Their seeds must be below 2**32."""
 _WORKED_ONLY = 0.7
-"""The fraction of steps before hasty solutions are added."""
+"""Fraction of steps before hasty solutions are added."""
 _WARMUP = 0.1
-"""The fraction of steps in which the learning rate rises. After that it decays to zero along a
-cosine."""
+"""Fraction of steps in which the learning rate rises. It then decays to zero along a cosine."""
 IGNORED = -100
 _MARKER = "\x00"
 
 Demonstrate = Callable[[str, int], Sequence[ScriptedPair]]
-"""A function that returns about the requested number of scripted conversations for a source."""
+"""Takes a source and returns about the requested number of scripted conversations."""
 Progress = Callable[[int, float, float], None]
-"""A function that is called after each step with the number of steps so far, the loss in nats per
-token, and the seconds."""
+"""A function called after each step with the number of steps so far, the loss in nats per token,
+and the seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curriculum:
-    """What the cold start teaches. Its hyperparameters are in the recipe's `ColdStartConfig`."""
+    """What the cold start teaches. The hyperparameters are in the recipe's `ColdStartConfig`."""
 
     seed: int
     """The seed for the questions and the initial weights."""
     sources: Sequence[SourceConfig] = ()
     heldout_questions: Collection[str] = ()
-    """Questions that must not be used."""
+    """Questions that must not be used for training."""
     demonstrate: Demonstrate | None = None
-    """The function that provides scripted conversations. It must be picklable for training on a
-    GPU."""
+    """Function that provides scripted conversations. It must be picklable for training on a GPU."""
     tools_in_thinking: bool = False
-    """Whether tool calls go into the thinking block (see `conversation_ids`)."""
+    """Whether tool calls are placed inside the thinking block (see `conversation_ids`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedIds:
-    """Token ids, and a mask of those to learn."""
+    """Token ids, and a mask of the ids to be learned."""
 
     ids: Sequence[int]
     learned: Sequence[bool]
@@ -77,8 +75,8 @@ class MaskedIds:
 
 @dataclass(frozen=True, slots=True)
 class ExamplePair:
-    """One task, solved once carefully and once hastily. Both solutions are the same for tasks
-    without taught solutions."""
+    """One task with a careful and a hasty solution. They are identical if no solutions are taught
+    for the task."""
 
     worked: MaskedIds
     hasty: MaskedIds
@@ -94,7 +92,7 @@ _NOTHING = (
 def taught_sources(
     sources: Sequence[SourceConfig], *, demonstrating: bool = True
 ) -> list[SourceConfig]:
-    """Return the sources that can be taught. `demonstrating` says that scripted conversations are
+    """Return the sources that can be taught. Set `demonstrating` if scripted conversations are
     available. Raises ConfigError if no source can be taught."""
     taught = [
         source
@@ -108,8 +106,8 @@ def taught_sources(
 
 
 def system_of(source: SourceConfig) -> str:
-    """Return the system message for the source's questions, as in rollouts, or "". If the message
-    is a template for an environment, it is left out, because it needs the tools."""
+    """Return the system message for the source's questions, as in rollouts, or "" if there is none.
+    A template for an environment is left out, because it needs the tools."""
     template = "none" if source.environment.enabled else source.system_template
     messages = with_system(system_prompt(template), with_system(source.system, ()))
     return "".join(message["content"] for message in messages)  # at most one
@@ -122,10 +120,13 @@ def make_examples(
     count: int,
     max_context: int | None = None,
 ) -> list[ExamplePair]:
-    """Make about `count` examples from questions and scripted conversations, in proportion to
-    source weights. `max_context` is the model's context length, or None if it is unlimited. Raises
-    ConfigError if there is nothing to learn, if all questions from a source are held out, or if a
-    script's conversations cannot be used."""
+    """Return about `count` examples made from questions and scripted conversations, in proportion
+    to source weights.
+
+    `max_context` is the model's context length, or None if it is unlimited. Raises ConfigError if
+    there is nothing to learn, if every question from a source is held out, or if a script's
+    conversations cannot be used.
+    """
     demonstrate = curriculum.demonstrate
     taught = taught_sources(curriculum.sources, demonstrating=demonstrate is not None)
     total = sum(source.weight for source in taught)
@@ -153,10 +154,10 @@ def train(
     progress: Progress | None = None,
 ) -> float:
     """Train `model` in place with AdamW for `config.steps` batches and return the last loss. Only
-    the tokens of solutions contribute to the loss. On a CPU, the same arguments give bit-identical
-    weights on one kind of machine. `keel.model.tiny.build` describes what holds for GPUs. Raises
-    TimeoutError if training took longer than `config.max_seconds`. A partly trained model is not
-    returned, because it would not match its config."""
+    the tokens of solutions contribute to the loss. On the CPUs of one kind of machine, the same
+    arguments give bit-identical weights. See `keel.model.tiny.build` for GPUs. Raises TimeoutError
+    if training takes longer than `config.max_seconds`. A partly trained model is not returned,
+    because it would not match its config."""
     # One call for all experts, instead of the default loop.
     model.set_experts_implementation("grouped_mm")
     optimizer = torch.optim.AdamW(
@@ -197,8 +198,8 @@ def train(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use a single thread, because small GEMMs do not profit from more, and the rounding depends on
-    their number."""
+    """Use a single thread. Small GEMMs do not become faster with more threads, and rounding depends
+    on the number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -209,7 +210,7 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _dense_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Make the model attend to all earlier tokens, because its indexer is not trained yet."""
+    """Let the model attend to all earlier tokens, because its indexer is not trained yet."""
     indexers: list[Any] = [module for module in model.modules() if hasattr(module, "index_topk")]
     saved = [indexer.index_topk for indexer in indexers]
     for indexer in indexers:
@@ -324,7 +325,7 @@ def _batches(
     config: ColdStartConfig,
     rng: random.Random,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the inputs and targets for each step, [B, T] int64, padded on the right."""
+    """Yield the inputs and targets for each step, [B, T] int64 with padding on the right."""
     order: list[int] = []
     for step in range(config.steps):
         worked_only = step < _WORKED_ONLY * config.steps

@@ -22,13 +22,12 @@ from keel.model.tiny.tokenizer import THINK_END, THINK_START, TURN_END
 from keel.rl.turns import Message, ToolSpec
 
 _MAX_RATIO = 100
-"""If a script yields more than this many conversations for each requested one, it counts as
-endless."""
+"""A script with more than this many conversations per requested one is considered endless."""
 
 
 @runtime_checkable
 class ScriptedPair(Protocol):
-    """One task in an environment, solved once carefully and once hastily."""
+    """One task in an environment with a careful and a hasty solution."""
 
     @property
     def tools(self) -> Sequence[ToolSpec]: ...
@@ -44,8 +43,8 @@ def demonstrated(source: SourceConfig) -> bool:
 
 
 def demonstrate(config: Config, source: str, count: int) -> Sequence[ScriptedPair]:
-    """Run a source's script to get about `count` conversations. Raises ConfigError if the script
-    fails."""
+    """Run a source's script and return about `count` conversations. Raises ConfigError if the
+    script fails."""
     (config_of,) = (each for each in config.data.sources if each.name == source)
     script = demonstrator(config_of)
     arguments = deepcopy(dict(config_of.environment.arguments))  # the episodes need the original
@@ -64,7 +63,7 @@ def demonstrate(config: Config, source: str, count: int) -> Sequence[ScriptedPai
 
 
 def demonstrator(source: SourceConfig) -> Callable[..., Any]:
-    """Import the source's script. Raises ConfigError if this fails."""
+    """Import and return the source's script. Raises ConfigError if the import fails."""
     module, _, name = source.environment.demonstrations.partition(":")
     with _script_errors(source):
         _script_file(source)
@@ -72,8 +71,8 @@ def demonstrator(source: SourceConfig) -> Callable[..., Any]:
 
 
 def script_digest(source: SourceConfig) -> str:
-    """Return a hash of the files that the script and its environment consist of, or "" for scripts
-    that are part of Keel."""
+    """Return a hash of the script's files and its environment's files, or "" if the script is part
+    of Keel."""
     with _script_errors(source):
         script = _script_file(source)
     if script is None:
@@ -86,8 +85,8 @@ def script_digest(source: SourceConfig) -> str:
 
 
 def _script_file(source: SourceConfig) -> Path | None:
-    """Find the script's file and make it importable from the environment's folder, or return None
-    for scripts that are part of Keel."""
+    """Find the script's file and make it importable from the environment's folder. Returns None if
+    the script is part of Keel."""
     module = source.environment.demonstrations.partition(":")[0]
     if module.startswith("keel."):  # the folder may be untrusted, see `keel replay`
         return None
@@ -110,7 +109,7 @@ def _script_errors(source: SourceConfig) -> Generator[None]:
 
 
 def _run_with_timeout(run: Callable[[], list[Any]], seconds: float) -> list[Any]:
-    """Run a user's script on a daemon thread, which is abandoned after `seconds`."""
+    """Run a user's script on a daemon thread. The thread is abandoned after `seconds`."""
     result: Future[list[Any]] = Future()
 
     def settle() -> None:
@@ -139,11 +138,11 @@ def conversation_ids(
     thinking: bool,
     tools_in_thinking: bool = False,
 ) -> tuple[list[int], list[bool]]:
-    """Tokenise a conversation as rollouts do, where each turn is appended to the ids of earlier
+    """Tokenise a conversation as rollouts do: each turn is appended to the ids of the earlier
     turns.
 
-    Returns the ids up to the last assistant turn, and a mask of the assistant's tokens. With
-    `tools_in_thinking`, turns with calls leave the thinking block open for the next turn
+    Returns the ids up to the last assistant turn, and a mask of the assistant's tokens. If
+    `tools_in_thinking` is set, a turn with calls leaves its thinking block open for the next turn
     (`agents.tools_in_thinking`).
 
     Raises ValueError if there is no assistant turn, or if later messages change how the template
@@ -190,7 +189,7 @@ def conversation_ids(
 
 
 def _with_calls_in_thinking(message: Mapping[str, Any], turn: str, *, continues: bool) -> str:
-    """Move the calls in a turn into its thinking block, which may have been opened in the previous
+    """Move a turn's tool calls into its thinking block, which may have been opened in the previous
     turn."""
     reasoning = str(message.get("reasoning_content") or "").strip("\n")
     thought = ("" if continues else f"{THINK_START}\n") + (f"{reasoning}\n" if reasoning else "")

@@ -1,8 +1,8 @@
-"""The solutions to reasoning_gym questions that the teacher gives in the cold start.
+"""The teacher's solutions to reasoning_gym questions in the cold start.
 
-A *worked* solution has its steps inside `<think>` and is right. A *hasty* one has an empty thinking
-block and a typical mistake. For tasks without taught solutions, both give the right answer without
-steps, which only teaches the format.
+A *worked* solution has its steps inside `<think>` and is correct. A *hasty* one has an empty
+thinking block and a typical mistake. If no solutions are taught for a task, both give the correct
+answer without steps, which teaches only the format.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Metadata = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Taught:
-    """How to solve a task that is taught. The functions take the metadata of an entry."""
+    """How to solve a task that is taught. Each function takes an entry's metadata."""
 
     working: Callable[[Metadata], str]
     hasty: Callable[[Metadata], str]
@@ -31,7 +31,7 @@ def _chain_covers(metadata: Metadata) -> bool:
 
 
 def _chain_working(metadata: Metadata) -> str:
-    """Evaluate one operation per line: `4 - 1 - 7` gives `3 - 7`, then `-4`."""
+    """Return one line per operation: `4 - 1 - 7` gives `3 - 7`, then `-4`."""
     terms = str(metadata["expression"]).split(" ")
     lines: list[str] = []
     while len(terms) > 1:
@@ -47,12 +47,12 @@ def _chain_hasty(metadata: Metadata) -> str:
 
 
 def _spell_working(metadata: Metadata) -> str:
-    """Number the letters: `sun` gives `1s2u3n`."""
+    """Return the letters with their numbers: `sun` gives `1s2u3n`."""
     return "".join(f"{i % 10}{letter}" for i, letter in enumerate(str(metadata["word"]), start=1))
 
 
 def _gcd_working(metadata: Metadata) -> str:
-    """Write the remainders of Euclid's algorithm, one line per further number: `24 18 6 0`."""
+    """Return the remainders of Euclid's algorithm, one line per further number: `24 18 6 0`."""
     result, *others = (int(number) for number in metadata["numbers"])
     lines: list[str] = []
     for number in others:
@@ -86,11 +86,11 @@ TAUGHT: Mapping[str, Taught] = {
         hasty=lambda m: " ".join(str(number) for row in m["matrix"] for number in row),
     ),
 }
-"""The tasks that are taught, by their names in reasoning_gym."""
+"""The tasks that are taught, keyed by their names in reasoning_gym."""
 
 
 def solution(task: str, entry: Mapping[str, Any], *, worked: bool) -> str:
-    """Return the teacher's turn for `entry`, without the mark that ends the turn."""
+    """Return the teacher's turn for `entry`, without the end-of-turn token."""
     metadata, steps, answer = entry["metadata"], "", str(entry["answer"])
     taught = TAUGHT.get(task)
     if taught is not None and taught.covers(metadata):

@@ -1,9 +1,9 @@
-"""The tiny model's tokenizer, which knows bytes, a few phrases and chat marks, and needs no
-download.
+"""The tiny model's tokenizer. It knows bytes, a few phrases and the special tokens for chats, and
+needs no download.
 
 Every byte is a token, so any text can be encoded exactly. Digits and letters are separate tokens,
-which arithmetic and spelling need. Fixed sentences in taught tasks are one token each, so a prompt
-has about 20 tokens instead of hundreds.
+which arithmetic and spelling need. Each fixed sentence in a taught task is a single token, so a
+prompt has about 20 tokens instead of hundreds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ THINK_START = "<think>"
 THINK_END = "</think>"
 
 MARKS = (END_OF_TEXT, _TURN_START, TURN_END, THINK_START, THINK_END)
-"""The texts with ids 0–4. Thinking marks are not special tokens, so decoding always keeps them."""
+"""The tokens with ids 0–4. Thinking tags are not special tokens, so decoding always keeps them."""
 
 PHRASES = (
     "State the final answer to the following arithmetic problem: ",
@@ -60,12 +60,12 @@ PHRASES = (
     "@play",
     "Guess a number from ",
 )
-"""Texts that are encoded as one token each. They must be ASCII and must not be part of a word or
-number (`lower` would break the spelling of `flower`). Append new ones at the end, so that ids do
-not change. With more than three more, the embedding grows and all random weights change."""
+"""Texts that are encoded as a single token. They must be ASCII and must not be part of a word or
+number (`lower` would break the spelling of `flower`). Append new texts at the end, so that ids do
+not change. Adding more than three would enlarge the embedding and change all random weights."""
 
 VOCAB_MULTIPLE = 32
-"""The number of rows in the embedding is a multiple of this, which suits CPU kernels."""
+"""The number of embedding rows is a multiple of this, which suits CPU kernels."""
 
 CHAT_TEMPLATE = """\
 {%- set ns = namespace(last_user=-1) -%}
@@ -123,14 +123,14 @@ CHAT_TEMPLATE = """\
   {%- endif -%}
 {%- endif -%}
 """
-"""Qwen3's conventions: thinking is kept only after the last user message, and
-`enable_thinking=False` adds an empty thinking block. The format of tools is short, because a letter
-is a token: `@name argument, argument: description` lists a tool, and a call is a line
-`@name 1, "two"` with the arguments as JSON in that order."""
+"""A template that follows Qwen3's conventions: thinking is kept only after the last user message,
+and `enable_thinking=False` adds an empty thinking block. Tools are written briefly, because each
+letter is a token. `@name argument, argument: description` lists a tool, and a call is a line `@name
+1, "two"` with the arguments as JSON in that order."""
 
 
 def build_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Build the tokenizer, with further one-token ASCII texts from model.tiny.phrases."""
+    """Return the tokenizer. The ASCII texts in model.tiny.phrases become additional tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     texts = tuple(dict.fromkeys((*PHRASES, *more)))
@@ -161,6 +161,5 @@ def build_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def vocab_rows(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the number of rows in the embedding, which is the vocabulary size rounded up to
-    `VOCAB_MULTIPLE`."""
+    """Return the number of embedding rows: the vocabulary size rounded up to `VOCAB_MULTIPLE`."""
     return -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
