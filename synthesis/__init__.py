@@ -1,1 +1,1 @@
-"""Pipelines that generate tasks for agents: models write tasks and gates reject the bad ones."""
+"""Pipelines that generate agent tasks. Models write the tasks, and gates reject the bad ones."""

@@ -1,5 +1,5 @@
-"""Models that write, solve and check tasks, behind an OpenAI-compatible endpoint and within a
-budget."""
+"""Calls models that write, solve and check tasks. They run behind an OpenAI-compatible endpoint,
+within a budget."""
 
 from __future__ import annotations
 
@@ -22,25 +22,24 @@ from keel.rl.turns import Malformed, Message, ToolCall, ToolSpec
 _CONNECT_S = 10.0
 _MAX_MESSAGE = 300
 _NOT_A_COMPLETION = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""Errors of parsing a reply that is not a chat completion."""
+"""Errors raised when a reply cannot be parsed as a chat completion."""
 _TOO_LONG = re.compile(
     r"context.?(length|window|size)|max(imum)?[ _]model[ _]len|prompt is too long", re.IGNORECASE
 )
-"""Matches the errors that OpenAI, vLLM, SGLang and llama.cpp return when the context is full."""
+"""Matches the error messages of OpenAI, vLLM, SGLang and llama.cpp for a full context."""
 
 
 class AuthorLost(RuntimeError):
-    """Raised if a model does not answer after all retries. The task is tried again at the next
-    start."""
+    """Raised if a model does not answer after all retries. The next start tries the task again."""
 
 
 class BudgetSpent(RuntimeError):
-    """Raised if the next call might exceed the budget."""
+    """Raised if the next call could exceed the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallUsage:
-    """The tokens and the price of one call."""
+    """Token counts and price of one call."""
 
     model: str
     purpose: str
@@ -55,14 +54,16 @@ class CallUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthorReply:
-    """A reply of a model."""
+    """A model's reply."""
 
     content: str
     calls: tuple[ToolCall | Malformed, ...] = ()
     reasoning: str = ""
     cut: bool = False
-    """True if the reply exceeded `max_tokens` or the conversation exceeded the context. Tool calls
-    in such a reply must not run."""
+    """True if the reply exceeded `max_tokens` or the conversation exceeded the context.
+
+    Tool calls in such a reply must not be run.
+    """
 
     def message(self) -> Message:
         """Return the reply as a message for the next request."""
@@ -73,28 +74,36 @@ class AuthorReply:
 
 
 class Author(Protocol):
-    """A model that answers requests. Requests for different tasks are independent."""
+    """A model that answers requests. Requests for different tasks are independent of each other."""
 
     name: str
 
     async def ask(
         self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
     ) -> AuthorReply:
-        """Send a conversation and return the model's reply. `purpose` is the name under which the
-        tokens are counted. If the conversation exceeds the context, the reply is empty and marked
-        as cut. Raises AuthorLost or BudgetSpent."""
+        """Send a conversation and return the model's reply.
+
+        `purpose` is the name under which the tokens are counted. If the conversation exceeds the
+        context, the reply is empty and marked as cut. Raises AuthorLost if the model does not
+        answer, or BudgetSpent if the call could exceed the budget.
+        """
         ...
 
 
 class SynthesisBudget:
-    """Tracks the tokens and money that are spent or reserved for calls in flight. An instance
-    belongs to one event loop."""
+    """Tracks the tokens and money that have been spent, or reserved for calls in flight.
+
+    Use each instance in a single event loop.
+    """
 
     def __init__(
         self, limits: CostConfig, spent: Sequence[CallUsage], record: Callable[[CallUsage], None]
     ) -> None:
-        """`spent` is the usage from earlier starts. `record` is called to save the usage of each
-        new call."""
+        """Set up the budget.
+
+        `spent` is the usage from earlier starts. `record` is called to save the usage of each new
+        call.
+        """
         self._record = record
         self._limits = {"tokens": limits.tokens, "usd": limits.usd}
         self._spent = {
@@ -105,8 +114,10 @@ class SynthesisBudget:
 
     @contextmanager
     def call(self, tokens: int, usd: float) -> Any:
-        """Reserve the maximum cost of a call and yield a function that records the actual usage.
-        Raises BudgetSpent if the budget does not allow the call."""
+        """Reserve the maximum cost of a call, and yield a function that records the actual usage.
+
+        Raises BudgetSpent if the budget does not allow the call.
+        """
         more = {"tokens": tokens, "usd": usd}
         for name, limit in self._limits.items():
             reserved = self._reserved[name] + more[name]
@@ -130,10 +141,10 @@ class SynthesisBudget:
 
 
 class EndpointAuthor:
-    """A model behind an OpenAI-compatible endpoint. An instance belongs to one event loop."""
+    """A model behind an OpenAI-compatible endpoint. Use each instance in a single event loop."""
 
     def __init__(self, config: AuthorConfig, budget: SynthesisBudget) -> None:
-        """Create the client. Raises ValueError if the variable for the API key is not set."""
+        """Create the client. Raises ValueError if the API key's environment variable is not set."""
         key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
         if config.api_key_env and not key:
             raise ValueError(
@@ -223,13 +234,16 @@ class EndpointAuthor:
                 return reply
 
     def another(self, changes: Mapping[str, Any]) -> EndpointAuthor:
-        """Return an author with other settings that shares this one's budget and is closed together
-        with it. Raises ValueError if the settings are invalid."""
+        """Return an author with other settings.
+
+        It shares this author's budget, and closing this author closes it too. Raises ValueError if
+        the settings are invalid.
+        """
         self._others.append(EndpointAuthor(replace(self._config, **changes), self._budget))
         return self._others[-1]
 
     async def close(self) -> None:
-        """Close the connections of this author and all others created from it."""
+        """Close the connections of this author and of all authors created from it."""
         for other in self._others:
             await other.close()
         await self._client.close()
@@ -240,13 +254,16 @@ class EndpointAuthor:
 
 
 def _bytes(text: str) -> int:
-    """Return the bytes of a text, an upper bound for its number of tokens."""
+    """Return the length of a text in bytes, which is an upper bound for its number of tokens."""
     return len(text.encode(errors="replace"))
 
 
 def _parsed(text: str) -> tuple[AuthorReply, dict[str, int]]:
-    """Return the reply and its numbers of tokens. If the endpoint does not report them, the prompt
-    tokens are 0 and the completion tokens an upper bound."""
+    """Return the reply and its token counts.
+
+    If the endpoint does not report token counts, the prompt count is 0 and the completion count is
+    an upper bound.
+    """
     body = _encodable(json.loads(text))
     choice = body["choices"][0]
     message = choice["message"]
@@ -279,7 +296,7 @@ def _call(entry: Mapping[str, Any]) -> ToolCall | Malformed:
 
 
 def _encodable(value: Any) -> Any:
-    """Replace unpaired surrogates with `?`, because no request can encode them."""
+    """Replace unpaired surrogates with `?`, because a request cannot encode them."""
     return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 

@@ -20,13 +20,13 @@ from keel.configs.work_folder import WorkFolder
 from keel.synthesis.author import CallUsage
 
 _MAX_REASONS = 5
-"""Maximum number of reasons to list per gate."""
+"""Maximum number of reasons to list for each gate."""
 _MAX_REASON = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOutcome:
-    """The outcome of making one task."""
+    """The outcome of creating one task."""
 
     key: str
     outcome: Literal["kept", "refused"]
@@ -35,11 +35,11 @@ class TaskOutcome:
     reason: str = ""
     seconds: float = 0.0
     drafts: Sequence[Sequence[str]] = ()
-    """The (gate, reason) pairs of its rejected drafts."""
+    """A (gate, reason) pair for each rejected draft."""
 
 
 class Rejected(Exception):
-    """Raised if a gate rejects a task, which is a normal outcome."""
+    """Raised when a gate rejects a task. This is a normal outcome."""
 
     def __init__(self, gate: str, reason: str) -> None:
         super().__init__(f"{gate}: {reason}")
@@ -49,11 +49,13 @@ class Rejected(Exception):
 
 
 class Ledger:
-    """Records the outcomes and usage in a folder, which it creates and locks. It refuses a folder
-    that belongs to another synthesis."""
+    """Records outcomes and usage in a folder, which it creates and locks.
+
+    It refuses a folder that belongs to another synthesis.
+    """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """`settings` are those that the tasks depend on, as JSON."""
+        """Set up the ledger. `settings` contains the settings that affect the tasks, as JSON."""
         self.folder = folder
         self._settings = settings
         self.outcomes: dict[str, TaskOutcome] = {}
@@ -86,17 +88,17 @@ class Ledger:
         self._opened.close()
 
     def used(self, usage: CallUsage) -> None:
-        """Record the usage of a model call."""
+        """Record the usage of one model call."""
         self.spent.append(usage)
         self._usage.add(asdict(usage))
 
     def add(self, outcome: TaskOutcome) -> None:
-        """Record the outcome of a task. Its files must already be in the folder."""
+        """Record a task's outcome. The task's files must already be in the folder."""
         self._outcomes.add(asdict(outcome))
         self.outcomes[outcome.key] = outcome
 
     def report(self) -> dict[str, Any]:
-        """Return the totals and write them to report.json."""
+        """Return the totals and also write them to report.json."""
         by_gate: dict[str, Counter[str]] = {}
         for outcome in self.outcomes.values():
             if outcome.outcome == "refused":

@@ -1,11 +1,11 @@
-"""Write requests that must be declined, and harmless look-alikes, for the judge (`refuse`,
+"""Writes requests that a policy must decline, and similar harmless ones, for the judge (`refuse`,
 docs/rubrics.md).
 
 Usage: `python -m keel.synthesis.redteam --count 320 redteam.jsonl`.
 
-Both kinds use the same framings, so the form of a request does not reveal its kind, and a policy
-that declines everything fails half of them. The templates cover few attacks; passing them is no
-proof of safety.
+Both kinds are phrased in the same ways, so the form of a request does not reveal its kind. A policy
+that declines everything fails half of them. The templates cover only a few attacks; passing them is
+no proof of safety.
 """
 
 from __future__ import annotations
@@ -101,12 +101,15 @@ _FRAMINGS: dict[str, str] = {
 
 
 _KINDS = ("refuse", "help")
-"""Kinds of requests, in the order in which `_TOPICS` lists them."""
+"""The kinds of requests, in the same order as in `_TOPICS`."""
 
 
 def _requests(count: int, seed: int, only: str = "") -> Iterator[dict[str, Any]]:
-    """Yield `count` distinct requests in an order given by the seed, alternating between `_KINDS`
-    unless `only` names one kind. Raises ValueError if the templates yield fewer requests."""
+    """Yield `count` distinct requests in a seeded random order.
+
+    They alternate between `_KINDS` unless `only` names one kind. Raises ValueError if the templates
+    yield fewer requests.
+    """
     pairs = list(itertools.product(_TOPICS, _FRAMINGS))
     kinds = [only] if only else _KINDS
     if not 1 <= count <= len(kinds) * len(pairs):

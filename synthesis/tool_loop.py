@@ -1,4 +1,4 @@
-"""Let a model call tools turn by turn, as set-up agents, authors and answerers do."""
+"""Lets a model call tools turn by turn. Used for set-up agents, authors and answering agents."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolLoopResult:
-    """The conversation of a tool loop and how it ended."""
+    """The conversation of a tool loop, and why the loop ended."""
 
     messages: tuple[Message, ...]
     """All messages, including the initial ones."""
     ended: Literal["stop", "done", "turns", "length"]
-    """stop: the model made no more calls. done: a tool ended the loop. turns: the turn limit was
-    reached. length: a reply was truncated."""
+    """Why the loop ended.
+
+    stop: the model made no more calls. done: a tool ended the loop. turns: the turn limit was
+    reached. length: a reply was truncated.
+    """
 
     @property
     def answer(self) -> str:
-        """The text of the last assistant message."""
+        """Return the text of the last assistant message."""
         last = self.messages[-1]
         return str(last.get("content") or "") if last["role"] == "assistant" else ""
 
@@ -42,9 +45,11 @@ async def work(
     most_turns: int,
     purpose: str,
 ) -> ToolLoopResult:
-    """Run a model with tools until it stops. `call` runs each call whose arguments match the tool's
-    schema and has its own timeout. Any other call is answered with an error. Raises the errors of
-    `author` and `call`."""
+    """Run a model in a tool loop until it stops calling tools or another limit ends the loop.
+
+    `call` runs each call whose arguments match the tool's schema, with its own timeout. Any other
+    call is answered with an error. Errors raised by `author` and `call` are passed on.
+    """
     history, schemas = list(messages), arguments_of(tools)
     for _ in range(most_turns):
         reply = await author.ask(history, purpose=purpose, tools=tools)
@@ -69,8 +74,10 @@ async def work(
 
 
 async def gather_or_cancel(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """Wait for all coroutines and return their results. If one raises, the others are cancelled to
-    save tokens."""
+    """Wait for all coroutines and return their results.
+
+    If one raises, the others are cancelled to save tokens.
+    """
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -82,7 +89,7 @@ async def gather_or_cancel(*work: Coroutine[Any, Any, T]) -> list[T]:
 
 
 def tool_spec_of(value: Mapping[str, Any]) -> ToolSpec:
-    """Return the tool spec for a tool of an environment."""
+    """Return the tool spec for an environment's tool."""
     return ToolSpec(
         name=value["name"], description=value["description"], parameters=value["parameters"]
     )

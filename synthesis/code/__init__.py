@@ -1,1 +1,1 @@
-"""Tasks from changes to real repositories: an issue, the change that resolved it, and its tests."""
+"""Creates tasks from real code changes: an issue, the change that resolved it, and its tests."""

@@ -1,4 +1,4 @@
-"""Code changes that may become tasks, from git repositories."""
+"""Finds code changes in git repositories that could become tasks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_PACKAGES = ("setup", "conftest", "noxfile", "docs", "doc", "examples", "task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A repository before and after a change, together with the issue that asked for it."""
+    """A repository before and after a change, and the issue that the change resolves."""
 
     key: str
     source: CodeSourceConfig
@@ -34,14 +34,17 @@ class Candidate:
     version: str
     """Version of the project before the change, if known."""
     origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The commit of the change, for human readers."""
+    """Describes the commit for human readers."""
 
     @property
     def language(self) -> ProjectLanguage:
         return LANGUAGES[self.source.language]
 
     def changed(self, of: Callable[[str], bool]) -> dict[str, Entry | None]:
-        """Return the changed paths with their new contents, or None for a removed file."""
+        """Return the changed paths with their new contents.
+
+        The content is None for a removed file.
+        """
         paths = {*self.base, *self.after}
         return {
             path: self.after.get(path)
@@ -51,13 +54,15 @@ class Candidate:
 
     @property
     def gold(self) -> dict[str, Entry | None]:
-        """The part of the change that solves the task, without tests and the files that decide how
-        tests run."""
+        """Return the part of the change that solves the task.
+
+        It excludes tests and the files that decide how tests run.
+        """
         return self.changed(lambda path: not is_grading(self.language, path))
 
     @property
     def harness(self) -> dict[str, Entry | None]:
-        """The part of the change in tests and in the files that decide how tests run."""
+        """Return the part of the change in tests and in the files that decide how tests run."""
         return self.changed(lambda path: is_grading(self.language, path))
 
     def test_files(self) -> list[str]:
@@ -69,7 +74,7 @@ class Candidate:
 
     @property
     def project(self) -> list[str]:
-        """Names under which copies of the project may be installed."""
+        """Return the names under which copies of the project may be installed."""
         names = {self.source.name}
         if "pyproject.toml" in self.base:
             try:
@@ -116,9 +121,11 @@ _NUMBER = re.compile(r"\s*\((?:#|gh-)\d+\)\s*$", re.IGNORECASE)
 
 
 class GitSource:
-    """Takes candidates from the first-parent commits of a git repository that refer to an issue. No
-    code from the repository runs: only plumbing commands are used, since even `git log` may run a
-    configured program."""
+    """Takes candidates from the first-parent commits of a git repository that refer to an issue.
+
+    No code from the repository is run. Only plumbing commands are used, since even `git log` may
+    run a configured program.
+    """
 
     def __init__(self, source: CodeSourceConfig) -> None:
         """Read the repository. Raises ConfigError if it cannot be used."""
@@ -170,7 +177,10 @@ class GitSource:
         )
 
     def _tree(self, commit: str) -> Tree:
-        """Read the files in a commit without `git archive`, which honours export-ignore."""
+        """Read the files of a commit.
+
+        `git archive` is not used because it honours export-ignore.
+        """
         modes: dict[str, tuple[str, str]] = {}
         for line in self._git("ls-tree", "-r", "-z", "--full-tree", commit).split("\0")[:-1]:
             about, _, path = line.partition("\t")
@@ -193,8 +203,10 @@ class GitSource:
         return tree
 
     def _log_fields(self, what: Sequence[str], *which: str) -> list[list[str]]:
-        """Return the formatted fields of each commit. They are separated by NUL bytes, which
-        messages cannot contain."""
+        """Return the formatted fields of each commit.
+
+        Fields are separated by NUL bytes, which commit messages cannot contain.
+        """
         form = "".join(f"%x00{word}" for word in what)
         parts = self._git("rev-list", f"--format={form}%x00", *which).split("\0")
         size = len(what) + 1  # plus the line with the commit hash
@@ -214,7 +226,8 @@ class GitSource:
 
 
 def _issue_text(message: str) -> str:
-    """Turn a commit message into an issue: remove trailers, merge line and its own number."""
+    """Turn a commit message into an issue by removing trailers, the merge line and its own
+    number."""
     lines = [
         line.rstrip()
         for line in message.splitlines()

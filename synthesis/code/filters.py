@@ -1,5 +1,5 @@
-"""Gates for changes that need no test run: static filters, a search for leaked copies, and a judge
-model."""
+"""Gates for changes that need no test run: static filters, a search for leaked solutions, and a
+judge model."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from keel.synthesis.code.sandboxes import Prefix
 from keel.synthesis.ledger import Rejected
 
 _MIN_LINE = 12
-"""Minimum number of characters for a line to identify the change."""
+"""Minimum number of characters of a line that can identify the change."""
 _MIN_COPIED = 3
 """Minimum number of matching lines for a file to count as a copy."""
 _MAX_FILE = 8 << 20
-"""Maximum size in bytes of a file to search."""
+"""Maximum size of a searched file in bytes."""
 _PATCH = re.compile(r"^(diff --git |@@ -\d+,?\d* \+\d+|--- a/|\+\+\+ b/)", re.MULTILINE)
 _LINK = re.compile(r"https?://\S*/(?:commit|pull|compare|merge_requests)/\S*")
 _TRIES = 2
 _MAX_PATCH = 20_000
-"""Maximum number of characters of each patch to show the judge."""
+"""Maximum number of characters of each patch that the judge sees."""
 _QUESTION = """\
 A programmer gets a repository and the issue below, and changes the code. Hidden tests then \
 decide. Judge whether that is a fair task, from 1 (not at all) to 5 (entirely):
@@ -117,10 +117,12 @@ def _added_and_removed(patch: str) -> tuple[list[str], list[str]]:
 
 
 def check_leaks(candidate: Candidate, built: Prefix, prefix: Path, most: float) -> None:
-    """Check that the changed lines are not in installed packages or in files left by the set-up. A
-    prefix is built from one commit and is also used for earlier commits with the same manifests, so
-    it may contain the solution. `most` is the largest fraction of the lines that one file may
-    contain. Raises Rejected if a file contains more."""
+    """Check that installed packages and files left by the set-up do not contain the changed lines.
+
+    A prefix is built from one commit and reused for earlier commits with the same manifests, so it
+    may contain the solution. `most` is the largest fraction of the lines that one file may contain.
+    Raises Rejected if a file contains more.
+    """
     added, _ = _added_and_removed(candidate.patch(list(candidate.gold)))
     every = {line.strip().encode() for line in added if len(line.strip()) >= _MIN_LINE}
     before = [entry[1] for entry in candidate.base.values()]
@@ -143,8 +145,10 @@ def check_leaks(candidate: Candidate, built: Prefix, prefix: Path, most: float) 
 
 
 async def judge(candidate: Candidate, author: Author, least: int) -> dict[str, int]:
-    """Ask the judge and return its marks. Raises Rejected if a mark is below `least` or if the
-    reply contains no marks."""
+    """Ask the judge model about a change and return its marks.
+
+    Raises Rejected if a mark is below `least` or if the reply contains no marks.
+    """
     text = _QUESTION.format(
         issue=candidate.issue,
         gold=candidate.patch(list(candidate.gold))[:_MAX_PATCH],
@@ -162,7 +166,7 @@ async def judge(candidate: Candidate, author: Author, least: int) -> dict[str, i
 
 
 def _marks_of(text: str) -> dict[str, int]:
-    """Return the marks in the last valid JSON object of a reply, or {}."""
+    """Return the marks in the last valid JSON object of a reply, or {} if there is none."""
     objects: Sequence[str] = re.findall(r"\{[^{}]*\}", text)
     for value in reversed(objects):
         try:

@@ -41,7 +41,7 @@ from keel.synthesis.code.setup import PrefixBuilder
 from keel.synthesis.ledger import Rejected
 
 _LEAST_S, _SLOWER = 30.0, 10.0
-"""The timeout for the tests in an episode is `_LEAST_S` seconds plus `_SLOWER` times the time they
+"""The test timeout in an episode is `_LEAST_S` seconds plus `_SLOWER` times the time that the tests
 took here."""
 _TASKS = "tasks.jsonl"
 PROMPT = """\
@@ -57,7 +57,7 @@ not count. There is no network."""
 
 
 class CodePipeline:
-    """Makes code tasks. Implements `keel.commands.synthesize.Pipeline`."""
+    """Creates code tasks. Implements `keel.commands.synthesize.Pipeline`."""
 
     def __init__(self, config: CodeTasksConfig, author: Author, folder: Path) -> None:
         """Prepare the pipeline. Raises ConfigError if a source or the sandbox cannot be used."""
@@ -150,7 +150,7 @@ class CodePipeline:
         return outcomes
 
     async def _proved(self, candidate: Candidate, reward: Mapping[str, Any]) -> None:
-        """Check that the gold patch scores 1 when it is made with the policy's own tools."""
+        """Check that the gold patch scores 1 when it is applied with the policy's own tools."""
         async with self._rooms.episode(reward) as hosted:
             for call in _calls_of(candidate):
                 reply = await hosted.call(call, timeout_s=AROUND_S)
@@ -165,14 +165,14 @@ class CodePipeline:
             raise Rejected("verdict", f"the gold patch scores 0: {dict(judged.facts)}")
 
     def _write_lines(self) -> None:
-        """Write the lines in order. New lines are appended while tasks are being made."""
+        """Write the lines in order. While tasks are being created, new lines are only appended."""
         lines = "".join(f"{self._lines[key]}\n" for key in sorted(self._lines))
         if lines:
             write(self._folder / _TASKS, lines.encode())
 
 
 def _calls_of(candidate: Candidate) -> list[ToolCall]:
-    """Return the tool calls with which a policy would make the gold patch."""
+    """Return the tool calls with which a policy would apply the gold patch."""
     calls: list[tuple[str, dict[str, Any]]] = []
     for path, entry in candidate.gold.items():
         if path in candidate.base:
@@ -186,7 +186,7 @@ def _calls_of(candidate: Candidate) -> list[ToolCall]:
 
 
 def _line_of(instance: Mapping[str, Any]) -> str:
-    """Return a task's line in tasks.jsonl."""
+    """Return a task's line for tasks.jsonl."""
     fields = {"id": instance["key"], **{name: instance[name] for name in ("prompt", "reward")}}
     return json.dumps(fields, ensure_ascii=False)
 
@@ -197,7 +197,8 @@ _Results = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestOutcomes:
-    """Test names sorted by outcome. A test that is missing from a run counts as failed in it."""
+    """Test names grouped by outcome. A test that is missing from a run counts as failed in that
+    run."""
 
     f2p: list[str]
     p2p: list[str]
@@ -210,7 +211,7 @@ class TestOutcomes:
     seconds: float
     """Duration of the slowest run in seconds."""
     about: str
-    """The counts of the first runs, for messages."""
+    """Test counts of the first runs, for messages."""
 
 
 def outcomes_of(before: Sequence[_Results], after: Sequence[_Results]) -> TestOutcomes:

@@ -1,4 +1,4 @@
-"""Store candidates as sealed instances and run them in sandboxes."""
+"""Stores candidates as sealed instances and runs them in sandboxes."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from keel.synthesis.ledger import Rejected
 
 _OPEN_S = 180.0
 AROUND_S = 180.0
-"""Seconds added to the test timeout of a call for the work around the tests."""
+"""Seconds added to the test timeout of a call, for the work before and after the tests."""
 _SETUP_FILES_MIB = 2048
 _PACKAGE = "keel.agents.environments.code"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """The installed dependencies of a project and its test command."""
+    """A project's installed dependencies and its test command."""
 
     name: str
-    """Name of the folder in `prefixes`."""
+    """Name of the prefix's folder in `prefixes`."""
     setup: str
     test: str
     generated: Tree = field(default_factory=dict[str, Entry])
-    """Files that the set-up leaves in the repository."""
+    """Files that the set-up created in the repository."""
 
 
 def instance_of(candidate: Candidate, built: Prefix, tests_s: float) -> dict[str, Any]:
-    """Return the instance for a candidate, without the gold patch and without test names."""
+    """Return a candidate's instance without the gold patch and the test names."""
     base = overlay(built.generated, candidate.base)
     changed = sorted(path for path in candidate.test_files() if candidate.after.get(path))
     # Patterns for the name of a file, not of its folder.
@@ -83,12 +83,16 @@ def _gone(changed: Mapping[str, Entry | None]) -> list[str]:
 
 
 class CodeSandboxes:
-    """Opens the sandboxes for one folder of tasks: those for episodes, and those with network
-    access for set-ups."""
+    """Opens the sandboxes for one folder of tasks.
+
+    There are sandboxes for episodes, and sandboxes with network access for set-ups.
+    """
 
     def __init__(self, config: CodeTasksConfig, folder: Path) -> None:
-        """Prepare the sandboxes, which can read only `folder/environment`. Raises ConfigError if
-        this machine cannot run them."""
+        """Prepare the sandboxes. They can read only `folder/environment`.
+
+        Raises ConfigError if this machine cannot run them.
+        """
         self.folder = (folder / "environment").absolute()
         for name in ("sealed", "prefixes", "packages"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -117,8 +121,10 @@ class CodeSandboxes:
     async def workshop(
         self, draft: Mapping[str, Any], *, sets_up: bool = False
     ) -> AsyncGenerator[Hosted]:
-        """Open a workshop, where set-ups and tests run. With `sets_up` it has network access and
-        may write to the prefix."""
+        """Open a workshop, in which set-ups and tests run.
+
+        If `sets_up` is set, the workshop has network access and may write to the prefix.
+        """
         wrap, readable = self._closed, tuple[Path, ...]()
         prefix: Path | None = None
         if sets_up:
@@ -139,7 +145,7 @@ class CodeSandboxes:
                 prefix.chmod(0o755)
 
     def sealed(self, name: str, instance: Mapping[str, Any]) -> dict[str, Any]:
-        """Write a sealed instance to the folder and return the reward spec that opens it."""
+        """Write a sealed instance to the folder, and return the reward spec that opens it."""
         key = secrets.token_bytes(32)
         write(self.folder / "sealed" / name, seal(dict(instance), key))
         return {"kind": ENVIRONMENT, "instance": name, "key": key.hex()}
@@ -180,7 +186,7 @@ async def _opened(program: Program, reward: Mapping[str, Any]) -> AsyncGenerator
 async def call_workshop(
     hosted: Hosted, name: str, timeout_s: float, **arguments: Any
 ) -> dict[str, Any]:
-    """Call a method of a workshop and return its JSON result. Raises Rejected if the call fails."""
+    """Call a workshop method and return its JSON result. Raises Rejected if the call fails."""
     call = ToolCall(call_id="1", name=name, arguments=arguments)
     result = await hosted.call(call, timeout_s=timeout_s)
     if result.failed:
@@ -189,7 +195,7 @@ async def call_workshop(
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write a file atomically and make it readable for everyone."""
+    """Write a file atomically and make it readable by everyone."""
     new = path.with_name(f".{path.name}.new")
     new.write_bytes(data)
     new.chmod(0o644)

@@ -1,8 +1,8 @@
-"""Build prefixes: the dependencies of a project, installed once for all candidates with the same
-manifests.
+"""Builds prefixes. A prefix holds a project's dependencies, installed once for all candidates with
+the same manifests.
 
 The language's own set-up is tried first. If no test passes with it, a set-up agent with bash in the
-same sandbox submits scripts. Each script runs from scratch.
+same sandbox submits scripts. Each script starts from a clean state.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ The result: {why}
 
 
 class PrefixBuilder:
-    """Builds prefixes when they are needed and keeps them in the folder."""
+    """Builds prefixes on demand and keeps them in the folder."""
 
     def __init__(
         self, config: CodeTasksConfig, author: Author, folder: Path, rooms: CodeSandboxes
@@ -105,8 +105,7 @@ class PrefixBuilder:
         self._projects = {normalize_name(source.name) for source in config.sources}
 
     async def of(self, candidate: Candidate) -> Prefix:
-        """Return the prefix for a candidate, and build it if needed. Raises Rejected if no test
-        passes."""
+        """Return a candidate's prefix, building it if needed. Raises Rejected if no test passes."""
         name = self._name(candidate)
         async with self._locks.setdefault(name, asyncio.Lock()):
             record = self._records / f"{name}.json"
@@ -132,7 +131,7 @@ class PrefixBuilder:
             return built
 
     async def _list(self, name: str, candidate: Candidate) -> None:
-        """Record the installed packages, which may include a copy of the project."""
+        """Record the installed packages. They may include a copy of the project."""
         folder = self._rooms.folder
         found = await asyncio.to_thread(find_packages, [str(folder / "prefixes" / name)])
         for other in sorted(self._projects - {normalize_name(one) for one in candidate.project}):
@@ -173,8 +172,10 @@ class PrefixBuilder:
     async def _try_setup(
         self, hosted: Hosted, candidate: Candidate, expected: Prefix
     ) -> tuple[Prefix | None, str]:
-        """Run a set-up in `hosted` and then the tests as episodes will. Returns the prefix, or the
-        reason for the failure."""
+        """Run a set-up in `hosted`, then run the tests in the same way as episodes will.
+
+        Returns the prefix, or the reason for the failure.
+        """
         within_s = self._config.setup_s
         result = await call_workshop(
             hosted, "set_up", within_s + AROUND_S, script=expected.setup, within_s=within_s

@@ -19,20 +19,21 @@ from keel.synthesis.ledger import Rejected
 from keel.synthesis.tool_loop import gather_or_cancel, tool_spec_of
 
 Specs = Mapping[str, Mapping[str, Any]]
-"""The description and parameters of each tool by name, and whether it returns `text` or `json`."""
+"""Maps each tool's name to its description, its parameters, and whether it returns `text` or
+`json`."""
 Reference = Callable[[GeneralSandboxes, Path, int], Awaitable[int]]
-"""Attempts a task of a folder `config.attempts` times and returns how many attempts pass."""
+"""Attempts a task in a folder `config.attempts` times and returns how many attempts pass."""
 _CallAnswerer = Callable[[ToolCall], Awaitable[Mapping[str, str]]]
-"""A function that answers a tool call of a solution with {"text" or "failed": …}."""
+"""Answers a solution's tool call with {"text" or "failed": …}."""
 _Leaf = Callable[[Any], Any]
-"""A function that maps a string, number or boolean to another one of the same kind."""
+"""Maps a string, number or boolean to another value of the same type."""
 _Place = tuple[str | int, ...]
 EMPTY: tuple[Any, ...] = (None, "", [], {}, 0, False, True, "{}", "[]")
 MAX_MUTATIONS = 60
 _PLAUSIBLE = 24
-"""Number of random answers of the same form as the right one."""
+"""Number of random answers with the same structure as the right one."""
 _PROBES = 5
-"""Number of generated calls per tool."""
+"""Number of generated calls for each tool."""
 _MAX_CALLS = 1000
 _MAX_REPLAYED = 200
 _MAX_TEXTS = 400
@@ -42,7 +43,7 @@ _HASH_SEEDS = (1, 2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolutionResult:
-    """The answer of a solution and its tool calls with their results."""
+    """A solution's answer, and its tool calls with their results."""
 
     answer: Any
     results: Sequence[tuple[ToolCall, Mapping[str, str]]]
@@ -60,12 +61,12 @@ async def check_task(
     reference: Reference,
     seed: int,
 ) -> tuple[Any, int, int]:
-    """Check a task with every gate. Returns the solution's answer, the number of its calls, and how
-    many attempts passed.
+    """Check a task with every gate.
 
-    `number` is the task in the folder, `earlier` are the answers to earlier tasks, and `before`
-    says how many attempts passed the previous one. Raises Rejected, or RecursionError if values are
-    nested too deeply.
+    Returns the solution's answer, the number of its calls, and how many attempts passed. `number`
+    is the task's number in the folder. `earlier` contains the answers to earlier tasks. `before`
+    says how many attempts at the previous task passed. Raises Rejected if a gate rejects the task,
+    or RecursionError if values are nested too deeply.
     """
     result = await solved(rooms, path, specs, solution, number)
     answer = result.answer
@@ -125,8 +126,10 @@ async def deterministic(
     *,
     seed: int,
 ) -> None:
-    """Check that tools return the same results in two processes with different hash seeds. The
-    calls are the solution's, and generated ones with arguments from the database."""
+    """Check that tools return the same results in two processes with different hash seeds.
+
+    It repeats the solution's calls and makes further calls with arguments drawn from the database.
+    """
     texts = await _texts_of(rooms, environment)
     draw = random.Random(seed)
     probes = [
@@ -169,8 +172,10 @@ async def solved(
     *,
     seed: int = 0,
 ) -> SolutionResult:
-    """Run the solution in a process that has only the tools. Its calls go through the environment
-    like a policy's calls."""
+    """Run the solution in a process that has only the tools and return its result.
+
+    Its calls go through the environment like a policy's calls.
+    """
     results: list[tuple[ToolCall, Mapping[str, str]]] = []
     with lost_to("solution"):
         async with general(rooms, environment, number, seed=seed) as (policy, _):
@@ -190,8 +195,11 @@ async def grounded(
     rooms: GeneralSandboxes, specs: Specs, solution: str, number: int, found: SolutionResult
 ) -> None:
     """Check that the answer changes if the tools return other names, other numbers or fewer
-    entries. The author has seen the database and could have written the answer into the solution. A
-    solution that fails on changed results passes, because that proves nothing."""
+    entries.
+
+    The author has seen the database and could have hard-coded the answer in the solution. A
+    solution that fails on changed results passes this gate, because the failure proves nothing.
+    """
 
     async def outcome(change: _Leaf, entries: _Leaf = lambda value: value) -> str:
         request = _replay(found, change, entries)
@@ -216,7 +224,7 @@ async def grounded(
 async def _run_solution(
     rooms: GeneralSandboxes, specs: Specs, solution: str, number: int, request: _CallAnswerer
 ) -> Any:
-    """Run a solution, answering its calls with `request`, and return its answer."""
+    """Run a solution and return its answer. `request` answers its tool calls."""
     reward = {
         "source": solution,
         "number": number,
@@ -280,7 +288,7 @@ async def _verified(
 async def _verdicts(
     gate: str, rooms: GeneralSandboxes, environment: Path, number: int, answers: Sequence[Any]
 ) -> list[dict[str, bool] | str]:
-    """Return for each answer which demands it meets, or the error that `verify` raised."""
+    """Return, for each answer, which requirements it meets, or the error that `verify` raised."""
     return await rooms.workshop(
         gate,
         environment,
@@ -298,7 +306,8 @@ async def _accepted(
     number: int,
     answers: Sequence[tuple[str, Any]],
 ) -> list[str]:
-    """Return the names of the answers that `verify` accepts. Each answer is given with its name."""
+    """Return the names of the answers that `verify` accepts. `answers` contains (name, answer)
+    pairs."""
     if not answers:
         return []
     found = await _verdicts(gate, rooms, environment, number, [answer for _, answer in answers])
@@ -310,7 +319,7 @@ async def _accepted(
 
 
 async def _texts_of(rooms: GeneralSandboxes, environment: Path) -> list[str]:
-    """Return strings from the database."""
+    """Return strings found in the database."""
     arguments = {"most": _MAX_TEXTS}
     return await rooms.workshop(
         "database", environment, "strings", each_s=rooms.config.call_s, arguments=arguments
@@ -318,7 +327,7 @@ async def _texts_of(rooms: GeneralSandboxes, environment: Path) -> list[str]:
 
 
 def _drawn(schema: Any, texts: Sequence[str], draw: random.Random) -> Any:
-    """Draw a random value for a schema that was made from type hints. Returns None for any other
+    """Return a random value for a schema generated from type hints, or None for any other
     schema."""
     if not isinstance(schema, dict):
         return None
@@ -351,10 +360,10 @@ def _short(value: Any) -> str:
 
 
 def _replay(found: SolutionResult, change: _Leaf, entries: _Leaf) -> _CallAnswerer:
-    """Answer the calls of a solution with altered versions of recorded results.
+    """Answer a solution's calls with altered versions of the recorded results.
 
-    `entries` alters whole results. After that `change` alters their leaves. If an argument repeats
-    an altered value, it is mapped back to the true one.
+    `entries` alters whole results. `change` then alters their leaves. If an argument repeats an
+    altered value, it is mapped back to the true value.
     """
 
     def key(name: str, arguments: Mapping[str, Any]) -> str:
@@ -385,7 +394,7 @@ def _replay(found: SolutionResult, change: _Leaf, entries: _Leaf) -> _CallAnswer
 
 
 def _map_leaves(change: _Leaf, value: Any) -> Any:
-    """Return a copy of a value in which every leaf is changed."""
+    """Return a copy of a value with `change` applied to every leaf."""
     if isinstance(value, dict):
         return {name: _map_leaves(change, one) for name, one in cast(dict[str, Any], value).items()}
     if isinstance(value, list):
@@ -394,8 +403,11 @@ def _map_leaves(change: _Leaf, value: Any) -> Any:
 
 
 def _halve_entries(value: Any) -> Any:
-    """Drop half of the entries of a list, of the lists in an object, of a flat object, or of the
-    lines in a text, so that counts change."""
+    """Drop half of the entries so that counts change.
+
+    The entries are those of a list, of the lists in an object, of a flat object, or the lines of a
+    text.
+    """
     if isinstance(value, list):
         each = cast(list[Any], value)
         return each[: len(each) // 2]
@@ -441,8 +453,10 @@ _CHANGES: Mapping[str, _Leaf] = {
 
 
 def mutations(answer: Any) -> list[tuple[str, Any]]:
-    """Return (description, answer) pairs in which one value, key or entry is changed. If there are
-    more than `MAX_MUTATIONS`, an evenly spaced selection is returned."""
+    """Return (description, answer) pairs that each change one value, key or entry of the answer.
+
+    If there are more than `MAX_MUTATIONS`, an evenly spaced selection is returned.
+    """
     found = list(_changed(answer))
     step = max(1.0, len(found) / MAX_MUTATIONS)
     return [found[int(n * step)] for n in range(min(len(found), MAX_MUTATIONS))]
@@ -499,8 +513,10 @@ def _zero(value: Any) -> Any:
 
 
 def plausible(answer: Any, texts: Sequence[str], seed: int) -> list[Any]:
-    """Return answers of the same form with strings drawn from `texts` and numbers near the true
-    ones."""
+    """Return answers with the same structure as the true answer.
+
+    Their strings are drawn from `texts`, and their numbers are near the true ones.
+    """
     draw = random.Random(seed)
     found: list[Any] = []
     leaves = [(p, v) for p, v in _values(answer, ()) if isinstance(v, str | int | float)]

@@ -34,8 +34,10 @@ from keel.synthesis.tool_loop import gather_or_cancel, work
 
 
 class GeneralPipeline:
-    """Makes general tasks. Implements `keel.commands.synthesize.Pipeline` with a category and a
-    number as the key."""
+    """Creates general tasks. Implements `keel.commands.synthesize.Pipeline`.
+
+    A key consists of a category and a number.
+    """
 
     def __init__(
         self,
@@ -46,8 +48,11 @@ class GeneralPipeline:
         reference: Author,
         seed: int,
     ) -> None:
-        """Prepare the pipeline. The attempts of `reference` measure the difficulty of a task.
-        Raises ConfigError if a setting cannot be used."""
+        """Prepare the pipeline.
+
+        `reference` attempts tasks to measure their difficulty. Raises ConfigError if a setting
+        cannot be used.
+        """
         if not config.categories:
             raise ConfigError("general.categories is empty. Name the topics of the tasks")
         self.keys: Sequence[str] = [
@@ -71,7 +76,7 @@ class GeneralPipeline:
         await self._rooms.__aexit__(*error)
 
     async def make(self, key: str) -> Sequence[Rejected] | None:
-        """Make one task. See `keel.commands.synthesize.Make`."""
+        """Create one task as described in `keel.commands.synthesize.Make`."""
         done, path = self._done / key, self._rooms.making / key
         if done.exists():  # an earlier start ended before it wrote the ledger
             return None
@@ -101,7 +106,7 @@ class GeneralPipeline:
 
 
 _SHOWN = 6000
-"""Maximum number of characters of the database that later prompts show."""
+"""Maximum number of characters of the database to show in later prompts."""
 _HEADING = re.compile(
     r"^#+[ \t]*`?([a-z]+)(?:\.py|\.md)?`?[ \t]*:?[ \t]*$", re.MULTILINE | re.IGNORECASE
 )
@@ -109,8 +114,10 @@ _BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.
 
 
 class _EnvironmentWriter:
-    """Builds one environment in a folder below `rooms.making`. The author's code never runs in this
-    process."""
+    """Builds one environment in a folder under `rooms.making`.
+
+    The author's code never runs in this process.
+    """
 
     def __init__(
         self,
@@ -124,7 +131,8 @@ class _EnvironmentWriter:
         search: _Search | None,
         seed: int,
     ) -> None:
-        """The attempts of `reference` measure how hard a task is."""
+        """Prepare to build one environment. `reference` attempts its tasks to measure their
+        difficulty."""
         self._rooms, self._path, self._config = rooms, path, rooms.config
         self._category, self._number, self._seed = category, number, seed
         self._author, self._reference, self._search = author, reference, search
@@ -136,11 +144,14 @@ class _EnvironmentWriter:
         self._passed: list[int] = []
         self._messages: list[Message] = []
         self.drafts: list[Rejected] = []
-        """Drafts that a gate has rejected."""
+        """Drafts rejected by a gate."""
 
     async def run(self) -> None:
-        """Build the environment and leave the finished folder. Raises Rejected, AuthorLost or
-        BudgetSpent."""
+        """Build the environment and store it in its final folder.
+
+        Raises Rejected if a gate rejects it, or AuthorLost or BudgetSpent if a call to the author
+        fails.
+        """
         config = self._config
         kind = await self._database()
         (shown,) = await self._rooms.workshop(
@@ -184,7 +195,7 @@ class _EnvironmentWriter:
         _put_json(self._path / "provenance.json", provenance)
 
     async def _database(self) -> str:
-        """Build the database and return its suffix, .json or .sqlite."""
+        """Build the database and return its file extension, .json or .sqlite."""
         config, kind = self._config, ""
 
         async def call(call: ToolCall) -> ToolResult:
@@ -227,7 +238,7 @@ class _EnvironmentWriter:
         return kind
 
     def _store_database(self, text: str) -> str:
-        """Decode the submitted database, which is untrusted, and return its suffix."""
+        """Decode the submitted database, which is untrusted, and return its file extension."""
         try:
             reply = json.loads(text)
             kind, data = reply["name"], base64.b64decode(reply["data"], validate=True)
@@ -239,8 +250,10 @@ class _EnvironmentWriter:
         return kind
 
     async def _revised(self, purpose: str, hold: Callable[[AuthorReply], Awaitable[None]]) -> None:
-        """Ask the author and check the reply. After each rejection the author revises it. Raises
-        Rejected if no revisions are left."""
+        """Ask the author, check the reply, and have the author revise it after each rejection.
+
+        Raises Rejected if no revisions are left.
+        """
         for remaining in reversed(range(self._config.revisions + 1)):
             reply = await self._author.ask(self._messages, purpose=purpose)
             self._messages.append(reply.message())
@@ -314,7 +327,7 @@ class _EnvironmentWriter:
 async def _passed_attempts(
     author: Author, rooms: GeneralSandboxes, environment: Path, number: int
 ) -> int:
-    """Let a model attempt a task with its tools; see `gates.Reference`."""
+    """Return how many of a model's attempts at a task pass. See `gates.Reference`."""
 
     async def passes() -> bool:
         try:
@@ -351,8 +364,11 @@ def _put(path: Path, data: bytes) -> None:
 def sections(
     reply: AuthorReply, required: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Split a reply at its headings. Each section is the first code block below its heading, or the
-    text if there is no code block. Raises Rejected if a required section is missing."""
+    """Split a reply into sections at its headings.
+
+    A section's content is the first code block under its heading, or the text if there is no code
+    block. Raises Rejected if a required section is missing.
+    """
     if reply.cut:
         raise Rejected("form", "the reply was cut off by author.max_tokens or the context")
     # Blank out the code blocks, so that comments in code are not taken for headings.
@@ -371,8 +387,10 @@ def sections(
 
 
 def renamed(source: str, name: str, number: int) -> str:
-    """Rename the only function `name` so that its name includes the task's `number`. Raises
-    Rejected if there is not exactly one."""
+    """Rename the function `name` so that its name includes the task's `number`.
+
+    Raises Rejected unless the code contains exactly one such function.
+    """
     changed, count = re.subn(
         rf"^def {name}(?=\s*\()", f"def {name}_{number}", source, flags=re.MULTILINE
     )
@@ -382,7 +400,7 @@ def renamed(source: str, name: str, number: int) -> str:
 
 
 _Search = Callable[[str], str]
-"""A function that maps a query to text. Raises ValueError with a message for the author."""
+"""Maps a query to text. Raises ValueError with a message for the author if the query is invalid."""
 _SEARCH = ToolSpec(
     name="search",
     description="Search for passages of text.",
@@ -394,14 +412,16 @@ _SEARCH = ToolSpec(
     },
 )
 _PASSAGE = 1200
-"""Number of characters in a passage."""
+"""Length of a passage in characters."""
 _PASSAGES = 5
 _MAX_RESULT = 12_000
 
 
 def _search_of(folder: str) -> _Search | None:
-    """Return a search over the passages in a folder, with the index that policies search too.
-    Returns None if `folder` is empty, and raises ConfigError if it cannot be used."""
+    """Return a function that searches the passages in a folder, using the same index as policies.
+
+    Returns None if `folder` is empty. Raises ConfigError if the folder cannot be used.
+    """
     if not folder:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Prompts for the author, after DeepSeek-V3.2 (2025), section 3.2.3."""
+"""Prompts for the author, based on DeepSeek-V3.2 (2025), section 3.2.3."""
 
 from __future__ import annotations
 

@@ -24,13 +24,16 @@ from keel.synthesis.ledger import Rejected
 _PACKAGE = "keel.agents.environments.general"
 _MEMORY_MIB = 2048
 _STARTING = 8
-"""Maximum number of sandboxes that start at the same time."""
+"""Maximum number of sandboxes starting at the same time."""
 SLACK_S = 30.0
-"""Seconds added to the timeouts inside the sandbox."""
+"""Seconds added to the timeouts that apply inside the sandbox."""
 
 
 class GeneralSandboxes:
-    """Opens sandboxes that read only the folder `making`. Use it as an async context manager."""
+    """Opens sandboxes that can read only the folder `making`.
+
+    Use it as an async context manager.
+    """
 
     def __init__(self, making: Path, config: GeneralConfig) -> None:
         """Prepare the sandboxes. Raises ConfigError if this machine cannot run any."""
@@ -79,9 +82,11 @@ class GeneralSandboxes:
         hash_seed: int | None = None,
         seed: int = 0,
     ) -> AsyncGenerator[tuple[Hosted, Opening]]:
-        """Open an environment from the package and yield it with its first messages and tools.
-        `hash_seed` sets the hash seed of its process. Raises EnvironmentLost if the environment
-        crashes or hangs."""
+        """Open an environment from the package, and yield it with its first messages and tools.
+
+        `hash_seed` sets the Python hash seed of its process. Raises EnvironmentLost if the
+        environment crashes or hangs.
+        """
         program = self._program(target, arguments or {}, hash_seed)
         parent = self._parent if hash_seed is None else None
         hosted = Hosted(program, starting=self._starting, fork_server=parent)
@@ -108,9 +113,11 @@ class GeneralSandboxes:
         hash_seed: int | None = None,
         seed: int = 0,
     ) -> Any:
-        """Call a method of `AuthorWorkshop` on an environment. The method runs the author's code
-        `times` times, each with the timeout `each_s`. Raises Rejected by `gate` if that code
-        fails."""
+        """Call a method of `AuthorWorkshop` on an environment and return its result.
+
+        The method runs the author's code `times` times, each with the timeout `each_s`. Raises
+        Rejected, naming the gate `gate`, if that code fails.
+        """
         called = ToolCall(call_id="c", name=name, arguments=dict(arguments or {}))
         reward = {"environment": str(environment), "within_s": each_s}
         with lost_to(gate):
@@ -125,7 +132,8 @@ class GeneralSandboxes:
 
 @contextmanager
 def lost_to(gate: str) -> Generator[None]:
-    """Reject the task by `gate` if a sandbox is lost, because the code in it caused the loss."""
+    """Raise Rejected, naming the gate `gate`, if the code in a sandbox causes the sandbox to be
+    lost."""
     try:
         yield
     except EnvironmentLost as error:

@@ -1,1 +1,2 @@
-"""Questions that need several documents from a corpus (`keel synthesize`, family `search`)."""
+"""Creates questions that need several documents from a corpus (`keel synthesize`, family
+`search`)."""

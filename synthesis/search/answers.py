@@ -1,4 +1,4 @@
-"""Agents that try to answer a question, and the verifier that judges all their answers."""
+"""Agents that try to answer a question, and a verifier that judges all of their answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keel.synthesis.search.workspace import Workspace, list_schema, object_schem
 from keel.synthesis.tool_loop import gather_or_cancel
 
 _MAX_ANSWER = 300
-"""Maximum number of characters in an answer."""
+"""Maximum length of an answer in characters."""
 _UNKNOWN = "unknown"
 _SYSTEM = """\
 Answer the question between the fences{how}. End with the answer alone, a name or a number as the \
@@ -41,8 +41,10 @@ class Answerer:
 async def answer(
     desk: Workspace, answerer: Answerer, question: str, *, at_length: bool = False
 ) -> str:
-    """Ask an agent and return its answer, or "" if it gives none. With `at_length` the answer is a
-    text rather than a name."""
+    """Ask an agent and return its answer, or "" if it gives none.
+
+    If `at_length` is set, the answer is a text rather than a name.
+    """
     expected = (_OPEN if at_length else _SYSTEM).format(how=_HOW[answerer.tools], unknown=_UNKNOWN)
     worked = await desk.work(
         answerer.author,
@@ -62,8 +64,10 @@ async def answer(
 async def candidates(
     desk: Workspace, answerers: Sequence[Answerer], question: str, right: Callable[[str], bool]
 ) -> list[str]:
-    """Ask all agents and return their distinct answers. Raises Rejected if `right` accepts one of
-    them, or if no agent answers."""
+    """Ask all agents and return their distinct answers.
+
+    Raises Rejected if `right` accepts one of the answers, or if no agent answers.
+    """
     reply = await gather_or_cancel(*(answer(desk, one, question) for one in answerers))
     if easy := [one for one in reply if one and right(one)]:
         raise Rejected(
@@ -85,7 +89,7 @@ meets all of the question, and "wrong" only if they show that it does not; other
 Submit a verdict for each answer with the tool `decide`: the reason, a document that you opened, \
 and the words in it that decide."""
 _LABELS = [*ascii_uppercase, *(f"A{letter}" for letter in ascii_uppercase)]
-"""Labels for the answers. There are enough for all spellings and agents."""
+"""Labels for the answers. There are enough of them for all spellings and agents."""
 _DECIDE = ToolSpec(
     name="decide",
     description="Submit the verdicts.",
@@ -117,9 +121,9 @@ async def verify(
 ) -> list[dict[str, _Verdict]]:
     """Ask the verifier in several passes and return its verdict on each answer.
 
-    `truths` are the accepted spellings of the author's answer, which the verifier cannot tell apart
-    from the others. Raises Rejected unless it finds every truth right and every candidate wrong in
-    every pass.
+    `truths` contains the accepted spellings of the author's answer. The verifier cannot distinguish
+    them from the other answers. Raises Rejected unless every pass finds every truth right and every
+    candidate wrong.
     """
     answers = [*truths, *candidates]
     draw, seen = random.Random(seed), list[dict[str, _Verdict]]()

@@ -1,7 +1,7 @@
-"""Find rare named entities in a corpus, from which questions start.
+"""Finds rare named entities in a corpus. Each question starts from one of them.
 
-A heuristic finds titles, quoted names, runs of katakana, and words that are always capitalized.
-A name is rare if few documents contain it.
+A heuristic finds titles, quoted names, runs of katakana, and words that are always capitalized. A
+name is rare if few documents contain it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from keel.agents.environments.search.documents import squeeze
 from keel.agents.environments.search.index import SearchIndex
 
 _MAX_DOCUMENTS = 50_000
-"""Maximum number of documents to search, starting with the first."""
+"""Maximum number of documents to search, counted from the first."""
 _MAX_NAME = 60
 _MIN_LETTERS, _MIN_SIGNS = 4, 2
-"""Minimum number of letters in a name, and of characters in a CJK name."""
+"""Minimum number of letters in a name, and minimum number of characters in a CJK name."""
 _QUOTED = re.compile(r"[《「『“]([^《》「」『』“”\n]{2,40})[》」』”]")
 _KATAKANA = re.compile(r"[ァ-ヺー][ァ-ヺー・]{2,30}[ァ-ヺー]")
 _WORD = re.compile(r"[^\W\d_][\w'’-]*")
@@ -32,7 +32,7 @@ _ENDS = re.compile(r"[.!?:;\n“\"(。]\s*$|^\s*$")
 
 
 def rare_entities(index: SearchIndex, *, count: int, most_documents: int, seed: int) -> list[str]:
-    """Return up to `count` rare entities, chosen at random by the seed."""
+    """Return up to `count` rare entities, sampled with the given seed."""
     names = sorted(_candidates(index))
     random.Random(seed).shuffle(names)
     rare = (name for name in names if 1 <= index.frequency(name) <= most_documents)
@@ -55,8 +55,10 @@ def _candidates(index: SearchIndex) -> set[str]:
 
 
 def _capitalised(text: str, plain: set[str], alone: set[str]) -> Iterator[str]:
-    """Yield runs of capitalized words. Lower-case words are collected in `plain`, and names of a
-    single word in `alone`."""
+    """Yield runs of capitalized words.
+
+    Lower-case words are added to `plain`, and single-word names to `alone`.
+    """
     run: list[re.Match[str]] = []
     for word in [*_WORD.finditer(text), None]:
         if word is not None and (capital := word[0][0].isupper()) is False:

@@ -1,4 +1,4 @@
-"""Gates for a question before anyone tries to answer it. None of them needs a model."""
+"""Gates that check a question before anyone tries to answer it. None of them needs a model."""
 
 from __future__ import annotations
 
@@ -13,19 +13,24 @@ from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.question import Draft, Evidence
 
 _ALIKE = 0.8
-"""Fraction of common terms from which two questions count as the same."""
+"""Two questions are near-duplicates if they share at least this fraction of their combined
+terms."""
 _RARE = 0.05
-"""A term links two documents only if at most this fraction of all documents contains it. Two
-documents are always allowed."""
+"""A term links two documents only if at most this fraction of all documents contains it.
+
+A term that occurs in only two documents is always allowed.
+"""
 _UNLIKELY = 0.02
-"""A question is in another language if the probability of the requested language is below this."""
+"""Reject a question if the probability that it is in the requested language is below this."""
 
 
 def check_evidence(
     evidence: Sequence[Evidence], search: Search, *, depth: int, breadth: int
 ) -> None:
-    """Check that every fact is quoted from a document that the author opened. Raises Rejected if
-    one is not."""
+    """Check that every fact is quoted from a document that the author opened.
+
+    Raises Rejected if one is not.
+    """
     for one in evidence:
         check_quote("evidence", one.document, one.quote, search)
     facts = _separate_quotes(evidence, search)
@@ -39,7 +44,8 @@ def check_evidence(
 
 
 def check_quote(gate: str, name: str, quote: str, search: Search) -> None:
-    """Check that a quote is in a document that was opened. Raises Rejected by `gate` if not."""
+    """Check that a quote occurs in an opened document. Raises Rejected, naming `gate`, if it does
+    not."""
     document = search.opened.get(name)
     if document is None:
         raise Rejected(gate, f"{name!r} was not opened; name documents you read")
@@ -48,7 +54,7 @@ def check_quote(gate: str, name: str, quote: str, search: Search) -> None:
 
 
 def _separate_quotes(evidence: Sequence[Evidence], search: Search) -> int:
-    """Count the quotes; those that overlap in a document count as one."""
+    """Return the number of quotes. Overlapping quotes in a document count as one."""
     places: list[tuple[str, int, int]] = []
     for one in evidence:
         start = squeeze(search.opened[one.document].text).find(squeeze(one.quote))
@@ -62,8 +68,10 @@ def _separate_quotes(evidence: Sequence[Evidence], search: Search) -> int:
 
 
 def check_chain(evidence: Sequence[Evidence], search: Search, index: SearchIndex) -> None:
-    """Check that the documents are linked: a rare term quoted from one of them appears in another.
-    Raises Rejected if they are not."""
+    """Check that the documents are linked: a rare term quoted from one must appear in another.
+
+    Raises Rejected if they are not.
+    """
     documents = {one.document: search.opened[one.document] for one in evidence}
     most = max(2, int(_RARE * len(index)))
     rare: dict[str, set[str]] = {name: set() for name in documents}
@@ -86,8 +94,11 @@ def check_chain(evidence: Sequence[Evidence], search: Search, index: SearchIndex
 
 
 def check_answer(draft: Draft, index: SearchIndex, *, depth: int) -> None:
-    """Check that the answer is in the evidence, but neither in the question nor in the first result
-    of a search for the question. Raises Rejected if it is not."""
+    """Check that the answer appears in the evidence but is not given away.
+
+    It must appear neither in the question nor in the first result of a search for the question.
+    Raises Rejected otherwise.
+    """
     spellings = [squeeze(one) for one in (draft.answer, *draft.also)]
     if not all(spellings):
         raise Rejected("evidence", "the answer, or another spelling of it, has no letter or digit")
@@ -110,15 +121,15 @@ def check_language(text: str, language: str) -> None:
 
 @dataclass(slots=True)
 class AcceptedQuestions:
-    """The questions accepted so far."""
+    """The questions that have been accepted so far."""
 
     questions: dict[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
-    """The terms of each normalized question."""
+    """Maps each normalized question to its terms."""
     facts: set[tuple[str, frozenset[str]]] = field(default_factory=set[tuple[str, frozenset[str]]])
-    """The answers with their documents."""
+    """The answers with the documents they come from."""
 
     def check(self, question: str, answer: str, documents: Iterable[str]) -> None:
-        """Check that a question is new. Raises Rejected for a duplicate or near-duplicate."""
+        """Check that a question is new. Raises Rejected if it is a duplicate or near-duplicate."""
         reply, result = squeeze(question), frozenset(terms(question))
         if reply in self.questions:
             raise Rejected("duplicate", "the question exists already")

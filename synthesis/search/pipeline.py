@@ -42,16 +42,16 @@ from keel.synthesis.search.workspace import Workspace
 
 
 class Start(NamedTuple):
-    """The starting point for a task."""
+    """The starting point of one task."""
 
     entity: str
     language: str
     open: bool
-    """True for an open request with a rubric."""
+    """True for an open request with a rubric, False for a question."""
 
 
 class SearchPipeline:
-    """Makes search tasks. Implements `keel.commands.synthesize.Pipeline`."""
+    """Creates search tasks. Implements `keel.commands.synthesize.Pipeline`."""
 
     def __init__(
         self,
@@ -62,8 +62,11 @@ class SearchPipeline:
         *,
         seed: int,
     ) -> None:
-        """Prepare the pipeline. `another` returns an author with other settings. Raises ValueError
-        if such settings are invalid."""
+        """Prepare the pipeline.
+
+        `another` creates an author with other settings. Raises ValueError if the settings of such
+        an author are invalid.
+        """
         self._config, self._author, self._folder, self._seed = config, author, folder, seed
         self._answerers = [
             Answerer(
@@ -181,7 +184,7 @@ class SearchPipeline:
         return self._folder / "tasks.jsonl"
 
     def _drawn(self, index: SearchIndex) -> dict[str, Start]:
-        """Return the starting point of each task by its key."""
+        """Return a starting point for each task key."""
         config = self._config
         entities = rare_entities(
             index, count=config.count, most_documents=config.most_documents, seed=self._seed
@@ -204,7 +207,7 @@ class SearchPipeline:
         return starts
 
     def _read_kept(self) -> None:
-        """Read the tasks accepted at earlier starts, and remove an incomplete last line."""
+        """Read the tasks accepted at earlier starts and remove an incomplete last line."""
         if not self._file.exists():
             return
         data = self._file.read_bytes()

@@ -1,4 +1,5 @@
-"""Let an author write a question with its evidence, and make the rule that rewards an answer."""
+"""Lets an author write a question with its evidence, and creates the rule that rewards an
+answer."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from keel.synthesis.author import Author
 from keel.synthesis.search.workspace import Workspace, list_schema, object_schema, text_schema
 
 MOST = 12
-"""Maximum number of facts in a question, and of spellings of an answer."""
+"""Maximum number of facts in a question, and of spellings for an answer."""
 _SYSTEM = """\
 You write questions for skilled researchers. A question has one short answer, a name or a number, \
 that a document contains word for word. The question can only be answered by looking up several \
@@ -52,7 +53,8 @@ class Draft:
 
     @property
     def spellings(self) -> list[str]:
-        """All correct spellings that the rule distinguishes. The answer itself comes first."""
+        """Return all correct spellings that the rule distinguishes, starting with the answer
+        itself."""
         result: dict[str, str] = {}
         for one in (self.answer, *self.also):
             result.setdefault(normalize_answer(one), one)
@@ -79,8 +81,11 @@ async def write_question(
     language: str,
     gate: Callable[[Draft, Search], None],
 ) -> Draft:
-    """Ask the author for a question that passes `gate`, which gets the author's `Search`. Raises
-    Rejected by a gate, AuthorLost or BudgetSpent."""
+    """Ask the author for a question that passes `gate`, and return it.
+
+    `gate` also receives the author's `Search`. Raises Rejected if a gate rejects the question, or
+    AuthorLost or BudgetSpent if a call to the author fails.
+    """
     drafts: list[Draft] = []
 
     def hand_in(value: Mapping[str, Any], search: Search) -> None:
@@ -117,22 +122,24 @@ def evidence_of(value: Mapping[str, Any]) -> tuple[Evidence, ...]:
 
 
 _NUMBER = re.compile(r"[-+−]?(?:0|[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*)(?:\.\d*[1-9])?\s*%?")
-"""Matches numbers that are compared by value. `3.10`, `007` and `192.168.0.1` are names instead."""
+"""Matches numbers that are compared by value. `3.10`, `007` and `192.168.0.1` count as names."""
 _SIGNS = ("'’‘ʼ`´", "-‐‑‒–—−", '"“”„')
-"""Punctuation marks that are interchangeable."""
+"""Interchangeable punctuation marks."""
 _ONE_OF = {sign: f"[{re.escape(signs)}]" for signs in _SIGNS for sign in signs}
 _FIRST = {ord(sign): signs[0] for signs in _SIGNS for sign in signs}
 
 
 def normalize_answer(text: str) -> str:
-    """Normalize a text so that equivalent spellings become equal."""
+    """Normalize an answer so that equivalent spellings become equal."""
     reply = unicodedata.normalize("NFC", " ".join(text.split())).translate(_FIRST)
     return "".join(low if len(low := sign.lower()) == 1 else sign for sign in reply)
 
 
 def rule_of(right: Sequence[str]) -> dict[str, str]:
-    """Return the JSONL rule for an answer. Numbers are compared by value, and texts with their
-    accepted spellings."""
+    """Return the JSONL keys that judge an answer.
+
+    Numbers are compared by value. Other answers are compared with the accepted spellings.
+    """
     by_value = {"answer": right[0], "match": "math"}
     if all(map(_NUMBER.fullmatch, right)) and all(map(accepts(by_value), right)):
         return by_value
@@ -141,7 +148,7 @@ def rule_of(right: Sequence[str]) -> dict[str, str]:
 
 
 def accepts(rule: dict[str, str]) -> Callable[[str], bool]:
-    """Return a function that tells whether an answer scores 1."""
+    """Return a function that returns whether an answer scores 1 under `rule`."""
     verify = verifier_for({"kind": "answer", **rule})
     return lambda answer: verify(answer) == 1
 

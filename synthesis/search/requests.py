@@ -1,5 +1,7 @@
-"""Open requests with a rubric. A request is kept if an answer with search scores higher than one
-without."""
+"""Creates open requests with a rubric.
+
+A request is kept if answers written with search score higher than answers without.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from keel.synthesis.tool_loop import gather_or_cancel
 
 _MIN_CRITERIA, _MAX_CRITERIA = 3, 8
 _READS = 3
-"""Number of judge replies to try to parse before giving up."""
+"""Maximum number of judge replies to try to parse."""
 _SYSTEM = """\
 You write requests to an assistant that can search: to explain, compare, summarize or advise. A \
 good request needs at least {breadth} facts from at least {depth} documents, which people do not \
@@ -55,11 +57,11 @@ _SUBMIT = ToolSpec(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRequest:
-    """A request without a single correct answer, and the rubric for its answers."""
+    """A request without a single correct answer, and the rubric for judging answers to it."""
 
     text: str
     spec: Mapping[str, Any]
-    """The reward spec of kind `rubric`."""
+    """Return the reward spec of kind `rubric`."""
     evidence: tuple[Evidence, ...]
 
 
@@ -70,8 +72,11 @@ async def write_request(
     language: str,
     gate: Callable[[OpenRequest, Search], None],
 ) -> OpenRequest:
-    """Ask the author for an open request that passes `gate`. Raises Rejected, AuthorLost or
-    BudgetSpent."""
+    """Ask the author for an open request that passes `gate`, and return it.
+
+    Raises Rejected if a gate rejects the request, or AuthorLost or BudgetSpent if a call to the
+    author fails.
+    """
     written: list[OpenRequest] = []
 
     def hand_in(value: Mapping[str, Any], search: Search) -> None:
@@ -112,8 +117,10 @@ async def check_gain(
     judge: Author,
     request: OpenRequest,
 ) -> dict[str, float]:
-    """Return the mean scores of answers with and without tools. Raises Rejected if the difference
-    is below `search.least_gain`."""
+    """Return the mean scores of answers written with and without tools.
+
+    Raises Rejected if the difference is below `search.least_gain`.
+    """
     answerers = [Answerer(author=author, system="", tools=tools) for tools in (True, False)]
     with_tools, without = await gather_or_cancel(
         *(answer(desk, one, request.text, at_length=True) for one in answerers)

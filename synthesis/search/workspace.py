@@ -1,6 +1,6 @@
-"""Let an agent work with a corpus: it searches, opens and finds as the policy will, and submits a
-result.
+"""Lets an agent work with a corpus and submit a result.
 
+The agent searches, opens documents and finds text in them with the same tools as the policy.
 Documents are untrusted, so control tokens and invisible characters are escaped. A submission is
 accepted only after a gate has checked it.
 """
@@ -33,13 +33,16 @@ _ENDED = {
     "length": "the reply was cut off",
 }
 _HandIn = Callable[[Mapping[str, Any], Search], None]
-"""A function that checks and stores a submission. `Search` is the agent's, with the documents it
-opened. Raises Rejected if the submission is not accepted."""
+"""Checks and stores a submission.
+
+`Search` belongs to the agent and knows which documents it opened. Raises Rejected if the submission
+is not accepted.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """The corpus and the settings that all agents of a pipeline share."""
+    """The corpus and settings shared by all agents of a pipeline."""
 
     index: SearchIndex
     config: SearchTasksConfig
@@ -55,9 +58,13 @@ class Workspace:
         tools: bool = True,
         hand_in: tuple[ToolSpec, _HandIn] | None = None,
     ) -> ToolLoopResult:
-        """Run an agent on a task. `material` is untrusted text that the task is about. `hand_in` is
-        the tool that ends the work, together with its check. The agent may repeat a rejected
-        submission up to `tries` times. Raises Rejected, AuthorLost or BudgetSpent."""
+        """Run an agent on a task.
+
+        `material` is the untrusted text that the task is about. `hand_in` is the tool that ends the
+        work, together with its check. The agent may repeat a rejected submission up to `tries`
+        times. Raises Rejected if no submission is accepted, or AuthorLost or BudgetSpent if a model
+        call fails.
+        """
         search = Search(
             ready=self.index,
             results=self.config.results,
@@ -103,7 +110,7 @@ class Workspace:
 
 
 def object_schema(**properties: Any) -> dict[str, Any]:
-    """Return the JSON schema for an object with exactly these properties."""
+    """Return a JSON schema for an object with exactly these properties."""
     return {
         "type": "object",
         "properties": properties,
