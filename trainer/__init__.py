@@ -1,1 +1,2 @@
-"""Training: the loop, the DeepSpeed engine and the code that starts and places their processes."""
+"""Trains the model: the training loop, the DeepSpeed engine, and the code that starts and places
+their processes."""

@@ -1,9 +1,9 @@
 """Keeps the engines busy and gives the training loop its batches.
 
 A prompt is submitted as soon as `keel.rl.buffer.GroupBuffer` has room for it, and its group is
-scored as soon as it has been sampled. A batch is ready once the buffer has enough groups. With
-`algorithm.max_lag: 0` the engines then wait for the step and its new weights. Otherwise they keep
-sampling while the trainer works.
+scored as soon as all of its completions are sampled. A batch is ready once the buffer has enough
+groups. With `algorithm.max_lag: 0`, the engines then wait until the trainer has taken its step and
+sent them the new weights. Otherwise they keep sampling while the trainer works.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from keel.rl.futures import failed, then
 from keel.rl.types import Group, Prompt, ScoredGroup
 
 GRACE_S = 60.0
-"""Extra time on top of `Config.group_timeout_s`, since each part of a group has its own timeout."""
+"""Extra seconds on top of `Config.group_timeout_s` before `BatchStream.take` gives up."""
 POLL_S = 0.2
-"""How often a waiting call checks whether it must be aborted."""
+"""Seconds between two checks of `should_abort` while waiting."""
 T = TypeVar("T")
 
 
 class Cancelled(Exception):
-    """Raised when a wait is aborted."""
+    """Raised by a waiting call when the run is aborted."""
 
 
 class EmptyBatch(RuntimeError):
-    """Raised when a batch has no completion to learn from."""
+    """Raised when a batch contains no completion to learn from."""
 
     def __init__(self, groups: Sequence[ScoredGroup]) -> None:
         reasons = {reason for group in groups for reason in group.group.dropped}
@@ -47,8 +47,8 @@ def never() -> bool:
 
 
 def wait_for(future: Future[T], should_abort: Callable[[], bool]) -> T:
-    """Wait for a future that has its own timeout and return its result. Raises `Cancelled` on
-    abort."""
+    """Wait for a future and return its result. Raises `Cancelled` if the run is aborted. There is
+    no timeout, so the future must have its own."""
     while not future.done():
         if should_abort():
             raise Cancelled
@@ -57,13 +57,15 @@ def wait_for(future: Future[T], should_abort: Callable[[], bool]) -> T:
 
 
 class SamplingProgress:
-    """Measures progress while no prompt is finished yet, by the engines' decoding steps."""
+    """Estimates the progress of sampling. Until the first prompts finish, it counts the engines'
+    decoding steps instead."""
 
     def __init__(
         self, config: Config, prompts: int, samples: int, count_steps: Callable[[], int] | None
     ) -> None:
-        """`count_steps` returns the decoding steps of all engines so far. Without it, and for
-        episodes, whose number of turns is unknown, only finished prompts count."""
+        """`count_steps` returns the number of decoding steps that all engines have taken so far. If
+        it is None, only finished prompts are counted. The same holds for episodes, since their
+        number of turns is unknown."""
         rollout, completions = config.rollout, prompts * samples
         waves = -(-completions // (rollout.max_num_seqs * rollout.engines))
         self._most = min(rollout.engines, completions) * waves * rollout.sampling.max_tokens
@@ -71,7 +73,7 @@ class SamplingProgress:
         self._before = self._count() if self._count else 0
 
     def at(self, finished: int) -> tuple[int, int, str]:
-        """Return how much is done, of how much, and the unit, for this many finished prompts."""
+        """Return the amount done, the total and the unit, given the number of finished prompts."""
         steps = min(self._count() - self._before, self._most) if self._count else 0
         if steps * self._prompts > finished * self._most:
             return steps, self._most, "decoding steps"
@@ -79,8 +81,8 @@ class SamplingProgress:
 
 
 class BatchStream:
-    """Samples, scores and collects the batches of a run. Its callbacks run on threads of the
-    engines and the rewards."""
+    """Samples and scores groups of completions and collects them into training batches. Its
+    callbacks run on the threads of the engines and the reward functions."""
 
     def __init__(
         self,
@@ -92,9 +94,9 @@ class BatchStream:
         score: Callable[[Group], Future[ScoredGroup]],
         start: int,
     ) -> None:
-        """`next_prompts(n)` returns the next n prompts, and `position(prompts)` the position in the
-        data such that these prompts come first after a resume. `sample` and `score` return at once
-        and have their own timeouts. `start` is the last step done."""
+        """`next_prompts(n)` returns the next n prompts. `position(prompts)` returns a position in
+        the data from which a resumed run starts with these prompts. `sample` and `score` must
+        return immediately and enforce their own timeouts. `start` is the last step already done."""
         algorithm = config.algorithm
         self._next_prompts, self._position = next_prompts, position
         self._sample, self._score = sample, score
@@ -124,7 +126,7 @@ class BatchStream:
         self._fill()
 
     def close(self) -> None:
-        """Cancel all groups in flight."""
+        """Stop sampling and cancel all groups that are still being sampled or scored."""
         with self._changed:
             self._open = False
             flights = list(self._in_flight.values())
@@ -134,11 +136,12 @@ class BatchStream:
     def take(
         self, waiting: Callable[[str], Any], should_abort: Callable[[], bool] = never
     ) -> Batch:
-        """Wait for the next batch, inside the context `waiting("rollout")` while its groups are
-        sampled and `waiting("reward")` once all of them are being scored.
+        """Wait for the next batch and return it.
 
-        Raises errors from sampling and scoring, `EmptyBatch`, `Cancelled` on abort, and
-        TimeoutError if nothing arrives for longer than all timeouts together.
+        The context `waiting("rollout")` is active while the batch's groups are being sampled, and
+        `waiting("reward")` once all of them are being scored. Raises any error from sampling or
+        scoring, `EmptyBatch` if no completion can be learned from, `Cancelled` if the run is
+        aborted, and TimeoutError if nothing arrives for longer than all timeouts together.
         """
         with self._changed:
             while (aborted := should_abort()) or not self._buffer.ready():
@@ -161,7 +164,7 @@ class BatchStream:
         return batch
 
     def _changes(self, should_abort: Callable[[], bool]) -> bool:
-        """Wait for a change or an abort. Returns False if neither happens within the timeout."""
+        """Wait until something changes or the run is aborted. Returns False on timeout."""
         end = time.monotonic() + self._timeout_s
         while not self._changed.wait(min(POLL_S, self._timeout_s)):
             if should_abort():
@@ -171,8 +174,8 @@ class BatchStream:
         return True
 
     def adopting(self, step: int, update: Future[None]) -> None:
-        """Make room for new groups once `update` is done and the engines have the weights from
-        `step`."""
+        """Make room for new groups once `update` is done, that is, once the engines have loaded the
+        weights from `step`."""
 
         def adopted(done: Future[None]) -> None:
             with self._changed:
@@ -187,20 +190,20 @@ class BatchStream:
         update.add_done_callback(adopted)
 
     def wait_for_adoption(self, should_abort: Callable[[], bool] = never) -> None:
-        """Wait until the engines have loaded the latest weights. Raises the error if loading
-        failed, and `Cancelled` on abort."""
+        """Wait until the engines have loaded the latest weights. Raises an error if loading failed,
+        and `Cancelled` if the run is aborted."""
         if self._update is not None:
             wait_for(self._update, should_abort)
 
     def position(self, untrained: Sequence[Prompt] = ()) -> Mapping[str, Any]:
-        """Return a position in the data from which a resumed run repeats nothing that was trained
-        on. `untrained` holds the prompts of a batch that was taken but not trained on."""
+        """Return a position in the data from which a resumed run repeats no prompt that was already
+        trained on. `untrained` holds the prompts of a batch that was taken but not trained on."""
         with self._changed:  # no prompt may move from the stream to the buffer meanwhile
             return self._position([*untrained, *self._buffer.unfinished()])
 
     def _fill(self) -> None:
-        """Submit as many prompts as the buffer has room for. Errors are raised by `take`, because
-        futures swallow what their callbacks raise."""
+        """Submit as many prompts as the buffer has room for. This also runs in callbacks, where
+        futures swallow exceptions, so errors are stored and raised by `take`."""
         with self._changed:
             room = self._buffer.room() if self._open and self._failure is None else 0
             try:

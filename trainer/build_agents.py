@@ -43,16 +43,18 @@ from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.template_checks import check_calls_in_thinking, check_prefix_law, ends_of
 
 _SHOWN_TOOLS = 8
-"""How many tools the notes before a run list by name."""
+"""The maximum number of tools listed by name in the notes before a run."""
 _CRASHES = {"drop": (), "zero": POLICY_PHASES, "zero-in-grading-too": (*POLICY_PHASES, "verdict")}
-"""Maps `on_crash` to the phases in which the policy is blamed for losing an environment."""
+"""Maps each value of `on_crash` to the phases in which a crash of the environment is blamed on the
+policy."""
 _MAX_STARTING = 8
-"""How many environments start at the same time. Starting more would slow each of them down."""
+"""The maximum number of environments that start at the same time. Starting more at once would slow
+down each of them."""
 
 
 def check_chat(config: Config, tokenizer: Any) -> TemplateChat | None:
     """Return the model's chat format, or None if no source has an environment. Raises ConfigError
-    if the format cannot extend conversations."""
+    if the format cannot extend a conversation turn by turn."""
     if not config.with_agents:
         return None
     modes = {source.thinking for source in config.data.sources if source.environment.enabled}
@@ -80,8 +82,9 @@ def _unusable(config: Config, error: ValueError) -> ConfigError:
 def check_environments(
     config: Config, chat: TemplateChat | None, dataset: Dataset
 ) -> dict[str, str]:
-    """Open and close one episode in each environment, and check that the chat format can extend
-    conversations with its tools. Returns a note for each source. Raises ConfigError."""
+    """Open and close one episode in each environment, and check that the chat format can extend a
+    conversation with the environment's tools. Returns a note for each source. Raises ConfigError if
+    a check fails."""
     notes: dict[str, str] = {}
     if config.with_agents:
         try:
@@ -118,7 +121,7 @@ def check_environments(
 async def _try_source(
     config: Config, source: SourceConfig, task: Prompt, chat: TemplateChat | None
 ) -> dict[str, str]:
-    """Try out a source's environment and program. Raises ValueError if they do not work."""
+    """Try a source's environment and agent program. Raises ValueError if they do not work."""
     notes: dict[str, str] = {}
     seed, limits = environment_seed(config.run.seed, task), config.budget(source.domain_name)
     if (spec := environment_spec(config, source)) is not None:
@@ -169,7 +172,7 @@ def _invalid(source: SourceConfig, error: Exception) -> ConfigError:
 
 
 def spoken_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
-    """Return the token ids that a policy would sample for `text`."""
+    """Return the token ids that a policy would have to sample in order to say `text`."""
     question = [{"role": "user", "content": "?"}]
     thought = {"reasoning_content": "Hm."} if thinking else {}  # some formats need it
     turn = {"role": "assistant", **thought, "content": text}
@@ -177,8 +180,9 @@ def spoken_ids(chat: TemplateChat, text: str, *, thinking: bool) -> list[int]:
 
 
 def environment_spec(config: Config, source: SourceConfig) -> Program | McpServer | None:
-    """Return the specification of a source's environment, or None for an agent program that has
-    none. Raises ConfigError, also if this machine cannot isolate the environment."""
+    """Return the specification of a source's environment. Returns None if the source has an agent
+    program without an environment. Raises ConfigError if the specification is invalid or this
+    machine cannot isolate the environment."""
     environment = source.environment
     if environment.program_only:
         return None
@@ -212,9 +216,9 @@ def environment_spec(config: Config, source: SourceConfig) -> Program | McpServe
 
 
 def _prepared(config: Config, source: SourceConfig) -> tuple[Mapping[str, Any], Sequence[Path]]:
-    """Return the arguments for an environment and the files that its sandbox must be able to read.
-    Keel's own environments may have a `prepare` function that builds these files first, such as an
-    index for a corpus."""
+    """Return the environment's arguments and the files that its sandbox must be able to read. Some
+    of Keel's own environments have a `prepare` function, which first builds such files, for example
+    a search index of a corpus."""
     environment = source.environment
     module = environment.target.partition(":")[0]
     if not module.startswith("keel.agents.environments."):
@@ -289,7 +293,7 @@ def _environment_factory(
 
 
 def _system_prompt_of(config: Config, source: SourceConfig) -> SystemPrompt:
-    """Return a function that builds a source's system prompt from the tools of its environment."""
+    """Return a function that builds a source's system prompt from its environment's tools."""
     arguments = source.environment.arguments
     cell_s, ending_s = (
         local if isinstance(local := arguments.get(name), int | float) else default
@@ -334,11 +338,11 @@ def _agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
 
 def wrap(config: Config, source: SourceConfig, *, network: Network | None = None) -> Wrap:
     """Return a function that runs an environment in isolation. `network` overrides the recipe's
-    setting. Raises ValueError if this machine cannot isolate it.
+    setting. Raises ValueError if this machine cannot isolate the environment.
 
-    The run folder, the prompt files and the generators for procedural prompts are hidden unless
-    `readable` names them. They contain answers, and code written by the policy can read whatever
-    its environment can.
+    Code written by the policy can read every file that its environment can read. The run folder,
+    the prompt files and the generators for procedural prompts contain answers, so they are hidden
+    from the environment unless `readable` lists them.
     """
     environment = source.environment
     named = {Path(path).resolve() for path in environment.readable}

@@ -1,2 +1,2 @@
-"""What runs inside one trainer rank: DeepSpeed, the policy network, parallelism, offloading,
+"""The code inside a trainer rank: DeepSpeed, the policy network, parallelism, offloading,
 checkpoints and export."""

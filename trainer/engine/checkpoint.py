@@ -5,9 +5,11 @@
     random_rank_0.pt …               random state of each rank
     trainer.json                     progress
 
-The model's weights are its rounded master weights. Nothing is gathered: a rank writes whatever no
-earlier rank holds. Since a `_StatePiece` refers to a flattened parameter of the original model, a
-checkpoint can be read on any layout. Loading it runs no code.
+The model's weights are not saved, as they are the rounded master weights. Tensors are not gathered:
+each rank writes its own tensors, except those that a rank with a lower number writes, too. A
+checkpoint can be loaded on any number of ranks and any ZeRO stage, because each `_StatePiece`
+refers to a flattened parameter of the original model. Loading a checkpoint does not execute code
+from it.
 """
 
 from __future__ import annotations
@@ -41,23 +43,24 @@ _OPTIMIZER, INDEX = "optimizer", "index.json"
 T = TypeVar("T")
 _MASTER, _MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 BLOCK = 2**24
-"""How many elements are staged in host memory at a time."""
+"""The number of elements copied through host memory at a time."""
 
 
 class _StatePiece(NamedTuple):
     parameter: str
     start: int
-    """Index of the first element in the flattened parameter."""
+    """Index of the piece's first element in the flattened parameter."""
     count: int
     tensor: int
-    """Index of the rank's tensor that holds the piece."""
+    """Index of the tensor on this rank that contains the piece."""
     offset: int
-    """Index of the first element in that tensor."""
+    """Index of the piece's first element in that tensor."""
 
 
 class ElementRun(NamedTuple):
-    """A run of elements in a flattened parameter on this rank, and where it belongs in the whole
-    parameter, which has another name if a rank holds only some experts of a fused tensor."""
+    """Consecutive elements of one of this rank's flattened parameters, and their position in the
+    parameter of the original model. That parameter has another name (`whole`) if this rank has only
+    some experts of a fused tensor."""
 
     start: int
     count: int
@@ -66,7 +69,7 @@ class ElementRun(NamedTuple):
 
 
 Runs = Mapping[str, Sequence[ElementRun]]
-"""Runs of each of a rank's parameters, in order."""
+"""Maps each parameter on a rank to its runs of elements, in order."""
 
 
 class _Source(NamedTuple):
@@ -75,20 +78,20 @@ class _Source(NamedTuple):
     offset: int
     count: int
     into: int
-    """Start of the part in the requested piece."""
+    """Index in the requested piece at which these elements belong."""
 
 
 class _Share(NamedTuple):
     pieces: list[list[_StatePiece]]
     """The pieces in each tensor."""
     steps: dict[int, float]
-    """Adam's step count for the tensors that have one."""
+    """Adam's step count for each tensor that has one."""
     runs: Runs
 
 
 class Checkpoints:
-    """Writes and reads one rank's part of a checkpoint. All ranks must call each method
-    together."""
+    """Saves and loads one rank's part of a checkpoint. All ranks must call each method at the same
+    time."""
 
     def __init__(
         self,
@@ -104,8 +107,8 @@ class Checkpoints:
         self._runs, self._stage, self._device = runs, stage, device
 
     def save(self, folder: Path, progress: Mapping[str, Any]) -> dict[str, Entry]:
-        """Write `progress` (JSON values) and this rank's state, and return the files. If any rank
-        could not write, all raise `SaveError`."""
+        """Write this rank's state and `progress` (JSON values), and return the written files. If
+        writing fails on any rank, all ranks raise `SaveError`."""
         rank, sealed, failure = dist.get_rank(), dict[str, Entry](), ""
         shares = _all_gather(self._share())
         try:
@@ -128,8 +131,8 @@ class Checkpoints:
         return sealed
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Restore the state and return `progress`. Raises ValueError if the checkpoint is from
-        another model."""
+        """Restore this rank's state and return `progress`. Raises ValueError if the checkpoint
+        cannot be read or is from another model."""
         progress = json.loads((folder / PROGRESS).read_text())
         shares = _all_gather(self._share())
         try:
@@ -238,8 +241,8 @@ def _runs(shares: Sequence[_Share]) -> set[ElementRun]:
 
 
 def _choose_writers(ranks: Sequence[Sequence[Sequence[_StatePiece]]]) -> list[set[int]]:
-    """Choose the tensors that each rank writes: all but padding, and the first of equal ones.
-    `ranks` holds the pieces by rank and tensor."""
+    """Choose which tensors each rank writes. If several ranks have the same tensor, only the first
+    one writes it. Padding is not written. `ranks` holds the pieces by rank and tensor."""
     seen: set[tuple[_StatePiece, ...]] = {()}
     chosen: list[set[int]] = []
     for tensors in ranks:
@@ -289,7 +292,7 @@ class _PieceIndex:
         self._by_name = {name: sorted(pieces) for name, pieces in by_name.items()}
 
     def find(self, request: _StatePiece) -> Iterator[_Source]:
-        """Yield the sources of the requested piece. Raises ValueError if elements are missing."""
+        """Yield where to read each part of a piece. Raises ValueError if elements are missing."""
         pieces = self._by_name.get(request.parameter, [])
         at, end = request.start, request.start + request.count
         place = bisect_right(pieces, at, key=lambda entry: entry[0]) - 1
@@ -305,8 +308,8 @@ class _PieceIndex:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write flat float32 tensors to a safetensors file, staging one block at a time. The
-    `safetensors` package would need all of them in host memory at once."""
+    """Write flat float32 tensors to a safetensors file, copying one block at a time through host
+    memory. The `safetensors` package would need all tensors in host memory at once."""
     header: dict[str, object] = {}
     at = 0
     for name, tensor in tensors.items():
@@ -339,7 +342,7 @@ class _TensorFile:
         self.names = frozenset(self._file.keys())
 
     def read(self, name: str, start: int, count: int) -> Tensor:
-        """Return [count] elements, beginning at `start`."""
+        """Return [count] elements of a tensor, beginning at index `start`."""
         return self._file.get_slice(name)[start : start + count]
 
 

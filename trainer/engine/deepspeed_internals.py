@@ -1,5 +1,7 @@
-"""Everything that the trainer uses from DeepSpeed beyond its documented API. These attributes exist
-in exactly one release, which `check_version` requires."""
+"""All uses of DeepSpeed attributes that are not part of its documented API.
+
+These attributes may differ in any other release, so `check_version` requires an exact version.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,14 @@ def check_version() -> None:
 
 
 def skip_shared_memory_op() -> None:
-    """Mark DeepSpeed's unused all-reduce for CPUs as unavailable. Compiling it takes a minute."""
+    """Mark DeepSpeed's all-reduce kernel for CPUs as unavailable. It is not used here, but
+    compiling it would take a minute."""
     if not torch.cuda.is_available():
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # type: ignore[attr-defined]
 
 
 def whole_shape(parameter: nn.Parameter) -> Sequence[int]:
-    """Return the shape of the whole parameter, even under ZeRO-3."""
+    """Return the shape of the full parameter, even if ZeRO-3 has sharded it."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
@@ -51,12 +54,12 @@ def trainable(module: nn.Module) -> Iterator[tuple[str, Any]]:
 # float32 sums of bfloat16 gradients
 
 _KERNEL_ELEMENTS = 2**16
-"""For fewer elements than this, PyTorch's own kernel is faster to launch."""
+"""The minimum size for our kernel. For smaller tensors, PyTorch's own kernel launches faster."""
 
 
 def sum_in_one_pass(optimizer: Any) -> None:
-    """Make DeepSpeed's bfloat16 optimizer add each gradient directly to its float32 sum, which
-    moves 10 instead of 18 bytes per parameter. The sums are bit-identical."""
+    """Make DeepSpeed's bfloat16 optimizer add each gradient directly to its float32 sum. This moves
+    10 instead of 18 bytes per parameter, and the sums are bit-identical."""
     optimizer.__class__ = _summing(type(optimizer))
 
 
@@ -93,19 +96,21 @@ def _summing(base: Any) -> Any:
 
 
 def gradient_sums(optimizer: Any) -> list[Tensor]:
-    """Return the float32 gradient buffers, which are unused once the optimizer has stepped."""
+    """Return the float32 gradient buffers. They are not used between an optimizer step and the next
+    backward pass."""
     zero_3: Tensor | None = getattr(optimizer, "grad_partitions_flat_buffer", None)
     return [*getattr(optimizer, "fp32_groups_gradients_flat", ())] if zero_3 is None else [zero_3]
 
 
 def buckets(optimizer: Any) -> list[Tensor]:
-    """Return the buckets in which gradients are communicated, unused between two steps."""
+    """Return the buffers used to communicate gradients. They are not used between two steps."""
     ipg_buckets = getattr(optimizer, "ipg_buckets", {}).values()
     return list(_tensors([getattr(bucket, "buffer", None) for bucket in ipg_buckets], set()))
 
 
 def _masters(optimizer: Any) -> tuple[list[Tensor], Mapping[Tensor, Mapping[str, Any]]]:
-    """ZeRO-3's parameter groups hold their master weights only during an update."""
+    """Return the tensors that may hold master weights, and the optimizer's state. ZeRO-3's
+    parameter groups hold their master weights only during an update."""
     groups = [p for group in optimizer.param_groups for p in group["params"]]
     zero_3 = getattr(optimizer, "fp32_partitioned_groups_flat", ())
     state = getattr(optimizer, "optimizer", optimizer).state
@@ -113,7 +118,8 @@ def _masters(optimizer: Any) -> tuple[list[Tensor], Mapping[Tensor, Mapping[str,
 
 
 def optimizer_state(module: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Return the master weights and moments. An update needs them, but a backward pass does not."""
+    """Return the master weights and moments. They are needed for an update, but not for a backward
+    pass."""
     masters, state = _masters(optimizer)
     moments = [m for slots in state.values() for m in slots.values() if isinstance(m, Tensor)]
     weights = set(map(_storage, weights_of(module)))
@@ -121,21 +127,21 @@ def optimizer_state(module: nn.Module, optimizer: Any) -> list[Tensor]:
 
 
 def missing_moment_bytes(optimizer: Any, device: torch.device) -> int:
-    """Return how many bytes of `device` memory the next update allocates for moments."""
+    """Return how many bytes the next update will allocate on `device` for moments."""
     masters, state = _masters(optimizer)
     sizes = {id(m): 8 * m.numel() for m in masters if m.device == device}
     return sum(sizes.values()) - sum(sizes.get(id(m), 0) for m in state)
 
 
 def other_state(module: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Return all other tensors that can be reached from the optimizer, such as gradient shards."""
+    """Return all other tensors reachable from the optimizer, such as gradient shards."""
     named = (buckets(optimizer), gradient_sums(optimizer), optimizer_state(module, optimizer))
     listed = {_storage(t) for part in (weights_of(module), *named) for t in part}
     return [tensor for tensor in _tensors(optimizer, set()) if _storage(tensor) not in listed]
 
 
 def weights_of(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the data of all parameters and, under ZeRO-3, this rank's shards."""
+    """Yield the data of all parameters and, under ZeRO-3, also this rank's shards."""
     parameter: Any
     for parameter in module.parameters():
         yield parameter.data
@@ -144,7 +150,7 @@ def weights_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def drop_gathered(optimizer: Any) -> None:
-    """Free the parameters that ZeRO-3 has prefetched."""
+    """Free the full parameters that ZeRO-3 has prefetched."""
     if hasattr(optimizer, "empty_partition_cache"):
         optimizer.empty_partition_cache()
 
@@ -180,20 +186,20 @@ def _storage(tensor: Tensor) -> int:
 
 
 class Part(NamedTuple):
-    """A piece of one of this rank's parameters that lies in a master tensor."""
+    """A piece of one of this rank's parameters, stored in a tensor of master weights."""
 
     name: str
     start: int
-    """Index of the first element in the flattened parameter."""
+    """Index of the piece's first element in the flattened parameter."""
     count: int
     offset: int
-    """Index of the first element in the master tensor."""
+    """Index of the piece's first element in the tensor of master weights."""
     weights: Tensor
-    """[count] elements that the model computes with, in the model's dtype."""
+    """The [count] weights that the model computes with, in the model's dtype."""
 
 
 class Master(NamedTuple):
-    """A tensor of master weights that Adam updates as a whole."""
+    """A tensor of master weights, which Adam updates as one parameter."""
 
     tensor: Tensor
     parts: list[Part]
@@ -204,7 +210,8 @@ class Master(NamedTuple):
 
 
 def master_weights(module: nn.Module, engine: DeepSpeedEngine, *, stage: int) -> list[Master]:
-    """Return all master tensors on this rank, at ZeRO stage 0 the parameters themselves."""
+    """Return all tensors of master weights on this rank. At ZeRO stage 0, these are the parameters
+    themselves."""
     if stage == 0:
         return [
             Master(p, [Part(name, 0, p.numel(), 0, p.detach().view(-1))])
@@ -225,7 +232,8 @@ def master_weights(module: nn.Module, engine: DeepSpeedEngine, *, stage: int) ->
 
 
 def _mapped(name: str, parameter: Any, _: Any) -> tuple[int, Part | None]:
-    """Under ZeRO-1 and 2, a master tensor is a partition of a group's concatenated parameters."""
+    """Return a parameter's group and its part in the master weights under ZeRO-1 and 2. There, each
+    rank has one partition of a group's concatenated parameters."""
     mapping = parameter._hp_mapping
     if mapping is None:  # in the partition of another rank
         return 0, None
@@ -235,7 +243,8 @@ def _mapped(name: str, parameter: Any, _: Any) -> tuple[int, Part | None]:
 
 
 def _sharded(name: str, parameter: Any, optimizer: Any) -> tuple[int, Part | None]:
-    """Under ZeRO-3, a master tensor holds a shard of each parameter."""
+    """Return a parameter's group and its part in the master weights under ZeRO-3. There, each rank
+    has a shard of each parameter."""
     group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start = parameter.ds_zero_partition_rank * size
     count = min(size, parameter.ds_numel - start)  # the last shard is padded
@@ -248,7 +257,8 @@ def _sharded(name: str, parameter: Any, optimizer: Any) -> tuple[int, Part | Non
 def replacing_masters(
     engine: DeepSpeedEngine, masters: list[Master], *, stage: int
 ) -> Iterator[None]:
-    """Copy changes of master weights to the model's weights at the end of this context."""
+    """Allow changing master weights inside this context. At its end, the changes are copied to the
+    model's weights."""
     optimizer: Any = engine.optimizer
     if stage == 3:
         optimizer.checkpoint_event_prologue()
@@ -268,7 +278,7 @@ _SCALER_STATE = ("cur_scale", "cur_iter", "cur_hysteresis", "last_overflow_iter"
 
 
 def loss_scale(engine: DeepSpeedEngine) -> dict[str, float]:
-    """Return the state of the dynamic loss scaler. Empty unless float16 is used."""
+    """Return the state of the dynamic loss scaler, or an empty dict if float16 is not used."""
     scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
     if scaler is None or not scaler.dynamic:
         return {}
@@ -276,15 +286,15 @@ def loss_scale(engine: DeepSpeedEngine) -> dict[str, float]:
 
 
 def set_loss_scale(engine: DeepSpeedEngine, state: Mapping[str, float]) -> None:
-    """Restore the state of the loss scaler, but not its settings."""
+    """Restore the loss scaler's state, but keep its current settings."""
     if loss_scale(engine):
         optimizer: Any = engine.optimizer
         vars(optimizer.loss_scaler).update({k: v for k, v in state.items() if k in _SCALER_STATE})
 
 
 def grow_loss_scale(engine: DeepSpeedEngine, window: int) -> None:
-    """Double the loss scale after `window` steps without overflow. DeepSpeed would do so before it
-    unscales the gradient of that step."""
+    """Double the loss scale after every `window` steps without overflow. DeepSpeed itself would do
+    so too early, before unscaling that step's gradient."""
     scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
     steady = getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", 0) - 2
     if steady > 0 and steady % window == 0:
@@ -292,8 +302,8 @@ def grow_loss_scale(engine: DeepSpeedEngine, window: int) -> None:
 
 
 def forget_sums(engine: DeepSpeedEngine) -> None:
-    """Drop the non-finite gradient sums of a skipped step, which DeepSpeed keeps under ZeRO-1 and 2
-    with an offloaded optimizer."""
+    """Drop the non-finite gradient sums of a skipped step. DeepSpeed keeps them under ZeRO-1 and 2
+    if the optimizer is offloaded."""
     if engine.zero_cpu_offload() and engine.zero_optimization_stage() < 3:
         optimizer: Any = engine.optimizer
         optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
@@ -307,7 +317,7 @@ WEIGHTS = ("w1", "w2", "w3")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OriginalNames:
-    """The names that Transformers uses for the parts of a MoE block."""
+    """The names that Transformers uses for the modules and weights of a MoE block."""
 
     router: str
     shared_experts: str
@@ -317,7 +327,7 @@ class _OriginalNames:
 
 
 def expert_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the layers with which AutoEP has replaced MoE blocks, keyed by module name."""
+    """Return AutoEP's layers, which have replaced the MoE blocks, keyed by module name."""
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer  # noqa: PLC0415
 
     return {name: m for name, m in model.named_modules() if isinstance(m, AutoEPMoELayer)}
@@ -339,14 +349,15 @@ def original_names(layer: Any) -> _OriginalNames:
 def split_experts(
     parameters: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Split parameters into shared ones and expert parameters, which differ between ranks."""
+    """Split parameters into those that all ranks share and expert parameters, which differ between
+    ranks."""
     from deepspeed.moe.utils import split_params_into_shared_and_expert_params  # noqa: PLC0415
 
     return split_params_into_shared_and_expert_params(list(parameters))
 
 
 def layer_group(layer: Any) -> ProcessGroup | None:
-    """Return the group of ranks that share the experts in an AutoEP layer."""
+    """Return the process group over which the experts of an AutoEP layer are distributed."""
     return layer.ep_group
 
 
@@ -355,7 +366,7 @@ def expert_group_name(parameter: Any) -> str:
 
 
 def expert_group(parameter: nn.Parameter) -> ProcessGroup:
-    """Return the group of ranks that share the experts in this parameter's layer."""
+    """Return the process group over which the experts of this parameter's layer are distributed."""
     from deepspeed.utils.groups import _get_expert_parallel_group  # noqa: PLC0415
 
     return _get_expert_parallel_group(expert_group_name(parameter))

@@ -1,12 +1,14 @@
-"""One rank of the trainer: GRPO or supervised steps on a DeepSpeed engine, without Ray.
+"""Trains with DeepSpeed on one trainer rank, by GRPO or supervised learning. Does not use Ray.
 
 The loss of a micro-batch is its share of Eq. 8 (`keel.rl.losses`) or of the mean negative
-log-likelihood (`keel.rl.sft`), so the shares add up over micro-batches and ranks. DeepSpeed sums
-gradients over micro-batches (it is set to accumulate over one, so it divides by one) and averages
-them over ranks. Each share is therefore multiplied by `world_size`. The ranks of a
-sequence-parallel group all compute the loss of the same micro-batch, but each one gets only the
-gradient through its own tokens. Their gradients therefore add up as well, and DeepSpeed does not
-need to know the groups.
+log-likelihood (`keel.rl.sft`). The shares of all micro-batches and ranks add up to the loss.
+DeepSpeed sums gradients over micro-batches and averages them over ranks, so each share is
+multiplied by `world_size`. (DeepSpeed is set to accumulate over one micro-batch, so it divides the
+sum by one.)
+
+All ranks in a sequence-parallel group compute the loss of the same micro-batch, but each rank gets
+the gradient only through its own tokens. These gradients therefore add up as well, and DeepSpeed
+does not need to know about the groups.
 """
 
 from __future__ import annotations
@@ -101,7 +103,7 @@ class TrainerEngine:
         store: Store | None = None,
         read: PreTrainedModel | None = None,
     ) -> None:
-        """Join the other ranks through `store` and load the weights. `read` is the model, if it is
+        """Join the other ranks through `store` and load the weights. Pass `read` if the model is
         already in host memory."""
         trainer = config.trainer
         if world_size != trainer.ranks:
@@ -122,7 +124,7 @@ class TrainerEngine:
         # In float16 the first steps may be skipped until the loss scale fits.
         self._skips = SkipCounter(max(most, SCALE_POWER) if self._scaled else most)
         self.findings: list[Finding] = []
-        """What made gradients non-finite in the last `step`, as seen by this rank."""
+        """The tokens on this rank whose numbers were not finite in the last `step`."""
         self._part = Slice.join(trainer.sequence_parallel)
 
         load = partial(load_policy, model_path, dtype)
@@ -186,7 +188,7 @@ class TrainerEngine:
         limit_all_groups(timeout_s)
         self._steps, self._version, self._updated = 0, 0, False
         self.tokens: dict[int, TokenNumbers] = {}
-        """Per-token numbers for the watched segments in the last step."""
+        """Per-token numbers from the last step for the segments that are watched."""
 
     @property
     def device(self) -> torch.device:
@@ -199,7 +201,8 @@ class TrainerEngine:
 
     @property
     def gave_up(self) -> str:
-        """The reason to stop after too many non-finite gradients in a row, or empty."""
+        """Why the run must stop after too many non-finite gradients in a row. Empty while training
+        can continue."""
         return self._skips.gave_up
 
     @property
@@ -210,8 +213,8 @@ class TrainerEngine:
     # Training
 
     def step(self, batches: Sequence[TrainBatch]) -> dict[str, Metric]:
-        """Take one optimizer step for each of `batches`, until `gave_up` is set, and return their
-        metrics."""
+        """Take one optimizer step for each of `batches` and return the metrics. Stops early once
+        `gave_up` is set."""
         self.findings, self.tokens, self._updated = [], {}, False
         config = self._config
         lr = learning_rate(self._steps + 1, config.trainer, total_steps=config.run.steps)
@@ -223,8 +226,9 @@ class TrainerEngine:
         return {**metrics, "lr": Mean(lr, 1)} if self._rank == 0 else metrics
 
     def recover(self) -> bool:
-        """Clean up after a `step` that ran out of memory. Returns True if training can continue:
-        on a single rank, before the update, with gradients outside ZeRO's buffers."""
+        """Clean up after `step` ran out of memory. Returns True if training can continue. This
+        requires a single rank, an error before the update, and gradient sums outside ZeRO's
+        buffers."""
         self._offload.mark_crowded()
         outside_zero = self._stage == 0 or self._sums_apart
         alone = self._world_size == 1 and outside_zero and not self._updated
@@ -233,11 +237,12 @@ class TrainerEngine:
         return alone
 
     def recompute(self, *, keep_attention: bool) -> None:
-        """Recompute activations in backward passes from now on."""
+        """Use activation checkpointing from now on. With `keep_attention`, attention outputs are
+        kept instead of recomputed."""
         self._network.recompute(keep_attention=keep_attention)
 
     def score(self, batch: TrainBatch) -> dict[str, Metric]:
-        """Return the `nll` of conversations, and `indexer/held` while indexers warm up."""
+        """Return `nll` for a batch of conversations and, while indexers warm up, `indexer/held`."""
         self._offload.load()
         scored = [self._score(micro_batch)[1:] for micro_batch in batch.micro_batches]
         if self._part.rank > 0:  # its group has the same
@@ -282,7 +287,8 @@ class TrainerEngine:
         return merge(parts)
 
     def _examine(self, batch: TrainBatch) -> None:
-        """Repeat a skipped step with tracing. Weights and gradients are left as they were."""
+        """Repeat a skipped step with tracing, to find the tokens that caused it. Weights and
+        gradients do not change."""
         self._offload.before_gradients()
         split = SplitGaps.begun(batch, self._device, self._score)
         tracer = NanTracer(self._traced_layers)
@@ -304,7 +310,7 @@ class TrainerEngine:
         tracer: NanTracer | None = None,
     ) -> Callable[[], dict[str, Metric]]:
         """Run the forward and backward pass for one micro-batch. Returns a function that waits for
-        the device and reads the metrics."""
+        the device and returns the metrics."""
         config = self._config
         inputs = Inputs.of(micro_batch, self._device, self._part, probes=config.algorithm.probes)
         reference = self._references.logp(inputs)
@@ -370,9 +376,9 @@ class TrainerEngine:
     # Weights
 
     def buckets(self, *, requested: bool, bucket_bytes: int | None = None) -> Iterator[FlatBucket]:
-        """Yield the current weights in the engines' dtype, on this rank's device, or only take part
-        in gathering them if not `requested`. With `rollout.time_share` the engines wake up
-        meanwhile, so whatever does not fit next to them is offloaded."""
+        """Yield the current weights in the engines' dtype on this rank's device. If `requested` is
+        False, yield nothing and only take part in gathering them. With `rollout.time_share`,
+        engines wake up meanwhile, so tensors that do not fit next to them are offloaded."""
         if requested or self._weights.gathered:
             self._offload.load()
         self._offload.offload(weights=False)
@@ -385,7 +391,7 @@ class TrainerEngine:
         self._offload.offload(weights=True)
 
     def publish(self, bucket_bytes: int | None = None) -> Iterator[Bucket]:
-        """Yield the `buckets` in host memory on rank 0. Other ranks yield nothing."""
+        """Yield the weights as buckets in host memory. Only rank 0 yields any."""
         return in_host_memory(self.buckets(requested=self._rank == 0, bucket_bytes=bucket_bytes))
 
     def export(self, folder: Path) -> dict[str, Entry]:
@@ -399,13 +405,14 @@ class TrainerEngine:
     # Checkpoints
 
     def save(self, folder: Path) -> dict[str, Entry]:
-        """Write everything that `load` needs. Returns the files that this rank wrote and synced."""
+        """Write everything that `load` needs. Returns the files that this rank wrote and synced to
+        disk."""
         self._offload.load(state=True)
         return self._checkpoints.save(folder, {"steps": self._steps, "version": self._version})
 
     def load(self, folder: Path) -> None:
-        """Restore a saved state on a new engine. On another layout, sums may be taken in another
-        order."""
+        """Restore a saved state in a new engine. If the layout of ranks has changed, sums may be
+        taken in a different order."""
         self._offload.load(state=True)
         progress = self._checkpoints.load(folder)
         self._steps, self._version = progress["steps"], progress["version"]
