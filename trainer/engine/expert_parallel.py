@@ -1,8 +1,8 @@
-"""Expert parallelism: DeepSpeed AutoEP spreads the experts in each layer over the ranks.
+"""Expert parallelism: distributes the experts of each layer over the ranks with DeepSpeed AutoEP.
 
-AutoEP replaces each MoE block with a router for all experts, this rank's share of the experts, and
-an all-to-all exchange before and after them. This module maps AutoEP's weights back to their
-original names and shapes, and computes gradient norms across ranks.
+AutoEP replaces each MoE block with a router for all experts, this rank's experts, and an all-to-all
+exchange before and after them. This module maps AutoEP's weights back to their original names and
+shapes, and computes gradient norms across ranks.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from keel.trainer.engine.deepspeed_internals import (
 )
 
 _LAYERS = r"model\.model\.layers\.\d+\.mlp"
-"""Matches the MoE blocks inside a `PolicyNetwork`."""
+"""A pattern that matches the MoE blocks inside a `PolicyNetwork`."""
 
 
 def autoep_config(size: int, text: PreTrainedConfig, *, grouped: bool) -> dict[str, Any]:
-    """Return the `expert_parallel` section for DeepSpeed's config. `text` is the configuration of
-    the model. With `grouped`, a rank computes its experts in one grouped GEMM (for bfloat16 on a
-    GPU) instead of one after the other."""
+    """Return the `expert_parallel` section of DeepSpeed's config. `text` is the configuration of
+    the language model. With `grouped`, a rank computes all its experts in one grouped GEMM (for
+    bfloat16 on a GPU) instead of one expert after the other."""
     greedy = text.model_type == "deepseek_v2" and getattr(text, "topk_method", "") == "greedy"
     groups: dict[str, int] = {}
     if greedy and (getattr(text, "n_group", None) or 1) > 1:
@@ -52,10 +52,12 @@ def autoep_config(size: int, text: PreTrainedConfig, *, grouped: bool) -> dict[s
 
 
 class ExpertLayers:
-    """The AutoEP layers in a model. Without such layers, methods return their input unchanged."""
+    """The AutoEP layers of a model. For a model without such layers, the methods return their input
+    unchanged."""
 
     def __init__(self, model: nn.Module, *, expected: int) -> None:
-        """`expected` is the number of MoE layers in the model, or 0 without expert parallelism."""
+        """`expected` is the number of MoE layers in the model, or 0 without expert parallelism.
+        Raises RuntimeError if AutoEP has replaced a different number of layers."""
         self._layers = expert_layers(model) if expected else {}
         if len(self._layers) != expected:
             raise RuntimeError(
@@ -65,12 +67,13 @@ class ExpertLayers:
 
     @property
     def spread(self) -> bool:
-        """True if the experts are spread over ranks."""
+        """True if the experts are distributed over ranks."""
         return bool(self._layers)
 
     def original(self, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a module's own tensors, whole and with the names they had before AutoEP. This
-        gathers the experts, so all ranks must call it in the same order."""
+        """Return a module's own tensors, unsharded and under the names they had before AutoEP. This
+        gathers the experts from all ranks, so all ranks must call it for the same modules in the
+        same order."""
         names = list(part)
         layer = self._find(names[0])
         if layer is None:
@@ -89,8 +92,8 @@ class ExpertLayers:
         return {f"{prefix}.{_renamed(name[cut:], module)}": part[name] for name in names}
 
     def runs(self, name: str, shape: Sequence[int]) -> list[ElementRun]:
-        """Return where the elements of one of this rank's parameters, which has this `shape`,
-        belong in the whole parameters before AutoEP."""
+        """Map one of this rank's parameters, which has this `shape`, to the original model. Returns
+        where its elements belong in the parameters of the model before AutoEP."""
         count = math.prod(shape)
         layer = self._find(name)
         if layer is None:
@@ -124,8 +127,9 @@ class ExpertLayers:
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
     """Clip the gradients in place to a global norm of `limit`, and return the norm before clipping.
 
-    The squared norms of experts are summed over their group, as its ranks hold different experts.
-    This is used only without ZeRO, since DeepSpeed clips otherwise.
+    The ranks of an expert group hold different experts, so the squared norms of experts are summed
+    over the group. This function is used only without ZeRO. With ZeRO, DeepSpeed clips the
+    gradients.
     """
     parameters = [p for p in parameters if p.grad is not None]
     shared, experts = split_experts(parameters)
@@ -139,8 +143,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
 
 
 def by_expert_group(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return parameter groups for AdamW in which experts are marked, so that ZeRO reduces them
-    separately."""
+    """Return parameter groups for AdamW. Experts are in a group of their own, marked so that ZeRO
+    reduces them separately."""
     shared, experts = split_experts(parameters)
     groups: list[dict[str, Any]] = [{"params": shared}] if shared else []
     if experts:
@@ -162,7 +166,7 @@ def _renamed(local: str, layer: Any) -> str:
 
 
 def _gather(share: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Gather [E/P, …] from each rank into [E, …] in rank order, which is also the order of the
+    """Gather [E/P, …] from each rank into [E, …], in rank order. This is also the order of the
     experts."""
     share = share.detach().contiguous()
     whole = share.new_empty(len(share) * dist.get_world_size(group), *share.shape[1:])

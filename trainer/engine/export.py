@@ -1,4 +1,4 @@
-"""Exports the weights as a Hugging Face model folder, one shard at a time."""
+"""Exports the model as a Hugging Face model folder, writing one shard of weights at a time."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _SHARD_BYTES = 4 * 2**30
 def export_model(
     folder: Path, model: PreTrainedModel, weights: Weights, config: ModelConfig, path: str
 ) -> dict[str, Entry]:
-    """Write a model folder on all ranks together. Returns the files that this rank wrote. `path` is
-    the initial model."""
+    """Write a model folder. All ranks must call this together. Returns the files that this rank
+    wrote. `path` is the folder of the initial model."""
     first = dist.get_rank() == 0
     if first:
         named = weights.named(getattr(torch, config.dtype))
@@ -40,7 +40,8 @@ def export_model(
 
 
 def write_tokenizer(folder: Path, source: str, chat_template: str = "") -> int | None:
-    """Copy a model's tokenizer, optionally with a different chat template. Returns the EOS id."""
+    """Copy a model's tokenizer, and replace its chat template if `chat_template` is given. Returns
+    the EOS token id."""
     tokenizer = tokenizer_with(chat_template, source)
     tokenizer.save_pretrained(folder)
     return tokenizer.eos_token_id
@@ -54,8 +55,8 @@ def write_model(
     dtype: str,
     end: int | None = None,
 ) -> None:
-    """Write the configurations and the named `weights`, with one shard in host memory at a time.
-    `end` is the tokenizer's EOS id."""
+    """Write the model's configurations and `weights`, which are pairs of name and tensor. Only one
+    shard is in host memory at a time. `end` is the tokenizer's EOS token id."""
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[list[str]] = []
     part: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Adds gradients to their float32 sums in one pass over memory."""
+"""A Triton kernel that adds gradients to their float32 sums in one pass over memory."""
 
 # pyright: reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 # (Triton types neither launch options nor arithmetic inside kernels.)

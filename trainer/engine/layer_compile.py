@@ -10,15 +10,17 @@ from keel.model.torch_internals import specialise_and_recompute
 from keel.model.trainable import decoder_layers
 
 BACKEND = "inductor"
-"""The backend for torch.compile. On a CPU it needs a C++ compiler and takes minutes."""
+"""The backend for torch.compile. On a CPU it needs a C++ compiler, and compiling takes minutes."""
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Make each decoder layer compile at its first call, for any number of tokens.
+    """Make each decoder layer compile when it is first called. The graph works for any number of
+    tokens.
 
-    A layer is one graph, since launching several takes longer than the GPU needs for a small
-    micro-batch. MoE blocks stay uncompiled, because their shapes depend on routing and Keep
-    Routing hooks into them. So does attention, unless it uses flash attention.
+    A whole layer becomes one graph. With several graphs, launching them would take longer than the
+    GPU needs for a small micro-batch. MoE blocks are not compiled, because their shapes depend on
+    the routing and Keep Routing hooks into them. Attention is not compiled either, unless it uses
+    flash attention.
     """
     routers = set(router_modules(model))
     for block in model.modules():

@@ -1,4 +1,4 @@
-"""Computes the loss of a micro-batch for each objective, and its metrics."""
+"""Computes the loss and the metrics of a micro-batch for each training objective."""
 
 from __future__ import annotations
 
@@ -18,31 +18,33 @@ from keel.rl.packing import Loss, MicroBatch, TrainBatch
 from keel.trainer.engine.policy import Inputs
 
 CUT = 4
-"""If a sampling mask has more than 1/`CUT` of the ids that top-k allows, top-k may have cut it.
-Top-k is applied before top-p, but it cuts nothing where a few ids hold nearly all of the mass."""
+"""A sampling mask may have been cut by top-k if it has more than 1/`CUT` of the ids that top-k
+allows. Top-k is applied before top-p, but it has no effect where a few ids hold nearly all of the
+probability."""
 Scored = Callable[[MicroBatch], tuple[Inputs, Tensor, Tensor]]
 
 
 class SplitGaps:
-    """Computes the P means of log π_old − log π_θ, which the sequence mask needs, for trajectories
-    that are split over micro-batches or ranks."""
+    """Computes the mean of log π_old − log π_θ, which the sequence mask needs, for each of the P
+    trajectories that are split over micro-batches or ranks."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._count = count
         self._totals = GapTotals(count, device)
         self._before_P = torch.full((count,), torch.nan, dtype=torch.float64, device=device)
-        """The means before the step. NaN for trajectories that the mask cannot drop."""
+        """The means before the step, or NaN for trajectories that the mask cannot drop."""
 
     @staticmethod
     def begun(batch: TrainBatch, device: torch.device, scored: Scored) -> SplitGaps:
-        """Return the gaps for an optimizer step that is about to begin."""
+        """Create the gaps for an optimizer step that is about to begin, and compute the means
+        before it."""
         sampled = batch.micro_batches[0].loss == "grpo"
         gaps = SplitGaps(batch.split_sequences if sampled else 0, device)
         gaps.score(batch.scored_first, scored)
         return gaps
 
     def score(self, batches: Sequence[MicroBatch], scored: Scored) -> None:
-        """Compute the means before training, from equally many `batches` on all ranks."""
+        """Compute the means before training. All ranks must pass the same number of `batches`."""
         if batches:
             for batch in batches:
                 self.add(*scored(batch)[:2])
@@ -50,20 +52,21 @@ class SplitGaps:
             self._totals = GapTotals(self._count, self._before_P.device)
 
     def add(self, inputs: Inputs, logp: Tensor) -> None:
-        """Add the [R] sampled tokens of a micro-batch to the means."""
+        """Include the [R] sampled tokens of a micro-batch in the means."""
         # All ranks of a sequence-parallel group have the same.
         if self._count and inputs.split_S is not None and inputs.part.rank == 0:
             self._totals.add(logp, inputs.logp_old_R, inputs.split_S[inputs.sequence_R])
 
     def of(self, inputs: Inputs) -> Tensor | None:
-        """Return the [S] `sequence_gap` of a micro-batch for `keel.rl.losses.grpo_loss`."""
+        """Return the `sequence_gap` [S] of a micro-batch for `keel.rl.losses.grpo_loss`, or None if
+        no trajectory is split."""
         if inputs.split_S is None:
             return None
         gaps = self._before_P[inputs.split_S.clamp(min=0)]
         return torch.where(inputs.split_S < 0, torch.nan, gaps)
 
     def metrics(self) -> dict[str, Metric]:
-        """Return the largest mean over all micro-batches that were added."""
+        """Return the largest mean over all micro-batches added so far."""
         if not self._count:
             return {}
         return {"mask/logp_gap_max": Max(float(self._means().clamp(min=0).amax()))}
@@ -116,14 +119,14 @@ def _nll(
 def mass_share(
     inputs: Inputs, log_mass: Tensor, total_sequences: int, config: Config
 ) -> tuple[Tensor, Tensor]:
-    """Compute the penalty on the mass that the policy puts on ids outside the sampling masks
+    """Compute a penalty on the probability that the policy gives to ids outside the sampling masks
     (`algorithm.kept_mass_coef`).
 
         c/B Σ_i w_i/|o_i| Σ_t max(0, log top_p² − log m_t)
 
-    `log_mass` is [m] and covers this rank's part of the row. Masks that top-k may have cut (`CUT`)
-    do not count, since their mass at sampling time is not known. Returns the share of the step's
-    loss, and the [4] float32 totals for `mass_metrics`.
+    `log_mass` [m] covers this rank's part of the row. Masks that top-k may have cut (`CUT`) are not
+    counted, since their probability at sampling time is unknown. Returns this micro-batch's share
+    of the penalty, and [4] float32 totals for `mass_metrics`.
     """
     coef, sampling, head = config.algorithm.kept_mass_coef, config.rollout.sampling, inputs.head
     weight, short = torch.zeros_like(log_mass), torch.zeros_like(log_mass)
@@ -140,14 +143,14 @@ def mass_share(
 
 
 def indexer_metrics(held: Tensor) -> dict[str, Metric]:
-    """Return `indexer/held`: the attention mass within the top k, averaged over layers and queries
-    with more than k keys."""
+    """Return `indexer/held`: the share of attention on the top k keys, averaged over layers and
+    over queries with more than k keys."""
     attention, queries = held.tolist()
     return {"indexer/held": Mean(attention, queries)} if queries else {}
 
 
 def mass_metrics(totals: Tensor) -> dict[str, Metric]:
-    """Return metrics for the totals from `mass_share`."""
+    """Turn the totals from `mass_share` into metrics."""
     mass, tokens, short, counted = totals.tolist()
     metrics: dict[str, Metric] = {"sampling/kept_mass": Mean(mass, tokens)} if tokens else {}
     return metrics | ({"sampling/mass_shortfall": Mean(short, counted)} if counted else {})

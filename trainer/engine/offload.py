@@ -1,7 +1,8 @@
 """Moves a rank's GPU memory to host memory while an engine or activations need the space.
 
-Storages are resized to zero and refilled, as FSDP does, so all views of DeepSpeed's flat buffers
-stay valid. DeepSpeed's own `offload_states` (0.19.8) supports only ZeRO-2 and no reference policy.
+A storage is resized to zero and later refilled, as FSDP does, so all views of DeepSpeed's flat
+buffers stay valid. DeepSpeed's own `offload_states` (0.19.8) supports only ZeRO-2 and does not
+support a reference policy.
 """
 
 from __future__ import annotations
@@ -30,28 +31,31 @@ from keel.trainer.placement.memory import STEP_PARTS, trainer_memory, update_cop
 
 MIB, GIB = 2**20, 2**30
 _MIN_BYTES = 2**12
-"""Storages with fewer bytes stay on the device."""
+"""Smaller storages, in bytes, stay on the device."""
 BLOCK = 2**28
-"""Bytes of a block in host memory, since PyTorch rounds pinned memory up to a power of two."""
+"""Size of a block of host memory in bytes. PyTorch rounds pinned memory up to a power of two, so a
+large tensor is split into blocks of this size."""
 SPARE = 2 * GIB
-"""Bytes on the device that are kept free in addition to the known need."""
+"""Bytes of device memory that stay free in addition to the known need."""
 _TRIES = 3
-"""How often to try to free enough memory, since fragments may stay reserved."""
+"""How many times to try to free enough memory. One try may not be enough, since fragmented memory
+stays reserved."""
 _SLACK = 1.1
-"""Factor on the activation memory of earlier passes, since micro-batches differ."""
+"""Safety factor on the activation memory measured so far, since micro-batches differ in size."""
 
 
 class _Buffer:
-    """A set of storages whose bytes are either on the device or in host memory."""
+    """A set of storages that can be offloaded from the device and loaded again."""
 
     def __init__(
         self, device: torch.device, content: Literal["changing", "constant", "scratch", "zeros"]
     ) -> None:
-        """`changing` content is copied to host memory each time, `constant` once, and `scratch` and
-        `zeros` never."""
+        """`content` tells what to copy to host memory: `changing` content is copied at each
+        offload, `constant` content only once, and `scratch` and `zeros` never."""
         self._device, self._content = device, content
         self._copies: dict[int, tuple[UntypedStorage, list[Tensor]]] = {}
-        """The host copies, keyed by storage. Constant ones are kept."""
+        """Copies in host memory, keyed by storage. Copies of constant content are kept after
+        loading."""
         self._offloaded: list[tuple[UntypedStorage, int]] = []
 
     @property
@@ -63,7 +67,8 @@ class _Buffer:
         return sum(size for _, size in self._offloaded)
 
     def offload(self, tensors: Iterable[Tensor], enough: float = math.inf) -> float:
-        """Offload `tensors` until `enough` bytes are free. Returns the missing bytes."""
+        """Offload `tensors` until `enough` bytes are freed. Returns how many bytes are still
+        missing."""
         freed: list[tuple[UntypedStorage, int]] = []
         copies: dict[int, tuple[UntypedStorage, list[Tensor]]] = {}
         for storage in _on_device(tensors, self._device):
@@ -109,7 +114,7 @@ class _Buffer:
 
 
 class _NoOffload:
-    """Stands in for `Offload` on a rank that shares its GPU with no engine."""
+    """Replaces `Offload` on a rank that does not share its GPU with an engine. Does nothing."""
 
     host_bytes = 0
 
@@ -123,9 +128,10 @@ class _NoOffload:
 class Offload:
     """Moves a rank's tensors between GPU and host memory, depending on what each phase needs.
 
-    Gradients need the weights, the reference policy, gradient sums, buckets and other DeepSpeed
-    tensors; the update needs the weights, master weights and moments. While an engine samples, only
-    the memory that it needs is freed, beginning with the reference, which has a host copy already.
+    Forward and backward passes need the weights, the reference policy, gradient sums, buckets and
+    other DeepSpeed tensors. The update needs the weights, master weights and moments. While an
+    engine samples, only as much memory is freed as it needs. The reference policy is offloaded
+    first, since its copy in host memory is kept.
     """
 
     def __init__(
@@ -139,9 +145,10 @@ class Offload:
         activations: float = math.inf,
         update_bytes: float = 0.0,
     ) -> None:
-        """All sizes are bytes on the device. `room` is how much may stay while an engine samples;
-        if it is infinite, only scratch memory is offloaded. `limit` is how much may be in use at
-        all. `activations` and `update_bytes` are planned for passes and an update."""
+        """All sizes are bytes of device memory. `room` is how much this rank may keep while an
+        engine samples; if it is infinite, only scratch memory is offloaded. `limit` is how much of
+        the GPU may be in use in total. `activations` and `update_bytes` are the planned needs of
+        the passes and of an update."""
         self._module: Any = engine.module
         self._optimizer: Any = engine.optimizer
         self._reference, self._device, self._room, self._limit = reference, device, room, limit
@@ -159,7 +166,8 @@ class Offload:
         return sum(buffer.host_bytes for buffer in buffers)
 
     def offload(self, *, weights: bool) -> None:
-        """Free memory until at most `room` is in use, if need be also memory of the `weights`."""
+        """Free memory until this rank uses at most `room`. The model's weights are offloaded last,
+        and only if `weights` is set."""
         self._gradients.offload(gradient_sums(self._optimizer))
         self._buckets.offload(buckets(self._optimizer))
         drop_gathered(self._optimizer)
@@ -179,7 +187,7 @@ class Offload:
         self._empty_cache()
 
     def load(self, *, state: bool = False) -> None:
-        """Load the weights. With `state`, load everything that a checkpoint saves."""
+        """Load the weights. With `state`, also load everything else that a checkpoint contains."""
         self._weights.load()
         if state:
             self._state.load()
@@ -187,7 +195,8 @@ class Offload:
 
     def before_gradients(self) -> None:
         """Load what forward and backward passes need. Optimizer state is offloaded if it does not
-        fit next to the activations, as planned or as measured so far."""
+        fit next to the activations, whose size is the planned one or the largest measured so far.
+        """
         self._weights.load()
         needed = (self._gradients, self._buckets, self._rest, self._frozen)
         need = SPARE + _SLACK * self._activations + sum(b.offloaded_bytes for b in needed)
@@ -201,7 +210,8 @@ class Offload:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def before_update(self) -> None:
-        """Load the optimizer state after the backward pass, if need be in the reference's place."""
+        """Load the optimizer state after the backward pass. If memory is short, offload the
+        reference policy first."""
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device) - self._before
             self._activations = max(self._activations, float(peak))
@@ -217,7 +227,8 @@ class Offload:
         self._state.load()
 
     def mark_crowded(self) -> None:
-        """Offload all optimizer state from now on. Called after an out-of-memory error."""
+        """Offload all optimizer state during forward and backward passes from now on. Call this
+        after an out-of-memory error."""
         self._activations = math.inf
 
     def _optimizer_state(self) -> list[Tensor]:
@@ -248,7 +259,7 @@ class Offload:
 def make_offload(
     engine: DeepSpeedEngine, reference: nn.Module | None, device: torch.device, config: Config
 ) -> Offload | _NoOffload:
-    """Create the `Offload` for this rank, or a `_NoOffload` without `rollout.time_share`."""
+    """Create the `Offload` for this rank, or a `_NoOffload` if `rollout.time_share` is off."""
     if not config.rollout.time_share:
         return _NoOffload()
     module: Any = engine.module
@@ -266,7 +277,8 @@ def make_offload(
 
 
 def room(config: Config, device: torch.device) -> float:
-    """Return how many bytes of a rank may stay on its GPU while an engine samples; 0 on a CPU."""
+    """Return how many bytes a rank may keep on its GPU while an engine samples. Returns 0 on a CPU,
+    and infinity if `trainer.offload_while_sampling` is off."""
     if not config.trainer.offload_while_sampling:
         return math.inf
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""The policy network as the trainer runs it: from packed tokens to log-probabilities."""
+"""The policy network of the trainer, which computes log-probabilities of packed tokens."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ Attention = Literal["sparse", "warm-up", "dense"]
 
 
 def use_flash4(config: Config, model: PreTrainedModel, device: torch.device) -> tuple[bool, str]:
-    """Decide whether to use FlashAttention-4, with a warning if only its package is missing.
-    Raises RuntimeError if the recipe requires it and it cannot be used."""
+    """Return whether to use FlashAttention-4, and a warning if only its package is missing. Raises
+    RuntimeError if the recipe requires FlashAttention-4 and it cannot be used."""
     trainer, longest = config.trainer, config.max_context
     if config.model.batch_invariant or not trainer.flash4(longest) or device.type != "cuda":
         return False, ""
@@ -72,11 +72,12 @@ def use_flash4(config: Config, model: PreTrainedModel, device: torch.device) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """A micro-batch on the trainer's device: N tokens, R of them sampled, of S trajectories.
+    """A micro-batch on the trainer's device. It has N tokens, R of which were sampled, and S
+    trajectories.
 
     Inputs to the head and the routers stay in host memory, where they are checked. Under sequence
     parallelism, `token_ids`, `positions`, `head` and `routes_NLK` cover only this rank's part of
-    the row, while segments and `*_R` cover all of it.
+    the row, while `segments` and `*_R` cover the whole row.
     """
 
     token_ids: Tensor
@@ -86,15 +87,15 @@ class Inputs:
     segments: Segments
     loss: Loss
     part: Slice
-    """Which tokens of the row this rank has. The ranks of `part.group` have the others."""
+    """The part of the row that this rank has. The other ranks of `part.group` have the rest."""
     mine: slice
-    """Which of the R sampled tokens are predicted by this rank's hidden states. The others are
-    predicted by other ranks of the group."""
+    """The slice of the R sampled tokens that this rank's hidden states predict. Other ranks of the
+    group predict the others."""
     ends: int
-    """How many of this rank's N tokens no engine has had as input, so that no routes were recorded
-    for them: the last token of each segment, and padding."""
+    """How many of this rank's N tokens were never an input to an engine, so that no routes were
+    recorded for them. These are the last token of each segment, and padding."""
     filled: int
-    """How many of this rank's N tokens are padding at the end of the row, which makes all parts
+    """How many of this rank's N tokens are padding at the end of the row. It makes all ranks' parts
     equally long."""
     head: HeadInputs
     logp_old_R: Tensor
@@ -109,20 +110,21 @@ class Inputs:
     selected_NLk: NDArray[np.int32] | None
     position_N: NDArray[np.int32]
     watched: bool = False
-    """True if `seen_tokens` is needed for one of the segments."""
+    """True if `seen_tokens` is needed for at least one segment."""
     truncated: bool = False
-    """True if the step has sampling masks. This is the same on all ranks."""
+    """True if the step has sampling masks. All ranks have the same value."""
 
     @property
     def padding(self) -> bool:
-        """True if the micro-batch is empty and only serves the collectives."""
+        """True if the micro-batch is empty. It then only keeps this rank's collectives in step with
+        the other ranks."""
         return len(self.sequence_tokens_S) == 0
 
     @staticmethod
     def of(
         batch: MicroBatch, device: torch.device, part: Slice = WHOLE, *, probes: int = 1
     ) -> Inputs:
-        """Copy this rank's part of `batch` to `device`. See `head_inputs` for `probes`."""
+        """Copy this rank's part of `batch` to `device`. `probes` is explained in `head_inputs`."""
 
         def moved(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
             return to_device(torch.tensor(array, dtype=dtype), device)
@@ -169,12 +171,14 @@ class Inputs:
 
 
 class PolicyNetwork(nn.Module):
-    """A causal language model that scores sampled tokens without computing the full logits."""
+    """A causal language model that computes log-probabilities of sampled tokens without computing
+    the full logits."""
 
     learning_indexers: int = 0
-    """How many layers have a sparse-attention indexer that is being trained."""
+    """The number of layers with a sparse-attention indexer that is being trained."""
     replays: bool = True
-    """Whether to attend to the tokens that the engines selected, if these were recorded."""
+    """If set, sparse attention uses the tokens that the engines selected, provided they were
+    recorded."""
 
     def __init__(
         self,
@@ -189,8 +193,8 @@ class PolicyNetwork(nn.Module):
         flash4: bool = False,
         learns_mass: bool = False,
     ) -> None:
-        """`context` is the engines' `max_model_len`, `indexer_loss` says whether indexers are
-        trained, and `learns_mass` whether the mass of sampling masks has a gradient."""
+        """`context` is the engines' `max_model_len`. With `indexer_loss`, indexers are trained.
+        With `learns_mass`, the probability mass of sampling masks has a gradient."""
         super().__init__()
         if context is not None:
             fix_long_rope(model, context)
@@ -232,12 +236,13 @@ class PolicyNetwork(nn.Module):
         )
 
     def recompute(self, *, keep_attention: bool) -> None:
-        """Recompute activations in backward passes, but with `keep_attention` not attention's."""
+        """Use activation checkpointing. With `keep_attention`, attention outputs are kept instead
+        of recomputed."""
         options = {"context_fn": attention_kept} if keep_attention else {}
         self.model.gradient_checkpointing_enable({"use_reentrant": False, **options})
 
     def forward(self, *, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Score the sampled tokens in this rank's part of the row.
+        """Compute log-probabilities of the sampled tokens in this rank's part of the row.
 
         Returns five float32 tensors:
 
@@ -278,7 +283,7 @@ class PolicyNetwork(nn.Module):
 
 
 class ReferencePolicy:
-    """A frozen model that the KL term compares with: the initial policy or a teacher."""
+    """A frozen model for the KL term: either the initial policy or a teacher."""
 
     def __init__(
         self,
@@ -288,8 +293,9 @@ class ReferencePolicy:
         *,
         replays: bool = False,
     ) -> None:
-        """`sharded` is DeepSpeed's configuration under ZeRO-3 or expert parallelism; otherwise each
-        rank has a whole copy. `replays` uses the experts that the engine recorded."""
+        """Under ZeRO-3 or expert parallelism, `sharded` is DeepSpeed's configuration. Otherwise it
+        is None, and each rank has a full copy. With `replays`, tokens go to the experts that the
+        engine recorded."""
         self.network, self._replays = network.eval().requires_grad_(False), replays
         network.replays = False  # uses its own indexers
         self._forward: Callable[..., tuple[Tensor, ...]] = (
@@ -298,7 +304,8 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def logp(self, inputs: Inputs) -> Tensor:
-        """Return float32 log-probabilities [R] for this rank's part, over the sampling masks."""
+        """Return float32 log-probabilities [R] of the sampled tokens in this rank's part. They are
+        normalized over the sampling masks."""
         replays = self._replays and inputs.loss == "grpo"
         with recorded_routes(self.network, inputs) if replays else nullcontext():
             logp, *_ = self._forward(inputs=inputs)
@@ -306,7 +313,7 @@ class ReferencePolicy:
 
 
 class BasePolicy:
-    """The reference policy under LoRA: the trained network without its adapters."""
+    """The reference policy when training with LoRA: the trained network without its adapters."""
 
     def __init__(self, network: PolicyNetwork, *, replays: bool) -> None:
         self.network, self._replays = network, replays
@@ -321,17 +328,18 @@ class BasePolicy:
 
 
 class References:
-    """The models that the KL terms compare with, by index (`DataConfig.references`)."""
+    """The reference models for the KL terms, indexed as in `DataConfig.references`."""
 
     def __init__(
         self, models: Sequence[ReferencePolicy | BasePolicy | None], *, together: bool
     ) -> None:
-        """`together` says that all ranks must call each model, because its weights are sharded."""
+        """Set `together` if the weights are sharded, so that every rank calls every model."""
         self._models, self._together = models, together
 
     def logp(self, inputs: Inputs) -> Tensor | None:
-        """Return float32 log-probabilities [R] for this rank's part, each by the model of its
-        trajectory, or None without models. They are NaN where there is no model."""
+        """Return float32 log-probabilities [R] of the sampled tokens in this rank's part, or None
+        if there are no models. Each trajectory is scored by its own reference model. Values are NaN
+        for trajectories without one."""
         if not any(self._models):
             return None
         first, *teachers = self._models
@@ -349,7 +357,8 @@ class References:
 
 
 def indexer_weight(network: PolicyNetwork, config: Config, step: TrainBatch) -> float:
-    """Return the factor of a micro-batch's indexer loss, a sum over tokens, in the step's loss."""
+    """Return the factor by which a micro-batch's indexer loss enters the step's loss. The indexer
+    loss is a sum over tokens."""
     if not network.learning_indexers:
         return 0.0
     if step.total_tokens < 1:
@@ -358,7 +367,8 @@ def indexer_weight(network: PolicyNetwork, config: Config, step: TrainBatch) -> 
 
 
 def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextManager[Any]:
-    """Send tokens to the experts that the engine recorded. Raises ValueError without routes."""
+    """Return a context in which each token goes to the experts that the engine recorded. Raises
+    ValueError if no routes were recorded."""
     routes = inputs.routes_NLK
     if inputs.padding:
         # Replays nothing, but keeps the order of modules that ZeRO-3 needs equal on all ranks.
@@ -376,8 +386,9 @@ def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextMa
 def seen_tokens(
     batch: MicroBatch, part: Slice, logp: Tensor, replay: Replay | None
 ) -> dict[int, TokenNumbers]:
-    """Return log-probabilities and routing overlap for the watched segments, by segment number.
-    `logp` [R] covers the whole micro-batch, and `replay` is of its finished forward pass."""
+    """Return log-probabilities and routing overlap for the watched segments, keyed by segment
+    number. `logp` [R] covers the whole micro-batch. `replay` must come from its completed forward
+    pass."""
     if batch.watched is None:
         return {}
     count = len(batch.token_ids_N)
@@ -401,8 +412,8 @@ def seen_tokens(
 def whole_sequences(
     inputs: Inputs, logp: Tensor, reference: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gather the values [r] from each rank's part into [R] for the whole micro-batch. Gradients
-    flow back only to this rank's own values."""
+    """Gather the values [r] of all parts of a micro-batch and return them as [R]. Gradients flow
+    back only to this rank's own values."""
     if inputs.part.group is None or inputs.padding:
         return logp, reference
     values = torch.stack([logp.detach()] if reference is None else [logp.detach(), reference])

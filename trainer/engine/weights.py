@@ -1,4 +1,4 @@
-"""Loads weights into the ranks, and hands them out whole under their checkpoint names."""
+"""Loads weights into the ranks, and yields the full weights under their checkpoint names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def _unset(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> n
 
 
 def outline(model: PreTrainedModel) -> bytes:
-    """Pickle a model without the values of its weights. Empty if it cannot be pickled."""
+    """Return an outline of the model: a pickle without the values of its weights. Returns empty
+    bytes if the model cannot be pickled."""
     data = io.BytesIO()
     try:
         _OutlinePickler(data, protocol=5).dump(model)
@@ -50,8 +51,8 @@ def outline(model: PreTrainedModel) -> bytes:
 
 
 def _from_outline(data: bytes, device: torch.device | str = "cpu") -> PreTrainedModel:
-    """Build a model whose weights are not set and take no host memory until then. `data` must come
-    from this run, since unpickling can run arbitrary code."""
+    """Build a model with uninitialized weights, which take no host memory until they are written.
+    `data` must come from this run, since unpickling can run arbitrary code."""
     with torch.device(device):
         return pickle.loads(data)
 
@@ -59,12 +60,14 @@ def _from_outline(data: bytes, device: torch.device | str = "cpu") -> PreTrained
 def read_once(
     load: Load, dtype: torch.dtype, *, readers: int, read: PreTrainedModel | None = None
 ) -> tuple[PreTrainedModel, bytes]:
-    """Read the model into host memory on all ranks together. Returns it, and an outline from which
-    `twin` can build another copy.
+    """Return the model in host memory and its outline, from which `twin` can build another copy.
+    All ranks must call this together.
 
-    The first `readers` ranks load the model, unless they have done so already (`read`). Other ranks
-    build it from the outline, and `zero.initialize` sets their weights. The returned outline is
-    empty if weights have another `dtype`, which DeepSpeed would round. If a rank fails, all raise.
+    The first `readers` ranks load the model, unless they pass a model that they have already loaded
+    (`read`). The other ranks build it from rank 0's outline, and `zero.initialize` sets their
+    weights. If there is no outline, they load it, too. The returned outline is empty if some
+    weights do not have `dtype`, because DeepSpeed would round them. If loading fails on one rank,
+    all ranks raise an error.
     """
     model = read if read is not None and read.dtype == dtype else None
     failed: Exception | None = None
@@ -92,12 +95,14 @@ def read_once(
 
 
 def twin(data: bytes, load: Load, device: torch.device | str) -> PreTrainedModel:
-    """Return another copy of the model, with unset weights on `device` if there is an outline."""
+    """Return another copy of the model. It is built from the outline `data`, with uninitialized
+    weights on `device`. If the outline is empty, the model is loaded again."""
     return _from_outline(data, device) if data else load()
 
 
 def copy_weights(source: nn.Module, target: nn.Module, *, stage: int) -> None:
-    """Copy a model's weights to its twin on all ranks together."""
+    """Copy the weights of `source` to `target`, which has the same architecture. All ranks must
+    call this together."""
     pairs = zip(source.named_parameters(), target.named_parameters(), strict=True)
     for (name, weight), (target_name, target_weight) in pairs:
         if name != target_name:
@@ -112,14 +117,15 @@ def copy_weights(source: nn.Module, target: nn.Module, *, stage: int) -> None:
 def gathered(
     parameters: Sequence[Tensor], *, stage: int, modifier_rank: int | None = None
 ) -> AbstractContextManager[Any]:
-    """Make the parameters whole inside this context. Only `modifier_rank` may change them."""
+    """Return a context in which the parameters are not sharded. Only `modifier_rank` may change
+    them."""
     return deepspeed.zero.GatheredParameters(
         list(parameters), modifier_rank=modifier_rank, enabled=stage == 3
     )
 
 
 class Weights:
-    """The weights of a model that DeepSpeed has initialized."""
+    """Yields the weights of a model that DeepSpeed has initialized."""
 
     def __init__(self, model: PreTrainedModel, experts: ExpertLayers, *, stage: int) -> None:
         """`stage` is the ZeRO stage."""
@@ -128,24 +134,25 @@ class Weights:
 
     @property
     def gathered(self) -> bool:
-        """True if the weights are sharded, so that all ranks must iterate over them together."""
+        """True if the weights are sharded. All ranks must then iterate over them together."""
         return self._stage == 3 or self._experts.spread
 
     def named(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield checkpoint names and tensors in `dtype` (see `keel.model.load.precision`)."""
+        """Yield checkpoint names and full tensors. `dtype` is applied as in
+        `keel.model.load.precision`."""
         convert = precision(self._model, dtype)
         for name, tensor in checkpoint_tensors(self._model, whole=self._whole):
             yield name, convert(name, tensor)
 
     def buckets(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[FlatBucket]:
-        """Yield the same tensors, packed into buckets on this rank's device."""
+        """Yield the same tensors as `named`, packed into buckets on this rank's device."""
         key = bucket_bytes, dtype
         if key not in self._packers:
             self._packers[key] = BucketPacker(self._model, dtype, bucket_bytes, whole=self._whole)
         return self._packers[key].buckets()
 
     def gather_along(self) -> None:
-        """Take part in the collectives of other ranks while they iterate over the weights."""
+        """Join the collectives of other ranks while they iterate over the weights."""
         for _ in module_tensors(self._model, whole=self._whole) if self.gathered else ():
             pass
 

@@ -1,4 +1,4 @@
-"""Sets up a rank's process group and DeepSpeed engine, and runs the optimizer updates."""
+"""Sets up a rank's process group and DeepSpeed engine, and applies optimizer updates."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from keel.trainer.placement.memory import bucket_elements
 from keel.trainer.run.restarts import UpdateOutOfMemory
 
 SCALE_POWER = 16
-"""In float16 the loss scale starts at 2 to this power. It is halved after each overflow."""
+"""In float16, the loss scale starts at 2 to this power. It is halved after each overflow."""
 SCALE_WINDOW = 100
-"""In float16 the loss scale doubles after this many optimizer steps without overflow."""
+"""In float16, the loss scale doubles after this many optimizer steps without overflow."""
 _NEVER = 2**31
 """A number of optimizer steps that is never reached."""
 
@@ -52,8 +52,8 @@ def check_libraries() -> None:
 def join_ranks(
     rank: int, world_size: int, store: Store | None, *, timeout_s: float
 ) -> torch.device:
-    """Start the process group (NCCL on GPUs, gloo otherwise), whose collectives fail after
-    `timeout_s`, and return the rank's device."""
+    """Create the process group (NCCL on GPUs, gloo otherwise) and return the rank's device.
+    Collectives fail after `timeout_s`."""
     local = int(os.environ.setdefault("LOCAL_RANK", "0"))
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
@@ -78,8 +78,9 @@ def initialize(
     device: torch.device,
     optimizer: Callable[[Any], Optimizer] | None = None,
 ) -> DeepSpeedEngine:
-    """Wrap a model in host memory with DeepSpeed. Under ZeRO-3, parameters are moved to the device
-    one by one, as shards. `optimizer` is called after AutoEP has replaced parameters."""
+    """Wrap a model in host memory with DeepSpeed. Under ZeRO-3, parameters are sharded and moved to
+    the device one at a time. `optimizer` creates the optimizer once AutoEP has replaced parameters.
+    """
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     with redirect_stdout(io.StringIO()):
         if config["zero_optimization"]["stage"] == 3:
@@ -106,7 +107,8 @@ def deepspeed_config(
     model: PreTrainedModel,
 ) -> dict[str, Any]:
     """Return the configuration for DeepSpeed. Gradients are accumulated and reduced in float32.
-    DeepSpeed accumulates over one micro-batch, and the engine marks where a step ends."""
+    DeepSpeed is set to accumulate over one micro-batch, and the engine itself marks where a step
+    ends."""
     stage = zero_stage(trainer, dtype)
     # DeepSpeed allocates the whole bucket even for a smaller model.
     elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -148,7 +150,7 @@ def deepspeed_config(
 
 
 def frozen_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration for a model that is not trained, which keeps its dtype."""
+    """Return the configuration for a model that is not trained. The model keeps its dtype."""
     if config["zero_optimization"]["stage"] == 3:
         return dict(config)
     rest = {name: value for name, value in config.items() if name not in ("bf16", "fp16")}
@@ -156,7 +158,8 @@ def frozen_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zero_stage(trainer: TrainerConfig, dtype: torch.dtype) -> int:
-    """Return the ZeRO stage to use. DeepSpeed keeps float32 master weights only from stage 1 up."""
+    """Return the ZeRO stage to use. It is at least 1 in half precision, since DeepSpeed keeps no
+    float32 master weights at stage 0."""
     return trainer.zero_stage if dtype == torch.float32 else max(1, trainer.zero_stage)
 
 
@@ -166,8 +169,9 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def learning_rate(step: int, config: TrainerConfig, *, total_steps: int) -> float:
-    """Return the learning rate for a step, counted from 1. It rises linearly to `lr` at step
-    `warmup_steps`; `linear` and `cosine` then decay to `min_lr` at the last step."""
+    """Return the learning rate for a step, counting from 1. It rises linearly to `lr` at step
+    `warmup_steps`. The schedules `linear` and `cosine` then decay it to `min_lr` at the last step.
+    """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":
@@ -179,7 +183,7 @@ def learning_rate(step: int, config: TrainerConfig, *, total_steps: int) -> floa
 
 
 def adam_for(module: nn.Module, trainer: TrainerConfig, device: torch.device) -> torch.optim.AdamW:
-    """Create an AdamW optimizer without weight decay on vectors (norms and biases)."""
+    """Create an AdamW optimizer. Vectors (norms and biases) have no weight decay."""
     groups: dict[float, list[nn.Parameter]] = {}
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -201,8 +205,8 @@ def adam_for(module: nn.Module, trainer: TrainerConfig, device: torch.device) ->
 def apply_gradients(
     engine: DeepSpeedEngine, module: nn.Module, *, stage: int, clip: float
 ) -> float:
-    """Take an optimizer step and return the gradient norm before clipping. If that is not finite,
-    the gradients are dropped and nothing changes. A `clip` of 0 turns clipping off."""
+    """Take an optimizer step and return the gradient norm before clipping. If the norm is not
+    finite, the gradients are dropped and no weights change. A `clip` of 0 disables clipping."""
     if stage > 0:  # DeepSpeed clips, and skips the step if the norm is not finite
         engine.step()
         norm = engine.get_global_grad_norm()
@@ -222,7 +226,7 @@ def apply_gradients(
 
 @contextmanager
 def room_to_update() -> Iterator[None]:
-    """Raise `UpdateOutOfMemory` if the code inside this context runs out of memory."""
+    """Return a context that raises `UpdateOutOfMemory` if the code inside it runs out of memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -234,7 +238,7 @@ def room_to_update() -> Iterator[None]:
 
 
 def drop_gradients(engine: DeepSpeedEngine, module: nn.Module) -> None:
-    """Undo a backward pass that was interrupted. Works on a single rank only."""
+    """Drop all gradients after an interrupted backward pass. This works only with a single rank."""
     module.zero_grad(set_to_none=True)
     for total in gradient_sums(engine.optimizer):
         if total.untyped_storage().nbytes():  # it may be offloaded
