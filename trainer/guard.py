@@ -1,4 +1,4 @@
-"""Saves checkpoints during a run and when it is aborted or fails."""
+"""Saves checkpoints during a run, and also when the run is aborted or fails."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from keel.rl.types import ScoredGroup, StepResult
 from keel.trainer.batch_stream import BatchStream, Cancelled, EmptyBatch
 
 Save = Callable[[int, Mapping[str, Any]], bool]
-"""Writes a checkpoint for a step and a position in the data. Returns True if it was written, and
-False if it could not be written and the run continues without it."""
+"""Writes a checkpoint, given a step and a position in the data. Returns True if it was written.
+Returns False if writing failed and the run should continue without this checkpoint."""
 
 
 class RunJournal(Protocol):
-    """Records a run and shows its progress."""
+    """Records the results of a run and shows its progress."""
 
     def begin(self, activity: str) -> None: ...
 
     def reach(self, done: int, total: int, unit: str) -> None:
-        """Report how far the current activity has come."""
+        """Report how much of the current activity is done."""
         ...
 
     def record(
@@ -35,7 +35,7 @@ class RunJournal(Protocol):
         groups: Sequence[ScoredGroup],
         discarded: Sequence[ScoredGroup] = (),
     ) -> None:
-        """Record a step, the groups it trained on and those that were discarded."""
+        """Record a step with its metrics, the groups it trained on and the discarded groups."""
         ...
 
     def evaluated(self, step: int) -> bool:
@@ -45,12 +45,12 @@ class RunJournal(Protocol):
 
 @dataclass(slots=True)
 class Saver:
-    """Writes checkpoints when they are due and counts the ones that could not be written."""
+    """Decides when a checkpoint is due, writes it, and counts failed writes."""
 
     write: Save
     run: RunConfig
     saved: int
-    """The last step that has a checkpoint, or the step that the run started from."""
+    """The last step that has a checkpoint, or the step at which the run started."""
     tried_at: float = field(default_factory=lambda: time.monotonic())
     unwritten: int = 0
 
@@ -60,7 +60,7 @@ class Saver:
         return step == run.steps or by_steps or 0 < run.checkpoint_minutes * 60 <= since_s
 
     def save(self, step: int, position: Mapping[str, Any]) -> bool:
-        """Write a checkpoint. Returns True if it was written."""
+        """Try to write a checkpoint. Returns True on success."""
         written = self.write(step, position)
         self.saved, self.tried_at = step if written else self.saved, time.monotonic()
         self.unwritten += not written
@@ -71,9 +71,12 @@ class Saver:
 
 
 class RunGuard:
-    """Makes sure that a run ends with a checkpoint when it is aborted, or when sampling, scoring,
-    publishing or evaluating fails and `handle_failure(error)` returns True. An error in an
-    optimizer step is raised without a checkpoint, since the learner's state is lost."""
+    """Saves a final checkpoint when a run ends early.
+
+    This happens when the run is aborted. It also happens when sampling, scoring, publishing or
+    evaluating fails and `handle_failure(error)` returns True. An error in an optimizer step is
+    raised without a checkpoint, since the learner's state is lost.
+    """
 
     def __init__(
         self,
@@ -85,9 +88,9 @@ class RunGuard:
         should_abort: Callable[[], bool],
         handle_failure: Callable[[Exception], bool],
     ) -> None:
-        """See `keel.trainer.loop.Parts` for the arguments."""
+        """The arguments are described in `keel.trainer.loop.Parts`."""
         self.reached = start
-        """The last step done."""
+        """The last step that is done."""
         self.saver = Saver(save, run, start)
         self._stream, self._journal = stream, journal
         self._should_abort, self._handle_failure = should_abort, handle_failure
@@ -95,7 +98,7 @@ class RunGuard:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Wrap the whole run. If it is aborted, save a checkpoint of the last step."""
+        """Return a context for the whole run. If the run is aborted, the last step is saved."""
         try:
             yield
         except Cancelled:
@@ -107,7 +110,8 @@ class RunGuard:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Wrap the sampling of a batch. If that fails, save the previous step and raise."""
+        """Return a context for sampling a batch. If sampling fails, the previous step is saved and
+        the error is raised."""
         self._journal.begin("sampling")
         try:
             yield
@@ -120,7 +124,8 @@ class RunGuard:
 
     @contextmanager
     def deferred_errors(self, activity: str) -> Iterator[None]:
-        """Wrap an activity that follows an optimizer step, whose error `finish` raises later."""
+        """Return a context for an activity after an optimizer step. If it fails, `finish` raises
+        the error later."""
         self._journal.begin(activity)
         try:
             yield
@@ -132,13 +137,14 @@ class RunGuard:
             self._deferred = error
 
     def continues(self, result: StepResult) -> bool:
-        """Return True if the weights of this step should be published and evaluated."""
+        """Return True if this step's weights should be published and evaluated."""
         return not (result.gave_up or self._deferred or self._should_abort())
 
     def finish(
         self, step: int, metrics: Mapping[str, Metric], batch: Batch, result: StepResult
     ) -> None:
-        """Record a step, then raise the error if one was held back during it."""
+        """Record a step. Then raise the error that `deferred_errors` has held back, if any, or
+        RuntimeError if the learner gave up."""
         self._journal.record(step, metrics, batch.groups, batch.discarded)
         if result.gave_up:  # without a checkpoint: the policy may be broken
             raise RuntimeError(f"step {step}: {result.gave_up}")
@@ -148,14 +154,15 @@ class RunGuard:
             raise self._deferred
 
     def save(self, step: int) -> bool:
-        """Write a checkpoint. Returns True if it was written."""
+        """Try to write a checkpoint. Returns True on success."""
         self._journal.begin("saving a checkpoint")
         if self._should_abort():
             self._stream.close()
         return self.saver.save(step, self._stream.position())
 
     def final_checkpoint(self, error: Exception) -> None:
-        """Save the last step before `error` ends the run, and note in it how to resume."""
+        """Save the last step before `error` ends the run, and add a note to `error` that tells how
+        to resume."""
         self._stream.close()
         untrained = error.prompts if isinstance(error, EmptyBatch) else ()
         try:

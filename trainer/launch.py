@@ -1,6 +1,6 @@
-"""Starts the engines, ranks and scorers for a task on Ray, in parallel, and stops them at exit.
+"""Starts a task's engines, trainer ranks and scorer on Ray in parallel, and stops them at exit.
 
-The cheap checks run first, so that most problems are reported before Ray starts.
+Cheap checks run first, so most problems are reported before Ray starts.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """The running engines, trainer and scorer for a task. The training loop uses it as its
-    `Rollouts`."""
+    """The running engines, trainer ranks and scorer of a task. The training loop samples through it
+    (see `Rollouts`)."""
 
     task: Task
     pool: RolloutPool
     ranks: Learner | None
-    """None if nothing is trained."""
+    """None if the trainer was not started."""
     scorer: Scorer
     agents: EpisodeRunner | None = None
     watchdog: Watchdog | None = None
@@ -84,7 +84,7 @@ class Runtime:
         )
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int = 0) -> Future[Group]:
-        """Sample a group of `size` completions, or as many as the recipe says."""
+        """Sample a group of `size` completions. If `size` is 0, the recipe sets the number."""
         config = self.task.config
         size = size or (config.algorithm.group_size if purpose == "train" else config.eval.samples)
         if prompt.environment:
@@ -98,7 +98,8 @@ class Runtime:
         awaited(self.weights.push(self.learner.version))
 
     def with_watchdog(self, should_abort: Callable[[], bool]) -> Callable[[], bool]:
-        """Extend `should_abort` to raise an error if a process in the run is lost or hangs."""
+        """Return a version of `should_abort` that also raises an error if a process of the run is
+        lost or hangs."""
 
         def check() -> bool:
             if self.watchdog is not None:
@@ -110,7 +111,7 @@ class Runtime:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteRuntime:
-    """A model behind an endpoint, and a scorer. It can sample like a `Runtime`."""
+    """A model behind an API endpoint, and a scorer. Can sample in place of a `Runtime`."""
 
     config: Config
     completions: EndpointCompletions
@@ -118,7 +119,7 @@ class RemoteRuntime:
     turns: EndpointTurns | None = None
     agents: EpisodeRunner | None = None
     _open: Counter[str] = field(default_factory=Counter[str], init=False)
-    """The number of groups in flight for each prompt."""
+    """The number of groups currently being sampled for each prompt."""
     _lock: Lock = field(default_factory=Lock, init=False)
 
     def submit(self, prompt: Prompt, purpose: Purpose, size: int) -> Future[Group]:
@@ -144,7 +145,7 @@ class RemoteRuntime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftRuntime:
-    """The running trainer ranks for supervised training."""
+    """The running trainer ranks of a supervised training task."""
 
     task: SftTask
     learner: Learner
@@ -161,11 +162,11 @@ def launch(
     learner: bool = True,
     layouts: ElasticLayouts | None = None,
 ) -> Iterator[Runtime]:
-    """Start the engines, the scorer and, if `learner` is set or engines take turns with them on a
-    GPU, the trainer ranks.
+    """Start the engines and the scorer and yield them as a `Runtime`. The trainer ranks are also
+    started if `learner` is set, or if engines take turns with them on a GPU.
 
-    `log` is the folder for the output of reward functions. `layouts` provides the recipe's layout
-    at each restart.
+    `log` is the folder for the output of reward functions. `layouts` chooses the recipe's layout at
+    each start of the run.
     """
     config, timeout_s = task.config, task.config.run.startup_timeout_s
     serves_judge = task.judged and config.rewards.judge.serve
@@ -279,9 +280,9 @@ def _start_cluster(
     gpu: bool,
     layouts: ElasticLayouts | None,
 ) -> tuple[Config, Reservation | None]:
-    """Start Ray, reserve GPUs and download the models to the other nodes. `models` pairs each hub
-    name or folder with the kinds of actors that read it. Returns the config, laid out for the
-    available nodes, and the reserved GPUs."""
+    """Start Ray, reserve GPUs and download the models to the other nodes. `models` pairs each
+    model's hub name or folder with the kinds of actors that read it. Returns the config adapted to
+    the available nodes, and the reserved GPUs (None without GPUs)."""
     timeout_s = config.run.startup_timeout_s
     with waiting("starting Ray"):
         start_ray()
@@ -331,8 +332,8 @@ def build_scorer(
 
 @contextmanager
 def run_episodes(task: Task, pool: RolloutPool) -> Iterator[EpisodeRunner | None]:
-    """Run episodes on the engines and yield their runner. Yields None if no source has an
-    environment."""
+    """Return a context that yields a runner of episodes on the engines. Yields None if no source
+    has an environment."""
     if task.chat is None:
         yield None
         return
@@ -350,7 +351,8 @@ def run_episodes(task: Task, pool: RolloutPool) -> Iterator[EpisodeRunner | None
 
 @contextmanager
 def run_remote_episodes(remote: RemoteRuntime) -> Iterator[RemoteRuntime]:
-    """Run episodes on the endpoint. Raises ConfigError if an environment cannot run there."""
+    """Return a context that yields `remote` with a runner of episodes on the endpoint. Raises
+    ConfigError if an environment cannot run there."""
     config = remote.config
     turns = EndpointTurns(
         remote.completions, {purpose: config.sampling(purpose) for purpose in get_args(Purpose)}
@@ -363,7 +365,8 @@ def run_remote_episodes(remote: RemoteRuntime) -> Iterator[RemoteRuntime]:
 
 
 def download(path: str) -> None:
-    """Download a model from the hub to this machine's cache, since actors start with a timeout."""
+    """Download a model from the hub to this machine's cache. This is done before any actor starts,
+    since actors start with a timeout."""
     if path == TINY_MODEL or (model := download_of(path)) is None:
         return
     with waiting(f"downloading {path}", total=model.total, unit="bytes") as wait:
@@ -373,13 +376,14 @@ def download(path: str) -> None:
 
 
 def model_folder(task: Task) -> str:
-    """Return the folder with the initial weights."""
+    """Return the folder that contains the initial weights."""
     return initial_model(task.config, task.dataset, gpu=task.gpu)
 
 
 def sft_model_folder(task: SftTask) -> str:
-    """Return the folder with the initial weights. The tiny model gets the same cold start as in
-    `keel train`, or random weights without `data.sources` or a cold start."""
+    """Return the folder that contains the initial weights. The tiny model gets the same cold start
+    as in `keel train`. Its weights are random if the recipe has no `data.sources` or no cold start.
+    """
     config, tiny = task.config, task.config.model.tiny
     if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)
@@ -390,7 +394,7 @@ def sft_model_folder(task: SftTask) -> str:
 
 
 def initial_model(config: Config, dataset: Dataset, *, gpu: bool) -> str:
-    """Return the folder with the recipe's model, and build the tiny model if it is not cached."""
+    """Return the folder of the recipe's model. If the tiny model is not cached, it is built."""
     if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)
     steps = config.model.tiny.cold_start.steps

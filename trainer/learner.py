@@ -1,5 +1,7 @@
-"""The driver's interface to the trainer. It runs the trainer's ranks as Ray actors and decides
-which error to raise when a rank fails."""
+"""The driver's interface to the trainer.
+
+Runs the trainer's ranks as Ray actors, and decides which error to raise when a rank fails.
+"""
 
 from __future__ import annotations
 
@@ -42,15 +44,15 @@ from keel.trainer.worker import (
 from keel.weights.sync import Outcome, Receiver, UpdatableEngine, sends_directly
 
 GRACE_S = 5.0
-"""How long to wait for the reports of the other ranks after one rank has failed."""
+"""Seconds to wait for reports from the other ranks after one rank has failed."""
 _LOST_S = 90.0
-"""How long to wait instead if the failure may be caused by a lost rank. Ray takes 65 s to declare a
-silent node dead."""
+"""Seconds to wait instead if a lost rank may have caused the failure. Ray takes 65 s to declare an
+unresponsive node dead."""
 STEP = "an optimizer step"
 
 
 class Learner:
-    """The trainer as the driver sees it: a set of ranks that train, score, save and send weights
+    """Controls the trainer's ranks from the driver. The ranks train, score, save and send weights
     together."""
 
     def __init__(
@@ -64,13 +66,13 @@ class Learner:
     ) -> None:
         """Create one Ray actor per rank.
 
-        `actor_options(i)` returns Ray options for rank i, by default one GPU or half a core.
-        `put_to_sleep` starts putting the engines to sleep (`rollout.time_share`). It is called
-        before anything that needs the weights on the GPUs.
+        `actor_options(i)` returns the Ray options for rank i. By default, a rank gets one GPU or
+        half a core. `put_to_sleep` begins to put the engines to sleep (`rollout.time_share`). It is
+        called before anything that needs the weights on the GPUs.
         """
         self._model_path, self._config, self._put_to_sleep = model_path, config, put_to_sleep
         self.direct = sends_directly(config.rollout, gpu=gpu)
-        """True if the ranks send weights to the engines themselves."""
+        """True if the ranks send weights directly to the engines."""
         seat = {"num_cpus": 1, "num_gpus": 1} if gpu else {"num_cpus": hardware.RANK_CPUS}
         options = seat | {"runtime_env": {"env_vars": variables(config.model.batch_invariant)}}
         trainer = config.trainer
@@ -89,24 +91,24 @@ class Learner:
         for rank in self._ranks:  # not waited for: the calls of `start` queue behind it
             ray_timeouts.call(rank.read, model_path, config)
         self._order = threading.Lock()
-        """Held while calling all ranks, so that every rank receives calls from two threads in the
-        same order."""
+        """Held while calling all ranks. If two threads make calls, all ranks then receive them in
+        the same order."""
         self._senders: list[threading.Thread] = []
         self._locations: list[RankLocation] = []
         self._version = 0
         sending_s = config.sending_timeout_s if self.direct else 0.0
         self._deadlines = StepDeadlines(trainer.timeout_s, sending_s)
         self.tokens: Mapping[int, TokenNumbers] = {}
-        """Per-token numbers from the last step for the trajectories that will be saved, keyed by
-        segment."""
+        """Per-token numbers from the last step, keyed by segment. They cover the trajectories that
+        will be saved to disk."""
 
     @property
     def version(self) -> int:
-        """The version of the current weights. The initial weights are version 0."""
+        """The version of the current weights. The initial weights have version 0."""
         return self._version
 
     def prepared(self) -> None:
-        """Wait until every rank has imported and checked its libraries, which needs no GPU."""
+        """Wait until every rank has imported and checked its libraries. This needs no GPU."""
         seconds = self._config.run.startup_timeout_s
         deadline = StepDeadline("loading the trainer's libraries", seconds, "run.startup_timeout_s")
         self._wait(self._prepared, deadline)
@@ -131,7 +133,7 @@ class Learner:
         return self._call_all("start", *arguments, deadline=deadline)[0]
 
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult:
-        """Train on one batch of rollouts, with `algorithm.updates_per_batch` optimizer steps."""
+        """Train on one batch of rollouts, taking `algorithm.updates_per_batch` optimizer steps."""
         asleep = self._put_to_sleep()
         shares = pack_shares(groups, self._config)
         ray_timeouts.awaited(asleep)
@@ -142,8 +144,9 @@ class Learner:
         shares: Sequence[Sequence[TrainBatch]],
         groups: Sequence[ScoredGroup | SftExample] = (),
     ) -> StepResult:
-        """Take one optimizer step for each batch. `shares` holds the batches for each group of
-        ranks, and `groups` their content, for messages about non-finite numbers."""
+        """Take one optimizer step for each batch. `shares` has one list of batches for each group
+        of ranks. `groups` holds the content of the batches, and is used in messages about
+        non-finite numbers. Raises OutOfMemory if a step did not fit."""
         updates = max(map(len, shares), default=1)
         reports: list[StepReport] = self._call_with_shares("step", shares, STEP, updates)
         if reports[0].out_of_memory:
@@ -159,7 +162,8 @@ class Learner:
         )
 
     def lowered(self, config: Config) -> None:
-        """Switch to `config`, which has smaller micro-batches or more activation checkpointing."""
+        """Switch to `config`, which uses less memory through smaller micro-batches or more
+        activation checkpointing."""
         trainers = (self._config.trainer, config.trainer)
         before, now = ((t.activation_checkpointing, t.keeps_attention) for t in trainers)
         if now != before:
@@ -170,10 +174,11 @@ class Learner:
     def score(
         self, shares: Sequence[Mapping[str, TrainBatch]], should_abort: Callable[[], bool] = never
     ) -> dict[str, Metric]:
-        """Score named batches of conversations and return `<name>/nll` for each, or an empty dict
-        when `should_abort()` returns True.
+        """Score named batches of conversations and return `<name>/nll` for each batch. Returns an
+        empty dict if `should_abort()` returns True.
 
-        Each call scores one micro-batch, since it has to finish within the timeout for a step.
+        Each call to the ranks scores only one micro-batch, since it must finish within the timeout
+        for a step.
         """
         scored: list[dict[str, Metric]] = []
         for name in shares[0] if shares else ():
@@ -195,15 +200,16 @@ class Learner:
         ray_timeouts.awaited(self._put_to_sleep())
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
-        """Have rank 0 put the current weights into Ray's object store, bucket by bucket."""
+        """Make rank 0 put the current weights into Ray's object store, one bucket at a time.
+        Returns the references."""
         return self._call_all("put_weights", deadline=self._deadlines.of("the weights"))[0]
 
     def send(self, engines: Sequence[UpdatableEngine]) -> list[Future[int]]:
-        """Send the current weights to the engines once the ranks are idle. Rank i sends to
+        """Send the current weights to the engines as soon as the ranks are idle. Rank i sends to
         engines i, i + ranks, and so on.
 
-        Each future resolves to the version that its engine then samples from, or raises the error
-        of the engine or of a rank.
+        Returns a future for each engine. It resolves to the version that the engine samples from
+        after the update, or raises the error of the engine or of a rank.
         """
         sent = {engine.index: Future[int]() for engine in engines}
         count = len(self._ranks)
@@ -238,7 +244,7 @@ class Learner:
             settle(dict.fromkeys(sent, error))
 
     def save(self, folder: Path) -> dict[str, Entry]:
-        """Write everything that `load` needs into `folder`. Returns the files."""
+        """Write everything that `load` needs to `folder`. Returns the written files."""
         self.make_room()
         deadline = self._deadlines.of(f"saving {folder}")
         return self._files("save", folder, deadline)
@@ -248,7 +254,8 @@ class Learner:
         return {name: entry for part in parts for name, entry in part.items()}
 
     def load(self, folder: Path) -> None:
-        """Restore the exact state that `save` wrote to `folder`. Call `start` first."""
+        """Restore the exact state that `save` wrote to `folder`. Requires that `start` was called
+        first."""
         self.make_room()
         deadline = self._deadlines.of(f"loading {folder}")
         path = str(folder.absolute())
@@ -256,13 +263,13 @@ class Learner:
         self._version = reports[0].version
 
     def export(self, folder: Path) -> dict[str, Entry]:
-        """Export a model folder for transformers or vLLM. Returns the files."""
+        """Export a model folder that transformers and vLLM can load. Returns the written files."""
         self.make_room()
         deadline = self._deadlines.of(f"exporting to {folder}")
         return self._files("export", folder, deadline)
 
     def shutdown(self) -> None:
-        """Kill every rank. It is safe to call this twice or after a failure."""
+        """Kill every rank. This can safely be called twice or after a failure."""
         for rank in self._ranks:
             ray_timeouts.kill(rank)
         for sender in self._senders:  # these threads wait on Ray, which ends next
@@ -298,8 +305,8 @@ class Learner:
         deadline: StepDeadline,
         note: Callable[[Any], object] = lambda _: None,
     ) -> list[Any]:
-        """Wait for one call per rank and return the results in rank order. If one rank fails, the
-        error is raised soon afterwards, since the others then hang in a collective."""
+        """Wait for one call on each rank and return the results in rank order. If one rank fails,
+        its error is raised soon afterwards, since the other ranks then hang in a collective."""
         remaining = deadline.left or ray_timeouts.Deadline(deadline.seconds)
         waiting = {ref: rank for rank, ref in enumerate(refs)}
         results: dict[int, Any] = {}
@@ -336,8 +343,8 @@ class Learner:
         )
 
     def _failure(self, failures: Mapping[int, RayError], what: str, *, stuck: bool) -> RuntimeError:
-        """Combine the failures of several ranks into one error, with the death of a rank as the
-        cause. `stuck` says whether some ranks have not answered."""
+        """Combine the failures of several ranks into one error. If a rank died, that is the cause.
+        Set `stuck` if some ranks have not answered."""
         lost = [rank for rank, error in failures.items() if ray_timeouts.is_loss(error)]
         rank = lost[0] if lost else next(iter(failures))
         error = failures[rank]
@@ -363,7 +370,8 @@ class Learner:
 
 
 def _may_follow_a_loss(error: RayError) -> bool:
-    """Collectives with a lost rank raise RuntimeError, and sockets OSError."""
+    """Return True if the death of another rank may have caused the error. Collectives then raise
+    RuntimeError, and sockets OSError."""
     cause = ray_timeouts.cause(error)
     local = type(cause).__name__ in ("SaveError", "UpdateOutOfMemory", "OutOfMemoryError")
     return isinstance(cause, RuntimeError | OSError) and not local

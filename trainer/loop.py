@@ -1,8 +1,8 @@
-"""The training loop: sample, score, step, push weights, evaluate and save.
+"""The training loop: sample, score, train, push weights, evaluate and save.
 
-The loop only calls protocols, so it runs on Ray, vLLM and DeepSpeed (`commands/train.py`) as well
-as on fakes in tests. `BatchStream` samples and scores up to `algorithm.max_lag` batches ahead.
-`RunGuard` handles aborts, errors and checkpoints.
+The loop depends only on protocols. It can therefore run on Ray, vLLM and DeepSpeed
+(`commands/train.py`), or on fakes in tests. `BatchStream` samples and scores up to
+`algorithm.max_lag` batches ahead. `RunGuard` handles aborts, errors and checkpoints.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from keel.trainer.batch_stream import BatchStream, SamplingProgress, never, wait
 from keel.trainer.guard import RunGuard, RunJournal, Save
 
 IDLE = ("rollout", "reward")
-"""Names of the timings during which the trainer waits for completions or rewards."""
+"""Timings in which the trainer is idle, waiting for completions or rewards."""
 
 
 class Prompts(Protocol):
-    """An endless, seeded order of training prompts."""
+    """An endless stream of training prompts in a seeded order."""
 
     def take(self, n: int) -> Sequence[Prompt]: ...
 
     def state(self, unfinished: Sequence[Prompt]) -> Mapping[str, Any]:
-        """Return the position in the data. After a resume, the `unfinished` prompts come first."""
+        """Return the position in the data. A run that resumes from it starts with the `unfinished`
+        prompts."""
         ...
 
 
 class Rollouts(Protocol):
     def submit(self, prompt: Prompt, purpose: Purpose) -> Future[Group]:
-        """Start sampling a group and return at once."""
+        """Start sampling a group of completions. Returns immediately."""
         ...
 
 
@@ -48,7 +49,7 @@ class Rewards(Protocol):
     def submit(self, group: Group, purpose: Purpose) -> Future[ScoredGroup]: ...
 
     def metrics(self) -> Mapping[str, Metric]:
-        """Return the metrics of all scoring since the last call."""
+        """Return the metrics of all groups scored since the last call."""
         ...
 
 
@@ -68,33 +69,35 @@ class Parts:
     rewards: Rewards
     learner: PolicyLearner
     push: Callable[[int], Future[None]]
-    """Send the learner's current weights, whose version is the argument, to every engine."""
+    """Send the learner's current weights to every engine. The argument is the weights' version."""
     journal: RunJournal
     heldout: Mapping[str, Sequence[Prompt]]
     save: Save
     should_stop: Callable[[], bool]
-    """Return True to stop after the current step."""
+    """Return True to end the run after the current step."""
     dump_bad_batch: Callable[[int, Sequence[ScoredGroup], Sequence[str]], None]
-    """Save the batch and the findings of a step whose gradient was not finite."""
+    """Save the batch and the findings of a step with a non-finite gradient."""
     should_abort: Callable[[], bool] = never
-    """Return True to stop at once and drop the rollouts in flight. Raises if a process was lost."""
+    """Return True to end the run at once and drop unfinished rollouts. Raises an error if a process
+    was lost."""
     should_skip_evaluation: Callable[[], bool] = never
-    """Return True to cut an evaluation short, except the last. A resumed run makes up for it."""
+    """Return True to cut an evaluation short. The last evaluation is never cut short. A resumed run
+    repeats the evaluation."""
     decoding_steps: Callable[[], int] | None = None
-    """Return how many decoding steps all engines have taken so far. None if this is not known."""
+    """Return how many decoding steps all engines have taken so far. None if this is unknown."""
     handle_failure: Callable[[Exception], bool] = lambda _: True
-    """Called with the error that ends the run when sampling, publishing or evaluating fails. Return
+    """Called with an error from sampling, publishing or evaluating, which will end the run. Return
     True if the learner is intact, so that a final checkpoint can be saved."""
 
 
 def train(parts: Parts, config: Config, *, start: int = 0) -> int:
     """Run steps `start + 1` to `config.run.steps` and return the last step done.
 
-    The run stops early, with a checkpoint, when `parts.should_stop()` or `parts.should_abort()`
-    returns True. If sampling, scoring, publishing or evaluating fails, or a batch has no
-    completions, it saves a checkpoint if `parts.handle_failure` allows one, and raises the error.
-    An error in `learner.step` is raised without a checkpoint, and so is the RuntimeError after a
-    step whose result has `gave_up` set.
+    The run ends early, with a checkpoint, when `parts.should_stop()` or `parts.should_abort()`
+    returns True. If sampling, scoring, publishing or evaluating fails, or if a batch has no
+    completions, the error is raised. Before that, a checkpoint is saved if `parts.handle_failure`
+    returns True. An error in `learner.step` is raised without a checkpoint. If the result of a step
+    has `gave_up` set, RuntimeError is raised, also without a checkpoint.
     """
     run, algorithm, learner = config.run, config.algorithm, parts.learner
     stream = BatchStream(
@@ -159,11 +162,11 @@ def _evaluation_missing(parts: Parts, run: RunConfig, start: int) -> bool:
 
 
 def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
-    """Evaluate every held-out set and return its `eval/<set>/pass@1`, `score` and `unscored` (see
-    `keel.rl.evaluation`).
+    """Evaluate every held-out set and return `eval/<set>/pass@1`, `score` and `unscored` for each
+    (see `keel.rl.evaluation`).
 
-    Raises `Cancelled` when `parts.should_abort()` returns True or, before the last step, when
-    `parts.should_skip_evaluation()` does.
+    Raises `Cancelled` if `parts.should_abort()` returns True. Before the last step, it also does so
+    if `parts.should_skip_evaluation()` returns True.
     """
     should_skip = parts.should_skip_evaluation if step < config.run.steps else never
     score = partial(parts.rewards.submit, purpose="eval")
@@ -193,7 +196,8 @@ def evaluate(parts: Parts, config: Config, step: int) -> dict[str, Metric]:
 
 @dataclass(slots=True)
 class Clock:
-    """Measures how many seconds a step spends on each activity. Nested time counts only once.
+    """Measures how many seconds a step spends on each activity. Time in nested activities is
+    counted only once.
 
     Evaluation and saving are not timed, so `time/step` and `throughput/tokens_per_second` do not
     include them.

@@ -1,4 +1,5 @@
-"""Counts skipped steps on a trainer rank and finds the token that caused them."""
+"""Handles non-finite gradients on a trainer rank: counts skipped steps and finds the token that
+caused them."""
 
 from __future__ import annotations
 
@@ -19,24 +20,24 @@ if TYPE_CHECKING:  # the driver imports this module without torch
     from torch import Tensor, nn
 
 SHOWN_FINDINGS = 3
-"""How many findings are printed per step."""
+"""The maximum number of findings printed per step."""
 _FINDINGS_PER_BATCH = 3
-"""How many findings are kept per micro-batch. Later ones are consequences of the first."""
+"""The maximum number of findings kept per micro-batch. Later ones are consequences of the first."""
 
 
 class SkipCounter:
-    """Counts the optimizer steps that were skipped because their gradient was not finite. All ranks
-    get the same count, since the gradient norm is global."""
+    """Counts the optimizer steps that were skipped because the gradient was not finite. The
+    gradient norm is global, so all ranks have the same count."""
 
     def __init__(self, limit: int) -> None:
-        """The run ends after `limit` skipped steps in a row."""
+        """`limit` is the number of consecutive skipped steps after which the run must end."""
         self._limit, self._in_a_row = limit, 0
         self.gave_up = ""
-        """The reason why the run must end. Empty while it may continue."""
+        """Why the run must end. Empty while it can continue."""
 
     def count(self, norm: float, version: int) -> bool:
-        """Count the step to `version`. Returns True if it was skipped because its gradient norm was
-        not finite."""
+        """Count the step that leads to `version`, given its gradient norm. Returns True if the step
+        was skipped because the norm was not finite."""
         skipped = not math.isfinite(norm)
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if self._in_a_row >= self._limit:
@@ -49,29 +50,30 @@ class SkipCounter:
 
 
 def finite_factor(loss: Tensor) -> Tensor:
-    """Return 1 if the loss is finite and NaN otherwise. Multiplied into the loss, it makes every
-    gradient NaN, so that all ranks see this in the norm and skip the step."""
+    """Return 1 if the loss is finite and NaN otherwise. Multiplying the loss by this factor makes
+    every gradient NaN if the loss is not finite. All ranks then see a NaN gradient norm and skip
+    the step."""
     return loss.detach() * 0 + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A token at which a number was not finite."""
+    """A token for which a number was not finite."""
 
     what: str
     token: int
-    """The token's position in its context."""
+    """Position of the token in its context."""
     token_ids_T: NDArray[np.int32]
-    """All tokens in that context."""
+    """All token ids of that context."""
     certain: bool = True
-    """False if the number is finite but larger than all others."""
+    """False if the number is finite and was reported only because it is larger than all others."""
 
 
 def describe_findings(
     findings: Sequence[Finding], groups: Sequence[ScoredGroup | SftExample]
 ) -> tuple[str, ...]:
-    """Describe the findings from all ranks, one line each, with the name of the completion.
-    Uncertain findings are included only if there are no others."""
+    """Describe the findings from all ranks, one line each, and name the completion that each
+    belongs to. Uncertain findings are included only if there are no certain ones."""
     named: list[tuple[str, Sequence[Segment]]] = []
     for group in groups:
         if isinstance(group, SftExample):
@@ -97,11 +99,10 @@ def describe_findings(
 
 
 class NanTracer:
-    """Watches the forward and backward pass of micro-batches and finds the first number that is not
-    finite."""
+    """Finds the first non-finite number in the forward and backward pass of micro-batches."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        """`layers` are the decoder layers in order, or none if they are compiled."""
+        """`layers` are the decoder layers in order. Pass none if they are compiled."""
         self._layers = layers
         self.findings: list[Finding] = []
         self._factor = 1.0
@@ -109,19 +110,20 @@ class NanTracer:
 
     def _clear(self) -> None:
         self._bad_layer: tuple[int, Tensor] | None = None
-        """The first layer with a non-finite output, and the rows in question."""
+        """The first layer with a non-finite output, and the rows with such numbers."""
         self._bad_gradient: tuple[int, Tensor] | None = None
-        """The last layer whose output has a non-finite gradient, and the rows in question."""
+        """The last layer whose output has a non-finite gradient, and the rows with such numbers."""
         self._loss = 0.0
         self._values: list[tuple[str, Tensor]] = []
-        """Names and values [R] for the sampled tokens. Later values depend on earlier ones."""
+        """Names and values [R] for the sampled tokens, in the order in which they are computed."""
         self._slope: Tensor | None = None
-        """[R] gradient of the loss. None before the backward pass."""
+        """[R] gradient of the loss with respect to log-probabilities. None before the backward
+        pass."""
 
     @contextmanager
     def trace(self, batch: MicroBatch, start: int) -> Iterator[None]:
-        """Trace the micro-batch that runs inside this context. `start` is where this rank's part of
-        its tokens starts."""
+        """Return a context that traces the micro-batch that runs inside it. `start` is the index of
+        the first token in this rank's part of the micro-batch."""
         self._clear()
         with ExitStack() as stack:
             for index, layer in enumerate(self._layers):
@@ -133,8 +135,8 @@ class NanTracer:
     def observe(
         self, logp_R: Tensor, reference_R: Tensor | None, kl_coef_R: Tensor, loss: Tensor
     ) -> float:
-        """Record the log-probabilities from policy and reference before the backward pass. Returns
-        a factor for the loss."""
+        """Record the log-probabilities of the policy and the reference before the backward pass.
+        Returns a factor to multiply the loss by."""
         self._loss = float(loss.detach())
         self._values.append(("log-probability", logp_R.detach()))
         if reference_R is not None:
@@ -145,7 +147,7 @@ class NanTracer:
         return self._factor
 
     def spoiling(self) -> Self:
-        """Make every gradient NaN from now on, and return the tracer."""
+        """Make every gradient NaN from now on. Returns the tracer itself."""
         self._factor = math.nan
         return self
 

@@ -1,7 +1,6 @@
-"""Turns a recipe into a checked task, with its model, plan and data, before anything starts.
+"""Turns a recipe into a checked task with a model, a plan and data, before any process starts.
 
-Besides `keel.trainer.launch`, this is the only module that brings data, rewards and rollouts
-together.
+Apart from `keel.trainer.launch`, this is the only module that combines data, rewards and rollouts.
 """
 
 from __future__ import annotations
@@ -93,28 +92,28 @@ _DetectHardware = Callable[[Config], Hardware]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """A recipe's model, with the plan for running it on the hardware."""
+    """A recipe's model, and the plan for running it on the available hardware."""
 
     config: Config
-    """The config, with every `auto` value resolved."""
+    """The config in which every `auto` value has been resolved."""
     tokenizer: Any
     facts: ModelFacts
     hardware: Hardware
     choice: Choice
     saved_choice: SavedChoice
     missing_weights: str
-    """Empty if all weight files are on this machine."""
+    """Describes missing weight files. Empty if all of them are on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Prepared:
     config: Config
-    """The config, with every `auto` value resolved."""
+    """The config in which every `auto` value has been resolved."""
     facts: ModelFacts
     hardware: Hardware
     choice: Choice
     tokenizer_digest: str
-    """The result of `keel.model.load.digest_of_tokenizer`."""
+    """The value of `keel.model.load.digest_of_tokenizer`."""
     warnings: Sequence[str] = ()
 
     @property
@@ -134,14 +133,14 @@ class _Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class Task(_Prepared):
-    """A checked RL recipe, with its prompts."""
+    """An RL recipe that has been checked, with its prompts."""
 
     dataset: Dataset
     tokenizer: Any = None
     chat: TemplateChat | None = None
-    """The model's chat format. None if no source has an environment."""
+    """The model's chat format, or None if no source has an environment."""
     notes: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Results of the checks on rewards, environments and the chat format, keyed by name."""
+    """Results of the checks of rewards, environments and the chat format, keyed by name."""
     failed: Sequence[str] = ()
     """Warnings about reward functions that failed on a sample completion."""
 
@@ -156,7 +155,7 @@ class Task(_Prepared):
         return self.dataset.train.state()
 
     def text(self, *, seats: Sequence[str] = (), trains: bool = True) -> str:
-        """Describe the plan."""
+        """Return a description of the plan for the user."""
         lines = source_lines(self.config, self.dataset)
         lines += [f"{name}: {note}" for name, note in self.notes.items()]
         text = describe(
@@ -181,15 +180,15 @@ class Task(_Prepared):
 
 @dataclass(frozen=True, kw_only=True)
 class SftTask(_Prepared):
-    """A checked recipe for supervised training, with its conversations or texts."""
+    """A recipe for supervised training that has been checked, with its conversations or texts."""
 
     lessons: Lessons
     batches: Batches
     recipe: Config
-    """The whole recipe. `config` is the part that supervised training depends on."""
+    """The complete recipe. `config` has only the part that affects supervised training."""
     prompts: Dataset | None
-    """The prompts from `data.sources`, for the tiny model's cold start. Their held-out sets are
-    excluded from training."""
+    """The prompts from `data.sources`, which the tiny model's cold start uses. Their held-out sets
+    are excluded from training."""
     format: str
     """The name of the chat format. Empty if there are no chats."""
 
@@ -204,7 +203,7 @@ class SftTask(_Prepared):
         return self.batches.position()
 
     def text(self, *, seats: Sequence[str] = ()) -> str:
-        """Describe the plan."""
+        """Return a description of the plan for the user."""
         config, sft, trainer = self.config, self.config.sft, self.config.trainer
         what = "windows" if sft.only_text else "conversations"
         size = f"{sft.conversations_per_step} {what}"
@@ -236,7 +235,8 @@ class SftTask(_Prepared):
 def prepare(
     recipe: str, overrides: Sequence[str], *, hardware: _DetectHardware = detect_hardware
 ) -> Task:
-    """Load an RL recipe and make all checks that need no engine. Raises ConfigError."""
+    """Load an RL recipe and run all checks that do not need an engine. Raises ConfigError if a
+    check fails."""
     disable_progress_bar()  # the bars of transformers would break ours
     config, open_knobs = load_recipe(recipe, overrides)
     require_prompts(config)
@@ -286,8 +286,8 @@ def prepare(
 def prepare_sft(
     recipe: str, overrides: Sequence[str], *, hardware: _DetectHardware = detect_hardware
 ) -> SftTask:
-    """Load a recipe for supervised training and make all checks that need no rank. Raises
-    ConfigError."""
+    """Load a recipe for supervised training and run all checks that do not need a trainer rank.
+    Raises ConfigError if a check fails."""
     disable_progress_bar()
     whole, open_knobs = load_recipe(recipe, overrides)
     if not whole.sft.sources:
@@ -349,7 +349,8 @@ def prepare_sft(
 
 
 def prepare_pretraining(recipe: str, overrides: Sequence[str]) -> SftTask:
-    """Load and check a recipe that trains only on text. Raises ConfigError."""
+    """Load and check a recipe that trains only on text. Raises ConfigError if it has other data or
+    a check fails."""
     config = load_config(recipe, overrides)
     others = [source.name for source in config.sft.sources if not source.is_text]
     if others or not config.sft.sources:
@@ -371,8 +372,8 @@ def plan_model(
     *,
     chats: bool = True,
 ) -> PlannedModel:
-    """Load the model's config and tokenizer, with a chat template for `chats`, and resolve
-    `open_knobs`. Raises ConfigError."""
+    """Load the model's config and tokenizer, and choose values for `open_knobs`. Set `chats` if the
+    tokenizer needs a chat template. Raises ConfigError if the model cannot be used."""
     machine = hardware(config)
     config = with_dtype(config, open_knobs, gpu=machine.gpu)
     if machine.found:
@@ -425,7 +426,8 @@ def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelF
 
 
 def _with_teachers(config: Config, facts: ModelFacts, tokenizer: Any) -> ModelFacts:
-    """Check the teachers of the recipe and count their parameters. Raises ConfigError."""
+    """Check the recipe's teachers, and return `facts` with the number of their parameters. Raises
+    ConfigError if a teacher does not match the model."""
     count = 0
     for path in config.data.references[1:]:
         teacher = trainable_facts(path, load_model_config(path))
@@ -443,7 +445,8 @@ def _with_teachers(config: Config, facts: ModelFacts, tokenizer: Any) -> ModelFa
 
 
 def load_prompts(config: Config, tokenizer: Any, facts: ModelFacts) -> Dataset:
-    """Load the recipe's prompts and check their lengths and rewards. Raises ConfigError."""
+    """Load the recipe's prompts and check their lengths and rewards. Raises ConfigError if a check
+    fails."""
     return load_dataset(
         config.data,
         seed=config.run.seed,
@@ -454,7 +457,8 @@ def load_prompts(config: Config, tokenizer: Any, facts: ModelFacts) -> Dataset:
 
 
 def prompt_tokens(prompt: Prompt, tokenizer: Any, facts: ModelFacts) -> int:
-    """Return the length of a prompt in tokens, or 0 if an environment opens the conversation."""
+    """Return the length of a prompt in tokens. Returns 0 if the conversation is started by an
+    environment. Raises ConfigError if the chat template cannot render the prompt."""
     if prompt.environment:
         return 0
     try:
@@ -469,7 +473,8 @@ def prompt_tokens(prompt: Prompt, tokenizer: Any, facts: ModelFacts) -> int:
 
 
 def require_prompts(config: Config) -> None:
-    """Raise ConfigError if the recipe is for supervised training only."""
+    """Raise ConfigError if the recipe has no prompts, that is, if it is only for supervised
+    training."""
     if not config.data.sources:
         raise ConfigError(
             "data.sources is empty: nothing to sample. sft.sources are for `keel sft` and "
@@ -485,8 +490,8 @@ def needs_judge(config: Config, dataset: Dataset) -> bool:
 
 
 def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
-    """Score the reference solutions of each source and call each custom reward function once.
-    Returns a note for each. Raises ConfigError."""
+    """Score each source's reference solutions and call each custom reward function once. Returns
+    notes on the results, keyed by name. Raises ConfigError if a reward is invalid."""
     notes: dict[str, str] = {}
     settings = CodeSettings.from_knobs(asdict(config.rewards.code))
     try:
@@ -506,7 +511,8 @@ def check_rewards(config: Config, dataset: Dataset) -> dict[str, str]:
 
 
 def length_rules(config: Config) -> dict[str, LengthRule]:
-    """Return the length rule for each domain. Raises ValueError naming the domain."""
+    """Return the length rule of each domain. Raises ValueError, which names the domain, if a rule
+    is invalid."""
     rules: dict[str, LengthRule] = {}
     with_turns = config.data.domains_with_environments
     for domain, length in config.data.lengths_by_domain.items():
@@ -539,8 +545,9 @@ def _chat_note(config: Config, tokenizer: Any, chat: TemplateChat | None) -> str
 
 
 def _total_steps(config: Config, batches: Batches) -> int:
-    """Return the number of steps that will have been done at the end of `sft.epochs`, counted from
-    the newest checkpoint, because the last batch of earlier epochs was cut short."""
+    """Return the total number of steps at the end of `sft.epochs`. Steps up to the newest
+    checkpoint are taken as they were, since the last batch of earlier epochs may have been smaller.
+    """
     beginning, done = batches.position(), 0
     if newest := latest_complete(Path(config.run.dir).expanduser() / "checkpoints"):
         with suppress(ValueError, LookupError, TypeError):  # resuming reports it
@@ -553,8 +560,9 @@ def _total_steps(config: Config, batches: Batches) -> int:
 
 
 def text_encoder(tokenizer: Any) -> Encoded:
-    """Return an encoder for pre-training: the tokenizer's prefix, the text with control tokens
-    escaped (ValueError if the tokenizer cannot), and the end-of-text token."""
+    """Return an encoder for pre-training texts. It adds the tokenizer's prefix and the end-of-text
+    token, and escapes control tokens in the text. Raises ValueError if the tokenizer does not
+    support this."""
     encoder, end = Encoder(tokenizer), tokenizer.eos_token_id
     before = [index for index in tokenizer("")["input_ids"] if index != end]
 
@@ -566,8 +574,8 @@ def text_encoder(tokenizer: Any) -> Encoded:
 
 
 def chat_renderer(chat: TemplateChat | None) -> Render:
-    """Return a function that renders conversations to token ids, using the same code as rollouts.
-    `chat` is None if there are no conversations."""
+    """Return a function that renders conversations to token ids with the same code as rollouts.
+    `chat` may be None if there are no conversations."""
     checked: set[tuple[bool, bool]] = set()
 
     def render(example: Example) -> list[Segment]:
@@ -646,7 +654,8 @@ def _thinking_warnings(config: Config, tokenizer: Any) -> Iterator[str]:
 
 
 def crowding_warnings(config: Config, plan: Plan, machine_gib: float) -> Iterator[str]:
-    """Warn if engines and ranks need more than the machine's memory, or nothing if that is 0."""
+    """Return a warning if engines and ranks together need more than the machine's memory. Returns
+    nothing if the memory size is unknown (0)."""
     engines, ranks = config.rollout.engines, config.trainer.ranks
     needed = (engines * plan.engine.total + ranks * plan.trainer.total) / GIB
     if machine_gib and needed > machine_gib and not os.environ.get("RAY_ADDRESS"):

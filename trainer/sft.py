@@ -1,5 +1,8 @@
-"""The loop for supervised fine-tuning: take conversations, train on them and measure held-out sets.
-Like `keel.trainer.loop`, it only calls protocols."""
+"""The loop for supervised fine-tuning: draw conversations, train on them and evaluate held-out
+sets.
+
+Like `keel.trainer.loop`, it depends only on protocols.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ from keel.trainer.loop import Clock, evaluation_due
 from keel.trainer.nonfinite import SHOWN_FINDINGS
 
 _MEASURED = {"nll": "loss", "indexer/held": "indexer/held"}
-"""Maps the metrics that ranks return for a held-out set to their names under `eval/`."""
+"""Maps the names of the ranks' metrics for a held-out set to their names under `eval/`."""
 
 
 class _SftStream(Protocol):
-    """An endless, seeded order of conversations."""
+    """An endless stream of conversations in a seeded order."""
 
     def take(self, n: int) -> list[SftExample]: ...
 
@@ -40,14 +43,15 @@ class _SftLearner(Protocol):
     def train(
         self, shares: Sequence[Sequence[TrainBatch]], examples: Sequence[SftExample], /
     ) -> StepResult:
-        """Take an optimizer step. `examples` name the conversation of a non-finite number."""
+        """Take an optimizer step. `examples` are used to name the conversation in messages about
+        non-finite numbers."""
         ...
 
     def score(
         self, shares: Sequence[Mapping[str, TrainBatch]], should_abort: Callable[[], bool], /
     ) -> dict[str, Metric]:
-        """Score named batches and return `<name>/nll`, plus `<name>/indexer/held` during indexer
-        warm-up, or nothing on abort."""
+        """Score named batches and return `<name>/nll` for each. During indexer warm-up, also return
+        `<name>/indexer/held`. Returns an empty dict on abort."""
         ...
 
 
@@ -59,22 +63,22 @@ class SftParts:
     heldout: Mapping[str, Sequence[SftExample]]
     save: Save
     should_stop: Callable[[], bool]
-    """Return True to stop after the current step."""
+    """Return True to end the run after the current step."""
     say: Callable[[str], None]
     should_abort: Callable[[], bool] = never
-    """Return True to skip everything except a checkpoint."""
+    """Return True to end the run and do nothing more than save a checkpoint."""
     attempt: Callable[[Callable[[Config], StepResult]], StepResult] | None = None
-    """Run a step, and run it again with a smaller config if it runs out of memory."""
+    """Run a step. If it runs out of memory, run it again with a config that needs less memory."""
 
 
 class Batches:
-    """Draws the conversations for each step."""
+    """Draws a batch of conversations for each step."""
 
     def __init__(self, stream: _SftStream, config: SftConfig, *, epoch: float) -> None:
-        """`epoch` is the number of conversations per epoch."""
+        """`epoch` is the number of conversations in an epoch."""
         self._stream, self._config, self._epoch = stream, config, epoch
         self._next: SftExample | None = None
-        """A conversation that was drawn but did not fit into the previous batch."""
+        """A conversation that was drawn from the stream but did not fit into the last batch."""
         self._drawn = 0
 
     def take(self) -> list[SftExample]:
@@ -97,7 +101,7 @@ class Batches:
         self._next, self._drawn = None, int(state["taken"])
 
     def steps_of(self, epochs: float) -> int:
-        """Return how many steps are left until the end of `epochs`."""
+        """Return the number of steps left until `epochs` are complete."""
         before, end, steps = self.position(), self._conversations(epochs), 0
         while self._drawn < end:
             self.take()
@@ -106,15 +110,15 @@ class Batches:
         return steps
 
     def passes(self, steps: int) -> float:
-        """Return the mean number of passes over the data in `steps` steps, or 0 if batches are
-        sized by tokens."""
+        """Return the average number of passes over the data in `steps` steps. Returns 0 if batches
+        are sized in tokens and `sft.epochs` is not set."""
         if self._config.epochs or self._config.tokens_per_step:
             return self._config.epochs
         return steps * self._config.conversations_per_step / self._epoch
 
     @property
     def epochs(self) -> float:
-        """The number of times that each conversation has been seen, on average."""
+        """The average number of times that a conversation has been trained on so far."""
         return self._drawn / self._epoch
 
     def _conversations(self, epochs: float) -> int:
@@ -122,7 +126,8 @@ class Batches:
 
     @property
     def _remaining(self) -> int:
-        """Conversations left in `sft.epochs`; no limit if that is not set or exceeded."""
+        """The number of conversations left in `sft.epochs`. Unlimited if `sft.epochs` is not set or
+        already complete."""
         remaining = self._conversations(self._config.epochs) - self._drawn
         return remaining if remaining > 0 else sys.maxsize
 
@@ -135,7 +140,7 @@ class Batches:
 def fit(parts: SftParts, config: Config, *, start: int = 0) -> int:
     """Run steps `start + 1` to `config.run.steps` and return the last step done.
 
-    The run stops early, with a checkpoint, when `parts.should_stop()` returns True.
+    The run ends early, with a checkpoint, when `parts.should_stop()` returns True.
     """
     run, learner = config.run, parts.learner
     heldout = _pack_heldout(parts.heldout, config)
@@ -206,8 +211,8 @@ def _pack_heldout(
 
 
 def _evaluation_metrics(scored: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Return `eval/<set>/loss` for each held-out set and `eval/loss` over all of them, in nats per
-    token, and the same for `indexer/held`."""
+    """Return `eval/<set>/loss` for each held-out set and `eval/loss` over all sets, in nats per
+    token. `indexer/held` is returned in the same way."""
     metrics: dict[str, Metric] = {}
     for metric, name in _MEASURED.items():
         by_set = {

@@ -1,6 +1,7 @@
-"""The Ray actor that runs one trainer rank, a thin wrapper around `TrainerEngine`.
+"""The Ray actor that runs one trainer rank. It is a thin wrapper around `TrainerEngine`.
 
-The driver also uses this module: `pack_shares` packs a step's groups for the ranks.
+The driver also imports this module, for example to pack a step's groups for the ranks
+(`pack_shares`).
 """
 
 from __future__ import annotations
@@ -39,24 +40,26 @@ if TYPE_CHECKING:
 
 _LOG_LINES = 15
 _PINNED = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-"""Allocator settings that make pinning host memory faster: 8.4 instead of 2.1 GiB/s on an H200
-machine. The first step of a rank with offloading pins tens of GiB."""
+"""Allocator settings that speed up pinning host memory from 2.1 to 8.4 GiB/s on a machine with an
+H200. In its first step, a rank with offloading pins tens of GiB."""
 _DRIVER = Path("/proc/driver/nvidia/gpus")
-"""The NVIDIA driver lists every GPU of the machine here, even those hidden from this process."""
+"""A folder in which the NVIDIA driver lists all GPUs of the machine, including those hidden from
+this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLocation:
-    """The place of a rank's process. Error messages include this when the process dies."""
+    """Where a rank's process runs. If the process dies, error messages include this."""
 
     host: str
     pid: int
     log: str
-    """Path of the file that receives the process's standard error. Empty if unknown."""
+    """Path of the file that contains the process's standard error. Empty if unknown."""
 
 
 def last_lines(log: str, count: int = _LOG_LINES) -> str:
-    """Return the last lines of a log file on this machine, or an empty string."""
+    """Return the last lines of a log file. Returns an empty string if the file is not on this
+    machine."""
     if not log or not Path(log).is_file():
         return ""
     with open(log, "rb") as file:
@@ -68,7 +71,7 @@ def last_lines(log: str, count: int = _LOG_LINES) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """Report of one rank after a step."""
+    """What one rank reports after a training step."""
 
     version: int
     metrics: dict[str, Metric]
@@ -77,11 +80,11 @@ class StepReport:
     findings: tuple[Finding, ...] = ()
     gave_up: str = ""
     out_of_memory: str = ""
-    """The error message if the step ran out of memory and was undone, otherwise empty."""
+    """The error message if the step ran out of memory and was undone. Otherwise empty."""
 
 
 def merge_tokens(parts: Sequence[Mapping[int, TokenNumbers]]) -> dict[int, TokenNumbers]:
-    """Merge the per-token numbers of ranks that each had a part of the same micro-batch."""
+    """Merge the per-token numbers from ranks that each processed a part of the same micro-batch."""
     numbers = sorted({number for part in parts for number in part})
     return {
         number: TokenNumbers.merged([part[number] for part in parts if number in part])
@@ -90,8 +93,8 @@ def merge_tokens(parts: Sequence[Mapping[int, TokenNumbers]]) -> dict[int, Token
 
 
 def pack_shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[TrainBatch]]:
-    """Split the groups into one share for each group of ranks. A share has one packed batch per
-    optimizer step."""
+    """Divide the groups of completions among the groups of ranks. Returns one list per group of
+    ranks, with one packed batch for each optimizer step."""
     algorithm, trainer = config.algorithm, config.trainer
     shares: list[list[TrainBatch]] = [[] for _ in range(trainer.groups)]
     watched = select_trajectories(groups, config.run).segments
@@ -114,14 +117,16 @@ def pack_shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[Trai
 
 
 def _host_threads(ranks: int) -> int:
-    """Return how many CPU threads a rank with an offloaded optimizer should use: an equal part of
-    the machine's cores. Ray's default is one. `ranks` is the number of ranks in the run."""
+    """Return the number of CPU threads for a rank whose optimizer is offloaded. The machine's cores
+    are divided equally, whereas Ray's default is one thread. `ranks` is the number of ranks in the
+    run."""
     gpus = sum(1 for _ in _DRIVER.iterdir()) if _DRIVER.is_dir() else 0
     return max(1, available_cores() // min(ranks, gpus or ranks))
 
 
 class TrainerWorker:
-    """Runs one rank in its own process. It imports no GPU library before `prepare` is called."""
+    """Runs one trainer rank in its own process. Libraries that use the GPU are not imported before
+    `prepare` is called."""
 
     def __init__(self, rank: int, world_size: int, *, gpu: bool) -> None:
         os.environ["LOCAL_RANK"] = "0"  # Ray shows each rank its own GPU only
@@ -141,7 +146,7 @@ class TrainerWorker:
         self._sender: Sender | None = None
 
     def prepare(self) -> None:
-        """Import and check the libraries, which takes seconds and no GPU memory."""
+        """Import and check the libraries. This takes seconds, but no GPU memory."""
         with heavy_imports():
             pass
         from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
@@ -152,7 +157,8 @@ class TrainerWorker:
         check_libraries()
 
     def read(self, model_path: str, config: Config) -> None:
-        """Read the model into host memory, if this is one of the ranks that do (`read_once`)."""
+        """Load the model into host memory if this is one of the ranks that read it (see
+        `read_once`)."""
         import torch  # noqa: PLC0415  (the driver imports this module)
 
         from keel.model.load import load_policy  # noqa: PLC0415
@@ -170,14 +176,14 @@ class TrainerWorker:
         return RankLocation(host=socket.gethostname(), pid=os.getpid(), log=log)
 
     def read_text(self, path: str) -> str:
-        """Return the text of a file, or an empty string if this rank cannot read it."""
+        """Return the content of a text file, or an empty string if this rank cannot read it."""
         try:
             return Path(path).read_text()
         except OSError:
             return ""
 
     def listen(self) -> tuple[str, int]:
-        """Open the store through which all ranks find each other. Returns its host and port."""
+        """Open the store through which the ranks find each other. Returns its host and port."""
         import torch.distributed as dist  # noqa: PLC0415  (the driver imports this module)
 
         host = ray.util.get_node_ip_address()
@@ -250,7 +256,7 @@ class TrainerWorker:
         self.engine.recompute(keep_attention=keep_attention)
 
     def score(self, batches: Mapping[str, TrainBatch]) -> dict[str, Metric]:
-        """Score named batches of conversations and return metrics such as `<name>/nll`."""
+        """Score named batches of conversations. Returns metrics such as `<name>/nll`."""
         return {
             f"{name}/{metric}": value
             for name, batch in batches.items()
@@ -258,7 +264,8 @@ class TrainerWorker:
         }
 
     def put_weights(self) -> list[ray.ObjectRef[Any]]:
-        """Put the weights into Ray's object store, bucket by bucket."""
+        """Put the weights into Ray's object store, one bucket at a time. Only rank 0 does so, and
+        returns the references. Other ranks return an empty list."""
         return [ray_timeouts.put(bucket) for bucket in self.engine.publish()]
 
     def send(self, receivers: Sequence[Receiver]) -> dict[int, Outcome]:
