@@ -57,8 +57,8 @@ def wait_for(future: Future[T], should_abort: Callable[[], bool]) -> T:
 
 
 class SamplingProgress:
-    """Estimates the progress of sampling. Until the first prompts finish, it counts the engines'
-    decoding steps instead."""
+    """Estimates how much of a sampling phase is done. It counts finished prompts or the engines'
+    decoding steps, whichever shows more progress."""
 
     def __init__(
         self, config: Config, prompts: int, samples: int, count_steps: Callable[[], int] | None

@@ -76,7 +76,7 @@ class StepReport:
     version: int
     metrics: dict[str, Metric]
     tokens: dict[int, TokenNumbers] = field(default_factory=dict[int, TokenNumbers])
-    """Per-token numbers for the watched segments, keyed by segment."""
+    """Per-token numbers of the segments that will be saved to disk, keyed by segment."""
     findings: tuple[Finding, ...] = ()
     gave_up: str = ""
     out_of_memory: str = ""

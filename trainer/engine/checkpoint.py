@@ -83,7 +83,7 @@ class _Source(NamedTuple):
 
 class _Share(NamedTuple):
     pieces: list[list[_StatePiece]]
-    """The pieces in each tensor."""
+    """The pieces in each of the rank's tensors."""
     steps: dict[int, float]
     """Adam's step count for each tensor that has one."""
     runs: Runs

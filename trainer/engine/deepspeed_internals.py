@@ -1,6 +1,7 @@
-"""All uses of DeepSpeed attributes that are not part of its documented API.
+"""Everything in the trainer that uses DeepSpeed beyond its documented API.
 
-These attributes may differ in any other release, so `check_version` requires an exact version.
+The attributes used here may differ in any other release, so `check_version` requires one exact
+version.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class TrainerEngine:
         # In float16 the first steps may be skipped until the loss scale fits.
         self._skips = SkipCounter(max(most, SCALE_POWER) if self._scaled else most)
         self.findings: list[Finding] = []
-        """The tokens on this rank whose numbers were not finite in the last `step`."""
+        """Tokens on this rank that made the gradient non-finite in the last `step`."""
         self._part = Slice.join(trainer.sequence_parallel)
 
         load = partial(load_policy, model_path, dtype)
@@ -188,7 +188,8 @@ class TrainerEngine:
         limit_all_groups(timeout_s)
         self._steps, self._version, self._updated = 0, 0, False
         self.tokens: dict[int, TokenNumbers] = {}
-        """Per-token numbers from the last step for the segments that are watched."""
+        """Per-token numbers from the last step, keyed by segment. They cover the segments that will
+        be saved to disk."""
 
     @property
     def device(self) -> torch.device:

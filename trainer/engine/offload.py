@@ -94,7 +94,7 @@ class _Buffer:
         return enough
 
     def load(self) -> None:
-        """Move everything back to the device."""
+        """Move all offloaded storages back to the device."""
         for storage, size in self._offloaded:
             storage.resize_(size)
             if self._content == "zeros":

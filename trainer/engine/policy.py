@@ -110,7 +110,7 @@ class Inputs:
     selected_NLk: NDArray[np.int32] | None
     position_N: NDArray[np.int32]
     watched: bool = False
-    """True if `seen_tokens` is needed for at least one segment."""
+    """True if a segment will be saved to disk, so that `seen_tokens` is needed."""
     truncated: bool = False
     """True if the step has sampling masks. All ranks have the same value."""
 
@@ -386,9 +386,9 @@ def recorded_routes(network: PolicyNetwork, inputs: Inputs) -> AbstractContextMa
 def seen_tokens(
     batch: MicroBatch, part: Slice, logp: Tensor, replay: Replay | None
 ) -> dict[int, TokenNumbers]:
-    """Return log-probabilities and routing overlap for the watched segments, keyed by segment
-    number. `logp` [R] covers the whole micro-batch. `replay` must come from its completed forward
-    pass."""
+    """Return log-probabilities and routing overlap of the segments that will be saved
+    (`batch.watched`), keyed by segment number. `logp` [R] covers the whole micro-batch. `replay`
+    must come from its completed forward pass."""
     if batch.watched is None:
         return {}
     count = len(batch.token_ids_N)
