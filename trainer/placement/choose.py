@@ -1,5 +1,7 @@
-"""Chooses values for the knobs that a recipe leaves open (`keel.configs.auto`), explains them and
-caches them."""
+"""Chooses values for the knobs that a recipe leaves open (`keel.configs.auto`).
+
+Each choice comes with a reason, and is saved so that a resumed run keeps it.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,17 @@ CACHED = "as chosen when the run began"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A config in which no knob is open any more."""
+    """A config in which all open knobs have been set, with the chosen values and the reasons."""
 
     config: Config
     plan: Plan
     values: Values = field(default_factory=dict[str, Any])
-    """The values that were chosen for the open knobs."""
+    """The value chosen for each open knob."""
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Maps each knob to the reason for its value."""
+    """The reason for each value, keyed by knob."""
 
     def lines(self) -> list[str]:
-        """Format the choice for `keel check`."""
+        """Return one line per chosen knob for `keel check`: its value and the reason."""
         return [f"{k} = {yaml_value(v)}: {self.reasons[k]}" for k, v in self.values.items()]
 
 
@@ -53,8 +55,8 @@ def choose(
 ) -> Choice:
     """Choose values for the open knobs.
 
-    `previous` has the values that were chosen when the run began, which are kept as long as they
-    fit. Raises ConfigError if no layout fits.
+    `previous` contains the values chosen when the run began. They are kept if a layout with them
+    still fits. Raises ConfigError if no layout fits.
     """
     open_knobs &= relevant_knobs(config, hardware)
     if not open_knobs or not hardware.gpu or not hardware.gpu_gib:
@@ -83,8 +85,11 @@ def choose(
 
 
 def relevant_knobs(config: Config, hardware: Hardware) -> frozenset[str]:
-    """Return the knobs to choose. Without rollouts these are only trainer knobs, and the numbers of
-    actors are included only on known hardware."""
+    """Return the knobs that need to be chosen for this config.
+
+    Without rollouts, these are only trainer knobs. The numbers of ranks and engines are not chosen
+    if the number of GPUs is unknown.
+    """
     counts = frozenset({"rollout.engines", "trainer.ranks"} if hardware.assumed else ())
     if config.data.sources:
         return KNOBS - counts
@@ -93,7 +98,10 @@ def relevant_knobs(config: Config, hardware: Hardware) -> frozenset[str]:
 
 
 def _reasons(search: LayoutSearch, best: Layout) -> dict[str, str]:
-    """Explain each open knob, most of them by the layout with another value for it alone."""
+    """Return the reason for the value of each open knob.
+
+    For most knobs, it compares the layout with one in which only this knob is different.
+    """
     config, options = best.config, search.options
     share, size = config.rollout.gpu_memory_utilization, search.hardware.gpu_gib
     at_once, engine = engine_sequences(config), best.plan.engine.parts
@@ -145,16 +153,19 @@ def _against(best: Layout, other: Layout | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedChoice:
-    """The values that were chosen when the run began, if they still apply."""
+    """The values chosen when the run began, or none if they no longer apply."""
 
     values: Values = field(default_factory=dict[str, Any])
     changed: str = ""
-    """Describes how the hardware has changed, if it has."""
+    """What has changed about the hardware, or an empty string."""
 
 
 def load_choice(config: Config, signature: Mapping[str, Any]) -> SavedChoice:
-    """Load the choice that was made for the run that this one resumes. `signature` is the
-    `Hardware.signature` of the current hardware."""
+    """Load the values that were saved for the run that is about to be resumed.
+
+    `signature` is the `Hardware.signature` of the current hardware. The values are dropped if it
+    differs from the saved one.
+    """
     folder = Path(config.run.dir).expanduser()
     latest = checkpoint.latest(folder / "checkpoints")
     saved = _read_cache(folder)
@@ -169,7 +180,7 @@ def load_choice(config: Config, signature: Mapping[str, Any]) -> SavedChoice:
 
 
 def save_choice(folder: Path, values: Values, signature: Mapping[str, Any]) -> None:
-    """Save the choice, if there is one, so that a resumed run can load it."""
+    """Save the chosen values, if there are any, so that a resumed run can load them."""
     if values:
         fresh = folder / f"{CACHE_FILE}.tmp"
         content = {"values": dict(values), "hardware": dict(signature)}
@@ -178,7 +189,7 @@ def save_choice(folder: Path, values: Values, signature: Mapping[str, Any]) -> N
 
 
 def update_choice(folder: Path, values: Values) -> None:
-    """Replace saved values with the ones that have been lowered since then."""
+    """Overwrite the saved values of knobs that were lowered during the run."""
     if saved := _read_cache(folder):
         before = saved["values"]
         before.update({k: v for k, v in values.items() if k in before})

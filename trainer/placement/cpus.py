@@ -1,4 +1,4 @@
-"""Number format and speed of a run on a CPU."""
+"""Chooses the dtype of a run on a CPU and estimates its speed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from keel.trainer.run import checkpoint
 
 CPUINFO = Path("/proc/cpuinfo")
 _BFLOAT16 = {"avx512_bf16", "amx_bf16"}
-"""CPU flags that show that a processor multiplies bfloat16 matrices."""
+"""CPU flags for hardware support of bfloat16 matrix multiplication."""
 _MEMORY_BYTES = 10e9
-"""Nominal memory bandwidth of two or more cores together, in bytes per second."""
+"""Nominal memory bandwidth shared by two or more cores, in bytes per second."""
 _GEMM_SHARE = 0.8
 _RATES = Rates(
     gemm_share=_GEMM_SHARE,
@@ -35,12 +35,13 @@ _RATES = Rates(
     layer_step_s=3e-3,
     optimizer_bytes=28.0,
 )
-"""Rates fitted to runs of a 135 M parameter model on two cores, accurate to a factor of two."""
+"""Rates fitted to runs of a 135 M parameter model on two cores. They are accurate to within a
+factor of two."""
 
 
 @cache
 def has_bfloat16() -> bool:
-    """Return whether this CPU has bfloat16 instructions."""
+    """Return True if this CPU has bfloat16 instructions."""
     try:
         lines = CPUINFO.read_text().splitlines()
     except OSError:
@@ -50,9 +51,11 @@ def has_bfloat16() -> bool:
 
 
 def with_dtype(config: Config, remaining: frozenset[str], *, gpu: bool) -> Config:
-    """Replace `model.dtype: auto` with a dtype. A resumed run keeps its dtype. A new run uses
-    float32 on a CPU without bfloat16 instructions, and otherwise the default of the schema,
-    bfloat16."""
+    """Return the config with `model.dtype: auto` replaced by a dtype.
+
+    A resumed run keeps its dtype. A new run uses float32 on a CPU without bfloat16 instructions,
+    and otherwise the schema's default, bfloat16.
+    """
     if DTYPE not in remaining:
         return config
     folder = Path(config.run.dir).expanduser()
@@ -65,8 +68,7 @@ def with_dtype(config: Config, remaining: frozenset[str], *, gpu: bool) -> Confi
 
 
 def slow_dtype(config: Config, *, gpu: bool) -> str:
-    """Return a warning if the run uses bfloat16 on a CPU that only emulates it, or an empty
-    string."""
+    """Return a warning if the CPU has to emulate bfloat16, or an empty string."""
     if gpu or config.engine_dtype != "bfloat16" or has_bfloat16():
         return ""
     knob = "rollout.dtype" if config.rollout.dtype else DTYPE
@@ -78,7 +80,7 @@ def slow_dtype(config: Config, *, gpu: bool) -> str:
 
 @cache
 def _gemm_flops(dtype: torch.dtype) -> float:
-    """Measure the GEMM rate of this process's threads for 0.3 s, in FLOP/s."""
+    """Return the GEMM rate of this process in FLOP/s, measured over 0.3 s."""
     rows, width = 512, 1024
     a, b = torch.ones(rows, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
     times, end = list[float](), time.perf_counter() + 0.3
@@ -92,10 +94,10 @@ def _gemm_flops(dtype: torch.dtype) -> float:
 def cpu_time(
     config: Config, facts: ModelFacts, *, prompt_tokens: int, flops: float = 0.0
 ) -> StepTime:
-    """Estimate the seconds of a step on this CPU.
+    """Estimate how many seconds each part of a step takes on this CPU.
 
-    `prompt_tokens` is the mean length of a prompt, and `flops` is the GEMM rate in FLOP/s, which is
-    measured if it is 0.
+    `prompt_tokens` is the mean prompt length. `flops` is the GEMM rate in FLOP/s; if it is 0, the
+    rate is measured.
     """
     flops = flops or _gemm_flops(getattr(torch, config.model.dtype))
     config = replace(config, data=replace(config.data, max_prompt_tokens=prompt_tokens))

@@ -1,5 +1,7 @@
-"""Downloads a hub model to the other nodes of a cluster, so that the download does not use up the
-start timeout."""
+"""Downloads a hub model to the other nodes of a cluster before the engines and ranks start.
+
+Otherwise the download would count towards the start timeout.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,19 @@ _POLL_S = 1.0
 
 
 class Downloader:
-    """Ray actor that downloads a model into the cache of its node."""
+    """Ray actor that downloads a model to the hub cache of its node."""
 
     def fetch(self, path: str) -> None:
-        """Download what is missing. The hub's client ends a stalled connection and retries."""
+        """Download all missing files. The hub client drops stalled connections and retries."""
         if download := download_of(path):
             download.fetch()
 
 
 def download_on_nodes(path: str, *, nodes: Collection[str] = ()) -> None:
-    """Download the hub model `path` on every node except this one.
+    """Download the hub model `path` on all nodes except this one.
 
-    `nodes` has the Ray ids of the nodes that need it; empty means all of them. Raises ConfigError
-    if a download fails, and RuntimeError if a node is lost.
+    `nodes` lists the Ray ids of the nodes that need the model; if it is empty, all nodes do. Raises
+    ConfigError if a download fails, and RuntimeError if a node is lost.
     """
     if not is_hub_name(path) or Path(path).exists():
         return

@@ -1,5 +1,7 @@
-"""Chooses the size of a run each time it starts: the full recipe if it fits, or fewer ranks and
-engines."""
+"""Decides how many ranks and engines a run uses each time it starts.
+
+The run uses the full recipe if it fits on the cluster, and fewer ranks and engines otherwise.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,10 @@ from keel.trainer.run.restarts import RESUME_HINT
 
 POLL_S = 2.0
 SILENT_NODES_S = 90.0
-"""How long to wait for silent nodes. Ray has given up dead nodes by then."""
+"""Maximum wait for nodes that do not answer. By then, Ray has declared dead nodes lost."""
 _THREADS = 32
 _MAX_LAYOUTS = 64
-"""Number of layouts to try, largest first. Searching for each may take seconds."""
+"""Maximum number of smaller configs to try, largest first. Each can take seconds."""
 RANKS, ENGINES = "trainer.ranks", "rollout.engines"
 _REMEDY = (
     f"Lower {RANKS}, which a resumed run may do, or set trainer.min_ranks to continue with the "
@@ -47,32 +49,32 @@ _REMEDY = (
 
 @dataclass(kw_only=True)
 class ElasticLayouts:
-    """Chooses the config for each start of a run."""
+    """Decides which config to use each time a run starts or restarts."""
 
     lowering: OomRecovery
-    """Holds the current config. `next` updates it."""
+    """Holds the config in use. `next` replaces it."""
     whole: Config
-    """The config with all ranks and engines."""
+    """The full config, with all ranks and engines."""
     facts: ModelFacts
     hardware: Hardware
     chosen: Values = field(default_factory=dict[str, Any])
-    """Values that were chosen for the knobs that the recipe left open."""
+    """The values that Keel chose for the knobs left open in the recipe."""
     say: Callable[[str], object] = print
     nodes: Callable[[], list[Node]] = cluster_nodes
     silent: Callable[[], list[str]] = list[str]
-    """Function that returns the hosts of nodes that do not answer although Ray considers them
-    alive."""
+    """Returns the hosts of nodes that do not answer although Ray considers them alive."""
     clock: Callable[[], float] = time.monotonic
     pause: Callable[[float], object] = time.sleep
     joinable: bool = True
-    """Whether nodes may join the cluster. False for a cluster that Keel has started on this
-    machine."""
+    """True if more nodes can join the cluster. False if Keel started it on this machine."""
     _begun: bool = False
 
     def next(self) -> Config:
-        """Return the config for the next start. If the full one does not fit, wait for nodes first.
+        """Return the config for the next start of the run.
 
-        Raises TimeoutError if too few nodes arrive in time, and ConfigError if none can arrive.
+        If the full config does not fit, wait for more nodes before using a smaller one. Raises
+        TimeoutError if too few nodes become available in time, and ConfigError if no node can ever
+        join.
         """
         first, self._begun = not self._begun, True
         alone, shortage = first and not self.joinable, ""
@@ -99,11 +101,11 @@ class ElasticLayouts:
 
     @property
     def _min_ranks(self) -> int:
-        """The minimum number of ranks, or 0 if all of them are required."""
+        """The minimum number of ranks, or 0 if the run needs all of them."""
         return self.whole.trainer.min_ranks or int(RANKS in self.chosen)
 
     def _with_reductions(self) -> Config:
-        """The full config, with the memory reductions from earlier attempts."""
+        """The full config, but with the memory-saving changes made after earlier failures."""
         if not self.lowering.times:
             return self.whole
         now, trainer = self.lowering.config.trainer, self.whole.trainer
@@ -113,7 +115,7 @@ class ElasticLayouts:
         return replace(self.whole, trainer=trainer)
 
     def _wait_for_silent_nodes(self) -> None:
-        """Wait until Ray has given up dead nodes, because it would still start actors there."""
+        """Wait until Ray has declared dead nodes lost. Until then, it would start actors there."""
         began, warned = self.clock(), False
         while (silent := self.silent()) and self.clock() - began < SILENT_NODES_S:
             if not warned:
@@ -126,7 +128,7 @@ class ElasticLayouts:
             self.pause(POLL_S)
 
     def _shortage(self, config: Config, nodes: Sequence[Node]) -> str:
-        """Return why the config does not fit on these nodes, or an empty string."""
+        """Return the reason why the config does not fit on these nodes, or an empty string."""
         if self.hardware.gpu:
             try:
                 place(config, allowed(nodes, config.run))
@@ -142,7 +144,7 @@ class ElasticLayouts:
         )
 
     def _wait(self, whole: Config, shortage: str) -> Config:
-        """Wait until the full config fits, and then for a smaller one if that is allowed."""
+        """Wait until the full config fits, or until a smaller one may be used, and return it."""
         run, min_ranks = whole.run, self._min_ranks
         timeout_s, reason = run.startup_timeout_s, _REMEDY
         future = f"After {timeout_s:g} s (run.startup_timeout_s) the run ends. {_REMEDY}"
@@ -186,8 +188,10 @@ class ElasticLayouts:
         return config
 
     def _fewer(self, whole: Config, nodes: Sequence[Node]) -> tuple[Config | None, str]:
-        """Return the config with as many ranks and engines as fit. If none fits, return None and
-        the reason."""
+        """Return the config with the most ranks and engines that fit on these nodes.
+
+        If no config fits, return None and the reason.
+        """
         free = [
             replace(node, gpus=node.free_gpus, cpus=int(node.free_cpus))
             for node in allowed(nodes, whole.run)
@@ -232,7 +236,7 @@ def elastic_layouts(
     chosen: Values,
     say: Callable[[str], object] = print,
 ) -> ElasticLayouts:
-    """Create the layouts for a new run on the current cluster."""
+    """Create the `ElasticLayouts` for a new run on the current cluster."""
     return ElasticLayouts(
         lowering=OomRecovery(config=config, folder=folder),
         whole=config,
@@ -247,7 +251,7 @@ def elastic_layouts(
 
 
 def _silent_nodes() -> list[str]:
-    """Return the hosts of nodes that cannot be reached although Ray considers them alive."""
+    """Return the hosts of nodes that Ray considers alive but that do not accept connections."""
     nodes = [n for n in bounded(ray.nodes, CALL_S, "list its nodes") if n["Alive"]]
     addresses = [f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in nodes]
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -256,10 +260,11 @@ def _silent_nodes() -> list[str]:
 
 
 def smaller_configs(config: Config, min_ranks: int, *, gpus: int | None) -> Iterator[Config]:
-    """Yield configs with fewer ranks or engines. Those that keep the most of both come first.
+    """Yield configs with fewer ranks or engines. Those that keep the largest share of both come
+    first.
 
-    Groups of ranks that share experts or contexts are not split. `gpus` is the number of GPUs for
-    ranks and engines together, or None on CPUs.
+    Ranks that share experts or contexts are kept together. `gpus` is the total number of GPUs for
+    ranks and engines, or None on CPUs.
     """
     trainer, rollout = config.trainer, config.rollout
     samples, width = bool(config.data.sources), rollout.tensor_parallel

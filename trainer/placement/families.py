@@ -1,5 +1,7 @@
-"""Checks whether a recipe suits the family of its model, before anything slow is imported. Each
-check raises ConfigError."""
+"""Checks that a recipe is supported for its model's architecture.
+
+The checks run before any slow import. Each of them raises ConfigError if it fails.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,21 @@ EXPERT_PARALLEL = (
     "Qwen2MoeForCausalLM",
     "Qwen3MoeForCausalLM",
 )
-"""Architectures that have an AutoEP preset in DeepSpeed and whose routes can be replayed."""
+"""Architectures that have a DeepSpeed AutoEP preset and support routing replay."""
 _SPARSE_ATTENTION = "DeepseekV32ForCausalLM"
-"""Architecture in which an indexer selects the tokens to attend to."""
+"""The architecture whose indexer selects the tokens to attend to."""
 _SERVED_LATENTS = (512, 576)
-"""Widths of a latent cache for which vLLM has sparse attention kernels on GPUs."""
+"""Latent cache widths that vLLM's sparse attention kernels support on GPUs."""
 _CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head sizes for which vLLM's CPU backend has an attention kernel."""
+"""Head sizes that vLLM's attention kernel supports on CPUs."""
 NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
-"""Model types that vLLM refuses to run in float16, because their activations overflow."""
+"""Model types that vLLM refuses to run in float16 because their activations overflow."""
 FLOAT32_RESIDUAL = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Model types with pre-norm residual layers, both in vLLM and in transformers."""
+"""Model types with pre-norm residual layers in both vLLM and transformers."""
 
 
 def check_engine_dtype(config: Config, model_type: str) -> None:
-    """Check that vLLM runs the model type in the recipe's dtype."""
+    """Check that vLLM supports this model type in the engine's dtype."""
     if config.engine_dtype == "float16" and model_type in NOT_IN_FLOAT16:
         knob = "rollout.dtype" if config.rollout.dtype else "model.dtype"
         raise ConfigError(
@@ -43,7 +45,7 @@ def check_engine_dtype(config: Config, model_type: str) -> None:
 
 
 def check_residual(config: Config, model_type: str) -> None:
-    """Check that engines and trainer can sum the layers in float32."""
+    """Check that this model type supports a float32 residual stream if the recipe asks for one."""
     if config.model.residual_dtype == "float32" and model_type not in FLOAT32_RESIDUAL:
         raise ConfigError(
             f"model.residual_dtype = 'float32': models of type {model_type} are not supported, "
@@ -52,8 +54,10 @@ def check_residual(config: Config, model_type: str) -> None:
 
 
 def check_engine_heads(config: Config, *, heads: int, head_size: int, gpu: bool) -> None:
-    """Check that an engine can compute the attention heads and split them among its GPUs.
-    `head_size` is 0 for a latent cache."""
+    """Check that vLLM supports the head size and can split the heads among an engine's GPUs.
+
+    `head_size` is 0 for a latent cache.
+    """
     wide = config.rollout.tensor_parallel
     if gpu and heads % wide:
         raise ConfigError(
@@ -72,8 +76,10 @@ def check_engine_heads(config: Config, *, heads: int, head_size: int, gpu: bool)
 
 
 def check_engine_attention(config: Config, *, architecture: str, kv_width: int, gpu: bool) -> None:
-    """Check that vLLM can serve a model's sparse attention, and that it is trained as such.
-    `kv_width` is the number of cached elements per token and layer."""
+    """Check that vLLM can serve a model with sparse attention and that training uses it, too.
+
+    `kv_width` is the number of cached elements per token and layer. Other models pass.
+    """
     if architecture != _SPARSE_ATTENTION:
         return
     if config.trainer.attention != "sparse":
@@ -91,7 +97,10 @@ def check_engine_attention(config: Config, *, architecture: str, kv_width: int, 
 
 
 def check_indexer_length(config: Config, *, top_k: int, longest: int) -> None:
-    """Check that some text window is long enough to train the indexer's selection."""
+    """Check that the indexer has something to learn.
+
+    It does not if even the longest text window has at most `top_k` tokens.
+    """
     if top_k and longest <= top_k and config.trainer.attention != "dense":
         raise ConfigError(
             f"trainer.attention = {config.trainer.attention!r}: the longest window has {longest:,} "
@@ -101,15 +110,17 @@ def check_indexer_length(config: Config, *, top_k: int, longest: int) -> None:
 
 
 def no_sharing(config: Config, *, head_size: int) -> str:
-    """Return why the trajectories in a group cannot share their prompt in training, or an empty
-    string if they can. `head_size` is 0 for a latent cache."""
+    """Return the reason why training cannot share a group's prompt, or an empty string if it can.
+
+    `head_size` is 0 for a latent cache.
+    """
     if config.model.batch_invariant:
         return "not with model.batch_invariant"
     return "" if head_size else "latent keys and values are too wide to copy"
 
 
 def check_trainer(config: Config, facts: ModelFacts, spec: GpuSpec, *, gpu: bool) -> None:
-    """Check that the model can be trained, and distributed, as the recipe says."""
+    """Check that the model supports the recipe's training settings and parallelism."""
     trainer, algorithm, name = config.trainer, config.algorithm, config.model.path
     if config.max_context > facts.max_context:
         raise ConfigError(
@@ -147,7 +158,7 @@ def check_trainer(config: Config, facts: ModelFacts, spec: GpuSpec, *, gpu: bool
 
 
 def check_parallel(trainer: TrainerConfig, *, architecture: str, experts: int, heads: int) -> None:
-    """Check that the experts in a layer and the attention heads can be split among ranks."""
+    """Check that the attention heads and each layer's experts can be split among ranks."""
     size, knob = trainer.expert_parallel, f"trainer.expert_parallel = {trainer.expert_parallel}"
     if size > 1 and not experts:
         raise ConfigError(f"{knob}: {architecture} is dense and has no experts. Set it to 1")

@@ -1,9 +1,9 @@
-"""Detects processes of a run that hang on this node. It warns first, and then kills them.
+"""Detects processes of a run that hang on this node, warns about them and then kills them.
 
-A process hangs if it is stopped (SIGSTOP), or if the kernel runs none of its threads. A process
-that computes for a long time does not hang, and processes in a debugger are left alone. Durations
-count polls instead of wall time, so that nothing is killed by mistake after the monitor was
-suspended.
+A process hangs if it is stopped (SIGSTOP) or if none of its threads gets to run. A process that
+computes for a long time is not hanging, and processes in a debugger are left alone. Durations are
+counted in polls instead of wall time, so that nothing is killed by mistake after the monitor itself
+was suspended.
 """
 
 from __future__ import annotations
@@ -31,53 +31,53 @@ from keel.trainer.placement.processes import (
 
 RAYLET = "Ray's node process (raylet)"
 RAY_PROCESSES = {"raylet": RAYLET, "gcs_server": "Ray's control service (GCS)"}
-"""Ray processes that a run cannot work without, under the names that Ray uses."""
+"""Descriptions of the Ray processes that a run depends on, keyed by Ray's names for them."""
 POLL_S = 1.0
 WARN_S = 20.0
-"""Seconds without progress after which to warn."""
+"""A warning is printed after this many seconds without progress."""
 IDLE_S = 60.0
-"""Seconds before an idle process may be killed if it was not stopped, since a busy machine may give
-it no CPU time."""
+"""Minimum idle time before a process that was not stopped is killed. On a busy machine, a healthy
+process may get no CPU time for a while."""
 RAY_HANG_S = 60.0
-"""Longest hang that is tolerated in Ray's processes. Ray gives up a silent raylet and its node
-after 65 s."""
+"""Maximum time that Ray's own processes may hang. After 65 s without an answer from a raylet, Ray
+declares the node lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHealth:
-    """Result of one poll of a node."""
+    """The result of polling a node once."""
 
     actors: Mapping[str, int]
-    """Maps the name of each actor in the run to its process id."""
+    """The process id of each of the run's actors, keyed by actor name."""
     host: str = ""
     messages: tuple[str, ...] = ()
-    """New warnings, and notes about processes that were killed."""
+    """New warnings, and messages about processes that were killed."""
     ray_failure: str = ""
-    """Why Ray is unusable, if one of its processes is gone or hangs."""
+    """Why Ray cannot be used, for example because one of its processes has exited or hangs."""
     dead_nodes: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Ids and hosts of nodes that Ray has given up."""
+    """The hosts of nodes that Ray has declared lost, keyed by node id."""
 
 
 @dataclass(slots=True)
 class _ProcessHealth:
-    """Measures how long a process has made no progress."""
+    """Tracks how long a process has been stopped or idle."""
 
     process: psutil.Process
     actor: str = ""
-    """Name of the actor that runs in the process."""
+    """Name of the actor that runs in the process, if any."""
     stopped_s: float = 0.0
     idle_s: float = 0.0
     warned: bool = False
     descendants: dict[int, _ProcessHealth] = field(default_factory=dict[int, "_ProcessHealth"])
     _threads: dict[int, ThreadState] = field(default_factory=dict[int, ThreadState])
     _active: int = 0
-    """Id of a thread that was running in the last full scan. It is checked first."""
+    """Id of a thread that was running during the last full scan. It is checked first."""
 
     def poll(self, elapsed_s: float, *, wakes: bool = True) -> None:
-        """Update the durations. Raises one of `EXITED` if the process has exited.
+        """Check whether the process has run, and update `stopped_s` and `idle_s`.
 
-        `wakes` says whether some thread in the process wakes up regularly, so that an idle process
-        must be hanging.
+        Set `wakes` if a healthy process of this kind regularly wakes up, so that one that does not
+        must be hanging. Raises one of `EXITED` if the process has exited.
         """
         main = thread_state(self.process.pid, self.process.pid)
         self.stopped_s = self.stopped_s + elapsed_s if main.stopped and not main.debugged else 0.0
@@ -97,8 +97,11 @@ class _ProcessHealth:
         return bool(ran)
 
     def check(self, subject: str, timeout_s: float, consequence: str, messages: list[str]) -> str:
-        """Describe a hang that has lasted longer than its timeout. A shorter hang causes a single
-        warning, and a timeout of 0 means never."""
+        """Return a description of the hang if it has exceeded `timeout_s`, or an empty string.
+
+        A shorter hang adds one warning to `messages`. A timeout of 0 means that no hang is too
+        long.
+        """
         hang, duration_s = "has been stopped (SIGSTOP)", self.stopped_s
         if not self.stopped_s:
             hang, duration_s = "has not run at all", self.idle_s
@@ -114,7 +117,7 @@ class _ProcessHealth:
 
 
 class HangDetector:
-    """Polls the actors that a raylet has started, their descendants, and Ray's own processes."""
+    """Monitors the actors started by a raylet, their descendants, and Ray's own processes."""
 
     def __init__(
         self,
@@ -125,9 +128,11 @@ class HangDetector:
         hang_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ray_processes` maps a description to a process id, and `start` is the id of the start
-        that owns the actors (`keel.model.ray_timeouts.start`). If `hang_timeout_s` is 0, no process
-        is killed."""
+        """Monitor the actors of `raylet` that belong to the start with the id `start`.
+
+        See `keel.model.ray_timeouts.start` for this id. `ray_processes` maps descriptions to
+        process ids. If `hang_timeout_s` is 0, no process is killed.
+        """
         self._raylet, self._start, self._timeout_s = raylet, start, hang_timeout_s
         self._ray = {
             name: _ProcessHealth(psutil.Process(pid)) for name, pid in ray_processes.items()
@@ -136,7 +141,7 @@ class HangDetector:
         self._clock, self._host = PollClock(POLL_S, clock), socket.gethostname()
 
     def poll(self) -> NodeHealth:
-        """Check all processes, and kill those that belong to the run and have hung for too long."""
+        """Check all processes, kill the run's processes that have hung too long, and report."""
         elapsed_s, messages = self._clock.elapsed(), list[str]()
         failures = [self._poll_ray(*item, elapsed_s, messages) for item in self._ray.items()]
         failure = next(filter(None, failures), "")
@@ -152,7 +157,7 @@ class HangDetector:
         )
 
     def kill_all(self) -> None:
-        """Kill every actor of the run on this node and its descendants, but not this process."""
+        """Kill all of the run's actors on this node and their descendants, except this process."""
         processes: list[psutil.Process] = []
         for actor, health in self._refresh_children().items():
             if health.actor and actor != os.getpid():
@@ -179,7 +184,7 @@ class HangDetector:
         return f"{subject} is gone"
 
     def _poll_actor(self, actor: _ProcessHealth, elapsed_s: float, messages: list[str]) -> None:
-        """Check an actor and its descendants. The actor counts as hanging if one of them hangs."""
+        """Check an actor and its descendants, and kill all of them if one hangs for too long."""
         actor.descendants = _alive(actor.descendants, descendants(actor.process.pid))
         subject = f"{actor.actor} (process {actor.process.pid} on {self._host})"
         tree, hang = [actor, *actor.descendants.values()], ""
@@ -199,8 +204,10 @@ class HangDetector:
 
 
 def _alive(known: Mapping[int, _ProcessHealth], pids: Iterable[int]) -> dict[int, _ProcessHealth]:
-    """Return `pids` and the known processes that are still running, since the kernel may have
-    omitted some."""
+    """Return all processes in `known` and `pids` that are still running.
+
+    Processes in `known` are included because the kernel may have omitted some from `pids`.
+    """
     processes = dict(known)
     for pid in pids:
         if pid not in processes:
@@ -210,8 +217,10 @@ def _alive(known: Mapping[int, _ProcessHealth], pids: Iterable[int]) -> dict[int
 
 
 def _mark(process: psutil.Process) -> str:
-    """Owner and name of the actor in a process. Ray sets this variable after the process has
-    started."""
+    """Return the environment variable that names a process's actor and its owner.
+
+    Ray sets it only after the process has started; until then, the result is empty.
+    """
     with suppress(psutil.Error, OSError):
         return process.environ().get(NAME, "")
     return ""

@@ -1,9 +1,9 @@
-"""Describes the GPUs and nodes of a run, and assigns actors to GPUs.
+"""Describes the GPUs and nodes available to a run, and assigns actors to GPUs.
 
-All GPUs of one actor are on one node. Actors of the same kind share as few nodes as possible,
-because neighbouring ranks exchange the most data. The kinds with the largest actors are placed
-first, since only they may find no node with enough room; if sizes are equal, trainer ranks come
-first.
+All GPUs of an actor are on the same node. Actors of the same kind are placed on as few nodes as
+possible, because neighbouring ranks exchange the most data. The kind whose actors need the most
+GPUs is placed first, since it is the hardest to fit. Trainer ranks come first among kinds of equal
+size.
 """
 
 from __future__ import annotations
@@ -20,38 +20,39 @@ from keel.trainer.placement.memory import GIB, gib
 
 RANK, ENGINE, JUDGE = "trainer rank", "engine", "judge"
 RANK_CPUS = 0.5
-"""CPU cores that Ray books for a rank without a GPU, where ranks and engines take turns."""
+"""CPU cores that Ray reserves for a rank without a GPU. Ranks and engines then take turns."""
 SHARED_GPU = 0.5
-"""Share of a GPU that Ray books for each of two actors. Knobs divide the memory between them."""
+"""Fraction of a GPU that Ray reserves for each of two actors that share it. Other knobs decide how
+they divide the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
-    """Peak rates of a GPU and its links according to data sheets, per second and direction."""
+    """Peak datasheet rates of a GPU and its links, per second. Link rates are for one direction."""
 
     name: str = "NVIDIA H200"
     flops: float = 989e12
-    """Peak rate for dense bfloat16, in FLOP/s."""
+    """Peak dense bfloat16 throughput in FLOP/s."""
     memory_bytes: float = 4.8e12
     link_bytes: float = 450e9
-    """Bandwidth between the GPUs of a node."""
+    """Bandwidth between GPUs in the same node."""
     network_bytes: float = 50e9
     """Network bandwidth per GPU: 400 Gb/s."""
     host_bytes: float = 44e9
-    """Bandwidth to and from pinned host memory, measured on PCIe 5. PCIe 4 is assumed to have half
-    of it."""
+    """Bandwidth to and from pinned host memory, measured on PCIe 5. PCIe 4 is assumed to be half as
+    fast."""
     node_gpus: int = 8
     flash4: bool = True
-    """Whether FlashAttention-4 supports the GPU, which is true for Hopper and Blackwell."""
+    """True if FlashAttention-4 supports the GPU (Hopper and Blackwell)."""
 
     def between(self, gpus: int) -> float:
-        """Return the bandwidth between this many GPUs: over links within a node, or over network
-        cards across nodes."""
+        """Return the bandwidth between this many GPUs: of the links within one node, or of the
+        network across nodes."""
         return self.link_bytes if gpus <= self.node_gpus else self.network_bytes
 
 
 _FLASH4 = re.compile(r"\bG?[BH]\d(?!0\b)|\b[H]20\b")
-"""Names of the data-centre GPUs in these generations. Desktop Blackwell GPUs need other kernels."""
+"""Names of Hopper and Blackwell data-centre GPUs. Desktop Blackwell GPUs need other kernels."""
 _PCIE4, _PCIE5 = 32.0, 64.0
 _SPECS: tuple[tuple[str, float, float, float], ...] = (
     ("GB300|GB200", 2500, 8.0, 900),
@@ -79,13 +80,15 @@ _SPECS: tuple[tuple[str, float, float, float], ...] = (
     ("RTX 5090", 210, 1.79, _PCIE5),
     ("RTX 4090", 165, 1.01, _PCIE4),
 )
-"""Part of the name that the driver reports, bfloat16 TFLOP/s, memory TB/s and link GB/s. The first
-match counts."""
+"""A pattern for the name reported by the driver, bfloat16 TFLOP/s, memory TB/s and link GB/s. The
+first match is used."""
 
 
 def spec_of(name: str) -> GpuSpec:
-    """Return the spec of a GPU whose name the driver reports. An unlisted GPU gets the rates of an
-    H200 and a note."""
+    """Return the spec of a GPU, given the name reported by the driver.
+
+    A GPU that is not listed gets the rates of an H200 and a name that says so.
+    """
     default = GpuSpec()
     if not name:
         return default
@@ -106,15 +109,18 @@ def spec_of(name: str) -> GpuSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """A kind of actor. Each actor needs a CPU core and `gpus` GPUs, which it may share."""
+    """All actors of one kind.
+
+    Each needs one CPU core and `gpus` GPUs. A guest needs another core and shares the GPUs.
+    """
 
     name: str
     count: int
     gpus: int
     knobs: str
-    """Knobs that can be lowered if the actors do not fit."""
+    """The knobs that the user can lower if the actors do not fit."""
     guest: str = ""
-    """Kind of actor that shares the GPUs of an actor of this kind."""
+    """The kind of actor that shares GPUs with this kind, if any."""
 
     @property
     def cpus(self) -> int:
@@ -148,26 +154,26 @@ def _kinds(config: Config) -> list[_Kind]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A machine of the cluster."""
+    """A machine in the cluster."""
 
     name: str
     id: str = ""
-    """Ray's id for the node; empty if there is no cluster yet."""
+    """Ray's node id, or an empty string before the cluster exists."""
     gpus: int
     cpus: int
     free_gpus: int
     free_cpus: float
     in_use: bool = False
-    """True if other programs use some of its GPUs. Only Ray knows which ones."""
+    """True if other programs use some of the node's GPUs. Only Ray knows which ones."""
     memory_gib: float = 0.0
-    """Host memory in GiB; 0 if unknown."""
+    """Host memory in GiB, or 0 if unknown."""
 
     def room(self, kind: _Kind) -> int:
-        """Return how many actors of this kind fit on the node now."""
+        """Return how many actors of this kind currently fit on the node."""
         return int(min(self.free_gpus // kind.gpus, self.free_cpus // kind.cpus))
 
     def empty(self) -> Node:
-        """Return the node as it would be without other users."""
+        """Return a copy of the node with all GPUs and CPU cores free."""
         return replace(self, free_gpus=self.gpus, free_cpus=self.cpus, in_use=False)
 
     def __str__(self) -> str:
@@ -178,29 +184,29 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """The hardware that a run is planned for, detected or described by the recipe."""
+    """The hardware that a run is planned for, either detected or described in the recipe."""
 
     gpu: bool
     nodes: tuple[Node, ...] = ()
-    """Nodes with GPUs, in their current state."""
+    """The nodes that have GPUs, in their current state."""
     gpu_gib: float = 0.0
-    """Memory of a GPU in GiB; 0 if unknown."""
+    """Memory per GPU in GiB, or 0 if unknown."""
     gpu_name: str = ""
-    """Name of the GPU that the driver reports; empty if unknown."""
+    """GPU name reported by the driver, or an empty string if unknown."""
     taken_gib: float = 0.0
-    """Memory that other processes hold on the most used GPU, in GiB."""
+    """Memory that other processes use on the busiest GPU, in GiB."""
     found: bool = True
     """True if the hardware was detected on this machine or on the cluster."""
     assumed: bool = False
-    """True if `nodes` has just enough GPUs for the recipe, as their number is unknown."""
+    """True if the number of GPUs is unknown, so `nodes` has just enough for the recipe."""
     note: str = ""
-    """Source of the information."""
+    """Where this information comes from."""
     missing: str = ""
-    """Why the recipe does not fit yet, if some of the `nodes` are absent."""
+    """Why the recipe does not fit yet, if some of `nodes` have not joined the cluster."""
 
     @property
     def signature(self) -> dict[str, Any]:
-        """Return everything that a cached choice depends on, as JSON."""
+        """Return the hardware properties that a saved choice depends on, as JSON values."""
         return {
             "GPUs of each node": [node.gpus for node in self.nodes],
             "GiB of a GPU": round(self.gpu_gib),
@@ -216,7 +222,7 @@ class Hardware:
 
     @property
     def taken_warning(self) -> str:
-        """Return a warning if other processes hold GPU memory, else an empty string."""
+        """Return a warning if other processes use GPU memory, or an empty string."""
         return (
             f"other processes hold {gib(self.taken_gib * GIB)} of a GPU's "
             f"{gib(self.gpu_gib * GIB)} (see nvidia-smi). The plan leaves that out; end them to "
@@ -225,7 +231,7 @@ class Hardware:
 
     @property
     def idle(self) -> list[Node]:
-        """Return the nodes as they would be without other users."""
+        """Return copies of the nodes with all GPUs and CPU cores free."""
         return [node.empty() for node in self.nodes]
 
     def __str__(self) -> str:
@@ -239,16 +245,17 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """The GPUs that are assigned to one actor."""
+    """The GPUs assigned to one actor."""
 
     kind: str
     index: int
     node: Node
     gpus: int
     first: int | None
-    """Id of the first GPU; the others follow it. None if other programs also use the node."""
+    """Id of the first GPU; the others have consecutive ids. None if other programs also use the
+    node."""
     shared: bool = False
-    """True if an actor of another kind with the same index uses the same GPUs."""
+    """True if the actor shares its GPUs with the actor of another kind that has the same index."""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -257,32 +264,32 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The seats of all actors, in the order in which the GPUs of each node are assigned."""
+    """The seats of all actors, in the order in which they take the GPUs of each node."""
 
     seats: tuple[Seat, ...]
 
     @property
     def shared(self) -> bool:
-        """Whether engines and ranks share GPUs."""
+        """True if engines and ranks share GPUs."""
         return any(seat.shared for seat in self.seats)
 
     @property
     def ranks_by_node(self) -> list[tuple[Node, int]]:
-        """Pairs each node with trainer ranks with the number of its ranks."""
+        """Each node that has trainer ranks, with the number of its ranks."""
         nodes = [seat.node for seat in self.seats if seat.kind == RANK]
         unique = {id(node): node for node in nodes}
         return [(node, sum(other is node for other in nodes)) for node in unique.values()]
 
     def owner(self, kind: str, index: int) -> Seat:
-        """Return the seat that holds the GPUs of an actor. This is the rank's seat if the actor
-        shares them with a rank."""
+        """Return the seat that holds an actor's GPUs. If the actor shares them with a rank, this is
+        the rank's seat."""
         seat = next(s for s in self.seats if (s.kind, s.index) == (kind, index))
         if not seat.shared:
             return seat
         return next(s for s in self.seats if s.kind == RANK and s.index == index)
 
     def lines(self) -> Iterator[str]:
-        """Describe each node in one line, such as `node 0: engines 0–1 on GPUs 0–3 (2 each)`."""
+        """Yield one line for each node, such as `node 0: engines 0–1 on GPUs 0–3 (2 each)`."""
         for (_, name), group in groupby(self.seats, key=lambda s: (s.node.id, s.node.name)):
             parts: list[str] = []
             ordered = sorted(group, key=lambda seat: (seat.kind, seat.index))
@@ -301,10 +308,11 @@ class Placement:
 
 
 def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement:
-    """Assign GPUs to all actors, or only to the actors of the kind `only`.
+    """Assign GPUs to all actors and return the placement.
 
-    Engines share GPUs with ranks if `rollout.colocated` is set or there is only one GPU. Raises
-    ConfigError if there are too few free GPUs, or no node has enough of them for one actor.
+    If `only` is set, only actors of this kind are placed. Engines share GPUs with ranks if
+    `rollout.colocated` is set or there is only one GPU. Raises ConfigError if there are not enough
+    free GPUs, or if no node has enough of them for one actor.
     """
     nodes = list(nodes)
     placed = [kind for kind in _kinds(config) if only in ("", kind.name)]
@@ -379,8 +387,10 @@ def _too_small(
 
 
 def assumed_nodes(config: Config, *, node_gpus: int) -> list[Node]:
-    """Return the fewest nodes that hold all actors of the recipe. Each has `node_gpus` GPUs, or as
-    many as the largest actor needs."""
+    """Return the minimum number of nodes needed to fit all of the recipe's actors.
+
+    Each node has `node_gpus` GPUs, or as many as the largest actor needs.
+    """
     placed = _kinds(config)
     size = max(node_gpus, *(kind.gpus for kind in placed))
     most = sum(-(-kind.count // (size // kind.gpus)) for kind in placed)
@@ -392,7 +402,7 @@ def assumed_nodes(config: Config, *, node_gpus: int) -> list[Node]:
 
 
 def idle_nodes(count: int, gpus: int) -> list[Node]:
-    """Return hypothetical idle nodes that have enough CPU cores."""
+    """Return hypothetical nodes that are idle and have enough CPU cores."""
     return [
         Node(name=f"node {i}", gpus=gpus, cpus=2 * gpus, free_gpus=gpus, free_cpus=2 * gpus)
         for i in range(count)
@@ -400,7 +410,7 @@ def idle_nodes(count: int, gpus: int) -> list[Node]:
 
 
 def allowed(nodes: Iterable[Node], run: RunConfig) -> list[Node]:
-    """Return the part of `nodes` that the run may use (`run.gpus_per_node`, `run.nodes`)."""
+    """Return the nodes and GPUs that `run.nodes` and `run.gpus_per_node` allow the run to use."""
     limit = run.gpus_per_node
     if not limit:
         return list(nodes)

@@ -1,10 +1,9 @@
-"""Search for the fastest layout that fits the hardware, by varying the knobs that a recipe leaves
-open.
+"""Searches for the fastest layout that fits the hardware, by varying a recipe's open knobs.
 
-Layouts within `TIE` of the fastest count as equally good. Among them, the search takes the one with
-the lowest ZeRO stage, and then the one that needs the least memory. It chooses a layout whose
-margin is smaller than the error of the memory model only if no other layout fits, and keeps the
-optimizer in host memory only as a last resort.
+Layouts within a factor `TIE` of the fastest count as equally fast. Among these, the search prefers
+the lowest ZeRO stage, and then the lowest memory use. A layout whose spare memory is smaller than
+the error of the memory model is chosen only if nothing else fits. The optimizer is kept in host
+memory only as a last resort.
 """
 
 from __future__ import annotations
@@ -44,38 +43,39 @@ from keel.trainer.placement.plan import Plan, check_host_memory, make_plan, plan
 from keel.trainer.placement.step_time import COMPILE_S, sft_seconds
 
 Values = Mapping[str, Any]
-"""Maps knobs to values."""
+"""Knob values, keyed by knob name."""
 _Section = TypeVar("_Section", RolloutConfig, TrainerConfig)
 TIE = 1.02
 _KV_SPARE = 1.25  # maximum size of a KV cache, relative to its need (rollout/engine/kv_cache.py)
 _SHARE, _MAX_SHARE = 0.92, 0.95
-"""Largest share of a GPU to give to an engine, with and without a safety margin. vLLM needs its
-whole share free at startup, and some memory is always in use."""
+"""Largest fraction of a GPU that an engine may get, with and without a safety margin. At startup,
+vLLM needs its whole share free, and some memory is always in use."""
 _HOST_POWER = 3
-"""Exponent of the norm that combines a rank's host time and GPU time, fitted to micro-batches of
-4,608 to 18,432 tokens."""
+"""Exponent of the norm that combines a rank's host time and GPU time. It was fitted to
+micro-batches of 4,608 to 18,432 tokens."""
 _STAGE_COSTS = (1.0, 1.0, 1.04, 1.15)
-"""Slowdown for each ZeRO stage beyond its communication: measured 2 to 6 % for stage 2, and 3 to 12
-% for stage 3."""
+"""Slowdown factor of each ZeRO stage, not counting communication. Measured: 2 to 6 % for stage 2,
+and 3 to 12 % for stage 3."""
 _MAX_TOKENS, _MIN_TOKENS = 65_536, 4_096  # larger micro-batches gain nothing, smaller ones lose
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
-"""Numbers of micro-batches per rank and optimizer step to try."""
+"""Numbers of micro-batches per rank and optimizer step that are tried."""
 _SMALL = (2, 3, 4, 5, 6, 7, 8, 10, 12)
-"""Micro-batch sizes in trajectories that are also tried, in case few trajectories fit."""
+"""Additional micro-batch sizes, in trajectories, in case only a few trajectories fit."""
 _SAVES = 0.98
-"""If two micro-batch sizes give the same number of micro-batches, the larger one is tried only if
-it computes less than this fraction of the tokens."""
+"""Of two micro-batch sizes that give the same number of micro-batches, the larger one is tried only
+if it computes less than this fraction of the tokens."""
 _EVAL_SEQUENCES, _SMALL_CACHE = 128, 0.1
-"""Concurrent sequences for evaluations, if their cache takes at most this share of a GPU."""
+"""Concurrent sequences for evaluations. They are allowed only if their KV cache takes at most this
+fraction of a GPU."""
 _MAX_SEQUENCES = 1024  # the largest number for which vLLM captures CUDA graphs
 _WAVES = (1, 2, 3, 4)  # in which the completions for a step may be sampled
 _SEATS = ("trainer.ranks", "rollout.engines", "rollout.colocated", "rollout.time_share")
-"""Open knobs that determine the placement."""
+"""The open knobs that affect the placement."""
 
 
 def with_values(config: Config, values: Values) -> Config:
-    """Return the config with these knobs of `rollout` and `trainer` set. Raises ConfigError if that
-    breaks a rule."""
+    """Return a copy of the config with these `rollout` and `trainer` knobs set. Raises ConfigError
+    if the values are invalid."""
     rollout, trainer = list[Any](), list[Any]()
     for item in values.items():
         (rollout if item[0].startswith("rollout.") else trainer).append(item)
@@ -94,7 +94,7 @@ def _changed(section: _Section, values: tuple[tuple[str, Any], ...]) -> _Section
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Lists the values to try for each open knob."""
+    """The values that the search tries for each open knob."""
 
     config: Config
     open_knobs: frozenset[str]
@@ -103,7 +103,7 @@ class Options:
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs for engines and ranks together."""
+        """Total number of GPUs for engines and ranks."""
         return sum(node.gpus for node in self.hardware.idle) - self.config.rewards.judge.gpus
 
     def _open(self, values: Values) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class Options:
 
     @cached_property
     def placements(self) -> list[Values]:
-        """Numbers of ranks and engines to try, with and without sharing GPUs."""
+        """The numbers of ranks and engines to try, each with and without sharing GPUs."""
         config, gpus = self.config, self.gpus
         ranks_to_try, width = self._rank_counts(), config.rollout.tensor_parallel
         if not config.data.sources:
@@ -133,7 +133,11 @@ class Options:
         return [dict(pairs) for pairs in {tuple(each.items()): None for each in values}]
 
     def _rank_counts(self) -> list[int]:
-        """Largest first: all GPUs, multiples of a sixteenth of them, and all that engines leave."""
+        """Return the numbers of ranks to try, largest first.
+
+        They include all GPUs, multiples of a sixteenth of them, and the GPUs left over by the
+        engines.
+        """
         config, gpus = self.config, self.gpus
         trainer, width = config.trainer, config.rollout.tensor_parallel
         if "trainer.ranks" not in self.open_knobs:
@@ -150,7 +154,7 @@ class Options:
 
     @property
     def step_sequences(self) -> int:
-        """Number of sequences that all ranks together process in an optimizer step."""
+        """Number of sequences in an optimizer step, over all ranks."""
         algorithm = self.config.algorithm
         if not self.config.data.sources:
             return self.config.sft.step_contexts
@@ -158,10 +162,10 @@ class Options:
         return math.ceil(whole / algorithm.updates_per_batch)
 
     def sampling(self, seats: Values, *, fewer: bool) -> list[Values]:
-        """Numbers of sequences that an engine samples at once, largest first: enough to sample the
-        step in one wave, in two, and so on.
+        """Return values for the number of sequences that an engine samples at once, largest first.
 
-        With `fewer`, the list also has numbers so small that they need almost no memory.
+        They let the engines sample a step in one wave, in two, and so on. If `fewer` is set, the
+        list also has numbers so small that they need almost no memory.
         """
         knob, config = "rollout.max_num_seqs", self.config
         if knob not in self.open_knobs or not config.data.sources:
@@ -181,7 +185,7 @@ class Options:
 
     @cached_property
     def turns(self) -> list[Values]:
-        """Ways for an engine and a rank to use one GPU: side by side, time-sharing, and
+        """Ways in which an engine and a rank can share a GPU: side by side, time-sharing, and
         time-sharing with offloading."""
         knobs = ("rollout.time_share", "trainer.offload_while_sampling")
         if not self.config.data.sources:
@@ -195,8 +199,10 @@ class Options:
         return [self._open(way) for way in ways if closed.items() <= way.items()]
 
     def learning(self, ranks: int) -> Iterator[list[Values]]:
-        """Yield lists of trainer knobs to try. The entries of a list differ only in the micro-batch
-        size, and the largest comes first."""
+        """Yield lists of trainer knob values to try.
+
+        Within a list, only the micro-batch size differs, and the largest comes first.
+        """
         trainer, model = self.config.trainer, self.config.model
         sizes = self.micro_batches(ranks)
         # Sparse, batch-invariant and float32 attention use operators whose output cannot be kept.
@@ -218,21 +224,23 @@ class Options:
 
     @property
     def _sharing(self) -> Values:
-        """Packing shares a prompt only if this saves time, so the knob is on wherever possible."""
+        """Prompt sharing is enabled wherever it is possible, because packing uses it only if it
+        saves time."""
         shared = not no_sharing(self.config, head_size=self.facts.head_size)
         return self._open({"trainer.share_prompts": shared})
 
     @property
     def compiles(self) -> bool:
-        """Whether compiled layers are known to be faster for this kind of model."""
+        """True if compiled layers are known to be faster for this kind of model."""
         model, dense = self.config.model, not self.facts.moe_layers
         measured = model.dtype == "bfloat16" or (model.dtype == "float16" and dense)
         measured = measured and self.facts.fused_norms
         return measured and self.config.trainer.sequence_parallel == 1 and not model.batch_invariant
 
     def _stages(self, ranks: int) -> list[Values]:
-        """ZeRO stages, first with the optimizer on the GPU, then in host memory if that is open.
+        """Return the ZeRO stages to try, first with the optimizer on the GPU.
 
+        If `trainer.offload_optimizer` is open, the stages with the optimizer in host memory follow.
         A single rank has nothing to shard. Without DeepSpeed's bfloat16 optimizer, stage 1 holds
         the gradients twice during an update, and stage 2 uses larger buckets. With an offloaded
         optimizer, stage 3 keeps gradients in host memory.
@@ -258,10 +266,10 @@ class Options:
         return [dict(items) for items in {tuple(each.items()): None for each in values}]
 
     def micro_batches(self, ranks: int) -> list[Values]:
-        """Micro-batch sizes to try, largest first. They split a rank's share of a step into one
-        part, two parts, and so on.
+        """Return the micro-batch sizes to try, largest first.
 
-        Each size needs less memory and more time than the one before it.
+        They split a rank's share of a step into one part, two parts, and so on. Each size needs
+        less memory and more time than the one before it.
         """
         knob, config = "trainer.micro_batch_tokens", self.config
         if knob not in self.open_knobs:
@@ -287,8 +295,11 @@ class Options:
         return [{knob: size} for size in reversed(worth)]
 
     def _units(self, sharing: Config) -> dict[int, int]:
-        """Map micro-batch units, in tokens, to the number of trajectories in each. A unit is one
-        trajectory at its length limit, or a group that shares a prompt."""
+        """Return the possible units of a micro-batch: their size in tokens, and the trajectories in
+        each.
+
+        A unit is either one trajectory at its length limit, or a group that shares a prompt.
+        """
         longest, count = sharing.max_context, sharing.algorithm.group_size
         units = {longest: 1}
         while sharing.data.sources and sharing.trainer.share_prompts and count > 1:
@@ -301,17 +312,17 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A recipe in which every knob is decided, with its plan and its cost."""
+    """A recipe with a value for every knob, its plan and its estimated cost."""
 
     config: Config
     plan: Plan
     shared: bool
     cost: float
-    """Seconds per step, including a share of the compile time."""
+    """Seconds per step, including the compile time spread over all steps."""
 
     @property
     def rank(self) -> tuple[int, float, float]:
-        """Sort key for layouts that are equally fast; the best one sorts first."""
+        """Sort key for layouts that are equally fast. The best layout sorts first."""
         engine, needs = self.plan.engine.total / GIB, self.plan.peak / GIB
         if self.config.data.sources and not self.shared:
             needs = max(engine, needs)
@@ -325,15 +336,15 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Strictness:
-    """Safety margins that a layout has to keep."""
+    """Restrictions on the layouts that a search accepts."""
 
     spare: float = 1.0
-    """Safety factor for the memory of a rank."""
+    """Safety factor for a rank's memory."""
     max_share: float = _MAX_SHARE
     offload: bool = False
-    """Allow the optimizer in host memory."""
+    """If True, the optimizer may be kept in host memory."""
     fewer: bool = True
-    """Allow an engine to sample less than a quarter of a step's sequences at once."""
+    """If True, an engine may sample less than a quarter of a step's sequences at once."""
 
 
 _STRICTNESSES = (
@@ -344,7 +355,7 @@ _STRICTNESSES = (
 
 
 class LayoutSearch:
-    """Searches for the best layout of a recipe on given hardware."""
+    """Searches for the best layout of a recipe on the given hardware."""
 
     def __init__(
         self, config: Config, open_knobs: frozenset[str], facts: ModelFacts, hardware: Hardware
@@ -353,7 +364,7 @@ class LayoutSearch:
         self.options = Options(config=config, open_knobs=open_knobs, facts=facts, hardware=hardware)
         self.strictness = _STRICTNESSES[0]
         self.candidates: list[Layout] = []
-        """Layouts that `best` has chosen from."""
+        """The layouts that the last call to `best` considered."""
         self._facts = facts
         self._free_gib = hardware.gpu_gib - hardware.taken_gib
         self._ranks: dict[tuple[Any, ...], Memory] = {}
@@ -361,7 +372,7 @@ class LayoutSearch:
         self._configs: dict[frozenset[tuple[str, Any]], Config] = {}
 
     def best(self) -> Layout | None:
-        """Return the best layout, or None if nothing fits."""
+        """Return the best layout, or None if no layout fits."""
         for self.strictness in _STRICTNESSES:
             self.candidates = [*self.fitting()]
             if self.candidates:
@@ -371,7 +382,7 @@ class LayoutSearch:
         return None
 
     def fitting(self) -> Iterator[Layout]:
-        """Yield the layouts that fit and could be the best one."""
+        """Yield the layouts that fit, skipping those that cannot be the best."""
         fastest = math.inf
         for seats in self.options.placements:
             ranks = seats.get("trainer.ranks", self.config.trainer.ranks)
@@ -390,8 +401,10 @@ class LayoutSearch:
                         break
 
     def _with_engine(self, values: Values) -> Iterator[Layout]:
-        """Stop when the engine's cache holds all sequences at once and time-sharing is not
-        needed."""
+        """Yield the layouts that fit with these values, for different ways of sampling.
+
+        Stop once the engine's cache holds all sequences at once without time-sharing.
+        """
         for turns in self.options.turns:
             if self._placed({**values, **turns}) is None:
                 continue
@@ -458,8 +471,10 @@ class LayoutSearch:
         return self._placements[seats]
 
     def layout(self, values: Values) -> Layout | None:
-        """Build the layout for these values of the open knobs, and choose the engine's share of the
-        GPU. Returns None if the layout does not fit."""
+        """Return the layout with these values for the open knobs, or None if it does not fit.
+
+        The engine's share of the GPU is chosen here.
+        """
         hardware = self.hardware
         try:
             placement = self._placed(values)
@@ -504,7 +519,7 @@ class LayoutSearch:
         return rest + time.rollout + training
 
     def _share(self, config: Config, rank: Memory, *, shared: bool) -> Values | None:
-        """Choose the engine's share of a GPU. Returns None if there is no room for an engine."""
+        """Choose the engine's share of GPU memory. Returns None if an engine does not fit."""
         knob, size = "rollout.gpu_memory_utilization", self.hardware.gpu_gib
         most = min(self._free_gib, self.strictness.max_share * size)
         if shared:
@@ -523,8 +538,8 @@ class LayoutSearch:
         return {knob: hundredths / 100} if hundredths >= 1 else None
 
     def refusal(self) -> ConfigError:
-        """Return the error to raise if nothing fits: why the layout with the least memory does
-        not."""
+        """Return the error to raise if no layout fits. It explains why even the layout that needs
+        the least memory does not."""
         ways = [
             {**seats, **sizes[-1], **turns, **sampling}
             for seats in self.options.placements

@@ -1,4 +1,4 @@
-"""Warns about values that are legal but unusual: they may be typing errors or experiments."""
+"""Warns about legal but unusual values, which may be typos or deliberate experiments."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from keel.configs.schema import Config
 from keel.model.load import ModelFacts
 
 _OLD_STEPS = 16
-"""Completions are old after this many optimizer steps: 0 is harmless, 28 is harmful
-(docs/stability.md)."""
+"""Completions count as old once they lag by this many optimizer steps. 0 is harmless and 28 is
+harmful (docs/stability.md)."""
 _SMALL_MODEL = 50_000_000
-"""Models with fewer parameters than this learn with higher rates."""
+"""Models with fewer parameters than this can use higher learning rates."""
 _SFT_SECTIONS = ("run", "model", "trainer", "alarms", "sft")
 _SHOWN = 3
 
 
 def lint_recipe(config: Config, facts: ModelFacts) -> list[str]:
-    """Return one warning for each unusual value or combination in the recipe."""
+    """Return one warning for each unusual value or combination of values in the recipe."""
     trainer, algorithm, sampling = config.trainer, config.algorithm, config.rollout.sampling
     rates: tuple[float, float, str] = (1e-9, 1e-3, "1e-6 to 3e-4 for supervised training")
     if facts.parameters < _SMALL_MODEL or trainer.attention == "warm-up":
@@ -67,10 +67,10 @@ def lint_recipe(config: Config, facts: ModelFacts) -> list[str]:
 
 
 def ignored_knobs(config: Config, chosen: Set[str], overrides: Sequence[str] = ()) -> Iterator[str]:
-    """Warn about knobs that have no effect.
+    """Return warnings about knobs that have no effect.
 
-    These are knobs of `keel train` in a recipe that only does supervised training, and an override
-    of run.steps that sft.epochs replaces. `chosen` has the knobs that Keel chooses.
+    These are `keel train` knobs in a recipe that only does supervised training, and an override of
+    run.steps if sft.epochs takes its place. `chosen` contains the knobs that Keel chooses.
     """
     if config.sft.epochs and any(
         each.partition("=")[0].strip() == "run.steps" for each in split_overrides(overrides)

@@ -1,7 +1,8 @@
-"""Memory model: estimates how many bytes an engine and a trainer rank hold on a GPU, and for what.
+"""Memory model: estimates how many bytes an engine and a trainer rank use on a GPU, and for what.
 
-The estimates use the configuration of the model; docs/scaling.md compares them with measurements.
-On a CPU they include the measured size of a process that has loaded its libraries.
+The estimates are computed from the model's configuration; docs/scaling.md compares them with
+measurements. On a CPU, they include the measured memory of a process after it has loaded its
+libraries.
 """
 
 from __future__ import annotations
@@ -20,42 +21,42 @@ GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ENGINE_PROCESS_GIB, _TRAINER_PROCESS_GIB = 1.3, 1.2  # on a CPU, with vLLM or DeepSpeed loaded
 ENGINE_CUDA_GIB, TRAINER_CUDA_GIB = 1.5, 1.3
-"""GPU memory for the CUDA context, kernels, NCCL and CUDA graphs. The value for an engine is
-assumed, the one for a rank is measured."""
+"""GPU memory for the CUDA context, kernels, NCCL and CUDA graphs. The engine's value is assumed,
+and the rank's value is measured."""
 STEP_PARTS = ("activations", "experts' tokens", "support head", "new gradients")
-"""Parts of a rank's memory that are in use only during forward and backward passes."""
+"""The parts of a rank's memory that are used only during forward and backward passes."""
 _JOINED = "gradients joined"
-"""Memory that an update needs in addition to the memory of freed activations."""
+"""Memory that an update needs beyond what the freed activations provide."""
 _SUB_GROUP_BYTES = 4e9  # master weights that ZeRO-3 updates at a time (DeepSpeed's default)
 RANK_SPARE = 1.06
-"""Safety factor for a rank. The model is up to 2 % too low, and trajectories differ."""
+"""Safety factor for a rank's memory. Estimates are up to 2 % too low, and trajectories vary."""
 ENGINE_SPARE, ENGINE_SPARE_GIB = 1.1, 1.0
-"""Assumed safety factor and reserve for an engine's memory without the KV cache."""
+"""Assumed safety factor and reserve for an engine's memory, not counting the KV cache."""
 ENGINE_BEYOND_GIB = 1.0
-"""Memory for CUDA graphs and buffers that an engine uses beyond its share: 0.6 to 1.0 GiB in four
-of five workloads drawn at random."""
+"""Memory that an engine uses beyond its share, for CUDA graphs and buffers. It was 0.6 to 1.0 GiB
+in four of five randomly drawn workloads."""
 _TRAINER_UNUSED_GIB = 1.5  # held by PyTorch's allocator beyond a step's tensors: 0.2 to 2.4 GiB
 _SAMPLER_BYTES = 20  # per vocabulary id and sequence: logits, probabilities, both sorted with ids
 _BUCKET_ELEMENTS, _LONE_BUCKET_ELEMENTS = 500_000_000, 50_000_000
-"""Size of DeepSpeed's gradient bucket: the default, and the size for a single rank, which reduces
-nothing."""
+"""Sizes of DeepSpeed's gradient bucket: the default, and the one for a single rank, which has
+nothing to reduce."""
 _ZERO_2_BUCKETS = 4  # buckets and copies under ZeRO-2, fitted to three measured steps
 _LIVE_ELEMENTS = 1_000_000_000  # parameters that ZeRO-3 keeps gathered (DeepSpeed's default)
 _KEPT_ID_BYTES, _MEAN_KEPT = 60, 8
-"""Bytes per kept id in the support head (45 to 60 measured, see docs/performance.md), and kept ids
-per token."""
+"""Bytes per kept token id in the support head (measured: 45 to 60, see docs/performance.md), and
+kept ids per token."""
 _HEAD_CHUNK_BYTES = 2048 * 4 * 1.2  # per vocabulary id, for a chunk of untruncated tokens
 _FRAGMENTED = 0.08  # share of a GPU lost to fragmentation while an engine samples: 11 of 140 GiB
 _RESIDUE_GIB = 0.5  # held by the allocator after offloading: 0.3 to 0.8 GiB in four workloads
 
 
 class DoesNotFit(ConfigError):
-    """Raised if a GPU or a machine has too little memory for the recipe."""
+    """Raised if a GPU or a machine does not have enough memory for the recipe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes that one GPU (or one actor on a CPU) holds, listed by purpose."""
+    """Memory use of one GPU, or of one actor on a CPU: bytes by purpose."""
 
     parts: Mapping[str, float]
 
@@ -81,19 +82,19 @@ def _largest_first(memory: Memory, but: str = "") -> str:
 
 
 def engine_sequences(config: Config) -> int:
-    """Return how many completions an engine samples at once under this recipe."""
+    """Return how many completions an engine samples at once."""
     sequences = config.algorithm.prompts_per_step * config.algorithm.group_size
     return min(config.rollout.max_num_seqs, -(-sequences // config.rollout.engines))
 
 
 def kv_token_bytes(config: Config, facts: ModelFacts) -> float:
-    """Return the bytes that one token takes in the KV cache on each GPU of an engine."""
+    """Return how many bytes one token takes in the KV cache of each of an engine's GPUs."""
     shares = min(config.rollout.tensor_parallel, facts.kv_heads)
     return facts.layers * facts.kv_width * BYTES[config.engine_dtype] / shares
 
 
 def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
-    """Estimate the memory of an engine on one GPU if its KV cache holds all its completions."""
+    """Estimate an engine's memory on one GPU, with a KV cache that holds all its completions."""
     rollout, width = config.rollout, BYTES[config.engine_dtype]
     weights = facts.parameters * width / rollout.tensor_parallel
     if not gpu:
@@ -114,8 +115,8 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
 
 
 def _cached_tokens(config: Config, facts: ModelFacts) -> int:
-    """Tokens that an engine caches if its completions reach their limits. A group shares its
-    prompt."""
+    """Tokens in an engine's KV cache when all its completions reach their limits. A group shares
+    its prompt."""
     sequences, longest = engine_sequences(config), config.max_context
     prompt = config.data.max_prompt_tokens
     shares = config.rollout.enable_prefix_caching and facts.full_attention
@@ -128,7 +129,7 @@ def _cached_tokens(config: Config, facts: ModelFacts) -> int:
 
 
 def read_together(config: Config, facts: ModelFacts) -> int:
-    """Return how many completions in a group read their shared prompt in a single pass (cascade
+    """Return how many completions of a group read their shared prompt in one pass (cascade
     attention)."""
     plain = not config.model.batch_invariant and config.engine_dtype != "float32"
     if not (
@@ -142,10 +143,10 @@ def read_together(config: Config, facts: ModelFacts) -> int:
 def cached_sequences(
     config: Config, memory: Memory, gpu_gib: float, *, taken_gib: float = 0.0
 ) -> int:
-    """Return how many full-length completions fit in the KV cache of an engine.
+    """Return how many full-length completions fit in an engine's KV cache.
 
-    `taken_gib` is the memory that other processes hold on each GPU. Raises DoesNotFit if the cache
-    cannot hold a single completion, or if the engine's share of the GPU is not free.
+    `taken_gib` is the memory that other processes use on each GPU. Raises DoesNotFit if not even
+    one completion fits, or if the engine's share of the GPU is not free.
     """
     share = config.rollout.gpu_memory_utilization
     rest = memory.total - memory.parts["KV cache"]
@@ -167,9 +168,9 @@ def cached_sequences(
 
 
 def guaranteed_cache_bytes(config: Config, facts: ModelFacts, gpu_gib: float) -> int:
-    """Return how many bytes an engine's share of the GPU certainly leaves for its KV cache.
+    """Return how many bytes of an engine's share are certain to be available for its KV cache.
 
-    Returns 0 if they cannot hold all completions; vLLM then has to measure its memory.
+    Returns 0 if they are not enough for all completions. vLLM then has to measure its memory use.
     """
     memory = engine_memory(config, facts, gpu=True)
     cache = memory.parts["KV cache"]
@@ -182,11 +183,11 @@ def guaranteed_cache_bytes(config: Config, facts: ModelFacts, gpu_gib: float) ->
 
 
 def packed(config: Config, ranks: int = 0, capacity: int = 0) -> tuple[int, int]:
-    """Return the micro-batches of a rank per optimizer step and the computed tokens per step, for
-    trajectories at their length limits.
+    """Return a rank's number of micro-batches per optimizer step, and the tokens computed per step.
 
-    The token count assumes that all ranks are as busy as the busiest one; a shared prompt counts
-    once per micro-batch. `ranks` and `capacity` replace the values in the recipe.
+    All trajectories are assumed to reach their length limits, and all ranks to be as busy as the
+    busiest one. A shared prompt counts once per micro-batch. If set, `ranks` and `capacity`
+    override the values in the recipe.
     """
     a, context = config.algorithm, config.max_context
     groups = -(-a.prompts_per_step // a.updates_per_batch)
@@ -204,16 +205,20 @@ def packed(config: Config, ranks: int = 0, capacity: int = 0) -> tuple[int, int]
 
 
 def rank_tokens(config: Config) -> float:
-    """Return how many tokens of a micro-batch one rank computes. A trajectory that exceeds the
-    limit is a micro-batch on its own."""
+    """Return how many tokens of a micro-batch one rank computes.
+
+    A trajectory longer than the micro-batch limit becomes a micro-batch of its own.
+    """
     longest = max(config.trainer.micro_batch_tokens, config.max_context)
     return longest / config.trainer.sequence_parallel
 
 
 def _learned_parameters(config: Config, facts: ModelFacts) -> tuple[int, int]:
-    """The number of trainable parameters, and how many of them belong to routed experts. During the
-    warm-up of an indexer (`trainer.attention`), only the indexer is trained, and with LoRA only the
-    adapters."""
+    """Return the number of trainable parameters, and how many of them are in routed experts.
+
+    Only the adapters are trained with LoRA, and only the indexer during its warm-up
+    (`trainer.attention`).
+    """
     if config.model.lora.enabled:
         return config.model.lora.parameters(facts.projections), 0
     if config.trainer.attention == "warm-up":
@@ -222,7 +227,7 @@ def _learned_parameters(config: Config, facts: ModelFacts) -> tuple[int, int]:
 
 
 def stage_in_use(config: Config, *, gpu: bool) -> int:
-    """Return the ZeRO stage in use. This is `keel.trainer.engine.zero.zero_stage` without its
+    """Return the ZeRO stage in use. Same as `keel.trainer.engine.zero.zero_stage`, but without its
     imports."""
     mixed = gpu and config.model.dtype != "float32"
     return max(1, config.trainer.zero_stage) if mixed else config.trainer.zero_stage
@@ -231,9 +236,9 @@ def stage_in_use(config: Config, *, gpu: bool) -> int:
 def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     """Estimate the memory of one rank.
 
-    ZeRO shards optimizer state from stage 1, gradients from stage 2 and parameters at stage 3.
-    Expert parallelism shards experts at every stage, and sequence parallelism shards the tokens of
-    a micro-batch.
+    ZeRO shards the optimizer state from stage 1 up, the gradients from stage 2 up, and the
+    parameters in stage 3. Expert parallelism shards the experts in every stage, and sequence
+    parallelism shards the tokens of a micro-batch.
     """
     trainer, count = config.trainer, facts.parameters
     ranks, tokens = trainer.ranks, rank_tokens(config)
@@ -293,11 +298,11 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
 
 
 def update_copy_bytes(config: Config, parts: Mapping[str, float], *, gpu: bool) -> float:
-    """Return the size of the second gradient copy that a rank makes for an update, when it joins
-    its gradients into one tensor.
+    """Return the size of the second copy of the gradients that a rank needs during an update.
 
-    ZeRO-3 joins only a few layers at a time. There is no copy if gradients are summed in float32,
-    or in 16 bits under ZeRO-2. (DeepSpeed 0.19.8: `_build_compact_grad_partition_buffer` and
+    The copy arises when the rank joins its gradients into one tensor. ZeRO-3 joins only a few
+    layers at a time. There is no copy if gradients are summed in float32, or in 16 bits under
+    ZeRO-2. (DeepSpeed 0.19.8: `_build_compact_grad_partition_buffer` and
     `flatten_dense_tensors_aligned`.)
     """
     trainer, stage = config.trainer, stage_in_use(config, gpu=gpu)
@@ -312,28 +317,34 @@ def update_copy_bytes(config: Config, parts: Mapping[str, float], *, gpu: bool) 
 def reading_ranks(trainer: TrainerConfig) -> int:
     """Return how many ranks read the model from disk.
 
-    DeepSpeed broadcasts the weights that rank 0 has read, but below ZeRO-3 the weights of each
-    expert come from the first rank that holds it.
+    Rank 0 reads the weights, and DeepSpeed broadcasts them. Below ZeRO-3, however, each expert's
+    weights are read by the first rank that holds the expert.
     """
     return 1 if trainer.zero_stage == 3 else trainer.expert_parallel
 
 
 def bucket_elements(trainer: TrainerConfig) -> int:
-    """Return the maximum size of a gradient bucket. The larger size applies to ZeRO-2 on a single
-    rank, where it was measured."""
+    """Return the maximum size of a gradient bucket.
+
+    A single rank uses the smaller size, except under ZeRO-2, where the larger one was measured.
+    """
     lone = trainer.ranks == 1 and (trainer.zero_stage != 2 or trainer.offload_optimizer)
     return _LONE_BUCKET_ELEMENTS if lone else _BUCKET_ELEMENTS
 
 
 def sums_in_float32(dtype: str, trainer: TrainerConfig) -> bool:
-    """Return whether DeepSpeed's bfloat16 optimizer sums gradients in float32
-    (trainer/engine/deepspeed_internals.py)."""
+    """Return True if DeepSpeed's bfloat16 optimizer sums gradients in float32.
+
+    See trainer/engine/deepspeed_internals.py.
+    """
     return dtype == "bfloat16" and trainer.zero_stage <= 1 and not trainer.offload_optimizer
 
 
 def support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
-    """Return the bytes that the support head needs for the gradients of its weight and hidden
-    states, and for buffers of kept ids."""
+    """Return the memory that the support head needs.
+
+    It consists of the gradients of its weight and hidden states, and buffers for kept token ids.
+    """
     tokens = rank_tokens(config)
     gradients = width * facts.hidden_size * (facts.vocab_size + tokens)
     whole = _HEAD_CHUNK_BYTES * facts.vocab_size
@@ -348,12 +359,13 @@ def support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
 
 
 def activation_elements(facts: ModelFacts, config: Config) -> float:
-    """Count the elements per token that all layers hold at the peak, without the tokens of experts.
+    """Return the number of elements per token that all layers hold at the peak, without experts'
+    tokens.
 
-    The peak is at the start of the backward pass. It includes the elements that each layer keeps
-    (`layer_elements`), or with checkpointing only its input and possibly the output of attention.
-    To this it adds all elements of the last layer and its gradients (two for the MLP and one for
-    the residual stream).
+    The peak is at the start of the backward pass. At that time, each layer holds the elements that
+    it keeps (`layer_elements`). With checkpointing, it holds only its input and possibly the output
+    of attention. All elements of the last layer and its gradients are added to this (two for the
+    MLP and one for the residual stream).
     """
     trainer, residual = config.trainer, facts.hidden_size * (1 + config.model.wide_residual)
     whole = layer_elements(facts, config)
@@ -366,16 +378,16 @@ def activation_elements(facts: ModelFacts, config: Config) -> float:
 
 
 def layer_elements(facts: ModelFacts, config: Config, *, compiled: bool = False) -> float:
-    """Count the elements per token that an average layer keeps for its backward pass, without
-    experts.
+    """Return the number of elements per token that an average layer keeps for its backward pass.
 
-    They are the residual stream before and after attention; the outputs of norms (2 hidden sizes);
-    queries and keys before and after norm and rotary embedding, values and the output of attention
-    (3 attention widths, 3 key widths); and the gate, up projection, activation and product of the
-    MLP (4 widths). Norms that are not fused also keep a float32 input and the normalised values.
+    Experts are not included. The elements are the residual stream before and after attention; the
+    outputs of norms (2 hidden sizes); queries and keys before and after norm and rotary embedding,
+    values and the output of attention (3 attention widths, 3 key widths); and the gate, up
+    projection, activation and product of the MLP (4 widths). Norms that are not fused also keep a
+    float32 input and the normalised values.
 
     If the layer is `compiled`, the outputs of norms, the activation and the product are recomputed.
-    A block of experts is outside the compiled graph, so that its input is kept.
+    A block of experts is outside the compiled graph, so its input is kept.
     """
     hidden = facts.hidden_size
     stream = 2 * hidden * (1 + config.model.wide_residual)
@@ -388,40 +400,43 @@ def layer_elements(facts: ModelFacts, config: Config, *, compiled: bool = False)
 
 
 def normed_elements(facts: ModelFacts) -> float:
-    """Count the elements that enter the norms of an average layer: the residual stream twice,
-    queries and keys."""
+    """Return the number of elements per token that pass through the norms of an average layer.
+
+    These are the residual stream (twice), the queries and the keys.
+    """
     return 2 * facts.hidden_size + facts.attention_width + key_width(facts)
 
 
 def elementwise_elements(facts: ModelFacts) -> float:
-    """Count the elements that kernels between the GEMMs of an average layer move in a forward pass,
-    without experts.
+    """Return the number of elements per token that an average layer moves between its GEMMs.
 
-    Two norms and two residual sums move 10 hidden sizes, norms and rotary embedding 12 widths each
-    of queries and keys, and the MLP's activation and product 5 widths.
+    This is for a forward pass, without experts. Two norms and two residual sums move 10 hidden
+    sizes, norms and rotary embedding move 12 widths each of queries and keys, and the MLP's
+    activation and product move 5 widths.
     """
     heads = facts.attention_width + key_width(facts)
     return 10 * facts.hidden_size + 12 * heads + 5 * _mlp_width(facts)
 
 
 def expert_elements(facts: ModelFacts) -> float:
-    """Count the elements per token that a MoE layer keeps for the backward pass of its experts.
+    """Return the number of elements per token that the experts of a MoE layer keep for the backward
+    pass.
 
-    These are copies of the token to and from each expert (2 hidden sizes), the gate, up projection
-    and product, and also the activation if experts are not fused.
+    These are copies of the token to and from each expert (2 hidden sizes), the gate, the up
+    projection and the product. If experts are not fused, they also include the activation.
     """
     copies = 2 * facts.experts_per_token * facts.hidden_size
     return copies + (3 if facts.fused_experts else 4) * _expert_width(facts)
 
 
 def key_width(facts: ModelFacts) -> float:
-    """Return how many elements the keys of a token have in a layer. A latent cache is expanded to
-    all heads."""
+    """Return the number of key elements per token in one layer. A latent cache is expanded to all
+    heads."""
     return facts.kv_width / 2 if facts.head_size else facts.attention_width
 
 
 def _expert_width(facts: ModelFacts) -> float:
-    """Intermediate size of all routed experts that process a token in a MoE layer."""
+    """Total intermediate size of the routed experts that process one token in a MoE layer."""
     if not facts.moe_layers:
         return 0.0
     each = facts.expert_parameters / facts.moe_layers / facts.experts / (3 * facts.hidden_size)
@@ -429,7 +444,7 @@ def _expert_width(facts: ModelFacts) -> float:
 
 
 def _mlp_width(facts: ModelFacts) -> float:
-    """Intermediate size of the MLP in an average layer, with shared experts but no routed ones."""
+    """Intermediate size of an average layer's MLP, including shared but not routed experts."""
     embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
     rest = facts.active_parameters - embeddings - facts.attention_parameters
     dense = rest / (3 * facts.hidden_size) - facts.moe_layers * _expert_width(facts)
@@ -441,16 +456,16 @@ def _mlp_width(facts: ModelFacts) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlan:
-    """Bytes that a rank moves to host memory while it time-shares its GPU with an engine."""
+    """How many bytes a rank moves to host memory while it time-shares its GPU with an engine."""
 
     sampling: float = 0.0
     """Bytes in host memory while the engine samples."""
     training: float = 0.0
-    """Optimizer state that is moved to host memory to make room for activations."""
+    """Bytes of optimizer state moved to host memory to make room for activations."""
     host: float = 0.0
-    """Maximum number of bytes in host memory at any time."""
+    """Peak number of bytes in host memory."""
     moved: float = 0.0
-    """Bytes transferred per step, in both directions together."""
+    """Bytes transferred per step, counting both directions."""
 
 
 def offloads(config: Config, *, shared: bool) -> bool:
@@ -458,38 +473,43 @@ def offloads(config: Config, *, shared: bool) -> bool:
 
 
 def needed_bytes(config: Config, memory: Memory, *, shared: bool) -> float:
-    """Return the most bytes that a rank needs at once on its GPU."""
+    """Return the GPU memory that a rank must have, taking into account what it can offload."""
     return least_bytes(config, memory) if offloads(config, shared=shared) else memory.total
 
 
 def least_bytes(config: Config, memory: Memory) -> float:
-    """Return the bytes that a rank needs on the GPU if it offloads all it can. It offloads the
-    optimizer state during forward and backward passes, and the reference model during an update."""
+    """Return how many bytes a rank needs on the GPU if it offloads as much as possible.
+
+    It then offloads the optimizer state during forward and backward passes, and the reference model
+    during an update.
+    """
     return max(memory.total - memory.parts["optimizer"], _update_bytes(config, memory))
 
 
 def peak_bytes(config: Config, memory: Memory, plan: OffloadPlan) -> float:
-    """Return the maximum number of bytes that a rank holds on its GPU."""
+    """Return the maximum number of bytes that a rank holds on its GPU under this offload plan."""
     return max(memory.total - plan.training, min(memory.total, _update_bytes(config, memory)))
 
 
 def _update_bytes(config: Config, memory: Memory) -> float:
-    """Bytes that a rank needs during an update, without the reference model."""
+    """Bytes that a rank needs during an update, not counting the reference model."""
     names = ("weights", "gradients", "optimizer", "unused", "CUDA")
     held = sum(memory.parts[name] for name in names)
     return held + update_copy_bytes(config, memory.parts, gpu=True)
 
 
 def held_bytes(memory: Memory) -> float:
-    """Return the bytes that a rank holds between steps."""
+    """Return how many bytes a rank holds between steps."""
     return sum(memory.parts[name] for name in ("weights", "optimizer", "reference"))
 
 
 def offload_plan(
     config: Config, memory: Memory, gpu_gib: float, *, shared: bool, taken_gib: float = 0.0
 ) -> OffloadPlan:
-    """Decide what a rank offloads. It offloads everything if the memory of the GPU is unknown
-    (0)."""
+    """Decide what a rank offloads to host memory.
+
+    If the GPU memory is unknown (0), the rank offloads everything.
+    """
     if not offloads(config, shared=shared):
         return OffloadPlan()
     parts, state = memory.parts, memory.parts["optimizer"]
@@ -521,8 +541,10 @@ def offload_plan(
 
 
 def staying_gib(config: Config, memory: Memory, plan: OffloadPlan | None = None) -> float:
-    """Return how many GiB a rank keeps on the GPU while an engine samples, according to `plan`.
-    Without a plan, a rank that offloads keeps the minimum."""
+    """Return how many GiB a rank keeps on the GPU while an engine samples.
+
+    If `plan` is None, a rank that offloads is assumed to keep as little as possible.
+    """
     if config.trainer.offload_while_sampling and plan is None:
         return _fixed_gib(config) + _RESIDUE_GIB
     # PyTorch's cached memory stays, too: 23.4 GiB where weights, optimizer and reference are 19.1.
@@ -531,13 +553,16 @@ def staying_gib(config: Config, memory: Memory, plan: OffloadPlan | None = None)
 
 
 def _fixed_gib(config: Config) -> float:
-    """GiB for the CUDA context and for weights that are being sent."""
+    """GiB for the CUDA context and for weights being sent to engines."""
     return TRAINER_CUDA_GIB + config.trainer.publish_bucket_mib / 1024
 
 
 def host_bytes(config: Config, facts: ModelFacts, plan: OffloadPlan) -> float:
-    """Return the least host memory that a rank needs: master weights, moments, gradients and
-    outgoing weights of an offloaded optimizer, and what is offloaded for time-sharing."""
+    """Return the minimum host memory that a rank needs.
+
+    An offloaded optimizer needs room for master weights, moments, gradients and outgoing weights.
+    Whatever is offloaded for time-sharing is added.
+    """
     trainer = config.trainer
     learned, _ = _learned_parameters(config, facts)
     each = 20 if trainer.zero_stage == 3 else 18
@@ -548,11 +573,11 @@ def host_bytes(config: Config, facts: ModelFacts, plan: OffloadPlan) -> float:
 def can_start_together(
     config: Config, facts: ModelFacts, gpu_gib: float, taken_gib: float, *, stepping: bool = False
 ) -> bool:
-    """Return whether an engine and a rank that share a GPU fit while both start.
+    """Return True if an engine and a rank that share a GPU fit on it while both start.
 
-    An engine needs its whole share to be free, and must not be disturbed while it measures its KV
-    cache (`guaranteed_cache_bytes`). With `stepping`, they also have to fit while the rank computes
-    a whole micro-batch.
+    The engine needs its whole share to be free. It must also not be disturbed while it measures its
+    KV cache (`guaranteed_cache_bytes`). If `stepping` is set, both also have to fit while the rank
+    computes a whole micro-batch.
     """
     if config.rollout.time_share or not guaranteed_cache_bytes(config, facts, gpu_gib):
         return False
@@ -566,7 +591,7 @@ def can_start_together(
 def check_trainer_fits(
     config: Config, memory: Memory, gpu_gib: float, *, shared: bool, taken_gib: float = 0.0
 ) -> None:
-    """Raise DoesNotFit if a rank needs more memory than its GPU has, or than its engine leaves."""
+    """Check that a rank fits on its GPU, next to an engine if they share it. Raises DoesNotFit."""
     share = config.rollout.gpu_memory_utilization
     needs = needed_bytes(config, memory, shared=shared)
     if shared and config.rollout.time_share:

@@ -1,4 +1,4 @@
-"""Monitors the nodes of a cluster that this process has joined. An actor runs on each node."""
+"""Monitors all nodes of a cluster that this process has joined, using one actor per node."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from keel.trainer.placement.hang_detector import RAYLET, HangDetector, NodeHealt
 from keel.trainer.placement.ray_internals import exit_now
 
 ANSWER_S = 5.0
-"""Timeout for one poll of all nodes."""
+"""Timeout for polling all nodes once."""
 SILENT_S = 15.0
-"""Seconds without an answer from a node after which to warn."""
+"""A warning is printed if a node has not answered for this many seconds."""
 PARTITION_S = 90.0
-"""Seconds without a connection to the GCS after which a node kills the run's processes. Ray gives
-up the node after 65 s and starts its actors elsewhere."""
+"""A node that cannot reach the GCS for this many seconds kills the run's processes. After 65 s, Ray
+declares the node lost and restarts its actors elsewhere."""
 CONNECT_S = 5.0
-"""Interval between attempts to reach the GCS, and the timeout of each."""
+"""Interval between attempts to reach the GCS, and the timeout of each attempt."""
 GCS = "Ray's control service (GCS), on the cluster's first node,"
 GCS_WARN_S, GCS_HANG_S = 15.0, 40.0
-"""Seconds after which to warn about a silent GCS, and after which to give it up. Ray ends this
-process without a message after 60 s."""
+"""Seconds without an answer from the GCS before a warning, and before the run ends. After 60 s, Ray
+would end this process without a message."""
 GCS_ANSWER_S = 1.0
-"""Time that one poll waits for the GCS."""
+"""How long each poll waits for the GCS."""
 LIST_NODES_S = 5.0
-"""Interval between queries for the cluster's nodes."""
+"""Interval at which the list of cluster nodes is updated."""
 _ACTOR = "node monitor"
 
 
 class NodeMonitor:
-    """Ray actor that runs a `HangDetector` on a node.
+    """Ray actor that runs a `HangDetector` on its node.
 
-    If the node is cut off from the cluster, the actor kills the run's processes there, because Ray
-    leaves them running with all their memory.
+    If the node loses its connection to the cluster, the actor kills the run's processes on it. Ray
+    would leave them running, with all their memory.
     """
 
     def __init__(self, start: str, hang_timeout_s: float) -> None:
@@ -68,7 +68,7 @@ class NodeMonitor:
 
 
 class PartitionTimer:
-    """Measures for how long a node could not reach the GCS."""
+    """Measures how long a node has been unable to reach the GCS."""
 
     def __init__(
         self, connects: Callable[[], bool], clock: Callable[[], float] = time.monotonic
@@ -77,14 +77,14 @@ class PartitionTimer:
         self._clock = ray_timeouts.PollClock(2 * CONNECT_S, clock)
 
     def expired(self) -> bool:
-        """Try to connect, and return whether all attempts in the last `PARTITION_S` have failed."""
+        """Try to connect. Returns True if all attempts have failed for `PARTITION_S`."""
         connected, elapsed_s = self._connects(), self._clock.elapsed()
         self._elapsed_s = 0.0 if connected else self._elapsed_s + elapsed_s
         return self._elapsed_s >= PARTITION_S
 
 
 def can_connect(address: str) -> bool:
-    """Return whether `host:port` or `[host]:port` accepts connections."""
+    """Return True if `host:port` or `[host]:port` accepts connections."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
@@ -95,17 +95,18 @@ def can_connect(address: str) -> bool:
 
 @dataclass(slots=True)
 class _Node:
-    """A node's monitor and its last answer."""
+    """The monitor of a node and its latest answer."""
 
     host: str
     monitor: Any
     last: NodeHealth
     request: Any = None
-    """The poll that has not been answered yet. There is at most one, so that no answer is lost."""
+    """The poll that is still waiting for an answer. There is at most one, so no answer is lost."""
     silent_s: float = 0.0
 
     def poll(self, timeout_s: float, elapsed_s: float) -> list[str]:
-        """Wait for the answer to the current poll, and return new messages."""
+        """Wait up to `timeout_s` for the answer to the current poll. Returns new messages and
+        warnings."""
         failure, reason = self.last.ray_failure, "no answer"
         try:
             self.last = ray_timeouts.get(self.request, seconds=timeout_s)
@@ -129,7 +130,7 @@ class _Node:
 
 
 class ClusterMonitor:
-    """Combines the health of all nodes in the cluster."""
+    """Polls the monitors of all nodes and combines their results."""
 
     def __init__(self, hang_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._nodes: dict[str, _Node] = {}
@@ -159,7 +160,10 @@ class ClusterMonitor:
         )
 
     def _poll_gcs(self, actors: dict[str, int], elapsed_s: float, messages: list[str]) -> str:
-        """Remove dead nodes and add new ones. Returns why Ray is unusable, or an empty string."""
+        """Update the list of nodes. Returns the reason why Ray is unusable, or an empty string.
+
+        Dead nodes and their actors are removed, and new nodes get a monitor.
+        """
         self._since_query_s += elapsed_s
         if self._query is None and self._since_query_s < LIST_NODES_S:
             return ""

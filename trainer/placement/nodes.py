@@ -1,4 +1,7 @@
-"""The Ray cluster that a run uses: the one that RAY_ADDRESS names, or one on this machine."""
+"""Connects to the Ray cluster of a run and detects its hardware.
+
+The cluster is the one at RAY_ADDRESS, or one that Keel starts on this machine.
+"""
 
 from __future__ import annotations
 
@@ -54,19 +57,19 @@ from keel.trainer.placement.ray_internals import (
 from keel.trainer.run.signals import signals_blocked, signals_deferred
 
 CONNECT_S, JOIN_S, STOP_S = 10.0, 180.0, 20.0
-"""Timeouts for reaching the address of a cluster, for joining it and for leaving it. Ray itself
+"""Timeouts for connecting to a cluster's address, joining the cluster and leaving it. Ray itself
 would wait forever."""
 _START_TIMEOUT = "timed out during startup"  # of Ray's processes, after 30 s; worth a second try
 _MEMORY_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-"""Files with the memory limit of a container's control group, for versions 2 and 1."""
+"""Files that contain a container's memory limit, for cgroup versions 2 and 1."""
 _SMI_S = 10.0
 _NOTICED_GIB = 1.0  # an idle GPU may show this much memory as used
 QUOTED_PYTHON = {"py_executable": shlex.quote(sys.executable)}
-"""Runtime environment for all actors. It quotes the path to Python, which Ray passes to a shell
-unquoted."""
+"""Runtime environment for all actors. It quotes the path to Python, because Ray passes it to a
+shell unquoted."""
 _RAY_SETTINGS = {
     "RAY_memory_monitor_refresh_ms": "0",  # the plan bounds memory; Ray would kill workers
     "RAY_worker_niceness": "0",  # Ray's default of 15 starves engines and ranks on a busy machine
@@ -76,8 +79,8 @@ _RAY_SETTINGS = {
 
 
 def start_ray() -> None:
-    """Join the cluster that RAY_ADDRESS names, or start one on this machine. Raises ConfigError if
-    that fails."""
+    """Join the cluster at RAY_ADDRESS, or start one on this machine. Raises ConfigError if this
+    fails."""
     if ray.is_initialized():
         raise ConfigError(
             "this process already uses Ray, which Keel starts or joins itself (RAY_ADDRESS). Call "
@@ -148,7 +151,7 @@ def _join(address: str) -> None:
 
 
 def stop_ray() -> None:
-    """Leave the cluster. If it was started here, stop it with all its processes.
+    """Leave the cluster, and stop all its processes if it was started here.
 
     A lost cluster is not contacted, because Ray would wait forever or exit this process without a
     message.
@@ -164,8 +167,10 @@ def stop_ray() -> None:
 
 
 def cluster_nodes(*, gpus: bool = True) -> list[Node]:
-    """Return the living nodes that have GPUs (or all living nodes) with their free resources, most
-    GPUs first."""
+    """Return the living nodes with their free resources, those with the most GPUs first.
+
+    By default, nodes without GPUs are left out.
+    """
     free_resources = bounded(free_by_node, CALL_S, "report free resources")
     nodes: list[Node] = []
     for node in bounded(ray.nodes, CALL_S, "list its nodes"):
@@ -185,7 +190,7 @@ def cluster_nodes(*, gpus: bool = True) -> list[Node]:
 
 
 def memory_gib() -> float:
-    """Return the host memory that this machine or its control group has, in GiB."""
+    """Return the host memory available to this machine or its cgroup, in GiB."""
     sizes = [psutil.virtual_memory().total]
     for path in _MEMORY_LIMITS:
         with suppress(OSError, ValueError):  # no file, or "max"
@@ -194,7 +199,7 @@ def memory_gib() -> float:
 
 
 def gpu_gib() -> float:
-    """Return the memory of the smallest GPU on this machine in GiB, or 0 without GPUs."""
+    """Return the memory of this machine's smallest GPU in GiB, or 0 if it has no GPU."""
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(visible_gpus())]
     return min(sizes, default=0) / GIB
 
@@ -208,11 +213,10 @@ def visible_gpus() -> int:
 
 
 def taken_gib(*, least: bool = False) -> float:
-    """Return how much memory other processes hold on the most used GPU of this machine, in GiB, or
-    0 if unknown.
+    """Return how much memory other processes use on this machine's busiest GPU, in GiB.
 
-    With `least`, the least used GPU counts. This is right for a cluster, where Ray assigns the free
-    GPUs.
+    Returns 0 if this is unknown. If `least` is set, the least busy GPU counts instead; this is
+    right for a cluster, where Ray assigns the free GPUs.
     """
     program = shutil.which("nvidia-smi")
     if not program or not visible_gpus():
@@ -227,7 +231,7 @@ def taken_gib(*, least: bool = False) -> float:
 
 
 def used_gib(listing: str, uuids: Set[str], *, least: bool = False) -> float:
-    """Parse the lines `GPU-<uuid>, <MiB>` that nvidia-smi prints, for `taken_gib`."""
+    """Parse lines of the form `GPU-<uuid>, <MiB>` from nvidia-smi, for `taken_gib`."""
     used: list[float] = []
     for line in listing.splitlines():
         uuid, _, mib = line.partition(",")
@@ -238,8 +242,7 @@ def used_gib(listing: str, uuids: Set[str], *, least: bool = False) -> float:
 
 
 def detect_hardware(config: Config) -> Hardware:
-    """Return the hardware that a run would have if it started now, within the limits in the
-    recipe."""
+    """Return the hardware that a run started now would get, within the recipe's limits."""
     run = config.run
     detected = run.device == "auto" and (bool(visible_gpus()) or run.describes_gpus)
     if not (detected or run.device == "gpu"):
@@ -261,7 +264,7 @@ def detect_hardware(config: Config) -> Hardware:
 
 
 def _detect_nodes() -> list[Node]:
-    """List the cluster's nodes, or the node that Ray would start on this machine, if it has
+    """List the cluster's GPU nodes, or the node that Ray would start on this machine if it has
     GPUs."""
     if os.environ.get("RAY_ADDRESS"):
         start_ray()
@@ -282,10 +285,10 @@ def _detect_nodes() -> list[Node]:
 
 
 def with_missing_nodes(hardware: Hardware, config: Config) -> Hardware:
-    """Add the absent nodes that a recipe with `trainer.min_ranks` still needs, each like the
-    largest present node.
+    """Add the nodes that the full recipe still needs, if `trainer.min_ranks` is set.
 
-    The run is planned at its full size, but starts with the nodes that are present.
+    Each added node is like the largest one present. The run is planned at full size but starts on
+    the nodes that are present.
     """
     trainer, run = config.trainer, config.run
     elastic = 0 < trainer.min_ranks < trainer.ranks
@@ -308,8 +311,11 @@ def with_missing_nodes(hardware: Hardware, config: Config) -> Hardware:
 
 
 def planned_hardware(config: Config) -> Hardware:
-    """Return the hardware for `keel check`: described by the recipe, else detected, else as many
-    nodes as the recipe needs."""
+    """Return the hardware that `keel check` plans for.
+
+    It is the hardware described in the recipe, or else the detected hardware, or else as many nodes
+    as the recipe needs.
+    """
     hardware, run = detect_hardware(config), config.run
     size, nodes = run.gpu_gib or hardware.gpu_gib, hardware.nodes
     layout = [run.gpus_per_node] * run.nodes
@@ -339,7 +345,8 @@ def planned_hardware(config: Config) -> Hardware:
 
 
 def seat_lines(config: Config, hardware: Hardware) -> list[str]:
-    """Describe where all actors are placed. Raises ConfigError if they do not fit."""
+    """Return lines that show where each actor is placed. Raises ConfigError if the actors do not
+    fit."""
     idle = list(place(config, hardware.idle).lines())
     try:
         return list(place(config, hardware.nodes).lines())

@@ -1,4 +1,4 @@
-"""Repeats a step that ran out of memory, with smaller micro-batches."""
+"""Repeats a training step that ran out of memory, using settings that need less memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keel.trainer.placement.choose import update_choice, yaml_value
 from keel.trainer.run.restarts import OutOfMemory
 
 REDUCED_KNOBS = ("micro_batch_tokens", "activation_checkpointing", "keep_attention")
-"""Knobs in `trainer` that are changed to save memory."""
+"""The `trainer` knobs that are changed to save memory."""
 _MAX_REDUCTIONS = 3  # if more are needed, the memory model is wrong by more than a few per cent
 
 
@@ -27,17 +27,20 @@ class RetryableLearner(Protocol):
 
 @dataclass(kw_only=True)
 class OomRecovery:
-    """Holds the current config of a run, and how often its memory has been reduced."""
+    """Holds a run's current config and changes it when a step runs out of memory."""
 
     config: Config
     folder: Path
     times: int = 0
     fewer: bool = False
-    """True if the run has fewer ranks or engines than its recipe says (`elastic`)."""
+    """True if the run has fewer ranks or engines than its recipe asks for (`elastic`)."""
 
     def after(self, error: OutOfMemory) -> str:
-        """Reduce the memory, save the change in the run folder, and return a message. Raises
-        `error` if nothing can be reduced any more."""
+        """Change the config to use less memory, and return a message that describes the change.
+
+        The change is also saved in the run folder. Raises `error` if no further reduction is
+        possible.
+        """
         reduced = with_less_memory(self.config) if self.times < _MAX_REDUCTIONS else None
         if reduced is None:
             raise error
@@ -55,7 +58,7 @@ class OomRecovery:
 
 @dataclass(frozen=True, kw_only=True)
 class RetryOnOom:
-    """A learner that repeats each step that ran out of memory."""
+    """A learner that retries a step that ran out of memory."""
 
     learner: RetryableLearner
     lowering: OomRecovery
@@ -69,7 +72,8 @@ class RetryOnOom:
         return self.attempt(lambda _: self.learner.step(groups))
 
     def attempt(self, act: Callable[[Config], StepResult]) -> StepResult:
-        """Call `act` with the current config, and reduce the memory until the step fits."""
+        """Call `act` with the current config until the step fits, reducing memory use after each
+        failure."""
         times = 0
         while True:
             try:
@@ -92,8 +96,8 @@ class RetryOnOom:
 def with_less_memory(config: Config) -> Config | None:
     """Return a config that needs less memory, or None if nothing is left to change.
 
-    Micro-batches are halved down to one trajectory first. After that, activation checkpointing is
-    turned on, and then attention outputs are no longer kept.
+    First, micro-batches are halved until they hold one trajectory. Next, activation checkpointing
+    is turned on. Finally, attention outputs are no longer kept.
     """
     trainer, least = config.trainer, config.max_context
     if trainer.micro_batch_tokens > least:

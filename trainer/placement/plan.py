@@ -1,4 +1,4 @@
-"""Plans a run before it starts: its actors, batch sizes, memory and time."""
+"""Estimates the memory and time of a run before it starts, and checks that it fits."""
 
 from __future__ import annotations
 
@@ -33,19 +33,18 @@ from keel.trainer.placement.step_time import StepTime, step_time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Memory and time of a run."""
+    """Estimated memory and time of a run."""
 
     engine: Memory
     trainer: Memory
-    """Everything that a rank holds at some time, including parts that it never holds at the same
-    time."""
+    """Everything that a rank holds at any time. Some parts are never held at the same time."""
     peak: float
-    """Maximum number of bytes that a rank holds on its GPU."""
+    """Maximum number of bytes that a rank holds on its GPU at any time."""
     cached: int | None
-    """Number of full-length trajectories that fit in the KV cache of an engine; None if unknown."""
+    """Number of full-length trajectories that fit in an engine's KV cache, or None if unknown."""
     offload: OffloadPlan
     time: StepTime | None
-    """Estimated time for a step; None on a CPU."""
+    """Estimated time per step, or None on a CPU."""
 
 
 _HINT = (
@@ -56,8 +55,10 @@ _HINT = (
 
 
 def plan_on(config: Config, facts: ModelFacts, hardware: Hardware) -> Plan:
-    """Plan a run on this hardware, for `keel check` and for the start of the run. Raises
-    ConfigError if the run does not fit."""
+    """Plan a run on this hardware. Raises ConfigError if the run does not fit.
+
+    This is used by `keel check` and when a run starts.
+    """
     if not hardware.gpu:
         return make_plan(config, facts, gpu=False)
     placement = place(config, hardware.idle)
@@ -80,8 +81,11 @@ def plan_on(config: Config, facts: ModelFacts, hardware: Hardware) -> Plan:
 def check_host_memory(
     config: Config, facts: ModelFacts, offload: OffloadPlan, placement: Placement
 ) -> None:
-    """Check the host memory of each machine. Raises DoesNotFit if it cannot hold the models that
-    the ranks read, or the state that they offload."""
+    """Check that each machine has enough host memory for its trainer ranks.
+
+    It must hold the models that the ranks read and the state that they offload. Raises DoesNotFit
+    if it cannot.
+    """
     each, reading = host_bytes(config, facts, offload), reading_ranks(config.trainer)
     whole = facts.parameters * BYTES[config.model.dtype]
     for node, ranks in placement.ranks_by_node:
@@ -107,11 +111,11 @@ def make_plan(
     taken_gib: float = 0.0,
     spec: GpuSpec | None = None,
 ) -> Plan:
-    """Plan a run for a model of this shape.
+    """Plan a run for a model with these properties.
 
-    `gpu_gib` is the memory of a GPU (0 if unknown), `taken_gib` is what other processes hold, and
-    `shared` says whether an engine and a rank share a GPU. Raises ConfigError if the recipe does
-    not suit the model, and DoesNotFit if a GPU is too small.
+    `gpu_gib` is the memory of a GPU (0 if unknown), and `taken_gib` is the part used by other
+    processes. Set `shared` if an engine and a rank share a GPU. Raises ConfigError if the recipe
+    does not suit the model, and DoesNotFit if a GPU is too small.
     """
     check_trainer(config, facts, spec or GpuSpec(), gpu=gpu)
     engine = engine_memory(config, facts, gpu=gpu)
@@ -160,10 +164,10 @@ def describe(
     time: StepTime | None = None,
     trains: bool = True,
 ) -> str:
-    """Format the plan for `keel check`.
+    """Return the plan as text for `keel check`.
 
-    `data` has a line for each source, and `seats` one for each node. `time` is the estimate for
-    a CPU. If `trains` is false, rows about steps are omitted.
+    `data` has one line per source, and `seats` has one per node. `time` is the estimate for a CPU.
+    If `trains` is False, rows about steps are left out.
     """
     gpu, judge = hardware.gpu, config.rewards.judge
     a, r, t, sampling = config.algorithm, config.rollout, config.trainer, config.rollout.sampling

@@ -12,19 +12,19 @@ from pathlib import Path
 import psutil
 
 EXITED = (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError)
-"""Errors that occur if a process exits while its state is read."""
+"""The errors that can occur if a process exits while its state is being read."""
 _SWITCHES = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
 _KILL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadState:
-    """State of a thread, read from /proc/PID/task/TID/status."""
+    """The state of a thread, read from /proc/PID/task/TID/status."""
 
     stopped: bool  # by SIGSTOP, together with its process
     debugged: bool
     switches: str
-    """Context switches so far. Empty on kernels that do not count them, such as gVisor."""
+    """Context switches so far. Empty if the kernel does not count them (such as gVisor)."""
 
 
 def thread_state(pid: int, tid: int) -> ThreadState:
@@ -40,8 +40,10 @@ def thread_state(pid: int, tid: int) -> ThreadState:
 
 
 def thread_states(pid: int) -> dict[int, ThreadState]:
-    """Map the id of each thread in a process to its state. Raises one of `EXITED` if the process
-    has exited."""
+    """Return the state of every thread in a process, keyed by thread id.
+
+    Raises one of `EXITED` if the process has exited.
+    """
     states: dict[int, ThreadState] = {}
     for task in Path(psutil.PROCFS_PATH, str(pid), "task").iterdir():
         with suppress(*EXITED):
@@ -50,7 +52,7 @@ def thread_states(pid: int) -> dict[int, ThreadState]:
 
 
 def children(pid: int) -> Iterator[int]:
-    """Yield the child processes. The kernel may omit some of them while others exit."""
+    """Yield the ids of the child processes. The kernel may omit some if others are exiting."""
     with suppress(*EXITED):
         for task in Path(psutil.PROCFS_PATH, str(pid), "task").iterdir():
             with suppress(OSError):
@@ -58,7 +60,7 @@ def children(pid: int) -> Iterator[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the children of a process, their children, and so on."""
+    """Return the ids of a process's children, their children, and so on."""
     pids = list(children(pid))
     for child in pids:  # grows meanwhile
         pids += children(child)
@@ -66,8 +68,10 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill(processes: Sequence[psutil.Process]) -> str:
-    """Kill processes and wait until they have exited. Returns a note if one of them does not exit,
-    or an empty string."""
+    """Kill processes and wait for them to exit.
+
+    Returns a note if one of them does not exit, or an empty string.
+    """
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -80,7 +84,7 @@ def kill(processes: Sequence[psutil.Process]) -> str:
 
 
 def has_exited(process: psutil.Process | int) -> bool:
-    """Return whether a process has exited. A zombie counts as exited, since it holds no memory."""
+    """Return True if a process has exited. A zombie counts as exited, since it holds no memory."""
     try:
         if isinstance(process, int):
             process = psutil.Process(process)
@@ -90,8 +94,7 @@ def has_exited(process: psutil.Process | int) -> bool:
 
 
 def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return how many CPU cores the scheduler and the container's quota allow this process to
-    use."""
+    """Return how many CPU cores this process may use under its CPU affinity and container quota."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no quota file, or "max"
         time_us, period_us = map(int, quota.read_text().split())

@@ -1,6 +1,6 @@
-"""Everything in Ray 2.60 that Keel's driver uses although it is not public.
+"""All uses of private parts of Ray 2.60 in Keel's driver.
 
-No other file in trainer/ or model/ names a private module or attribute of Ray.
+No other file in trainer/ or model/ uses a private module or attribute of Ray.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ AGENT, BOUND = _PROGRAMS / "no_agent.py", _PROGRAMS / "bound.py"
 
 
 def silence_ray() -> None:
-    """Hide Ray's messages about tokens, dead processes and signal handlers, because Keel prints its
-    own."""
+    """Hide Ray's messages about tokens, dead processes and signal handlers. Keel prints its own."""
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     logging.getLogger(_WORKER).addFilter(_not_about_sigterm)
     worker: Any = import_module(_WORKER)
@@ -49,33 +48,38 @@ def _not_about_sigterm(record: logging.LogRecord) -> bool:
 
 
 def free_by_node() -> dict[str, Mapping[str, float]]:
-    """Return the free resources of each node by its id. Ray's public functions report them only for
-    the whole cluster."""
+    """Return the free resources of each node, keyed by node id.
+
+    Ray's public functions report them only for the whole cluster.
+    """
     return import_module("ray._private.state").available_resources_per_node()
 
 
 def exit_now(status: int) -> NoReturn:
-    """Exit without waiting for threads. Ray's threads crash without their cluster, and a tracker's
-    may hang."""
+    """Exit without waiting for threads. Ray's threads crash once their cluster is gone, and a
+    tracker's thread may hang."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def own_processes() -> dict[str, list[int]]:
-    """Return the process ids of the cluster that this process has started, by kind (`raylet`,
-    `gcs_server`). Empty if it has joined a cluster."""
+    """Return the ids of the Ray processes that this process has started.
+
+    They are grouped by kind, such as `raylet` and `gcs_server`. The result is empty if this process
+    has joined an existing cluster.
+    """
     processes = getattr(import_module(_WORKER)._global_node, "all_processes", {})
     return {kind: [info.process.pid for info in infos] for kind, infos in processes.items()}
 
 
 @contextmanager
 def killing_own_processes() -> Iterator[None]:
-    """Make `ray.shutdown` kill the processes of a cluster that was started here, with their
-    descendants.
+    """Make `ray.shutdown` kill the processes of a cluster that was started here.
 
-    They ignore SIGTERM, so asking each of them to exit would take a second. They are killed at exit
-    even if `ray.shutdown` was never called.
+    Their descendants are killed, too. Ray would first ask each process to exit, which would take a
+    second because they ignore SIGTERM. They are also killed at exit if `ray.shutdown` was never
+    called.
     """
     handles = list[int]()
     local = [pid for pids in own_processes().values() for pid in pids]
@@ -109,7 +113,7 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """Start clusters only on the loopback interface, so that no port can be reached from
+    """Make new clusters listen only on the loopback interface, so no port is reachable from
     outside."""
     variable = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
     before = os.environ.pop(variable, None)
@@ -125,8 +129,10 @@ def on_loopback() -> Iterator[None]:
 
 @contextmanager
 def without_unused_processes() -> Iterator[None]:
-    """Start clusters without the four Python processes that a run does not need. They use a tenth
-    of a small run's CPU time."""
+    """Start clusters without four Python processes that a run does not need.
+
+    They would use a tenth of the CPU time of a small run.
+    """
     services: Any = import_module("ray._private.services")
     node: Any = import_module("ray._private.node").Node
     start: Callable[..., Any] = services.start_ray_process
@@ -140,8 +146,11 @@ def without_unused_processes() -> Iterator[None]:
 
 
 def _without_agents(command: Sequence[str]) -> list[str]:
-    """Replace the dashboard agent in the raylet's command line, and end the agent for runtime
-    environments with its raylet, which it would outlive by a minute."""
+    """Return the raylet's command line with a stub in place of the dashboard agent.
+
+    The agent for runtime environments is also changed to exit with its raylet, because it would
+    otherwise run for another minute.
+    """
     options = {name: value for name, _, value in (word.partition("=") for word in command)}
     dashboard, runtime = "--dashboard_agent_command", "--runtime_env_agent_command"
     if dashboard not in options:

@@ -1,4 +1,4 @@
-"""Reserves the GPUs for a placement as one Ray placement group, before any actor starts."""
+"""Reserves the GPUs of a placement as one Ray placement group before any actor starts."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """A placement, and the Ray placement group that holds its GPUs."""
+    """A placement and the Ray placement group that reserves its GPUs."""
 
     placement: Placement
     group: PlacementGroup
 
     def options(self, kind: str, index: int) -> dict[str, Any]:
-        """Return the Ray options that put an actor on its seat."""
+        """Return the Ray options that start an actor on its assigned GPUs."""
         owner = self.placement.owner(kind, index)
         return {
             "num_cpus": 1,
@@ -42,10 +42,11 @@ class Reservation:
 
 @contextmanager
 def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterator[Reservation]:
-    """Reserve the GPUs for a run, or for its actors of the kind `only`, until this process exits.
+    """Reserve the GPUs for a run until this process exits.
 
-    Raises ConfigError if the cluster would be too small even if it were idle, and TimeoutError if
-    other users do not free enough GPUs in time.
+    If `only` is set, GPUs are reserved only for actors of this kind. Raises ConfigError if the
+    cluster would be too small even when idle, and TimeoutError if other users do not free enough
+    GPUs in time.
     """
     place(config, [node.empty() for node in allowed(cluster_nodes(), config.run)], only=only)
     end, reservation = time.monotonic() + timeout_s, None
@@ -74,8 +75,10 @@ def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterato
 
 
 def _group(placement: Placement) -> PlacementGroup:
-    """Create a placement group with one bundle for each actor that owns GPUs, on its node. A guest
-    adds a CPU core."""
+    """Create a placement group with one bundle for each actor that owns GPUs, on the actor's node.
+
+    If the actor has a guest, the bundle includes another CPU core.
+    """
     owners = _owners(placement)
     return placement_group(
         [{"CPU": 2.0 if seat.shared else 1.0, "GPU": float(seat.gpus)} for seat in owners],

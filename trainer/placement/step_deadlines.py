@@ -1,4 +1,4 @@
-"""Deadlines for calls to trainer ranks. They adapt to how long earlier calls took."""
+"""Deadlines for calls to trainer ranks, adapted to how long earlier calls took."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from keel.model.ray_timeouts import Deadline
 from keel.rl.packing import TrainBatch
 
 _SLOWDOWN, _MIN_S = 10.0, 300.0
-"""A repeated call counts as lost after this many times its expected duration, but never before this
-many seconds."""
+"""A repeated call counts as lost after this many times its expected duration, but not before this
+many seconds have passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepDeadline:
-    """Deadline for one wait, and the knob that the error names when the deadline passes."""
+    """The deadline for one wait, and the knob to name in the error when it passes."""
 
     what: str
     seconds: float
     knob: str
     left: Deadline | None = None
-    """Remaining time that several waits share, if they have one deadline."""
+    """The remaining time, if several waits share one deadline."""
 
 
 class StepDeadlines:
-    """Provides a deadline for each kind of call."""
+    """Computes the deadline for each kind of call."""
 
     def __init__(self, timeout_s: float, sending_s: float) -> None:
-        """`timeout_s` is `trainer.timeout_s`. `sending_s` is extra time for weights that are still
-        being sent."""
+        """Store the configured timeout, `trainer.timeout_s`.
+
+        `sending_s` is additional time for weights that are still being sent.
+        """
         self._timeout_s, self._sending_s = timeout_s, sending_s
         self._knobs = "trainer.timeout_s"
         self._knobs += ", and rollout.update_timeout_s of engines" * (sending_s > 0)
@@ -38,13 +40,14 @@ class StepDeadlines:
         self._slowest_pace_s: dict[str, float] = {}
 
     def of(self, what: str, times: int = 1) -> StepDeadline:
-        """Return the configured deadline for a call with `times` optimizer steps."""
+        """Return the configured deadline for a call that makes `times` optimizer steps."""
         return StepDeadline(what, times * self._timeout_s + self._sending_s, self._knobs)
 
     def likely(self, what: str, work: int, times: int = 1) -> StepDeadline:
-        """Return the configured deadline, or a shorter one that is derived from earlier calls.
+        """Return a deadline based on how long earlier calls took.
 
-        `work` is the number of micro-batches in the call (`micro_batch_count`).
+        If there were none, or the configured deadline is shorter, return the configured one. `work`
+        is the number of micro-batches in the call (`micro_batch_count`).
         """
         longest = self.of(what, times)
         if what not in self._longest_s:
@@ -64,7 +67,7 @@ class StepDeadlines:
 
 
 def micro_batch_count(share: Sequence[TrainBatch] | Mapping[str, TrainBatch]) -> int:
-    """Return the number of micro-batches in one rank group's share of a call. It is the same for
-    all groups."""
+    """Return the number of micro-batches in a rank group's share of a call. All groups have the
+    same number."""
     batches: Sequence[Any] = list(share.values()) if isinstance(share, Mapping) else share
     return sum(len(batch.micro_batches) + len(batch.scored_first) for batch in batches)

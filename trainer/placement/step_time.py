@@ -1,7 +1,7 @@
-"""Cost model: estimates the seconds of a step from rates measured on H200s.
+"""Cost model: estimates how long a step takes, using rates measured on H200s.
 
-The model assumes that host and device work overlap in an engine, and that nothing else does.
-docs/scaling.md has the measurements and the errors.
+The model assumes that host and device work overlap in an engine, and that nothing else overlaps.
+docs/scaling.md lists the measurements and the errors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COMPILE_S = 20.0  # added to the first step by `trainer.compile`: 13 to 20 s in 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Fractions of the peak rates that are achieved, and fixed costs, fitted to the steps in
+    """Achieved fractions of the peak rates, and fixed costs. They were fitted to the steps in
     docs/scaling.md."""
 
     # Trainer: fractions of the peak that GEMMs reach (0.78 for dense layers and 0.66 for grouped
@@ -95,14 +95,14 @@ class Rates:
     expert_pass_s: float = 0.65e-3
 
     def launch_seconds(self, config: Config, facts: ModelFacts, micro_batches: int) -> float:
-        """Return the host seconds that launching the kernels of a trainer step takes. The GPU works
-        at the same time."""
+        """Return how long the host takes to launch the kernels of a trainer step. The GPU works
+        meanwhile."""
         each = self.compiled_pass_s if config.trainer.compile else self.pass_s
         layers = facts.layers * each + facts.moe_layers * self.expert_pass_s
         return layers * passes(config) * micro_batches
 
     def host_seconds(self, config: Config, facts: ModelFacts, sequences: int) -> float:
-        """Return the seconds that an engine's host needs for one decoding step."""
+        """Return how many seconds an engine's host needs for one decoding step."""
         if config.rollout.packs(full_attention=facts.full_attention):
             prepared = config.rollout.tensor_parallel > 1 or config.rollout.enforce_eager
             step_s = self.prepared_step_s if prepared else self.packed_step_s
@@ -112,29 +112,29 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Estimated seconds of one step in which every completion reaches its limit."""
+    """Estimated time for one step in which all completions reach their limits, in seconds."""
 
     decode: float
     prefill: float
     compute: float
     traffic: float
-    """Communication between trainer ranks."""
+    """Time for communication between trainer ranks."""
     weights: float
-    """The weight update, during which engines pause."""
+    """Time for the weight update, during which engines are paused."""
     driver: float
-    """Dispatch, rule-based scoring, packing and metrics."""
+    """Time for dispatch, rule-based scoring, packing and metrics."""
     turns: float
-    """Putting engines to sleep, waking them up, and offloading on time-shared GPUs."""
+    """Time to put engines to sleep, wake them up and offload, if GPUs are time-shared."""
     machine: str
     sequences: int
     """Number of completions that an engine samples at once."""
     decode_step: float
     host_bound: bool
-    """True if the engine's host limits the speed of decoding."""
+    """True if decoding is limited by the engine's host."""
     launch: float
-    """Host time in which the trainer launches the kernels of `compute`."""
+    """Time that the trainer's host needs to launch the kernels counted in `compute`."""
     idle_trainer: bool
-    """Whether micro-batches are so small that the trainer's GPU waits for the host."""
+    """True if micro-batches are so small that the trainer's GPU waits for the host."""
     cpu: bool = False
 
     @property
@@ -147,11 +147,11 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Sum of all parts, which follow one another."""
+        """The sum of all parts, which run one after another."""
         return self.rollout + self.training + self.weights + self.driver + self.turns
 
     def lines(self) -> list[str]:
-        """Format the estimate for `keel check`."""
+        """Return the lines that `keel check` prints for this estimate."""
         bound = "its host" if self.host_bound else "its CPU" if self.cpu else "its GPU"
         how = "to a factor of two" if self.cpu else "not measured"
         waits = "; bound by its host: raise trainer.micro_batch_tokens" * self.idle_trainer
@@ -180,12 +180,12 @@ def step_time(
     spec: GpuSpec | None = None,
     rates: Rates | None = None,
 ) -> StepTime:
-    """Estimate the seconds of a step.
+    """Estimate how many seconds each part of a step takes.
 
-    `micro_batches` is the number that a rank computes in all optimizer steps of a batch, and
-    `shared` says whether engines and ranks share GPUs. `sequences` is the capacity of an engine's
-    KV cache. `woken` is the size of an engine that sleeps in each step, and `moved` is what a rank
-    then offloads and loads, both in bytes.
+    `micro_batches` is the number that a rank computes in all optimizer steps of a batch. Set
+    `shared` if engines and ranks share GPUs. `sequences` is the capacity of an engine's KV cache.
+    For time-shared GPUs, `woken` is the size of an engine that sleeps in each step, and `moved` is
+    what a rank offloads and loads in the meantime, both in bytes.
     """
     spec, rates = spec or GpuSpec(), rates or Rates()
     rollout, algorithm = config.rollout, config.algorithm
@@ -232,8 +232,7 @@ def step_time(
 
 
 def sft_seconds(config: Config, facts: ModelFacts, spec: GpuSpec) -> float:
-    """Estimate the seconds of a supervised training step in which every context reaches its
-    limit."""
+    """Estimate the seconds of a supervised training step with all contexts at their limits."""
     sft, trainer, rates = config.sft, config.trainer, Rates()
     each = (sft.tokens_per_step or sft.max_context_tokens * sft.step_contexts) / sft.step_contexts
     most = each * math.ceil(sft.step_contexts / trainer.groups)  # of a rank
@@ -247,8 +246,11 @@ def sft_seconds(config: Config, facts: ModelFacts, spec: GpuSpec) -> float:
 def decode_device_seconds(
     config: Config, facts: ModelFacts, sequences: int, spec: GpuSpec, rates: Rates
 ) -> float:
-    """Estimate the GPU seconds of one decoding step: memory traffic or GEMMs, whichever takes
-    longer, then small kernels and the sampler. Only experts that some sequence uses are read."""
+    """Estimate the GPU time of one decoding step in seconds.
+
+    This is the time for memory traffic or for GEMMs, whichever is longer, plus small kernels and
+    the sampler. Only experts used by at least one sequence are read.
+    """
     width, parallel = BYTES[config.engine_dtype], config.rollout.tensor_parallel
     missed = (1 - facts.experts_per_token / facts.experts) ** sequences if facts.experts else 0.0
     rows = 0 if facts.tied else facts.vocab_size * facts.hidden_size  # a lookup, not a GEMM
@@ -263,7 +265,7 @@ def decode_device_seconds(
 
 
 def body_parameters(facts: ModelFacts) -> int:
-    """Count the parameters that each token is multiplied with, without the head."""
+    """Return the number of parameters that each token is multiplied with, without the head."""
     embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tied else 2)
     return facts.active_parameters - embeddings
 
@@ -325,16 +327,18 @@ def compute_seconds(
 
 
 def passes(config: Config) -> int:
-    """Return the cost of training on a micro-batch in units of a forward pass. A backward pass
-    counts as two."""
+    """Return the cost of training on a micro-batch, in forward passes. A backward pass counts as
+    two."""
     backward = 1 if config.model.lora.enabled else 2  # no gradients of frozen weights
     with_reference = any(source.kl_coef > 0 for source in config.data.sources)
     return 1 + backward + config.trainer.activation_checkpointing + with_reference
 
 
 def traffic_seconds(config: Config, facts: ModelFacts, micro_batches: int, spec: GpuSpec) -> float:
-    """Estimate how long a rank communicates in a step without computing at the same time:
-    gradients, gathered weights, tokens routed to experts, and slices of contexts."""
+    """Estimate how long a rank communicates in a step without computing at the same time.
+
+    It communicates gradients, gathered weights, tokens routed to experts, and slices of contexts.
+    """
     trainer = config.trainer
     updates = config.algorithm.updates_per_batch if config.data.sources else 1
     ranks, spread, stage = trainer.ranks, trainer.expert_parallel, trainer.zero_stage

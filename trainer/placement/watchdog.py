@@ -1,8 +1,8 @@
-"""Watches the processes of a run from a thread, so that a process that hangs is killed and
+"""Watches the processes of a run from a background thread, and has hung processes killed and
 replaced.
 
-The thread polls the processes of a cluster that was started here itself. On each node of a cluster
-that was joined, an actor polls them.
+If the cluster was started here, the thread itself polls the processes. In a cluster that was
+joined, an actor on each node polls them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ from keel.trainer.run.restarts import WorkerLost
 
 
 class Watchdog:
-    """Checks every second whether the processes of a run are healthy."""
+    """Checks every second that the processes of a run are healthy."""
 
     def __init__(
         self, poll: Callable[[], NodeHealth], say: Callable[[str], Any], *processes: int
     ) -> None:
-        """`processes` has the ids of local processes. If one of them exits, the watchdog polls at
-        once."""
+        """Start the thread.
+
+        `processes` contains the ids of local processes. If one of them exits, the watchdog polls at
+        once.
+        """
         self.say = say
-        """Called with each warning, from the watchdog's thread."""
+        """Called from the watchdog's thread with each warning."""
         self.nodes: Set[str] = frozenset()
-        """Ids of the nodes that the run needs because its GPUs are reserved there."""
+        """Ids of the nodes on which the run has reserved GPUs. The run cannot continue without
+        them."""
         self._poll, self._failure, self._failed = poll, "", False
         self._ranks: set[str] = set()
         self._stopping = os.eventfd(0)
@@ -42,13 +46,16 @@ class Watchdog:
         self._thread.start()
 
     def should_stop_waiting(self) -> bool:
-        """Return False if all is well, or raise the same errors as `check`."""
+        """Return False if the run is healthy. Raises the same errors as `check` otherwise."""
         self.check()
         return False
 
     def check(self) -> None:
-        """Check the run. Raises `RayLost` if Ray is unusable, and `WorkerLost` if a trainer rank or
-        a node is lost."""
+        """Check that the run is healthy.
+
+        Raises `RayLost` if Ray is unusable, and `WorkerLost` if a trainer rank or a needed node is
+        lost.
+        """
         if reason := ray_timeouts.lost_reason():
             raise ray_timeouts.RayLost(reason)
         if self._failure:
@@ -99,7 +106,7 @@ class Watchdog:
 def start_watchdog(
     say: Callable[[str], Any], hang_timeout_s: float, nodes: Set[str] = frozenset()
 ) -> Iterator[Watchdog]:
-    """Start a watchdog that runs until this process exits. `Watchdog.nodes` explains `nodes`."""
+    """Watch the run's processes during a `with` block. `nodes` is described at `Watchdog.nodes`."""
     local = own_processes()
     if local:
         (raylet,) = local["raylet"]

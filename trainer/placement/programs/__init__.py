@@ -1,2 +1,1 @@
-"""Standalone programs that wrap or replace slow programs of Ray. They use only the standard
-library."""
+"""Programs that wrap or replace slow parts of Ray, using only the standard library."""

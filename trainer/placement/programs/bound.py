@@ -1,4 +1,7 @@
-"""Runs a command that the kernel kills when its parent dies: `python bound.py COMMAND ARG…`."""
+"""Runs a command that the kernel kills when its parent dies.
+
+Usage: `python bound.py COMMAND ARG…`.
+"""
 
 from __future__ import annotations
 

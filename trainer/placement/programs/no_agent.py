@@ -1,4 +1,4 @@
-"""Replaces Ray's dashboard agent: reports that no port is open, and exits with the raylet.
+"""Replaces Ray's dashboard agent: reports that it has no open ports, and exits with the raylet.
 
 Usage: `python no_agent.py SESSION_DIR NODE_ID`.
 """
