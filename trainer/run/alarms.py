@@ -1,4 +1,4 @@
-"""Warnings about metrics that indicate a problem."""
+"""Warns about metrics that indicate a problem with training."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from keel.configs.schema import AlarmsConfig
 from keel.rl.types import ScoredGroup
 
 _REASONS = 3
-"""Number of reasons for missing completions in one line."""
+"""Maximum number of reasons for missing completions to list in one warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A limit of a metric. `problem` is a format string for its value."""
+    """A metric to watch, the knob with its limit, and what to say if it is crossed.
+
+    `problem` is a format string for the metric's value.
+    """
 
     knob: str
     metric: str
@@ -91,20 +94,23 @@ ALARMS = (
 
 
 class Alarms:
-    """Checks the metrics of each step, in order."""
+    """Checks the metrics of each step against the alarm limits. Steps must be passed in order."""
 
     def __init__(self, config: AlarmsConfig) -> None:
         self._config = config
         self.ends = ""
         """Why the run should end, or an empty string."""
         self._last_line: dict[str, int] = {}
-        """Maps each alarm to the step at which it last printed a line."""
+        """The step at which each alarm last printed a warning."""
 
     def check(
         self, step: int, numbers: Mapping[str, float], groups: Sequence[ScoredGroup]
     ) -> tuple[int, list[str]]:
-        """Return the number of active alarms, and the lines to print, at most one per alarm and
-        `alarms.every` steps. `groups` are all groups that were sampled in the step."""
+        """Return the number of active alarms and the warnings to print.
+
+        Each alarm prints at most one warning every `alarms.every` steps. `groups` contains all
+        groups sampled in the step, including discarded ones.
+        """
         active: dict[str, str] = {}
         for alarm in ALARMS:
             limit, value = getattr(self._config, alarm.knob), numbers.get(alarm.metric)

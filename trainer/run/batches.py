@@ -40,8 +40,8 @@ _TEXT = "text"
 def save_batch(
     run: Path, step: int, groups: Sequence[ScoredGroup], findings: Sequence[str]
 ) -> Path:
-    """Write the batch of `step`, and delete the oldest batches if there are too many. Returns the
-    file."""
+    """Save the batch of `step` and return the file. The oldest batches are deleted if there are too
+    many."""
     path = run / FOLDER / f"step_{step:06d}.npz"
     path.parent.mkdir(exist_ok=True)
     arrays: dict[str, NDArray[Any]] = {}
@@ -61,14 +61,14 @@ def save_batch(
 
 
 def drop_after(run: Path, step: int) -> None:
-    """Delete the batches of later steps, which a resumed run will repeat."""
+    """Delete the batches of steps after `step`, which a resumed run will repeat."""
     for path in list_batches(run):
         if step_of(path) > step:
             path.unlink()
 
 
 def list_batches(run: Path) -> list[Path]:
-    """List the saved batches, oldest step first."""
+    """Return the files of all saved batches, oldest step first."""
     return sorted((run / FOLDER).glob("step_*.npz"), key=step_of)
 
 
@@ -77,8 +77,10 @@ def step_of(path: Path) -> int:
 
 
 def read_batch(path: Path) -> tuple[list[ScoredGroup], list[str]]:
-    """Read the groups and findings in a saved batch. Raises ValueError naming the file if it is
-    invalid."""
+    """Read a saved batch and return its groups and findings.
+
+    Raises ValueError, naming the file, if it is invalid.
+    """
     try:
         with np.load(path, allow_pickle=False) as file:
             content = json.loads(bytes(file[_TEXT]))

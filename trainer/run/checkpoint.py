@@ -34,26 +34,26 @@ from keel.trainer.run.restarts import CollectiveTimeout
 
 STATE = "state.json"
 PROGRESS = "trainer.json"
-"""File with the trainer's progress."""
+"""Name of the file with the trainer's progress."""
 _FINISHED = re.compile(r"step_(\d{6,})")
 
 
 class SaveError(RuntimeError):
-    """Raised if a checkpoint could not be written. The run itself is intact and can continue."""
+    """Raised if a checkpoint could not be written. The run is unaffected and can continue."""
 
     final = False
-    """True for the checkpoint of the last step."""
+    """True if this was the checkpoint of the last step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """Everything that a resumed run needs besides the trainer's own files."""
+    """What a resumed run needs in addition to the trainer's own files."""
 
     step: int
     version: int
-    """Version of the weights."""
+    """Version number of the weights."""
     cursor: Mapping[str, Any] = field(default_factory=dict)
-    """Position of the data stream, as JSON values."""
+    """Position in the data stream, as JSON values."""
     config: str
     """Digest of the run's config (`config_digest`)."""
     model: str = ""
@@ -70,11 +70,11 @@ def save(
     keep: int,
     say: Callable[[str], object] = print,
 ) -> Path:
-    """Write the checkpoint for `state.step` under `root`, and delete all but the newest `keep`
-    checkpoints. `write` fills a folder and returns the files that it has sealed.
+    """Write the checkpoint for `state.step`, and delete all but the newest `keep` checkpoints.
 
-    Raises `SaveError` if the disk refuses the files, `CollectiveTimeout` or `RuntimeError` if a
-    rank failed, and `WorkerLost` if one died.
+    `write` is called with a folder. It writes the trainer's files there and returns the manifest
+    entries of those it has sealed. Raises `SaveError` if the files cannot be written to disk,
+    `CollectiveTimeout` or `RuntimeError` if a rank failed, and `WorkerLost` if one died.
     """
     final = root / f"step_{state.step:06d}"
     partial = root / f".{final.name}"
@@ -110,8 +110,7 @@ def save(
 
 
 def read_state(folder: Path) -> State:
-    """Read the state of a checkpoint. Raises ValueError naming the file if it is not a valid
-    state."""
+    """Read the state of a checkpoint. Raises ValueError, naming the file, if it is invalid."""
     path = folder / STATE
     try:
         return State(**json.loads(path.read_text()))
@@ -120,7 +119,7 @@ def read_state(folder: Path) -> State:
 
 
 def finished(root: Path) -> list[Path]:
-    """List the finished checkpoints under `root`, oldest first. Damaged ones are included."""
+    """Return all finished checkpoints under `root`, oldest first, including damaged ones."""
     folders = [
         path
         for path in (root.iterdir() if root.is_dir() else ())
@@ -135,19 +134,23 @@ def step_of(folder: Path) -> int:
 
 
 def latest(root: Path) -> Path | None:
-    """Return the finished checkpoint with the highest step."""
+    """Return the finished checkpoint with the highest step, or None."""
     return next(reversed(finished(root)), None)
 
 
 def latest_complete(root: Path) -> Path | None:
-    """Return the newest checkpoint in which every file has the right size. The contents are not
-    read."""
+    """Return the newest checkpoint in which every file has the right size, or None.
+
+    The files' contents are not checked.
+    """
     return next((p for p in reversed(finished(root)) if not problems(p, bits=False)), None)
 
 
 def problems(folder: Path, *, bits: bool = True) -> list[str]:
-    """List the reasons why a checkpoint cannot be resumed, one line per file. With `bits`, all
-    files are read completely."""
+    """Return the reasons why a checkpoint cannot be used, one line per file.
+
+    If `bits` is set, the contents of all files are checked, too.
+    """
     if damage := find_damage(folder, extra=True, bits=bits):
         return damage
     try:
@@ -172,7 +175,7 @@ def _prune(root: Path, newest: Path, *, keep: int) -> None:
 
 
 def config_digest(config: Config) -> str:
-    """Return a digest of all sections that affect training, which excludes `run` and `eval`."""
+    """Return a digest of all config sections that affect training: all except `run` and `eval`."""
     sections = dataclasses.asdict(config)
     shaping = {name: value for name, value in sections.items() if name not in ("run", "eval")}
     text = json.dumps(shaping, sort_keys=True, default=str)

@@ -41,8 +41,8 @@ from keel.trainer.run.manifest import (
 )
 
 MARK = ".lock"
-"""Name of the lock file. It holds a random token, with which trainer ranks verify that they see the
-same folder."""
+"""Name of the lock file. Trainer ranks read the random token in it to verify that they see the same
+folder."""
 _WRITTEN = (
     *("config.yaml", "chosen.json", "metrics.jsonl", "events.jsonl", "tensorboard"),
     *("trajectories", "rewards", "nonfinite", "model", "trackers"),
@@ -50,29 +50,36 @@ _WRITTEN = (
 
 
 class RunFolder:
-    """Context manager that creates, checks and locks the folder of a run."""
+    """Context manager that creates, checks and locks a run folder."""
 
     def __init__(self, config: Config, tokenizer: str = "") -> None:
-        """`tokenizer` is the digest of the model's tokenizer (`digest_of_tokenizer`), or an empty
-        string if it is unknown."""
+        """Describe the folder of this config's run, without touching it.
+
+        `tokenizer` is the digest of the model's tokenizer (`digest_of_tokenizer`), or an empty
+        string if unknown.
+        """
         self.path = Path(config.run.dir).expanduser()
         self.model = self.path / "model"
         """Folder for the exported model."""
         self.rewards = self.path / "rewards"
         """Folder for the output of reward functions."""
         self.set_aside: Path | None = None
-        """Folder to which the files of an earlier run without a checkpoint were moved."""
+        """Folder to which the files of an earlier run were moved, because it had no checkpoint."""
         self.base, self.tokenizer = base_of(config), tokenizer
         self._config = config
         self._checkpoints, self._metrics = self.path / "checkpoints", self.path / "metrics.jsonl"
         self._warnings: list[str] = []
         self._last_step = 0
-        """Step of the newest checkpoint, damaged or not, when the folder was entered."""
+        """Step of the newest checkpoint when the folder was entered, even if it was damaged."""
         self._problems: dict[Path, list[str]] = {}
-        """Problems of the checkpoints that were verified, so that each is read only once."""
+        """Problems found in each verified checkpoint. They are cached so that each is read only
+        once."""
 
     def __enter__(self) -> Self:
-        """Create or check the folder, and lock it. Raises ConfigError."""
+        """Lock the folder, after creating it if necessary, and check that the run can use it.
+
+        Raises ConfigError if it cannot.
+        """
         self._check_location()
         with self._writable():
             self.path.mkdir(parents=True, exist_ok=True)
@@ -122,8 +129,11 @@ class RunFolder:
             )
 
     def check(self, of: tuple[str, ...] = ("",)) -> None:
-        """Read the newest checkpoint completely, and verify that this config may continue from it.
-        `of` lists prefixes of the knobs to compare. Raises ConfigError."""
+        """Verify the newest checkpoint, and check that a run with this config may continue from it.
+
+        Only knobs that start with one of the prefixes in `of` are compared. Raises ConfigError if
+        the run may not continue.
+        """
         self._check_location()
         newest = checkpoint.latest(self._checkpoints)
         if newest is None:
@@ -187,7 +197,7 @@ class RunFolder:
 
     @property
     def latest(self) -> Path | None:
-        """Return the folder of the newest intact checkpoint."""
+        """Return the folder of the newest intact checkpoint, or None."""
         for path in reversed(checkpoint.finished(self._checkpoints)):
             if path not in self._problems:
                 problems = checkpoint.problems(path)
@@ -200,7 +210,7 @@ class RunFolder:
 
     @property
     def _damaged(self) -> dict[Path, list[str]]:
-        """Damaged checkpoints that are newer than `latest`, with their problems, newest first."""
+        """The problems of each damaged checkpoint newer than `latest`, newest checkpoint first."""
         latest = self.latest
         return {
             path: self._problems[path]
@@ -209,8 +219,11 @@ class RunFolder:
         }
 
     def select_checkpoint(self, knob: str, value: str) -> Path | None:
-        """Return the checkpoint that the user named: `last`, a step number, or `base` for none.
-        Raises ConfigError naming `knob`."""
+        """Return the checkpoint that the user asked for: `last` or a step number.
+
+        Returns None for `base`. Raises ConfigError, naming `knob`, if the checkpoint is missing or
+        damaged.
+        """
         if value in ("base", "last"):
             return self.latest if value == "last" else None
         by_step = {checkpoint.step_of(p): p for p in checkpoint.finished(self._checkpoints)}
@@ -224,12 +237,12 @@ class RunFolder:
         return path
 
     def state(self) -> State | None:
-        """Return the state in the newest intact checkpoint."""
+        """Return the state saved in the newest intact checkpoint, or None if there is none."""
         latest = self.latest
         return checkpoint.read_state(latest) if latest else None
 
     def warnings(self) -> list[str]:
-        """List warnings about checkpoints and metrics, after `check` or entering the folder."""
+        """Return warnings about checkpoints and metrics. Call `check` or enter the folder first."""
         latest = self.latest
         damaged = [f"{path} is damaged ({join_problems(p)})" for path, p in self._damaged.items()]
         lines = [*self._warnings, *damaged]
@@ -242,7 +255,8 @@ class RunFolder:
         return lines
 
     def status(self) -> str:
-        """Describe how far the run in the folder has come. Empty for an empty folder."""
+        """Describe how far the run in this folder has got. Returns an empty string if there is
+        none."""
         if (state := self.state()) is None:
             return ""
         steps = self._config.run.steps
@@ -251,16 +265,20 @@ class RunFolder:
         return f"holds a run that resumes from step {state.step} of {steps}"
 
     def check_model(self) -> None:
-        """Verify the exported model. Raises ConfigError if it is damaged."""
+        """Check that the exported model is intact. Raises ConfigError if it is damaged."""
         check_exported(self.model, "move that folder away and start the run again to rewrite it")
 
     def begin(self, step: int) -> None:
-        """Rename the exported model if further training will make it obsolete."""
+        """Rename an existing exported model, because training is about to make it obsolete."""
         if self.model.exists():
             self.model.rename(_unused(self.path / f"model_{max(step, self._last_step)}"))
 
     def export(self, write: Callable[[Path], Mapping[str, Entry]]) -> None:
-        """Export the model atomically with `write`, which returns the files that it has sealed."""
+        """Export the model atomically.
+
+        `write` is called with a folder. It writes the model there and returns the manifest entries
+        of the files it has sealed.
+        """
         partial = self.path / ".model"
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -273,7 +291,8 @@ class RunFolder:
             shutil.rmtree(partial, ignore_errors=True)
 
     def evaluations(self) -> dict[str, list[tuple[int, float]]]:
-        """Map `<set>/<metric>`, such as `sums/pass@1`, to its (step, value) pairs."""
+        """Return the (step, value) pairs of each evaluation metric, keyed by names like
+        `sums/pass@1`."""
         points: dict[str, list[tuple[int, float]]] = {}
         for step, line in metric_lines(self._metrics):
             for name, value in json.loads(line).items():
@@ -282,7 +301,7 @@ class RunFolder:
         return points
 
     def needs_evaluation(self, step: int) -> bool:
-        """Return True if the evaluation after `step` was interrupted."""
+        """Return True if the run is evaluated but the evaluation after `step` is missing."""
         steps = [at for points in self.evaluations().values() for at, _ in points]
         return bool(steps) and step not in steps
 
@@ -306,7 +325,7 @@ class RunFolder:
         write: Callable[[Path], Mapping[str, Entry]],
         say: Callable[[str], object] = print,
     ) -> Path:
-        """Sync the record of all steps so far to disk, and then save a checkpoint."""
+        """Save a checkpoint, after flushing the metrics and events of all steps so far to disk."""
         keep, before = self._config.run.keep_checkpoints, checkpoint.latest(self._checkpoints)
 
         def synced(partial: Path) -> Mapping[str, Entry]:

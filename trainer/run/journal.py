@@ -1,7 +1,7 @@
-"""The record of a run: metrics, events, TensorBoard curves and readable trajectories.
+"""Records a run: its metrics, events, TensorBoard curves and readable trajectories.
 
-A resumed run drops everything that was written after its checkpoint, so that each step is recorded
-once.
+When a run is resumed, everything written after its checkpoint is removed, so that each step is
+recorded once.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from keel.trainer.run.trajectory_files import TOKENS, TokenFile, choose_trajecto
 from keel.trainer.run.view import View
 
 EVENTS = "events.jsonl"
-"""File to which events are appended.
+"""Name of the file to which events are appended.
 
-Their kinds are `resume`, `restart` (of engines and trainer), `alarm`, `engine` (an engine was
-restarted), `frozen` (a process hangs), `fewer` (the run has fewer ranks), `tracker`, and `end` (the
-error that ended the run). A step that is repeated repeats its events.
+The kinds of events are `resume`, `restart` (of engines and trainer), `alarm`, `engine` (an engine
+was restarted), `frozen` (a process hangs), `fewer` (the run has fewer ranks), `tracker`, and `end`
+(the error that ended the run). If a step is repeated, its events are recorded again.
 """
 
 
 class Journal:
-    """Writes each step to the run folder and passes it to the terminal view."""
+    """Writes each step to the run folder and shows it in the terminal."""
 
     def __init__(
         self,
@@ -50,17 +50,20 @@ class Journal:
         resumed_at: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`trajectories` is the number of readable trajectories per step, and `save_all` saves all
-        as JSON with the digest `tokenizer`. `tokens` writes per-token numbers, and `resumed_at` is
-        the last step to keep."""
+        """Open the record, and remove everything after step `resumed_at`.
+
+        `trajectories` is the number of trajectories saved as text per step. If `save_all` is set,
+        all are saved as JSON, together with the digest `tokenizer`. `tokens` writes the per-token
+        numbers.
+        """
         self._view, self._alarms, self._clock = view, alarms, clock
         self.on_write: Callable[[], None] = lambda: None
-        """Called after each step and event."""
+        """Called after each recorded step and event."""
         self._save_all, self._tokenizer = save_all, tokenizer
         self._per_step, self._tokens = trajectories, tokens
         self._folder, self._metrics = folder, folder / "metrics.jsonl"
         self.step = resumed_at
-        """Last recorded step."""
+        """The last recorded step."""
         self._trajectories = folder / "trajectories"
         self._trajectories.mkdir(parents=True, exist_ok=True)
         truncate(self._metrics, resumed_at)
@@ -88,7 +91,7 @@ class Journal:
 
     @property
     def ends(self) -> str:
-        """Return why an alarm ends the run, or an empty string."""
+        """The reason if an alarm ends the run, or an empty string."""
         return self._alarms.ends if self._alarms is not None else ""
 
     def note(self, kind: str, text: str) -> None:
@@ -103,7 +106,7 @@ class Journal:
         groups: Sequence[ScoredGroup],
         discarded: Sequence[ScoredGroup] = (),
     ) -> None:
-        """Record a step. Raises `OSError` naming the folder if it cannot be written."""
+        """Record a step. Raises `OSError`, naming the folder, if the step cannot be written."""
         numbers = {name: value for name, value in values(metrics).items() if math.isfinite(value)}
         lines: list[str] = []
         if self._alarms is not None and step > 0:
@@ -122,7 +125,7 @@ class Journal:
         self._view.record(step, numbers)
 
     def evaluated(self, step: int) -> bool:
-        """Return True if the record for a step contains evaluation metrics."""
+        """Return True if evaluation metrics have been recorded for a step."""
         return any(name.startswith("eval/") for name in steps_of(self._metrics).get(step, {}))
 
     def _write(
@@ -161,7 +164,7 @@ class Journal:
 
 
 def note(folder: Path, step: int, kind: str, text: str, at: float | None = None) -> None:
-    """Append a line to `events.jsonl`, by default at the current time."""
+    """Append an event to `events.jsonl`. Its time is `at`, or now by default."""
     when = round(time.time() if at is None else at, 3)
     line = {"step": step, "time": when, "kind": kind, "text": text}
     # A full disk ends the run at the next step, with a better message.
@@ -170,7 +173,7 @@ def note(folder: Path, step: int, kind: str, text: str, at: float | None = None)
 
 
 def truncate(path: Path, step: int) -> None:
-    """Delete the lines of `metrics.jsonl` after `step`, and an incomplete last line."""
+    """Delete all lines of `metrics.jsonl` after `step`, and the last line if it is incomplete."""
     if not path.exists():
         return
     lines = [line for at, line in metric_lines(path) if step and at <= step]
@@ -181,7 +184,7 @@ def truncate(path: Path, step: int) -> None:
 
 
 def sync_record(folder: Path, after: int) -> None:
-    """Sync the metrics, the events and the files for steps after `after` to disk."""
+    """Flush the metrics, the events and the files of steps after `after` to disk."""
     folders = [folder / "trajectories", folder / BATCHES]
     files = [path for kind in folders for path in _files_after(kind, after)]
     for path in (folder / "metrics.jsonl", folder / EVENTS, *files):
@@ -203,16 +206,21 @@ def _files_after(folder: Path, step: int) -> list[Path]:
 
 
 def missing_steps(path: Path, until: int) -> str:
-    """Describe which steps from 1 to `until` have no line in `metrics.jsonl`, such as "3 of the
-    steps 4 to 9". Empty if none is missing."""
+    """Describe the steps from 1 to `until` that are missing from `metrics.jsonl`.
+
+    Returns text such as "3 of the steps 4 to 9", or an empty string if no step is missing.
+    """
     recorded = {step for step, _ in metric_lines(path)}
     missing = [step for step in range(1, until + 1) if step not in recorded]
     return f"{len(missing)} of the steps {missing[0]} to {missing[-1]}" if missing else ""
 
 
 def metric_lines(path: Path) -> list[tuple[int, str]]:
-    """Return the step and the text of each line of `metrics.jsonl`, without an incomplete last
-    line. Raises ValueError naming the file and line if any other line is not a step."""
+    """Return the step and the text of each line in `metrics.jsonl`.
+
+    An incomplete last line is ignored. Raises ValueError, naming the file and line, if another line
+    is invalid.
+    """
     texts = path.read_text().splitlines() if path.exists() else []
     lines: list[tuple[int, str]] = []
     for number, text in enumerate(texts, start=1):
@@ -230,7 +238,7 @@ def metric_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def steps_of(path: Path) -> dict[int, dict[str, Any]]:
-    """Map each step to its metrics, including an evaluation that was made after a resume."""
+    """Return the metrics of each step, including evaluations that were made after a resume."""
     steps: dict[int, dict[str, Any]] = {}
     for step, text in metric_lines(path):
         steps[step] = {**json.loads(text), **steps.get(step, {})}
@@ -238,7 +246,7 @@ def steps_of(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def describe(scored: ScoredGroup, index: int) -> str:
-    """Format a trajectory as readable text: its prompt, answer, reward and reward parts."""
+    """Return a trajectory as readable text: its prompt, answer, reward and reward parts."""
     prompt, answer = scored.group.prompt, scored.group.trajectories[index]
     parts = ", ".join(f"{name} {value:g}" for name, value in scored.parts_G[index].items())
     head = (

@@ -1,7 +1,8 @@
-"""Manifests, which list the size and SHA-256 of every file in a folder, and fingerprints of models.
+"""Detects damaged files and changed models.
 
-The manifest is written last, so a folder that has one is complete. Several threads compute the
-digests, in pieces of 64 MiB.
+A manifest lists the size and SHA-256 digests of every file in a folder. It is written last, so a
+folder that has one is complete. Digests are computed by several threads, in pieces of 64 MiB.
+Fingerprints identify models quickly.
 """
 
 from __future__ import annotations
@@ -22,19 +23,21 @@ MANIFEST = "keel_manifest.json"
 PIECE = 64 * 2**20
 _BLOCK = 2**20
 _SAMPLES = 64
-"""Number of positions in each file that a fingerprint reads."""
+"""Number of places in each file that a fingerprint samples."""
 
 
 class Entry(NamedTuple):
-    """Size of a file when it was written, and a digest for each piece of it."""
+    """A file's size when it was written, and one digest for each piece of it."""
 
     bytes: int
     sha256: list[str]
 
 
 def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """Sync these files in `folder` to disk and compute their digests, ideally right after they were
-    written."""
+    """Flush these files in `folder` to disk and return their sizes and digests.
+
+    Call it right after the files are written, if possible.
+    """
     paths = {name: folder / name for name in names}
     with _threads() as threads:
         synced = [threads.submit(sync, path) for path in paths.values()]
@@ -52,8 +55,11 @@ def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a quick fingerprint of the weights in a checkpoint or model folder, from samples of
-    its manifest or else its tensor files. Empty if it has neither."""
+    """Return a quick fingerprint of the weights in a checkpoint or model folder.
+
+    It samples the manifest if there is one, and the tensor files otherwise. Returns an empty string
+    if there is neither.
+    """
     digest = hashlib.sha256()
     manifest = folder / MANIFEST
     files = [manifest] if manifest.is_file() else sorted(folder.glob("*.safetensors"))
@@ -68,14 +74,17 @@ def fingerprint(folder: Path) -> str:
 
 
 def base_of(config: Config) -> str:
-    """Return the fingerprint of the initial model if it is a local folder, or an empty string."""
+    """Return the initial model's fingerprint, or an empty string if it is not a local folder."""
     folder = Path(config.model.path).expanduser()
     return fingerprint(folder) if config.model.path != TINY_MODEL and folder.is_dir() else ""
 
 
 def write_manifest(folder: Path, sealed: Mapping[str, Entry]) -> None:
-    """Write the manifest for `folder`, after computing digests for the files that are not in
-    `sealed`. Raises ValueError if the ranks that sealed files do not share this file system."""
+    """Write the manifest of `folder`, computing digests for the files that are not in `sealed`.
+
+    Raises ValueError if a sealed file is missing or has another size here. The ranks then do not
+    share this file system.
+    """
     here = sizes(folder)
     for name, entry in sealed.items():
         if here.get(name) != entry.bytes:
@@ -93,8 +102,11 @@ def write_manifest(folder: Path, sealed: Mapping[str, Entry]) -> None:
 
 
 def find_damage(folder: Path, *, extra: bool, bits: bool = True) -> list[str]:
-    """List the differences between `folder` and its manifest, one line per file. `extra` also
-    reports files that the manifest does not list, and `bits` reads every file completely."""
+    """Return the differences between `folder` and its manifest, one line per file.
+
+    If `extra` is set, files that the manifest does not list are reported, too. If `bits` is set,
+    the contents of all files are checked.
+    """
     try:
         entries = _read(folder / MANIFEST)
     except (OSError, ValueError) as error:
@@ -128,8 +140,10 @@ def find_damage(folder: Path, *, extra: bool, bits: bool = True) -> list[str]:
 
 
 def check_exported(folder: Path, remedy: str) -> None:
-    """Check that an exported model has not changed. Raises ConfigError if it has; added files do
-    not count."""
+    """Check that an exported model is unchanged. Raises ConfigError if it is not.
+
+    Additional files are allowed.
+    """
     if (folder / MANIFEST).exists() and (problems := find_damage(folder, extra=False)):
         raise ConfigError(
             f"{folder}: this exported model has changed ({join_problems(problems)}); {remedy}"
@@ -142,7 +156,10 @@ def join_problems(problems: list[str], limit: int = 3) -> str:
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Map the relative name of every file below `folder`, except its manifest, to its bytes."""
+    """Return the size in bytes of each file below `folder`, keyed by relative path.
+
+    The manifest is left out.
+    """
     by_name: dict[str, int] = {}
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -154,7 +171,7 @@ def sizes(folder: Path) -> dict[str, int]:
 
 
 def sync(path: Path) -> None:
-    """Sync a file to disk. Raises `OSError` naming the file."""
+    """Flush a file to disk. Raises `OSError`, naming the file, if this fails."""
     with path.open("rb") as file:
         try:
             os.fsync(file.fileno())
@@ -163,7 +180,7 @@ def sync(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the directory entries in a folder to disk."""
+    """Flush a folder's directory entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""Shows the progress of long waits: a live line on a terminal, and plain lines elsewhere.
+"""Shows the progress of long waits: as a live line on a terminal, and as plain lines elsewhere.
 
-Without a terminal, a line is printed after one second, every 30 seconds, and at the end.
+Plain lines are printed after one second, every 30 seconds, and at the end.
 
-The module works without rich, because `make install` runs it in an empty environment.
+This module also works without rich, because `make install` runs it in an empty environment.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from keel.trainer.run.signals import outliving
 
 _FIRST_LINE_S, _LINE_EVERY_S, _POLL_S = 1.0, 30.0, 0.2
 _MIN_COUNTED_S = 2.0
-"""Seconds before which a count gives no estimate of the remaining time."""
+"""The remaining time is not estimated before this many seconds have passed."""
 
 
 class Wait:
-    """A long wait whose progress is shown. Its fields may be set from any thread."""
+    """A long wait whose progress is shown. Its fields can be set from any thread."""
 
     def __init__(
         self,
@@ -33,13 +33,16 @@ class Wait:
         quiet: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`total` is the number of `unit`s, or 0 if unknown. With `quiet`, plain lines are printed
-        only every 30 seconds."""
+        """Start the wait now.
+
+        `total` is the number of `unit`s to wait for, or 0 if unknown. If `quiet` is set, plain
+        lines are printed only every 30 seconds.
+        """
         self.what, self.total, self.unit, self.quiet = what, total, unit, quiet
         self.done, self.before, self.note = 0.0, 0.0, ""
-        """Units done so far, units done before the wait began, and a remark."""
+        """The units done so far, the units done before the wait began, and a comment to show."""
         self.measure: Callable[[Wait], object] | None = None
-        """Called before each display to update the fields above."""
+        """Called before the progress is shown, to update the fields above."""
         self._clock, self._began = clock, clock()
 
     @property
@@ -47,7 +50,7 @@ class Wait:
         return self._clock() - self._began
 
     def text(self) -> str:
-        """Format the progress, such as `evaluating · 12 of 256 prompts · 4 s, about 80 s left`."""
+        """Return the progress as text: `evaluating · 12 of 256 prompts · 4 s, about 80 s left`."""
         if self.measure is not None:
             self.measure(self)
         spent = duration(self.seconds)
@@ -59,7 +62,7 @@ class Wait:
 
 
 def amount(done: float, total: float, unit: str) -> str:
-    """Format a count, such as `3 of 8 prompts`. Bytes are shown in GB of 1e9 bytes."""
+    """Format progress as text such as `3 of 8 prompts`. Bytes are shown in GB of 1e9 bytes."""
     if unit == "bytes":
         return f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
     return f"{done:,.0f} of {total:,.0f} {unit}"
@@ -75,7 +78,7 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def waiting(what: str, *, total: float = 0, unit: str = "") -> Iterator[Wait]:
-    """Show progress while the block runs."""
+    """Show progress during a `with` block."""
     wait = Wait(what, total=total, unit=unit)
     DISPLAY.begin(wait)
     completed = False
@@ -87,13 +90,13 @@ def waiting(what: str, *, total: float = 0, unit: str = "") -> Iterator[Wait]:
 
 
 class Display:
-    """Shows the progress of the innermost open wait."""
+    """Shows the progress of the current wait. If waits are nested, this is the innermost one."""
 
     def __init__(self, *, poll_s: float = _POLL_S) -> None:
         self._poll_s = poll_s
         self._open: list[Wait] = []
         self._printed: dict[Wait, float] = {}
-        """Elapsed seconds of each wait when its last line was printed."""
+        """How many seconds each wait had taken when its last line was printed."""
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._live: Any = None

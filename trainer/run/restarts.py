@@ -1,4 +1,4 @@
-"""Failures that end a training attempt, and the limit on automatic restarts."""
+"""Errors that end a training attempt, and the limit on automatic restarts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ WINDOW_S = 3 * 3600.0
 
 
 class WorkerLost(RuntimeError):
-    """Raised if a process or node was lost. A restart from the last checkpoint helps."""
+    """Raised if a process or node was lost. The run can restart from its last checkpoint."""
 
 
 class CollectiveTimeout(RuntimeError):
-    """Raised if a rank fails while the others wait for it, so that nothing can be saved."""
+    """Raised if a rank fails while the others wait for it. Nothing can be saved then."""
 
 
 class OutOfMemory(WorkerLost):
-    """Raised if a training step did not fit on a rank's GPU. Smaller micro-batches help. `dropped`
-    is True if the ranks have freed everything that the step held."""
+    """Raised if a training step did not fit on a rank's GPU. Smaller micro-batches help.
+
+    `dropped` is True if the ranks have freed all memory used by the step.
+    """
 
     def __init__(self, text: str, *, dropped: bool = False) -> None:
         super().__init__(text)
@@ -27,21 +29,24 @@ class OutOfMemory(WorkerLost):
 
 
 class UpdateOutOfMemory(RuntimeError):
-    """Raised if the optimizer update did not fit. Smaller micro-batches do not help."""
+    """Raised if an optimizer update did not fit on a GPU. Smaller micro-batches do not help."""
 
 
 class Restarts:
-    """Counts how often engines and trainer are restarted within a sliding window of `WINDOW_S`."""
+    """Limits the number of restarts of engines and trainer within any period of `WINDOW_S`."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`limit` is `run.max_restarts`."""
+        """Allow up to `limit` restarts (`run.max_restarts`)."""
         self._limit, self._clock = limit, clock
         self._times: list[float] = []
         self.started = False
-        """Set when training has begun. A run that cannot start is not restarted."""
+        """Set once training has begun. A run that fails earlier is not restarted."""
 
     def count(self, error: WorkerLost) -> None:
-        """Count a restart. Raises `error` with a hint if no further restart is allowed."""
+        """Count a restart. Raises an error if no further restart is allowed.
+
+        This is `error` itself if training has not begun, and otherwise a WorkerLost with a hint.
+        """
         if not self.started:
             raise error
         now = self._clock()

@@ -1,5 +1,7 @@
-"""Runs a training run from start to end: opens its folder, trains with restarts, exports the model
-and prints a summary."""
+"""Runs training from start to end.
+
+It opens the run folder, trains with restarts, exports the model and prints a summary.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,13 @@ def run_with_restarts(
     resume_command: str = "",
     tokenizer: str = "",
 ) -> None:
-    """Start or resume the run that `config` describes, and restart it after a process is lost.
+    """Start or resume the run described by `config`, and restart it if a process is lost.
 
-    `command` is the user's command line without `keel`, `resume_command` is shown in its place if
-    set, and `text` is the plan to print. `restore` and `position` set and return the data position.
-    `launch` starts engines and trainer, and `drive` is the training loop, which returns the last
-    step it has done. `on_open` is called with the folder before training. `on_out_of_memory`
-    changes the layout and returns a message. `tokenizer` is the digest of the tokenizer.
+    `command` is the user's command line without `keel`. If `resume_command` is set, it is shown
+    instead. `text` is the plan to print. `restore` sets the data position, and `position` returns
+    it. `launch` starts engines and trainer. `drive` is the training loop and returns the last
+    completed step. `on_open` is called with the folder before training. `on_out_of_memory` changes
+    the layout and returns a message. `tokenizer` is the digest of the tokenizer.
     """
     check_trackers(config.run.trackers)  # for runs started from Python
     with ExitStack() as stack:
@@ -99,7 +101,10 @@ def run_with_restarts(
 
 
 def restore_data(folder: RunFolder, restore: Callable[[Mapping[str, Any]], object]) -> None:
-    """Restore the data position of the newest checkpoint. Raises ConfigError if data changed."""
+    """Restore the data position saved in the newest checkpoint.
+
+    Raises ConfigError if the data has changed since then.
+    """
     if (state := folder.state()) is None:
         return
     try:
@@ -168,7 +173,7 @@ def open_journal(
     tokenizer: str,
     tokens: TokenFile | None = None,
 ) -> Journal:
-    """Open the journal and the trackers of a run. `stack` closes both."""
+    """Open the journal and the trackers of a run. Both are closed together with `stack`."""
     journal = Journal(
         folder.path,
         view,
@@ -194,8 +199,10 @@ def save_checkpoint(
     stop: Callable[[], bool],
     say: Callable[[str], object],
 ) -> bool:
-    """Save a checkpoint. Returns True if it was written, and False if it was not but a later one
-    follows. Raises `SaveError` if none follows."""
+    """Save a checkpoint. Returns True if this succeeded.
+
+    If it failed, return False if a later checkpoint is due, and raise `SaveError` otherwise.
+    """
     state = State(
         step=step,
         version=learner.version,
@@ -223,7 +230,7 @@ def _closing_summary(
     *,
     resume_command: str = "",
 ) -> str:
-    """Summarise the results, and say where to look or how to resume."""
+    """Return a summary of the results that says where to find them or how to resume."""
     path, steps, lines = folder.path, config.run.steps, [""]
     evaluations = folder.evaluations()
     for name, points in evaluations.items():

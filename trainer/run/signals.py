@@ -24,33 +24,33 @@ from typing import Any, Self, TextIO, cast
 
 PREEMPTION = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 PREEMPTED = 143
-"""Exit status after any of these signals: 128 + SIGTERM."""
+"""Exit status after a preemption signal: 128 + SIGTERM."""
 FIRST = "Stopping after this step, with a checkpoint. Press Ctrl-C again to stop at once."
 NOTHING_YET = "Stopping. Nothing is trained yet, so there is nothing to save."
 _PREEMPTED_FIRST = "{signal}: dropping the current rollouts; a checkpoint follows"
 _SLACK_S = 0.1
-"""Seconds added to timers, because they may fire slightly before `time.monotonic` agrees."""
+"""Extra seconds for timers, because they may fire slightly earlier than `time.monotonic` shows."""
 
 
 class Preempted(KeyboardInterrupt):
-    """Raised after a signal of `PREEMPTION` if there is nothing to save or the time is up."""
+    """Raised after a preemption signal if there is nothing to save or no time is left."""
 
 
 @dataclass(slots=True)
 class _State:
     preempted: signal.Signals | None = None
-    """The first signal of `PREEMPTION` that was received."""
+    """The first preemption signal that was received."""
     overdue: str = ""
-    """Note that is added to `preempted` if `run.grace_s` was exceeded."""
+    """Text to append to the signal's name if `run.grace_s` was exceeded."""
     interrupted: bool = False
-    """True if Ctrl-C was pressed."""
+    """True once Ctrl-C has been pressed."""
     open: Interrupt | None = None
-    """The open `Interrupt`, which receives signals so that they do not end the command."""
+    """The active `Interrupt`, if any. It handles signals so that they do not end the command."""
     deferred: list[int] | None = None
-    """Signals that were received within `signals_deferred`."""
+    """The signals received during `signals_deferred`."""
     terminals: list[TextIO] = field(default_factory=list)
     previous: dict[int, Any] = field(default_factory=dict)
-    """Maps each signal to the handler that it had before `watching`."""
+    """The handler that each signal had before `watching`."""
 
 
 _STATE = _State()
@@ -92,8 +92,11 @@ def _in_main_thread() -> bool:
 
 @contextmanager
 def watching() -> Iterator[None]:
-    """While the block runs in the main thread, raise `Preempted` on a signal of `PREEMPTION`,
-    unless an `Interrupt` is open. SIGHUP stays ignored under `nohup`."""
+    """Raise `Preempted` if a preemption signal arrives during the `with` block.
+
+    This works only in the main thread. If an `Interrupt` is open, it handles the signal instead.
+    SIGHUP stays ignored under `nohup`.
+    """
     if not _in_main_thread() or _STATE.previous:
         yield
         return
@@ -112,8 +115,10 @@ def watching() -> Iterator[None]:
 
 
 def fix_exit_status(status: int) -> None:
-    """From now on, exit with `status` as soon as a signal arrives, such as another Ctrl-C after the
-    last output."""
+    """From now on, exit with `status` as soon as a signal arrives.
+
+    This covers, for example, another Ctrl-C after the last output.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -127,21 +132,26 @@ def fix_exit_status(status: int) -> None:
 
 
 def preempted() -> str:
-    """Return the name of the signal that is ending this command, or an empty string. `Preempted`
-    itself may arrive as a plain KeyboardInterrupt from Ray."""
+    """Return the name of the preemption signal that is ending this command, or an empty string.
+
+    Call this instead of catching `Preempted`, which Ray may turn into a plain KeyboardInterrupt.
+    """
     return f"{_STATE.preempted.name}{_STATE.overdue}" if _STATE.preempted else ""
 
 
 def stop_requested() -> bool:
-    """Return True once Ctrl-C was pressed."""
+    """Return True if Ctrl-C has been pressed."""
     return _STATE.interrupted
 
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Start processes in this block that never receive `PREEMPTION`, as schedulers signal every
-    process of a job, but Ray and the trainer have to live until the checkpoint. At its end, our
-    handlers replace those that libraries have installed."""
+    """Block preemption signals in processes started during the `with` block.
+
+    Schedulers signal every process of a job, but Ray and the trainer must stay alive until the
+    checkpoint is saved. When the block ends, Keel's handlers replace any that libraries have
+    installed.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION)
     try:
         yield
@@ -153,7 +163,7 @@ def signals_blocked() -> Iterator[None]:
 
 @contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Run a block that must not be interrupted, and handle all signals when it ends."""
+    """Delay the handling of all signals until the `with` block ends."""
     if not _in_main_thread() or _STATE.deferred is not None:
         yield
         return
@@ -168,7 +178,7 @@ def signals_deferred() -> Iterator[None]:
 
 
 class Interrupt:
-    """While this is open in the main thread, signals request a stop and do not end the command."""
+    """Makes signals request a stop instead of ending the command, while open in the main thread."""
 
     def __init__(
         self,
@@ -178,8 +188,11 @@ class Interrupt:
         preempted_first: str = _PREEMPTED_FIRST,
         grace_s: float = 0.0,
     ) -> None:
-        """`first` and `preempted_first` are the messages after Ctrl-C and after a preemption.
-        `Preempted` is raised `grace_s` after a preemption, or never with 0."""
+        """Set the messages to print and the time limit.
+
+        `first` is printed after Ctrl-C and `preempted_first` after a preemption. `Preempted` is
+        raised `grace_s` seconds after a preemption, or never if this is 0.
+        """
         self._say, self.first, self.preempted_first = say, first, preempted_first
         self.stopping, self.grace_s, self.deadline = False, grace_s, float("inf")
         self._timer: threading.Timer | None = None
@@ -188,7 +201,7 @@ class Interrupt:
         return self.stopping
 
     def should_abort(self) -> bool:
-        """Return True if there is only enough time left for a checkpoint."""
+        """Return True if there is only enough time left to save a checkpoint."""
         return _STATE.preempted is not None
 
     def stop(self, text: str) -> None:
@@ -251,12 +264,15 @@ class _OutlivingStream:
 
 
 def outliving(stream: TextIO | None) -> TextIO:
-    """Wrap a stream, or None for a closed one (`>&-`), so that writing never fails after its
-    terminal or reader has gone away."""
+    """Wrap a stream so that writing does not fail once its terminal or reader is gone.
+
+    None stands for a closed stream (`>&-`).
+    """
     return cast(TextIO, _OutlivingStream(stream or open(os.devnull, "w")))
 
 
 def print_line(text: str, stream: TextIO | None = None) -> None:
-    """Print a line to an `outliving` stream; a full disk holds it back."""
+    """Print a line and ignore errors, such as a lost terminal. If the disk is full, the line may
+    appear later."""
     with suppress(OSError):
         print(text, file=outliving(stream or sys.stdout), flush=True)

@@ -27,32 +27,32 @@ from keel.configs.schema import RunConfig
 from keel.rl.types import ScoredGroup, Segment, TokenNumbers, Trajectory
 
 TOKENS = ".tokens.jsonl.gz"
-"""File suffix, which differs from `.jsonl` so that `keel sft` does not train on these files."""
+"""File suffix. It differs from `.jsonl` so that `keel sft` does not train on these files."""
 _MAX_LOG_RATIO = 20.0
-"""Limit for log-ratios, the same as in the loss."""
+"""Log-ratios are clipped to this limit, as in the loss."""
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
 _MAX_TOKENS_PER_CHARACTER = 4
-"""Maximum number of tokens for a character, since UTF-8 uses at most four bytes."""
+"""Maximum number of tokens per character, since UTF-8 uses at most four bytes."""
 _REFERENCE_CHARACTERS = 2_000
 Place = tuple[ScoredGroup, int]
-"""Identifies a trajectory by its group and its index."""
+"""A trajectory, identified by its group and its index in the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SelectedTrajectories:
     text: Sequence[Place]
-    """Trajectories that are saved as readable text."""
+    """The trajectories to save as readable text."""
     tokens: Sequence[Place]
-    """Trajectories that are saved with per-token numbers."""
+    """The trajectories to save with per-token numbers."""
 
     @property
     def segments(self) -> list[Segment]:
-        """Segments of the trajectories in `tokens`, in the order in which ranks number them."""
+        """The segments of the trajectories in `tokens`, in the order in which ranks number them."""
         return [s for group, index in self.tokens for s in group.group.trajectories[index].segments]
 
 
 def select_trajectories(groups: Sequence[ScoredGroup], run: RunConfig) -> _SelectedTrajectories:
-    """Choose the trajectories to save. The choice is deterministic."""
+    """Choose which trajectories of a step to save. The choice is deterministic."""
     text = choose_trajectories(groups, run.save_trajectories)
     chosen = {(id(group), index) for group, index in text}
     siblings = [
@@ -70,8 +70,10 @@ def select_trajectories(groups: Sequence[ScoredGroup], run: RunConfig) -> _Selec
 
 
 def choose_trajectories(groups: Sequence[ScoredGroup], count: int) -> list[Place]:
-    """Choose the best and the worst completion of each group, beginning with the groups whose
-    rewards differ most."""
+    """Choose up to `count` trajectories: the best and the worst completion of each group.
+
+    Groups with the largest spread of rewards come first.
+    """
     chosen: list[Place] = []
     for group in sorted(
         groups, key=lambda g: -float(g.rewards_G.std()) if len(g.rewards_G) else 0.0
@@ -87,7 +89,7 @@ def _unique(places: Sequence[Place]) -> list[ScoredGroup]:
 
 
 class TokenTexts:
-    """Splits a token sequence into the text that each token adds."""
+    """Decodes a token sequence into the text added by each token."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -105,8 +107,10 @@ class TokenTexts:
         return self._decode(ids)[self._skip :]
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Return one text per token. If a character consists of several tokens, it belongs to the
-        last one."""
+        """Return one text per token.
+
+        If a character consists of several tokens, it is assigned to the last one.
+        """
         texts: list[str] = []
         pending: list[int] = []
         for token in ids:
@@ -125,7 +129,7 @@ class TokenTexts:
 
 
 class TokenFile:
-    """Writes the token file for each step."""
+    """Writes the token file of each step."""
 
     def __init__(
         self,
@@ -134,11 +138,15 @@ class TokenFile:
         numbers: Callable[[], Mapping[int, TokenNumbers]],
         answer: Callable[[Trajectory], str] = lambda _: "",
     ) -> None:
-        """`numbers` are the trainer's numbers for each segment. `answer` extracts the answer."""
+        """Set what the files contain.
+
+        `numbers` returns the trainer's numbers for each segment. `answer` extracts the answer from
+        a trajectory.
+        """
         self._run, self._texts, self._numbers, self._answer = run, texts, numbers, answer
 
     def write(self, path: Path, groups: Sequence[ScoredGroup]) -> None:
-        """Write the file atomically, since a report may be reading it."""
+        """Write the file for one step. This is atomic, since a report may be reading the file."""
         selected = select_trajectories(groups, self._run)
         if not self._run.save_tokens or not selected.text:
             return
@@ -162,8 +170,11 @@ class TokenFile:
         partial.replace(path)
 
     def _context(self, segment: Segment, seen: TokenNumbers | None) -> list[Any]:
-        """Return a segment as a list of runs: a text for given tokens, and an object with lists for
-        sampled ones."""
+        """Return a segment as a list of token spans.
+
+        A span of given tokens becomes a string. A span of sampled tokens becomes an object with
+        lists of per-token values.
+        """
         ids = segment.token_ids_T.tolist()
         runs: list[Any] = []
         for sampled, places in groupby(range(len(ids)), key=segment.trainable_T.__getitem__):
@@ -196,8 +207,10 @@ def _group_record(
     contexts: Mapping[tuple[int, int], list[list[Any]]],
     answer: Callable[[Trajectory], str],
 ) -> dict[str, Any]:
-    """Return one line of the file. `text` and `contexts` are keyed by the `id` of the group and the
-    index of the trajectory."""
+    """Return the record of one group, which becomes one line of the file.
+
+    `text` and `contexts` are keyed by the group's `id()` and the trajectory's index.
+    """
     prompt, group = scored.group.prompt, scored.group
     trajectories: list[dict[str, Any]] = []
     for index, trajectory in enumerate(group.trajectories):

@@ -34,7 +34,7 @@ SHOWN = (
     ("completion length", "length/mean", "{:.1f}"),
     ("tokens per second", "throughput/tokens_per_second", "{:,.0f}"),
 )
-"""Metrics in the panel, each with its label, name and format."""
+"""Metrics shown in the panel: label, name and format."""
 _LINE = (
     ("reward", "reward/mean", "{:.3f}"),
     ("loss", "nll", "{:.4f}"),
@@ -45,11 +45,11 @@ _LINE = (
     ("length", "length/mean", "{:.0f}"),
     ("tokens/s", "throughput/tokens_per_second", "{:,.0f}"),
 )
-"""Metrics in a plain line, which has about 120 characters."""
+"""Metrics shown in a plain line: label, name and format. The line has about 120 characters."""
 _TIMES = (("sampling", "rollout"), ("reward", "reward"), ("training", "train"), ("weights", "sync"))
 _BARS = "▁▂▃▄▅▆▇█"
 _ECHO = 4
-"""Number of columns that two echoed `^C` take."""
+"""Number of columns taken up by two echoed `^C`."""
 
 
 class View(Protocol):
@@ -65,8 +65,10 @@ class View(Protocol):
 
 
 def open_view(title: str, steps: int, stream: TextIO | None = None) -> View:
-    """Open a live panel on a terminal, or a view with plain lines elsewhere. `stream` is standard
-    output by default."""
+    """Return a live panel if the output is a terminal, or a view that prints plain lines.
+
+    The output is `stream`, or standard output by default.
+    """
     output = stream or sys.stdout
     return LiveView(title, steps) if output.isatty() else PlainView(steps, output)
 
@@ -113,7 +115,7 @@ class PlainView:
 
 
 class LiveView(PlainView):
-    """Shows a panel with progress, curves, health metrics and how the time is spent."""
+    """Shows a panel with progress, curves, health metrics and a breakdown of the time spent."""
 
     def __init__(self, title: str, steps: int, console: Console | None = None) -> None:
         super().__init__(steps)

@@ -1,4 +1,4 @@
-"""Sends metrics to MLflow, which is configured with MLFLOW_* variables."""
+"""Sends metrics to MLflow, which is configured by MLFLOW_* variables."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from keel.trainer.run.trackers.tracker import PROJECT, RunEnd
 
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _MAX_PARAMS, _PARAM_CHARACTERS, _TAG_CHARACTERS = 100, 6000, 5000
-"""Limits of the server: parameters in a request, and characters of a parameter and a tag."""
+"""Limits of the server: parameters per request, and characters per parameter and per tag."""
 
 
 class Mlflow:
-    """Tracks a run with MLflow, and resumes it by its id. Its parameters stay as at the first
-    start, because MLflow cannot change them."""
+    """Logs a run to MLflow and resumes it by its id.
+
+    The parameters stay as they were at the first start, because MLflow cannot change them.
+    """
 
     remedy = "Check MLFLOW_TRACKING_URI, the server's credentials and the network"
 
@@ -66,7 +68,9 @@ class Mlflow:
 
 
 def _allowed(name: str) -> str:
-    """Replace the characters that MLflow forbids, such as in `eval/sums/pass_at_1` and
-    `data.sources.sums.size`."""
+    """Replace characters that MLflow forbids in names.
+
+    Results look like `eval/sums/pass_at_1` and `data.sources.sums.size`.
+    """
     name = name.replace("@", "_at_").replace("[", ".").replace("]", "")
     return re.sub(r"[^\w\-. :/]", "_", name)

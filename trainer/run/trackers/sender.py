@@ -1,8 +1,8 @@
-"""Sends the record of a run to its trackers in background threads.
+"""Sends the metrics and events of a run to its trackers in background threads.
 
-Each thread reads `metrics.jsonl` and `events.jsonl` while they grow. A slow or unreachable tracker
-therefore does not delay the run, and catches up later. `trackers/NAME.json` stores how far the
-thread has come, so steps that a resumed run repeats are not sent again.
+Each thread reads `metrics.jsonl` and `events.jsonl` as they grow. A slow or unreachable tracker
+does not delay the run and catches up later. `trackers/NAME.json` records what has been sent, so
+steps that a resumed run repeats are not sent again.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from keel.trainer.run.trackers.tracker import (
 )
 
 EVENT = "tracker"
-"""Kind of the events that this module writes. They are not sent."""
+"""Kind of the events written by this module. They are not sent to trackers."""
 _RETRY_S, _HANG_S = 30.0, 120.0
 _ABANDONED = "keel-abandoned-"
 """Prefix for the names of abandoned threads."""
 _CLOSE_S, _HURRY_S = 60.0, 5.0
-"""Longest wait at the end of a run, and at the end of a preempted run."""
+"""Maximum wait at the end of a run, normally and after a preemption."""
 
 
 class TrackerThread:
-    """Thread that sends the record of a run to one tracker."""
+    """Background thread that sends a run's metrics and events to one tracker."""
 
     def __init__(
         self,
@@ -56,15 +56,15 @@ class TrackerThread:
         state = _read_state(self._file)
         self._id: str = state.get("id", "")
         self.step: int = state.get("step", -1)
-        """The last step that was sent."""
+        """The last step that has been sent."""
         self._events_sent: int = state.get("events", 0)
         self._tracker: Tracker | None = None
         self._opened = False
         self._metrics, self._events = folder / "metrics.jsonl", folder / "events.jsonl"
         self._position = {self._metrics: 0, self._events: 0}
-        """Bytes of each file that were read."""
+        """How many bytes of each file have been read."""
         self._old = self._metrics.stat().st_size if self._metrics.exists() else 0
-        """Bytes of `metrics.jsonl` that earlier processes wrote."""
+        """How many bytes of `metrics.jsonl` were written by earlier processes."""
         self._events_read = 0
         self._wake, self.done = threading.Event(), threading.Event()
         self._end: RunEnd | None = None
@@ -74,19 +74,19 @@ class TrackerThread:
         self._thread.start()
 
     def wake(self) -> None:
-        """Tell the thread that there are new lines, and warn if the tracker hangs."""
+        """Tell the thread that there are new lines. Prints a warning if the tracker hangs."""
         self._wake.set()
         since = self._busy_since
         if since and time.monotonic() - since > self._hang_s:
             self._warn(f"has not answered for {self._hang_s:.0f} s")
 
     def close(self, end: RunEnd) -> None:
-        """Let the thread send the rest in the background. It sets `done` when it has finished."""
+        """Let the thread send the rest in the background. It sets `done` when it is finished."""
         self._end = end
         self._wake.set()
 
     def abandon(self) -> None:
-        """Stop waiting for the thread and suppress its messages."""
+        """Give up on the thread and suppress its messages."""
         self._say = lambda _: None
         self._thread.name = f"{_ABANDONED}{self.name}"
         if self._tracker is not None:
@@ -170,8 +170,10 @@ class TrackerThread:
 
 
 def has_abandoned_threads() -> bool:
-    """Return True if an abandoned thread is still running, which may crash the interpreter at
-    exit."""
+    """Return True if an abandoned thread is still running.
+
+    Such a thread may crash the interpreter at exit.
+    """
     return any(thread.name.startswith(_ABANDONED) for thread in threading.enumerate())
 
 
@@ -184,7 +186,7 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 class Trackers:
-    """Runs the threads for all `run.trackers`."""
+    """Manages the threads for all `run.trackers`."""
 
     def __init__(self, threads: Sequence[TrackerThread], say: Callable[[str], None]) -> None:
         self._threads, self._say = threads, say
@@ -194,7 +196,10 @@ class Trackers:
             thread.wake()
 
     def close(self, end: RunEnd, step: int, seconds: float = _CLOSE_S) -> None:
-        """Wait at most `seconds` until everything up to `step` is sent."""
+        """Wait up to `seconds` until everything up to `step` has been sent.
+
+        Threads that are still busy are abandoned, and missing steps are reported.
+        """
         for thread in self._threads:
             thread.close(end)
         until = time.monotonic() + seconds
@@ -210,7 +215,7 @@ class Trackers:
 
 
 def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Config) -> None:
-    """Start sending the record of a run to `run.trackers`. `stack` ends this when it closes."""
+    """Start sending the metrics and events of a run to `run.trackers`, until `stack` is closed."""
     if not (names := config.run.trackers):
         return
     say, knobs = partial(journal.say, EVENT), plain_knobs(config)

@@ -1,4 +1,4 @@
-"""Interface for experiment trackers, and a check that the requested ones can be used."""
+"""Defines the interface of experiment trackers, and checks that the requested ones can be used."""
 
 from __future__ import annotations
 
@@ -16,38 +16,42 @@ from keel.configs.diff import flatten_config
 from keel.configs.schema import Config, ConfigError
 
 RunEnd = Literal["finished", "stopped", "failed"]
-"""The end of a run. `stopped` means that the same command resumes it."""
+"""How a run ended. A run that is `stopped` can be resumed with the same command."""
 PROJECT = "keel"
-"""Default project, which environment variables can replace."""
+"""Default project name. Environment variables can override it."""
 _CLASSES = {"wandb": "Wandb", "mlflow": "Mlflow", "trackio": "Trackio"}
-"""Class for each tracker. The key is also the name of the package, the pip extra and the module in
+"""The class of each tracker. The key is the name of its package, its pip extra and its module in
 this folder."""
 
 
 class Tracker(Protocol):
     """Sends the metrics and events of a run to an experiment tracker.
 
-    All calls but `abandon` come from one thread, which may block. A call that raises an exception
-    is repeated.
+    All methods except `abandon` are called from one thread and may block. If a call raises an
+    exception, it is repeated.
     """
 
     remedy: str
-    """Advice for the user after a failure."""
+    """What the user can do after a failure."""
 
     def open(self, folder: Path, id: str, knobs: Mapping[str, Any]) -> tuple[str, str]:
-        """Start a run, or resume the one with this `id`, if it is not empty. Returns the id and the
-        place where the run's curves can be seen."""
+        """Start a run, or resume the run with this `id` if it is not empty.
+
+        Returns the id, and the place where the run's curves can be viewed.
+        """
         ...
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
-        """Log the metrics of a step at `time`, in seconds since the epoch. Steps arrive in order;
-        an evaluation that was made later comes as the same step again."""
+        """Log the metrics of a step. `time` is in seconds since the epoch.
+
+        Steps arrive in order. If an evaluation was made later, its step is logged a second time.
+        """
         ...
 
     def event(self, step: int, time: float, kind: str, text: str) -> None: ...
 
     def close(self, end: RunEnd) -> None:
-        """Send everything that is still buffered."""
+        """Send everything that is still in a buffer."""
         ...
 
     def abandon(self) -> None:
@@ -60,8 +64,10 @@ def make_tracker(name: str) -> Tracker:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Check that the requested trackers can be used. Raises ConfigError if a package is not
-    installed, or W&B has no key."""
+    """Check that the requested trackers can be used.
+
+    Raises ConfigError if a package is not installed or W&B has no API key.
+    """
     for name in names:
         if find_spec(name) is None:
             raise ConfigError(
@@ -85,8 +91,10 @@ def _wandb_has_key() -> bool:
 
 
 def plain_knobs(config: Config) -> dict[str, Any]:
-    """Return every knob that is set, as plain data. Recipes contain no keys, only the names of
-    environment variables."""
+    """Return all knobs that are set, as JSON values.
+
+    They are safe to upload: recipes contain no keys, only the names of environment variables.
+    """
 
     def plain(value: Any) -> Any:
         return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
@@ -96,7 +104,7 @@ def plain_knobs(config: Config) -> dict[str, Any]:
 
 
 def without_secrets(text: str) -> str:
-    """Remove the values of secret environment variables and passwords in URLs from a text."""
+    """Return the text without the values of secret environment variables and passwords in URLs."""
     for name, value in os.environ.items():
         if re.search(r"KEY|TOKEN|SECRET|PASSWORD", name) and len(value) >= 8:
             text = text.replace(value, "…")

@@ -1,5 +1,7 @@
-"""Sends metrics to trackio, which is configured with TRACKIO_* variables. trackio itself stores
-unsent data and retries."""
+"""Sends metrics to trackio, which is configured by TRACKIO_* variables.
+
+trackio itself stores unsent data and retries.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from keel.trainer.run.trackers.tracker import PROJECT, RunEnd
 
 
 class Trackio:
-    """Tracks a run with trackio, and resumes it by its name, which is unique."""
+    """Logs a run to trackio and resumes it by its unique name."""
 
     remedy = "Check TRACKIO_DIR, TRACKIO_SPACE_ID or TRACKIO_SERVER_URL, its token and the network"
 

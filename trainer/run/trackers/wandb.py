@@ -1,4 +1,4 @@
-"""Sends metrics to Weights & Biases, which is configured with WANDB_* variables."""
+"""Sends metrics to Weights & Biases, which is configured by WANDB_* variables."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _PROCESS = "wandb-core"
 
 
 class Wandb:
-    """Tracks a run with Weights & Biases, and resumes it by its id. The server accepts each step
-    only once."""
+    """Logs a run to Weights & Biases and resumes it by its id. The server accepts each step only
+    once."""
 
     remedy = "Check WANDB_API_KEY, WANDB_BASE_URL and the network, or set WANDB_MODE=offline"
 
@@ -69,7 +69,7 @@ class Wandb:
     def abandon(self) -> None:
         """Kill the W&B process, because the interpreter would wait minutes for it at exit.
 
-        `wandb sync` sends the data that it had received.
+        `wandb sync` can upload the data that the process had received.
         """
         with suppress(psutil.Error):
             for process in psutil.Process().children():
