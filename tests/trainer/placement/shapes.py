@@ -1,4 +1,4 @@
-"""Recipes, model shapes and machines for tests of the planner."""
+"""Recipes, model shapes and machines for the planner's tests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def machine(gpus: int, gib: float, **options: Any) -> Hardware:
 
 
 def recipe(*, dtype: Any = "bfloat16", **algorithm: Any) -> Config:
-    """The workload of docs/performance.md."""
+    """Return the recipe of the workload in docs/performance.md."""
     sizes: dict[str, Any] = {"prompts_per_step": 16, "group_size": 8, **algorithm}
     return Config(
         model=ModelConfig(path="some/model", dtype=dtype),

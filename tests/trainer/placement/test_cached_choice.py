@@ -1,4 +1,4 @@
-"""A run keeps its chosen layout while the hardware stays the same."""
+"""A run keeps its chosen layout as long as the hardware stays the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FOUR = Hardware(gpu=True, nodes=tuple(idle_nodes(1, 4)), gpu_gib=139.7).signatur
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """A run with a checkpoint and a saved choice."""
+    """The config of a run that has a checkpoint and a saved choice."""
     saved = tmp_path / "checkpoints" / "step_000002"
     saved.mkdir(parents=True)
     (saved / STATE).write_text("{}")

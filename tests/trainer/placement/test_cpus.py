@@ -1,4 +1,4 @@
-"""Precision and estimated times on a CPU."""
+"""Choice of dtype and time estimates on a CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPEN = frozenset({DTYPE})
 def bfloat16(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> bool:
-    """Fake /proc/cpuinfo; returns True if the CPU has bfloat16 instructions."""
+    """Fake /proc/cpuinfo. Returns True if the CPU in it has bfloat16 instructions."""
     flags = "fpu avx2" + " avx512f avx512_bf16" * request.param
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: {flags}\n")

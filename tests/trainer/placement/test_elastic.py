@@ -1,4 +1,4 @@
-"""Elastic starts with all nodes or fewer, on a fake clock."""
+"""Starts of an elastic run with all or fewer nodes, on a fake clock."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def recipe(*, engines: int = 4, elastic_wait_s: float = 60.0, **trainer: int) ->
 
 
 class Cluster:
-    """A cluster whose nodes depend on the time, and the messages of a run on it."""
+    """A cluster whose nodes change over time, and the messages of a run on it."""
 
     def __init__(self, at: Callable[[float], list[Node]], folder: Path) -> None:
         self.now, self.said = 0.0, list[str]()
@@ -74,7 +74,7 @@ def halved(tmp_path: Path) -> Cluster:
 
 
 def cores(*free: float) -> list[Node]:
-    """Single-core nodes with these numbers of free cores."""
+    """Return single-core nodes with these numbers of free cores."""
     nodes = zip(idle_nodes(len(free), 0), free, strict=True)
     return [replace(node, cpus=1, free_cpus=left) for node, left in nodes]
 

@@ -1,4 +1,4 @@
-"""Model families, dtypes and head sizes that vLLM refuses."""
+"""Model families, dtypes and head sizes that vLLM does not support."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.trainer.placement.test_memory import SUMS
 
 
 def vllm_source(*path: str) -> ast.Module:
-    """Parse the source, because importing vLLM is slow."""
+    """Parse vLLM's source code, because importing vLLM is slow."""
     vllm = find_spec("vllm")
     assert vllm is not None and vllm.origin is not None
     return ast.parse(Path(vllm.origin).parent.joinpath(*path).read_text())

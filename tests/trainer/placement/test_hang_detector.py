@@ -1,4 +1,4 @@
-"""Hung processes are reported, then killed; all others are left alone."""
+"""Hung processes are reported and then killed. All other processes are left alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONG_S = 100.0
 
 
 class Machine:
-    """A fake /proc with a raylet, and the processes that were killed."""
+    """A fake /proc with a raylet, and a list of killed processes."""
 
     def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
         self._root, self.now, self.killed = root, 0.0, list[int]()
@@ -48,7 +48,7 @@ class Machine:
         return detector.poll()
 
     def run(self, detector: HangDetector, seconds: float) -> list[str]:
-        """Run for `seconds`; every process makes progress unless stopped."""
+        """Let `seconds` pass. Every process that is not stopped makes progress."""
         messages: list[str] = []
         for turn in range(round(seconds / POLL_S)):
             for pid in (RAYLET, ENGINE, OTHER):
@@ -61,7 +61,7 @@ class Machine:
     def add(
         self, pid: int, name: str = "", *, parent: int = RAYLET, start: str = START, born: int = 1
     ) -> None:
-        """Add a process with one thread; born: clock ticks after boot."""
+        """Add a process with one thread. `born` is its start time in clock ticks after boot."""
         fields = ["S", str(parent), *["0"] * 17, str(born), *["0"] * 30]
         self.threads(pid, pid)
         (self._root / f"{pid}/stat").write_text(f"{pid} (it) {' '.join(fields)}")
@@ -102,7 +102,7 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """A machine with an engine that has started a worker."""
+    """A machine with an engine that has started a worker process."""
     machine = Machine(tmp_path, monkeypatch)
     machine.add(ENGINE, "engine 0")
     machine.add(WORKER, "engine 0", parent=ENGINE)
@@ -155,7 +155,7 @@ def test_process_without_running_threads_is_killed(machine: Machine) -> None:
 
 @pytest.mark.parametrize("counted", [True, False])
 def test_one_running_thread_is_enough(machine: Machine, counted: bool) -> None:
-    """Without counters in the kernel, no process counts as idle."""
+    """If the kernel has no counters, no process counts as idle."""
     machine.threads(ENGINE, ENGINE, switches="1" if counted else "")
     detector = machine.detector(5.0)
     for turn in range(3 * round(IDLE_S / POLL_S)):

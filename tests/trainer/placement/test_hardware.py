@@ -1,4 +1,4 @@
-"""Placement of actors on GPUs: exclusive, shared, or refused."""
+"""Placement of actors on GPUs: exclusive, shared, or rejected."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def nodes(*sizes: int, cpus: int = 64) -> list[Node]:
 
 
 def homes(placement: Placement, kind: str) -> list[str]:
-    """Node names of the actors of one kind, by index."""
+    """Return the node name of each actor of one kind, by index."""
     seats = sorted((s for s in placement.seats if s.kind == kind), key=lambda s: s.index)
     return [seat.node.name for seat in seats]
 

@@ -1,4 +1,4 @@
-"""Layout search finds every fitting layout and respects fixed knobs."""
+"""The layout search finds every layout that fits, and keeps fixed knobs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.trainer.placement.shapes import SHAPES, facts, machine, recipe, sft_r
 
 
 def chosen(shape: str, gpus: int, gib: float, config: Config | None = None, **fixed: Any) -> Choice:
-    """Choose all knobs except `fixed` ones, whose names have `__` for a dot."""
+    """Choose all knobs except the `fixed` ones. In their names, `__` stands for a dot."""
     values = {name.replace("__", "."): value for name, value in fixed.items()}
     config = with_values(config or recipe(), values)
     return choose(config, KNOBS - set(values), facts(shape), machine(gpus, gib))
@@ -49,7 +49,7 @@ def long(tokens: int, config: Config | None = None) -> Config:
 
 
 def exhaustive(search: LayoutSearch) -> list[Layout]:
-    """Enumerate all layouts that pass the search's memory check."""
+    """Return all layouts that pass the search's memory check, by trying every combination."""
     options, layouts = search.options, list[Layout]()
     for seats in options.placements:
         ranks = seats.get("trainer.ranks", search.config.trainer.ranks)
@@ -222,7 +222,7 @@ def test_models_and_optimizer_must_fit_the_host() -> None:
 def test_measured_memory_fits_next_to_the_engine(
     draw: int, allowed: float, beyond: float, stays: float
 ) -> None:
-    """Measured on an H200 in GiB: engine overhead beyond its share, and an offloaded rank."""
+    """Measured on an H200 in GiB: an engine's memory beyond its share, and an offloaded rank."""
     work = drawn(draw)
     sampling = SamplingConfig(max_tokens=work.completion_tokens, top_p=work.top_p, top_k=work.top_k)
     config = recipe(prompts_per_step=work.prompts_per_step, group_size=work.group_size)

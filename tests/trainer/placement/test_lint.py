@@ -1,4 +1,4 @@
-"""Warnings about unusual values; shipped recipes have none."""
+"""Warnings about unusual values. The recipes in this repository cause none."""
 
 from __future__ import annotations
 

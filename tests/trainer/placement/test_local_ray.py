@@ -1,4 +1,4 @@
-"""The local Ray cluster of a run: its token, its ports, and an environment path with a space."""
+"""A run's local Ray cluster: its token, its ports, and an environment path with a space."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ print([n for n, _ in ours[1:] if "ray::IDLE" in n or "ashboard" in n.split("=")[
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Interpreter of an environment with a space in its path."""
+    """The interpreter of an environment whose path contains a space."""
     home = tmp_path_factory.mktemp("environments") / "my environment"
     venv.create(home, with_pip=False)
     site = home / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"

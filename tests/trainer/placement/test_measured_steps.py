@@ -1,4 +1,4 @@
-"""Planner estimates against training steps measured on H200s."""
+"""Compares the planner's estimates with training steps measured on H200s."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ STEPS = [
 
 @pytest.mark.parametrize(("seconds", "gib", "case", "rates"), STEPS)
 def test_estimates_are_within_a_tenth(seconds: float, gib: float, case: Case, rates: Rates) -> None:
-    """Memory may be underestimated by 3 % at most, so recipes that pass `keel check` fit."""
+    """Memory may be underestimated by at most 3 %, so that recipes which pass `keel check` fit."""
     facts = facts_of(model_of(case.shape, small=False))
     estimated_s, estimated_bytes = estimates(case, facts, gpu=True, rates=rates)
     assert 0.9 <= estimated_s / seconds <= 1.1

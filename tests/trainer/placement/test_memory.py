@@ -1,4 +1,4 @@
-"""The memory model against hand calculations and measurements."""
+"""Compares the memory model with calculations by hand and with measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unreachable clusters and detected hardware; `test_reservation.py` tests a live cluster."""
+"""Unreachable clusters and hardware detection. `test_reservation.py` uses a live cluster."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def well() -> Iterator[None]:
 
 
 def test_signal_does_not_interrupt_the_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray kills a process whose cluster is gone before the process has disconnected."""
+    """Ray kills a process that has not disconnected by the time its cluster is gone."""
     ended: list[str] = []
 
     def leave(*_: object) -> None:
@@ -55,7 +55,7 @@ def test_signal_does_not_interrupt_the_shutdown(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_unreachable_or_hung_cluster_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a hung GCS, only the kernel accepts connections."""
+    """If the GCS hangs, only the kernel accepts connections."""
     never = threading.Event()
     monkeypatch.setattr("ray.init", lambda **_: never.wait())
     monkeypatch.setattr(nodes, "JOIN_S", 0.01)

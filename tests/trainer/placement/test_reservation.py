@@ -46,7 +46,7 @@ def config(*, engines: int = 1, width: int = 1, ranks: int = 1) -> Config:
 
 
 def sit(reservation: Reservation, *seats: tuple[str, int]) -> list[tuple[str, tuple[int, ...]]]:
-    """Start an actor on each seat; returns their nodes and GPU ids."""
+    """Start an actor on each seat. Returns their nodes and GPU ids."""
 
     class Reporter:  # local class: pickled by value, so the actor does not import this module
         def where(self) -> tuple[str, tuple[int, ...]]:
@@ -70,13 +70,13 @@ def wait_until_free(gpus: int) -> None:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Hub cache of the second node."""
+    """The hub cache of the second node."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="module")
 def cluster(cache: Path) -> Iterator[Cluster]:
-    """Two nodes, the second of which reaches a fake hub."""
+    """A cluster of two nodes. The second one can reach a fake hub."""
     with (
         pytest.MonkeyPatch.context() as patch,
         ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server,
@@ -99,7 +99,7 @@ def cluster(cache: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def two_nodes(cluster: Cluster) -> str:
-    """A cluster with six free GPUs; Ray frees the GPUs of a removed reservation late."""
+    """A cluster with six free GPUs. When a reservation is removed, Ray frees its GPUs late."""
     wait_until_free(6)
     return cluster.address
 

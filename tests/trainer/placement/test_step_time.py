@@ -1,4 +1,4 @@
-"""The time model against hand calculations and measurements."""
+"""Compares the time model with calculations by hand and with measurements."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SUMS = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=
 
 @pytest.fixture(scope="module")
 def moe() -> ModelFacts:
-    """A mixture of experts with 1.6 B parameters."""
+    """A mixture-of-experts model with 1.6 B parameters."""
     return facts_of(
         Qwen3MoeConfig(
             vocab_size=151_936,
@@ -74,7 +74,7 @@ def estimate(config: Config, facts: ModelFacts, **options: Any) -> StepTime:
 
 
 def test_step_adds_compute_and_memory_time(moe: ModelFacts) -> None:
-    """Compute-bound and memory-bound cases by hand."""
+    """Compute-bound and memory-bound cases, calculated by hand."""
     free = {
         "layer_moves": 0.0,
         "expert_moves": 0.0,

@@ -1,4 +1,4 @@
-"""docs/models.md says what `keel check` says about a small model of each family."""
+"""docs/models.md agrees with the output of `keel check` for a small model of each family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offloading to host memory while an engine and a rank share a GPU, by hand."""
+"""Offloading to host memory while an engine and a rank share a GPU, calculated by hand."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_optimizer_is_offloaded_for_activations(updates: int, beta: float) -> No
 
 
 def test_reference_is_offloaded_for_an_update() -> None:
-    """With few activations, the update has the highest peak."""
+    """With few activations, memory use peaks during the update."""
     config = turns(0.01, beta=0.1, updates=3)
     rank = memory(config)
     small = Memory(parts={**rank.parts, "activations": 0.0})
@@ -129,7 +129,7 @@ def test_bytes_copied_by_an_update(dtype: Any, stage: int, ranks: int, copied: f
 
 
 def test_engine_and_rank_start_together_if_both_fit() -> None:
-    """The engine takes its share, the rank the state before its first step."""
+    """The engine takes its share, and the rank takes its state before the first step."""
     rollout = {"gpu_memory_utilization": 0.5}
     config = recipe(rollout=rollout, micro_batch_tokens=8000)
     parts = trainer_memory(config, DENSE, gpu=True).parts

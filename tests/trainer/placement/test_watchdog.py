@@ -1,4 +1,4 @@
-"""The watchdog and the monitors of a cluster's nodes."""
+"""The watchdog, and the monitors of a cluster's nodes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Dog(Watchdog):
-    """A watchdog with scripted polls; the last one repeats forever."""
+    """A watchdog with a script of poll results. The last result is repeated forever."""
 
     def __init__(self, *script: NodeHealth | Exception) -> None:
         self.script, self.messages, self.done = list(script), list[str](), threading.Event()
@@ -102,7 +102,7 @@ POLLS = 10
 
 
 class FakeNode:
-    """A node monitor's handle, and its answers."""
+    """A handle of a node monitor that returns scripted answers."""
 
     def __init__(self, name: str, rank: int) -> None:
         self.poll, self.requests = self, 0

@@ -1,4 +1,4 @@
-"""Saved batches are read back exactly."""
+"""Saved batches are the same when they are read back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run folder belongs to one config, one model and one process, and loses nothing."""
+"""A run folder belongs to one config, one model and one process, and no data in it is lost."""
 
 from __future__ import annotations
 

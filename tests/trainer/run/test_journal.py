@@ -1,4 +1,4 @@
-"""The record of a run survives a resume without duplicates, and reads well."""
+"""The record of a run has no duplicates after a resume, and is easy to read."""
 
 from __future__ import annotations
 

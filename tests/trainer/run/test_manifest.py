@@ -1,4 +1,4 @@
-"""A manifest detects any change of its folder."""
+"""A manifest detects any change to its folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WEIGHTS = bytes(range(256)) * 10
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in which one file has two and a half pieces."""
+    """A folder with several files, one of which has two and a half pieces."""
     monkeypatch.setattr(manifest, "PIECE", 1024)
     made = tmp_path / "made"
     (made / "ranks").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Files of a run folder run no code when a run is resumed, evaluated, reported or replayed."""
+"""No code in a run folder's files runs when the run is resumed, evaluated, reported or replayed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Payload:
 
 
 def payloads(mark: Path) -> Mapping[str, tuple[bytes, Callable[[bytes], object]]]:
-    """By format: a file that creates the folder `mark`, and a reader that runs it."""
+    """For each format, a file that creates the folder `mark` when loaded, and a reader that loads
+    it."""
     payload = Payload(mark)
     saved, zipped = io.BytesIO(), io.BytesIO()
     torch.save({"cpu": payload, "module": payload}, saved)
@@ -85,7 +86,7 @@ def written(folder: Path) -> dict[str, Entry]:
 
 
 def write_whole_run(folder: Path) -> None:
-    """Write a folder with a file of every kind."""
+    """Write a run folder that contains a file of every kind."""
     config = load_config("quickstart", [f"run.dir={folder}"])
     with RunFolder(config) as run:
         state = State(step=1, version=1, config=config_digest(config))

@@ -1,4 +1,4 @@
-"""Starting, restarting, resuming and ending a run, with fake engines and trainer."""
+"""Starting, restarting, resuming and ending a run, with a fake trainer and fake engines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DIED = "trainer rank 0 died"
 
 @pytest.fixture(autouse=True)
 def isolated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No signal or lost Ray of other tests."""
+    """Isolate each test from signals and lost Ray clusters of other tests."""
     monkeypatch.setattr(session, "preempted", lambda: "")
     monkeypatch.setattr(session, "stop_requested", lambda: False)
     ray_timeouts.joined()
@@ -54,7 +54,7 @@ def test_restarts_are_limited_per_window() -> None:
 
 
 class FakeRun:
-    """A run with fake parts, whose fate the `drive` of a test decides."""
+    """A run with fake parts. Each test provides the `drive` that decides how it ends."""
 
     def __init__(self, folder: Path, *knobs: str) -> None:
         overrides = [f"run.dir={folder}", "run.steps=9", *knobs]
@@ -173,7 +173,7 @@ def test_model_is_exported_if_last_checkpoint_fails(tmp_path: Path, room: bool) 
 
 
 def test_lost_objects_restart_but_task_errors_do_not(tmp_path: Path) -> None:
-    """An engine that loads weights may notice the loss of a rank first."""
+    """The first to notice the loss of a rank may be an engine that loads weights."""
     run = FakeRun(tmp_path)
 
     def drive(*_: Any) -> int:

@@ -1,4 +1,4 @@
-"""Ctrl-C, preemption, lost terminals, and the exit status of a command."""
+"""Ctrl-C, preemption, lost terminals, and the exit status of commands."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_exceeded_grace_raises_anywhere() -> None:
 
 
 def raises(error: BaseException | None = None) -> Callable[..., None]:
-    """A command that is preempted, and fails with `error` or ends early."""
+    """Return a command that is preempted and then fails with `error`, or ends early."""
 
     def command(*_: object) -> None:
         with Interrupt(lambda _: None):

@@ -1,4 +1,4 @@
-"""Token files have the right tokens and numbers, within the budget."""
+"""Token files contain the right tokens and numbers, within the budget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.rl.rollouts import kept_of, logp_old_of, scored, segment, trajectory
 
 
 class Bytes:
-    """A tokenizer whose ids are bytes."""
+    """A tokenizer whose token ids are bytes."""
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return list(text.encode())

@@ -1,4 +1,4 @@
-"""The three packages: offline, with a silent server, and without a key."""
+"""The three tracker packages: offline, with a server that does not answer, and without a key."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ exit_now(0)  # as `keel.commands.dispatch.run` does
 
 
 def send(folder: Path, seconds: float, **environment: str) -> str:
-    """Send a record of two steps, and return the output."""
+    """Send the metrics of two steps and return the output."""
     lines = [{"step": n, "time": 1.0 + n, "loss": 2.0, "eval/s/pass@1": 0.5} for n in (2, 3)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     event = {"step": 2, "time": 1.0, "kind": "alarm", "text": "too low"}

@@ -1,4 +1,4 @@
-"""Trackers receive everything once, and never hold up a run."""
+"""Trackers receive everything exactly once and never delay a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.waiting import PATIENCE_S, wait_for
 
 
 class FakeTracker:
-    """Fails while `broken`, and hangs until `released`."""
+    """A tracker that fails while `broken` is set, and hangs until `released` is set."""
 
     remedy = "Plug it in"
 
@@ -68,7 +68,7 @@ class FakeTracker:
 
 
 class Run:
-    """A growing record, and its tracker."""
+    """A run whose record grows, and its tracker."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.tracker = folder, FakeTracker()
