@@ -1,1 +1,1 @@
-"""Defines every knob of a run (`schema`) and loads recipes into them (`load`)."""
+"""Defines every knob of a run (`schema`), and loads recipes into these knobs (`load`)."""

@@ -1,6 +1,6 @@
-"""Knobs that default to `auto`, which means that Keel chooses them for the hardware and the model.
+"""Knobs that default to `auto`: Keel chooses their values for the hardware and the model.
 
-`Config` itself never holds `auto`. These knobs have the schema's defaults until
+A `Config` never contains `auto`. It has the schema's defaults for these knobs until
 `keel.trainer.placement.choose` (the layout on GPUs) and `keel.trainer.placement.cpus.with_dtype`
 (the precision on a CPU) replace them.
 """
@@ -31,13 +31,13 @@ KNOBS = frozenset(
         "trainer.zero_stage",
     }
 )
-"""Knobs that define the layout on GPUs."""
+"""Knobs that determine the layout on GPUs."""
 OPEN = KNOBS | {DTYPE}
-"""All knobs that may be `auto`."""
+"""All knobs that can be `auto`."""
 
 
 def with_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Set every knob in `OPEN` that a recipe leaves out to `auto`."""
+    """Set every knob in `OPEN` that the recipe leaves out to `auto`."""
     complete = dict(tree)
     for knob in OPEN:
         section, _, name = knob.partition(".")
@@ -48,9 +48,9 @@ def with_auto(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_auto(tree: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Remove the knobs that are `auto` from a recipe and return them separately. If another knob in
-    the recipe rules out the schema's default, the smallest valid value takes its place, so that the
-    rules between knobs hold until the choice is made."""
+    """Return the recipe without its `auto` knobs, and those knobs separately. The schema's defaults
+    apply until the choice is made. If another knob in the recipe rules out a default, the smallest
+    valid value is used instead, so that the rules between knobs hold."""
     rest, auto = dict(tree), set[str]()
     for knob in OPEN:
         section, _, name = knob.partition(".")
@@ -65,7 +65,7 @@ def without_auto(tree: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str
 
 
 def _implied(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the smallest value of each knob that the other knobs in the recipe allow."""
+    """Return the smallest value of each `auto` knob that the recipe's other knobs allow."""
     rollout, trainer = (_section(tree, name) for name in ("rollout", "trainer"))
     widths = [trainer.get(name) for name in ("expert_parallel", "sequence_parallel")]
     ranks = math.lcm(*(n for n in widths if type(n) is int and n > 0))

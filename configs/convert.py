@@ -1,4 +1,4 @@
-"""Convert plain data into the dataclasses of a recipe, with strict types.
+"""Converts plain data into the dataclasses of a recipe, with strict types.
 
 All unknown keys and wrong types are reported together, each with its file and line.
 """
@@ -48,7 +48,7 @@ RENAMED = {
     "trainer.deadline_s": "timeout_s",
     "trainer.park": "offload_while_sampling",
 }
-"""Maps the former path of a knob or section to its present name in the same section."""
+"""Maps the old path of a knob or section to its current name in the same section."""
 
 _NAMES = (
     "allowed_token_ids bad_words beam_width best_of frequency_penalty guided_decoding guided_json "
@@ -59,23 +59,25 @@ _NAMES = (
 _UNRECORDED = frozenset(_NAMES.split())
 """Sampling options that change the distribution in a way the trainer cannot replay."""
 _STEPS = ("eval.checkpoint", "filter.checkpoint")
-"""Knobs with text values that may hold a step number, which YAML reads as an integer."""
+"""Text knobs that may contain a step number, which YAML reads as an integer."""
 _MANY = 10
-"""Maximum number of knobs in a section for an error message to list them all."""
+"""An error message lists all knobs of a section only if there are at most this many."""
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
 _INVALID: Any = object()
-"""Placeholder for a value whose error has already been recorded."""
+"""Placeholder for a value whose error has already been reported."""
 
 
 @cache
 def knob_types(section: type) -> Mapping[str, Any]:
-    """Return the type of each field, cached because evaluating annotations is slow."""
+    """Return a mapping from field names to types. It is cached because evaluating annotations is
+    slow."""
     return get_type_hints(section)
 
 
 def section_type(hint: Any) -> type | None:
-    """Return the dataclass in `X`, `X | None` or `tuple[X, ...]`, or None for a plain value."""
+    """Return the dataclass inside `X`, `X | None` or `tuple[X, ...]`. Returns None for any other
+    type."""
     if get_origin(hint) is tuple:
         hint = get_args(hint)[0]
     if get_origin(hint) in (Union, UnionType):
@@ -84,7 +86,7 @@ def section_type(hint: Any) -> type | None:
 
 
 def knobs(section: type, prefix: str = "") -> Iterator[str]:
-    """Yield the full path of every knob. List entries are written `sources[]`."""
+    """Yield the full path of every knob. List entries appear as `[]`, such as `sources[].name`."""
     for name, hint in knob_types(section).items():
         nested = section_type(hint)
         if nested is None or get_origin(hint) in (Union, UnionType):
@@ -94,7 +96,7 @@ def knobs(section: type, prefix: str = "") -> Iterator[str]:
 
 
 def knobs_in(root: type, steps: list[str], value: Any) -> Iterator[tuple[list[str], Any]]:
-    """Split the value for a section into its knobs. Any other value is yielded unchanged."""
+    """Split a section's value into its knobs. Any other value is yielded unchanged."""
     hint: Any = root
     for step in steps:
         section = section_type(hint)
@@ -110,11 +112,11 @@ def knobs_in(root: type, steps: list[str], value: Any) -> Iterator[tuple[list[st
 
 
 def suggest(key: str, section: type, prefix: str, root: type) -> str:
-    """Return advice on the unknown `key` in `section`. `prefix` is the path of the section with a
-    trailing dot.
+    """Return advice about the unknown `key` in `section`.
 
-    A known name from another section is suggested before a similar name from this one, because a
-    misplaced line is the more common mistake.
+    `prefix` is the path of the section with a trailing dot. The advice names knobs with the same
+    name in other sections first, because misplaced lines are the more common mistake. Similar names
+    in this section come second.
     """
     path = re.sub(r"\[[^]]*\]", "[]", prefix) + key
     if path in RENAMED:
@@ -137,11 +139,11 @@ def suggest(key: str, section: type, prefix: str, root: type) -> str:
 
 
 def build(root: type[T], tree: Mapping[str, Any], where: Mapping[str, str], recipe: str) -> T:
-    """Build a `root` object from `tree`.
+    """Return a `root` object built from `tree`.
 
-    `where` maps each dotted key to the "file:line" or the override that set it, and `recipe` stands
-    for all other keys. Raises ConfigError with one line per wrong key or type, or, if there are
-    none, with the first broken rule.
+    `where` maps each dotted key to the "file:line" or the override that set it, and `recipe` is
+    reported as the origin of all other keys. Raises ConfigError with one line per wrong key or
+    type. If there are none, it reports the first broken rule.
     """
     builder = _Builder(root, where, recipe)
     built = builder.section(root, tree, "", "")
@@ -151,8 +153,11 @@ def build(root: type[T], tree: Mapping[str, Any], where: Mapping[str, str], reci
 
 
 class _Builder:
-    """Methods take a place in the recipe twice: `at` is its name in messages, and `key` finds its
-    origin. They differ for list entries: `sources[sums]` and `sources.0`."""
+    """Builds the dataclasses and collects errors.
+
+    Methods take a place in the recipe in two forms: `at` is its name in messages, and `key` is used
+    to look up its origin. The two differ for list entries: `sources[sums]` and `sources.0`.
+    """
 
     def __init__(self, root: type, where: Mapping[str, str], recipe: str) -> None:
         self.root, self.where, self.recipe = root, where, recipe
@@ -249,7 +254,7 @@ class _Builder:
         return value if hint is Any else self.scalar(hint, value, at, key)
 
     def scalar(self, hint: type, value: Any, at: str, key: str, words: Sequence[str] = ()) -> Any:
-        """Convert a value to the type `hint`. `words` are other allowed values to name in the
+        """Convert a value to the type `hint`. `words` lists other allowed values for the error
         message."""
         if hint is float:
             number = _as_float(value)
@@ -281,7 +286,8 @@ def _joined(path: str, name: str) -> str:
 
 
 def _as_float(value: Any) -> float | None:
-    """Convert a number, or a number that YAML reads as text (such as `1e-6`, which has no dot)."""
+    """Convert a value to a float. YAML reads some numbers as text, such as `1e-6`, which has no
+    dot."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

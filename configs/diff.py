@@ -1,4 +1,4 @@
-"""Compare two configs and decide which differences are allowed when a run resumes."""
+"""Compares two configs, and decides which differences are allowed when a run resumes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 from keel.configs.schema import Config, ConfigError, ConversationsConfig, SourceConfig
 
 _STEPPING = ("trainer.lr", "trainer.min_lr", "trainer.schedule", "trainer.warmup_steps")
-"""Knobs of the learning rate, which depends on the step."""
+"""Knobs of the learning rate and its schedule."""
 _RESUMABLE = {
     "run": "dir steps resume eval_every checkpoint_every checkpoint_minutes grace_s hang_timeout_s "
     "max_restarts elastic_wait_s max_skipped_steps keep_checkpoints save_trajectories "
@@ -37,21 +37,22 @@ _RESUMABLE = {
 RESUMABLE_KNOBS = frozenset(
     f"{section}.{name}" for section, names in _RESUMABLE.items() for name in names.split()
 )
-"""Knobs that may change when a run resumes, because they do not change what it optimises. A new
-learning rate or schedule applies from the resumed step on, and `run.steps` stretches a `linear` or
-`cosine` schedule."""
+"""Knobs that may change when a run resumes, because they do not change what is optimised. A new
+learning rate or schedule applies from the resumed step on. A new `run.steps` stretches a `linear`
+or `cosine` schedule."""
 _IGNORED_SECTIONS = ("alarms.", "endpoint.")
 _NAMED = (SourceConfig, ConversationsConfig)
 _ABSENT = "(absent)"
 
 
 def resumable(knob: str) -> bool:
-    """Return whether a run may resume with a different value for this knob."""
+    """Return whether this knob may change when a run resumes."""
     return knob in RESUMABLE_KNOBS or knob.startswith(_IGNORED_SECTIONS)
 
 
 def flatten_config(config: Config) -> dict[str, Any]:
-    """Return the value of each knob by path. Sources are named: `data.sources[chain_sum].size`."""
+    """Return a mapping from knob paths to values. Paths contain the names of sources:
+    `data.sources[chain_sum].size`."""
     flat: dict[str, Any] = {}
     _flatten(config, "", flat)
     return flat
@@ -72,13 +73,13 @@ def _flatten(value: Any, path: str, flat: dict[str, Any]) -> None:
 
 
 def diff_configs(a: Config, b: Config) -> list[str]:
-    """Return the paths of the knobs that differ, in the schema's order."""
+    """Return the paths of all knobs with different values, in the schema's order."""
     left, right = flatten_config(a), flatten_config(b)
     return [k for k in left | right if left.get(k, _ABSENT) != right.get(k, _ABSENT)]
 
 
 def stepping(saved: Config, new: Config) -> list[str]:
-    """Describe changes to the learning rate, such as `trainer.lr 1e-06 → 5e-07`."""
+    """Return one line per change to the learning rate, such as `trainer.lr 1e-06 → 5e-07`."""
     old, now = flatten_config(saved), flatten_config(new)
     return [f"{knob} {old[knob]} → {now[knob]}" for knob in _STEPPING if old[knob] != now[knob]]
 
@@ -86,9 +87,11 @@ def stepping(saved: Config, new: Config) -> list[str]:
 def check_resumable(
     saved: Config, new: Config, folder: str, *, of: tuple[str, ...] = ("",)
 ) -> None:
-    """Refuse to resume the run in `folder` with a config that optimises something else. `of` holds
-    the prefixes of the knobs to compare. Raises ConfigError with the old and new value of each such
-    knob."""
+    """Check that the run in `folder` would still optimise the same objective with the new config.
+
+    Only knobs that begin with one of the prefixes in `of` are compared. Raises ConfigError with the
+    old and new value of each knob that must not change.
+    """
     old, now = flatten_config(saved), flatten_config(new)
     # Sources that neither config trains on, such as the one from `eval.file`, may change.
     sources = [(config, source) for config in (saved, new) for source in config.data.sources]
@@ -112,7 +115,8 @@ def check_resumable(
 
 
 def _change(knob: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Describe a change in one line. All knobs of an added or removed source give the same line."""
+    """Return a one-line description of a change. All knobs of an added or removed source get the
+    same line."""
     if source := re.match(r".*?\[[^]]+\](?=\.)", knob):
         for knobs, verb in ((old, "was added"), (new, "was removed")):
             if not any(other.startswith(f"{source[0]}.") for other in knobs):

@@ -48,15 +48,16 @@ __all__ = [
 ]
 
 _MOST_VALUES = 100_000
-"""Maximum number of values in a recipe after its aliases are expanded."""
+"""Maximum number of values in a recipe after its YAML aliases are expanded."""
 _MOST_DIGITS = 100
 _RESOLVER = re.compile(r"(?<!\\)\$\{\s*[\w.]+\s*:")
-"""A call of an OmegaConf resolver, such as `${oc.env:HOME}`."""
+"""Matches a call of an OmegaConf resolver, such as `${oc.env:HOME}`."""
 _ROW_KNOBS = frozenset(
     {"name", "source", "path", "split", "subset", "size", "holdout", "weight", "domain"}
     | {"pass_rates", "least_pass_rate", "most_pass_rate"}
 )
-"""Knobs that select the rows of a source. The other knobs define how rows are read and scored."""
+"""Knobs that determine which rows of a source are used. The other knobs determine how rows are read
+and scored."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -71,20 +72,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, frozenset[str]]:
-    """Load a recipe like `load_config`, and also return its `auto` knobs (`keel.configs.auto`). The
-    config holds the CPU defaults for them."""
+    """Load a recipe like `load_config`, and also return its `auto` knobs (`keel.configs.auto`). In
+    the config, these knobs have the CPU defaults."""
     tree, where, recipe = _tree(Config, Path(path), overrides)
     tree, auto = without_auto(tree)
     return build(Config, tree, where, recipe), auto
 
 
 def load_synthesis(path: str | Path, overrides: Sequence[str] = ()) -> SynthesisConfig:
-    """Load a recipe for `keel synthesize`. Takes the arguments of `load_config`."""
+    """Load a recipe for `keel synthesize`. The arguments are the same as for `load_config`."""
     return build(SynthesisConfig, *_tree(SynthesisConfig, Path(path), overrides, "synthesize/"))
 
 
 def load_distillation(path: str | Path, overrides: Sequence[str] = ()) -> DistillConfig:
-    """Load a recipe for `keel distill`. Takes the arguments of `load_config`."""
+    """Load a recipe for `keel distill`. The arguments are the same as for `load_config`."""
     return build(DistillConfig, *_tree(DistillConfig, Path(path), overrides, "distill/"))
 
 
@@ -92,7 +93,7 @@ def _tree(
     root: type, path: Path, overrides: Sequence[str], folder: str = ""
 ) -> tuple[dict[str, Any], dict[str, str], str]:
     """Return the recipe as plain data, the origin of each key (file and line, or override), and the
-    file's path. `folder` is the subfolder that contains Keel's recipes of this kind."""
+    file's path. `folder` is the subfolder with Keel's recipes of this kind."""
     recipe = find(path, folder)
     layers, where = _read(recipe, (), folder)
     if root is not Config and (foreign := {"data", "model", "trainer"} & layers[-1].keys()):
@@ -130,8 +131,8 @@ def _tree(
 
 
 def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, Any]:
-    """Add a held-out source for `eval.file` that is read and scored like the recipe's first file
-    source."""
+    """Add a held-out source for `eval.file`. It is read and scored in the same way as the recipe's
+    first file source."""
     section, data = tree.get("eval"), tree.get("data")
     if not isinstance(section, dict) or not isinstance(data, dict):
         return tree
@@ -158,8 +159,12 @@ def _with_eval_file(tree: dict[str, Any], where: dict[str, str]) -> dict[str, An
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merge two sections, or replace any other value. OmegaConf's own merge fails where a section
-    replaces a list, an error that the schema reports better."""
+    """Merge `above` into `below`. Sections are merged recursively, and all other values are
+    replaced.
+
+    OmegaConf's own merge fails if a section replaces a list, and the schema reports that error
+    better.
+    """
     both = dict(below)
     for key, value in above.items():
         old = below.get(key)
@@ -183,7 +188,7 @@ def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _with_defaults(section: type, tree: dict[str, Any]) -> dict[str, Any]:
-    """Add the schema's defaults to `tree` so that references to them resolve."""
+    """Add the schema's defaults to `tree`, so that references to them can be resolved."""
     hints, complete = knob_types(section), dict(tree)
     for field in fields(section):
         inner = section_type(hints[field.name])
@@ -198,7 +203,7 @@ def _with_defaults(section: type, tree: dict[str, Any]) -> dict[str, Any]:
 def _read(
     path: Path, trail: tuple[Path, ...], folder: str = ""
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return the layers of the recipe, with base recipes first, and the origin of each key."""
+    """Return the layers of the recipe (base recipes first) and the origin of each key."""
     path, real = resolved(path)
     if real in trail:
         raise ConfigError(f"{path}: `defaults` is circular")
@@ -240,9 +245,9 @@ def _read(
 
 
 def _parse_yaml(text: str) -> yaml.Node | None:
-    """Parse YAML into nodes without building objects. Raises yaml.YAMLError for invalid YAML or if
-    aliases expand to too many values. Uses PyYAML's own parser because libyaml crashes on deeply
-    nested brackets."""
+    """Parse YAML into nodes without building objects. Raises yaml.YAMLError if the YAML is invalid
+    or its aliases expand to too many values. It uses PyYAML's own parser, because libyaml crashes
+    on deeply nested brackets."""
     root = cast(yaml.Node | None, yaml.compose(text, Loader=yaml.SafeLoader))  # pyright: ignore
     if _size(root, {}) >= _MOST_VALUES:
         raise yaml.YAMLError(f"its aliases expand to {_MOST_VALUES} values or more")
@@ -264,7 +269,7 @@ def _size(node: yaml.Node | None, known: dict[int, int]) -> int:
 # Cached, because parsing dominates loading and tests load the same recipes many times.
 @lru_cache(maxsize=64)
 def _composed(text: str) -> Sequence[tuple[str, yaml.Node, int]] | None:
-    """Return each dotted key with its value and line, or None if a document is not a mapping."""
+    """Return each dotted key with its value and line, or None if the document is not a mapping."""
     root = _parse_yaml(text)
     return tuple(_nodes(root)) if root is None or isinstance(root, yaml.MappingNode) else None
 
@@ -287,7 +292,7 @@ def _nodes(node: yaml.Node | None, key: str = "") -> Iterator[tuple[str, yaml.No
 
 
 def _misread(node: yaml.Node) -> str:
-    """Describe the problem with a number that YAML 1.1 reads in an unexpected way, or return ""."""
+    """Return a message if YAML 1.1 reads a number in an unexpected way, or "" if it does not."""
     kind, text = str(node.tag).rpartition(":")[2], node.value
     if kind not in ("int", "float") or not isinstance(text, str):
         return ""
@@ -304,16 +309,18 @@ def _reason(error: yaml.YAMLError) -> str:
 
 
 def _explain(error: OmegaConfBaseException, where: Mapping[str, str], recipe: str) -> str:
-    """Explain a reference that does not resolve, or a value that was left as `???`."""
+    """Return an explanation for a reference that does not resolve or a value left as `???`."""
     key = error.full_key or ""
     reason = str(error).strip().partition("\n")[0]
     return f"{where.get(key, recipe)}: {key or 'a value'}: {reason} (write a literal ${{ as \\${{)"
 
 
 def split_overrides(overrides: Sequence[str]) -> list[str]:
-    """Split overrides for whole sections, so that `run={steps: 3, seed: 1}` becomes `run.steps=3`
-    and `run.seed=1`. Overrides that do not name a section stay unchanged. Raises ConfigError for a
-    malformed override."""
+    """Split each override of a whole section into one per knob: `run={steps: 3, seed: 1}` becomes
+    `run.steps=3` and `run.seed=1`.
+
+    Other overrides stay unchanged. Raises ConfigError if an override is malformed.
+    """
     parts: list[str] = []
     for override in overrides:
         steps, value, _ = _parsed(override)
@@ -329,7 +336,7 @@ def split_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def _parsed(override: str) -> tuple[list[str], Any, str]:
-    """Parse an override and return the steps of its key, its value, and its origin for messages."""
+    """Parse an override. Return the parts of its key, its value, and its origin for messages."""
     origin = f"override {override!r}"
     key, equals, text = override.partition("=")
     key = key.strip()

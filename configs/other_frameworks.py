@@ -1,4 +1,4 @@
-"""Look up Keel's names for the knobs and metrics of other frameworks, listed in
+"""Finds Keel's names for the knobs and metrics of other frameworks, as listed in
 `other_frameworks.toml`."""
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ class ForeignName:
 
     framework: str
     name: str
-    """Dotted path in the other framework, without the dashes of a command-line option."""
+    """Dotted path in the other framework, without the leading dashes of an option."""
     here: tuple[str, ...]
-    """The corresponding knobs or metrics in Keel. Empty if there are none."""
+    """The corresponding knobs or metrics in Keel. Empty if Keel has none."""
     note: str
     """A remark in Markdown."""
 
     @property
     def hint(self) -> str:
-        """Advice for the error message about a recipe that uses this name."""
+        """Return advice for the error message when a recipe uses this name."""
         note = re.sub(r"\[[^]]*\]\(([\w-]+\.md)\)", r"docs/\1", self.note).replace("`", "")
         origin = f"{self.framework}'s {self.name}"
         if not self.here:
@@ -39,13 +39,13 @@ def _tables() -> dict[str, dict[str, Any]]:
 
 
 def framework_configs() -> dict[str, str]:
-    """Return what each framework calls its config, in Markdown."""
+    """Return each framework's name for its config, in Markdown."""
     return {name: table["config"] for name, table in _tables().items()}
 
 
 @cache
 def foreign_names(kind: Literal["words", "metrics"]) -> tuple[ForeignName, ...]:
-    """Return all known names of one kind: knobs for `words`, or metrics."""
+    """Return all known names of one kind. `kind` is `words` for knobs or `metrics` for metrics."""
     names: list[ForeignName] = []
     for framework, table in _tables().items():
         for name, value in table.get(kind, {}).items():
@@ -57,7 +57,8 @@ def foreign_names(kind: Literal["words", "metrics"]) -> tuple[ForeignName, ...]:
 
 
 def foreign_hint(path: str) -> str:
-    """Return advice for the dotted `path` of another framework's knob, or "" if it is unknown."""
+    """Return advice about the dotted `path` of another framework's knob, or "" if the knob is
+    unknown."""
     names, key = foreign_names("words"), path.rpartition(".")[2]
     matches = [name for name in names if name.name in (path, key)]
     matches = matches or [name for name in names if name.name.endswith(f".{key}")]

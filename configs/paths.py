@@ -1,4 +1,4 @@
-"""Find the files and folders that a recipe names."""
+"""Finds the files and folders that a recipe refers to."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _JINJA = ("{{", "{%")
 
 
 def data_path(text: str) -> Path:
-    """Return the path of a data file that a recipe names, whether or not it exists.
+    """Return the path of a data file in a recipe. The file need not exist.
 
     Relative paths start in the current folder, and `configs/…` also finds the files that come with
-    Keel. Raises ConfigError for the home folder of an unknown user.
+    Keel. Raises ConfigError if the path contains the home folder of an unknown user.
     """
     try:
         path = Path(text).expanduser()
@@ -27,8 +27,8 @@ def data_path(text: str) -> Path:
 
 
 def read_template(value: str, knob: str) -> str:
-    """Return the Jinja template in a knob, which holds either the text or the path of a file.
-    Raises ConfigError if the file cannot be read."""
+    """Return the Jinja template given by a knob. The knob contains either the template's text or
+    the path of a file. Raises ConfigError if the file cannot be read."""
     if not value or any(mark in value for mark in _JINJA):
         return value
     try:
@@ -44,8 +44,8 @@ def read_template(value: str, knob: str) -> str:
 
 
 def unwritable(folder: Path) -> str:
-    """Return the reason why a run could not write to its folder, or "" if it can. Nothing is
-    created."""
+    """Return why a run could not write to its folder, or "" if it can. The check does not create
+    anything."""
     path = folder.absolute()
     try:
         parent = next(one for one in (path, *path.parents) if one.is_symlink() or one.exists())

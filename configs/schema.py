@@ -157,7 +157,8 @@ class Config(Section):
             )
 
     def _check_invariant(self) -> None:
-        """Reject other settings that change the order of floating-point operations."""
+        """Check the rules for `model.batch_invariant`. Other settings must not change the order of
+        floating-point operations."""
         kernels = self.trainer.attention_kernels
         for knob, value, expected in (
             ("rollout.dtype", self.engine_dtype, self.model.dtype),
@@ -174,8 +175,8 @@ class Config(Section):
             require(value == expected, knob, value, rule)
 
     def _check_budget(self, source: SourceConfig) -> None:
-        """Check that the engines and timeouts, which are sized by the limits of the whole run,
-        allow the limits of the source."""
+        """Check that the source's limits do not exceed those of the whole run, on which the engines
+        and timeouts are based."""
         budget, agents = source.budget, self.agents
         most = self.rollout.sampling.max_tokens
         rule = f"must be at most rollout.sampling.max_tokens = {most}"
@@ -218,7 +219,7 @@ class Config(Section):
 
     @property
     def window(self) -> int:
-        """Maximum number of tokens in the context window of an episode, including the sampled
+        """Maximum number of tokens in an episode's context window. This includes the sampled
         tokens."""
         return self.agents.window or self._longest_completion
 
@@ -228,8 +229,8 @@ class Config(Section):
 
     @property
     def max_context(self) -> int:
-        """Maximum sequence length in tokens: a prompt and a completion of maximum length, or a full
-        context window."""
+        """Maximum sequence length in tokens. This is either the longest prompt with the longest
+        completion, or a full context window."""
         if not self.data.sources:
             return self.sft.max_context_tokens
         plain = any(not source.environment.enabled for source in self.data.sources)
@@ -238,7 +239,7 @@ class Config(Section):
 
     @property
     def max_context_source(self) -> str:
-        """The value of `max_context` together with the knobs that determine it, for messages."""
+        """The knobs that determine `max_context`, together with its value. For use in messages."""
         if not self.data.sources:
             return f"sft.max_context_tokens = {self.max_context}"
         if self.with_agents and self.agents.window == self.max_context:
@@ -246,8 +247,8 @@ class Config(Section):
         return f"data.max_prompt_tokens + rollout.sampling.max_tokens = {self.max_context}"
 
     def supervised(self, steps: int) -> Config:
-        """Return a copy with neutral RL settings (temperature 1, no sequence mask), for a
-        supervised run of `steps` steps."""
+        """Return a copy for a supervised run of `steps` steps, with neutral RL settings
+        (temperature 1, no sequence mask)."""
         return Config(
             run=replace(self.run, steps=steps),
             model=self.model,
@@ -259,12 +260,12 @@ class Config(Section):
 
     @property
     def engine_dtype(self) -> Dtype:
-        """Precision of the engines and of the weights that they receive."""
+        """Precision of the engines, and of the weights sent to them."""
         return self.rollout.dtype or self.model.dtype
 
     def budget(self, domain: str) -> BudgetConfig:
-        """Return the limits for a domain with all defaults filled in. Only max_sampled_tokens may
-        still be 0 (no limit)."""
+        """Return a domain's limits with all defaults filled in. Only max_sampled_tokens may still
+        be 0, which means no limit."""
         limits, agents = self.data.budgets_by_domain[domain], self.agents
         return BudgetConfig(
             max_tokens=limits.max_tokens or self.rollout.sampling.max_tokens,
@@ -275,7 +276,8 @@ class Config(Section):
         )
 
     def with_max_tokens(self, most: int) -> Config:
-        """Return a copy in which no completion or turn exceeds `most` tokens in any domain."""
+        """Return a copy in which completions and turns are limited to `most` tokens in every
+        domain."""
         sources = tuple(
             replace(each, budget=replace(each.budget, max_tokens=min(each.budget.max_tokens, most)))
             for each in self.data.sources
@@ -288,8 +290,8 @@ class Config(Section):
         )
 
     def sampling(self, purpose: Literal["train", "eval"], domain: str = "") -> SamplingConfig:
-        """Return the sampling parameters for `purpose`. With `domain`, the completion limit of that
-        domain applies (turns are limited by `budget`)."""
+        """Return the sampling parameters for `purpose`. If `domain` is given, that domain's
+        completion limit applies. Turns are limited by `budget`."""
         most = self.budget(domain).max_tokens if domain else self.rollout.sampling.max_tokens
         sampling = replace(self.rollout.sampling, max_tokens=most)
         if purpose == "train":
@@ -306,7 +308,7 @@ class Config(Section):
 
     @property
     def scoring_timeout_s(self) -> float:
-        """Maximum number of seconds for scoring a group."""
+        """Maximum number of seconds for scoring one group."""
         judge = self.rewards.judge
         judging = (1 + judge.retries) * judge.timeout_s if judge.model else 0.0
         each = max(self.rewards.timeout_s, self.rewards.code.completion_s)
@@ -314,17 +316,19 @@ class Config(Section):
 
     @property
     def group_timeout_s(self) -> float:
-        """Maximum number of seconds between two groups. It allows for replacing a silent engine and
-        sampling its groups again."""
+        """Maximum number of seconds between two groups. This includes the time to replace an engine
+        that does not respond and to sample its groups again."""
         silent = 2 * self.rollout.silent_s
         started = self.run.startup_timeout_s + self.sending_timeout_s
         return silent + started + self.scoring_timeout_s + self._environment_timeout_s
 
     @property
     def _environment_timeout_s(self) -> float:
-        """Maximum number of seconds that an environment adds to the engine time: opening, replying
-        and grading, plus the wait for an engine when more episodes are open than engines have
-        slots."""
+        """Maximum number of seconds that an environment takes in addition to the engine time.
+
+        This includes opening, replying and grading. It also includes the wait for an engine if
+        there are more open episodes than engine slots.
+        """
         times = [
             source.environment.open_s
             + source.environment.verdict_s
@@ -338,7 +342,7 @@ class Config(Section):
 
     @property
     def sending_timeout_s(self) -> float:
-        """Maximum number of seconds for a trainer rank to send weights. Its engines drain at the
-        same time and then receive the weights one after the other."""
+        """Maximum number of seconds in which a trainer rank sends weights. The rank's engines
+        finish their requests at the same time, and then receive the weights one after another."""
         engines_per_rank = math.ceil(self.rollout.engines / self.trainer.ranks)
         return (1 + engines_per_rank) * self.rollout.update_timeout_s

@@ -1,4 +1,4 @@
-"""Find and read recipe files, including the recipes that come with Keel (`keel recipes`)."""
+"""Finds and reads recipe files, including the recipes that come with Keel (`keel recipes`)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _FOLDERS: Mapping[str, str] = {
     _HARDWARE: "Recipes for common models and machines, on GSM8K unless you set data.sources",
     "distill/": "Recipes for keel distill",
 }
-"""Maps each folder of recipes to its heading. A bare name finds the recipes in the command's
-folder, and for the first folder also those in `hardware/`."""
+"""Maps each folder of recipes to its heading. A bare name refers to a recipe in the command's
+folder. In the first folder, `hardware/` is searched too."""
 _FOOTER = (
     "keel recipes NAME prints one. Base your own on it with `defaults: NAME`. Estimates are for "
     "H200s, by keel check."
@@ -28,15 +28,17 @@ _NO_RECIPES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".py", ".ipynb", 
 
 
 def shipped(folder: str = "") -> dict[str, Path]:
-    """Return the files of the recipes that a command can find by bare name."""
+    """Return Keel's recipe files for a command, keyed by bare name."""
     folders = (folder,) if folder else (folder, _HARDWARE)
     files = sorted(file for each in folders for file in _HERE.glob(f"{each}*.yaml"))
     return {file.stem: file for file in files}
 
 
 def find(path: Path, folder: str = "", otherwise: Path | None = None) -> Path:
-    """Return the recipe file for a path: the config.yaml in a run folder, or Keel's recipe for a
-    bare name unless a file with that name exists. Returns `otherwise` or `path` if neither applies.
+    """Return the recipe file for a path.
+
+    For a run folder, this is its config.yaml. For a bare name, it is Keel's recipe, unless a file
+    with that name exists. In all other cases, return `otherwise` if given, or else `path`.
     """
     if path.is_dir() and (path / "config.yaml").is_file():
         return path / "config.yaml"
@@ -45,7 +47,8 @@ def find(path: Path, folder: str = "", otherwise: Path | None = None) -> Path:
 
 
 def resolved(path: Path) -> tuple[Path, Path]:
-    """Expand `~` and return both the path and its real path."""
+    """Expand `~`. Return the resulting path, and the real path with links resolved. Raises
+    ConfigError if the path is invalid."""
     try:
         path = path.expanduser()
         return path, path.resolve()
@@ -67,8 +70,8 @@ def read_recipe(path: Path, folder: str) -> str:
 
 
 def _hint(path: Path, folder: str) -> str:
-    """Suggest similar files next to `path`, or similar recipes that come with Keel if it is a bare
-    name."""
+    """Suggest similar files next to `path`. If there are none and `path` is a bare name, suggest a
+    similar recipe that comes with Keel."""
     recipes = sorted(file.name for file in path.parent.glob("*.y*ml"))
     near = difflib.get_close_matches(path.name, recipes, n=3, cutoff=0.6)
     if path.name == str(path) and not path.is_dir() and not near:
@@ -79,8 +82,8 @@ def _hint(path: Path, folder: str) -> str:
 
 
 def list_recipes(name: str = "") -> str:
-    """List all recipes with one line each, or print a single recipe. Raises ConfigError if the
-    recipe is unknown."""
+    """Return a list of all recipes with one line each, or the text of a single recipe. Raises
+    ConfigError if the recipe is unknown."""
     if name:
         for folder in _FOLDERS:
             if file := shipped(folder).get(name):
@@ -102,7 +105,7 @@ def list_recipes(name: str = "") -> str:
 
 
 def _about(file: Path) -> str:
-    """Return the first sentence of the comment at the top of a recipe."""
+    """Return the first sentence of a recipe's header comment."""
     words: list[str] = []
     for line in file.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#") or line.startswith("#   "):  # a command

@@ -142,7 +142,7 @@ class GeneralConfig(Section):
 
 
 def slug(category: str) -> str:
-    """Return the folder name for a category."""
+    """Return a category's folder name."""
     return re.sub(r"\W+", "_", category.lower()).strip("_")[:48]
 
 
@@ -310,6 +310,6 @@ class SynthesisConfig(Section):
 
 
 def decides_tasks(knob: str) -> bool:
-    """Return whether the tasks depend on this knob, so that it must not change for an existing
+    """Return whether this knob affects the tasks. If it does, it must not change for an existing
     folder."""
     return knob.partition(".")[0] in {"family", "seed", *get_args(_Family)}

@@ -1,7 +1,7 @@
 """System prompts that a recipe selects by name with `data.sources[].system_template`.
 
-They follow DeepSeek-V3.2's cold start (2025, section 3.2.2 and Appendix B, Tables 6 to 8) in
-original wording. The chat template adds the tools and explains the format of a call.
+They follow DeepSeek-V3.2's cold start (2025, section 3.2.2 and Appendix B, Tables 6 to 8), but the
+wording is our own. The chat template adds the list of tools and explains how to call them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 SystemTemplate = Literal["none", "reasoning", "tools", "tools-in-thinking"]
 PYTHON = "python"
-"""Name of the tool that `keel.agents.environments.interpreter` offers."""
+"""Name of the tool that `keel.agents.environments.interpreter` provides."""
 
 _REASONING = (
     "Reason before you answer. Your reply begins with <think>. Between it and </think> you think: "
@@ -43,9 +43,9 @@ def system_prompt(
 ) -> str:
     """Return a built-in system prompt, or "" for the template "none".
 
-    `tools` are the names of the offered tools. If `python` is among them, a paragraph explains it.
-    `calls` is the maximum number of calls inside the thinking, and `seconds` is the time limit for
-    one cell.
+    `tools` contains the names of the available tools. If `python` is among them, a paragraph
+    explains it. `calls` is the maximum number of calls inside the thinking block, and `seconds` is
+    the time limit per cell.
     """
     prompt = {
         "none": "",
@@ -58,7 +58,8 @@ def system_prompt(
 
 
 def with_system(text: str, messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Put a system message with `text` first, or prepend the text to an existing system message."""
+    """Add `text` as a system message at the start. If there already is a system message, prepend
+    the text to it."""
     if not text:
         return tuple(messages)
     if messages and messages[0].get("role") == "system":

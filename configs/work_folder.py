@@ -1,5 +1,7 @@
-"""The output folder of a resumable command. It is locked while the command runs and bound to the
-command's settings."""
+"""The output folder of a resumable command.
+
+The folder is locked while the command runs, and it can be reused only with the same settings.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,16 @@ _SETTINGS = "settings.json"
 
 
 class WorkFolder:
-    """A context manager that creates the folder and locks it."""
+    """A context manager that creates and locks a command's output folder."""
 
     def __init__(self, path: Path, knob: str, work: str) -> None:
-        """`knob` and `work` appear in messages: the knob that names the folder, and what the
-        command does there."""
+        """Take two texts for error messages: `knob` is the knob that sets the folder, and `work`
+        says what the command does there."""
         self.path, self._label, self._work = path, f"{knob} = {path}", work
 
     def __enter__(self) -> Self:
-        """Create and lock the folder. Raises ConfigError if it cannot be written or is in use."""
+        """Create and lock the folder. Raises ConfigError if the folder is in use or cannot be
+        written to."""
         self._stack = ExitStack()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -45,8 +48,8 @@ class WorkFolder:
         return ConfigError(f"{self._label}: {reason}")
 
     def changed(self, settings: Mapping[str, Any]) -> list[str]:
-        """Return one line for each difference from the recorded settings, or [] if nothing is
-        recorded yet. Raises ConfigError if the recorded settings cannot be read."""
+        """Return one line per difference from the recorded settings, or [] if none are recorded
+        yet. Raises ConfigError if the recorded settings cannot be read."""
         path = self.path / _SETTINGS
         if not path.exists():
             return []
@@ -63,11 +66,11 @@ class WorkFolder:
         ]
 
     def claim(self, settings: Mapping[str, Any]) -> None:
-        """Record the settings on which the contents of the folder depend."""
+        """Record the settings that determine the contents of the folder."""
         self.write(_SETTINGS, json.dumps(settings, indent=1) + "\n")
 
     def write(self, name: str, text: str) -> None:
-        """Write a file atomically. Raises ConfigError if that fails."""
+        """Write a file atomically. Raises ConfigError if writing fails."""
         try:
             temporary = self.path / f".{name}.tmp"
             temporary.write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -76,8 +79,8 @@ class WorkFolder:
             raise self.error(f"{name} cannot be written ({error.strerror})") from error
 
     def lines(self, name: str) -> Lines:
-        """Open a JSON lines file for appending, after removing an incomplete last line. Raises
-        ConfigError if that fails."""
+        """Open a JSON lines file for appending, and remove an incomplete last line first. Raises
+        ConfigError if the file cannot be opened."""
         try:
             file = self._stack.enter_context((self.path / name).open("a+b"))
             file.seek(0)
@@ -88,13 +91,14 @@ class WorkFolder:
 
 
 class Lines:
-    """A JSON lines file whose lines are flushed one by one."""
+    """A JSON lines file that is flushed after every line."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
 
     def read(self) -> list[Any]:
-        """Read all lines. Raises ValueError with the file and line of a problem."""
+        """Return the contents of all lines. If a line is invalid, raises ValueError with the file
+        and line number."""
         self._file.seek(0)
         values: list[Any] = []
         for number, line in enumerate(self._file, start=1):

@@ -82,12 +82,12 @@ class AlgorithmConfig(Section):
 
     @property
     def probes(self) -> int:
-        """Maximum number of tokens per completion or turn at which the probability mass of the
-        sampling mask is computed. One token is enough for the metric."""
+        """Maximum number of tokens per completion or turn for which the probability mass of the
+        sampling mask is computed. The metric alone needs only one token."""
         return _PROBES if self.kept_mass_coef > 0 else 1
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raise `ConfigError` if tokens sampled with `sampling` cannot be trained on."""
+        """Raise `ConfigError` if it is not possible to train on tokens sampled with `sampling`."""
         drawn = f"rollout.sampling.top_p = {sampling.top_p}, top_k = {sampling.top_k}"
         if sampling.truncated and not self.keep_sampling_mask and not self.allow_unsound:
             raise ConfigError(

@@ -63,7 +63,8 @@ def knob(
     le: float | None = None,
     lt: float | None = None,
 ) -> T:
-    """Declare a knob with bounds, which the section enforces and the knobs page lists."""
+    """Declare a knob with bounds. The section enforces the bounds, and the documentation page on
+    knobs lists them."""
     return field(default=default, metadata={"bounds": Bounds(ge, gt, le, lt)})
 
 
@@ -89,11 +90,11 @@ class Section:
         self.check()
 
     def check(self) -> None:
-        """Check the rules between knobs. All numbers are within their bounds."""
+        """Check the rules between knobs. Each number is already known to be within its bounds."""
 
     def require(self, ok: bool, name: str, rule: str) -> None:
-        """Raise a `ConfigError` about the knob with the dotted `name` in this section if `ok` is
-        false."""
+        """If `ok` is false, raise a `ConfigError` about the knob with the dotted `name` in this
+        section."""
         if not ok:
             value: Any = attrgetter(name)(self)
             if isinstance(value, tuple):  # as in YAML
@@ -101,14 +102,15 @@ class Section:
             require(False, f"{self.full_path()}.{name}".lstrip("."), value, rule)
 
     def require_kind(self, kind: str, rules: Sequence[tuple[str, object, Sequence[str]]]) -> None:
-        """Check that knobs which belong to some kinds of sources have their default otherwise."""
+        """Check knobs that apply only to some kinds of sources. For all other kinds, such a knob
+        must have its default value."""
         for name, default, kinds in rules:
             ok = kind in kinds or getattr(self, name) == default
             self.require(ok, name, f"belongs to source: {', '.join(kinds)}")
 
 
 def require(ok: bool, name: str, value: object, rule: str) -> None:
-    """Raise a `ConfigError` about the knob `name` if `ok` is false."""
+    """If `ok` is false, raise a `ConfigError` about the knob `name`."""
     if not ok:
         raise ConfigError(f"{name} = {value!r}: {rule}")
 
@@ -119,14 +121,15 @@ def require_unique(name: str, values: Sequence[str]) -> None:
 
 
 def require_pass_rates(section: Any) -> None:
-    """Check that a section's `least_pass_rate` and `most_pass_rate` form a valid interval."""
+    """Check that a section's `least_pass_rate` and `most_pass_rate` form a valid range."""
     least, most = section.least_pass_rate, section.most_pass_rate
     rule = f"must be above 0 and not below least_pass_rate = {least:g}"
     section.require(least <= most and most > 0, "most_pass_rate", rule)
 
 
 def require_gradient(section: str, rewards: Mapping[str, float], *others: float) -> None:
-    """Check that `rewards`, or another weight in the section, can produce a nonzero advantage."""
+    """Check that at least one weight in `rewards` or `others` is not zero. Otherwise, every
+    advantage would be 0."""
     require(
         any(rewards.values()) or any(others),
         f"{section}.rewards",
@@ -137,8 +140,8 @@ def require_gradient(section: str, rewards: Mapping[str, float], *others: float)
 
 
 def require_endpoint(section: str, base_url: str, api_key_env: str) -> None:
-    """Check the URL and the API key variable of an endpoint. Messages do not quote a possible
-    secret."""
+    """Check an endpoint's URL and the name of its API key variable. Error messages do not quote
+    values that may be secret."""
     try:
         url = urlsplit(base_url)
     except ValueError as error:

@@ -248,7 +248,7 @@ class SourceConfig(Section):
 
     @property
     def has_rows(self) -> bool:
-        """True if the prompts are rows in files."""
+        """Whether the prompts are rows in files."""
         return self.source in ROWS
 
     @property
@@ -323,14 +323,14 @@ class DataConfig(Section):
             require(name in names, knob, name, f"no such source{hint}")
 
     def weight_of(self, source: SourceConfig) -> float:
-        """Return the training weight of a source. It is 0 if the source is not in `train_on` or is
-        entirely held out."""
+        """Return a source's training weight. It is 0 if the source is not in `train_on` or all of
+        its prompts are held out."""
         trained = not self.train_on or source.name in self.train_on
         return source.weight if trained and source.holdout != "all" else 0.0
 
     @property
     def rewards_by_domain(self) -> dict[str, Mapping[str, float]]:
-        """The weight of each reward part, for each domain."""
+        """The weights of the reward parts in each domain."""
         return {source.domain_name: source.rewards for source in reversed(self.sources)}
 
     @property
@@ -339,14 +339,14 @@ class DataConfig(Section):
 
     @property
     def references(self) -> tuple[str, ...]:
-        """The models of the KL term, without repetition. The initial model is "" and comes first,
-        and it is there even if no domain uses it."""
+        """The distinct reference models of the KL term. The initial model is written as "". It
+        always comes first, even if no domain uses it."""
         used = (source.teacher for source in self.sources if source.kl_coef > 0)
         return tuple(dict.fromkeys(("", *used)))
 
     @property
     def uses_initial_model(self) -> bool:
-        """Whether the KL term of any source compares with the initial model."""
+        """Whether any source's KL term uses the initial model as its reference."""
         return any(source.kl_coef > 0 and not source.teacher for source in self.sources)
 
     @property

@@ -123,7 +123,8 @@ class LoraConfig(Section):
         return self.rank > 0
 
     def parameters(self, projections: Mapping[str, int]) -> int:
-        """Return how many parameters the adapters have. See `ModelFacts.projections`."""
+        """Return the number of parameters in the adapters. See `ModelFacts.projections` for the
+        argument."""
         return self.rank * sum(projections.get(target, 0) for target in self.targets)
 
 
@@ -190,5 +191,6 @@ class ModelConfig(Section):
 
     @property
     def wide_residual(self) -> bool:
-        """True if the residual stream is wider than the inputs and outputs of the blocks."""
+        """Whether the residual stream has a higher precision than the inputs and outputs of the
+        blocks."""
         return self.residual_dtype == "float32" != self.dtype

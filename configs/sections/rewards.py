@@ -123,15 +123,14 @@ class JudgeConfig(Section):
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs that the server needs if the run uses GPUs."""
+        """Number of GPUs that the judge's server needs if the run uses GPUs."""
         return self.server.tensor_parallel if self.serve else 0
 
     def check_used(self, *, judged: bool, gpu: bool) -> None:
-        """Raise `ConfigError` if prompts need a judge that is missing, or if a served judge has no
-        prompts.
+        """Check that there is a judge if prompts need one, and that a served judge has prompts.
 
-        `judged` says whether any prompt has criteria or is a proof, or any rewards name `refusal`.
-        `gpu` says whether the run has GPUs.
+        Set `judged` if any prompt has criteria or is a proof, or if any rewards include `refusal`.
+        Set `gpu` if the run has GPUs. Raises `ConfigError` if a check fails.
         """
         if judged and not self.model:
             raise ConfigError(

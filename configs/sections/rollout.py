@@ -35,7 +35,7 @@ class SamplingConfig(Section):
 
     @property
     def truncated(self) -> bool:
-        """Whether tokens are drawn from only a part of the vocabulary."""
+        """Whether tokens are sampled from only a part of the vocabulary."""
         return self.top_p < 1 or self.top_k > 0
 
     @property
@@ -124,14 +124,16 @@ class RolloutConfig(Section):
 
     @property
     def silent_s(self) -> float:
-        """Seconds without a group after which an engine is considered dead. A live engine cuts or
-        drops a late group within `CUT_S`. A weight update may keep it busy for `update_timeout_s`.
-        Work between steps does not count."""
+        """Number of seconds without a group after which an engine is considered dead.
+
+        A live engine cuts or drops a late group within `CUT_S`. A weight update may keep the engine
+        busy for `update_timeout_s`. Work between steps does not count.
+        """
         return 1.05 * self.timeout_s + CUT_S + max(CUT_S, self.update_timeout_s)
 
     def cascades(self, *, full_attention: bool) -> bool:
-        """Return whether attention on a GPU reads a prompt only once for all completions in a
-        group."""
+        """Return whether attention on a GPU reads a group's prompt once instead of once per
+        completion."""
         alone = self.tensor_parallel == 1 and self.enable_prefix_caching
         return self.cascade_attention and alone and self.packs(full_attention=full_attention)
 

@@ -84,5 +84,5 @@ class RunConfig(Section):
 
     @property
     def describes_gpus(self) -> bool:
-        """True if the recipe states the memory or the number of GPUs."""
+        """Whether the recipe sets the GPU memory or the number of GPUs."""
         return self.gpu_gib > 0 or self.gpus_per_node > 0

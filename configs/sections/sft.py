@@ -139,12 +139,12 @@ class SftConfig(Section):
 
     @property
     def step_contexts(self) -> int:
-        """Number of full-length contexts in a step."""
+        """Number of full-length contexts per step."""
         if self.tokens_per_step:
             return max(1, self.tokens_per_step // self.max_context_tokens)
         return self.conversations_per_step
 
     @property
     def only_text(self) -> bool:
-        """True if every source is plain text, which `keel pretrain` requires."""
+        """Whether every source is plain text, as `keel pretrain` requires."""
         return bool(self.sources) and all(source.is_text for source in self.sources)

@@ -109,13 +109,14 @@ class TrainerConfig(Section):
 
     @property
     def keeps_attention(self) -> bool:
-        """Whether attention outputs are kept. ZeRO 3 is excluded because it gathers weights a
-        different number of times when recomputing, which PyTorch's checkpointing rejects."""
+        """Whether attention outputs are kept for the backward pass. ZeRO 3 is excluded: when it
+        recomputes, it gathers weights a different number of times, which PyTorch's checkpointing
+        rejects."""
         return self.activation_checkpointing and self.keep_attention and self.zero_stage != 3
 
     def flash4(self, longest: int) -> bool:
-        """Return whether contexts of up to `longest` tokens should use FlashAttention-4, provided
-        that the GPU and the installed packages support it."""
+        """Return whether to use FlashAttention-4 for contexts of up to `longest` tokens, if the GPU
+        and the installed packages support it."""
         if self.attention_kernels == "auto":
             return longest >= LONG
         return self.attention_kernels == "flash4"
@@ -137,5 +138,5 @@ class TrainerConfig(Section):
 
     @property
     def groups(self) -> int:
-        """Number of rank groups. The ranks in a group share the tokens of a micro-batch."""
+        """Number of rank groups. The ranks in a group share each micro-batch's tokens."""
         return self.ranks // self.sequence_parallel
