@@ -1,7 +1,5 @@
-"""Packs named tensors into buckets for a weight update.
-
-A bucket is one flat buffer plus a table that lists the tensors in it. Thousands of tensors can then
-be sent in a few large transfers.
+"""Packs named tensors into buckets for a weight update. A bucket is one flat buffer with a table of
+the tensors in it. Buckets make it possible to send thousands of tensors in a few large transfers.
 """
 
 from __future__ import annotations
@@ -17,21 +15,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Every tensor in a bucket starts at a multiple of this many bytes, so that it can be used without
-a copy."""
+"""Each tensor in a bucket starts at a multiple of this many bytes, so that it can be used without
+copying."""
 
 
 class TensorEntry(NamedTuple):
-    """Describes one tensor in a bucket. This is a tuple because a large update has tens of
-    thousands of them."""
+    """Describes one tensor in a bucket. It is a tuple because a large update has tens of thousands
+    of them."""
 
     name: str
-    """The tensor's name in the checkpoint, with one name per expert."""
+    """The tensor's name in the checkpoint. Each expert has its own names."""
     dtype: str
-    """The name of the torch dtype, such as `bfloat16`."""
+    """The name of the torch dtype, for example `bfloat16`."""
     shape: tuple[int, ...]
     offset: int
-    """Start of the tensor in the bucket, in bytes."""
+    """Byte offset of the tensor in the bucket."""
 
     @property
     def numel(self) -> int:
@@ -40,14 +38,14 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChannelData:
-    """Tells the engine that the bytes will follow through its `keel.weights.channel.Channel`."""
+    """Tells the engine that the bytes follow through its `keel.weights.channel.Channel`."""
 
     size: int
 
 
 @dataclass(frozen=True, slots=True)
 class SharedData:
-    """Refers to bytes on a GPU that both sender and receiver use (CUDA IPC)."""
+    """Refers to bytes in the memory of a GPU shared by the sender and the receiver (CUDA IPC)."""
 
     handle: tuple[Any, ...]
     """Arguments for PyTorch's `rebuild_cuda_tensor`."""
@@ -56,22 +54,22 @@ class SharedData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """A bucket that is being sent to an engine."""
+    """A bucket as sent to an engine."""
 
     entries: tuple[TensorEntry, ...]
     data: NDArray[np.uint8] | ChannelData | SharedData
-    """The bytes in host memory, or a description of how to get them."""
+    """The bytes in host memory, or a description of where to find them."""
 
 
 FlatBucket = tuple[tuple[TensorEntry, ...], Tensor]
-"""The table of tensors, and their bytes as one flat tensor on the same device as the packed
-tensors."""
+"""The table of tensors, and their bytes as one flat tensor on the device of the packed tensors."""
 
 
 def pack_flat(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[FlatBucket]:
-    """Pack named tensors on one device into buckets. Their sizes are at most `bucket_bytes`, plus
-    the padding after the last tensor, unless a single tensor is larger. The tensors of a bucket
-    stay in memory together with the bucket until the next one is begun."""
+    """Pack named tensors into buckets and yield the buckets. All tensors must be on the same
+    device. A bucket has at most `bucket_bytes`, plus padding after the last tensor, unless a single
+    tensor is larger. A bucket and its original tensors are in memory together until the next bucket
+    is begun."""
     entries: list[TensorEntry] = []
     parts: list[Tensor] = []
     size = 0
@@ -96,14 +94,13 @@ def in_host_memory(buckets: Iterable[FlatBucket]) -> Iterator[Bucket]:
 
 
 def host_bytes(bucket: Bucket) -> Tensor:
-    """Return the bytes of a bucket that is in host memory. They are copied if they are
-    read-only."""
+    """Return the bytes of a bucket in host memory. Read-only bytes are copied first."""
     assert isinstance(bucket.data, np.ndarray)
     return torch.from_numpy(bucket.data if bucket.data.flags.writeable else bucket.data.copy())
 
 
 def unpack_flat(entries: Iterable[TensorEntry], flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors in a bucket. The tensors are views of `flat`."""
+    """Yield the name and tensor of each entry in a bucket. The tensors are views of `flat`."""
     for entry in entries:
         dtype = getattr(torch, entry.dtype)
         part = flat[entry.offset : entry.offset + entry.numel * dtype.itemsize]
@@ -111,14 +108,14 @@ def unpack_flat(entries: Iterable[TensorEntry], flat: Tensor) -> Iterator[tuple[
 
 
 class Checksum:
-    """A checksum over all buckets in an update, which sender and engine both compute. It depends on
-    the order of the buckets."""
+    """A checksum over all buckets of an update, computed by both the sender and the engine. It
+    depends on the order of the buckets."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []
 
     def add(self, flat: Tensor) -> None:
-        """Add a bucket, without waiting for its device."""
+        """Add a bucket to the checksum, without waiting for the bucket's device."""
         self._sums.append(flat.view(torch.int64).sum())
 
     def value(self) -> int:

@@ -1,9 +1,11 @@
-"""Connects a trainer rank to one engine during a weight update.
+"""Connects a trainer rank to an engine during weight updates.
 
-The bytes of a bucket go through a `Channel`: NCCL between GPUs and gloo between CPUs. Each channel
-is a separate process group, so an engine that dies does not affect the others. On a GPU that both
-use, they go through a `SharedMemory`. Messages go through the rendezvous store (`Outbox` and
-`Inbox`), which takes a fraction of a millisecond, while an actor call takes several milliseconds.
+The bytes of a bucket are sent through a `Channel`, which uses NCCL between GPUs and gloo between
+CPUs. Each channel is a separate process group, so an engine that dies does not affect the others.
+If the rank and the engine share a GPU, the bytes go through a `SharedMemory` instead.
+
+Control messages go through the rendezvous store (`Outbox` and `Inbox`). This takes a fraction of a
+millisecond, while an actor call takes several milliseconds.
 """
 
 from __future__ import annotations
@@ -29,18 +31,18 @@ from keel.weights.buckets import Bucket, ChannelData, SharedData, TensorEntry
 
 POLL_S = 1e-4
 _CHECK_S = 0.02
-"""How often to check whether the other end has failed. This check costs more than a poll."""
+"""Interval for checking whether the other end has failed. The check costs more than a poll."""
 _NCCL_TIMEOUT = timedelta(days=1)
-"""Long enough that NCCL never times out, since `send` has its own timeout."""
+"""Long enough that NCCL itself never times out. `send` has its own timeout."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 Rendezvous = tuple[str, int]
-"""Host and port of the TCPStore that both ends connect to. It runs on trainer rank 0."""
+"""Host and port of the TCPStore that both ends connect to. The store runs on trainer rank 0."""
 
 
 def connect(rendezvous: Rendezvous, name: str, timeout_s: float) -> Any:
-    """Connect to the store and prefix all keys with `name`. The connection must not be used by two
-    threads at a time."""
+    """Connect to the store and prefix all keys with `name`. Only one thread at a time may use the
+    connection."""
     client = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         *rendezvous, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
@@ -59,8 +61,8 @@ def _poll(done: Callable[[], bool], check: Callable[[], None], end: float, late:
 
 
 class Channel:
-    """A process group that broadcasts from the trainer, which is rank 0, to the engine's workers,
-    which are ranks 1 and up."""
+    """A process group in which the trainer (rank 0) broadcasts to the engine's workers (ranks 1 and
+    up)."""
 
     def __init__(
         self,
@@ -72,12 +74,12 @@ class Channel:
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        """`name` must be unique to this channel and the same on all its ranks."""
+        """`name` must be unique to this channel and identical on all its ranks."""
         self._device, self._timeout_s = device, timeout_s
         self._used = False
         store = connect(rendezvous, name, timeout_s)
         self._group: Any
-        """None once the channel is closed."""
+        """None after the channel was closed."""
         if device.type == "cuda":
             with _nccl_watchdog_off():
                 self._group = dist.ProcessGroupNCCL(store, rank, size, nccl_options(_NCCL_TIMEOUT))
@@ -87,12 +89,10 @@ class Channel:
         self._options.rootRank = 0
 
     def send(self, flat: Tensor, check: Callable[[], None] = lambda: None) -> None:
-        """Broadcast `flat` and return when all bytes have been sent.
-
-        `check` is called now and then and should raise an error if the other end has failed. Raises
-        TimeoutError, and ConnectionError if the channel breaks or is closed. Any error closes the
-        channel.
-        """
+        """Broadcast `flat` and return once all bytes have been sent. `check` is called from time to
+        time and should raise an error if the other end has failed. Raises TimeoutError if the
+        broadcast takes too long, and ConnectionError if the channel breaks or is closed. Any error
+        closes the channel."""
         self._broadcast(flat, check)
 
     def receive(self, data: ChannelData) -> Tensor:
@@ -102,7 +102,7 @@ class Channel:
         return flat
 
     def _broadcast(self, flat: Tensor, check: Callable[[], None]) -> None:
-        """Take part in a broadcast, which reads `flat` on rank 0 and fills it on the others."""
+        """Take part in a broadcast. Rank 0 sends `flat`, and the other ranks receive into it."""
         if self._group is None:
             raise ConnectionError("the weight channel is closed")
         end = time.monotonic() + self._timeout_s
@@ -132,7 +132,7 @@ class Channel:
         self._used = True
 
     def _begin(self, flat: Tensor) -> Future[Any]:
-        """Start the broadcast. The first one runs on its own thread, since NCCL may block forever
+        """Start the broadcast. The first one runs in its own thread, because NCCL may block forever
         while it connects."""
         begun: Future[Any] = Future()
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
@@ -162,8 +162,8 @@ class Channel:
 
 
 def _abort(last: list[Any]) -> None:
-    """Abort a process group. The last reference to it is dropped here because its destructor may
-    block, too."""
+    """Abort a process group. This function also drops the last reference to it, because its
+    destructor may block too."""
     group = last.pop()
     with suppress(RuntimeError):  # already broken
         group.abort()
@@ -171,12 +171,12 @@ def _abort(last: list[Any]) -> None:
 
 @contextmanager
 def _nccl_watchdog_off() -> Iterator[None]:
-    """Make sure that a `ProcessGroupNCCL` created in this context has no watchdog thread.
+    """Prevent a `ProcessGroupNCCL` created in this context from starting a watchdog thread.
 
-    When an operation in the group fails, a watchdog ends its process and sets a flag in the store
-    that makes all other trainer ranks exit. Losing an engine would then end the trainer. PyTorch
-    starts no watchdog if this environment variable is set when the group is created. Failures are
-    still reported by `is_completed` and `wait`.
+    When an operation in the group fails, a watchdog terminates its process and sets a flag in the
+    store that makes all other trainer ranks exit. Losing an engine would then end the trainer.
+    PyTorch starts no watchdog if this environment variable is set when the group is created.
+    `is_completed` and `wait` still report failures.
     """
     before = os.environ.get(BLOCKING_WAIT)
     os.environ[BLOCKING_WAIT] = "1"
@@ -191,12 +191,13 @@ def _nccl_watchdog_off() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Asks the engine to pause sampling. The engine acknowledges this once it has paused."""
+    """Asks the engine to pause sampling. The engine acknowledges the message once it has paused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Says that all weights have been sent and that the engine should now sample from `version`."""
+    """Tells the engine that all weights have been sent and that it should now sample from
+    `version`."""
 
     version: int
     checksum: int
@@ -207,13 +208,13 @@ Message = Begin | Bucket | Finish
 
 class _Mailbox:
     def __init__(self, rendezvous: Rendezvous, name: str, *, timeout_s: float) -> None:
-        """`name` must be unique and the same at both ends. `timeout_s` applies to each message."""
+        """`name` must be unique, and identical at both ends. `timeout_s` is the time limit for each
+        message."""
         self._store = connect(rendezvous, f"{name}/mailbox", timeout_s)
         self._timeout_s = timeout_s
         self._acknowledged = 0
         self._tables: dict[str, tuple[TensorEntry, ...]] = {}
-        """The tables of tensors that have been sent before, keyed by the name of their first
-        tensor."""
+        """The tables of tensors that were sent before, keyed by the name of their first tensor."""
 
     @property
     def _key(self) -> str:
@@ -224,7 +225,7 @@ class Outbox(_Mailbox):
     """The sender's end of the control channel."""
 
     def put(self, message: Message) -> None:
-        """Send a message. Call `wait` before sending another one."""
+        """Send a message. Call `wait` before sending the next one."""
         entries: tuple[TensorEntry, ...] = ()
         if isinstance(message, Bucket):
             entries = message.entries
@@ -235,7 +236,7 @@ class Outbox(_Mailbox):
 
     def wait(self, check: Callable[[], None]) -> None:
         """Wait until the engine has acknowledged the last message. `check` is called as in
-        `Channel.send`. Raises TimeoutError."""
+        `Channel.send`. Raises TimeoutError if the acknowledgement takes too long."""
         timeout_s = self._timeout_s
         late = f"waited {timeout_s:g} s (rollout.update_timeout_s) for the engine to take weights"
         end = time.monotonic() + timeout_s
@@ -251,8 +252,8 @@ class Inbox(_Mailbox):
     """The engine's end of the control channel."""
 
     def next(self) -> Message:
-        """Wait for the next message and return it. Raises TimeoutError, and ConnectionError if the
-        store has gone down with the trainer."""
+        """Wait for the next message and return it. Raises TimeoutError if none arrives in time, and
+        ConnectionError if the store has gone down with the trainer."""
         try:
             count, message = pickle.loads(self._store.get(self._key))
         except dist.DistNetworkError as error:
@@ -275,14 +276,15 @@ class Inbox(_Mailbox):
 
 
 class SharedMemory:
-    """A GPU buffer through which one process passes buckets to another, one at a time."""
+    """A GPU buffer for passing buckets from one process to another, one at a time."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._handle: tuple[Any, ...] = ()
 
     def write(self, flat: Tensor) -> SharedData:
-        """Write a bucket over the previous one, which the reader must have read by now."""
+        """Overwrite the previous bucket with a new one. The reader must have finished reading the
+        previous one."""
         size = flat.numel()
         if self._buffer.numel() < size:
             self._buffer = torch.empty_like(flat)
@@ -300,7 +302,7 @@ class SharedView:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def read(self, data: SharedData, device: torch.device) -> Tensor:
-        """Return the bytes as a view, which is valid until the next bucket is written."""
+        """Return a view of the bytes. It is valid until the next bucket is written."""
         if data.handle != self._handle:
             handle = on_device(data.handle, device.index)  # device numbers differ by process
             self._handle, self._buffer = data.handle, rebuild_cuda_tensor(*handle)
@@ -308,21 +310,21 @@ class SharedView:
 
 
 def gpu_id(device: torch.device) -> str:
-    """Return an identifier for a GPU that does not depend on CUDA_VISIBLE_DEVICES, or an empty
-    string for a CPU."""
+    """Return a GPU identifier that does not depend on CUDA_VISIBLE_DEVICES. Returns an empty string
+    for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 _CHANNEL_ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ConnectionError, TimeoutError)
 }
-"""When one of these errors is raised, the engine is replaced."""
+"""Errors after which the engine is replaced."""
 
 
 def call_workers(llm: Any, method: str, *args: Any, several: bool) -> None:
-    """Call a method on every vLLM worker and raise its error. If there are `several` workers, they
-    are separate processes and vLLM returns their errors only as text. Channel errors are therefore
-    returned as data and raised again here."""
+    """Call a method on every vLLM worker and raise any error it raises. `several` means that there
+    is more than one worker. The workers are then separate processes, and vLLM returns their errors
+    only as text. Channel errors are therefore returned as data and raised again here."""
     if not several:
         llm.collective_rpc(method, args=args)
         return
@@ -333,8 +335,8 @@ def call_workers(llm: Any, method: str, *args: Any, several: bool) -> None:
 
 
 def attempt(worker: Any, method: str, args: tuple[Any, ...]) -> tuple[str, str] | None:
-    """Call a method on a worker. If it raises a channel error, return the kind and the message of
-    that error."""
+    """Call a method on a worker. If it raises a channel error, return the error's kind and message.
+    Otherwise return None."""
     try:
         getattr(worker, method)(*args)
     except tuple(_CHANNEL_ERRORS.values()) as error:

@@ -2,8 +2,8 @@
 
 vLLM's loader spends a fraction of a millisecond of Python time on each tensor, and a
 mixture-of-experts model has tens of thousands. It puts every tensor in the same place in each
-update. A `LoadRecorder` therefore records these places during one update, and a `CopyPlan` repeats
-the copies with a few calls per layer.
+update. A `LoadRecorder` therefore records the destinations during one update, and a `CopyPlan` then
+repeats the copies with a few calls per layer.
 
 The recorder follows each checkpoint tensor from its bucket into the tensor that vLLM builds for a
 complete layer, and from there into the tensor that kernels and CUDA graphs hold. It refuses to make
@@ -30,68 +30,66 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keel.weights.buckets import TensorEntry
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer types by size in bytes. Copies between tensors with the same type are made with these."""
+"""Integer types by size in bytes. They are used for copies in which source and target have the same
+type."""
 _AFTER_LOADING = "process_weights_after_loading"
 _ATEN = torch.ops.aten
 _SHAPE_ONLY = (
     *(_ATEN.empty_like, _ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like),
     *(_ATEN.new_empty, _ATEN.new_empty_strided, _ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full),
 )
-"""Operations that read only the shape, type and device of a tensor."""
+"""Operations that depend only on a tensor's shape, type and device."""
 _Dims = tuple[tuple[int, int, int], ...]
-"""Each dimension's length, its stride in the kernel's tensor and its stride in the
-source."""
+"""The length of each dimension, its stride in the kernel's tensor and its stride in the source."""
 Layout = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Offset in the storage, size and stride."""
+"""Storage offset, size and stride."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPiece:
-    """A part of a checkpoint tensor, and where it goes in a kernel's tensor."""
+    """A part of a checkpoint tensor and its destination in a kernel's tensor."""
 
     kernel: int
     """Index into `CopyPlan.kernels`."""
     at: int
-    """Start of the piece in the kernel's storage."""
+    """Where the piece starts in the kernel's storage."""
     source: int
-    """Start of the piece in the checkpoint tensor, or in a bucket."""
+    """Where the piece starts in the checkpoint tensor or in a bucket."""
     dims: _Dims
     dtype: torch.dtype
-    """Element type in the source."""
+    """Element type of the source."""
 
 
 Placed = Mapping[str, tuple[TensorEntry, tuple[CopyPiece, ...]]]
-"""The pieces of each checkpoint tensor. There are none if vLLM's loader ignores the tensor."""
+"""The pieces of each checkpoint tensor. A tensor that vLLM's loader ignores has none."""
 _Copies = tuple[list[Tensor], list[Layout]]
-"""Targets, and the parts of a bucket to copy there. They are copied in one call, so they have the
-same types, and either all or none of them have gaps."""
+"""Target tensors, and the layouts of the bucket parts to copy into them. All are copied in one
+call. For this, they must have the same types, and either all or none of them have gaps."""
 
 
 class CopyPlan:
-    """Copies all checkpoint tensors to where they belong in one worker of an engine."""
+    """Copies all checkpoint tensors to their destinations in one worker of an engine."""
 
     def __init__(
         self, kernels: Sequence[Tensor], placed: Placed, fills: Sequence[tuple[Tensor, float]] = ()
     ) -> None:
-        """`fills` are parts of kernels' tensors that always have the same value, such as
+        """`fills` are the parts of kernels' tensors that always have the same value, such as
         padding."""
         self.kernels, self.placed, self._fills = kernels, placed, fills
         self._programs: dict[
             str, tuple[tuple[TensorEntry, ...], list[tuple[torch.dtype, _Copies]]]
         ] = {}
-        """The table of each known bucket and its copies, keyed by the name of the first tensor."""
+        """The table and the copies of each known bucket, keyed by the name of its first tensor."""
 
     def begin(self) -> None:
-        """Write the constant parts."""
+        """Write the parts that always have the same value, such as padding."""
         for target, value in self._fills:
             target.fill_(value)
 
     def load(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> None:
-        """Copy the tensors in a bucket to where they belong. On a GPU this is asynchronous.
-
-        Raises ValueError if a tensor was not in the first update, or had another type or shape
-        there.
-        """
+        """Copy the tensors in a bucket to their destinations. On a GPU, this is asynchronous.
+        Raises ValueError if a tensor was not in the first update, or had a different type or shape
+        there."""
         if (flat.data_ptr() | int(flat.storage_offset())) % 8:
             flat = flat.clone()
         known, program = self._programs.get(entries[0].name, ((), []))
@@ -133,16 +131,16 @@ class CopyPlan:
 
 
 def window(tensor: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
-    """View any part of a tensor's storage as any type. The offset counts from the start of the
-    storage."""
+    """Return a view of part of a tensor's storage, as any type. The offset counts from the start of
+    the storage."""
     view = torch.empty(0, dtype=dtype, device=tensor.device)
     return view.set_(tensor.untyped_storage(), *layout)
 
 
 def dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]) -> _Dims:
-    """Simplify the dimensions of a copy: sort them from outermost to innermost, drop those with
-    length 1 and merge contiguous ones. This may change the order of elements, but in the same way
-    for source and target."""
+    """Simplify the dimensions of a copy. They are sorted from outermost to innermost, those of
+    length 1 are dropped, and contiguous ones are merged. The order of elements may change, but in
+    the same way for source and target."""
     parts = [part for part in zip(size, at, source, strict=True) if part[0] != 1]
     simple: list[tuple[int, int, int]] = []
     for n, inner_at, inner in sorted(parts, key=lambda part: part[1], reverse=True):
@@ -154,8 +152,8 @@ def dims(size: Sequence[int], at: Sequence[int], source: Sequence[int]) -> _Dims
 
 
 def join(pieces: Iterable[CopyPiece]) -> list[CopyPiece]:
-    """Merge equal pieces that are spaced evenly into one piece with an extra dimension. For
-    example, all experts in a layer may become one piece."""
+    """Merge equal pieces at regular intervals into one piece with an extra dimension. For example,
+    all experts in a layer may become one piece."""
     ordered = sorted(
         pieces, key=lambda piece: (piece.kernel, str(piece.dtype), piece.at, piece.source)
     )
@@ -184,7 +182,7 @@ def _step(one: CopyPiece, other: CopyPiece) -> tuple[int, int] | None:
 
 
 def _as_integers(piece: CopyPiece) -> tuple[CopyPiece, torch.dtype]:
-    """Describe the same bytes with the widest integer type that fits, so that the copy needs no
+    """Describe the same bytes with the widest integer type that fits, so that copying needs no
     conversion."""
     item = piece.dtype.itemsize
     *outer, (n, *inner) = piece.dims
@@ -205,31 +203,32 @@ def _as_integers(piece: CopyPiece) -> tuple[CopyPiece, torch.dtype]:
 
 @dataclass(slots=True)
 class _Write:
-    """Something that was written into a part of a storage."""
+    """A write into part of a storage."""
 
     data: Tensor | None
-    """The data that was written. None for a constant, and after the write has been verified."""
+    """The data that was written. None for a constant, and also None once the write has been
+    verified."""
     name: str = ""
     """The checkpoint tensor that the data came from. Empty for a constant."""
     start: int = 0
-    """Start of the data in the checkpoint tensor."""
+    """Where the data starts in the checkpoint tensor."""
     stride: tuple[int, ...] = ()
-    """Stride in the checkpoint tensor."""
+    """Stride of the data in the checkpoint tensor."""
     value: float = 0.0
-    """The value of a constant."""
+    """The value that was written, for a constant."""
 
 
 @dataclass(slots=True)
 class _Target:
-    """A storage that weights were written to. It belongs to a kernel's tensor or to an intermediate
-    one."""
+    """A storage that weights were written to. It belongs either to a kernel's tensor or to an
+    intermediate tensor."""
 
     alive: StorageWeakRef
-    """Keeps the key of the storage from being reused."""
+    """A weak reference that prevents the key of the storage from being reused."""
     dtype: torch.dtype
     name: str = "a loaded tensor"
     kernel: Tensor | None = None
-    """The tensor that kernels hold. None for an intermediate storage."""
+    """The tensor used by the kernels. None for an intermediate storage."""
     writes: dict[Layout, _Write] = field(default_factory=dict[Layout, _Write])
     read_by: str = ""
     """The operation that read the storage before it was written."""
@@ -241,18 +240,18 @@ class _Bucket:
     alive: StorageWeakRef
     entries: tuple[TensorEntry, ...]
     starts: list[int]
-    """Start of each entry in the storage, in bytes."""
+    """Byte offset of each entry in the storage."""
 
 
 class LoadRecorder:
-    """Records one update by vLLM's loader."""
+    """Records how vLLM's loader carries out one update."""
 
     def __init__(self, model: nn.Module, deferred: Sequence[nn.Module] = ()) -> None:
-        """Create the recorder before the update starts. `deferred` holds the layers that process
-        their weights after loading. This processing is repeated in each update, so it is not
+        """Create the recorder before the update starts. `deferred` are the layers that process
+        their weights after loading. They do this again in every update, so the processing is not
         recorded and may compute anything."""
         self.refusal = ""
-        """The reason why there is no plan. Empty as long as a plan is possible."""
+        """The reason why no plan can be made. Empty as long as a plan is possible."""
         self._model, self._deferred = model, deferred
         self._mode, self._paused = _Observer(self._operation), False
         self._targets: dict[int, _Target] = {}
@@ -272,7 +271,7 @@ class LoadRecorder:
 
     @contextmanager
     def bucket(self, entries: tuple[TensorEntry, ...], flat: Tensor) -> Iterator[None]:
-        """Record how a bucket is loaded inside this context."""
+        """Context manager that records how a bucket is loaded."""
         alive = StorageWeakRef(flat.untyped_storage())
         starts = [int(flat.storage_offset()) + entry.offset for entry in entries]
         self._buckets[_key(flat)] = _Bucket(alive, entries, starts)
@@ -288,7 +287,7 @@ class LoadRecorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record all operations of the loader inside this context, except for those of the
+        """Context manager that records all operations of the loader, except for those of the
         `deferred` layers."""
         if self.refusal:
             yield
@@ -315,7 +314,7 @@ class LoadRecorder:
         return call
 
     def plan(self) -> CopyPlan | None:
-        """Return the plan for the recorded update, or None if it was refused."""
+        """Return the plan for the recorded update, or None if no plan can be made."""
         written = [t for t in self._targets.values() if t.kernel is not None and t.writes]
         for target in written:
             assert target.kernel is not None
@@ -393,7 +392,7 @@ class LoadRecorder:
                 self.refuse(f"{name} receives something that is not in the checkpoint")
 
     def _load(self, to: Tensor, source: Tensor, bucket: _Bucket) -> None:
-        """Record that a part of a checkpoint tensor was copied."""
+        """Record the copy of a part of a checkpoint tensor."""
         offset, shape, stride = _layout(source)
         begin = offset * source.dtype.itemsize
         index = max(bisect_right(bucket.starts, begin) - 1, 0)
@@ -423,8 +422,8 @@ class LoadRecorder:
         target.proven = False
 
     def _move(self, to: Tensor, source: Tensor, origin: _Target) -> None:
-        """Record that a loaded tensor was copied as a whole, along with everything that was written
-        to it."""
+        """Record the copy of a whole loaded tensor, including everything that was written to it
+        before."""
         target = self._target(to)
         like = (source.dtype, source.shape, source.stride())
         whole = source.untyped_storage().nbytes() == source.numel() * source.dtype.itemsize
@@ -445,8 +444,8 @@ class LoadRecorder:
             self._prove(target, to, source)
 
     def _prove(self, target: _Target, kernel: Tensor, truth: Tensor) -> None:
-        """Check that the recorded writes are enough to reproduce `kernel`, whatever it contained
-        before."""
+        """Check that the recorded writes alone reproduce `kernel`, regardless of its previous
+        contents."""
         number = sum(prod(size) for _, size, _ in target.writes)
         stride = kernel.stride()
         if number != kernel.numel() or dims(kernel.shape, stride, stride) != ((number, 1, 1),):

@@ -1,9 +1,9 @@
 """Loads new weights into a running vLLM engine, one bucket at a time.
 
 vLLM's layerwise reload collects the tensors of each layer, converts them as it did when the model
-was first loaded, and copies the result into the tensors that kernels and CUDA graphs hold. (Calling
-only `load_weights` would leave the model half loaded.) A `LoadRecorder` observes the first update.
-Later updates repeat its copies without vLLM's loader (see `keel.weights.copy_plan`).
+was first loaded, and copies the result into the tensors that kernels and CUDA graphs hold. Calling
+`load_weights` alone would leave the model only partly loaded. A `LoadRecorder` observes the first
+update. Later updates repeat its copies without vLLM's loader (see `keel.weights.copy_plan`).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter
 
 
 def moe_runners(model: nn.Module) -> list[Any]:
-    """Return the MoE layers in a vLLM model, in order."""
+    """Return the MoE layers of a vLLM model, in layer order."""
     runners = [module for module in model.modules() if isinstance(module, MoERunner)]
     return sorted(runners, key=lambda runner: runner.layer_id)
 
 
 def _repack_tied_heads(model: nn.Module) -> None:
-    """vLLM's CPU build packs a head for oneDNN only when the update has a separate tensor for it,
-    so heads that are tied to the embedding are packed here."""
+    """Pack the output heads that are tied to the embedding for oneDNN. vLLM's CPU build packs a
+    head only if the update has a separate tensor for it."""
     embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
     for head in embeddings:
         packed = isinstance(head, ParallelLMHead) and hasattr(head, "cpu_linear")
@@ -57,7 +57,7 @@ def _repack_tied_heads(model: nn.Module) -> None:
 
 
 class WeightsExtension:
-    """The methods that Keel adds to each vLLM worker (`worker_extension_cls`)."""
+    """Methods that Keel adds to each vLLM worker (`worker_extension_cls`)."""
 
     vllm_config: Any
     model_runner: Any
@@ -70,16 +70,17 @@ class WeightsExtension:
     keel_view: SharedView
     keel_checksum: Checksum
     keel_recorder: LoadRecorder | None = None
-    """The recorder for the first update. It is kept so that no second one is created."""
+    """The recorder for the first update. It is kept so that only one is ever created."""
     keel_plan: CopyPlan | None = None
-    """The plan that carries out updates, if the first update could be recorded."""
+    """The plan that later updates follow, or None if the first update could not be recorded."""
     keel_decided = False
-    """True once the first update has finished, whether or not there is a plan."""
+    """True once the first update has finished, whether or not it produced a plan."""
 
     def keel_prepare(self) -> None:
-        """Give every weight loader a `__name__`, which vLLM's reload requires. A
-        `functools.partial` has none, for example the loader for the norms in MiniMax-M2. Also
-        delete the file through which a single worker found itself."""
+        """Prepare the worker for weight updates. Gives every weight loader a `__name__`, which
+        vLLM's reload requires. A `functools.partial` has none, such as the loader for the norms in
+        MiniMax-M2. Also deletes the rendezvous file of a single worker, which is no longer needed.
+        """
         if (place := self.distributed_init_method).startswith("file://"):
             Path(place.removeprefix("file://")).unlink(missing_ok=True)
         for tensor in self.model_runner.get_model().parameters():
@@ -88,14 +89,14 @@ class WeightsExtension:
                 loader.__name__ = "weight_loader"
 
     def keel_moe_layers(self) -> list[int]:
-        """Return the indices of the MoE layers among all layers."""
+        """Return the layer indices of the MoE layers."""
         return [runner.layer_id for runner in moe_runners(self.model_runner.get_model())]
 
     def keel_gpu(self) -> str:
         return gpu_id(self.device)
 
     def keel_join(self, rendezvous: Rendezvous, name: str, timeout_s: float) -> None:
-        """Open a channel to the rank that sends weights. An earlier channel is closed."""
+        """Open a channel to the rank that sends weights. Any earlier channel is closed first."""
         if self.keel_channel is not None:
             self.keel_channel.close()
             self.keel_channel = None
@@ -111,8 +112,8 @@ class WeightsExtension:
     keel_attempt = attempt
 
     def keel_begin_update(self, no_copies: str = "") -> None:
-        """Prepare for the buckets of an update. If `no_copies` is not empty, it is the reason why
-        vLLM's loader must carry out every update. Otherwise the first update is recorded."""
+        """Prepare to receive the buckets of an update. A non-empty `no_copies` is the reason why
+        every update must use vLLM's loader. If it is empty, the first update is recorded."""
         self.keel_checksum, self.keel_view = Checksum(), SharedView()
         if self.keel_plan is not None:
             with torch.inference_mode():
@@ -131,8 +132,8 @@ class WeightsExtension:
             initialize_layerwise_reload(model)
 
     def keel_way(self) -> str:
-        """Return "copies" if updates use a copy plan, or the reason why they use vLLM's loader.
-        Returns an empty string before the first update."""
+        """Return "copies" if updates use a copy plan, or otherwise the reason why they use vLLM's
+        loader. Returns an empty string before the first update."""
         if self.keel_plan is not None:
             return "copies"
         return self.keel_recorder.refusal if self.keel_recorder is not None else ""
@@ -170,8 +171,8 @@ class WeightsExtension:
 
     @torch.inference_mode()
     def keel_finish_update(self, checksum: int | None) -> None:
-        """Complete an update, so that the new weights are used from now on. Raises RuntimeError if
-        the checksum differs."""
+        """Complete an update and switch sampling to the new weights. Raises RuntimeError if the
+        checksum differs."""
         self.keel_view = SharedView()
         if checksum not in (None, self.keel_checksum.value()):
             raise RuntimeError(
@@ -200,8 +201,8 @@ class WeightsExtension:
             _LOG.info("weight updates copy %d tensors directly", len(self.keel_plan.placed))
 
     def _keel_deferred(self) -> list[Any]:
-        """Return the attention layers that compute further tensors from their weights after
-        loading, as MLA does."""
+        """Return the attention layers that derive further tensors from their weights after loading,
+        such as MLA layers."""
         from vllm.model_executor.layers.attention import (  # noqa: PLC0415  (only copies need it)
             is_deferred_attention_layer,
         )
@@ -210,7 +211,7 @@ class WeightsExtension:
         return [module for module in modules if is_deferred_attention_layer(module)]
 
     def keel_fingerprint(self) -> dict[str, str]:
-        """Return a hash of every parameter as the kernels see it."""
+        """Return a hash of every parameter, computed from the tensors that the kernels use."""
         named = self.model_runner.get_model().named_parameters()
         return {
             name: blake2b(

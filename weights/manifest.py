@@ -1,4 +1,4 @@
-"""Checks that a weight update contains exactly the tensors in the checkpoint that the engine
+"""Checks that a weight update contains exactly the tensors of the checkpoint that the engine was
 started from."""
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from keel.weights.buckets import Bucket
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _COMPUTED = re.compile(r"\brotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""Matches tensors in old checkpoints that both engine and trainer compute instead of loading."""
+"""Matches tensors in old checkpoints that the engine and the trainer compute instead of loading."""
 
 
 class Manifest:
     """Tracks which tensors have arrived during an update. vLLM itself only warns about missing
-    tensors, and not about all of them."""
+    tensors, and does not notice all of them."""
 
     def __init__(
         self,
@@ -33,11 +33,14 @@ class Manifest:
         decoder: str = "",
         unread: Iterable[str] = (),
     ) -> None:
-        """`names` are the tensor names in the checkpoint. `layers` is the number of layers without
-        the multi-token-prediction layers, which come last and are loaded by neither engine nor
-        trainer. `tied` says that the output embedding is the input embedding and may be missing.
-        `decoder` is the prefix for the decoder, which a name may lack. `unread` holds patterns for
-        tensors that the trainer does not load."""
+        """Create a manifest from the tensor names in the checkpoint.
+
+        `layers` is the number of layers, not counting the multi-token-prediction layers. Those come
+        last, and neither the engine nor the trainer loads them. If `tied` is set, the output
+        embedding is the input embedding and may be missing. `decoder` is the decoder's prefix in
+        tensor names; names may also come without it. `unread` are patterns for tensors that the
+        trainer does not load.
+        """
         self._prefix = f"{decoder}."
         self._optional = {"lm_head.weight"} if tied else set[str]()
         known = {self._plain(name): name for name in names if not _COMPUTED.search(name)}
@@ -70,8 +73,8 @@ class Manifest:
         self._missing = set(self._names)
 
     def arrived(self, bucket: Bucket) -> None:
-        """Mark the tensors in a bucket as arrived. Raises ValueError if the checkpoint does not
-        have one of them."""
+        """Mark the tensors in a bucket as arrived. Raises ValueError if any tensor is not in the
+        checkpoint."""
         for entry in bucket.entries:
             name = self._plain(entry.name)
             if name not in self._names and name not in self._optional:
@@ -82,7 +85,7 @@ class Manifest:
             self._missing.discard(name)
 
     def finish(self) -> None:
-        """Raise ValueError if any tensor is missing after the update."""
+        """Raise ValueError if any tensor did not arrive during the update."""
         if self._missing:
             first = ", ".join(sorted(self._names[name] for name in self._missing)[:3])
             raise ValueError(
@@ -95,8 +98,7 @@ class Manifest:
 
 
 def checkpoint_names(path: str) -> list[str]:
-    """Return the tensor names in the safetensors checkpoint at `path`, which is a folder or a hub
-    name."""
+    """Return the tensor names in a safetensors checkpoint. `path` is a folder or a hub name."""
     index = cached_file(
         path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False
     )

@@ -1,9 +1,9 @@
 """Packs a model's checkpoint tensors into buckets for each weight update.
 
 Transformers takes about 50 µs of Python time to convert a tensor to its checkpoint name, and a
-mixture-of-experts model has tens of thousands of tensors. The first update records where each
-checkpoint tensor lies in the model. Later updates copy whole stretches of memory, such as all
-experts in a layer at once.
+mixture-of-experts model has tens of thousands of tensors. The first update therefore records where
+each checkpoint tensor is located in the model. Later updates copy large contiguous blocks of
+memory, such as all experts of a layer at once.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from keel.weights.buckets import FlatBucket, TensorEntry, pack_flat
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A stretch of elements that is contiguous both in a module's tensor and in a bucket."""
+    """A range of elements that is contiguous both in a module's tensor and in a bucket."""
 
     source: str
     """The name of the module's tensor."""
     start: int
-    """Start of the run in the module's tensor, in elements."""
+    """Index of the first element in the module's tensor."""
     count: int
     bucket: int
     at: int
-    """Start of the run in the bucket, in bytes."""
+    """Byte offset of the run in the bucket."""
     dtype: torch.dtype
     """Element type in the bucket."""
 
@@ -48,21 +48,22 @@ class BucketPacker:
         *,
         whole: Whole | None = None,
     ) -> None:
-        """`dtype` is the dtype that the engines use (see `precision`). See `pack_flat` for
-        `bucket_bytes` and `module_tensors` for `whole`."""
+        """Create a packer for `model`. `dtype` is the dtype used by the engines (see `precision`).
+        `bucket_bytes` is explained in `pack_flat` and `whole` in `module_tensors`."""
         self._model, self._size, self._whole = model, bucket_bytes, whole
         self._in_engine_dtype = precision(model, dtype)
         self._tables: list[tuple[tuple[TensorEntry, ...], int]] = []
-        """The table of tensors and the size in bytes for each bucket."""
+        """The table of tensors and the size in bytes, for each bucket."""
         self._runs: list[list[_Run]] = []
-        """The runs for each module, in the order of the buckets."""
+        """The runs of each module, in the order of the buckets."""
         self._computed: set[int] = set()
-        """Modules whose checkpoint tensors have to be computed because they are not simply parts of
-        the module's tensors."""
+        """Modules whose checkpoint tensors have to be computed, because they are not simply parts
+        of the module's tensors."""
 
     def buckets(self) -> Iterator[FlatBucket]:
-        """Pack the current weights. After the first call, only one bucket and one module's tensors
-        are in memory at a time. The first call needs as much memory as `pack_flat`."""
+        """Pack the current weights and yield the buckets. The first call needs as much memory as
+        `pack_flat`. Later calls keep only one bucket and one module's tensors in memory at a time.
+        """
         return self._replay() if self._tables else self._record()
 
     def _record(self) -> Iterator[FlatBucket]:
@@ -125,8 +126,8 @@ class BucketPacker:
 
 
 class _WithoutCopies(TorchFunctionMode):
-    """Turns `contiguous` into a no-op. Transformers calls it before it splits a tensor, and without
-    the copy the parts are views that show where their elements come from."""
+    """Turns `contiguous` into a no-op. Transformers calls `contiguous` before it splits a tensor.
+    Without this copy, the parts are views, which show where their elements come from."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -135,8 +136,8 @@ class _WithoutCopies(TorchFunctionMode):
 
 
 def _origin(tensor: Tensor, local: Mapping[str, Tensor]) -> tuple[str, int] | None:
-    """Return the name of the tensor in `local` that contains this one without gaps, and the index
-    of the first element in it. Returns None if there is no such tensor."""
+    """Find the tensor in `local` that contains this tensor without gaps. Returns its name and the
+    index of the first element in it, or None if there is no such tensor."""
     for name, whole in local.items():
         start, rest = divmod(tensor.data_ptr() - whole.data_ptr(), whole.itemsize)
         if (

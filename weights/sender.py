@@ -1,9 +1,10 @@
-"""The trainer's side of a weight update: each rank sends the current weights to its engines, bucket
+"""The trainer's side of a weight update. Each rank sends the current weights to its engines, bucket
 by bucket.
 
-If an engine shares the rank's GPU, the bytes stay on that GPU. Otherwise they go through a channel.
-The control channel announces each bucket. One call to the engine's actor runs for the whole update
-and reports the engine's failure. If one engine fails, the update of the others continues.
+If an engine shares the rank's GPU, the bytes stay on that GPU. Otherwise they are sent through a
+channel. Each bucket is announced through the control channel. A single call to the engine's actor
+runs for the whole update, and reports an error if the engine fails. If one engine fails, the
+updates of the others continue.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from keel.weights.channel import Begin, Channel, Finish, Outbox, Rendezvous, Sha
 from keel.weights.sync import Outcome, Receiver
 
 GRACE_S = 5.0
-"""After a channel breaks, wait this long to find out whether the engine reports an error."""
+"""Seconds to wait, after a channel breaks, for the engine to report an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class _EngineLink:
     actor_hash: int
-    """Shows whether the engine was replaced. The actor handle itself would keep the actor alive."""
+    """Used to detect that the engine was replaced. Storing the actor handle would keep the actor
+    alive."""
     outbox: Outbox
     channel: Channel | None
     """None if the engine and the rank share a GPU."""
@@ -41,25 +43,22 @@ class _EngineLink:
 
 
 class Sender:
-    """Sends the weights from one rank to its engines."""
+    """Sends weights from one rank to its engines."""
 
     def __init__(self, rendezvous: Rendezvous, device: torch.device, *, timeout_s: float) -> None:
-        """`timeout_s` is the time limit for each step in an update."""
+        """`timeout_s` is the time limit for each step of an update."""
         self._rendezvous, self._device, self._timeout_s = rendezvous, device, timeout_s
         self._links: dict[int, _EngineLink] = {}
-        """The links to the engines, keyed by engine index."""
+        """The links to the engines, by engine index."""
         self._reached = False
-        """True once a channel has worked."""
+        """True once any channel has worked."""
 
     def send(
         self, buckets: Iterator[FlatBucket], receivers: Sequence[Receiver], version: int
     ) -> dict[int, Outcome]:
-        """Send the weights with this `version` to all `receivers` and return the outcome for each
-        engine index.
-
-        `buckets` is always read to the end, since under ZeRO-3 the other ranks take part in
-        gathering every bucket.
-        """
+        """Send the weights of this `version` to all `receivers`. Returns the outcome for each
+        engine index. `buckets` is always read to the end, because under ZeRO-3 the other ranks take
+        part in gathering every bucket."""
         updates = [_Update(receiver) for receiver in receivers]
         checksum, begun = Checksum(), False
         for bucket in buckets:
@@ -134,7 +133,7 @@ class Sender:
 
 
 class _Update:
-    """The update of one engine. After an error, nothing more is sent to that engine."""
+    """The update of one engine. After an error, nothing more is sent to this engine."""
 
     def __init__(self, receiver: Receiver) -> None:
         self.receiver = receiver
@@ -142,7 +141,7 @@ class _Update:
         self.first = False
         """True if no channel to any engine has worked yet."""
         self.sent = False
-        """True once a bucket has got through the channel."""
+        """True once a bucket was sent through the channel successfully."""
         self._sending = False
         self._link: _EngineLink | None = None
         self._memory = SharedMemory()
@@ -177,7 +176,7 @@ class _Update:
         link.outbox.put(Begin())
 
     def send(self, bucket: FlatBucket) -> None:
-        """Send a bucket and return when the engine has its bytes. The engine loads them while the
+        """Send a bucket, and return once the engine has its bytes. The engine loads them while the
         next bucket is packed."""
         assert self._link is not None
         outbox, channel, (entries, flat) = self._link.outbox, self._link.channel, bucket
@@ -212,8 +211,8 @@ def _drop_frames(error: BaseException | None) -> None:
 
 
 def _raise_failure(answer: Any, wait_s: float | None = None) -> None:
-    """Raise the error from the call to the engine, if there is one, since it says more than a
-    broken channel. Waits for `wait_s`, or `GRACE_S` by default."""
+    """Raise the error from the call to the engine, if there is one. It is more informative than the
+    error of a broken channel. Waits `wait_s` seconds for it, by default `GRACE_S`."""
     ready, _ = ray_timeouts.wait([answer], seconds=GRACE_S if wait_s is None else wait_s)
     if ready:
         ray_timeouts.get(answer, seconds=ray_timeouts.CALL_S)

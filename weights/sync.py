@@ -15,7 +15,7 @@ An update makes these calls:
           StoreTransfer               RolloutWorker.update on every engine;
                                       bytes through Ray's object store
 
-Both ways end in the same calls on the engine: `begin_update`, `load_bucket` for each bucket and
+Both paths end in the same calls on the engine: `begin_update`, `load_bucket` for each bucket and
 `finish_update` go from `EngineThread` to `VllmEngine`, and from there to `WeightsExtension` in
 vLLM's workers.
 """
@@ -30,7 +30,8 @@ from typing import Any, Protocol
 from keel.configs.schema import RolloutConfig
 
 Outcome = int | Exception
-"""The version that an engine samples from after an update, or the error that stopped the update."""
+"""The result of updating an engine: the version that it now samples from, or the error that stopped
+the update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Receiver:
 
 
 class UpdatableEngine(Protocol):
-    """An engine of the pool, as a weight update sees it."""
+    """Interface to a pool engine during a weight update."""
 
     @property
     def index(self) -> int: ...
@@ -52,22 +53,21 @@ class UpdatableEngine(Protocol):
         ...
 
     def update(self, version: int, buckets: Sequence[Any]) -> Future[int]:
-        """Load new weights and return the version that the engine samples from afterwards."""
+        """Load new weights. The future returns the version that the engine then samples from."""
         ...
 
 
 class Transfer(Protocol):
-    """One version of the weights that is ready to be delivered to engines."""
+    """A version of the weights that is ready to be sent to engines."""
 
     def to(self, engines: Sequence[UpdatableEngine], /) -> Sequence[Future[int]]:
-        """Start the delivery. Each future resolves to the version that its engine then samples
-        from."""
+        """Start sending to `engines`. Each future resolves to the version that its engine then
+        samples from."""
         ...
 
 
 class _WeightSource(Protocol):
-    """The trainer's part in a weight update. Implemented by
-    `keel.trainer.learner.Learner`."""
+    """The trainer's side of a weight update. Implemented by `keel.trainer.learner.Learner`."""
 
     def make_room(self) -> None: ...
     def put_weights(self) -> Sequence[Any]: ...
@@ -75,16 +75,15 @@ class _WeightSource(Protocol):
 
 
 class _WeightTarget(Protocol):
-    """The engines' part in a weight update. Implemented by
-    `keel.rollout.pool.pool.RolloutPool`."""
+    """The engines' side of a weight update. Implemented by `keel.rollout.pool.pool.RolloutPool`."""
 
     def update(self, version: int, transfer: Transfer) -> Future[None]: ...
 
 
 @dataclass(frozen=True)
 class _DirectTransfer:
-    """Sends the trainer's current weights straight from its ranks to the engines, over NCCL or
-    through memory on a shared GPU (see `keel.weights.sender`)."""
+    """Sends the trainer's current weights directly from its ranks to the engines, either over NCCL
+    or through memory on a shared GPU (see `keel.weights.sender`)."""
 
     source: _WeightSource
 
@@ -94,19 +93,19 @@ class _DirectTransfer:
 
 @dataclass(frozen=True)
 class StoreTransfer:
-    """Sends the weights through Ray's object store, which copies them once to each node."""
+    """Sends the weights through Ray's object store. The store copies them to each node once."""
 
     version: int
     buckets: Sequence[Any]
-    """Ray references to the `keel.weights.buckets.Bucket` objects."""
+    """Ray object references to `keel.weights.buckets.Bucket` objects."""
 
     def to(self, engines: Sequence[UpdatableEngine], /) -> Sequence[Future[int]]:
         return [engine.update(self.version, self.buckets) for engine in engines]
 
 
 def sends_directly(config: RolloutConfig, *, gpu: bool) -> bool:
-    """Return True if trainer ranks send weights to the engines directly. `rollout.weight_transfer:
-    auto` means `direct` on GPUs."""
+    """Return True if the trainer's ranks send weights directly to the engines. With
+    `rollout.weight_transfer: auto`, they do so on GPUs."""
     return config.weight_transfer == "direct" or (config.weight_transfer == "auto" and gpu)
 
 
@@ -121,17 +120,15 @@ class WeightSync:
         direct: bool,
         before: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`before(version)` is called once the weights are ready, directly before the engines take
+        """`before(version)` is called when the weights are ready, just before the engines receive
         them."""
         self._source, self._engines = source, engines
         self._direct, self._before = direct, before
 
     def push(self, version: int) -> Future[None]:
-        """Start sending the trainer's current weights to every engine. `version` is their version.
-
-        This blocks until the weights fit on the GPUs and, without direct transfer, until all of
-        them are in Ray's object store. The future resolves as in `RolloutPool.update`.
-        """
+        """Start sending the trainer's current weights, which have this `version`, to every engine.
+        Blocks until the weights fit on the GPUs and, without direct transfer, until all of them are
+        in Ray's object store. The future resolves as in `RolloutPool.update`."""
         self._source.make_room()
         transfer: Transfer = (
             _DirectTransfer(self._source)

@@ -1,2 +1,2 @@
-"""The support head, which computes log-probabilities only over sampling masks, on CPUs and with GPU
-kernels."""
+"""The support head, which computes log-probabilities only over sampling masks. It runs on CPUs and,
+with custom kernels, on GPUs."""

@@ -45,29 +45,29 @@ from keel.model.head.kernels import (
 from keel.model.torch_internals import to_device
 
 CHUNK_TOKENS = 2048
-"""The number of tokens that share one plan."""
+"""The number of tokens that share a plan."""
 UNION_FLOOR = 128
-"""If tokens kept fewer ids than this on average, gather is chosen without computing the union."""
+"""If tokens keep fewer ids than this on average, gather is chosen without computing the union."""
 ALIGNMENT = 64
-"""Unions are padded to a multiple of this, because GEMMs use slower kernels for other widths."""
+"""Unions are padded to a multiple of this size. GEMMs use slower kernels for other widths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive tokens that share a plan, and their entries (positions in the kept ids)."""
+    """Consecutive tokens that share a plan, with their entries (positions in the kept ids)."""
 
     tokens: tuple[int, int]
     entries: tuple[int, int]
     union: Tensor | None = None
-    """[U] int64, the ids that any of the tokens kept, ascending and padded with unused zeros to a
-    multiple of `ALIGNMENT`. None means that the plan is gather."""
+    """[U] int64, all ids kept by any of the tokens, in ascending order and padded with unused zeros
+    to a multiple of `ALIGNMENT`. None if the plan is gather."""
     column: Tensor | None = None
     """[entries] int64, the position of each entry's id in `union`."""
 
 
 @dataclass(frozen=True)
 class SupportPlan:
-    """The sampling masks on the device, divided into chunks."""
+    """The sampling masks on the device, divided into chunks of tokens."""
 
     vocabulary: int
     ids: Tensor
@@ -75,11 +75,10 @@ class SupportPlan:
     offsets: Tensor
     """[T+1] int64."""
     token: Tensor
-    """[E] int32, the token that each entry belongs to."""
+    """[E] int32, the token of each entry."""
     chunks: tuple[Chunk, ...]
     full: Tensor | None
-    """[F] int64, the tokens whose sampling was not truncated. None means that all were
-    truncated."""
+    """[F] int64, the tokens that were sampled without truncation. None if all were truncated."""
 
     @cached_property
     def transposed(self) -> Transposed:
@@ -97,9 +96,9 @@ class SupportPlan:
 
 
 def union_is_cheaper(entries: int, tokens: int, union: int, d: int) -> bool:
-    """Return whether one GEMM over `union` rows is faster than reading one row per entry. The
-    estimate compares the seconds for one pass, with constants fitted on an H200 for d from 640 to
-    2,048. The forward pass and both gradients scale alike, and on other devices the choice is
+    """Return True if one GEMM over `union` rows is faster than reading one row per entry. The
+    estimate compares the duration of one pass. Its constants were fitted on an H200 for d from 640
+    to 2,048. The forward pass and both gradients scale alike. On other devices, the choice is
     rarely different."""
     gather = entries * (9e-11 + d * 2.35e-13)
     product = tokens * union * (4e-13 + d * 4e-15) + 6.5e-5
@@ -109,9 +108,9 @@ def union_is_cheaper(entries: int, tokens: int, union: int, d: int) -> bool:
 def build_plan(
     kept_ids: Tensor, kept_offsets: Tensor, *, vocabulary: int, d: int, device: torch.device
 ) -> SupportPlan:
-    """Choose a plan for each chunk of tokens. kept_ids [E] and kept_offsets [T+1] are integers on
-    any device. If they are on the host, planning does not synchronise. Ids must be in [0,
-    vocabulary) and unique within a token."""
+    """Choose a method for each chunk of tokens and return the resulting plan. kept_ids [E] and
+    kept_offsets [T+1] are integers on any device. Planning does not synchronise if they are on the
+    host. Ids must be in [0, vocabulary) and unique within a token."""
     host_offsets = kept_offsets.cpu().numpy()
     sizes = np.diff(host_offsets)
     offsets = to_device(kept_offsets.long(), device)
@@ -161,8 +160,8 @@ def _chunks(
 def _find_union(
     kept_ids: Tensor, tokens: tuple[int, int], span: tuple[int, int], vocabulary: int, d: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the union of the tokens' masks and the position of each entry in it, if using it is
-    faster."""
+    """Return the union of the tokens' masks and the position of each entry in it. Returns None if
+    gather is faster."""
     count, entries = tokens[1] - tokens[0], span[1] - span[0]
     # The union is at least as large as the mean mask.
     if entries < UNION_FLOOR * count or not union_is_cheaper(entries, count, entries // count, d):
@@ -327,7 +326,8 @@ def fused_head(
     bias: Tensor | None = None,
     shape: HeadShape | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (log π(target), entropy) for each token over its sampling mask, both [T] float32.
+    """Compute log π(target) and the entropy for each token over its sampling mask, and return both
+    as [T] float32.
 
     The log-probability is differentiable with respect to hidden, weight and bias, but the entropy
     is not. hidden [T, d] and weight [V, d] are in bfloat16, float16 or float32, targets [T] are

@@ -32,8 +32,8 @@ import triton.language as tl
 from torch import Tensor
 
 LONG_ROW = 256
-"""The number of sorted entries in a part. One program sums fewer than twice as many entries, plus
-any number of parts."""
+"""Number of sorted entries in a part. One program sums fewer than twice as many entries, plus any
+number of parts."""
 
 
 class _Tiling(NamedTuple):
@@ -51,7 +51,8 @@ _WEIGHT_GRADIENT = _Tiling(4, 1024, 2)
 
 
 class HeadShape(NamedTuple):
-    """z = softcap · tanh(scale · (hidden · weight + bias) / softcap) / temperature."""
+    """How logits are computed: z = softcap · tanh(scale · (hidden · weight + bias) / softcap) /
+    temperature."""
 
     scale: float = 1.0
     softcap: float = 0.0  # 0: no cap
@@ -59,17 +60,16 @@ class HeadShape(NamedTuple):
 
 
 class Transposed(NamedTuple):
-    """The entries sorted by id, which shows for each row of the vocabulary which tokens kept it."""
+    """The entries sorted by id, so that the tokens that kept an id are next to each other."""
 
     entry: Tensor
-    """[E] int64, where each sorted entry was before sorting."""
+    """[E] int64, the original position of each sorted entry."""
     token: Tensor
-    """[E] int32, the token that each sorted entry belongs to."""
+    """[E] int32, the token of each sorted entry."""
     ids: Tensor
     """[E] int32, the ids in ascending order."""
     row_start: Tensor
-    """[V+1] int32. Row v of the vocabulary has the sorted entries row_start[v] …
-    row_start[v+1]−1."""
+    """[V+1] int32. Vocabulary row v has the sorted entries row_start[v] … row_start[v+1]−1."""
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _shape_logit(dot, scale, softcap, inverse_temperature, CAPPED: tl.constexpr)
 
 @triton.jit
 def _logit_slope(z, scale, softcap, inverse_temperature, CAPPED: tl.constexpr):
-    """Return d z / d dot, computed from z."""
+    """Return the derivative dz / d(dot), computed from z."""
     slope = scale * inverse_temperature
     if CAPPED:
         tanh = z / (softcap * inverse_temperature)
@@ -278,7 +278,7 @@ def _bias_gradient_kernel(out, coefficient, entry_of, row_start, BLOCK: tl.const
 
 
 def entry_tokens(offsets: Tensor, entries: int) -> Tensor:
-    """Return the token that each entry belongs to, [E] int32, given offsets [T+1] int64."""
+    """Return the token of each entry, [E] int32. `offsets` is [T+1] int64."""
     out = torch.empty(entries, device=offsets.device, dtype=torch.int32)
     if entries:
         _token_kernel[(offsets.numel() - 1,)](out, offsets, BLOCK=128, num_warps=1)
@@ -287,7 +287,7 @@ def entry_tokens(offsets: Tensor, entries: int) -> Tensor:
 
 def transpose_entries(ids: Tensor, token: Tensor, vocabulary: int) -> Transposed:
     """Sort entries by id, without synchronising. `ids` and `token` are [E] int32. The result does
-    not depend on weights, so several passes can use it."""
+    not depend on the weights, so several passes can reuse it."""
     sorted_ids, entry = torch.sort(ids, stable=True)
     rows = torch.arange(vocabulary + 1, device=ids.device, dtype=torch.int32)
     row_start = torch.searchsorted(sorted_ids, rows, out_int32=True)
@@ -325,8 +325,8 @@ def span_statistics(
     offsets: Tensor,
     targets: Tensor,
 ) -> None:
-    """Write logp, entropy and lse, [T] float32, for tokens with a non-empty span. If a target is
-    outside its span, its logp is −inf."""
+    """Compute logp, entropy and lse for tokens with a non-empty span, and write them to [T] float32
+    tensors. If a target is outside its span, its logp is −inf."""
     if targets.numel():
         _span_kernel[(targets.numel(),)](
             logp, entropy, lse, logits, ids, offsets, targets, BLOCK=32, num_warps=1
@@ -361,8 +361,8 @@ def hidden_gradient(
     offsets: Tensor,
     tiling: _Tiling = _HIDDEN_GRADIENT,
 ) -> None:
-    """Write the gradient of hidden to all rows of `out` [T, d], with zeros for empty spans.
-    `offsets` [T+1] index into `ids`."""
+    """Write the gradient of hidden to `out` [T, d]. Every row is written, with zeros for empty
+    spans. `offsets` [T+1] index into `ids`."""
     tokens, d = out.shape
     if tokens:
         _hidden_gradient_kernel[(tokens, triton.cdiv(d, tiling.columns))](
@@ -379,8 +379,8 @@ def weight_gradient(
     transposed: Transposed,
     tiling: _Tiling = _WEIGHT_GRADIENT,
 ) -> None:
-    """Write the sum of `base` and the gradient of weight to all rows of `out` [V, d]. `base` may be
-    `out` itself."""
+    """Write the sum of `base` and the gradient of weight to `out` [V, d]. Every row is written.
+    `base` may be `out` itself."""
     vocabulary, d = out.shape
     columns = triton.cdiv(d, tiling.columns)
     parts = transposed.ids.numel() // LONG_ROW
@@ -406,7 +406,7 @@ def bias_gradient(out: Tensor, coefficient: Tensor, transposed: Transposed) -> N
 
 
 _BLOCK_LOGITS = 1 << 27
-"""The number of logits in a block over all tokens, which take 512 MiB in float32."""
+"""Number of logits in a block, over all tokens. In float32, they take 512 MiB."""
 
 
 @triton.jit
@@ -463,7 +463,7 @@ def _block_coefficient_kernel(
 
 
 def gemm(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right, summed in float32 and with a float32 result."""
+    """Return left @ right in float32, with float32 sums."""
     right = right.to(left.dtype)
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
@@ -505,8 +505,8 @@ def full_gradients(
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of hidden [T, d] in float32, and add to grad_weight [V, d] and grad_bias
-    [V]. `lse` and `grad_logp` are [T] float32."""
+    """Return the gradient of hidden, [T, d] float32, and add the gradients of weight and bias to
+    grad_weight [V, d] and grad_bias [V]. `lse` and `grad_logp` are [T] float32."""
     tokens, d = hidden.shape
     grad_hidden = torch.zeros((tokens, d), device=hidden.device, dtype=torch.float32)
     for first, last in _blocks(tokens, weight.shape[0]):

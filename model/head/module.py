@@ -25,15 +25,16 @@ LOGIT_SCALE: Mapping[str, Callable[[Any], float]] = {
     "granitemoeshared": lambda config: 1 / config.logits_scaling,
     "hyperclovax": lambda config: config.logits_scaling,
 }
-"""The factor by which a family's forward multiplies the output of its lm_head, by `model_type`."""
+"""Maps a `model_type` to the factor by which its forward pass multiplies the output of lm_head."""
 
 _SCALE_KNOBS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 
 class SupportHead(nn.Linear):
-    """An output layer that scores targets over sampling masks (`support_head`). It has the same
-    `Parameter` objects and names as the layer that it replaces, so tied embeddings stay tied and
-    checkpoints do not change. It is a module so that ZeRO-3 gathers its weight."""
+    """An output layer that computes log-probabilities of targets over sampling masks
+    (`support_head`). It has the same `Parameter` objects and names as the layer that it replaces,
+    so tied embeddings stay tied and checkpoints do not change. It is a module so that ZeRO-3
+    gathers its weight."""
 
     def __init__(
         self, linear: nn.Linear, *, scale: float = 1.0, softcap: float | None = None
@@ -58,9 +59,9 @@ class SupportHead(nn.Linear):
         memo: dict[Any, Any] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the log-probabilities and entropies of `targets`, both [T] float32 (see
-        `support_head`). Without targets, it returns W·h + bias before the family's scaling and
-        capping, like the layer that it replaces, so that `model(...).logits` and `model.generate`
-        still work."""
+        `support_head`). If `targets` is omitted, return W·h + bias without the family's scaling and
+        capping, as the replaced layer did, so that `model(...).logits` and `model.generate` still
+        work."""
         if targets is None:
             return super().forward(hidden)
         if kept_ids is None or kept_offsets is None:
@@ -80,8 +81,8 @@ class SupportHead(nn.Linear):
 
 def install_support_head(model: PreTrainedModel) -> SupportHead:
     """Replace the model's output layer with a `SupportHead` and return it. Calling this again has
-    no effect. Raises ValueError if the output layer is not a `nn.Linear`, or the config scales
-    logits and the family is not in `LOGIT_SCALE`."""
+    no effect. Raises ValueError if the output layer is not a `nn.Linear`. Also raises it if the
+    config scales logits and the model family is not in `LOGIT_SCALE`."""
     layer = model.get_output_embeddings()
     if isinstance(layer, SupportHead):
         return layer
@@ -98,7 +99,7 @@ def install_support_head(model: PreTrainedModel) -> SupportHead:
 
 
 def logit_shape(config: Any) -> dict[str, Any]:
-    """Return the `scale` and `softcap` that a transformers config specifies for logits."""
+    """Return the `scale` and `softcap` of logits that a transformers config specifies."""
     config = config.get_text_config()
     if config.model_type in LOGIT_SCALE:
         scale = LOGIT_SCALE[config.model_type](config)

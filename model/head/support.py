@@ -1,4 +1,5 @@
-"""Log-probabilities over sampling masks: the policy that truncated sampling defines.
+"""Computes log-probabilities over sampling masks, as the policy with truncated sampling assigns
+them.
 
 Under Keep Sampling Mask (DeepSeek-V3.2, section 3.1) a token o sampled with the mask S has
 
@@ -33,18 +34,19 @@ from torch.autograd.function import once_differentiable
 from keel.model.torch_internals import to_device
 
 GATHER_COST = {"cpu": 16, "cuda": 1000}
-"""The gemm plan computes this many logits in the time that the gather plan needs for one pair,
+"""Number of logits that the gemm plan computes in the time that the gather plan needs for one pair,
 forward and backward. On a CPU, measurements show that both cost the same at V/|S| from 14 to 19,
 for V of 150, 300 and 32,000. On CUDA, the value measured on an H200 (88 ns per pair, 0.04 ns per
 logit) is halved in favour of gather, which needs less memory."""
 GATHER_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
-"""Number of elements in a [pairs, d] block of the gather plan. On a CPU the block fits into the
+"""Number of elements in a [pairs, d] block of the gather plan. On a CPU, a block fits into the
 cache."""
 GEMM_ELEMENTS = {"cpu": 2**18, "cuda": 2**27}
-"""Number of elements in a [rows, V] block of the gemm plan. On CUDA this is 512 MiB in float32."""
+"""Number of elements in a [rows, V] block of the gemm plan. On CUDA, a block takes 512 MiB in
+float32."""
 GEMM_ROWS = 128
-"""Smallest number of rows in that block. With fewer, the GEMM would be limited by reading the
-head."""
+"""Minimum number of rows in a block of the gemm plan. With fewer rows, reading the head would limit
+the speed of the GEMM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +54,11 @@ class HeadSpec:
     """How a model family computes logits from W·h. The defaults fit most families."""
 
     bias: Tensor | None = None
-    """[V] a bias that is added to W·h."""
+    """[V] the bias added to W·h."""
     scale: float = 1.0
-    """The factor by which W·h + bias is multiplied."""
+    """The factor that W·h + bias is multiplied by."""
     softcap: float | None = None
-    """The constant c if scaled logits z are capped to c·tanh(z/c)."""
+    """The constant c if the scaled logits z are capped to c·tanh(z/c)."""
 
     def __post_init__(self) -> None:
         if self.softcap is not None and not self.softcap > 0:
@@ -170,7 +172,8 @@ def _on_gpu(
 
 
 class _KeptHead(Function):
-    """Computes truncated tokens. It saves two floats and two integers for each (token, id) pair."""
+    """Computes log-probabilities and entropies of truncated tokens. For the backward pass, it saves
+    two floats and two integers for each (token, id) pair."""
 
     @staticmethod
     def forward(
@@ -224,7 +227,8 @@ class _KeptHead(Function):
 
 
 class _FullHead(Function):
-    """Computes tokens whose sampling was not truncated. It saves one float per token."""
+    """Computes log-probabilities and entropies of tokens sampled without truncation. For the
+    backward pass, it saves one float per token."""
 
     @staticmethod
     def forward(
@@ -335,9 +339,9 @@ class _Pairs:
     ids: Tensor
     """[nnz] int64 vocabulary ids."""
     rows: Tensor
-    """[nnz] int64, the row of `hidden` that each pair uses, ascending."""
+    """[nnz] int64, the row of `hidden` for each pair, in ascending order."""
     host_offsets: NDArray[np.int64]
-    """[T+1] where each token's pairs start, on the host."""
+    """[T+1] the start of each token's pairs, on the host."""
 
 
 # The arithmetic at (token, id) pairs. `_pair_plan` chooses between two plans with equal results:
@@ -363,7 +367,7 @@ def _pair_plan(
 
 
 def _pair_logits(hidden: Tensor, weight: Tensor, pairs: _Pairs) -> Tensor:
-    """Return the [nnz] dot products of `hidden[rows]` with `weight[ids]`."""
+    """Return the dot product of `hidden[rows]` and `weight[ids]` for each pair, [nnz]."""
     out = torch.empty(len(pairs.ids), dtype=_accumulate_dtype(hidden), device=hidden.device)
     vocab, dim = weight.shape
     if _pair_plan(len(pairs.ids), len(hidden), vocab, hidden.device) == "gather":
@@ -382,7 +386,8 @@ def _pair_logits(hidden: Tensor, weight: Tensor, pairs: _Pairs) -> Tensor:
 def _pair_grads(
     grad: Tensor, hidden: Tensor, weight: Tensor, pairs: _Pairs, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of `hidden` and `weight`, if needed, from `grad` [nnz] of the logits."""
+    """Return the gradients of `hidden` and `weight`, if they are needed. `grad` [nnz] is the
+    gradient of the logits."""
     d_hidden = torch.zeros_like(hidden, dtype=grad.dtype) if needs[0] else None
     d_weight = torch.zeros_like(weight, dtype=grad.dtype) if needs[1] else None
     vocab, dim = weight.shape
@@ -426,13 +431,14 @@ def _gemm_grads(
 
 
 def _gemm_operand(tensor: Tensor) -> Tensor:
-    """Cast an operand for `_matmul`, because only a GPU multiplies half precision into float32."""
+    """Cast an operand for `_matmul` if necessary. Only a GPU can multiply half precision into
+    float32."""
     return tensor if tensor.is_cuda else tensor.to(_accumulate_dtype(tensor))
 
 
 def _matmul(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply with float32 sums *and* a float32 result. In bfloat16, a logit of 20 would be off by
-    up to 0.06."""
+    """Multiply with float32 sums *and* a float32 result. With a bfloat16 result, a logit of 20
+    would be off by up to 0.06."""
     if left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left, right, out_dtype=torch.float32)
     return left @ right

@@ -7,11 +7,11 @@ once for all heads. Queries are processed in chunks, so that no tensor of querie
 The selection is not differentiable, and the indexer's input is detached. The indexer therefore
 learns only from its own loss, and the other weights only from the language model's loss.
 
-**Index replay.** As Keep Routing does for experts, the trainer attends to the positions that the
-rollout engine selected, and computes everything else live. The engine records, for each input token
+**Index replay.** The trainer attends to the positions that the rollout engine selected and computes
+everything else itself, as Keep Routing does for experts. The engine records, for each input token
 and each layer with an indexer, the positions in the token's segment that it attended to, as [T, L,
-k] padded with −1. Where a row is −1, nothing was recorded and the live selection is used. Contexts
-with at most k tokens need no record, because all their tokens are selected.
+k] padded with −1. A row of −1 means that nothing was recorded; the trainer then makes its own
+selection. Contexts with at most k tokens need no record, because all their tokens are selected.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ from keel.model.torch_internals import running_node
 from keel.model.transformers_internals import override
 
 _SUPPORTED = "DeepseekV32Attention"
-"""The attention class in transformers that is supported."""
+"""The only supported attention class in transformers."""
 _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**30}
-"""Size limit in bytes for the largest tensor needed by a chunk."""
+"""Maximum size in bytes of the largest tensor that a chunk needs."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SparsePass:
-    """Options for a forward pass and its results. The decoder receives it as the keyword
-    `sparse`."""
+    """The options and the results of one forward pass. The decoder receives this object as the
+    keyword argument `sparse`."""
 
     dense: bool = False
-    """Whether to attend to all earlier tokens, as in the indexer's warm-up. The loss is then Eq.
-    3."""
+    """If True, attend to all earlier tokens, as in the indexer's warm-up. The loss is Eq. 3."""
     loss: bool = False
-    """Whether to compute the indexers' loss, which is Eq. 4, or Eq. 3 with `dense`."""
+    """If True, compute the indexers' loss. It is Eq. 4, or Eq. 3 with `dense`."""
     chunk: int | None = None
-    """Number of queries in a chunk. By default it is derived from `_CHUNK_BYTES`."""
+    """Number of queries in a chunk. By default, it is derived from `_CHUNK_BYTES`."""
     recorded_LNk: Tensor | None = None
-    """The positions in the segment that an engine selected for each token in each layer. Rows of
-    `NONE` use the live selection. `recorded_selection` builds this tensor."""
+    """The positions in the segment that an engine selected for each layer and token. For rows of
+    `NONE`, the trainer makes its own selection. `recorded_selection` builds this tensor."""
     losses: list[Tensor] = field(default_factory=list[Tensor])
     """Σ_t KL for each layer, with its autograd graph."""
     held: list[Tensor] = field(default_factory=list[Tensor])
-    """[2] for each layer with dense attention and loss: the attention that falls on the top k keys,
-    summed over queries with more than k keys, and the number of these queries."""
+    """Computed for each layer with dense attention and loss, as [2]. The first number is the
+    attention on the top k keys, summed over queries with more than k keys. The second is the number
+    of these queries."""
 
     def loss_sum(self) -> Tensor:
         """Return the sum of the KL divergences over layers and queries, in nats."""
@@ -85,7 +85,7 @@ def indexers(model: nn.Module) -> list[nn.Module]:
 
 
 def use_sparse_attention(model: PreTrainedModel) -> None:
-    """Make the sparse attention layers in `model` run over packed segments, one chunk at a time.
+    """Make the sparse attention layers in `model` work on packed segments, one chunk at a time.
     Raises ValueError if the model family is not supported."""
     layers = sparse_layers(model)
     unknown = {type(layer).__name__ for layer in layers} - {_SUPPORTED}
@@ -143,9 +143,9 @@ class _Packed:
 def _index_inputs(
     indexer: Any, hidden: Tensor, low: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the inputs for Eq. 1: query [N, J, d], weight [N, J] float32 and key [N, d]. The
-    indexer's rotary embedding rotates halves of the first dimensions, while the main attention
-    rotates pairs in the last ones."""
+    """Compute the inputs of Eq. 1: query [N, J, d], weight [N, J] float32 and key [N, d]. The
+    indexer's rotary embedding rotates halves of the first dimensions. The main attention instead
+    rotates pairs in the last dimensions."""
     rope = indexer.qk_rope_head_dim
     query = indexer.wq_b(low).unflatten(-1, (indexer.n_heads, -1))
     key = indexer.k_norm(indexer.wk(hidden))[:, None]
@@ -167,7 +167,7 @@ def _attend(
     segments: Segments,
     sparse: SparsePass,
 ) -> Tensor:
-    """Attend with query [N, H, r + rope] to key [N, r + rope], and return [N, H, r]."""
+    """Attend with query [N, H, r + rope] to key [N, r + rope] and return the output [N, H, r]."""
     top_k = layer.indexer.index_topk
     rows = segments.token_of_row
     per_query = [x.index_select(0, rows) for x in (query, *index[:2])]
@@ -207,8 +207,9 @@ def _attend(
 
 @dataclass(frozen=True, slots=True)
 class ChunkAttention:
-    """Attention for a chunk of queries. Returns the outputs [B, c, H, r], the KL divergences [B,
-    c], and the fraction of attention on the top k [B, c], or −1 if it was not computed."""
+    """Attention for one chunk of queries. Returns the outputs [B, c, H, r], the KL divergences [B,
+    c], and the fraction of attention on the top k keys [B, c]. The fraction is −1 if it was not
+    computed."""
 
     scaling: float
     rank: int
@@ -270,8 +271,8 @@ class ChunkAttention:
 def selection(
     query: Tensor, weight: Tensor, key: Tensor, top_k: int, size: int, *, first: int = 0
 ) -> Tensor:
-    """Select keys for all queries, one chunk at a time, [B, L, k] int32. `first` is explained in
-    `by_chunks`."""
+    """Select keys for all queries, one chunk at a time. Returns their positions, [B, L, k] int32.
+    `first` is explained in `by_chunks`."""
 
     def chunk(first: int, query: Tensor, weight: Tensor, key: Tensor) -> tuple[Tensor]:
         chosen = select(first, index_scores(query, weight, key), top_k)
@@ -289,8 +290,8 @@ def _replayed(recorded: Tensor, live: Tensor) -> Tensor:
 
 
 def _chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int) -> int:
-    """Return how many queries to process at once, so that their largest float32 tensor fits
-    `_CHUNK_BYTES`. `keys` is the total number of keys over all rows."""
+    """Return the number of queries to process at once, so that their largest float32 tensor takes
+    at most `_CHUNK_BYTES`. `keys` is the total number of keys over all rows."""
     rows, width = len(query), query.shape[-1]
     heads = max(query.shape[2], index_q.shape[2])
     largest = 4 * max(heads * keys, rows * min(top_k, keys) * max(width, heads))
@@ -298,8 +299,9 @@ def _chunk_size(query: Tensor, index_q: Tensor, keys: int, top_k: int) -> int:
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (0, 1), (2, 3), … in x [N, H, d]. In the result, the first elements of all
-    pairs come before the second ones, for queries and keys alike."""
+    """Apply the rotary embedding to the pairs (0, 1), (2, 3), … in x [N, H, d]. In the result, the
+    first elements of all pairs come before all second elements. This order is the same for queries
+    and keys."""
     half = x.shape[-1] // 2
     cos, sin = cos[:, None, :half], sin[:, None, :half]
     one, two = x[..., 0::2], x[..., 1::2]
@@ -312,8 +314,8 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 _ChunkFunction = Callable[..., tuple[Tensor, ...]]
-"""(position of the first query, per-query tensors [B, c, …] …, per-key tensors [B, s, …] …) →
-outputs [B, c, …] …, with the keys up to the last query's position."""
+"""Computes one chunk: (position of the first query, per-query tensors [B, c, …] …, per-key tensors
+[B, s, …] …) → outputs [B, c, …] …. The keys are those up to the last query's position."""
 
 
 def by_chunks(
@@ -324,10 +326,10 @@ def by_chunks(
     size: int,
     first: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Apply `chunk` to `size` queries at a time. From queries [B, L, …] and keys [B, first + L, …],
-    it computes outputs [B, L, …]. Only inputs and outputs are saved, and the backward pass
-    recomputes one chunk at a time. `first` is the position of the first query, while keys start at
-    position 0. The gradients for keys are summed in float32."""
+    """Apply `chunk` to `size` queries at a time and return the outputs [B, L, …]. The queries are
+    [B, L, …] and the keys [B, first + L, …]. `first` is the position of the first query, and the
+    keys start at position 0. Only inputs and outputs are saved; the backward pass recomputes one
+    chunk at a time. The gradients of keys are summed in float32."""
     plan = _Plan(chunk, size, len(queries), first)
     return _ByChunks.apply(plan, *queries, *keys)  # type: ignore[return-value]
 
@@ -337,7 +339,7 @@ class _Plan:
     chunk: _ChunkFunction
     size: int
     queries: int
-    """The number of tensors with one entry per query. The other tensors have one entry per key."""
+    """Number of tensors with one entry per query. The other tensors have one entry per key."""
     first: int
 
     def starts(self, tensors: Sequence[Tensor]) -> range:
@@ -408,14 +410,11 @@ class _ByChunks(Function):
 def recorded_selection(
     model: nn.Module, selected_NLk: NDArray[Any], position_N: NDArray[Any]
 ) -> Tensor:
-    """Validate a recorded selection and return it in the form of `SparsePass.recorded_LNk`.
-
-    `selected_NLk` contains the positions selected for the N tokens in a packed row, and
-    `position_N` the tokens' own positions.
-
-    Raises ValueError if a selection is invalid (later tokens, repeated positions or a wrong number
-    of positions), naming the first such token and layer, or if the number of layers is wrong.
-    """
+    """Validate the positions that an engine selected, and convert them to the layout of
+    `SparsePass.recorded_LNk`. `selected_NLk` has the positions selected for the N tokens in a
+    packed row, and `position_N` the tokens' own positions. Raises ValueError if the number of
+    layers is wrong or a selection is invalid, naming the first such token and layer. A selection is
+    invalid if it has later tokens, repeated positions or the wrong number of positions."""
     modules = indexers(model)
     if selected_NLk.ndim != 3 or selected_NLk.shape[:2] != (len(position_N), len(modules)):
         raise ValueError(
