@@ -1,4 +1,4 @@
-"""Limits for a trajectory, and its usage."""
+"""Token, time and tool-call limits for a trajectory, and how much of them it has used."""
 
 from __future__ import annotations
 
@@ -21,33 +21,36 @@ class Budget:
 
     turns: int
     turn_tokens: int
-    """Limit on the tokens sampled in one turn. An episode that Keel drives ends when a turn is cut
-    there. A program sees the finish reason `length`."""
+    """Maximum number of tokens sampled in one turn. If Keel drives the episode, it ends when a turn
+    is truncated at this limit. An agent program gets the finish reason `length` instead."""
     tokens: int
-    """Limit on the tokens sampled in all turns."""
+    """Maximum number of tokens sampled in all turns together."""
     window: int
-    """Limit on the tokens of a context, including the sampled ones."""
+    """Maximum number of tokens in a context, including the sampled ones."""
     timeout_s: float = inf
-    """Limit in seconds on the time spent in the engine and in tools. The time that a program spends
-    between turns counts as tool time. A turn that the program cancelled counts in full."""
+    """Time limit in seconds for the whole trajectory. It counts the time spent in the engine and in
+    tools. The time that a program spends between turns counts as tool time. A turn that the program
+    cancelled counts in full."""
     call_s: float = 60.0
     """Time limit in seconds for each call to an environment's tool."""
     calls: float = inf
-    """How many tool calls are run. Later calls get an error."""
+    """Maximum number of tool calls that are run. Later calls return an error."""
 
     @property
     def characters(self) -> int:
-        """Length above which a text is assumed not to fit the window. The length is checked first
-        because tokenizing a large text would block all other trajectories for seconds per MiB."""
+        """A text longer than this is assumed not to fit the window. The length is checked before
+        tokenizing, because tokenizing a large text would block all other trajectories for seconds
+        per MiB."""
         return max(CHARACTERS_PER_TOKEN * self.window, _SHORT_TEXT)
 
     def truncate(self, text: str) -> str:
-        """Cut a text to `characters` and append a note about how many were removed."""
+        """Truncate text to `characters` characters and append a note on how many were removed."""
         excess = len(text) - self.characters
         return text if excess <= 0 else f"{text[:-excess]}\n[{excess} characters left out]"
 
     def refusal(self, calls: int) -> str:
-        """Return the error for a call that follows `calls` others, or "" if it may run."""
+        """Return an error message if the call limit is used up after `calls` calls, or "" if
+        another call may run."""
         if calls < self.calls:
             return ""
         return f"Nothing was run: {self.calls} calls have been, and no more will be."
@@ -56,9 +59,9 @@ class Budget:
         return self.timeout_s - usage.sampling_s - usage.tools_s
 
     def room(self, usage: Usage, *, context: int, sampled: int) -> tuple[FinishReason, int]:
-        """Return the limit that the next turn will reach first, and how many tokens it may sample.
-        If that number is below 1, the limit has been reached already. `context` is the number of
-        tokens in the context, and `sampled` the number sampled in all turns."""
+        """Return which limit the next turn will reach first, and how many tokens the turn may
+        sample. If that number is below 1, the limit has already been reached. `context` is the
+        number of tokens in the context, and `sampled` is the number sampled in all turns so far."""
         if usage.turns >= self.turns:
             return "turns", 0
         if self.remaining_s(usage) <= 0:
@@ -72,8 +75,8 @@ class Budget:
 
 
 def with_turn(usage: Usage, result: TurnResult, *, repeated: int) -> Usage:
-    """Return the usage after a turn. `repeated` is the number of context tokens that an earlier
-    turn had already processed."""
+    """Return `usage` with one more turn added. `repeated` is the number of context tokens that an
+    earlier turn had already processed."""
     return replace(
         usage,
         turns=usage.turns + 1,

@@ -1,9 +1,9 @@
-"""Manages the context when a conversation fills its window, as in DeepSeek-V3.2 (2025), section
+"""Shortens the context when a conversation fills its window, as in DeepSeek-V3.2 (2025), section
 4.4.
 
 When the context reaches 80 % of the window, it is rewritten and the conversation continues in a new
-segment. The opening is always kept, and a call is kept or removed together with its results. The
-number of rewrites is limited.
+segment. The opening messages are always kept. A tool call is kept or removed together with its
+results. The number of rewrites is limited.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Literal
 from keel.rl.turns import Message
 
 _FULL = 0.8
-"""A rewrite is due when this fraction of the window is used."""
+"""The context is rewritten when it uses this fraction of the window."""
 Method = Literal["none", "summary", "discard-75", "discard-all"]
 _SHARES = {"discard-75": 0.75, "discard-all": 1.0}
-"""The fraction of the tool calls that each method removes."""
+"""The fraction of the tool calls that each method removes from the context."""
 
 ASK_FOR_SUMMARY = (
     "The conversation is about to outgrow its window. Write down what is needed to go on without "
@@ -36,24 +36,25 @@ class Rewrite:
     messages: tuple[Message, ...]
     """All messages in the new context, including the opening."""
     added: tuple[Message, ...] = ()
-    """The messages in the new context that are new to the conversation."""
+    """The messages in the new context that have not appeared in the conversation before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskFirst:
-    """A question that the policy answers before the context is rewritten."""
+    """A question to ask the policy before rewriting the context."""
 
     messages: tuple[Message, ...]
-    """Messages that ask the question. They are appended to the current context, or to the
-    context that `before` gives."""
+    """Messages that ask the question. They are appended to the current context, or to the rewritten
+    one if `before` is set."""
     before: Rewrite | None = None
-    """A rewrite to apply first if the current context leaves no room for the answer, for example
-    because of a long tool result."""
+    """A rewrite to apply before asking, used if the current context leaves no room for the answer.
+    This can happen after a long tool result."""
     fallback: Rewrite
-    """A rewrite to use if the answer is empty because it was cut during the thinking."""
+    """The rewrite to use if the answer is empty because it was truncated during the thinking."""
 
     def rewritten_by(self, opening: Sequence[Message], answer: str) -> Rewrite:
-        """Return a context of the opening and the policy's summary as a user message."""
+        """Return a rewrite that keeps the opening and adds the policy's answer as a user message.
+        Returns `fallback` if the answer is empty."""
         if not answer.strip():
             return self.fallback
         summary: Message = {"role": "user", "content": SUMMARY + answer.strip()}
@@ -62,12 +63,12 @@ class AskFirst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextManager:
-    """Decides when and how to rewrite a context. It is stateless, so the caller counts the
+    """Decides when and how to rewrite a context. It keeps no state, so the caller counts the
     rewrites."""
 
     method: Method
     window: int
-    """Limit on the tokens of a context, including the sampled ones."""
+    """Maximum number of tokens in a context, including the sampled ones."""
     most: int
     """Maximum number of rewrites. After them, the trajectory ends when its window is full."""
     summary_tokens: int = 1024
@@ -76,9 +77,10 @@ class ContextManager:
     def rewrite(
         self, opening: Sequence[Message], view: Sequence[Message], *, tokens: int, rewrites: int
     ) -> Rewrite | AskFirst | None:
-        """Return the rewrite to make before the next turn, or a question to ask the policy first.
-        `view` are the messages in the current context, which begin with the opening and have
-        `tokens` tokens. Returns None if no rewrite is due or nothing can be removed."""
+        """Decide whether to rewrite the context before the next turn. Returns a rewrite, a question
+        to ask the policy first, or None if no rewrite is due or nothing can be removed. `view`
+        contains the messages in the current context, which has `tokens` tokens and starts with the
+        opening."""
         if self.method == "none" or rewrites >= self.most or tokens < _FULL * self.window:
             return None
         steps: list[list[Message]] = []  # an assistant message with its results, or another message

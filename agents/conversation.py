@@ -1,9 +1,9 @@
-"""Conversations, stored as the segments that training uses.
+"""Stores a conversation as the segments that are used for training.
 
-A segment is one context that the engine continued turn by turn. Whenever the context is changed
-instead of extended, a new segment begins, and the earlier turns are only context in it. Each
-sampled token is therefore trained exactly once, after the same token ids that preceded it when it
-was sampled.
+A segment is one context that the engine extended turn by turn. A new segment begins whenever the
+context is changed instead of extended. The earlier turns then serve only as context. Each sampled
+token is therefore trained exactly once, after the same token ids that preceded it when it was
+sampled.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ from keel.rl.types import NO_ROUTE, SamplingMasks, Segment
 
 
 class SegmentRecord:
-    """One context and the turns that were sampled in it. A turn returns the routes for the tokens
-    that it was the first to process as input. The last token that a turn samples is processed only
-    by the next turn, as are the tool results that follow it."""
+    """One context and the turns that were sampled in it.
+
+    Each turn returns the routes for the tokens that it was the first to process as input. The last
+    token that a turn samples is processed only by the next turn, and so are the tool results after
+    it.
+    """
 
     def __init__(self, prompt_id: str, context: Sequence[int]) -> None:
         self._prompt_id = prompt_id
         self._ids = list(context)
         self._turns: list[tuple[int, TurnResult]] = []
-        """The first sampled position and the result of each turn."""
+        """For each turn, the position of its first sampled token and its result."""
         self._rows = 0
-        """The number of positions whose routes have arrived."""
+        """The number of positions for which routes have been received."""
 
     @property
     def ids(self) -> Sequence[int]:
@@ -75,7 +78,8 @@ class SegmentRecord:
         )
 
     def append(self, request: TurnRequest, result: TurnResult) -> None:
-        """Record a turn. Raises ValueError if it is incomplete or answers a different request."""
+        """Record the result of a turn. Raises ValueError if the result is incomplete or belongs to
+        another request."""
         context, sampled = len(self._ids), len(result.token_ids_N)
         name, routes = f"conversation {request.conversation}", result.routes_RLK
         if len(request.token_ids_T) != context or request.routes_from != self._rows:
@@ -101,13 +105,14 @@ class SegmentRecord:
         del self._ids[start + len(result.token_ids_N) :]
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Extend the context to `ids`. Raises ValueError if they do not begin with its ids."""
+        """Extend the context to `ids`. Raises ValueError if `ids` does not start with the current
+        context."""
         if list(ids[: len(self._ids)]) != self._ids:
             raise ValueError(f"conversation of {self._prompt_id}: an extension changes earlier ids")
         self._ids += ids[len(self._ids) :]
 
     def segment(self) -> Segment | None:
-        """Return the segment up to the last sampled token, or None if nothing was sampled."""
+        """Return the segment up to its last sampled token, or None if no token was sampled."""
         spans = [(start, result) for start, result in self._turns if len(result.token_ids_N) > 0]
         if not spans:
             return None
@@ -152,8 +157,8 @@ def common_prefix(ids: Sequence[int], records: Iterable[SegmentRecord]) -> int:
 
 
 class Conversation:
-    """The messages of a conversation and the segments that they are stored in. If an engine dies,
-    only the current turn is lost, and the episode requests it again."""
+    """The messages of a conversation, and the segments that store their tokens. If an engine dies,
+    only the current turn is lost, and the episode requests that turn again."""
 
     def __init__(
         self,
@@ -173,13 +178,13 @@ class Conversation:
         self.view: list[Message] = list(messages)
         """The messages in the current context."""
         self.transcript: list[Message] = list(messages)
-        """All messages, including those that were removed from the context."""
+        """All messages of the conversation, including those removed from the context."""
         self._chat = chat
         self._prompt_id = prompt_id
         self._records: list[SegmentRecord] = []
         self._pending: TurnRequest | None = None
         self._in_thinking = False
-        """True if the last turn ended inside its thinking, which the next turn continues."""
+        """True if the last turn ended inside its thinking, so the next turn continues it."""
         self._begin_segment()
 
     @property
@@ -193,7 +198,7 @@ class Conversation:
 
     @property
     def forks(self) -> int:
-        """How many times a new segment had to begin after the first one."""
+        """How many new segments were started after the first one."""
         return len(self._records) - 1
 
     @property
@@ -201,11 +206,8 @@ class Conversation:
         return sum(record.sampled_tokens for record in self._records)
 
     def request(self, *, max_tokens: int, seed: int, timeout_s: float = inf) -> TurnRequest:
-        """Return the request for the next turn.
-
-        The request is the same if it is made again after an engine failure. `seed` is the
-        trajectory's seed, from which the turn's seed is derived.
-        """
+        """Build the request for the next turn. A retry after an engine failure builds an identical
+        request. `seed` is the trajectory's seed, from which the turn's seed is derived."""
         if self.view[-1]["role"] == "assistant":
             raise ValueError(f"conversation {self.name}: the last message is the policy's own")
         record = self._records[-1]
@@ -236,8 +238,9 @@ class Conversation:
         return parsed
 
     def answer(self, messages: Sequence[Message]) -> None:
-        """Append the messages that tools or the user send after a turn. If the policy has not taken
-        a turn since the last such messages, the old and new ones are rendered together."""
+        """Append the messages that follow a turn, such as tool results or a user message. If the
+        policy has not taken a turn since the last such messages, the old and new ones are rendered
+        together."""
         record, extended = self._records[-1], None
         unanswered = takewhile(lambda message: message["role"] != "assistant", reversed(self.view))
         if record.turns:
@@ -251,19 +254,20 @@ class Conversation:
             record.extend(extended)
 
     def add_messages(self, messages: Sequence[Message]) -> None:
-        """Append messages to the current context and the transcript. Token ids are not changed."""
+        """Append messages to the current context and the transcript, without changing the token
+        ids."""
         self.view += messages
         self.transcript += messages
 
     def rewrite(self, messages: Sequence[Message], *, added: Sequence[Message] = ()) -> None:
-        """Continue in a new segment whose context contains only `messages`. `added` are the
-        messages that are new to the conversation."""
+        """Start a new segment whose context contains only `messages`. `added` contains those that
+        have not appeared in the conversation before."""
         self.transcript += added
         self.view = list(messages)
         self._begin_segment()
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return the segments for training, leaving out those in which nothing was sampled."""
+        """Return the segments for training. Segments without sampled tokens are left out."""
         parts = (record.segment() for record in self._records)
         return tuple(part for part in parts if part is not None)
 
@@ -277,8 +281,8 @@ class Conversation:
 
 
 def message_of(parsed: Parsed) -> dict[str, Any]:
-    """Return a parsed turn as an assistant message. A malformed call is shown as a call to the tool
-    `MALFORMED`, so that the error message about it can follow as a tool result."""
+    """Convert a parsed turn to an assistant message. A malformed call becomes a call to the tool
+    `MALFORMED`, so that its error message can follow as a tool result."""
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
     if parsed.reasoning:
         message["reasoning_content"] = parsed.reasoning

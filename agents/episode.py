@@ -1,7 +1,7 @@
-"""Runs one episode, in which a policy acts in an environment until either side or a limit ends it.
+"""Runs one episode, in which a policy acts in an environment until one of them or a limit ends it.
 
-The environment grades the trajectory when the episode is over. If the environment is lost or cannot
-grade it, the trajectory is dropped with a reason.
+When the episode is over, the environment grades the trajectory. If the environment is lost or
+cannot grade it, the trajectory is dropped with a reason.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from keel.rl.turns import MALFORMED, Chat, Malformed, Message, ToolCall, TurnReq
 from keel.rl.types import LOST, FinishReason, Prompt, Segment, Trajectory, Usage, Verdict
 
 Sample = Callable[[TurnRequest], Awaitable[TurnResult]]
-"""Samples a turn on one of the engines."""
+"""Samples a turn using one of the engines."""
 BROKE = "the conversation broke: "
-"""Prefix of the reason when a trajectory is dropped because its conversation is invalid."""
+"""Prefix of the reason for dropping a trajectory whose conversation is invalid."""
 _NOTHING_SAMPLED = "late: its time was up before it had sampled a token (rollout.timeout_s)"
 POLICY_PHASES = ("call", "reply")
-"""The phases in which the policy's behavior can crash an environment."""
+"""The phases in which the policy's actions can crash an environment."""
 
 
 class _EngineRefused(RuntimeError):
-    """An engine rejected a request with a ValueError, its cause, which fails the run. Any other
-    ValueError in an episode only drops its trajectory."""
+    """Raised if an engine rejects a request with a ValueError. The ValueError is its cause, and it
+    fails the run. Any other ValueError in an episode only drops the trajectory."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Episode:
-    """One episode, which can be run only once."""
+    """One episode. It can be run only once."""
 
     environment: Environment
     task: Prompt
@@ -49,17 +49,17 @@ class Episode:
     seed: int
     """Seed for sampling the turns."""
     environment_seed: int
-    """Seed for the environment. All episodes in a group share it, so they get the same task."""
+    """Seed for the environment. All episodes in a group share it and so get the same task."""
     crash_is_failure: Collection[str] = ()
-    """The phases (call, reply, verdict) in which a lost environment makes the trajectory a failure.
-    A loss in any other phase drops the trajectory."""
+    """The phases (call, reply, verdict) in which losing the environment counts as a failure of the
+    policy. In any other phase, the trajectory is dropped."""
     usage: Usage = field(default_factory=lambda: Usage(turns=0))
     _calls_run: int = 0
     _conversation: Conversation | None = None
 
     async def run(self) -> Trajectory | str:
-        """Run the episode and close its environment. Returns the trajectory, or the reason if it is
-        dropped. Raises whatever `sample` raises."""
+        """Run the episode and close its environment. Returns the trajectory, or the reason why it
+        is dropped. Errors raised by `sample` are passed on."""
         try:
             return await self._run()
         except _EngineRefused as refused:
@@ -159,8 +159,8 @@ class Episode:
         return reason
 
     async def _make_room(self, conversation: Conversation) -> FinishReason | None:
-        """Rewrite the context if it fills its window. Returns the finish reason if the episode is
-        over."""
+        """Rewrite the context if it fills its window. Returns the finish reason if this ends the
+        episode, and None otherwise."""
         rewrite = self.context.rewrite(
             conversation.opening,
             conversation.view,
@@ -218,8 +218,8 @@ class Episode:
         self, calls: Sequence[ToolCall | Malformed]
     ) -> tuple[list[Message], FinishReason | None]:
         """Run the calls in order. Returns their results, and the finish reason if the episode is
-        over. The episode's deadline is checked before each call. The call itself has its own time
-        limit."""
+        over. The episode's deadline is checked before each call, which also has its own time limit.
+        """
         answers: list[Message] = []
         for call in calls:
             name = MALFORMED if isinstance(call, Malformed) else call.name

@@ -1,4 +1,4 @@
-"""Lets Model Context Protocol servers act as environments.
+"""Uses Model Context Protocol servers as environments.
 
 Each episode has its own process over stdio or its own session over HTTP. The `mcp` package
 implements the protocol. Processes are `LineProcess`es, so they have the same deadlines, error
@@ -32,16 +32,17 @@ from keel.rl.types import Prompt, Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McpServer:
-    """How to reach a server, with either `command` or `url`."""
+    """How to connect to a server, through either `command` or `url`."""
 
     command: Sequence[str] = ()
-    """A command that is run once per episode. `{seed}` is replaced with the episode's seed."""
+    """The command that starts the server. It is run once per episode. `{seed}` is replaced with the
+    episode's seed."""
     url: str = ""
     """URL of a Streamable HTTP server that all episodes share."""
     folder: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     offered: Sequence[str] | None = None
-    """Names of the tools that the policy gets. None means all tools that the server lists."""
+    """Names of the tools that the policy may use. None means all tools that the server lists."""
     readable: Sequence[Path] = ()
     """Files and folders that the server may read in a sandbox, in addition to `folder` and its
     interpreter."""
@@ -70,7 +71,8 @@ class McpEpisode:
         self._starting = starting
         self._process: LineProcess | None = None
         self._wire_fault: Fault | None = None
-        """`exit` if the process has closed its channel, `large` if it sent a too large message."""
+        """`exit` if the process has closed its channel, or `large` if it sent a message that is too
+        large."""
         self._session: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._client: Any = None
@@ -102,7 +104,7 @@ class McpEpisode:
         return Opening(messages=task.messages, tools=tuple(tools))
 
     async def _connect(self, transport: Any) -> list[ToolSpec]:
-        """Start a session, and list its tools."""
+        """Start a session and list the server's tools."""
         from mcp import Client  # noqa: PLC0415  (takes a second, and is rarely needed)
 
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -151,9 +153,9 @@ class McpEpisode:
         return ToolResult(text=_text_of(result), failed=result.is_error)
 
     async def _is_gone(self, error: Any) -> bool:
-        """Return whether an error means that the server is gone. The client raises the same type of
-        error if the server refuses a request, closes the connection, or is behind a proxy that
-        answers instead."""
+        """Return whether an error means that the server is gone. This must be checked because the
+        client raises the same type of error if the server refuses a request, closes the connection,
+        or is behind a proxy that answers instead."""
         from mcp_types import CONNECTION_CLOSED  # noqa: PLC0415
 
         if self._process is not None or error.code == CONNECTION_CLOSED:
@@ -206,7 +208,7 @@ class McpEpisode:
 
     @asynccontextmanager
     async def _streams(self, process: LineProcess) -> AsyncGenerator[Any]:
-        """Connect the lines of a process to the client's message streams."""
+        """Connect the lines that a process reads and writes to the client's message streams."""
         import anyio  # noqa: PLC0415  (a dependency of mcp)
         from mcp.shared.message import SessionMessage  # noqa: PLC0415
         from mcp_types import jsonrpc_message_adapter  # noqa: PLC0415

@@ -1,4 +1,5 @@
-"""Opens and closes one episode before a run, so that faults are reported before engines start."""
+"""Opens and closes one episode before a run, so that problems are reported before the engines
+start."""
 
 from __future__ import annotations
 
@@ -28,23 +29,23 @@ _CURES = {
     "memory": ". Make it smaller, or raise memory_mib",
 }
 _VERDICT_S = 20.0
-"""Seconds to wait for the verdict."""
+"""Time limit for the verdict in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """The results of opening an environment."""
+    """What was learned from opening an environment."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
     opening_tokens: int | None
     """Number of tokens in the opening messages and tools, or None if there is no chat format."""
     seconds: float
-    """How long it took to start and open the first episode."""
+    """Seconds that it took to start and open the first episode."""
     fork_disabled_reason: str
-    """Why episodes are not forked although `preload` is set."""
+    """Why episodes are not forked even though `preload` is set."""
     parts: tuple[str, ...] | None
-    """The parts of a verdict requested right after the opening, or None if there was none."""
+    """The `parts` of a verdict requested right after the opening, or None without a verdict."""
 
 
 async def probe(
@@ -59,12 +60,11 @@ async def probe(
 ) -> Probe:
     """Open an episode for `task`, ask for a verdict and close the episode.
 
-    If the verdict fails, only a warning is logged, since an environment may need a turn of the
-    policy first. `window` is the maximum number of tokens in a conversation. `prompt` is used as in
-    `WithSystemPrompt`.
-
-    Raises ValueError if the environment cannot be opened, its tools are invalid, or its opening
-    does not fit the window. The message includes the environment's own error.
+    `window` is the maximum number of tokens in a conversation. `prompt` is used as in
+    `WithSystemPrompt`. If the verdict fails, only a warning is logged, since an environment may
+    need a turn of the policy first. Raises ValueError if the environment cannot be opened, its
+    tools are invalid, or its opening does not fit the window. The message includes the
+    environment's own error.
     """
     name = program.target if isinstance(program, Program) else program.name
     fork_server = fork_server_for(program) if isinstance(program, Program) else None

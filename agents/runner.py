@@ -1,7 +1,7 @@
 """Runs groups of episodes for the training loop.
 
-Thousands of episodes run concurrently on one event loop. Each waits for its own engine requests and
-tool calls, so turns from many episodes share a batch and no engine waits for a tool.
+Thousands of episodes run concurrently on one event loop. Each of them waits only for its own engine
+requests and tool calls, so turns from many episodes share a batch and no engine waits for a tool.
 """
 
 from __future__ import annotations
@@ -30,31 +30,32 @@ from keel.rl.types import Group, Prompt, Purpose, Trajectory
 
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 _STARTING = 8
-"""How many programs may start at the same time. More would slow each other down."""
+"""Maximum number of programs that start at the same time. More would slow each other down."""
 _CLOSE_S = 120.0
-"""Seconds to wait for open episodes to end, and for the endpoint to start."""
+"""Time limit in seconds for open episodes to end, and for the endpoint to start."""
 
 
 TurnSampler = Callable[[TurnRequest, Purpose], Future[TurnResult]]
-"""Submits a request to an engine and returns a future for the turn without waiting."""
+"""Submits a request to an engine and immediately returns a future for the turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeKind:
-    """How to run episodes in one environment."""
+    """How to run the episodes of one environment."""
 
     environment: Callable[[], Environment]
     """Creates the environment for one episode."""
     budget: Budget
     context: ContextManager
     program: AgentProgram | None = None
-    """The agent program that drives the episodes. None means that Keel does."""
+    """The agent program that drives the episodes. None means that Keel drives them."""
     crash_is_failure: Collection[str] = ()
-    """Described in `Episode`."""
+    """See `Episode.crash_is_failure`."""
 
 
 def environment_seed(seed: int, prompt: Prompt) -> int:
-    """Return the environment seed for a prompt, which is the same in all its episodes of a run."""
+    """Return the environment seed for a prompt. All episodes for the prompt in a run have the same
+    seed."""
     return seed_of(seed, "environment", prompt.prompt_id)
 
 
@@ -71,13 +72,11 @@ class EpisodeRunner:
         most_open: int,
         closing: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
-        """Start the runner's thread, and the endpoint if there are programs.
-
-        The keys of `kinds` are the values of `Prompt.environment`. `most_open` limits the
-        concurrent episodes, separately for training and for evaluation. `closing` holds functions
-        that release shared resources of the environments at the end. Raises ValueError if the
-        machine allows too few open files or processes.
-        """
+        """Start the runner's thread, and the endpoint if there are agent programs. The keys of
+        `kinds` are the values of `Prompt.environment`. `most_open` limits the number of concurrent
+        episodes, separately for training and for evaluation. `closing` contains functions that
+        release shared resources of the environments at the end. Raises ValueError if the machine
+        does not allow enough open files or processes."""
         has_programs = any(kind.program is not None for kind in kinds.values())
         make_room(len(PURPOSES) * most_open, programs=has_programs)
         self._kinds, self._chat, self._turns, self._seed = kinds, chat, turns, seed
@@ -87,7 +86,7 @@ class EpisodeRunner:
         self._version = 0
         self._gate = threading.Lock()
         self._draws: Counter[str] = Counter()
-        """How many groups each prompt has had since the last weight update."""
+        """Number of groups started for each prompt since the last weight update."""
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._slots = {purpose: asyncio.Semaphore(most_open) for purpose in PURPOSES}
@@ -105,7 +104,7 @@ class EpisodeRunner:
 
     def submit(self, prompt: Prompt, *, group_size: int, purpose: Purpose) -> Future[Group]:
         """Start `group_size` episodes for a prompt and return a future for the group. Cancelling
-        the future ends the episodes. Episodes that yield no trajectory are listed in
+        the future ends the episodes. Episodes that produce no trajectory are listed in
         `Group.dropped`. If an engine fails, the future fails with the same error."""
         if prompt.environment not in self._kinds:
             raise ValueError(f"prompt {prompt.prompt_id}: no environment {prompt.environment!r}")
@@ -118,7 +117,7 @@ class EpisodeRunner:
         return asyncio.run_coroutine_threadsafe(group, self._loop)
 
     def updating(self, version: int) -> None:
-        """Set the weight version that later groups derive their sampling seeds from."""
+        """Set the weight version from which the sampling seeds of later groups are derived."""
         with self._gate:
             if version != self._version:
                 self._version = version

@@ -1,4 +1,4 @@
-"""Validates the JSON schemas of tools before a run, and checks calls against them.
+"""Validates the JSON schemas of tools before a run, and checks tool calls against them.
 
 `keel.rewards.rules.json_schema` checks answers in a similar way. The code is not shared because the
 only package that both may import is `keel.rl`, which must depend on torch and numpy alone.
@@ -22,15 +22,17 @@ _MAX_CHARACTERS = 300
 """Maximum length of an error message, which may quote the policy's text."""
 _MAX_COMPLAINTS = 3
 _MATCH_S = 0.1
-"""Time limit in seconds for matching a pattern with a text."""
+"""Time limit in seconds for matching a pattern against a text."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Arguments:
-    """Checks calls to a set of tools. The tools' schemas must not refer to other documents."""
+    """Checks the arguments of calls to a set of tools. The tools' schemas must not refer to other
+    documents."""
 
     def __init__(self, tools: Sequence[ToolSpec]) -> None:
-        """Build a validator for each tool. Raises ValueError if a tool could not be called."""
+        """Create a validator for each tool. Raises ValueError if a tool's name is invalid or not
+        unique, or if its schema is invalid."""
         self._validators: dict[str, Any] = {}
         for tool in tools:
             if not _NAME.fullmatch(tool.name):
@@ -72,7 +74,7 @@ class Arguments:
 
 
 def arguments_of(tools: Sequence[ToolSpec]) -> Arguments:
-    """Return `Arguments(tools)`, which episodes with the same tools share."""
+    """Return `Arguments(tools)`. Episodes with the same tools share one object."""
     return _arguments_of(json.dumps([[t.name, t.description, dict(t.parameters)] for t in tools]))
 
 
@@ -135,8 +137,8 @@ def _unique(_: Any, enabled: Any, items: Any, __: Any) -> Iterator[Any]:
 
 
 def _hashable(value: Any) -> Any:
-    """Return a key that is equal for values that JSON schema treats as equal, such as 1 and
-    1.0."""
+    """Return a hashable key for a JSON value. Values that JSON schema treats as equal, such as 1
+    and 1.0, have equal keys."""
     if isinstance(value, dict):
         pairs = cast(dict[str, Any], value).items()
         return frozenset((key, _hashable(item)) for key, item in pairs)
@@ -191,11 +193,8 @@ _KEYWORDS = {
     "patternProperties": _pattern_properties,
     "uniqueItems": _unique,
 }
-"""Replacements for keywords that the policy could make slow to check.
-
-A slow check would delay all other episodes. (`unevaluatedProperties` with `patternProperties` can
-still be slow.)
-"""
+"""Replacements for schema keywords that the policy could make slow to check. A slow check would
+delay all other episodes. (`unevaluatedProperties` with `patternProperties` can still be slow.)"""
 
 
 def _references(value: Any) -> Iterator[str]:

@@ -17,7 +17,7 @@ from keel.rl.types import LOST, Prompt, Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """The first messages of a conversation, and the tools that the policy gets."""
+    """The first messages of a conversation, and the tools that the policy may use."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -29,8 +29,8 @@ class ToolResult:
 
     text: str
     failed: bool = False
-    """True if the call was refused or raised an exception. `text` says why, and the policy may try
-    again."""
+    """True if the call was refused or raised an exception. `text` explains why, and the policy may
+    try again."""
     done: bool = False
     """True if the call ended the episode."""
 
@@ -47,28 +47,29 @@ been closed (`closed`).
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unscored:
-    """Says that there is no verdict. The trajectory is then dropped instead of getting a score of
-    0."""
+    """Returned instead of a verdict if there is none. The trajectory is then dropped, which differs
+    from a score of 0."""
 
     reason: str
     fault: Fault | None = None
-    """Why the environment was lost, if that happened while it graded."""
+    """Why the environment was lost, if it was lost while grading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transcript:
-    """The messages of a trajectory and how it ended, which the environment grades."""
+    """The messages of a trajectory and how it ended. The environment grades it."""
 
     messages: Sequence[Message]
     finish_reason: str
 
 
 class EnvironmentLost(RuntimeError):
-    """The environment and all its processes have been killed, and the episode cannot continue."""
+    """Raised if the episode cannot continue. The environment and all its processes have been
+    killed."""
 
     def __init__(self, fault: Fault, during: str, message: str, output: str = "") -> None:
-        """Create an error. `during` is the method that was awaited, and `output` the last part of
-        the environment's standard error."""
+        """Create an error. `during` is the method that was awaited. `output` is the end of the
+        environment's standard error."""
         tail = f"; its last words: {output}" if output else ""
         super().__init__(f"{LOST}{during}: {message}{tail}")
         self.fault: Fault = fault
@@ -84,7 +85,8 @@ class Environment(Protocol):
     async def open(self, task: Prompt, *, seed: int) -> Opening: ...
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
-        """Run a tool call. A call that violates the tool's schema fails without being run."""
+        """Run a tool call and return its result. A call that violates the tool's schema fails
+        without being run."""
         ...
 
     async def reply(self, turn: Message) -> Message | None:
@@ -99,7 +101,7 @@ class Environment(Protocol):
 
 
 class NoEnvironment:
-    """An environment that only passes on the task, without tools, a user or a verdict. It is for
+    """An environment that only passes on the task and has no tools, user or verdict. It is for
     agent programs that bring their own environment."""
 
     async def open(self, task: Prompt, *, seed: int) -> Opening:
@@ -119,7 +121,7 @@ class NoEnvironment:
 
 
 SystemPrompt = Callable[[Sequence[str]], str]
-"""Returns the system prompt, given the names of the available tools. "" means no prompt."""
+"""Returns the system prompt for the given tool names. "" means no system prompt."""
 
 
 class WithSystemPrompt:

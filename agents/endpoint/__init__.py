@@ -1,2 +1,2 @@
-"""An OpenAI-compatible endpoint through which agent programs run episodes while Keel records the
-sampled tokens."""
+"""An OpenAI-compatible endpoint for agent programs. Programs use it to run episodes, and Keel
+records the sampled tokens."""

@@ -1,8 +1,8 @@
-"""Translates Anthropic's Messages API to chat completions and back.
+"""Lets programs use Anthropic's Messages API by translating it to and from chat completions.
 
-This is for programs that support only that API. It covers text, tools, tool results and streaming.
-Requests are converted to chat completion requests first, so both APIs share the same validation and
-recording.
+This is for programs that support only that API. Text, tools, tool results and streaming are
+supported. Requests are converted to chat completion requests first, so both APIs share the same
+validation and recording.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def as_chat_request(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer(reply: Reply, model: str) -> dict[str, Any]:
-    """Return a turn as a response in the Messages API's format."""
+    """Return a turn as a Messages API response."""
     message, content = reply.message, list[dict[str, Any]]()
     if thought := message.get("reasoning_content"):
         content.append({"type": "thinking", "thinking": thought, "signature": ""})
@@ -102,7 +102,7 @@ def error(refused: ApiError) -> dict[str, Any]:
 
 
 def _messages(at: str, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Convert one message to OpenAI messages, with a separate message for each tool result."""
+    """Convert one message to OpenAI messages. Each tool result becomes a separate message."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
         raise invalid_field(f"{at}.role", "must be user or assistant")

@@ -1,4 +1,4 @@
-"""Runs episodes that are driven by an agent program, and tries out a program before a run."""
+"""Runs episodes that an agent program drives, and tries out a program before a run."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from keel.rl.types import ENVIRONMENT, PROGRAM, FinishReason, Prompt, Segment, T
 
 @dataclass(slots=True, kw_only=True)
 class DrivenEpisode(Episode):
-    """An episode that is driven by an agent program.
+    """An episode that an agent program drives.
 
     If the program fails after the policy has taken a turn, the episode counts as a failure of the
-    policy with the finish reason `crash`. The trajectory is dropped instead if the endpoint had
-    answered a request with a status of 500 or more, since that is not the policy's fault.
+    policy with the finish reason `crash`. If the endpoint had answered a request with a status of
+    500 or more, the failure is not the policy's fault, so the trajectory is dropped instead.
     """
 
     program: AgentProgram
     endpoint: Endpoint
     starting: asyncio.Semaphore | None = None
-    """Acquired before the program starts and released when it requests its first turn, which limits
-    how many programs start at once."""
+    """Limits how many programs start at once. It is acquired before the program starts and released
+    when the program requests its first turn."""
     ended: ProgramResult | None = None
     finished: Finished | None = None
     _broken: asyncio.Event = field(default_factory=asyncio.Event)
     _error: Exception | None = None
-    """The engine error that ended the episode. The engines have already retried the request."""
+    """The engine error that ended the episode, raised after the engines' own retries."""
 
     async def _run(self) -> Trajectory | str:
         opening = await self.environment.open(self.task, seed=self.environment_seed)
@@ -148,10 +148,10 @@ class DrivenEpisode(Episode):
 
 
 _SCRIPTED_TEXT = "\\boxed{0}"
-"""The answer that the scripted model gives in every turn."""
+"""The text that the scripted model answers in every turn."""
 _TRIAL_TURNS = 3
 _TRIAL_S = 60.0
-"""Time limit for a trial in seconds."""
+"""Time limit for trying out a program, in seconds."""
 _MAX_OUTPUT = 500
 
 
@@ -161,10 +161,10 @@ class ProgramTrial:
 
     turns: int
     opening_tokens: int
-    """Number of tokens in the program's first request, including its tools."""
+    """Number of tokens in the program's first request, including the tools."""
     seconds: float
     ended: str
-    """A sentence for the user about how the program ended."""
+    """A sentence that tells the user how the program ended."""
 
 
 async def try_program(
@@ -177,10 +177,10 @@ async def try_program(
     speak: Callable[[str], Sequence[int]],
     budget: Budget,
 ) -> ProgramTrial:
-    """Run a program for one episode of `task` with a scripted model in place of the policy. `speak`
-    returns the token ids that a policy would sample for a text, including the end of the turn.
-    Raises ValueError with the program's output if it cannot be started or requests no turn, or if
-    nothing grades the task."""
+    """Run a program for one episode of `task`, with a scripted model in place of the policy.
+    `speak` returns the token ids that a policy would sample for a text, including the end of the
+    turn. Raises ValueError with the program's output if the program cannot be started, requests no
+    turn, or nothing grades the task."""
     contexts: list[int] = []
 
     async def sample(request: TurnRequest) -> TurnResult:

@@ -1,7 +1,7 @@
 """Serves an environment's tools over MCP to the program that drives the episode.
 
-It implements the Streamable HTTP transport without sessions or streams, so each request and each
-response is one JSON-RPC message. Programs can use an MCP client or post `tools/call` themselves.
+It uses the Streamable HTTP transport without sessions or streams, so each request and each response
+is one JSON-RPC message. Programs can use an MCP client or post `tools/call` themselves.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from keel.rl.turns import ToolCall, ToolSpec
 
 _PROTOCOL = "2025-06-18"
 _UNKNOWN_METHOD, _INVALID_PARAMS, _LOST = -32601, -32602, -32000
-"""JSON-RPC error codes. The last one is our own."""
+"""JSON-RPC error codes. The last one is defined by Keel."""
 
 
 class McpTools:
-    """The tools for one episode. Calls run one at a time, as in episodes that Keel drives, and no
-    call runs after one that ends the episode. A call is completed even if its client disconnects,
-    because an interrupted environment cannot continue."""
+    """The tools for one episode.
+
+    Calls run one at a time, as in episodes that Keel drives. No call runs after one that ends the
+    episode. A call is completed even if its client disconnects, because an environment cannot
+    continue after an interrupted call.
+    """
 
     def __init__(
         self, environment: Environment, tools: Sequence[ToolSpec], *, budget: Budget
@@ -43,8 +46,7 @@ class McpTools:
         return self.done or self.lost is not None
 
     async def finish(self, within_s: float) -> None:
-        """Accept no more calls and wait up to `within_s` seconds for open ones before cancelling
-        them."""
+        """Reject new calls, wait up to `within_s` seconds for open ones, then cancel the rest."""
         self._finished = True
         try:
             if self._running:
@@ -54,8 +56,8 @@ class McpTools:
                 task.cancel()
 
     async def answer(self, body: bytes) -> dict[str, Any] | None:
-        """Answer a JSON-RPC message. Returns None for a notification. Raises ValueError if `body`
-        is not a JSON-RPC message."""
+        """Answer a JSON-RPC message. Returns None for a notification, which needs no answer. Raises
+        ValueError if `body` is not a JSON-RPC message."""
         message = load_json(body)
         if not isinstance(message, dict):
             raise ValueError("a JSON-RPC message is an object")
@@ -100,7 +102,7 @@ class McpTools:
         return await asyncio.shield(task)
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Wait for earlier calls and run this one, unless the episode is over by then."""
+        """Run a call after all earlier ones have finished, unless the episode is over by then."""
         async with self._turn:
             if self.over or self._finished:
                 return _error(_LOST, "the episode is over")

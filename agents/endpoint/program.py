@@ -1,4 +1,4 @@
-"""Runs an agent program as a process that is connected to its trajectory's endpoint."""
+"""Runs an agent program as a process that samples from its trajectory's endpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RESERVED_ENV = (
     *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "KEEL_MCP_URL"),
 )
 _SEND_S = 60.0
-"""Seconds that the process may take to start and receive its command."""
+"""Time limit in seconds for starting the process and sending it the command."""
 _FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_][\w.]*")
 
 
@@ -37,9 +37,9 @@ class AgentProgram:
 
     command: Sequence[str]
     """The command line, as returned by `command_of`. `{prompt}` is replaced with the task's last
-    user message, and `{prompt_file}` with the path of a file that contains it."""
+    user message. `{prompt_file}` is replaced with the path of a file that contains it."""
     open_s: float = 60.0
-    """Seconds that the program may take until its first request."""
+    """Time limit in seconds for the program's first request."""
     python: str = sys.executable
     """Python interpreter (3.9 or later) for the process that supervises the program."""
     folder: Path | None = None
@@ -47,18 +47,19 @@ class AgentProgram:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     """Environment variables to set, in addition to the few that every program gets."""
     memory_mib: int | None = None
-    """Limit on the address space of each process. None means no limit."""
+    """Address space limit for each process, in MiB. None means no limit."""
     wrap: Wrap = not_wrapped
-    """Puts the program into a sandbox that lets it open sockets."""
+    """Puts the program into a sandbox in which it can still open sockets."""
     readable: Sequence[Path] = ()
-    """Paths that it must be able to read in a sandbox, such as its interpreter and packages."""
+    """Paths that the program must be able to read in a sandbox, such as its interpreter and
+    packages."""
     tells_reward: bool = False
-    """Include the inputs of the reward, such as a reference answer, in KEEL_TASK. The policy can
-    read them if the program lets it run commands."""
+    """Include the reward's inputs, such as a reference answer, in the environment variable
+    KEEL_TASK. The policy can read them if the program lets it run commands."""
     drop_failures: bool = False
-    """Drop a trajectory if its program fails, which otherwise counts as the policy's failure."""
+    """Drop a trajectory if its program fails. Otherwise it counts as a failure of the policy."""
     judges: bool = True
-    """Use the verdict that the program gives. A policy that can run commands can write one, too."""
+    """Use the verdict that the program writes. A policy that can run commands could forge it."""
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -78,8 +79,8 @@ class AgentProgram:
 
 
 def command_of(program: str, *, python: str, folder: Path) -> list[str]:
-    """Return the command line for the `program` field of a recipe, which is a command line or the
-    name of a function, `module:function`. The first word of a command line is looked up in
+    """Return the command line for the `program` field of a recipe. The field is a command line or
+    the name of a function, `module:function`. The first word of a command line is looked up in
     `folder`, next to the interpreter `python` and on the PATH. Raises ValueError if it is not
     found."""
     if _FUNCTION.fullmatch(program):
@@ -98,14 +99,14 @@ def command_of(program: str, *, python: str, folder: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
-    """The end of a program, and its verdict on the trajectory."""
+    """How a program ended, and the verdict or answer it gave."""
 
     failed: str = ""
     """Why the program failed, or "" if it exited with status 0."""
     output: str = ""
-    """The last part of the program's output."""
+    """The end of the program's output."""
     verdict: Verdict | Unscored | None = None
-    """The program's verdict, or None if it gave none or it is ignored."""
+    """The program's verdict. None if it gave none or its verdict is ignored."""
     answer: str | None = None
     """The program's answer to the task, or None if it gave none."""
 
@@ -122,12 +123,12 @@ async def run_program(
     seed: int,
     until: Coroutine[Any, Any, str],
 ) -> ProgramResult:
-    """Run a program until it exits or `until` returns a reason to stop it, and kill all its
-    processes.
+    """Run a program and return its result, then kill all its processes.
 
-    The program can write its result as JSON to the file `KEEL_VERDICT`. A command may also print it
-    as its last line. The result is a verdict, `{"parts": {"correct": 1.0}, "facts": {…}}`, an
-    answer for another grader, `{"answer": "…"}`, or both in one object.
+    The program runs until it exits or `until` returns a reason to stop it. It can write its result
+    as JSON to the file named by `KEEL_VERDICT`. A command may also print the result as its last
+    line. The result is a verdict, `{"parts": {"correct": 1.0}, "facts": {…}}`, an answer for
+    another grader, `{"answer": "…"}`, or both in one object.
     """
     is_wrapped = program.wrap is not not_wrapped
     folder = program.folder or Path.cwd()

@@ -1,10 +1,10 @@
 """Records the requests of an agent program as segments for training.
 
-The recorder compares the messages of each request with the turns that it has recorded. If the
-request continues a recorded turn, the turn's token ids are extended with `Chat.extend`, so sampled
-text is never tokenized again. If another request has already extended that turn, a new segment
-begins with the same ids. If no recorded turn matches, a new segment begins with the rendered
-messages. In all cases, each sampled token is trained only in the segment in which it was sampled.
+The recorder compares the messages of each request with the turns recorded so far. If the request
+continues a recorded turn, `Chat.extend` extends the turn's token ids, so sampled text is never
+tokenized again. If another request has already extended that turn, a new segment begins with the
+same ids. If no recorded turn matches, a new segment begins with the rendered messages. In all
+cases, each sampled token is trained only in the segment in which it was sampled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from keel.rl.turns import Chat, Malformed, Message, Parsed, TurnRequest, TurnRes
 from keel.rl.types import Dialogue, FinishReason, Segment, Usage
 
 _TURN_S = 600.0
-"""Time limit for a turn in seconds, which is the default timeout of OpenAI's clients."""
+"""Time limit for a turn in seconds. It equals the default timeout of OpenAI's clients."""
 _CANCEL_S = 10.0
 """Seconds to wait for cancelled turns when the trajectory is closed."""
 
@@ -43,29 +43,29 @@ class Finished:
 
     segments: tuple[Segment, ...]
     opening: tuple[Message, ...]
-    """The messages of the request for the first turn."""
+    """The messages of the first request for a turn."""
     messages: tuple[Message, ...]
     """All later messages from all conversations, in the order of the turns."""
     dialogues: tuple[Dialogue, ...]
-    """The same messages, grouped by conversation, with the tools that each conversation had."""
+    """The same messages grouped by conversation, each with the tools that were available in it."""
     usage: Usage
     finish_reason: FinishReason
-    """`stop`, or the limit that cut or refused the turn that ended last."""
+    """`stop`, or the limit that truncated or refused the turn that ended last."""
     counts: Counter[str]
     """The counts of `TrajectoryRecorder`."""
     failure: str = ""
     """Why an engine or the endpoint failed to answer a request, or "" if none failed."""
     refusal: str = ""
-    """Why the last refused request was refused."""
+    """The reason for the last refused request."""
 
 
 class TrajectoryRecorder:
     """Records one trajectory, which may have many requests in flight at once.
 
-    It belongs to one event loop. `name` must be unique within the run, and `sample` samples one
-    turn. `seed` is the trajectory's seed, from which the seed of each turn is derived. `turn_s`
-    limits how long a turn may take, including the wait for an engine. When it is exceeded, the
-    client gets a 503 error.
+    All calls must come from the same event loop. `name` must be unique within the run. `sample`
+    samples one turn. `seed` is the trajectory's seed, from which the seed of each turn is derived.
+    `turn_s` limits how long a turn may take, including the wait for an engine. When it is exceeded,
+    the client gets a 503 error.
     """
 
     def __init__(
@@ -82,9 +82,10 @@ class TrajectoryRecorder:
     ) -> None:
         self.name = name
         self.counts = Counter[str]()
-        """How many `requests` for a turn there were, and how many of them `extended` a segment,
-        `branched` from a turn that another had already extended, were `rendered`, got a `repeated`
-        answer, were `refused`, `failed`, or were `cancelled` by their client."""
+        """Number of `requests` for a turn, and how many of them had each outcome. A request
+        `extended` a segment, `branched` from a turn that another had already extended, was
+        `rendered` from its messages, got a `repeated` answer, was `refused`, `failed`, or was
+        `cancelled` by its client."""
         self._prompt_id, self._chat, self._sample = prompt_id, chat, sample
         self._thinking, self._seed = thinking, seed
         self._budget, self._turn_s = budget, turn_s
@@ -92,32 +93,32 @@ class TrajectoryRecorder:
         self._turns = TurnIndex(chat, thinking=thinking)
         self._checked_tools = {key_of_tools(())}
         self._draws: dict[str, set[int]] = {}
-        """Numbers of the samples from each context. All differ, so each sample has its own seed."""
+        """Gives each sample from the same context a different number and therefore its own seed."""
         self._lost: dict[str, list[Reply]] = {}
-        """Replies that no client received, by the key of their request."""
+        """Replies that did not reach a client, by the key of their request."""
         self._growing: set[SegmentRecord] = set()
         self._sampling: dict[asyncio.Future[TurnResult], int] = {}
-        """The turns that are being sampled, and the tokens reserved for each."""
+        """The turns being sampled, and the number of tokens reserved for each."""
         self._changed = asyncio.Event()
         self._usage = Usage(turns=0)
         self._ended: FinishReason = "stop"
         self._timed_out = False
         self.refusal = ""
-        """Why the last refused request was refused."""
+        """The reason for the last refused request."""
         self.over = False
-        """True if the environment has ended the task, after which there are no more turns."""
+        """True once the environment has ended the task. No more turns are sampled then."""
         self.failure = ""
         """Why the endpoint or an engine last failed to answer a request."""
         self._closed = False
         self._idle_since: float | None = None
         """When the last turn ended. None before the first turn and while a turn is sampled."""
         self.begun = asyncio.Event()
-        """Set when the first turn is sampled."""
+        """Set when the first turn starts to be sampled."""
 
     async def turn(self, request: ChatRequest) -> Reply:
-        """Sample and record the turn that a request asks for, and return the reply. If the call is
-        cancelled, nothing is recorded. Raises ApiError if the request is refused or the turn cannot
-        be sampled."""
+        """Sample and record the turn for a request, and return the reply. If the call is cancelled,
+        nothing is recorded. Raises ApiError if the request is refused or the turn cannot be
+        sampled."""
         self.counts["requests"] += 1
         try:
             reply = await self._turn(request)
@@ -132,7 +133,7 @@ class TrajectoryRecorder:
         return reply
 
     def record_error(self, error: ApiError) -> None:
-        """Count a request that was answered with an error, and keep the reason for the report."""
+        """Count a request that was answered with an error, and store the reason for the report."""
         if error.status >= 500:
             self.failure = error.message
             self.counts["failed"] += 1
@@ -141,14 +142,14 @@ class TrajectoryRecorder:
             self.counts["refused"] += 1
 
     def mark_lost(self, reply: Reply) -> None:
-        """Keep a reply whose client disconnected, to answer the same request when it comes
-        again."""
+        """Store a reply whose client disconnected. It is returned if the client repeats the
+        request."""
         self._lost.setdefault(reply.request_key, []).append(reply)
 
     async def overdue(self, open_s: float) -> str:
-        """Wait until the program's time is up, and return a description of what took too long.
-        `open_s` is the time limit for the first request. After it, `Budget.timeout_s` limits the
-        turns plus the program's own time between them."""
+        """Wait until the program exceeds a time limit, and return a description of what took too
+        long. `open_s` is the time limit for the first request. After that, `Budget.timeout_s`
+        limits the total time of the turns and of the program between them."""
         if self._budget.timeout_s == inf:
             raise ValueError("endpoint: timeout_s must be finite: every wait has a deadline")
         began = monotonic()
@@ -167,8 +168,8 @@ class TrajectoryRecorder:
                     await self._changed.wait()
 
     async def finish(self) -> Finished:
-        """Cancel the turns that are being sampled, close the recorder and return the trajectory. It
-        is safe to call this more than once."""
+        """Cancel the turns being sampled, close the recorder and return the trajectory. It is safe
+        to call this more than once."""
         self._usage, self._idle_since = self._with_idle(), None
         self._closed = True
         self._changed.set()
@@ -263,7 +264,8 @@ class TrajectoryRecorder:
         )
 
     async def _admit(self, context: int, max_tokens: int | None) -> int:
-        """Wait until the budget allows a turn after `context` tokens. Returns its token limit."""
+        """Wait until the budget allows a turn after `context` tokens, and return how many tokens it
+        may sample. Raises ApiError if the budget is spent."""
         try:
             async with asyncio.timeout(self._turn_s):
                 while True:
@@ -286,7 +288,7 @@ class TrajectoryRecorder:
             raise _engine_failed(message) from error
 
     async def _grow(self, record: SegmentRecord, ids: list[int], limit: int) -> TurnResult:
-        """Sample a turn after `ids` and append it to its record."""
+        """Sample a turn after the token ids `ids` and append it to its record."""
         context_T = np.array(ids, np.int32)
         context_key = blake2b(context_T.tobytes(), digest_size=16).hexdigest()
         draws = self._draws.setdefault(context_key, set())

@@ -1,4 +1,4 @@
-"""Formats a turn as an OpenAI response, either complete or as a stream."""
+"""Formats a turn as an OpenAI response, either complete or streamed."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from keel.rl.turns import Message, Parsed
 from keel.rl.types import FinishReason
 
 MODEL = "policy"
-"""The only model in the list of models. Requests may use any other name."""
+"""The only model name that the endpoint lists. Requests may use any other name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A recorded turn in the form in which the client gets it."""
+    """A recorded turn in the form that the client receives."""
 
     reply_id: str
     request_key: str
-    """Equal for requests with the same messages, tools and limits."""
+    """Key of the request. Requests with the same messages, tools and limits have the same key."""
     message: Message
-    """The message for the client. Call arguments are still objects, not JSON strings."""
+    """The message for the client. Call arguments are still objects instead of JSON strings."""
     ended: FinishReason
-    """`stop`, or the limit that cut the turn."""
+    """`stop`, or the limit that truncated the turn."""
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -40,8 +40,8 @@ class Reply:
 
 
 def client_message(parsed: Parsed, *, cut: bool, may_call: bool) -> dict[str, Any]:
-    """Return a parsed turn as the message that the client gets. Calls are removed if `may_call` is
-    False or the turn was cut, because clients run calls without looking at the finish reason."""
+    """Return a parsed turn as the message for the client. Calls are removed if `may_call` is False
+    or the turn was truncated, because clients run calls without checking the finish reason."""
     message = replace_surrogates(message_of(parsed))
     if cut or not may_call:
         message.pop("tool_calls", None)
@@ -63,7 +63,7 @@ def completion(reply: Reply, model: str) -> dict[str, Any]:
 
 def events(reply: Reply, model: str, *, include_usage: bool) -> Iterator[bytes]:
     """Yield the server-sent events for a streaming request, ending with `[DONE]`. The turn is
-    complete when the stream starts, so one event contains the whole message."""
+    already complete when the stream starts, so one event contains the whole message."""
     head = _head(reply, model, "chat.completion.chunk")
     if include_usage:
         head["usage"] = None

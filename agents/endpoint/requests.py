@@ -18,18 +18,18 @@ from keel.rl.turns import Message, ToolSpec
 from keel.rl.types import FinishReason
 
 MAX_TOOL_CHARACTERS = 256 << 10
-"""Limit on the JSON length of a request's tools. Checking schemas takes about a second per 30,000
+"""Maximum JSON length of a request's tools. Checking schemas takes about a second per 30,000
 characters."""
 _MAX_DEPTH = 120
-"""Limit on the nesting depth of a request."""
+"""Maximum nesting depth of a request."""
 MAX_VALUES = 1 << 20
-"""Limit on the number of commas and opening brackets in a request. More values would not fit into a
+"""Maximum number of commas and opening brackets in a request. More values would not fit into a
 window of a million tokens, and parsing them would block all other trajectories for seconds."""
 _WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention"),
 )
-"""Fields that are ignored without a warning, since they do not affect sampling."""
+"""Fields that do not affect sampling. They are ignored without a warning."""
 _DISTRIBUTION = "it would change the sampling distribution, and the samples are trained on"
 _STRUCTURED = (
     "structured output is not supported, since a grammar's masks are not recorded. Ask for the "
@@ -48,7 +48,7 @@ _SUPPORTED: dict[str, tuple[Sequence[Any], str]] = {
     "function_call": ([], "is not supported: use tool_choice"),
     "web_search_options": ([], "is not supported: give the policy a tool"),
 }
-"""The supported values of some fields, and the error for other values."""
+"""Supported values for some fields, and the error message for any other value."""
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
@@ -64,7 +64,7 @@ class ApiError(Exception):
         code: str | None = None,
         limit: FinishReason | None = None,
     ) -> None:
-        """Create an error with an HTTP status. `param` is the invalid field, and `limit` the budget
+        """Create an error with an HTTP status. `param` is the invalid field. `limit` is the budget
         limit that was reached."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
@@ -115,8 +115,8 @@ def _as_arguments(arguments: Any) -> Any:
 
 
 class _Model(BaseModel):
-    """Base class for the parts of a request. Its lists are `FailFast`, because collecting errors
-    for a million entries would block the event loop for seconds."""
+    """Base class for the parts of a request. Its lists are `FailFast`, because collecting the
+    errors for a million entries would block the event loop for seconds."""
 
     model_config = ConfigDict(strict=True)
 
@@ -167,7 +167,7 @@ class _StreamOptions(_Model):
 
 
 class _Request(_Model):
-    """The fields of a request. A null counts as missing. Unknown fields are in `model_extra`."""
+    """The fields of a request. Null counts as missing. Unknown fields are in `model_extra`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -183,25 +183,25 @@ class _Request(_Model):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A request for one turn."""
+    """A validated request for one turn."""
 
     messages: tuple[Message, ...]
-    """The messages in a normalized form. Contents are strings and call arguments are objects. Tool
-    results follow the order of their calls and include the tool's name."""
+    """The normalized messages. Contents are strings and call arguments are objects. Tool results
+    are in the order of their calls and include the tool's name."""
     tools: tuple[ToolSpec, ...]
     may_call: bool
-    """False if calls must not be returned to the client (`tool_choice: none`)."""
+    """False if the client must not receive any calls (`tool_choice: none`)."""
     max_tokens: int | None
     stream: bool
     include_usage: bool
-    """True if a stream ends with a chunk that contains the usage."""
+    """True if a stream must end with a chunk that reports the token usage."""
     model: str
 
     @property
     def characters(self) -> int:
-        """Number of characters that the chat template would render. This includes the message
-        contents, the calls, the tools and the thinking since the last user message. The markup of
-        each message counts as one token."""
+        """Number of characters that the chat template would render. This includes message contents,
+        calls, tools and the thinking since the last user message. The markup of each message counts
+        as one token."""
         users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         since = users[-1] if users else 0
         thoughts = (message.get("reasoning_content", "") for message in self.messages[since:])
@@ -214,8 +214,8 @@ class ChatRequest:
         )
 
     async def check_tools(self) -> None:
-        """Check that the tools can be called. The check runs on a thread because it takes seconds
-        for large schemas. Raises ApiError if a tool is invalid or the tools are too large."""
+        """Check that the tools can be called. This runs on a thread because large schemas take
+        seconds. Raises ApiError if a tool is invalid or the tools are too large."""
         if sum(len(json.dumps(tool.as_json())) for tool in self.tools) > MAX_TOOL_CHARACTERS:
             limit = f"must have at most {MAX_TOOL_CHARACTERS:,} characters as JSON"
             raise invalid_field("tools", limit)
@@ -226,8 +226,8 @@ class ChatRequest:
 
 
 def read_request(body: Mapping[str, Any]) -> ChatRequest:
-    """Validate a chat completion request. Raises ApiError with the name of the field if one is
-    invalid."""
+    """Parse and validate a chat completion request. Raises ApiError if a field is invalid, with its
+    name."""
     fields = {name: value for name, value in body.items() if value is not None}
     for name, value in fields.items():
         if name.startswith(("guided_", "structured_outputs")):
@@ -276,11 +276,11 @@ def _warn_ignored(name: str, reason: str) -> None:
 
 
 def _convert_messages(messages: Sequence[_Message]) -> list[dict[str, Any]]:
-    """Convert messages, and check that each call has a result before the next turn. Results are put
-    in the order of their calls, since some templates show no call ids."""
+    """Convert messages, and check that each call has a result before the next turn. Results are
+    sorted into the order of their calls, since some templates show no call ids."""
     converted: list[dict[str, Any]] = []
     names: dict[str, str] = {}
-    """Tool names of the calls that have no result yet, by call id."""
+    """Names of the tools whose calls have no result yet, by call id."""
     results: dict[str, dict[str, Any]] = {}
     for i, message in enumerate([*messages, None]):
         at = f"messages[{i}]"
@@ -320,11 +320,11 @@ def _convert_messages(messages: Sequence[_Message]) -> list[dict[str, Any]]:
 
 
 class _TooManyValues(ValueError):
-    """A JSON text contains too many values to be parsed."""
+    """Raised if a JSON text contains too many values to be parsed."""
 
 
 def load_json(text: bytes | str) -> Any:
-    """Parse JSON that a program sent. Raises ValueError if it is invalid, nested too deeply or too
+    """Parse JSON from a program. Raises ValueError if it is invalid, nested too deeply or too
     large."""
     raw = text.encode(errors="replace") if isinstance(text, str) else text
     if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
@@ -333,7 +333,7 @@ def load_json(text: bytes | str) -> Any:
 
 
 def load_object(body: bytes) -> dict[str, Any]:
-    """Parse the body of a request as a JSON object. Raises ApiError if it is not one."""
+    """Parse the body of a request as a JSON object. Raises ApiError if it is not a JSON object."""
     try:
         value = load_json(body)
         if not isinstance(value, dict):
@@ -347,7 +347,7 @@ def load_object(body: bytes) -> dict[str, Any]:
 
 
 def replace_surrogates(value: Any) -> Any:
-    """Replace unpaired surrogates, which JSON allows but tokenizers do not accept."""
+    """Replace unpaired surrogates. JSON allows them, but tokenizers do not accept them."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):

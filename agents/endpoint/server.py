@@ -1,4 +1,5 @@
-"""The HTTP server for all trajectories in a process. Each trajectory has its own URL and key."""
+"""The HTTP server that serves all trajectories in a process. Each trajectory has its own URL and
+key."""
 
 from __future__ import annotations
 
@@ -25,26 +26,27 @@ MAX_REQUEST_BYTES = 16 << 20
 """Size limit for a request. A context of 131,072 tokens needs at most 12 MiB, even if every
 character is escaped."""
 _MAX_BODIES = 4
-"""How many requests of a trajectory may be received at once, which limits the memory they take."""
+"""How many requests of one trajectory may be received at once. This limits the memory that their
+bodies take."""
 _READ_S = 60.0
-"""Seconds to wait for the rest of a request, or for a client to read an answer."""
+"""Time limit in seconds for receiving the rest of a request, and for a client to read an answer."""
 _SHUTDOWN_S = 5.0
 _DISCONNECT_ROUNDS = 4
-"""How many iterations of the event loop it takes until a closed connection cancels its request."""
+"""How many event loop iterations pass before a closed connection cancels its request."""
 _SOCKET = "keel.sock"
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """The address and key of a trajectory's endpoint."""
+    """The URL and key of a trajectory's endpoint."""
 
     base_url: str
     api_key: str
     socket: Path
-    """A unix socket for the same server, which a sandbox without a network can use."""
+    """A unix socket for the same server, for sandboxes without network access."""
     tools_url: str = ""
-    """URL at which an MCP client finds the environment's tools, or "" without tools."""
+    """URL of the environment's tools for MCP clients, or "" if there are no tools."""
 
     @property
     def env(self) -> dict[str, str]:
@@ -68,22 +70,24 @@ class _Place:
 
 
 class Endpoint:
-    """Serves all trajectories in a process, on the loopback interface and on a unix socket. Use it
-    as an async context manager. Call `add` for each trajectory, and `finish` when the trajectory
-    ends."""
+    """Serves all trajectories in a process, on the loopback interface and on a unix socket.
+
+    Use it as an async context manager. Call `add` for each trajectory, and call `finish` when the
+    trajectory ends.
+    """
 
     def __init__(self, *, most: int = 1024) -> None:
         """Prepare an endpoint, which starts when its context is entered. `most` limits the number
-        of connections over all trajectories, so that the process does not run out of file
-        descriptors. A new connection beyond it closes another one."""
+        of connections for all trajectories together, so that the process does not run out of file
+        descriptors. When the limit is reached, each new connection closes an existing one."""
         self._most = most
         self._port = 0
         self._open: dict[str, _Place] = {}
-        """The open trajectories by their name in the URL."""
+        """The open trajectories, keyed by their name in the URL."""
         self._busy: dict[web.RequestHandler, TrajectoryRecorder] = {}
-        """The connections with a request in flight."""
+        """The connections that have a request in flight."""
         self._accepting = 0
-        """How many accepted connections the server does not list yet."""
+        """Number of accepted connections that the server does not list yet."""
         self._runner: web.AppRunner | None = None
         self._listeners: list[asyncio.Server] = []
         self._folder = ""
@@ -153,8 +157,8 @@ class Endpoint:
         )
 
     async def finish(self, name: str) -> Finished:
-        """Close the endpoint for the trajectory `name` and return what was recorded. Raises
-        KeyError if it is not open."""
+        """Close the endpoint for the trajectory `name` and return the recorded trajectory. Raises
+        KeyError if the endpoint is not open."""
         for place, trajectory in self._open.items():
             if name in (place, trajectory.recorder.name):
                 del self._open[place]
@@ -162,9 +166,9 @@ class Endpoint:
         raise KeyError(name)
 
     def _accept(self) -> web.RequestHandler:
-        """Return the handler for a new connection. If there are too many, the oldest idle
-        connection is closed, which its client will simply reopen. If all have a request in flight,
-        the turn of the newest is cancelled."""
+        """Return the handler for a new connection. If there are too many connections, the oldest
+        idle one is closed, and its client simply reconnects. If all have a request in flight, the
+        turn of the newest one is cancelled."""
         assert self._runner is not None and self._runner.server is not None
         server = self._runner.server
         connections = [one for one in server.connections if one.transport is not None]
@@ -186,7 +190,7 @@ class Endpoint:
 
     @web.middleware
     async def _format_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Convert exceptions to error responses in OpenAI's or Anthropic's format."""
+        """Convert exceptions to error responses in the format of OpenAI's or Anthropic's API."""
         place = self._open.get(request.match_info.get("name", ""))
         if place is not None:
             self._busy[request.protocol] = place.recorder
@@ -208,8 +212,9 @@ class Endpoint:
 
     @asynccontextmanager
     async def _body_of(self, request: web.Request, place: _Place) -> AsyncGenerator[bytes]:
-        """Receive the body of a request. Others may have to wait until the context exits. Raises
-        ApiError if the body is compressed, malformed, too large or too slow."""
+        """Receive the body of a request. Other requests of the trajectory may have to wait until
+        the context exits. Raises ApiError if the body is compressed, malformed, too large or too
+        slow."""
         if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
             message = f"Content-Encoding {encoding[:50]} is not supported: send the body unencoded"
             raise ApiError(400, message, code="unsupported_encoding")
@@ -242,7 +247,8 @@ class Endpoint:
         return place
 
     async def _tools(self, request: web.Request) -> web.StreamResponse:
-        """Handle a JSON-RPC message. The key is in the URL, because MCP clients send no API key."""
+        """Handle a JSON-RPC message for the tools. The key is in the URL because MCP clients send
+        no API key."""
         place = self._authenticate(request, request.match_info["key"])
         if place.tools is None:
             raise ApiError(404, "there are no tools", code="unknown_url")
@@ -333,6 +339,6 @@ def _is_anthropic(request: web.Request) -> bool:
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:
-    """Filter out aiohttp's log messages about malformed requests from clients."""
+    """Return False for aiohttp's log messages about malformed requests from clients."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError)

@@ -1,9 +1,10 @@
 """Stores the recorded turns and messages, and finds the turn that a request continues.
 
 Clients may change messages before they send them back. Some drop the thinking, reorder object keys,
-reformat the arguments, add names, add or strip white space around the assistant's text, or send an
-empty content as None and a text as a list of parts. Messages are therefore compared by keys that do
-not depend on such changes. (`keel.agents.endpoint.requests` normalizes contents and arguments.)
+reformat arguments or add names. Some add or strip white space around the assistant's text. Others
+send an empty content as None or a text as a list of parts. Messages are therefore compared by keys
+that do not depend on such changes. (`keel.agents.endpoint.requests` normalizes contents and
+arguments.)
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ class Turn:
 
     record: SegmentRecord
     end: int
-    """Number of ids in `record` up to the last one that this turn sampled."""
+    """Number of token ids in `record` up to and including the last one that this turn sampled."""
     tools_key: str
     message: Message
-    """The message that the client got."""
+    """The message that was sent to the client."""
     in_thinking: bool = False
-    """True if the turn ended inside its thinking, which the next turn continues."""
+    """True if the turn ended inside its thinking, so the next turn continues it."""
     extended: bool = False
     """True if another turn continues this one."""
 
@@ -51,19 +52,22 @@ class _OpenDialogue:
 
 
 class TurnIndex:
-    """All turns and messages in a trajectory. The messages are kept both in the order of the turns
-    and grouped by conversation. Forks and sub-agents have separate conversations."""
+    """All turns and messages in a trajectory.
+
+    The messages are stored twice, in the order of the turns and grouped by conversation. Forks and
+    sub-agents have separate conversations.
+    """
 
     def __init__(self, chat: Chat, *, thinking: bool) -> None:
         self._chat, self._thinking = chat, thinking
         self._turns: list[Turn] = []
         self._by_messages: dict[str, list[Turn]] = {}
-        """Turns by the key of all messages up to and including the turn."""
+        """Turns, keyed by all messages up to and including the turn."""
         self.opening: tuple[Message, ...] = ()
-        """The messages of the request for the first turn."""
+        """The messages of the first request for a turn."""
         self._messages: list[Message] = []
         self._keys: set[str] = set()
-        """Prefix keys of `_messages`."""
+        """The prefix keys of all messages in `_messages`."""
         self._dialogues: list[_OpenDialogue] = []
 
     @property
@@ -82,9 +86,9 @@ class TurnIndex:
         )
 
     def add(self, request: ChatRequest, keys: Sequence[str], turn: Turn, *, verbatim: bool) -> None:
-        """Add the new messages of a request and the turn that answers it. `keys` are the prefix
-        keys of its messages. `verbatim` says that the turn's message contains everything that was
-        sampled, so the policy can learn from it."""
+        """Add the new messages of a request and the turn that answers it. `keys` contains the
+        prefix keys of the request's messages. If `verbatim` is set, the turn's message contains
+        everything that was sampled, so the policy can learn from it."""
         messages = self._as_recorded(request.messages, keys)
         self.opening = self.opening or tuple(messages)
         for message, key in zip(messages, keys[1:], strict=True):
@@ -121,13 +125,10 @@ class TurnIndex:
         tools_key: str,
         growing: Collection[SegmentRecord],
     ) -> tuple[Turn | None, list[int]]:
-        """Return the recorded turn that a request continues, or None, and the ids of the full
-        context.
-
-        The ids begin with those of the turn. `keys` are the prefix keys of the request's messages,
-        and `growing` are the records in which a turn is being sampled. Raises ApiError if the chat
-        template rejects the messages.
-        """
+        """Find the recorded turn that a request continues. Returns that turn, or None if there is
+        none, and the token ids of the full context, which begin with those of the turn. `keys`
+        contains the prefix keys of the request's messages. `growing` contains the records in which
+        a turn is being sampled. Raises ApiError if the chat template rejects the messages."""
         messages = request.messages
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         new = messages[turns[-1] + 1 :] if turns else ()
@@ -164,7 +165,7 @@ class TurnIndex:
         return max(prefixes, key=lambda turn: turn.end, default=None), ids
 
     def _as_recorded(self, messages: Sequence[Message], keys: Sequence[str]) -> list[Message]:
-        """Return the messages with each assistant message replaced with the recorded one. This
+        """Return the messages, with each assistant message replaced by the recorded one. This
         restores thinking that the client dropped but the chat format shows until the next user
         message."""
         recorded: list[Message] = []
@@ -193,7 +194,7 @@ def prefix_keys(messages: Sequence[Message]) -> list[str]:
 
 
 def extend_key(key: str, message: Message) -> str:
-    """Return the key for a message list that has `message` appended, given the key for the list."""
+    """Return the key for a message list after appending `message`, given the key for the list."""
     is_turn = message["role"] == "assistant"
     calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
     identity = [

@@ -1,4 +1,4 @@
-"""Controls an environment that runs in a separate process."""
+"""Communicates with an environment that runs in a separate process."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ _TIMEOUT_KNOBS = {
     "verdict": "environment.verdict_s",
 }
 _MAX_S = 1e9
-"""A time limit that stands for infinity, which JSON lacks."""
+"""The time limit to send in place of infinity, which JSON cannot represent."""
 
 
 class Hosted:
-    """One episode of a `Program`, as a `keel.agents.types.Environment`. `starting` limits how many
-    processes start at once. `fork_server` forks the episode's process. If it is None, a new process
-    is started."""
+    """One episode of a `Program`, as a `keel.agents.types.Environment`.
+
+    `starting` limits how many processes start at once. `fork_server` forks the episode's process.
+    If it is None, a new process is started.
+    """
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class Hosted:
         self._lost: EnvironmentLost | None = None
         self._closed = False
         self.grades = True
-        """False if the environment has no verdict. This is known once it has been opened."""
+        """False if the environment has no verdict. This is set when the environment is opened."""
         self._scratch = ""
         self._requests = 0
         self._turn = asyncio.Lock()
@@ -173,9 +175,9 @@ class Hosted:
     async def _ask(
         self, during: str, request: Mapping[str, Any], timeout_s: float, *, name: str = ""
     ) -> dict[str, Any]:
-        """Send a request and return its reply. Any failure ends the process and raises
-        EnvironmentLost. The exception is a request that cannot be converted to JSON. It is not sent
-        and raises ValueError."""
+        """Send a request and return its reply. If anything fails, the process is killed and
+        EnvironmentLost is raised. A request that cannot be converted to JSON is not sent and raises
+        ValueError instead."""
         async with self._turn:
             process = self._process
             if self._lost is not None:
@@ -255,6 +257,7 @@ def _parsed(model: type[_Model], reply: Any) -> _Model:
 
 
 def verdict_of(reply: Mapping[str, Any]) -> Verdict:
-    """Parse a verdict, an object with `parts` and `facts`. Raises ValueError if it is invalid."""
+    """Parse a verdict, which is an object with `parts` and `facts`. Raises ValueError if it is
+    invalid."""
     verdict = _parsed(_VerdictReply, reply)
     return Verdict(parts=verdict.parts, facts=verdict.facts)

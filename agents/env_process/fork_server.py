@@ -1,8 +1,8 @@
 """Controls a process that imports an environment once and forks a process for each episode.
 
-This saves the time for imports, which take up most of an episode's start. Forking is unsafe if the
-import starts threads or opens files. In that case, or if the sandbox cannot isolate forked
-processes, each episode starts a new interpreter instead.
+This saves the import time, which is most of the time that an episode takes to start. Forking is
+unsafe if the import starts threads or opens files. In that case, or if the sandbox cannot isolate
+forked processes, each episode starts a new interpreter instead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _REPLY_BYTES = 1 << 16
 
 
 def reply_fault(reply: Mapping[str, Any], memory_mib: int | None) -> tuple[Fault, str] | None:
-    """Return the fault that a reply of an environment's process reports, and a message."""
+    """Return the fault and error message in a reply from an environment's process, or None if the
+    reply reports no fault."""
     if "memory" in reply:
         return "memory", f"out of memory (memory_mib = {memory_mib})"
     if "refused" in reply:
@@ -50,17 +51,17 @@ def reply_fault(reply: Mapping[str, Any], memory_mib: int | None) -> tuple[Fault
 
 
 def fork_server_for(program: Program) -> ForkServer | None:
-    """Return a fork server for a program's episodes, or None if `preload` is off. The caller must
-    close the server."""
+    """Create a fork server for a program's episodes. Returns None if `preload` is off. The caller
+    must close the server."""
     return ForkServer(program) if program.preload else None
 
 
 class ForkServer:
     """Forks the processes for all episodes of a program.
 
-    It belongs to one event loop. It starts with the first fork, restarts if its process is lost,
-    and ends with `close`. `deadlines.open_s` limits the time to import the program, and the time
-    for each fork.
+    All calls must come from the same event loop. The server starts with the first fork, restarts if
+    its process is lost, and ends with `close`. `deadlines.open_s` limits both the time to import
+    the program and the time for each fork.
     """
 
     def __init__(self, program: Program) -> None:
@@ -176,7 +177,7 @@ class ForkServer:
         return EnvironmentLost(lost.fault, "open", message, lost.output)
 
     async def close(self) -> None:
-        """End the server and every process that it has forked."""
+        """Stop the server and every process that it has forked."""
         self.disabled_reason = self.disabled_reason or "closed"
         async with self._gate:
             server, self._server = self._server, None
@@ -186,11 +187,11 @@ class ForkServer:
 
 
 class _CannotFork(Exception):
-    """Forking is impossible for the reason in the message."""
+    """Raised if forking is impossible. The message contains the reason."""
 
 
 class _Server(OwnedProcess):
-    """The server's process, which handles one request at a time."""
+    """The process of the fork server, which handles one request at a time."""
 
     def __init__(
         self, child: Child, control: socket.socket, output: OutputTail, timeout_s: float
@@ -203,8 +204,8 @@ class _Server(OwnedProcess):
     async def ask(
         self, request: dict[str, Any], *fds: int, timeout_s: float | None = None
     ) -> tuple[dict[str, Any], list[int]]:
-        """Send a request with `fds`, and return its reply with those that came back. Raises
-        _CannotFork, TimeoutError, EOFError or OSError."""
+        """Send a request and the file descriptors `fds`. Returns the reply and the file descriptors
+        that came with it. Raises _CannotFork, TimeoutError, EOFError or OSError."""
         async with self._gate:
             self._request_id += 1
             line = json.dumps({"id": self._request_id, **request}).encode()
@@ -240,8 +241,8 @@ class _Server(OwnedProcess):
         *,
         run: str | None = None,
     ) -> tuple[Child, socket.socket, int]:
-        """Fork a process and return the arguments for `LineProcess.attach`. Raises the same errors
-        as `ask`, and EnvironmentLost if this process has run out of file descriptors."""
+        """Fork a process and return the arguments for `LineProcess.attach`. Raises EnvironmentLost
+        if this process has run out of file descriptors, and otherwise the same errors as `ask`."""
         request = {"do": "fork", "inner": inner, "env": dict(env), "run": run}
         try:
             with open_channel(socket.SOCK_STREAM) as (ours, theirs, stderr, write_end):

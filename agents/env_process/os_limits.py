@@ -1,21 +1,21 @@
-"""Raises this process's limit on open files before many episodes open at once."""
+"""Raises this process's limit on open files, so that many episodes can be open at once."""
 
 from __future__ import annotations
 
 import resource
 
 _FILES_PER_EPISODE = 3
-"""File descriptors for each open episode: its channel, its standard error and its pidfd."""
+"""File descriptors per open episode: its channel, its standard error and its pidfd."""
 _FILES_PER_DRIVEN_EPISODE = 8
-"""File descriptors for each episode that a program drives, including its connections."""
+"""File descriptors per episode that a program drives, including its connections."""
 _SPARE_CONNECTIONS = 256
 _SPARE_FILES = 512
 
 
 def make_room(episodes: int, *, programs: bool = False) -> None:
-    """Raise the limit on open files so that `episodes` episodes can be open at once. `programs`
-    says whether agent programs drive some of them. Raises ValueError if the machine allows too few
-    files."""
+    """Raise the open-file limit high enough for `episodes` concurrent episodes. Set `programs` if
+    agent programs drive some of them, since these need more files. Raises ValueError if the
+    machine's maximum is too low."""
     files = _FILES_PER_EPISODE * (1 + programs) * episodes + _SPARE_FILES
     files += connection_limit(episodes) if programs else 0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -30,5 +30,5 @@ def make_room(episodes: int, *, programs: bool = False) -> None:
 
 
 def connection_limit(episodes: int) -> int:
-    """Return how many connections the programs that drive `episodes` episodes may open."""
+    """Return how many connections may be open when agent programs drive `episodes` episodes."""
     return (_FILES_PER_DRIVEN_EPISODE - _FILES_PER_EPISODE) * episodes + _SPARE_CONNECTIONS

@@ -28,9 +28,9 @@ from keel.agents.types import EnvironmentLost, Fault
 MAX_MESSAGE_BYTES = 8 << 20
 """Size limit for a message. A process that sends a larger one is killed."""
 _EXIT_S = 30.0
-"""Seconds to wait for the exit status of a process that has closed its channel."""
+"""Time limit in seconds for a process to exit after closing its channel."""
 REAP_S = 60.0
-"""Seconds to wait until a killed process has disappeared."""
+"""Time limit in seconds for a killed process to disappear."""
 _OUTPUT_BYTES = 4096
 _READ_S = 1.0
 _INHERITED_ENV = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR", "TZ", "USER")
@@ -41,7 +41,7 @@ LimitCheck = Callable[[], str]
 
 
 class SandboxLaunch(Protocol):
-    """A command line that is ready to start. `env` overrides the inherited variables."""
+    """A command line that is ready to run. `env` overrides the inherited variables."""
 
     @property
     def command(self) -> Sequence[str]: ...
@@ -53,7 +53,8 @@ class SandboxLaunch(Protocol):
     def env(self) -> Mapping[str, str]: ...
 
     def started(self, pid: int) -> LimitCheck | None:
-        """Monitor the outer process of a sandbox. Returns None if there is no sandbox."""
+        """Start monitoring the outer process of a sandbox, and return a function that stops it.
+        Returns None if there is no sandbox."""
         ...
 
 
@@ -68,8 +69,8 @@ class _Bare:
 
 
 class Wrap(Protocol):
-    """Puts a command line into a sandbox that can read the system, the program and `readable`.
-    Raises FileNotFoundError or PermissionError with a message for the user."""
+    """Puts a command line into a sandbox, in which it can read the system, the program and
+    `readable`. Raises FileNotFoundError or PermissionError with a message for the user."""
 
     def __call__(
         self, command: Sequence[str], *, readable: Sequence[Path]
@@ -77,9 +78,13 @@ class Wrap(Protocol):
 
 
 class ForkingWrap(Protocol):
-    """A sandbox whose process may fork children, each isolated as if it were started separately.
-    `inner` has the settings for `keel.agents.env_runtime.isolate`, or is None if this machine does
-    not allow it. `probe` is Python code that tries to escape, and prints `isolated` if it fails."""
+    """A sandbox whose process may fork children. Each child is isolated as if it had been started
+    separately.
+
+    `inner` contains the settings for `keel.agents.env_runtime.isolate`, or is None if this machine
+    does not allow the isolation. `probe` is Python code that tries to escape, and prints `isolated`
+    if it fails.
+    """
 
     @property
     def inner(self) -> Mapping[str, Any] | None: ...
@@ -92,24 +97,26 @@ class ForkingWrap(Protocol):
     ) -> AbstractContextManager[SandboxLaunch]: ...
 
     def hold(self, pid: int, *, inside: bool) -> LimitCheck:
-        """Monitor the memory of a sandbox, by its outer process or by the one `inside` it."""
+        """Start monitoring the memory of a sandbox. The sandbox is identified by its outer process,
+        or by the process `inside` it."""
         ...
 
 
 def not_wrapped(
     command: Sequence[str], *, readable: Sequence[Path]
 ) -> AbstractContextManager[SandboxLaunch]:
-    """Run a command without a sandbox, with all permissions of the current user."""
+    """Run a command without a sandbox and with all permissions of the current user."""
     return nullcontext(_Bare(command))
 
 
 class Child:
     """A process that belongs to an episode.
 
-    It is reaped only after its descendants are dead, so that its PID is not reused before. `status`
-    reaps it and returns its exit status. `sandbox` says whether the process is the `outer` one of a
-    sandbox, which exits after everything inside it, the first one `inside` a PID namespace, which
-    takes all others there with it, or neither.
+    It is reaped only after its descendants are dead, so that its PID is not reused earlier.
+    `status` reaps the process and returns its exit status. If `sandbox` is `outer`, this is the
+    outer process of a sandbox, which exits after everything inside it. If it is `inside`, this is
+    the first process in a PID namespace, and all others there end with it. An empty `sandbox` means
+    neither.
     """
 
     def __init__(
@@ -122,15 +129,16 @@ class Child:
     ) -> None:
         self.pid, self.limit = pid, limit
         self.limit_hit = ""
-        """The limit that ended its sandbox, or "". It is known once the process was reaped."""
+        """The limit that ended the sandbox, or "" if none did. Set by `reap`."""
         self.orphaned = False
-        """True if the fork server was already dead when the process should have been reaped."""
+        """True if the fork server had already died when the process was to be reaped."""
         self._pidfd, self._status, self._sandbox = pidfd, status, sandbox
         # Kills it at interpreter exit if an abandoned event loop never closed it.
         self._finalizer = weakref.finalize(self, _kill_abandoned, pid, pidfd)
 
     async def gone(self, within_s: float) -> bool:
-        """Wait until the process exits, without reaping it. Returns False on timeout."""
+        """Wait up to `within_s` seconds for the process to exit, without reaping it. Returns False
+        if it has not exited by then."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         deadline, pause_s = time.monotonic() + within_s, 0.001
@@ -156,8 +164,8 @@ class Child:
             _kill(signal.pidfd_send_signal, self._pidfd)
 
     async def reap(self) -> int | None:
-        """Reap the process after `kill`. Returns None instead of its exit status if that is
-        unknown, or the negative signal number if a signal killed the process."""
+        """Reap the process after `kill` and return its exit status. If a signal killed the process,
+        the status is the negative signal number. Returns None if the status is unknown."""
         deadline = time.monotonic() + REAP_S
         while not (gone := await self.gone(0.05)) and time.monotonic() < deadline:
             self.kill()  # a sandbox that was still starting
@@ -199,9 +207,9 @@ Result = TypeVar("Result")
 
 
 async def with_deadline(timeout_s: float, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await `work`, and raise TimeoutError if it takes longer than `timeout_s`. Unlike
-    `asyncio.timeout`, it still returns a result that arrived in time but was not read because the
-    event loop was busy."""
+    """Await `work` and return its result. Raises TimeoutError if it takes longer than `timeout_s`.
+    Unlike `asyncio.timeout`, this still returns a result that arrived in time but was not read
+    because the event loop was busy."""
     task = asyncio.ensure_future(work)
     try:
         for limit_s in (timeout_s, _READ_S):
@@ -217,7 +225,7 @@ async def with_deadline(timeout_s: float, work: Coroutine[Any, Any, Result]) -> 
 
 
 class OwnedProcess:
-    """A child process with the last part of its standard error. `close` closes its channel."""
+    """A child process, together with the end of its standard error. `close` closes its channel."""
 
     def __init__(self, child: Child, output: OutputTail, close: Callable[[], None]) -> None:
         self.child = child
@@ -230,11 +238,11 @@ class OwnedProcess:
 
     @property
     def output(self) -> str:
-        """The last part of the process's standard error."""
+        """The end of the process's standard error."""
         return self._output.text()
 
     async def lost(self, fault: Fault, during: str, message: str) -> EnvironmentLost:
-        """End the process, and return an error with the cause and the last part of its output."""
+        """Kill the process, and return an error with the cause and the end of its output."""
         ending = await self.end(_EXIT_S if fault == "exit" else 0.0)
         if fault == "exit":
             fault = "crash" if ending.startswith("was ended") else "exit"
@@ -246,8 +254,8 @@ class OwnedProcess:
         return EnvironmentLost(fault, during, message, self.output)
 
     async def end(self, within_s: float = 0.0) -> str:
-        """Kill the process and its descendants. Returns how the process ended, if it exited within
-        `within_s`. It is safe to call this more than once."""
+        """Kill the process and its descendants, and return how it ended. It gets up to `within_s`
+        seconds to exit by itself. It is safe to call this more than once."""
         if self._end is None:
             self._end = asyncio.create_task(self._shut_down(within_s))
         return await asyncio.shield(self._end)
@@ -270,8 +278,10 @@ class OwnedProcess:
 
 
 class LineProcess(OwnedProcess):
-    """A child process and the channel for messages to it. It belongs to one event loop and handles
-    one exchange at a time."""
+    """A child process and the channel for exchanging messages with it.
+
+    All calls must come from the same event loop. It handles one exchange at a time.
+    """
 
     def __init__(
         self,
@@ -292,8 +302,8 @@ class LineProcess(OwnedProcess):
         wrap: Wrap = not_wrapped,
         readable: Sequence[Path] = (),
     ) -> LineProcess:
-        """Start a process. Raises EnvironmentLost if the program cannot be run, and OSError if this
-        process has run out of file descriptors."""
+        """Start a process. Raises EnvironmentLost if the program cannot be run. Raises OSError if
+        this process has run out of file descriptors."""
         child, channel, stderr = launch(
             command, socket.SOCK_STREAM, env=env, folder=folder, wrap=wrap, readable=readable
         )
@@ -335,8 +345,9 @@ class LineProcess(OwnedProcess):
 def open_channel(
     kind: socket.SocketKind,
 ) -> Generator[tuple[socket.socket, socket.socket, int, int]]:
-    """Yield a socket pair and a pipe. The second and the fourth end are for another process and are
-    closed at the end. After an error, the other two are closed as well."""
+    """Yield the two ends of a socket pair and the two ends of a pipe. The second and the fourth are
+    for another process, so they are closed when the context exits. After an error, the other two
+    are closed as well."""
     with ExitStack() as undo:
         ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
         undo.callback(ours.close)
@@ -360,11 +371,9 @@ def launch(
     wrap: Wrap,
     readable: Sequence[Path],
 ) -> tuple[Child, socket.socket, int]:
-    """Start a process whose standard input and output are one end of a socket pair.
-
-    Returns the process, the other end and the read end of its standard error. Raises the same
-    errors as `LineProcess.start`.
-    """
+    """Start a process that uses one end of a socket pair as its standard input and output. Returns
+    the process, the other end of the pair and the read end of its standard error. Raises the same
+    errors as `LineProcess.start`."""
     inherited = {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
     with open_channel(kind) as (ours, theirs, stderr, write_end), ExitStack() as undo:
         try:
@@ -420,12 +429,12 @@ class OutputTail:
             os.close(self._fd)
 
     async def drain(self, within_s: float) -> None:
-        """Wait for the end of the pipe, which a descendant that escaped may keep open."""
+        """Wait until the pipe reaches its end. A descendant that escaped may keep it open."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), within_s)
 
     def text(self) -> str:
-        """Return the last part of the output without control characters, since the policy may have
+        """Return the end of the output. Control characters are removed, since the policy may have
         written some of it."""
         text = self._tail.decode(errors="replace").strip()
         return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)

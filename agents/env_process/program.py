@@ -1,4 +1,4 @@
-"""How to run an environment: the program, its settings and its time limits."""
+"""Describes how to run an environment: the program, its settings and its time limits."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """Time limits in seconds for each method. Each tool call comes with its own limit."""
+    """Time limits in seconds for an environment's methods. Each tool call has its own limit."""
 
     open_s: float = 60.0
-    """The limit includes the time to start the process and import the module."""
+    """Time limit for `open`, which includes starting the process and importing the module."""
     reply_s: float = 30.0
     verdict_s: float = 60.0
     close_s: float = 5.0
@@ -45,29 +45,29 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """How to run an environment. All episodes share these settings."""
+    """How to run an environment. These settings are the same for all episodes."""
 
     target: str
-    """The environment to load. It is `my_env:Shop`, `my_tools` (a module of functions),
-    `/path/to/file.py:Shop`, or the address of an OpenEnv server, `http://…`."""
+    """The environment to load. It is an object such as a class (`my_env:Shop` or
+    `/path/to/file.py:Shop`), a module of functions (`my_tools`), or the address of an OpenEnv
+    server (`http://…`)."""
     kind: Literal["auto", "class", "functions", "game", "openenv"] = "auto"
-    """How to use the target. With `auto`, an address or an OpenEnv class is `openenv`, a class with
-    `reset` and `step` is `game`, any other class is `class`, whose public methods become tools, and
-    everything else is `functions`."""
+    """How to use the target. With `auto`, the kind depends on the target. An address or an OpenEnv
+    class is `openenv`. A class with `reset` and `step` is `game`. Any other class is `class`, and
+    its public methods become tools. Everything else is `functions`."""
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Keyword arguments for the class. For a game, they may include `play_by`, `scale`, `rules` and
     `score` (see `keel.agents.env_runtime.games`)."""
     python: str = sys.executable
     """Python interpreter (3.9 or later) for the environment. Keel need not be installed in it."""
     folder: Path | None = None
-    """Working directory, in which modules are also looked up first. None means the current
-    directory."""
+    """Working directory. Modules are looked up there first. None means the current directory."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     """Environment variables to set, in addition to the few that every environment gets."""
     preload: bool = True
-    """Import the module only once and fork a process for each episode, if that is safe."""
+    """Import the module once and fork a process for each episode, if that is safe."""
     memory_mib: int | None = 4096
-    """Limit on the address space of each of the environment's processes. None means no limit."""
+    """Address space limit for each of the environment's processes, in MiB. None means no limit."""
     readable: Sequence[Path] = ()
     """Files and folders that the environment may read in a sandbox, in addition to `folder` and its
     interpreter."""

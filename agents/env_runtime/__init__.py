@@ -1,5 +1,5 @@
 """Code that runs in an episode's process.
 
-It uses only the standard library and supports Python 3.9 or later. It must not import anything else
-from Keel, because the environment's own interpreter runs it.
+The environment's own interpreter runs this code, so it uses only the standard library, supports
+Python 3.9 or later, and must not import anything else from Keel.
 """

@@ -30,14 +30,14 @@ from keel.agents.env_runtime.episode import take_channel
 from keel.agents.env_runtime.processes import adopt_orphans, end_with_parent, limit_memory
 
 _MAX_BYTES = 1 << 20
-"""Size limit for the last line and for a verdict."""
+"""Maximum size of the last line and of a verdict."""
 _MAX_ENV_BYTES = 100_000
-"""Size limit for KEEL_TASK. Linux allows 131071 bytes per variable."""
+"""Maximum size of KEEL_TASK. Linux allows 131071 bytes per variable."""
 _URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "KEEL_MCP_URL")
 
 
 def _forward(path: str) -> int:
-    """Listen on a loopback port and forward its connections to the unix socket `path`."""
+    """Listen on a loopback port and forward each connection to the unix socket `path`."""
     import asyncio  # noqa: PLC0415  (only a sandbox without a network needs it)
 
     async def pump(source: Any, target: Any) -> None:
@@ -69,7 +69,7 @@ def _forward(path: str) -> int:
 
 
 def _copy_lines(pipe: int, last_line: list[bytes]) -> None:
-    """Copy a pipe to standard error and keep its last line that is not empty."""
+    """Copy a pipe to standard error and keep its last non-empty line."""
     rest = b""
     while data := os.read(pipe, 1 << 16):
         with suppress(OSError):
@@ -82,8 +82,8 @@ def _copy_lines(pipe: int, last_line: list[bytes]) -> None:
 
 
 def _exit_code(process: Any) -> int:
-    """Wait until the program exits and return its exit code. Orphaned processes are reaped in the
-    meantime, because a sandbox allows only a few processes."""
+    """Wait until the program exits and return its exit code. Orphaned processes are reaped during
+    the wait, because a sandbox allows only a few processes."""
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == process.pid:

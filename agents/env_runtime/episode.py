@@ -1,4 +1,4 @@
-"""Handles the requests for one episode's environment. The protocol is described in start.py."""
+"""Handles requests for the environment of one episode. start.py describes the protocol."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Request = dict[str, Any]
 
 
 def redirect_prints() -> None:
-    """Redirect standard output to standard error and make standard input empty. This keeps prints
-    from being taken for replies."""
+    """Redirect standard output to standard error and make standard input empty. This prevents
+    prints from being mistaken for replies."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
@@ -39,7 +39,7 @@ def take_channel() -> tuple[Any, Any]:
 
 
 def failure_of(error: Exception) -> Request:
-    """Return the reply for an error."""
+    """Return the reply that reports an error."""
     if isinstance(error, MemoryError):
         return {"memory": True}
     if isinstance(error, InvalidEnvironment):
@@ -54,7 +54,7 @@ class _Episode:
         self._environment: Any = None
 
     def answer(self, request: Request) -> Request:
-        """Handle a request. Raises whatever the environment raises."""
+        """Handle a request and return the reply. Errors from the environment are not caught."""
         action = request["do"]
         if action == "open":
             return self._open(request)
@@ -99,7 +99,7 @@ class _Episode:
 
 def serve(requests: Any, replies: Any) -> None:
     """Serve one episode until Keel closes the channel. After `close`, the process waits to be
-    killed so that its descendants can still be found."""
+    killed, so that its descendants can still be found."""
     episode = _Episode()
     for line in requests:
         request = json.loads(line)
@@ -115,15 +115,16 @@ def serve(requests: Any, replies: Any) -> None:
 
 
 def call_function(target: str) -> None:
-    """Run an agent program that is a function, `module:function` or `path/to/file.py:function`.
+    """Run an agent program that is a function, given as `module:function` or
+    `path/to/file.py:function`.
 
-    The function gets the arguments `task` (as in KEEL_TASK), `prompt` (the last user message) and
-    `seed`, as far as it has parameters for them. A function with `**` gets all of them. If it has
+    The function is passed those of the arguments `task` (as in KEEL_TASK), `prompt` (the last user
+    message) and `seed` that it has parameters for. A function with `**` gets all of them. If it has
     a single parameter with another name, that parameter gets the task.
 
     The result is written to KEEL_VERDICT. A text is the answer. A number, or a dict of numbers, is
-    the verdict, and either may come in a pair with facts. Without a result, nothing is
-    written.
+    the verdict, and either may come in a pair with facts. If the function returns nothing, nothing
+    is written.
     """
     sys.path.insert(0, os.getcwd())
     function = load(target)

@@ -11,16 +11,18 @@ _STANDARD_LIBRARY = ("<frozen", os.path.dirname(os.__file__))
 
 
 class InvalidEnvironment(Exception):
-    """The target cannot be used as an environment. The message says why and how to fix it."""
+    """Raised if the target cannot be used as an environment. The message says why and how to fix
+    it."""
 
 
 class EnvironmentGone(Exception):
-    """The episode cannot continue, because the environment's backend is gone or its `done` is
-    invalid."""
+    """Raised if the episode cannot continue, because the environment's backend is gone or its
+    `done` is invalid."""
 
 
 def error_location(error: BaseException) -> str:
-    """Return the innermost line of the environment's code, such as `my_env.py:12 in buy`."""
+    """Return the innermost line of the environment's code in the traceback, such as `my_env.py:12
+    in buy`."""
     ours = (_OURS, "<frozen importlib")
     frames = [
         frame

@@ -1,4 +1,4 @@
-"""Adapts text games with `reset` and `step`, as in gymnasium, gym and TextWorld."""
+"""Adapts text games that have `reset` and `step`, as in gymnasium, gym and TextWorld."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from keel.agents.env_runtime.type_schemas import object_schema
 _COLORED = re.compile(r"\x1b\[[0-9;]*m([^\x1b]*)\x1b\[0m")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _MAX_DIGITS = 20
-"""How many digits of a move are parsed, since Python refuses to parse thousands."""
+"""Maximum number of digits in a move, since Python refuses to parse thousands of them."""
 _TEXT_SPACES = ("Text", "Word", "Char")
 """Names of the text action spaces in gymnasium and TextWorld."""
 _ROUNDING = 1e-9
-"""Tolerance for rounding errors. Ten rewards of 0.1 sum to slightly less than 1."""
+"""Tolerance for rounding errors. For example, ten rewards of 0.1 sum to slightly less than 1."""
 
 
 class TextGame:
     """A single-player text game.
 
     The policy plays by calling the tool `play(action)`, which keeps its thinking in the context
-    during the game. With play_by="text", its replies are the actions.
-
-    The score is the sum of the rewards. With score="last", it is the last reward, for games that
-    return the score so far (TextWorld). `scale` is the range of the score, and `rules` is a text
-    shown before the first observation.
+    during the game. With play_by="text", its replies are the actions instead. The score is the sum
+    of the rewards. With score="last", it is the last reward, for games that return the score so far
+    (TextWorld). `scale` is the range of the score. `rules` is a text shown before the first
+    observation.
     """
 
     grades = True
@@ -131,7 +130,8 @@ class TextGame:
 
 
 def scaled_score(total: float, scale: tuple[float, float]) -> dict[str, float]:
-    """Return the parts of a verdict for a sum of rewards. Raises ValueError if `scale` is empty."""
+    """Convert a sum of rewards to the `parts` of a verdict. The score is mapped from the range
+    `scale` to 0 to 1, and `correct` is 1 at the maximum. Raises ValueError if `scale` is empty."""
     low, high = map(float, scale)
     if not low < high:
         raise ValueError(f"scale = {scale!r}: the lowest score must be below the highest")

@@ -23,12 +23,13 @@ from keel.agents.env_runtime.openenv import (
 from keel.agents.env_runtime.tool_objects import Object, functions_of, methods_of
 
 _ADAPTER_OPTIONS = ("play_by", "scale", "rules")
-"""Arguments that are for the adapter rather than the game."""
+"""Arguments that are passed to the adapter instead of the game."""
 _loaded: dict[str, Any] = {}
 
 
 def preload(target: str, action: Optional[str]) -> None:  # noqa: UP045
-    """Import the modules that each episode would import. Raises InvalidEnvironment as `load`."""
+    """Import the modules that every episode needs. Raises InvalidEnvironment under the same
+    conditions as `load`."""
     late: tuple[str, ...] = (CLIENT,)
     if not is_address(target):
         load(target)
@@ -43,7 +44,8 @@ def preload(target: str, action: Optional[str]) -> None:  # noqa: UP045
 
 
 def load(target: str) -> Any:
-    """Return the object for `module:name`, `module` or `file.py:name`, loaded once per process."""
+    """Return the object named by `module:name`, `module` or `file.py:name`. Each one is loaded only
+    once per process. Raises InvalidEnvironment if it cannot be loaded."""
     if target in _loaded:
         return _loaded[target]
     name, _, attribute = target.partition(":")
@@ -97,7 +99,7 @@ def _module_name(path: str) -> str:
 
 
 def make(request: dict[str, Any]) -> Any:
-    """Create the environment for an `open` request."""
+    """Create the environment described by an `open` request."""
     target, kind, arguments = request["target"], request["kind"], request["arguments"]
     options = {key: arguments[key] for key in _ADAPTER_OPTIONS if key in arguments}
     rest = {key: value for key, value in arguments.items() if key not in options}

@@ -17,9 +17,9 @@ from keel.agents.env_runtime.games import scaled_score
 
 CLIENT = "openenv.core.generic_client"
 _SCHEMA_S = 10.0
-"""Seconds to wait for a server's schemas."""
+"""Time limit in seconds for fetching a server's schemas."""
 _STEP_S = 86_400.0
-"""Seconds to wait for a step. Keel's own deadlines are shorter."""
+"""Time limit in seconds for a step. Keel's own deadlines are shorter."""
 _SCHEMES = ("http://", "https://", "ws://", "wss://")
 _HIDDEN_FIELDS = ("done", "reward", "metadata")
 _Data = dict[str, Any]
@@ -35,12 +35,12 @@ def is_openenv(value: Any) -> bool:
 
 
 class OpenEnv:
-    """One OpenEnv environment.
+    """An OpenEnv environment for one episode.
 
-    The score is the sum of the rewards on `scale`. The text `rules` is shown before the first
-    observation. A task's `reward` may pass arguments to `reset`, as in `{"reset": {"split":
-    "train", "index": 12}}`. The policy acts by calling the tool `step` or one of the environment's
-    own tools (MCP).
+    The policy acts by calling the tool `step` or one of the environment's own tools (MCP). The
+    score is the sum of the rewards, scaled to the range `scale`. The text `rules` is shown before
+    the first observation. A task's `reward` may pass arguments to `reset`, as in `{"reset":
+    {"split": "train", "index": 12}}`.
     """
 
     grades = True
@@ -111,7 +111,8 @@ class OpenEnv:
 
 
 def _text_of(observation: _Data) -> str:
-    """Return an observation as text, which is a tool's result, the only field, or JSON."""
+    """Return an observation as text. This is the result of a tool, the value of the only field, or
+    JSON."""
     fields = {k: v for k, v in observation.items() if k not in _HIDDEN_FIELDS and v is not None}
     value: Any = fields
     if "tool_name" in fields:
@@ -176,7 +177,7 @@ def _action_class(kind: Any) -> Any:
 
 
 class RemoteSession:
-    """A session with a server through OpenEnv's client."""
+    """A session with an environment server, using OpenEnv's client."""
 
     def __init__(self, address: str, headers: dict[str, str] | None = None) -> None:
         import urllib.request  # noqa: PLC0415  (slow, and rarely needed)

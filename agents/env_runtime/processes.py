@@ -1,4 +1,4 @@
-"""Settings of this process, and its descendants, from the kernel. Needs Python 3.9 or later."""
+"""Kernel settings for this process and its descendants. Supports Python 3.9 or later."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def end_with_parent() -> None:
 
 def protect_process() -> None:
     """Make this process end with its parent, and deny other processes access to its memory. The
-    verdict is computed in it, and the policy may control some processes that it starts."""
+    verdict is computed in this process, and the policy may control some of the processes that it
+    starts."""
     end_with_parent()
     _prctl(_DUMPABLE, 0)
 
@@ -45,8 +46,8 @@ def limit_memory(mib: Optional[int]) -> None:  # noqa: UP045  (Python 3.9)
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the PIDs of all descendants of `pid` that can be found. This includes processes that
-    have left its group, as long as their parents are alive."""
+    """Return the PIDs of all descendants of `pid` that can be found. Processes that have left its
+    process group are included, as long as their parents are alive."""
     pids: list[int] = []
     pending = [pid]
     while pending:
@@ -61,8 +62,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def socket_folder(prefix: str, socket: str) -> str:
-    """Create a temporary folder for a socket. It is in /tmp if the path of `socket` would be too
-    long in TMPDIR."""
+    """Create a temporary folder for the socket `socket` and return its path. The folder is created
+    in /tmp if the socket's path would be too long in TMPDIR."""
     folder = tempfile.mkdtemp(prefix=prefix)
     if len(os.fsencode(os.path.join(folder, socket))) <= _MAX_SOCKET_PATH:
         return folder

@@ -22,17 +22,17 @@ _RESERVED: dict[str, tuple[str, ...]] = {
     "verdict": ("messages", "finish_reason"),
     "close": (),
 }
-"""Methods that are not tools, with the parameters that they may declare.
+"""Methods that are not tools, and the parameters that they may declare.
 
 Some attributes are reserved as well. If `done` is True, the episode ends. `offered` lists the names
-of the available tools. If the task decides on the tools, it lists the tools themselves (name,
+of the available tools. If the tools depend on the task, it lists the tools themselves (name,
 description, parameters), and calls to them go to the method `call(name, arguments)`. `call_s`, if
-present, is set before each call to the seconds until the process is killed.
+present, is set before each call to the number of seconds until the process is killed.
 """
 
 
 class Tool:
-    """A function and its specification for the policy."""
+    """A function, and the description of it that the policy gets."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self._function = function
@@ -77,8 +77,8 @@ _loop: Any = None
 
 
 def resolve(value: Any) -> Any:
-    """Return a value, awaiting it first if it is a coroutine. All coroutines of an episode run on
-    the same event loop."""
+    """Return a value, or the result of awaiting it if it is a coroutine. All coroutines of an
+    episode run on the same event loop."""
     global _loop
     if not inspect.isawaitable(value):
         return value
@@ -94,8 +94,8 @@ def resolve(value: Any) -> Any:
 
 
 class Object:
-    """An environment made from an object's public methods, or from plain functions if the target is
-    None."""
+    """An environment made from an object, whose public methods become tools. If the target is None,
+    plain functions become tools."""
 
     def __init__(self, target: Any, functions: dict[str, Callable[..., Any]]) -> None:
         self._target = target
@@ -123,7 +123,7 @@ class Object:
         return {"messages": messages, "tools": [self._tools[name].spec for name in tools]}
 
     def set_call_time(self, call_s: float) -> None:
-        """Tell the environment how long the next call may take."""
+        """Tell the environment how many seconds the next call may take."""
         if hasattr(self._target, "call_s"):
             self._target.call_s = call_s
 
@@ -165,8 +165,8 @@ class Object:
         self._invoke("close")
 
     def _invoke(self, name: str, **values: Any) -> Any:
-        """Call a reserved method with the parameters that it declares. Returns None if it does not
-        exist."""
+        """Call a reserved method with the parameters that it declares, and return its result.
+        Returns None if there is no such method."""
         method = getattr(self._target, name, None)
         if method is None:
             return None
@@ -181,9 +181,10 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def bind_arguments(
     name: str, parameters: list[inspect.Parameter], values: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Choose the `values` that `parameters` declare, as positional and keyword arguments. If
-    no value is declared by name, `**` receives all of them, and a single parameter with another
-    name receives the first one. Raises InvalidEnvironment if a parameter has no value."""
+    """Select the `values` that a function's `parameters` ask for, and return them as positional and
+    keyword arguments. If no parameter matches by name, `**` receives all values, and a single
+    parameter with another name receives the first one. Raises InvalidEnvironment if a parameter has
+    no value."""
     plain = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     known = [one for one in plain if one.name in values]
     unknown = [one for one in plain if one.name not in values and one.default is one.empty]
@@ -205,7 +206,7 @@ def bind_arguments(
 
 
 def methods_of(target: Any) -> dict[str, Callable[..., Any]]:
-    """Return an object's public methods in the order of the source, with inherited ones last."""
+    """Return an object's public methods in source order, followed by the inherited ones."""
     kind = cast(Any, type(target))
     names = [name for name in dir(kind) if not name.startswith("_") and name not in _RESERVED]
     names = [name for name in names if inspect.isroutine(inspect.getattr_static(target, name))]

@@ -98,7 +98,8 @@ def _is_dataclass(kind: Any) -> bool:
 
 
 def value_of(hint: Any, value: Any) -> Any:
-    """Convert a JSON value to the type `hint`. Raises ValueError if it has another type."""
+    """Convert a JSON value to the type `hint`. Raises ValueError if the value does not have that
+    type."""
     kind, inner = _parts(hint)
     if kind is Any:
         return value
@@ -144,10 +145,8 @@ _ARGUMENT = re.compile(r"\s+(\w+)(?: ?\([^)]*\))?:\s*(.*)")
 
 
 def docstring_parts(text: str) -> tuple[str, dict[str, str]]:
-    """Split a docstring into its description and the descriptions of the parameters.
-
-    Parameters are described under `Args:` or with `:param x:`.
-    """
+    """Split a docstring into its description and the descriptions of the parameters. Parameters may
+    be described under `Args:` or with `:param x:`."""
     description: list[str] = []
     parameters: dict[str, str] = {}
     section, last, depth = "", "", 0

@@ -1,4 +1,4 @@
-"""Creates scripted conversations for a cold start, with a careful and a hasty one for each task."""
+"""Creates scripted conversations for a cold start. Each task gets a careful and a hasty one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from keel.agents.environments.trip.tasks import LEVELS, TripTask, World
 from keel.rl.turns import Message, ToolSpec
 
 _FAR = 1 << 20
-"""Offset that keeps the demonstrations' seeds away from the seeds of a recipe's prompts."""
+"""Offset added to the demonstrations' seeds, so that they differ from the seeds of a recipe's
+prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """A task with two conversations. Each ends with the policy's last call or answer."""
+    """A task with two example conversations. Each ends with the policy's last call or answer."""
 
     tools: tuple[ToolSpec, ...]
     worked: tuple[Message, ...]
@@ -33,8 +34,8 @@ class Demonstration:
 def trip_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Create demonstrations for the trip planner. The hasty ones submit a wrong plan at once.
-    `arguments` are the environment's arguments."""
+    """Create demonstrations for the trip planner. The hasty ones submit a wrong plan immediately.
+    `arguments` contains the environment's arguments."""
     level = int(arguments.get("level", 0))
     made: list[Demonstration] = []
     first = (_FAR + seed) * 1_000_000
@@ -56,8 +57,9 @@ def guess_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
     """Create demonstrations for TextArena's GuessTheNumber with brief rules. The hasty ones guess
-    at random and ignore the hints. `arguments` are the environment's arguments, with `min_number`
-    and `max_number` in `options`. Raises ModuleNotFoundError if textarena is not installed."""
+    at random and ignore the hints. `arguments` contains the environment's arguments, with
+    `min_number` and `max_number` in `options`. Raises ModuleNotFoundError if textarena is not
+    installed."""
     options = arguments["options"]
     low, high = options["min_number"], options["max_number"]
     made: list[Demonstration] = []
@@ -88,7 +90,8 @@ class Conversation:
 
 
 def play(environment: Any, task: Mapping[str, Any], seed: int, calls: Calls) -> Conversation:
-    """Run the calls from `calls` in a local environment until it ends or they return an answer."""
+    """Run scripted calls in a local environment and return the conversation. It ends when the
+    environment ends or `calls` returns a final answer."""
     opening = environment.opening(task, seed)
     tools = tuple(ToolSpec(**one) for one in opening["tools"])
     said: list[Message] = list(opening["messages"])

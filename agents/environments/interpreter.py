@@ -2,9 +2,10 @@ r"""An environment with a Python interpreter that keeps its state between calls.
 
 The interpreter is a Jupyter kernel that has a copy of the task's files. In its JSONL line, a task
 may name files from the folder `files`, as in `"environment": {"files": ["sales.csv"]}`, or contain
-their text, as in `{"files": {"sales.csv": "day,units\n…"}}`. The environment's Python needs the
-packages jupyter_client and ipykernel. The kernel is connected with Unix sockets, never over the
-network.
+their text, as in `{"files": {"sales.csv": "day,units\n…"}}`.
+
+The environment's Python needs the packages jupyter_client and ipykernel. The kernel is connected
+through Unix sockets, never over the network.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ CELL_S = 120.0
 _START_S = 60.0
 """Time limit in seconds for starting a kernel."""
 ENDING_S = 10.0
-"""Seconds that an interrupted cell may take to end before the kernel is restarted."""
+"""How many seconds an interrupted cell may take to stop before the kernel is restarted."""
 _MAX_OUTPUT = 20_000
-"""Maximum length of a cell's output. The first and the last half of it are kept."""
+"""Maximum length of a cell's output. If it is longer, the middle is removed."""
 _SLACK = 0.05
-"""Fraction of a call's time that is reserved for everything but the waits below."""
+"""Fraction of a call's time that is not given to the three limits of `split_call_time`."""
 _MAX_TRIES = 3
-"""How often a cell is tried if the kernel aborts it after an interrupt."""
+"""Maximum number of times to run a cell if the kernel aborts it after an interrupt."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _CURE = "python -m pip install jupyter_client ipykernel"
 
@@ -42,14 +43,15 @@ _CURE = "python -m pip install jupyter_client ipykernel"
 class Interpreter:
     """An environment with one tool and no verdict.
 
-    `cell_s` is the time limit for a cell, and `ending_s` for its end after an interrupt. A call's
-    time (`agents.call_s`) may be too short for a cell, its interrupt and the start of a new kernel.
-    The cell's limit is then lowered (`split_call_time`), so that an endless cell does not end the
-    episode. `files` is a folder with the files for all tasks. The policy can read all of it.
+    `cell_s` is the time limit for a cell, and `ending_s` is how long it may take to stop after an
+    interrupt. A call's time (`agents.call_s`) may be too short for a cell, its interrupt and the
+    start of a new kernel. In that case, `split_call_time` lowers the cell's limit, so that an
+    endless cell does not end the episode. `files` is a folder with the files for all tasks. The
+    policy can read all of it.
     """
 
     call_s = math.inf
-    """Time limit for the current call. The caller sets it before each call."""
+    """Time limit in seconds for the next call. The caller sets it before each call."""
 
     def __init__(self, cell_s: float = CELL_S, ending_s: float = ENDING_S, files: str = "") -> None:
         if not 0 < cell_s < 86_400:
@@ -125,7 +127,8 @@ class Interpreter:
         return f"{why}; it was started anew, and all variables are gone."
 
     def _run(self, code: str, cell_s: float, ending_s: float, start_s: float) -> str | None:
-        """Run a cell and return its output, or None if the kernel aborted it after an interrupt."""
+        """Run a cell and return its output. Returns None if the kernel aborted the cell after an
+        interrupt."""
         # With stop_on_error, a failing cell makes the kernel abort the following ones.
         number = self._client.execute(code, allow_stdin=False, stop_on_error=False)
         output = _Output()
@@ -164,8 +167,8 @@ class Interpreter:
 
 
 def split_call_time(cell_s: float, ending_s: float, call_s: float) -> tuple[float, float, float]:
-    """Split a call's time into limits for a cell, for its end after an interrupt, and for a new
-    kernel. Together, they are less than the call's limit."""
+    """Split a call's time into three limits, for running a cell, for stopping it after an
+    interrupt, and for starting a new kernel. Their sum is less than the call's time."""
     available_s = (1 - _SLACK) * call_s
     ending_s, start_s = min(ending_s, available_s / 4), min(_START_S, available_s / 4)
     remaining_s = available_s - ending_s - start_s
@@ -175,9 +178,9 @@ def split_call_time(cell_s: float, ending_s: float, call_s: float) -> tuple[floa
 
 
 def put_files(given: Any, folder: str, where: str) -> list[str]:
-    """Copy a task's files to the episode's folder `where`, and return each file's name and size.
-    `given` lists names of files in `folder`, or maps names to texts. Raises ValueError if a file is
-    invalid."""
+    """Copy a task's files to the episode's folder `where`. Returns each file's name and size.
+    `given` is a list of names of files in `folder`, or a mapping from names to texts. Raises
+    ValueError if a file is invalid."""
     if not isinstance(given, (list, tuple, dict)):
         raise ValueError(f"`files` must list names, or give texts by name, is {given!r}"[:200])
     descriptions: list[str] = []
@@ -209,8 +212,8 @@ def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
     """Check the arguments before a run, outside the sandbox. Returns the arguments and the paths
-    that the sandbox must be able to read. `without` are files with answers, which the sandbox hides
-    anyway. Raises ValueError if an argument is invalid."""
+    that the sandbox must be able to read. `without` contains files with answers, which the sandbox
+    hides anyway. Raises ValueError if an argument is invalid."""
     if not (folder := str(arguments.get("files") or "")):
         return dict(arguments), []
     path = Path(folder).expanduser().absolute()
@@ -220,7 +223,7 @@ def prepare(
 
 
 class _Output:
-    """The output of a cell. If it is too long, the middle is dropped."""
+    """Collects the output of a cell. If it is too long, the middle is dropped."""
 
     def __init__(self) -> None:
         self._first, self._last, self._count = "", "", 0

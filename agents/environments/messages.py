@@ -9,8 +9,8 @@ from typing import Any
 def with_instructions(
     messages: Sequence[Mapping[str, Any]], *instructions: str
 ) -> list[dict[str, Any]]:
-    """Return `messages` with `instructions` added to the system message. The user's question stays
-    unchanged, because it determines the language of the answer."""
+    """Return `messages` with `instructions` added to the system message. The user's question is not
+    changed, because it determines the language of the answer."""
     if not any(instructions):
         return [dict(message) for message in messages]
     first, *rest = messages = [dict(message) for message in messages]

@@ -1,7 +1,8 @@
-"""Single-player games from TextArena, selected by id as in `arguments={"game": "Sudoku-v0"}`.
+"""Single-player games from TextArena, selected by their id, as in `arguments={"game":
+"Sudoku-v0"}`.
 
 The environment's interpreter needs the package textarena, whose import takes 0.4 s of CPU time. The
-games draw from Python's global random state, so each process can run only one game.
+games use Python's global random state, so each process can run only one game.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import sys
 from typing import Any, cast
 
 PRELOAD = ("textarena",)
-"""Modules that the fork server imports in addition to this one."""
+"""Additional modules that the fork server imports."""
 _MAX_LOST = 0.99
-"""Maximum score for a game that was not won. TextArena's 2048 gives 1 for some losses."""
+"""Maximum score for a game that was not won. TextArena's 2048 returns 1 for some losses."""
 _LOST = re.compile(r"turn limit|game over|no moves left", re.IGNORECASE)
 _INVALID = re.compile(
     r"You attempted an invalid move\. Reason: (.*?)\s*Please resubmit.*", re.DOTALL
@@ -23,10 +24,10 @@ _INVALID = re.compile(
 class Game:
     """A single game with gymnasium's interface.
 
-    If the game ends, the rewards sum to its own result, which is 1 for a win. Otherwise they sum to
-    the progress made so far. `game` is the game's id, for example `2048-v0-easy`, and `options` are
-    arguments for its class, for example `{"max_number": 7}`. `brief` shortens the rules and the
-    observations of GuessTheNumber.
+    If the game ends, the rewards sum to the game's own result, which is 1 for a win. Otherwise they
+    sum to the progress made so far. `game` is the game's id, for example `2048-v0-easy`. `options`
+    contains arguments for the game's class, for example `{"max_number": 7}`. `brief` shortens the
+    rules and observations of GuessTheNumber.
     """
 
     def __init__(self, game: str, options: dict[str, Any] | None = None, brief: bool = False):

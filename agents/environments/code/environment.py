@@ -33,11 +33,11 @@ from keel.agents.environments.code.tree import (
 )
 
 _MAX_MIB = 64
-"""Size limit for a repository that is graded."""
+"""Maximum size of a repository that is graded."""
 _CHECK_S = 60.0
 _MAX_COMMAND_S = 600
 _SLACK_S = 15.0
-"""Seconds of each call that are reserved for ending a command and reading its output."""
+"""Seconds of each call that are reserved for killing a command and reading its output."""
 _SKIPPED = (".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache")
 _COMMIT = "git -c user.name=keel -c user.email=keel@localhost commit -q -m 'As it is'"
 _Packages = dict[str, list[str]]
@@ -45,14 +45,15 @@ _Packages = dict[str, list[str]]
 _PACKAGE_FOLDERS = (
     *("site-packages", "dist-packages", "node_modules", "extern", "third_party", "include"),
 )
-"""Names of folders that contain packages, in addition to names that contain `vendor`."""
+"""Names of folders that contain packages. Any name that contains `vendor` counts as well."""
 _METADATA = (".whl", ".egg", ".dist-info", ".egg-info")
 _SUFFIXES = (".py", ".so", ".js", *_METADATA, ".h", ".hpp")
 
 
 def find_packages(folders: Iterable[str]) -> _Packages:
-    """Find packages below `folders`, where a copy would show the policy the finished change. This
-    includes vendored packages and those in archives, but not links into the repository."""
+    """Find the packages below `folders`, since a copy of the project there would show the policy
+    the finished change. This includes vendored packages and packages in archives, but not links
+    into the repository."""
     packages: _Packages = {}
 
     def add(name: str, place: str) -> None:
@@ -122,10 +123,10 @@ if "keel.agents.env_runtime.fork_server" in sys.modules:  # episodes are forked 
 
 class Repository:
     """A repository that the policy changes. `folder` is the folder `environment` that `keel
-    synthesize` has created. The episode must be able to read it, but not its parent folder."""
+    synthesize` has created. The episode must be able to read this folder, but not its parent."""
 
     call_s = math.inf
-    """Time limit in seconds for a call, which is set before each call."""
+    """Time limit in seconds for the next call. It is set before each call."""
 
     def __init__(self, folder: str) -> None:
         self._folder = os.path.abspath(folder)
@@ -135,7 +136,8 @@ class Repository:
         self._prefix = ""
 
     def opening(self, task: Mapping[str, Any], seed: int) -> None:
-        """Set up the repository. Raises RuntimeError if the episode would be unfair."""
+        """Set up the repository. Raises RuntimeError if there is no sandbox, if the language's
+        tools do not work, or if the policy could read an answer."""
         reward = task["reward"]
         if not processes.in_sandbox():
             raise RuntimeError("the code environment needs isolation: bubblewrap, with /proc")
@@ -167,8 +169,8 @@ class Repository:
         self._shell("git init -q . && git add -A && " + _COMMIT, _CHECK_S)
 
     def _refuse_copies(self) -> None:
-        """Raise RuntimeError if the episode could read a copy of the project. The prefixes of all
-        instances are checked, since they are readable as well."""
+        """Raise RuntimeError if the policy could read a copy of the project. The installed files of
+        all instances are checked, since the policy can read those as well."""
         listed = sorted(Path(self._folder, "packages").iterdir())
         sources: list[_Packages] = [json.loads(file.read_text("utf-8")) for file in listed]
         for packages in (*sources, _system_packages()):
@@ -232,8 +234,8 @@ class Repository:
         return processes.run(words, env=self._env, folder=REPO, within_s=within_s)
 
     def _file_tool(self, request: Mapping[str, Any]) -> str:
-        """Run a file tool in a process with the permissions of the policy's commands. If it ran in
-        this process, links could give the policy access to the process's memory."""
+        """Run a file tool in a separate process with the permissions of the policy's commands. If
+        it ran in this process, links could give the policy access to the process's memory."""
         words = [sys.executable, "-I", "-S", files.__file__]
         stdin = json.dumps(request).encode()
         status, output = processes.run(words, env={}, folder=REPO, within_s=_CHECK_S, stdin=stdin)
@@ -246,8 +248,8 @@ def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
     """Check the arguments before a run, outside the sandbox, and make the folder absolute. Raises
-    ValueError if the folder is invalid. `without` are files with answers, which an episode cannot
-    see anyway."""
+    ValueError if the folder is invalid. `without` contains files with answers, which an episode
+    cannot see anyway."""
     folder = Path(str(arguments.get("folder") or "")).expanduser().absolute()
     if not (folder / "sealed").is_dir():
         raise ValueError(

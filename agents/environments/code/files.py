@@ -1,6 +1,6 @@
-"""The policy's file tools, which run as the program `python files.py`.
+"""The policy's file tools, run as the program `python files.py`.
 
-The program reads a JSON request from standard input. It runs on Python 3.9 or later and needs no
+The program reads a JSON request from standard input. It supports Python 3.9 or later and needs no
 packages.
 """
 
@@ -38,8 +38,8 @@ def execute(request: Mapping[str, Any]) -> str:
 
 
 def apply_edit(path: str, text: str, old: str, new: str) -> tuple[str, str]:
-    """Return the new text of the file and a message for the policy. Raises ValueError if the edit
-    cannot be made."""
+    """Apply an edit. Returns the new text of the file and a message for the policy. Raises
+    ValueError if the edit is not possible."""
     count = text.count(old)
     if count != 1:
         raise ValueError(f"`old` is in {path} {count} times; it must be there exactly once")

@@ -1,7 +1,5 @@
-"""Runs the hidden tests in a clean state, without any processes or extra files of the policy.
-
-It runs on Python 3.9 or later and needs no packages.
-"""
+"""Runs the hidden tests in a clean state, without any of the policy's processes or extra files. It
+supports Python 3.9 or later and needs no packages."""
 
 from __future__ import annotations
 
@@ -27,27 +25,28 @@ _WORDS = (
     "nested next none null odd old only order other outer output pair part path plain raw repr "
     "right same short simple single size some space start step strict text time true type upper"
 )
-"""Words from which natural-looking test names are made."""
+"""Words that are combined into natural-looking test names."""
 _MAX_BYTES = 32 << 20
 _RANK = ("failed", "skipped", "passed")
-"""If a test has several results, the first of these counts."""
+"""Order of precedence if a test has several results. The first one here counts."""
 
 
 class Results(NamedTuple):
     tests: dict[str, str]
-    """The result of each test (passed, failed or skipped), by its name."""
+    """Maps the name of each test to its result (passed, failed or skipped)."""
     canary: str
-    """`as wanted`, `missing` if a canary has no result, or `faked` if one has a wrong result."""
+    """`as wanted` if all canaries have the right result, `missing` if one has no result, or `faked`
+    if one has a wrong result."""
     said: str
-    """The last part of the command's output."""
+    """The end of the command's output."""
     inside: bool = True
     """False if a canary at the end of a hidden test file has a wrong result."""
     seconds: float = 0.0
-    """How long the tests took, without the preparation."""
+    """How long the tests took, not counting the preparation."""
 
 
 def environment(prefix: str, extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables for every command."""
+    """Return the environment variables that every command gets."""
     where = os.path.dirname(sys.executable)
     return {
         "PATH": f"{prefix}/bin:{where}:/usr/local/bin:/usr/bin:/bin",
@@ -64,8 +63,8 @@ def environment(prefix: str, extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def graded_tree(instance: Mapping[str, Any], base: Tree, harness: Tree, written: Tree) -> Tree:
-    """Return the policy's tree with the grading files replaced with the instance's own. New links
-    are removed, since later writes would follow them."""
+    """Return the policy's source tree, with all files used for grading replaced by the instance's
+    own. New links are removed, since later writes would follow them."""
     language = LANGUAGES[instance["language"]]
     policys = {
         path: entry
@@ -82,12 +81,12 @@ def graded_tree(instance: Mapping[str, Any], base: Tree, harness: Tree, written:
 
 
 def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
-    """Write the tree and run its tests.
+    """Write the tree and run its tests. All descendants of this process are killed before and
+    after.
 
-    All descendants of this process are killed before and after. To detect faked results, canaries
-    are added. They are tests with random names, one that must pass and one that must fail, both in
-    separate files and at the end of hidden test files. Code that fakes results would fake theirs as
-    well.
+    To detect faked results, canaries are added. These are tests with random names, one that must
+    pass and one that must fail. Both are added as separate files and at the end of hidden test
+    files. Code that fakes results would fake those of the canaries as well.
     """
     language = LANGUAGES[instance["language"]]
     canaries = {_test_name(): good for good in (True, False)}
@@ -139,7 +138,8 @@ def _canary(text: str, nonce: str, good: bool) -> str:
 
 
 def grade(instance: Mapping[str, Any], results: Results) -> tuple[float, dict[str, Any]]:
-    """Return the score and facts about it. The score is 1 if every required test passes, else 0."""
+    """Return the score and additional facts. The score is 1 if every required test passes, and 0
+    otherwise."""
     facts: dict[str, Any] = {"canary": results.canary}
     for name in ("f2p", "p2p"):
         required = instance[name]
@@ -154,8 +154,8 @@ def grade(instance: Mapping[str, Any], results: Results) -> tuple[float, dict[st
 
 
 def read_results(folder: str) -> dict[str, str]:
-    """Read all JUnit files (.xml) in a folder, and return the result of each test by its name. The
-    results are passed, failed or skipped. Invalid files are ignored."""
+    """Read all JUnit files (.xml) in a folder. Returns a mapping from the name of each test to its
+    result, which is passed, failed or skipped. Invalid files are ignored."""
     results: dict[str, str] = {}
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
         return results
@@ -187,8 +187,8 @@ def _read_junit(path: str) -> list[tuple[str, str]]:
 
 
 def _cases(element: ElementTree.Element, suites: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield the name and result of each test. The root element is not part of the name, because
-    its own name depends on the runner or the machine."""
+    """Yield the name and result of each test. The root element's name is left out, because it
+    depends on the test runner or the machine."""
     for child in element:
         if child.tag == "testsuite":
             yield from _cases(child, (*suites, child.get("name", "")))

@@ -1,7 +1,5 @@
-"""Defines for each language how projects are set up and tested, and which files are tests.
-
-It runs on Python 3.9 or later and needs no packages.
-"""
+"""Defines, for each language, how projects are set up and tested and which files are tests. It
+supports Python 3.9 or later and needs no packages."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 REPO = "/tmp/repo"
-"""Path of the repository during setup and in episodes. Installed files may contain it."""
+"""Path of the repository, during setup and in episodes. Installed files may contain it."""
 
 
 @dataclass(frozen=True)
@@ -18,11 +16,11 @@ class ProjectLanguage:
     """The commands and file patterns for a language.
 
     Commands run with bash in $REPO. $PREFIX is a folder for installed files, which only `setup` may
-    write to. $JUNIT is a folder for results (any number of .xml files), and $VERSION is the
+    write to. $JUNIT is a folder for test results (any number of .xml files). $VERSION is the
     project's version. Only `setup` has network access.
 
-    The pattern `name/` matches any folder with that name and its contents, and `*_test.py` matches
-    file names. A pattern with a slash in the middle matches a path from the root.
+    The pattern `name/` matches any folder with that name and its contents. `*_test.py` matches file
+    names. A pattern with a slash in the middle matches a path from the root.
     """
 
     suffixes: tuple[str, ...]
@@ -36,13 +34,13 @@ class ProjectLanguage:
     setup: str
     test: str
     check: str
-    """A command that succeeds if the tool chain works."""
+    """A command that succeeds if the toolchain works."""
     canary: tuple[str, str] = ("", "")
-    """The name and text of a test file with a single test, which passes if WORTH is true. One test
-    that must pass and one that must fail are run with the others to detect faked results."""
+    """The name and text of a test file with a single test, which passes if WORTH is true. To detect
+    faked results, one such test that must pass and one that must fail are run with the others."""
     canary_at_the_end: str = ""
-    """A canary in the form of lines to append to a hidden test file, which detects faked results
-    for that file."""
+    """A canary as lines that are appended to a hidden test file. It detects faked results for that
+    file."""
     build_names_sources: bool = False
     """True if a new source file must be listed in one of the `steers` files."""
 
@@ -204,7 +202,7 @@ LANGUAGES = {
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
-    """Return whether a path matches a pattern. `ProjectLanguage` describes the patterns."""
+    """Return whether a path matches a pattern. `ProjectLanguage` explains the patterns."""
     *folders, name = path.split("/")
     for pattern in patterns:
         if pattern.endswith("/"):
@@ -216,7 +214,7 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
 
 
 def is_grading(language: ProjectLanguage, path: str) -> bool:
-    """Return whether a file is used for grading, so that the policy's version of it is ignored."""
+    """Return whether a file is used for grading. If so, the policy's version of it is ignored."""
     # Readers of these files may ignore case: Python finds plugins in X.DIST-INFO.
     steers = [pattern.lower() for pattern in language.steers]
     return matches(path, language.tests) or matches(path.lower(), steers)

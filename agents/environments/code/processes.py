@@ -1,7 +1,5 @@
-"""Runs commands with a deadline, and kills all processes of an episode.
-
-It runs on Python 3.9 or later and needs no packages.
-"""
+"""Runs commands with a deadline, and kills all processes of an episode. It supports Python 3.9 or
+later and needs no packages."""
 
 from __future__ import annotations
 
@@ -17,14 +15,14 @@ from contextlib import suppress
 from keel.agents.env_runtime import processes
 
 _MAX_CHARACTERS = 20_000
-"""Maximum length of a command's output. The first and the last half of it are kept."""
+"""Maximum length of a command's output. If it is longer, the middle is removed."""
 _KILL_S = 10.0
 _adopts = False
-"""True once orphaned descendants become children of this process."""
+"""True once this process adopts its orphaned descendants."""
 
 
 def in_sandbox() -> bool:
-    """Return whether this process runs in Keel's sandbox, where it is safe to empty /tmp."""
+    """Return whether this process runs in Keel's sandbox, where emptying /tmp is safe."""
     read_only = bool(os.statvfs("/").f_flag & os.ST_RDONLY)
     return socket.gethostname() == "sandbox" and read_only and os.path.exists("/proc/self/task")
 
@@ -64,8 +62,8 @@ def run(
     within_s: float,
     stdin: bytes = b"",
 ) -> tuple[int | None, str]:
-    """Run a command and return its exit status and its output. The status is None if the command
-    was killed at its deadline. Background processes keep running."""
+    """Run a command and return its exit status and output. The status is None if the command was
+    killed at its deadline. Background processes keep running."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as source:
         source.write(stdin)
         source.seek(0)

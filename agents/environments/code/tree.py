@@ -1,7 +1,5 @@
-"""Reads source trees from untrusted folders, writes them, and encrypts files.
-
-It runs on Python 3.9 or later and needs no packages.
-"""
+"""Reads source trees from untrusted folders, writes them, and encrypts files. It supports Python
+3.9 or later and needs no packages."""
 
 from __future__ import annotations
 
@@ -15,22 +13,23 @@ from collections.abc import Callable
 from typing import Any
 
 Entry = tuple[str, bytes]
-"""("f", contents), ("x", contents) for an executable file, or ("l", target) for a link."""
+"""A file or link in a tree. It is ("f", contents), ("x", contents) for an executable file, or ("l",
+target) for a link."""
 Tree = dict[str, Entry]
-"""Entries by their path from the root, with slashes."""
+"""Maps each path from the root, written with slashes, to its entry."""
 _MAX_FILES = 20_000
 _ERASE_S = 60.0
 _DIGEST_BYTES = 32
 
 
 class UnreadableTree(ValueError):
-    """A folder cannot be used as a source tree, for example because it is too large."""
+    """Raised if a folder cannot be used as a source tree, for example because it is too large."""
 
 
 def read_tree(root: str, *, max_mib: int, skip: Callable[[str], bool]) -> Tree:
     """Read all regular files and links in a folder, without following links. No other process may
-    write to the folder meanwhile. `skip` returns True for paths to leave out. Raises UnreadableTree
-    if the folder is not a source tree."""
+    write to the folder during the call. `skip` returns True for paths to leave out. Raises
+    UnreadableTree if the folder is not a valid source tree."""
     if not stat.S_ISDIR(os.lstat(root).st_mode):
         raise UnreadableTree(f"{root} is no folder")
     tree: Tree = {}
@@ -59,7 +58,7 @@ def read_tree(root: str, *, max_mib: int, skip: Callable[[str], bool]) -> Tree:
 
 
 def write_tree(root: str, tree: Tree) -> None:
-    """Write a tree to a new folder. Raises UnreadableTree if a path is below a file or link."""
+    """Write a tree to a new folder. Raises UnreadableTree if a path lies below a file or link."""
     for path in tree:
         if blocking := [part for part in _parents(path) if part in tree]:
             raise UnreadableTree(f"{path} lies under {blocking[0]}, which is no folder")
@@ -76,7 +75,7 @@ def write_tree(root: str, tree: Tree) -> None:
 
 
 def erase(folder: str) -> None:
-    """Empty a folder, regardless of its permissions and depth. Mounts are kept."""
+    """Delete everything in a folder except mounts, regardless of permissions and depth."""
     subprocess.run(
         ["/bin/sh", "-c", _ERASE, "sh", folder],
         stdin=subprocess.DEVNULL,
@@ -93,8 +92,8 @@ find "$1" -xdev -mindepth 1 -depth -delete
 
 
 def overlay(under: Tree, over: Tree) -> Tree:
-    """Return `under` with the entries of `over` added. If a file and a folder have the same path,
-    the one in `over` is kept."""
+    """Return `under` with the entries of `over` added. If a path is a file in one and a folder in
+    the other, the one in `over` is kept."""
     folders = {part for path in over for part in _parents(path)}
     visible = {
         path: entry
@@ -110,7 +109,7 @@ def _parents(path: str) -> list[str]:
 
 
 def is_safe(path: str) -> bool:
-    """Return whether a path stays below its root."""
+    """Return whether a path stays inside the tree's root."""
     return bool(path) and not any(part in ("", ".", "..") for part in path.split("/"))
 
 
@@ -124,7 +123,7 @@ def tree_from_json(value: dict[str, list[str]]) -> Tree:
 
 
 def seal(content: dict[str, Any], key: bytes) -> bytes:
-    """Encrypt content. Each key must be used for only one file."""
+    """Encrypt content. Use each key for only one file."""
     data = zlib.compress(json.dumps(content).encode(), 6)
     return _xor(hashlib.sha256(data).digest() + data, key)
 

@@ -1,7 +1,5 @@
-"""Sets up a repository in the sandbox, and runs its tests with and without the change.
-
-It runs on Python 3.9 or later and needs no packages.
-"""
+"""Sets up a repository in the sandbox and runs its tests, both with and without the change. It
+supports Python 3.9 or later and needs no packages."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ _LEFTOVERS = (
 
 
 class RepositoryWorkshop(Repository):
-    """A repository and its prefix, opened from a draft that includes the gold patch. The tool
-    `bash` is inherited."""
+    """A repository and its installed files, opened from a draft that includes the gold patch. It
+    inherits the tool `bash`."""
 
     def _begin(self, tree: Tree) -> None:
         write_tree(REPO, tree)
@@ -35,7 +33,8 @@ class RepositoryWorkshop(Repository):
         self._env = grading.environment(self._prefix, self._instance["env"])
 
     def tests(self, gold: bool) -> str:
-        """Return the results of all tests as JSON, with or without the change."""
+        """Run all tests and return their results as JSON. The gold patch is applied first if `gold`
+        is set."""
         tree = self._base
         if gold:
             for path in self._instance["gold_gone"]:
@@ -46,8 +45,8 @@ class RepositoryWorkshop(Repository):
         return json.dumps(results._asdict())
 
     def set_up(self, script: str, within_s: float) -> str:
-        """Run a script in the unchanged repository. Returns its status, the tail of its output and
-        the files that it generated in the repository, as JSON."""
+        """Run a setup script in the unchanged repository. Returns JSON with its status, the end of
+        its output and the files that it generated in the repository."""
         processes.stop_all()
         for folder in (*grading.WRITABLE, self._prefix):
             grading.erase(folder)
@@ -66,7 +65,8 @@ class RepositoryWorkshop(Repository):
         )
 
     def copies(self) -> str:
-        """Return the place of a copy of the project, or "", as JSON."""
+        """Return JSON that says where the policy could read a copy of the project, or "" if
+        nowhere."""
         where = ""
         try:
             self._refuse_copies()

@@ -47,7 +47,7 @@ SHIPPED = Path(__file__).parent / "shipped"
 
 @dataclass(frozen=True)
 class Folder:
-    """The folder that contains one environment."""
+    """A folder that contains one environment."""
 
     path: Path
 
@@ -65,7 +65,7 @@ class Folder:
         return tasks
 
     def database(self) -> Any:
-        """Return a new copy of the database, as a JSON value or an SQLite connection."""
+        """Return a fresh copy of the database, as a JSON value or an SQLite connection."""
         file = self.path / "database.sqlite"
         if not file.exists():
             return json.loads(self.text("database.json"))
@@ -77,7 +77,7 @@ class Folder:
 
 
 def folders(names: Sequence[str]) -> list[Folder]:
-    """Return the folders of environments in order. Each name is an environment's folder, a folder
+    """Return the environment folders in order. Each name is the folder of one environment, a folder
     that contains several, or `shipped`. Raises ValueError if a folder has no environment."""
     environments: list[Folder] = []
     for name in names:
@@ -102,7 +102,8 @@ MODULES = (
     *("json", "math", "operator", "random", "re", "statistics", "string", "textwrap", "typing"),
     "unicodedata",
 )
-"""Modules that tools and verifiers may import. None gives access to files, clocks or processes."""
+"""Modules that tools and verifiers may import. None of them gives access to files, clocks or
+processes."""
 for _name in (*MODULES, "_strptime"):  # imported now, because their process can open no file
     importlib.import_module(_name)
 _PLAIN = (
@@ -119,18 +120,19 @@ _MORE = (
     *("property", "staticmethod", "classmethod", "super", "type"),
 )
 _CLOSED = re.compile(r"_.*|(gi|cr|ag|tb|f|co|func)_\w+|format|format_map|mro|now|today|utcnow")
-"""Attributes that give access to the interpreter or the clock."""
+"""Forbidden attributes, which give access to the interpreter or the clock."""
 _CLOCK = re.compile(
     r"""CURRENT_(DATE|TIME|TIMESTAMP)\b | ["']now["'] | ^\s*now\s*$ | \brandom(blob)?\( |
     \b(date|time|datetime|julianday|unixepoch)\(\s*\) | \bstrftime\(\s*('[^']*'|"[^"]*")\s*\)""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""SQLite functions that read the clock or return random values. Its time functions default to
-`now`."""
+"""SQLite functions that read the clock or return random values. SQLite's time functions use the
+current time by default."""
 
 
 def parsed(source: str, part: Part) -> ast.Module:
-    """Parse an author's code. Raises InvalidEnvironment if it is invalid or forbidden."""
+    """Parse an author's code. Raises InvalidEnvironment if the code is invalid or uses something
+    forbidden."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError, SystemError) as error:
@@ -178,8 +180,9 @@ def _complaint(node: ast.AST, part: Part) -> str:
 
 
 def function(source: str, part: Part, name: str) -> tuple[ast.Module, ast.FunctionDef]:
-    """Return the function `name`, both as a module with the imports directly before it and alone.
-    Raises InvalidEnvironment if there is no such function, or anything else than functions."""
+    """Find the function `name`. Returns a module that contains it and the imports directly before
+    it, and the function alone. Raises InvalidEnvironment if there is no such function, or if the
+    source contains anything other than functions and imports."""
     pieces: dict[str, ast.Module] = {}
     imports: list[ast.stmt] = []
     for node in parsed(source, part).body:
@@ -203,7 +206,8 @@ def function(source: str, part: Part, name: str) -> tuple[ast.Module, ast.Functi
 
 
 def _namespace(part: Part) -> dict[str, Any]:
-    """Return the global variables for an author's code, with only a few of Python's builtins."""
+    """Return the global variables for an author's code. They include only a few of Python's
+    builtins."""
 
     def import_module(
         name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
@@ -224,27 +228,27 @@ def _namespace(part: Part) -> dict[str, Any]:
 
 _MEMORY_MIB = 512
 _MAX_BYTES = 4 << 20
-"""Size limit for a message."""
+"""Maximum size of a message."""
 _Message = dict[str, Any]
 
 
 class ChildEnded(Exception):
-    """A child has exited, timed out or sent an invalid message."""
+    """Raised if a child has exited, timed out or sent an invalid message."""
 
 
 class AuthorCodeFailed(Exception):
-    """The author's code raised an error."""
+    """Raised if the author's code raised an error."""
 
 
 class Channel:
-    """One end of a connection that carries JSON lines."""
+    """One end of a connection for exchanging JSON lines."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end, self._received = end, b""
 
     def send(self, message: _Message) -> None:
         """Send a message. Raises ChildEnded if the other end is closed, and ValueError if the
-        message is not JSON."""
+        message cannot be converted to JSON."""
         line = json.dumps(message, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         try:
             self._end.sendall(line)
@@ -252,7 +256,8 @@ class Channel:
             raise ChildEnded("its process ended") from error
 
     def receive(self, within_s: float | None = None) -> _Message:
-        """Receive a message. Raises ChildEnded on a timeout or if the message is invalid."""
+        """Receive a message. Raises ChildEnded if the message is invalid or does not arrive in
+        time."""
         until = None if within_s is None else time.monotonic() + within_s
         while b"\n" not in self._received:
             remaining = None if until is None else max(0.0, until - time.monotonic())
@@ -354,8 +359,8 @@ def _shut() -> None:
 
 
 def tools_child(folder: Folder, seed: int) -> Child:
-    """Start a process that runs the tools. It answers {"do": "describe"} with the specs of the
-    tools by name, and {"do": "call", "name", "arguments"} with a text."""
+    """Start a process that runs the tools. It answers {"do": "describe"} with the tools'
+    descriptions by name, and {"do": "call", "name", "arguments"} with a text."""
 
     def run(channel: Channel) -> None:
         source, database = folder.text("tools.py"), folder.database()
@@ -378,8 +383,8 @@ def tools_child(folder: Folder, seed: int) -> Child:
 
 
 def tools_of(source: str, database: Any) -> dict[str, Tool]:
-    """Run a tools.py and return its public functions as tools. Raises InvalidEnvironment if there
-    is no tool or one lacks type hints."""
+    """Run the code of a tools.py and return its public functions as tools. Raises
+    InvalidEnvironment if it has no tools, or if a tool lacks type hints or a docstring."""
     tree = parsed(source, "tools")
     module = ModuleType("tools")
     vars(module).update(_namespace("tools"), database=database)
@@ -415,7 +420,7 @@ SUBMIT: dict[str, Any] = {
 
 
 def answer_of(text: str) -> Any:
-    """Parse a submitted answer as JSON, or return it as text if it is not JSON."""
+    """Parse a submitted answer as JSON. If it is not valid JSON, return it as text."""
     try:
         answer = json.loads(text)
         # Fails for 1e999, NaN and half of a surrogate pair, which are not JSON.
@@ -426,9 +431,9 @@ def answer_of(text: str) -> Any:
 
 
 def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[str, bool] | str:
-    """Return each demand and whether the answer meets it, or an error if the verifier fails. The
-    verifier reads the original database, so it does not see changes that the tools made. Raises
-    InvalidEnvironment if the verifier is invalid."""
+    """Run the verifier on an answer. Returns whether the answer meets each requirement, or an error
+    message if the verifier fails. The verifier reads the original database, so it does not see
+    changes that the tools made. Raises InvalidEnvironment if the verifier is invalid."""
 
     def run(channel: Channel) -> None:
         source, database = folder.text("verify.py"), folder.database()
@@ -463,9 +468,9 @@ def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[
 
 
 def solving_child(source: str, number: int, returns: dict[str, str]) -> Child:
-    """Start a process that runs a solution. The process sends {"call": name, "arguments"} and
-    expects {"text"} or {"failed"}. It ends with {"is": the answer}. `returns` is the result type of
-    each tool, `text` or `json`."""
+    """Start a process that runs a solution. The process sends {"call": name, "arguments"} for each
+    tool call and expects {"text"} or {"failed"} in reply. It ends with {"is": the answer}.
+    `returns` is the result type of each tool, `text` or `json`."""
 
     def run(channel: Channel) -> None:
         def named(name: str) -> Callable[..., Any]:

@@ -1,4 +1,5 @@
-"""An environment for an author's tasks, which the policy solves with tools and a final answer."""
+"""An environment for tasks with an author's tools and verifier. The policy uses the tools and
+submits a final answer."""
 
 from __future__ import annotations
 
@@ -23,15 +24,18 @@ PRELOAD = ("keel.agents.environments.general.workshop",)
 class General:
     """One of an author's tasks.
 
-    Tasks are numbered consecutively across the folders. The number is in the prompt's name,
-    `name/n`, or in its `reward`, `{"general": {"task": 3}}`. The tools and the verifier run in
-    separate processes. The process for the tools is forked before anything else is read and cannot
-    open files, so even a tool that the policy controls cannot read an answer.
+    Tasks are numbered consecutively across all folders. The task's number is given in the prompt's
+    name, `name/n`, or in its `reward`, `{"general": {"task": 3}}`.
+
+    The tools and the verifier run in separate processes. The process for the tools is forked before
+    anything else is read and cannot open files, so even a tool that the policy controls cannot read
+    an answer.
     """
 
     def __init__(self, folder: str | Sequence[str], verify_s: float = 20.0) -> None:
-        """Find the folders for one name or several, as `author_code.folders` does. `verify_s` is
-        the time limit for a verifier. An answer for which it is exceeded is wrong."""
+        """Find the environments in one or several folders, as `author_code.folders` does.
+        `verify_s` is the time limit for a verifier. If it is exceeded, the answer counts as wrong.
+        """
         self._folders = folders([folder] if isinstance(folder, str) else folder)
         self._verify_s = verify_s
         self._tools: Child | None = None
@@ -84,7 +88,8 @@ class General:
             raise EnvironmentGone(f"the tools: {error}") from error
 
     def verdict(self) -> tuple[dict[str, float], dict[str, Any]]:
-        """Return `correct` (all demands are met) and the `share` of demands that are met."""
+        """Grade the submitted answer. `correct` is 1 if all requirements are met, and `share` is
+        the fraction of requirements that are met."""
         if self._submitted is None:
             return {"correct": 0.0, "share": 0.0}, {"submitted": False}
         answer = answer_of(self._submitted)

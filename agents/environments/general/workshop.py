@@ -1,5 +1,5 @@
-"""Environments in which an author builds a database, and in which a pipeline runs the author's code
-to check it."""
+"""Environments for making general tasks. In one, an author builds a database. In the others, a
+pipeline runs the author's code to check it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _SHOWN = 3
 
 
 class Solution:
-    """A running solution. It only gets its own source and the names of the tools."""
+    """A running solution. It gets only its own source code and the names of the tools."""
 
     def opening(self, task: Mapping[str, Any], seed: int) -> None:
         spec = task["reward"]
         self._child = solving_child(spec["source"], spec["number"], spec["returns"])
 
     def go(self, said: dict[str, Any]) -> Any:
-        """Send a call's result. Return the next call, or {"is": the answer}."""
+        """Send the result of a call. Returns the next call, or {"is": the answer} at the end."""
         try:
             if said:
                 self._child.send(said)
@@ -45,22 +45,22 @@ class Solution:
 
 
 class AuthorWorkshop:
-    """Runs the tools and verifiers in an author's folder. The task's reward names the folder as
-    `environment`, and `within_s` limits the time for each request."""
+    """Runs the tools and verifiers in an author's folder. In the task's reward, `environment` is
+    the path of the folder and `within_s` is the time limit for each request."""
 
     def opening(self, task: Mapping[str, Any], seed: int) -> None:
         self._folder = Folder(Path(task["reward"]["environment"]))
         self._within_s, self._seed = task["reward"]["within_s"], seed
 
     def describe(self) -> Any:
-        """Return the tools' specs, keyed by name."""
+        """Return the descriptions of the tools, keyed by name."""
         (reply,) = self._told([{"do": "describe"}])
         if "raised" in reply:
             raise InvalidEnvironment(str(reply["raised"]))
         return reply["is"]
 
     def results(self, calls: list[dict[str, Any]]) -> Any:
-        """Run calls in order. Return {"is" or "raised": text} for each."""
+        """Run calls in order. Returns {"is": text} or {"raised": text} for each call."""
         return self._told(
             [{"do": "call", "name": one["name"], "arguments": one["arguments"]} for one in calls]
         )
@@ -81,11 +81,12 @@ class AuthorWorkshop:
             child.end()
 
     def verdicts(self, number: int, answers: list[Any]) -> Any:
-        """Verify each answer in its own process: demands and whether they are met, or an error."""
+        """Verify each answer in its own process. Returns, for each answer, whether it meets each
+        requirement, or an error message."""
         return [verified(self._folder, number, answer, self._within_s) for answer in answers]
 
     def strings(self, most: int) -> list[str]:
-        """Return the database's texts in order, without duplicates."""
+        """Return the texts in the database in order, without duplicates."""
         database: Any = self._folder.database()
         texts = dict[str, None]()
         pending: list[Any] = [database] if type(database) in (dict, list) else []
@@ -104,7 +105,7 @@ class AuthorWorkshop:
         return list(texts)[:most]
 
     def shown(self, most: int) -> list[str]:
-        """Return examples of each kind of entry, in at most `most` characters."""
+        """Return examples of each kind of database entry, in at most `most` characters."""
         database: Any = self._folder.database()
         parts = list[str]()
         if type(database) not in (dict, list):
@@ -133,7 +134,7 @@ def _tables(database: Any) -> list[tuple[str, str]]:
 
 
 class DatabaseDesk:
-    """An environment for building one database. Only the database that is submitted is kept."""
+    """An environment for building one database. Only the submitted database is kept."""
 
     def __init__(self, most_kib: int, bash_s: float) -> None:
         self._most, self._bash_s = most_kib << 10, bash_s

@@ -1,1 +1,1 @@
-"""An environment for searching a corpus, with an index and tools to search, open and find."""
+"""An environment for searching a corpus. It has an index, and tools to search, open and find."""

@@ -1,4 +1,4 @@
-"""Reads text, HTML and JSONL files in a folder as documents, and splits text in any language.
+"""Reads the text, HTML and JSONL files in a folder as documents, and splits text in any language.
 
 Links are not followed. The text is untrusted, so all functions take time linear in its length.
 """
@@ -19,11 +19,11 @@ from typing import Any, Protocol, cast
 
 _TEXT, _HTML, _LINES = (".txt", ".md", ".rst"), (".html", ".htm", ".xhtml"), (".jsonl",)
 _MAX_BYTES = 32 << 20
-"""Size limit for a file that is a single document, and for a line of JSONL."""
+"""Maximum size of a file that is a single document, and of a line of JSONL."""
 _MAX_CHARACTERS = 4_000_000
-"""Maximum length of a document."""
+"""Maximum length of a document in characters."""
 _UNNAMED = str.maketrans({"[": "(", "]": ")", '"': "'", "\n": " "})
-"""Replacements for characters that would end a citation if they were in a name."""
+"""Replacements for characters that would end a citation if a name contained them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,21 +46,22 @@ class Hit:
 
 
 class Library(Protocol):
-    """A source of documents, which is an index of a corpus or your adapter to a search API."""
+    """A source of documents. This is either the index of a corpus or a user's adapter to a search
+    API."""
 
     def search(self, query: str, most: int) -> Sequence[Hit]:
-        """Return up to `most` hits, best first. If an error is raised, the policy sees a failed
+        """Return up to `most` hits, best first. If this raises an error, the policy sees a failed
         call."""
         ...
 
     def document(self, name: str) -> Document | None:
-        """Return the document with that name, or None."""
+        """Return the document called `name`, or None if there is none."""
         ...
 
 
 def made(name: str, title: str, text: str) -> Document:
-    """Create a document without invisible characters. If the title is empty, it is replaced with
-    the name. A search API may return an empty or None title and text."""
+    """Create a document and remove invisible characters from it. An empty title is replaced with
+    the name. A search API may return None or "" as the title and text."""
     name = " ".join(cleaned(name).translate(_UNNAMED).split())
     title = " ".join(cleaned(title or "").split())
     return Document(name=name, title=title or name, text=cleaned(text or ""))
@@ -68,7 +69,7 @@ def made(name: str, title: str, text: str) -> Document:
 
 def files_of(folder: Path) -> list[Path]:
     """Return the files in a folder that can be read as documents, in order. Raises ValueError if
-    the folder is missing."""
+    the folder does not exist."""
     if not folder.is_dir():
         raise ValueError(f"corpus {folder}: there is no such folder")
     paths: list[Path] = []
@@ -83,7 +84,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def fingerprint(folder: Path, files: Sequence[Path]) -> str:
-    """Return a hash that changes whenever a file changes."""
+    """Return a hash of the files, which changes whenever one of them changes."""
     listed = [
         (os.fsencode(path.relative_to(folder)).hex(), about.st_size, about.st_mtime_ns)
         for path in files
@@ -93,8 +94,8 @@ def fingerprint(folder: Path, files: Sequence[Path]) -> str:
 
 
 def documents_of(folder: Path, files: Sequence[Path]) -> Iterator[Document]:
-    """Yield the documents in all files, except blank ones. Raises ValueError with the file and line
-    if a document is unreadable or its name occurs twice."""
+    """Yield the documents in all files, skipping blank ones. Raises ValueError with the file and
+    line if a document is unreadable or its name is not unique."""
     seen: set[str] = set()
     for path in files:
         name = os.fsencode(path.relative_to(folder)).decode(errors="replace")
@@ -172,7 +173,7 @@ _HIDDEN = re.compile(
 
 
 class _VisibleText(HTMLParser):
-    """Collects the text of elements that a browser displays, which excludes hidden instructions."""
+    """Collects the text that a browser would display. This excludes hidden instructions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +207,7 @@ class _VisibleText(HTMLParser):
 
 
 def text_of_html(source: str) -> tuple[str, str]:
-    """Return the title and the visible text of HTML."""
+    """Return the title and the visible text of an HTML page."""
     parser = _VisibleText()
     parser.feed(source)
     parser.close()
@@ -225,11 +226,12 @@ _RUN = re.compile(rf"[{_UNSPACED}]+")
 _ACCENTS = re.compile("[\u0300-\u036f]")
 _UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn"}
 _KEPT = {"\n", "\t", "\u200c", "\u200d"}
-"""Joiners that are kept because they matter in Persian and in Indic scripts."""
+"""Invisible joiners that are kept because they matter in Persian and in Indic scripts."""
 
 
 def cleaned(text: str) -> str:
-    """Remove extra white space and invisible characters, which could be meant to trick a model."""
+    """Remove extra white space and invisible characters. Invisible characters could be meant to
+    trick a model."""
     text = unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
     unseen = {c for c in set(text) if c not in _KEPT and unicodedata.category(c) in _UNSEEN}
     text = text.translate(dict.fromkeys(map(ord, unseen)))
@@ -242,15 +244,15 @@ def cleaned(text: str) -> str:
 
 
 def _runs(text: str) -> list[str]:
-    """Return the words in `text` without case, width and accents. In scripts without spaces, a run
-    of characters is one word."""
+    """Return the words in `text`, ignoring case, width and accents. In scripts without spaces,
+    consecutive characters form one word."""
     plain = _ACCENTS.sub("", unicodedata.normalize("NFKD", text.casefold()))
     return _TERMS.findall(unicodedata.normalize("NFC", plain))
 
 
 def terms(text: str) -> list[str]:
-    """Return the search terms in a text. They are words or, in scripts without spaces, pairs of
-    adjacent characters. An isolated character is a term too."""
+    """Return the search terms in a text. A term is a word or, in scripts without spaces, a pair of
+    adjacent characters. An isolated character of such a script is a term too."""
     result: list[str] = []
     for run in _runs(text):
         if len(run) > 1 and _RUN.fullmatch(run):
@@ -261,18 +263,19 @@ def terms(text: str) -> list[str]:
 
 
 def signs(text: str) -> list[str]:
-    """Return each character that belongs to a script without spaces."""
+    """Return the characters in a text that belong to a script without spaces."""
     return [sign for run in _runs(text) if _RUN.fullmatch(run) for sign in run]
 
 
 def squeeze(text: str) -> str:
-    """Return only the letters and digits of a text, for comparing quotes."""
+    """Return only the letters and digits of a text. This form is used to compare quotes."""
     return "".join(_runs(text))
 
 
 def spans(text: str, most: int) -> list[tuple[int, int]]:
-    """Split `text` into pieces [start, end) of at most `most` characters. A piece ends after a
-    line, a sentence or a word, if one of these ends in its second half."""
+    """Split `text` into pieces of at most `most` characters, and return each as (start, end) with
+    `end` excluded. A piece ends after a line, a sentence or a word, if one of these ends in its
+    second half."""
     boundaries: list[tuple[int, int]] = []
     start = 0
     while len(text) - start > most:
@@ -285,7 +288,8 @@ def spans(text: str, most: int) -> list[tuple[int, int]]:
 
 
 def excerpt(text: str, wanted: Iterable[str], most: int) -> str:
-    """Return the piece of `text` with the most different terms from `wanted`, on one line."""
+    """Return the part of `text` that contains the most different terms from `wanted`, as a single
+    line. It has about `most` characters."""
     wanted = set(wanted)
     starts = range(0, len(text), most // 3) or [0]
     pieces = [(start, min(len(text), start + most)) for start in starts]

@@ -1,7 +1,7 @@
 """An environment for a search agent, with tools to search, open and find in a corpus or search API.
 
-Its verdict covers citations only. Whether the answer is right is decided by the prompt's own
-reward, which is a rule or a judge with criteria (DeepSeek-V3.2, 2025, section 3.2.3, uses both).
+Its verdict covers citations only. The prompt's own reward, which is a rule or a judge with
+criteria, decides whether the answer is right. DeepSeek-V3.2 (2025), section 3.2.3, uses both.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _MARK = (
     "once, in your last message."
 )
 _MAX_QUERY = 400
-"""Maximum length in characters of a query, and of a text to find in a document."""
+"""Maximum length in characters of a search query and of a text to find in a document."""
 _MAX_MATCHES = 8
-"""How many matches `find` shows."""
+"""Maximum number of matches that `find` shows."""
 _CONTEXT = 160
-"""How many characters are shown before and after each match."""
+"""Number of characters shown before and after each match."""
 
 
 _HOW = (
@@ -46,8 +46,8 @@ _MAX_CITATIONS = 32
 """Maximum number of citations that are checked."""
 _MAX_CHARACTERS = 1500
 _MIN_LETTERS, _MIN_SIGNS = 12, 6
-"""Minimum length of a quote in letters and digits, and in characters of scripts without spaces. A
-shorter quote could be found in almost any document."""
+"""Minimum length of a quote. The first counts letters and digits, the second counts characters of
+scripts without spaces. A shorter quote could be found in almost any document."""
 _CITED = re.compile(r"(.*?):\s*[\"“”«「『'](.*)[\"“”»」』']\s*", re.DOTALL)
 
 
@@ -65,8 +65,8 @@ def _citations_in(text: str) -> list[tuple[str, str]]:
 
 
 def quote_fault(quote: str, document: Document) -> str:
-    """Return why a quote is not valid for `document`, or "" if it is. White space, case and
-    punctuation are ignored."""
+    """Return what is wrong with a quote from `document`, or "" if the quote is valid. White space,
+    case and punctuation are ignored."""
     words = squeeze(quote)
     if len(words) < (_MIN_SIGNS if len(signs(quote)) > len(words) / 2 else _MIN_LETTERS):
         return f"the quote {quote[:80]!r} is too short to say anything; quote a clause"
@@ -83,12 +83,11 @@ def _squeezed(text: str) -> str:
 class Search:
     """An environment for questions from JSONL that come with an answer or criteria.
 
-    `corpus` is a folder with documents, and `index` the path of its index, which is built if it is
+    `corpus` is a folder with documents. `index` is the path of its index, which is built if it is
     missing. Instead of a corpus, `library` can name a function (`module:name`) that is called with
-    `options` and returns a `Library`, or `ready` can be the library itself.
-
-    A search returns at most `results` hits, and documents are shown in pages of `page_characters`.
-    With `cite`, the instructions explain how to cite.
+    `options` and returns a `Library`, or `ready` can be the library itself. A search returns at
+    most `results` hits, and documents are shown in pages of `page_characters`. If `cite` is set,
+    the instructions explain how to cite.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class Search:
         self._names: list[str] = []
         self._open: Document | None = None
         self.opened: dict[str, Document] = {}
-        """The documents that have been opened so far, by name."""
+        """The documents that have been opened so far, keyed by name."""
         self._evidence: list[str] = []
 
     def opening(self, task: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -196,9 +195,9 @@ class Search:
         return made(document.name, document.title, document.text) if document is not None else None
 
     def verdict(self, messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], Any]:
-        """Return `citations`, the share of valid citations (0 without any), and `evidence`.
-        `evidence` is the share of the task's source documents that were opened, or 1 if the task
-        names none."""
+        """Return the scores for citations and evidence. `citations` is the fraction of citations
+        that are valid, or 0 if there are none. `evidence` is the fraction of the task's source
+        documents that were opened, or 1 if the task names none."""
         turns = [message for message in messages if message.get("role") == "assistant"]
         text = str(turns[-1].get("content") or "") if turns else ""
         faults = [
@@ -219,8 +218,8 @@ def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
     """Index the corpus before a run, outside the sandbox. Returns the arguments and the paths that
-    the sandbox must be able to read. `without` are files with answers, which the corpus must not
-    contain. Raises ValueError or OSError as `ensure_index` does."""
+    the sandbox must be able to read. `without` contains files with answers, which the corpus must
+    not contain. Raises ValueError or OSError under the same conditions as `ensure_index`."""
     arguments = dict(arguments)
     if not (corpus := arguments.pop("corpus", "")):
         path_text = arguments.get("index")

@@ -1,7 +1,7 @@
-"""Full-text search over the documents in a folder.
+"""Full-text search over the documents in a folder, using SQLite's FTS5.
 
-It uses SQLite's FTS5 and ranks passages by BM25. The index contains the text of the documents, so a
-search reads only the database and never a path.
+Passages are ranked by BM25. The index contains the text of the documents, so a search reads only
+the database and never a path.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from keel.agents.environments.search.documents import (
 )
 
 _VERSION = 2
-"""Version of the index format. Increase it whenever the content changes."""
+"""Version of the index format. Increase it whenever the contents of an index change."""
 _PASSAGE = 900
 """Length of a passage in characters."""
 _SNIPPET = 280
 _MAX_TERMS = 48
 """Maximum number of terms in a query."""
 _SEARCH_S = 10.0
-"""Time limit for a search in seconds. If it is exceeded, only the call fails, not the episode."""
+"""Time limit for a search in seconds. If it is exceeded, only the call fails, and the episode
+continues."""
 _STEPS = 1000
-"""How many SQLite instructions are run between two checks of the time limit."""
+"""Number of SQLite instructions between two checks of the time limit."""
 _TABLES = """
 create table about (key text primary key, value text);
 create table documents (id integer primary key, name text unique, title text, text text);
@@ -53,7 +54,7 @@ where found match ? order by bm25(found) limit ?
 
 
 class SearchIndex:
-    """An open index, as a `Library`."""
+    """An open index that can be used as a `Library`."""
 
     def __init__(self, path: Path) -> None:
         """Open an index. Raises ValueError if it is invalid."""
@@ -69,7 +70,7 @@ class SearchIndex:
         if about.get("version") != str(_VERSION):
             raise ValueError(f"{path}: index of another version; remove it")
         self.of = about["of"]
-        """Fingerprint of the files that were indexed."""
+        """Fingerprint of the indexed files."""
 
     def search(self, query: str, most: int) -> list[Hit]:
         if not (expression := _expression(query)):
@@ -105,7 +106,7 @@ class SearchIndex:
             yield Document(name=row[0], title=row[1], text=row[2])
 
     def frequency(self, phrase: str) -> int:
-        """Count the documents with a passage that contains the words of `phrase` in a row."""
+        """Count the documents that have a passage with the exact phrase `phrase`."""
         if not (words := terms(phrase)):
             return 0
         columns = "signs" if _alone(words[0]) and len(words) == 1 else "{title terms}"
@@ -124,9 +125,9 @@ class SearchIndex:
 
 
 def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Path] = ()) -> Path:
-    """Return the path of the index for `folder`, and rebuild it if a file has changed. Raises
-    ValueError if the corpus is unreadable or contains a file from `without`, and OSError if the
-    index cannot be written."""
+    """Build the index for `folder` if it is missing or a file has changed, and return its path.
+    Raises ValueError if the corpus is unreadable or contains a file from `without`, and OSError if
+    the index cannot be written."""
     folder = folder.expanduser()
     files = files_of(folder)
     if path is None:
@@ -192,13 +193,13 @@ def _make(path: Path, folder: Path, files: Sequence[Path], of: str) -> None:
 
 
 def _expression(query: str) -> str:
-    """Return an FTS5 expression that matches any term in `words`. Terms are quoted and consist of
-    letters and digits, so a query cannot contain FTS5 syntax."""
+    """Return an FTS5 expression that matches any of the terms in `words`. Terms are quoted and
+    consist of letters and digits, so a query cannot contain FTS5 syntax."""
     words = list(dict.fromkeys(terms(query)))[:_MAX_TERMS]
     return " OR ".join(f'{"signs" if _alone(one) else "{title terms}"}: "{one}"' for one in words)
 
 
 def _alone(term: str) -> bool:
-    """Return whether a term is a single character of a script without spaces. All other terms in
-    such scripts are pairs."""
+    """Return whether a term is a single character of a script without spaces. In such scripts, all
+    other terms are pairs of characters."""
     return len(term) == 1 and bool(signs(term))

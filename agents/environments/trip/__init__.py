@@ -1,1 +1,1 @@
-"""An environment for planning trips in made-up cities, like the example in DeepSeek-V3.2 (2025)."""
+"""An environment for planning trips in fictional cities, as in DeepSeek-V3.2 (2025)."""

@@ -1,4 +1,4 @@
-"""The environment for planning a trip, with fifteen tools over a made-up world and a verdict.
+"""The environment for planning a trip in a fictional world. It has fifteen tools and a verdict.
 
 DeepSeek-V3.2 (2025), section 3.2.3, uses this task as its example. The names of the tools and their
 parameters are taken from there.
@@ -23,17 +23,18 @@ from keel.agents.environments.trip.tasks import (
 )
 
 _MAX_TRIES = 500
-"""How many tasks are drawn at most until one has a solution."""
+"""Maximum number of tasks to draw until one has a solution."""
 _GUESSES = 40
 
 
 class Trip:
     """An environment in which the policy plans one trip. The prompt's `reward` selects the task, as
-    in `{"trip": {"level": 0, "seed": 17}}`. Without it, the task is drawn from the seed at `level`.
-    """
+    in `{"trip": {"level": 0, "seed": 17}}`. If it does not, the task is drawn at `level` with the
+    episode's seed."""
 
     def __init__(self, level: int = 0, ready: tuple[World, TripTask, Level] | None = None) -> None:
-        """Start with the task `ready` if it is given. Raises ValueError if the level is unknown."""
+        """Create the environment. If `ready` is given, it is the task to use. Raises ValueError if
+        the level is unknown."""
         if not 0 <= level < len(LEVELS):
             raise ValueError(f"trip: level = {level}, there are 0 to {len(LEVELS) - 1}")
         self._of = level
@@ -155,9 +156,9 @@ class Trip:
         return parts, {"submitted": True, "not met": [name for name, ok in met.items() if not ok]}
 
     def _progress(self, share: float) -> float:
-        """Return the fraction of the needed steps that have been completed. The steps are the
-        answer and the lists that must be requested. There is one list for each kind of place in
-        each day's city, or in any city if the task does not name the cities."""
+        """Return the fraction of the required steps that have been completed. The steps are
+        submitting the answer and requesting each required list. There is one list for each kind of
+        place in each day's city, or in any city if the task does not name the cities."""
         task = self._task
         kinds = [kind for kind in ("hotel", "restaurant", "attraction") if task.asks_for(kind)]
         if task.cities is None:
@@ -197,7 +198,7 @@ def _facts(known: dict[str, Any], keywords: Sequence[str]) -> dict[str, Any]:
 
 
 def make_task(seed: int, level: Level) -> tuple[World, TripTask]:
-    """Return the task for a seed. It can be solved with its tools, and most random plans fail."""
+    """Draw a task from a seed. It can be solved with its tools, and most random plans fail."""
     for attempt in range(_MAX_TRIES):
         world, task = draw_task(seed * _MAX_TRIES + attempt, level)
         trip = Trip(ready=(world, task, level))
@@ -208,7 +209,7 @@ def make_task(seed: int, level: Level) -> tuple[World, TripTask]:
 
 
 def answers(trip: Trip, calls: Calls) -> bool:
-    """Run a solver in a local environment and return its result."""
+    """Run a solver in a local environment and return whether it found a solution."""
     result: str | None = None
     while True:
         try:
@@ -228,7 +229,7 @@ def _anything_goes(world: World, task: TripTask) -> bool:
 
 
 def a_plan(world: World, task: TripTask, draw: random.Random) -> list[dict[str, str]]:
-    """Draw a random plan with places in the right cities."""
+    """Draw a random plan that uses places in the right cities."""
     others = [city for city in world.cities if city != task.start]
     cities = task.cities or draw.sample(others, len(task.dates))
     plan: list[dict[str, str]] = []

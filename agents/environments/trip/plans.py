@@ -1,4 +1,4 @@
-"""Checks plans for trip tasks, and finds them with the tools alone."""
+"""Checks plans for trip tasks, and solves such tasks using only the tools."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _Day = Mapping[str, str]
 
 
 def checks(world: World, task: TripTask, answer: str) -> dict[str, bool]:
-    """Return the name of each demand and whether `answer` meets it. If the answer is malformed, the
-    only demand is `form`."""
+    """Return the name of each requirement and whether `answer` meets it. If the answer is
+    malformed, the only requirement is `form`."""
     plan = parse(task, answer)
     if plan is None:
         return {"form": False}
@@ -48,7 +48,7 @@ def parse(task: TripTask, answer: str) -> list[dict[str, str]] | None:
 
 
 def judge(world: World, task: TripTask, plan: Sequence[_Day]) -> dict[str, bool]:
-    """Check whether a well-formed plan meets each demand."""
+    """Return, for each requirement, whether a well-formed plan meets it."""
     days = [{"time": date, **day} for date, day in zip(task.dates, plan, strict=True)]
     if task.cities is not None:
         days = [{"city": city, **day} for city, day in zip(task.cities, days, strict=True)]
@@ -106,7 +106,7 @@ def _rule(world: World, bands: Sequence[Band], day: _Day) -> bool:
 
 
 def band_of(bands: Sequence[Band], price: int) -> Band | None:
-    """Return the band that contains a hotel's price."""
+    """Return the price band that contains a hotel's price."""
     for band in bands:
         if band.low <= price and (band.high is None or price < band.high):
             return band
@@ -114,7 +114,8 @@ def band_of(bands: Sequence[Band], price: int) -> Band | None:
 
 
 def band_holds(band: Band, meals: Sequence[tuple[int, float]], ticket: int) -> bool:
-    """Return whether a day meets the demands of a band. `meals` lists (price, rating) pairs."""
+    """Return whether a day meets the requirements of a price band. `meals` lists (price, rating)
+    pairs."""
     ratings = [rating for _, rating in meals]
     return (
         (band.meals_below is None or sum(price for price, _ in meals) < band.meals_below)
@@ -125,7 +126,7 @@ def band_holds(band: Band, meals: Sequence[tuple[int, float]], ticket: int) -> b
 
 
 Calls = Generator[tuple[str, dict[str, Any]], str, Any]
-"""A generator that yields calls (name, arguments) and receives their results."""
+"""A generator that yields tool calls as (name, arguments) and receives their results."""
 _ABOUT = {
     "hotel": ["price"],
     "restaurant": ["price", "rating"],
@@ -134,7 +135,7 @@ _ABOUT = {
 
 
 def solve(task: TripTask) -> Calls:
-    """Submit a solution if there is one, and return whether there is."""
+    """Search for a plan that solves the task, and submit it. Returns True if there is one."""
     known: dict[tuple[str, str], list[dict[str, Any]]] = {}
     if task.cities is not None:
         routes = [task.cities]
@@ -172,8 +173,8 @@ def solve(task: TripTask) -> Calls:
 def _day(
     task: TripTask, day: int, city: str, known: dict[tuple[str, str], list[dict[str, Any]]]
 ) -> Generator[tuple[str, dict[str, Any]], str, dict[str, str] | None]:
-    """Return a plan for a day in a city that meets all demands on that day, or None if there is
-    none."""
+    """Return a plan for a day in a city that meets all requirements for that day, or None if there
+    is none."""
     keys = [key for key in task.keys if key not in ("time", "city")]
     lists: dict[str, list[dict[str, Any]]] = {}
     for kind in _ABOUT:
@@ -224,7 +225,7 @@ def _all(
 
 
 def written(task: TripTask, plan: list[dict[str, str]]) -> str:
-    """Return a plan as the text to submit."""
+    """Return a plan as text that can be submitted."""
     if task.plain:
         return "\n".join(", ".join(day[key] for key in task.keys) for day in plan)
     return json.dumps(plan, ensure_ascii=False)

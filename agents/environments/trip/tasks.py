@@ -1,7 +1,8 @@
-"""Trip tasks in made-up countries, drawn from a seed.
+"""Trip tasks in fictional countries, drawn from a seed.
 
-A country has cities with hotels, restaurants and attractions, and transport between them. All names
-are unique. A task asks for a plan for some days with distinct places and a rule about hotel prices.
+A country has cities with hotels, restaurants and attractions, and transport between the cities. All
+names are unique. A task asks for a plan for several days, with no place visited twice and a rule
+about hotel prices.
 """
 
 from __future__ import annotations
@@ -60,43 +61,43 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """The size of a world."""
+    """The size of a world, and how it names and prices its places."""
 
     cities: int
     hotels: int
-    """Number of hotels per city. Restaurants and attractions are also counted per city."""
+    """Number of hotels per city. The numbers of restaurants and attractions are also per city."""
     restaurants: int
     attractions: int
     long_names: bool = True
     """Whether to use long names. Short names have two letters, which a small model copies more
     easily, but only 70 of them exist."""
     price_step: int = 10
-    """Step between hotel prices, which start at 200 CNY."""
+    """Difference between hotel prices, which start at 200 CNY."""
     routes: float = 1.0
-    """Fraction of city pairs that have a route between them."""
+    """Fraction of city pairs that are connected by a route."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     cities: tuple[str, ...]
     hotels: dict[str, Hotel]
-    """Hotels by name. Restaurants and attractions are stored in the same way."""
+    """Hotels, keyed by name. Restaurants and attractions are stored in the same way."""
     restaurants: dict[str, Restaurant]
     attractions: dict[str, Attraction]
     routes: dict[tuple[str, str], Route]
-    """Routes by (from, to), in both directions."""
+    """Routes in both directions, keyed by (from, to)."""
     transport: dict[str, tuple[str, ...]]
     """Local transport in each city."""
     weather: dict[tuple[str, str], str]
     """Weather by city and date."""
 
     def places(self, kind: str) -> Mapping[str, Any]:
-        """Return the places of a kind (hotel, restaurant or attraction) by name."""
+        """Return all places of a kind (hotel, restaurant or attraction), keyed by name."""
         return getattr(self, f"{kind}s")
 
 
 def make_world(seed: int, size: Size, dates: tuple[str, ...]) -> World:
-    """Draw a world. The same seed gives the same world on every machine."""
+    """Draw a world from a seed. The same seed gives the same world on every machine."""
     draw = random.Random(f"world {seed}")
     long = size.long_names
     names = _names(draw, long)
@@ -177,14 +178,14 @@ _FIRST_DAY = datetime.date(2025, 10, 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """Demands on a day whose hotel costs at least `low` and less than `high` CNY. A demand that is
-    None is always met."""
+    """Requirements for a day whose hotel costs at least `low` and less than `high` CNY. A
+    requirement that is None is always met."""
 
     low: int
     high: int | None = None
-    """Upper bound in CNY, or None."""
+    """Upper bound in CNY. None means no bound."""
     meals_below: int | None = None
-    """Upper bound in CNY on the price of both restaurants together."""
+    """The two restaurants together must cost less than this, in CNY."""
     both_rated: float | None = None
     one_rated: float | None = None
     """Minimum rating that at least one restaurant must have."""
@@ -198,21 +199,21 @@ class Level:
     size: Size
     days: int = 1
     keys: tuple[str, ...] = KEYS
-    """The keys of a day that the plan must contain."""
+    """The keys that a plan must contain for each day."""
     plain: bool = False
     """True if the answer is a comma-separated list of names instead of JSON."""
     bands: tuple[Band, ...] = ()
-    """Price bands near which each task draws its bounds. Without bands, only the hotel's price is
-    bounded."""
+    """Price bands near which each task draws its bounds. If there are none, only the hotel's price
+    is bounded."""
     fixed: bool = False
     """True if the task names the city for each day."""
     connected: bool = False
-    """True if each city must have a route from the previous one."""
+    """True if there must be a route from each city to the next."""
     dry: bool = False
     """True if outdoor attractions are forbidden on rainy days."""
     listing: bool = True
-    """True if lists contain prices and ratings instead of only names. At a plain level, each line
-    of a list has a name and a price."""
+    """True if lists contain prices and ratings as well as names. If `plain` is set, each line of a
+    list has a name and a price."""
     tools: tuple[str, ...] | None = None
     """Names of the available tools. None means all tools."""
 
@@ -269,16 +270,17 @@ LEVELS = (
         listing=False,
     ),
 )
-"""All levels. The first only asks for a hotel's name, the last exceeds the report's example."""
+"""All levels. The first asks only for a hotel's name. The last exceeds the report's example."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TripTask:
-    """A plan to make. The prompt describes it in full."""
+    """A plan for the policy to make. The prompt describes the task in full."""
 
     dates: tuple[str, ...]
     start: str
-    """City in which the journey begins. It is not part of the plan, and "" if cities are fixed."""
+    """City in which the journey begins. It is not part of the plan. "" if the task names the
+    cities."""
     cities: tuple[str, ...] | None
     """The city for each day, if the task fixes them."""
     keys: tuple[str, ...]
@@ -291,11 +293,11 @@ class TripTask:
     dry: bool
 
     def asks_for(self, kind: str) -> bool:
-        """Return whether a plan must name a hotel, a restaurant or an attraction (`kind`)."""
+        """Return whether the plan must name a hotel, a restaurant or an attraction (`kind`)."""
         return any(kind in key for key in self.keys)
 
     def text(self) -> str:
-        """The text of the task for the policy."""
+        """Return the description of the task for the policy."""
         days, one_day = len(self.dates), len(self.dates) == 1
         span = self.dates[0] if one_day else f"{self.dates[0]} to {self.dates[-1]}"
         keys = [key for key in self.keys if key not in ("time", "city")]
@@ -346,7 +348,7 @@ class TripTask:
 
 
 def draw_task(seed: int, level: Level) -> tuple[World, TripTask]:
-    """Draw a world and a task, which may have no solution."""
+    """Draw a world and a task. The task may have no solution."""
     draw = random.Random(f"task {seed}")
     first = _FIRST_DAY + datetime.timedelta(days=draw.randrange(60))
     dates = tuple(str(first + datetime.timedelta(days=day)) for day in range(level.days))
