@@ -1,1 +1,1 @@
-"""The `keel` command: `cli.py` parses arguments, and each other file runs one command."""
+"""The `keel` command. `cli.py` parses arguments, and each other file implements one command."""

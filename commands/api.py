@@ -49,10 +49,13 @@ from keel.trainer.run.view import View
 
 Reward = Callable[[Any, Any], Any]
 Callback = Callable[[int, Mapping[str, float]], object]
-"""Called after each step with its number, from 1, and its metrics as written to `metrics.jsonl`. A
-true return value or an exception ends the run with a checkpoint."""
+"""Called after each step with the step number (starting at 1) and its metrics as in
+`metrics.jsonl`.
+
+If it returns a true value or raises an exception, the run saves a checkpoint and ends.
+"""
 _PASSED = "passed"
-"""Subfolder of the run folder that stores recipes and prompts passed from Python."""
+"""Subfolder of the run folder for recipes and prompts passed from Python."""
 _PROMPTS, _SOURCES = "keel.train(prompts=…)", "data.sources"
 _SOURCE = {"name": "prompts", "source": "jsonl"}
 _HOLDOUT = re.compile(r"\bdata\.sources\[prompts\]\.holdout = (\d+)")
@@ -66,15 +69,16 @@ _REWARDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What `keel.train` returns: the metrics and the trained model of a run."""
+    """The result of `keel.train`: a run's metrics and trained model."""
 
     folder: Path
     metrics: Sequence[Mapping[str, float]]
-    """One mapping of metrics per step, including `step` and `time` (seconds since 1970). Step 0
-    holds the evaluation before training."""
+    """One mapping of metrics per step, including `step` and `time` (seconds since 1970).
+
+    Step 0 holds the evaluation before training.
+    """
     model: Path | None
-    """Folder of the trained model. None if the run was stopped early, in which case it can be
-    resumed."""
+    """Folder of the trained model. None if the run was stopped early; such a run can be resumed."""
 
 
 def train(
@@ -180,8 +184,10 @@ def _overrides(knobs: Mapping[str, Any] | Sequence[str]) -> list[str]:
 
 
 def _value(value: Any, of: str) -> str:
-    """Write a Python value as the right-hand side of an override. `of` names the argument in error
-    messages."""
+    """Format a Python value as the right-hand side of an override.
+
+    `of` names the argument in error messages.
+    """
     return quoted(_plain_data(value, of))
 
 
@@ -211,8 +217,10 @@ def _held_out(holdout: Any) -> int:
 
 
 def _weights(rewards: Any) -> list[tuple[Any, float]]:
-    """Return the reward functions or part names with their weights. The result is a list because
-    functions may be unhashable."""
+    """Return (reward function or part name, weight) pairs.
+
+    The result is a list because functions may be unhashable.
+    """
     pairs: list[tuple[Any, Any]] = []
     if isinstance(rewards, Mapping):
         pairs = list(cast(Mapping[Any, Any], rewards).items())
@@ -236,7 +244,7 @@ def _weights(rewards: Any) -> list[tuple[Any, float]]:
 
 
 def _written(recipe: Mapping[str, Any], overrides: Sequence[str]) -> Path:
-    """Write a recipe passed as a mapping into its run folder."""
+    """Write a recipe that was passed as a mapping to its run folder."""
     tree = dict(recipe)
     if isinstance(base := tree.get("defaults"), (str, PurePath)):
         path = Path(os.path.expanduser(base))
@@ -256,8 +264,7 @@ def _written(recipe: Mapping[str, Any], overrides: Sequence[str]) -> Path:
 
 @contextmanager
 def _by_row(file: Path) -> Iterator[None]:
-    """Rewrite errors that name lines of `file` so that they name the rows and arguments the caller
-    passed."""
+    """Make errors refer to the caller's rows and arguments instead of lines in `file`."""
     try:
         yield
     except ConfigError as error:
@@ -267,7 +274,7 @@ def _by_row(file: Path) -> Iterator[None]:
 
 
 def _prompts_file(prompts: Any, folder: Path) -> Path:
-    """Write the prompts as a JSONL source into the run folder."""
+    """Write the prompts to the run folder as a JSONL source and return the file."""
     if hasattr(prompts, "to_dict") and hasattr(prompts, "columns"):  # pandas
         prompts = prompts.to_dict(orient="records")
     if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
@@ -290,7 +297,7 @@ def _prompts_file(prompts: Any, folder: Path) -> Path:
 
 
 def _row(row: Any) -> dict[str, Any]:
-    """Convert a prompt to the format of a line in a JSONL source."""
+    """Convert a prompt to the columns of a line in a JSONL source."""
     if isinstance(row, str):
         row = {"prompt": row}
     if not isinstance(row, Mapping):
@@ -305,7 +312,8 @@ def _row(row: Any) -> dict[str, Any]:
 
 
 def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the nulls with which tables fill missing columns: None, NaN, and pandas' NaT or NA."""
+    """Remove the null values with which tables fill missing columns: None, NaN, and pandas' NaT or
+    NA."""
     columns = {key: one.tolist() if hasattr(one, "tolist") else one for key, one in row.items()}
     return {
         key: one
@@ -322,8 +330,10 @@ def _as_json(value: Any) -> Any:
 
 
 def _kept(folder: Path, text: str, name: str) -> Path:
-    """Write `text` to a file named after its content, so that repeating the same call resumes the
-    same run."""
+    """Write `text` to a file named after its content, and return the file.
+
+    Repeating the same call therefore resumes the same run.
+    """
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     path = folder / f"{digest}-{name}"
     try:
@@ -379,8 +389,8 @@ def _check_callback(one: Any) -> None:
 
 
 class _CallbackView:
-    """A view that also calls the callbacks after each training step, but not for separate
-    evaluations."""
+    """A view that also calls the callbacks after each training step. Separate evaluations do not
+    call them."""
 
     def __init__(self, view: View, callbacks: _Callbacks) -> None:
         self._view, self._callbacks = view, callbacks

@@ -19,7 +19,7 @@ from keel.configs.schema import ConfigError
 _REPLY_S = 300.0
 """Maximum number of seconds to wait for the next token of an answer."""
 _CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
-"""Control characters that are removed before printing, because a terminal would obey them."""
+"""Control characters to remove before printing, because the terminal would interpret them."""
 _HELP = "/reset begins a new conversation, Ctrl-C cuts an answer short, Ctrl-D ends"
 
 
@@ -31,9 +31,11 @@ class ChatSession:
         self.messages: list[Any] = []
 
     def ask(self, text: str) -> None:
-        """Print the answer as it arrives and add the question and the answer to the conversation.
-        Ctrl-C stops the answer and keeps the part that has arrived. Raises openai.OpenAIError if
-        the endpoint fails, and drops the question."""
+        """Print the answer as it arrives, and add the question and the answer to the conversation.
+
+        Ctrl-C stops the answer and keeps the part that has arrived. If the endpoint fails, the
+        question is dropped and openai.OpenAIError is raised.
+        """
         messages = [*self.messages, {"role": "user", "content": text}]
         answer = ""
         try:
@@ -53,8 +55,10 @@ class ChatSession:
 
 @contextmanager
 def connected(folder: Path | None, url: str, *, gpu: bool) -> Iterator[ChatSession]:
-    """Open a conversation with the model at `url`. Without a URL, serve the model in `folder` until
-    the context ends."""
+    """Yield a conversation with the model at `url`.
+
+    Without a URL, the model in `folder` is served until the context ends.
+    """
     if url:
         key = os.environ.get("VLLM_API_KEY", "none")
         with OpenAI(base_url=url, api_key=key, timeout=_REPLY_S, max_retries=0) as client:
@@ -88,9 +92,9 @@ def chat(
     gpu: bool,
     read: Callable[[str], str] = input,
 ) -> None:
-    """Answer `prompt` if it is given, otherwise each line that the user types until Ctrl-D.
+    """Answer `prompt` if it is given. Otherwise answer each line that the user types until Ctrl-D.
 
-    `folder` is served for the duration of the chat if there is no `url`. `read` returns the next
+    If there is no `url`, `folder` is served for the duration of the chat. `read` returns the next
     line or raises EOFError. Raises ConfigError, or RuntimeError if the server or the answer to
     `prompt` fails.
     """

@@ -1,7 +1,7 @@
 """The `keel` command line.
 
-Heavy libraries are imported after the recipe has been checked, so that `keel --help` and errors in
-a recipe do not wait for torch.
+Heavy libraries are imported only after the recipe has been checked. `keel --help` and errors in a
+recipe therefore do not wait for torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _EPILOG = """examples:
   keel doctor                               check this machine, with fixes
 """
 REFUSED, INTERRUPTED = 2, 130
-"""Exit statuses for an invalid recipe or data, and for Ctrl-C."""
+"""Exit statuses for an invalid recipe or invalid data, and for Ctrl-C."""
 _LIBRARIES = ("vllm", "deepspeed", "ray", "transformers")
 _CURE = (
     "From Keel's checkout, on a GPU machine: pip install '.[gpu]'; on a CPU: make install, or pip "
@@ -59,7 +59,7 @@ _EVALUATING = ("train", "check", "eval")
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that adds spelling suggestions to its errors."""
+    """An argument parser whose errors include spelling suggestions."""
 
     def error(self, message: str) -> NoReturn:
         if choice := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
@@ -199,10 +199,10 @@ JUDGE = (  # no overrides, because argparse would drop any that follow an option
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    The status is 0 for success, 1 for a failure while running, 2 for an invalid recipe or invalid
-    data, 130 if Ctrl-C was pressed before the start or twice, and 143 after SIGTERM, SIGHUP or
-    SIGUSR1, when the same command resumes the run. If `argv` is None, the arguments come from the
-    command line and the process exits afterwards.
+    The status is 0 for success, 1 for a failure while running, and 2 for an invalid recipe or
+    invalid data. It is 130 if Ctrl-C was pressed before the start or twice. After SIGTERM, SIGHUP
+    or SIGUSR1 it is 143, and the same command resumes the run. If `argv` is None, the arguments
+    come from the command line and the process exits afterwards.
     """
     if argv is not None:
         return command(argv, lambda _: None)
@@ -213,8 +213,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command(argv: Sequence[str] | None, fix_status: Callable[[int], None]) -> int:
-    """Run `main` as the command-line program. `fix_status` is called with the exit status before
-    the last output."""
+    """Run `main` as the command-line program.
+
+    `fix_status` is called with the exit status before the last output.
+    """
     root = parser()
     arguments = parsed(root, argv)
     if arguments.version:
@@ -245,7 +247,7 @@ def command(argv: Sequence[str] | None, fix_status: Callable[[int], None]) -> in
 
 
 def heavy(arguments: argparse.Namespace) -> int:
-    """Commands that load torch and Ray."""
+    """Run a command that loads torch and Ray, and return its exit status."""
     # Set before torch loads: threads that spin while waiting starve other processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if os.environ.get("XDG_CACHE_HOME") == "":  # vLLM takes this for the working folder
@@ -272,7 +274,7 @@ def heavy(arguments: argparse.Namespace) -> int:
 
 
 def missing(libraries: Sequence[str]) -> bool:
-    """Print the libraries that are not installed and return whether there are any."""
+    """Print which libraries are not installed, and return whether any are missing."""
     absent = [name for name in libraries if find_spec(name) is None]
     if absent:
         print(f"keel: {', '.join(absent)} not installed. {_CURE}", file=sys.stderr)
@@ -285,7 +287,7 @@ def _engine_for_cpus() -> bool:
 
 
 def _light(arguments: argparse.Namespace) -> int:
-    """Commands that load torch and Ray later or not at all."""
+    """Run a command that loads torch and Ray later or not at all, and return its exit status."""
     from keel.configs.schema import ConfigError  # noqa: PLC0415
 
     try:
@@ -359,7 +361,7 @@ def _served(arguments: argparse.Namespace) -> int | None:
 
 
 def parsed(root: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line, turning `--eval FILE` into an override."""
+    """Parse a command line and turn `--eval FILE` into an override."""
     arguments, rest = root.parse_known_args(argv)
     if "override" in arguments:  # argparse drops overrides after an option
         arguments.override += [word for word in rest if re.match(r"\w[^\s=]*=", word)]
@@ -383,12 +385,12 @@ def _step(word: str) -> int | str:
 
 
 def shown(message: object) -> str:
-    """Escape control characters in a message, because it may quote untrusted files."""
+    """Escape control characters in a message, because the message may quote untrusted files."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in str(message))
 
 
 def _print_text(text: str) -> int:
-    """Print a text. A pipe that its reader, such as `head`, has closed is ignored."""
+    """Print text, ignoring a pipe that its reader (such as `head`) has closed."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -397,8 +399,10 @@ def _print_text(text: str) -> int:
 
 
 def refused(arguments: argparse.Namespace) -> int:
-    """Print the error in the recipe, if there is one, and return the exit status (0 without an
-    error)."""
+    """Print the error in the recipe, if any.
+
+    Returns the exit status, which is 0 without an error.
+    """
     message = _recipe_error(arguments)
     if message:
         print(f"keel {arguments.command}: {shown(message)}", file=sys.stderr)

@@ -1,4 +1,5 @@
-"""Run the commands that need the trainer's libraries and turn their errors into exit statuses."""
+"""Runs the commands that need the trainer's libraries and converts their errors to exit
+statuses."""
 
 from __future__ import annotations
 
@@ -42,8 +43,10 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
 
 
 def run(command: str, *arguments: Any) -> int:
-    """Run a command and return its exit status. Errors are printed without a traceback unless
-    KEEL_TRACEBACK is set."""
+    """Run a command and return its exit status.
+
+    Errors are printed without a traceback unless KEEL_TRACEBACK is set.
+    """
 
     def end(status: int, message: str = "") -> int:
         if message:

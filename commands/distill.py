@@ -1,7 +1,7 @@
 """`keel distill`: train specialists, select their completions, distill them into one model, run
 mixed RL, and evaluate.
 
-Each stage is a Keel command that runs in its own process and folder and can be resumed on its own.
+Each stage is a Keel command. It runs in its own process and folder and can be resumed on its own.
 This module runs the stages in order, records which are finished, and reports the results.
 """
 
@@ -33,7 +33,7 @@ from keel.data.results import aligned
 from keel.trainer.run.signals import PREEMPTED, PREEMPTION
 
 _LINKS = "links.jsonl"
-"""File that records the finished stages."""
+"""Name of the file that records the finished stages."""
 _INTERRUPTED = 130
 
 
@@ -43,18 +43,21 @@ class _Link:
 
     name: str
     command: tuple[str, ...] = ()
-    """Arguments for the `keel` command. Empty for the selection, which runs in this process."""
+    """Arguments for the `keel` command.
+
+    Empty for the selection stage, which runs in this process.
+    """
     result: Path
-    """File or folder that exists once the stage is finished."""
+    """File or folder whose existence shows that the stage is finished."""
     depends: str = ""
-    """Settings outside the command that the result of the stage depends on."""
+    """Settings besides the command that affect the stage's result."""
 
     def __str__(self) -> str:
         return " ".join([shlex.join(["keel", *self.command]) if self.command else "", self.depends])
 
 
 def chain(config: DistillConfig) -> list[_Link]:
-    """Return all stages in order."""
+    """Return all stages in the order in which they run."""
     root = Path(config.dir).expanduser()
     # Every stage has all sources, so that no stage trains on held-out prompts of another, and the
     # tiny model's cold start is the same for all specialists.
@@ -100,10 +103,11 @@ def chain(config: DistillConfig) -> list[_Link]:
 
 
 def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = None) -> int:
-    """Run the stages that are not finished yet and return an exit status.
+    """Run the unfinished stages and return an exit status.
 
     `run` executes a `keel` command. If a stage fails or a signal stops it, its exit status is
-    returned. Raises ConfigError before anything runs if the recipe of a remaining stage is invalid.
+    returned. If the recipe of a remaining stage is invalid, ConfigError is raised before anything
+    runs.
     """
     lessons, auto = _checked(config)
     links, root = chain(config), Path(config.dir).expanduser()
@@ -143,8 +147,10 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
 
 
 def _report(config: DistillConfig, root: Path) -> list[str]:
-    """Return a table of pass@1 with confidence intervals for the specialists, the distilled model
-    and the mixed model, with one row per source."""
+    """Return a table of pass@1 with confidence intervals, with one row per source.
+
+    It compares the specialists, the distilled model and the mixed model.
+    """
 
     def cell(stage: str, source: str) -> str:
         path = root / "eval" / stage / "results.json"
@@ -162,8 +168,10 @@ def _report(config: DistillConfig, root: Path) -> list[str]:
 
 
 def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
-    """Return the config for the distill stage and its `auto` knobs. Raises ConfigError if the
-    recipe for any stage is invalid."""
+    """Return the config for the distill stage and the names of its `auto` knobs.
+
+    Raises ConfigError if the recipe for any stage is invalid.
+    """
     recipe = load_config(config.recipe, config.overrides)
     holdouts = {source.name: source.holdout for source in recipe.data.sources}
     for each in config.specialists:
@@ -212,7 +220,7 @@ def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:
 
 
 def _on_policy(config: DistillConfig, base: Sequence[str]) -> tuple[Config, frozenset[str]]:
-    """Return a recipe without rewards in which each source has its specialist as teacher."""
+    """Return a recipe without rewards in which each source's teacher is its specialist."""
     recipe, auto = load_recipe(config.recipe, [*base, *config.on_policy_overrides])
     root = Path(config.dir).expanduser()
     teachers = {
@@ -267,12 +275,12 @@ def _path(path: Path) -> str:
 
 
 class _Commands:
-    """Runs `keel` commands in subprocesses and forwards signals to them, so that they save and
+    """Runs `keel` commands in subprocesses. Signals are forwarded to them, so that they save and
     exit."""
 
     def __init__(self) -> None:
         self.status = 0
-        """Exit status after a signal. 0 if none has arrived."""
+        """Exit status after a signal, or 0 if no signal has arrived."""
         self.start = [sys.executable, "-m", "keel.commands.cli"]
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -288,8 +296,10 @@ class _Commands:
             signal.signal(number, handler)
 
     def run(self, words: Sequence[str]) -> int:
-        """Run a command and return its exit status. There is no timeout here, because the command
-        limits its own waits."""
+        """Run a command and return its exit status.
+
+        There is no timeout here, because the command limits its own waiting times.
+        """
         with subprocess.Popen([*self.start, *words]) as self._process:
             status = self._process.wait()
         self._process = None

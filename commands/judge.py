@@ -1,4 +1,4 @@
-"""`keel judge`: try a rubric before a run."""
+"""`keel judge`: try out a rubric before a run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`keel new`: write a commented recipe from flags or from the answers to a few questions, and check
 it.
 
-Knobs for the hardware layout stay `auto`. Nothing here loads torch, so the first question appears
-at once.
+Knobs for the hardware layout stay `auto`. This module does not load torch, so the first question
+appears at once.
 """
 
 from __future__ import annotations
@@ -51,17 +51,19 @@ rollout:
 algorithm: {algorithm}  # {completions} completions per step
 trainer: {trainer}
 """
-"""The recipe. Lines without a value and empty comments are omitted."""
+"""Template for the recipe. Lines without a value and empty comments are omitted."""
 _COMMENT_COLUMN = 33
 _SMALL_MODEL = "Qwen/Qwen3-0.6B"
 _TINY_TASK = "spell_backward"
 _ASSUMED_GIB = 80.0
-"""GPU memory in GiB to assume if this machine has no GPU."""
+"""GPU memory in GiB to assume on a machine without a GPU."""
 _EPISODE_PROMPT_TOKENS = 3072
-"""Assumed number of tokens in an episode before its last turn, including tool descriptions and
-results."""
+"""Assumed number of tokens in an episode before its last turn.
+
+This includes tool descriptions and results.
+"""
 _EXTRA_REWARD = 0.2
-"""Weight for a reward function that is used next to a correctness check."""
+"""Weight for a reward function that is used in addition to a correctness check."""
 _STOPPED = 130
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gpu": {
@@ -104,15 +106,17 @@ class _Source:
 
 
 def new(flags: argparse.Namespace, check: Callable[[str], int]) -> int:
-    """Write a recipe, run `keel check` on it, and return the exit status of the check. Raises
-    ConfigError if the file exists already, or if a required value is missing and there is no
-    terminal to ask on."""
+    """Write a recipe, run `keel check` on it, and return the exit status of the check.
+
+    Raises ConfigError if the file already exists, or if a required value is missing and cannot be
+    asked for without a terminal.
+    """
     if flags.file:
         _free(flags.file)
     terminal = not flags.yes and sys.stdin.isatty() and sys.stdout.isatty()
 
     def ask(question: str, default: object, read: Callable[[str], T]) -> T:
-        """Ask until the reply is valid. Without a terminal, use the default."""
+        """Ask the user until the reply is valid. Without a terminal, return the default."""
         while terminal:
             try:
                 return read(input(f"{question} [{default}] ").strip() or str(default))
@@ -142,7 +146,7 @@ def new(flags: argparse.Namespace, check: Callable[[str], int]) -> int:
 
 
 def _recipe(flags: argparse.Namespace, ask: Callable[..., Any], terminal: bool) -> tuple[Path, str]:
-    """Fill in the template and return the recipe with the file to write it to."""
+    """Fill in the template. Returns the recipe and the file to write it to."""
     gpus_found, gib_found = gpus_here()
     gpus = ask("GPUs (0: none)", gpus_found, _at_least(0)) if flags.gpus is None else flags.gpus
     if gpus < 0 or flags.nodes < 1:
@@ -227,7 +231,7 @@ def _source(
 
 
 def _generated(flags: argparse.Namespace, task: str, heldout: int) -> _Source:
-    """Describe a source of generated tasks, or one whose environment creates its tasks."""
+    """Return a source of generated tasks, or one whose environment creates its tasks."""
     environment = flags.environment
     words = re.findall(r"[^\W\d]\w*", environment.removesuffix(".py"))
     short = task == _TINY_TASK
@@ -257,8 +261,10 @@ def _generated(flags: argparse.Namespace, task: str, heldout: int) -> _Source:
 def _rows(
     data: str, flags: argparse.Namespace, ask: Callable[..., Any] | None, heldout: int
 ) -> _Source:
-    """Describe a source of rows, judging from its first rows. Raises ConfigError if they cannot be
-    used."""
+    """Return a source of rows, with settings based on its first rows.
+
+    Raises ConfigError if they cannot be used.
+    """
     from keel.data.rows.proposal import JUDGED, propose  # noqa: PLC0415  takes half a second
 
     rows = propose(
@@ -314,7 +320,7 @@ def _rows(
 
 
 def _entry(knobs: Mapping[str, Any], comments: Mapping[str, str]) -> str:
-    """Write an entry of `data.sources`, without knobs that have no value."""
+    """Format an entry of `data.sources`, omitting knobs without a value."""
     lines = [
         _commented(f"      {name}: {_flow(value)}", comments.get(name, ""))
         for name, value in knobs.items()
@@ -328,15 +334,17 @@ def _commented(line: str, comment: str) -> str:
 
 
 def _weights(reward: str, *, judged: bool) -> dict[str, float]:
-    """Return the reward weights. If `judged` is true, something else decides correctness and the
-    function only adds to it."""
+    """Return the reward weights.
+
+    If `judged` is set, correctness is decided elsewhere and the reward function only adds to it.
+    """
     if reward in ("", "correct"):
         return {"correct": 1.0}
     return {"correct": 1.0, reward: _EXTRA_REWARD} if judged else {reward: 1.0}
 
 
 def gpus_here() -> tuple[int, float]:
-    """Return the number of GPUs that nvidia-smi lists, and the memory of the smallest in GiB."""
+    """Return the number of GPUs listed by nvidia-smi, and the smallest GPU memory in GiB."""
     tool = shutil.which("nvidia-smi")
     if tool is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return 0, 0.0
@@ -373,7 +381,7 @@ def _free(path: str) -> str:
 
 
 def _flow(value: object) -> str:
-    """Write a value as one line of YAML that OmegaConf reads back unchanged."""
+    """Format a value as a single line of YAML that OmegaConf reads back unchanged."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{scalar(str(k))}: {_flow(v)}' for k, v in value.items())}}}"
     if isinstance(value, float) and 0 < value < 1e-3:
@@ -382,7 +390,7 @@ def _flow(value: object) -> str:
 
 
 def scalar(text: str) -> str:
-    """Write a text as YAML, in quotes if YAML would otherwise read it as a different value."""
+    """Format text as a YAML scalar, quoted if YAML would otherwise read a different value."""
     reserved = ("null", "true", "false", "yes", "no", "on", "off", "inf", "nan", "~")
     if re.fullmatch(r"[A-Za-z_~./][\w~./:-]*(?<!:)", text) and text.lower() not in reserved:
         return text

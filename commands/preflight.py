@@ -1,5 +1,7 @@
-"""Quick checks on the files, models and rewards that a recipe names, which run before torch is
-loaded."""
+"""Quick checks of the files, models and rewards named in a recipe.
+
+They run before torch is loaded.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,15 @@ from keel.rewards.compose import check_weights
 from keel.trainer.run.trackers.tracker import check_trackers
 
 SOON = 2**22
-"""Largest file or folder in bytes to read here. Reading it takes a tenth of a second."""
+"""Maximum size in bytes of a file or folder to read here. Reading it takes a tenth of a second."""
 
 
 def check_named(config: Config, command: str, later: Collection[Path] = ()) -> None:
-    """Check everything in a recipe that can be checked in a fraction of a second. Raises the same
-    ConfigError as the later checks.
+    """Check everything in a recipe that can be checked in a fraction of a second.
 
-    Hub models, large files and the user's reward functions are left to those later checks. `later`
-    holds the absolute paths that an earlier command of a chain will write.
+    Raises the same ConfigError as the later checks. Hub models, large files and the user's reward
+    functions are left to the later checks. `later` holds the absolute paths that an earlier command
+    of a chain will write.
     """
     supervised = command in ("sft", "pretrain")
     if supervised and not config.sft.sources:
@@ -74,8 +76,11 @@ def check_named(config: Config, command: str, later: Collection[Path] = ()) -> N
 
 
 def check_continued(config: Config, auto: Collection[str]) -> None:
-    """Raise ConfigError if `keel train` would resume the run in `run.dir` with changes to knobs
-    that must stay the same. `auto` lists the knobs whose values are chosen for the hardware."""
+    """Check that `keel train` can resume the run in `run.dir` with the current knobs.
+
+    Raises ConfigError if a knob that must stay the same has changed. `auto` lists the knobs whose
+    values are chosen for the hardware.
+    """
     folder = Path(config.run.dir).expanduser()
     saved = folder / "config.yaml"
     begun = saved.is_file() and any(folder.glob("checkpoints/step_*"))
@@ -88,8 +93,11 @@ def check_continued(config: Config, auto: Collection[str]) -> None:
 
 
 def _soon_known(part: str) -> bool:
-    """Return whether a reward part can be checked now, because it is Keel's own or its module does
-    not exist. Other modules are imported later, together with their dependencies."""
+    """Return whether a reward part can be checked now.
+
+    This is the case if it is Keel's own, or if its module does not exist. Other modules are
+    imported later, together with their dependencies.
+    """
     module, dot, _ = part.partition(".")
     if not dot or not module.isidentifier():
         return True
@@ -98,6 +106,6 @@ def _soon_known(part: str) -> bool:
 
 
 def _soon_read(path: Path) -> bool:
-    """Return whether a path is missing or small enough to read now."""
+    """Return whether a path is missing, or small enough to read now."""
     files = path.rglob("*") if path.is_dir() else (path,)
     return sum(file.stat().st_size for file in files if file.is_file()) <= SOON

@@ -58,8 +58,10 @@ PAGES = {
     "distill": "distillation",
     "synthesize": "synthesis",
 }
-"""Maps the prefix of a knob to the page in docs/ that explains it. The longest matching prefix
-wins, unless the knob itself names a page."""
+"""Maps the prefix of a knob to the page in docs/ that explains it.
+
+The longest matching prefix is used, unless the knob itself names a page.
+"""
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
 _WHOLE = 3
 """Maximum number of matching entries to describe in full."""
@@ -67,7 +69,7 @@ _WHOLE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Knob:
-    """One knob as the reference describes it."""
+    """A knob as described in the reference."""
 
     name: str
     """Dotted path of the knob. For `distill` and `synthesize` it starts with the kind of recipe."""
@@ -75,10 +77,10 @@ class _Knob:
     allowed: str
     """The allowed choices or bounds."""
     default: str
-    """Default value in YAML. Empty if the knob is required."""
+    """Default value in YAML, or empty if the knob is required."""
     text: str
     resume: str
-    """Whether a run may resume with a different value: yes, no, or a conditional answer."""
+    """Whether a resumed run may change the value: yes, no, or under a condition."""
     page: str
 
 
@@ -108,7 +110,7 @@ class Metric:
 
 @cache
 def _metric_groups() -> Mapping[str, tuple[Metric, ...]]:
-    """Return the metrics in each group, keyed by the group's title."""
+    """Return the metrics of each group, keyed by the group's title."""
     tables = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8"))
     return {
         title: tuple(Metric(name=name, **entry) for name, entry in table.items())
@@ -121,7 +123,7 @@ def metrics() -> tuple[Metric, ...]:
 
 
 def find_metric(name: str) -> Metric | None:
-    """Return the most specific description that matches the name of a metric."""
+    """Return the most specific metric description that matches `name`."""
     matches = [
         metric
         for metric in metrics()
@@ -132,7 +134,7 @@ def find_metric(name: str) -> Metric | None:
 
 @cache
 def sections() -> tuple[Section, ...]:
-    """Return all sections in the schema's order. Nested sections follow their parent."""
+    """Return all sections in the order of the schema. Nested sections follow their parent."""
     return tuple(s for recipe, (root, _) in _RECIPES.items() for s in _sections(recipe, root, ""))
 
 
@@ -188,7 +190,7 @@ def _qualified(recipe: _Recipe, path: str) -> str:
 
 
 def _docstrings(cls: type) -> tuple[str, dict[str, str]]:
-    """Return the docstrings of a class and of its fields, each as one paragraph."""
+    """Return the docstrings of a class and its fields, each as one paragraph."""
     (node,) = ast.parse(inspect.getsource(cls)).body
     body = cast(ast.ClassDef, node).body
     texts: dict[str, str] = {}
@@ -250,14 +252,17 @@ def _page_of(knob: str, text: str) -> str:
 
 
 def normal(name: str) -> str:
-    """Replace list entries in a knob's name: `data.sources[sums].size` or `data.sources.0.size`
-    becomes `data.sources[].size`."""
+    """Replace list entries in a knob's name with `[]`.
+
+    For example, `data.sources[sums].size` and `data.sources.0.size` become `data.sources[].size`.
+    """
     name = re.sub(r"\[[^]]*\]", "[]", name)
     return re.sub(r"\.\d+(?=\.|$)", "[]", name).strip(".")
 
 
 def describe(name: str = "") -> str:
-    """Describe a section, knob or metric, or everything whose name contains `name`.
+    """Return a description of a section, knob or metric, or of everything whose name contains
+    `name`.
 
     Raises ConfigError with a suggestion if nothing matches.
     """
@@ -435,7 +440,8 @@ def _metrics_page() -> str:
 
 
 def _coming_from_page() -> str:
-    """The text before the first table is kept from the page itself."""
+    """Return the page with new tables. The text before the first table is kept from the existing
+    page."""
     old = (_DOCS / "coming-from.md").read_text(encoding="utf-8")
     parts = [old.partition("\n## ")[0]]
     for kind in ("words", "metrics"):

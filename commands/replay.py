@@ -1,8 +1,8 @@
 """`keel replay`: repeat a training step whose gradient was not finite, starting from the nearest
 checkpoint.
 
-The run folder may come from someone else, so the reward functions and environments named in its
-config.yaml are neither imported nor started.
+The run folder may come from someone else. The reward functions and environments named in its
+config.yaml are therefore neither imported nor started.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from keel.trainer.run.batches import FOLDER, list_batches, read_batch, step_of
 
 
 def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
-    """Train on a saved batch again and print the findings. Nothing is written."""
+    """Train on a saved batch again and print the findings. Nothing is written to disk."""
     folder = Path(run).expanduser()
     path = find_batch(folder, step)
     groups, findings = read_batch(path)
@@ -77,8 +77,10 @@ def replay(run: str, step: int | None, overrides: Sequence[str]) -> None:
 
 
 def _base_model(model: PlannedModel, config: Config, recipe: Path) -> str:
-    """Return the folder of the model that the run started from. Raises ConfigError if building the
-    tiny model would run code that the recipe names."""
+    """Return the folder of the model that the run started from.
+
+    Raises ConfigError if building the tiny model would run code that the recipe names.
+    """
     if config.model.path != TINY_MODEL:
         return from_anywhere(config.model.path)
     for source in config.data.sources:
@@ -93,8 +95,10 @@ def _base_model(model: PlannedModel, config: Config, recipe: Path) -> str:
 
 
 def find_batch(folder: Path, step: int | None) -> Path:
-    """Return the batch saved at `step`, or the newest one if no step is given. Raises ConfigError
-    if there is none."""
+    """Return the batch saved at `step`, or the newest batch if no step is given.
+
+    Raises ConfigError if there is none.
+    """
     batches = {step_of(path): path for path in list_batches(folder)}
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder}: is not a run folder (no config.yaml)")
@@ -110,8 +114,10 @@ def find_batch(folder: Path, step: int | None) -> Path:
 
 
 def nearest_checkpoint(checkpoints: Path, step: int) -> tuple[Path | None, str]:
-    """Return the newest intact checkpoint before `step` with a description of it. The checkpoint is
-    None if only the base model precedes the step."""
+    """Return the newest intact checkpoint before `step`, with a description of it.
+
+    The checkpoint is None if only the base model precedes the step.
+    """
     paths = [path for path in checkpoint.finished(checkpoints) if checkpoint.step_of(path) < step]
     newest = next((path for path in reversed(paths) if not checkpoint.problems(path)), None)
     words = f"from {newest.name if newest else 'the base model'}"

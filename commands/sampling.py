@@ -1,7 +1,7 @@
-"""What `keel eval` and `keel filter` share: the policy to sample from and the sampling loop.
+"""Code shared by `keel eval` and `keel filter`: the policy to sample from and the sampling loop.
 
-Completions are sampled in groups of the same size as in training, so that all engines take part and
-the timeout for a group has the same meaning.
+Completions are sampled in groups of the same size as in training. All engines are therefore used,
+and the timeout for a group has the same meaning.
 """
 
 from __future__ import annotations
@@ -36,41 +36,43 @@ from keel.trainer.run.manifest import fingerprint
 from keel.trainer.run.progress import amount, waiting
 
 _POLICY_KNOBS = ("model.", "trainer.")
-"""Knobs that must have the run's own values to load its checkpoint."""
+"""Knobs that must have the run's own values so that its checkpoint can be loaded."""
 _REWARDS_FOLDER = "rewards"
 """Subfolder of the results for the output of reward functions."""
 POLL_S = 1.0
 STOPPING = "Stopping; finished prompts are saved. Press Ctrl-C again to stop at once."
 PREEMPTED_FIRST = "{signal}: stopping; finished prompts are saved"
 _MAX_ANSWER = 200
-"""Maximum number of characters of an unmarked answer that is still compared with other answers."""
+"""Maximum length in characters of an unmarked answer that is still compared with other answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledPolicy:
-    """The policy to sample from, together with its prompts."""
+    """The policy to sample from, and its prompts."""
 
     config: Config
     dataset: Dataset
     identity: str
     """Identifies the policy in saved results."""
     label: str
-    """Names the policy in messages."""
+    """Name of the policy in messages."""
     name: str
-    """Names the folder of results."""
+    """Name for the folder of results."""
     text: str
-    """The plan as text."""
+    """Description of the plan."""
     sampling: Callable[[Path], AbstractContextManager[Runtime | RemoteRuntime]]
-    """Start the processes that sample and score. Reward functions print into a subfolder of the
-    given folder."""
+    """Start the processes that sample and score.
+
+    The output of reward functions goes to a subfolder of the given folder.
+    """
     tokenizer_digest: str = ""
-    """Digest of the tokenizer. Empty for an endpoint."""
+    """Digest of the tokenizer, or empty for an endpoint."""
     count_tokens: Callable[[Prompt], int] | None = None
-    """Counts the tokens of a prompt. None for an endpoint."""
+    """Returns the number of tokens in a prompt. None for an endpoint."""
 
     @property
     def sets(self) -> Mapping[str, Sequence[Prompt]]:
-        """The prompts for `keel eval`, by source."""
+        """Prompts of each source for `keel eval`."""
         settings, dataset = self.config.eval, self.dataset
         heldout = settings.prompts == "heldout"
         sets = dataset.heldout if heldout else dataset.train.sources
@@ -80,8 +82,11 @@ class SampledPolicy:
 def choose_policy(
     recipe: str, overrides: Sequence[str], knob: str, checkpoint: str
 ) -> SampledPolicy:
-    """Return the endpoint if the recipe names one, otherwise the model at `checkpoint`, which is
-    the value of the knob named `knob`. Raises ConfigError if it cannot be used."""
+    """Return the recipe's endpoint if it has one, otherwise the model at `checkpoint`.
+
+    `checkpoint` is the value of the knob named `knob`. Raises ConfigError if the policy cannot be
+    used.
+    """
     config = load_config(recipe, overrides)
     if config.endpoint.base_url:
         return _endpoint_policy(config)
@@ -122,8 +127,10 @@ def choose_policy(
 
 
 def _endpoint_policy(config: Config) -> SampledPolicy:
-    """Return the model behind an endpoint, whose tokens cannot be counted. Raises ConfigError if it
-    cannot be used."""
+    """Return the policy for a model behind an endpoint. Its tokens cannot be counted.
+
+    Raises ConfigError if it cannot be used.
+    """
     endpoint = config.endpoint
     require_prompts(config)
     for source in config.data.sources:
@@ -180,8 +187,10 @@ def _endpoint_policy(config: Config) -> SampledPolicy:
 
 
 def max_prompts_in_flight(config: Config, samples: int) -> int:
-    """Return how many prompts to sample at the same time: twice the capacity of all engines or of
-    the endpoint, and at least 2."""
+    """Return how many prompts to sample at the same time.
+
+    This is twice the capacity of all engines or of the endpoint, and at least 2.
+    """
     capacity = config.rollout.engines * config.rollout.max_num_seqs
     if config.endpoint.base_url:
         capacity = config.endpoint.max_concurrent
@@ -191,7 +200,7 @@ def max_prompts_in_flight(config: Config, samples: int) -> int:
 
 
 def _group_timeout(config: Config) -> float:
-    """Return the maximum time in seconds between two finished groups."""
+    """Return the maximum time between two finished groups in seconds."""
     endpoint = config.endpoint
     if not endpoint.base_url:
         return config.group_timeout_s + GRACE_S
@@ -215,13 +224,13 @@ def sample_prompts(
     say: Callable[[str], None],
     count_steps: Callable[[], int] | None = None,
 ) -> None:
-    """Sample `samples` completions for each prompt. Returns when all are done, or soon after
-    `should_stop` returns true.
+    """Sample `samples` completions for each prompt.
 
-    `sample(prompt, n)` and `score` return at once and have their own timeouts. `record` is called
-    once per prompt, on this thread. `note` returns text to add to the progress line, and
-    `count_steps` is explained in `SamplingProgress`. Raises any error from sampling or scoring, and
-    TimeoutError if no group arrives for longer than all timeouts together.
+    Returns when all are done, or soon after `should_stop` returns true. `sample(prompt, n)` and
+    `score` return at once and have their own timeouts. `record` is called once per prompt, on this
+    thread. `note` returns text to add to the progress line. `count_steps` is explained in
+    `SamplingProgress`. Errors from sampling or scoring are passed on. Raises TimeoutError if no
+    group arrives for longer than all timeouts together.
     """
     size = config.algorithm.group_size
     sizes = [min(size, samples - begun) for begun in range(0, samples, size)]
@@ -272,15 +281,19 @@ def _gather(groups: Sequence[Future[ScoredGroup]]) -> Future[list[ScoredGroup]]:
 
 
 def to_be_retried(groups: Sequence[ScoredGroup]) -> bool:
-    """Return whether completions are missing because an endpoint was overloaded. Such a prompt does
-    not count as failed and is sampled again when the command is repeated."""
+    """Return whether completions are missing because an endpoint was overloaded.
+
+    Such a prompt does not count as failed. It is sampled again when the command is repeated.
+    """
     dropped = [reason for group in groups for reason in group.group.dropped]
     return any(reason.removeprefix(BROKE).startswith(LATER) for reason in dropped)
 
 
 def answer_of(trajectory: Trajectory) -> str:
-    """Return the marked answer in a completion. If none is marked, return the final text if it is
-    short."""
+    """Return the marked answer in a completion.
+
+    If no answer is marked, the final text is returned if it is short.
+    """
     text = final_text(trajectory.messages).strip()
     answer = marked_answer(text)
     if answer is None:

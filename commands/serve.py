@@ -1,5 +1,7 @@
-"""`keel serve`: serve a trained model with vLLM's OpenAI-compatible server. No heavy library is
-imported here."""
+"""`keel serve`: serve a trained model with vLLM's OpenAI-compatible server.
+
+This module imports no heavy library.
+"""
 
 from __future__ import annotations
 
@@ -23,32 +25,34 @@ from keel.trainer.run.progress import waiting
 
 HOST, PORT = "127.0.0.1", 8000
 _START_S = 1800.0
-"""Maximum number of seconds to wait until vLLM has loaded the model and answers."""
+"""Maximum number of seconds to wait until vLLM has loaded the model and responds."""
 POLL_S = 0.5
 SAMPLING = ("temperature", "top_p", "top_k")
 _THINKING_KEYS = ("enable_thinking", "thinking")
 """Names of the chat template variables that turn thinking on or off."""
 FIXED = ("model", "host", "port", "served_model_name")
-"""vLLM options that the folder and Keel's own arguments set."""
+"""vLLM options that are set by the folder and by Keel's own arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model folder with the default sampling parameters for its requests."""
+    """A model folder with default sampling parameters for requests."""
 
     path: Path
     name: str
     """Name of the model in requests."""
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Values for the parameters in `SAMPLING`. Missing ones come from generation_config.json."""
+    """Values of the parameters in `SAMPLING`. Missing values come from generation_config.json."""
     thinking: bool | None = None
-    """Whether the model thinks. None leaves this to the chat template."""
+    """Whether the model thinks. If None, the chat template decides."""
 
 
 def find_model(folder: Path) -> ServedModel:
-    """Return the model in a run folder or model folder. A run's model keeps the sampling parameters
-    of its recipe. Raises ConfigError if the folder is neither, or if the run has not exported a
-    model yet."""
+    """Return the model in a run folder or model folder.
+
+    A model from a run uses the sampling parameters of its recipe. Raises ConfigError if the folder
+    is neither, or if the run has not exported a model yet.
+    """
     if (folder / "config.json").exists():
         run = folder.resolve().parent
         if not (run / "config.yaml").exists():
@@ -81,7 +85,7 @@ def _of_run(run: Path, model: Path) -> ServedModel:
 
 
 def parse_options(words: Sequence[str]) -> dict[str, Any]:
-    """Parse `key=value` words, with values in YAML. Raises ConfigError for any other word."""
+    """Parse `key=value` words with YAML values. Raises ConfigError for any other word."""
     options: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -105,8 +109,10 @@ def parse_options(words: Sequence[str]) -> dict[str, Any]:
 
 
 def server_options(model: ServedModel, chosen: Mapping[str, Any], *, gpu: bool) -> dict[str, Any]:
-    """Return the vLLM options except the address. `chosen` holds the user's options from
-    `parse_options`."""
+    """Return all vLLM options except the address.
+
+    `chosen` contains the user's options from `parse_options`.
+    """
     chosen = dict(chosen)
     sampling = {**model.sampling, **{n: chosen.pop(n) for n in SAMPLING if n in chosen}}
     thinking = chosen.pop("thinking", model.thinking)
@@ -133,9 +139,11 @@ def serving(
     port: int = 0,
     key: str = "",
 ) -> Iterator[VllmServer]:
-    """Run a vLLM server for `model` until the context ends. Port 0 selects a free port. Raises
-    ConfigError if the address is not available, or RuntimeError with the last lines of the log if
-    the server does not start."""
+    """Run a vLLM server for `model` until the context ends. Port 0 selects a free port.
+
+    Raises ConfigError if the address is not available, or RuntimeError with the last lines of the
+    log if the server does not start.
+    """
     handle, name = tempfile.mkstemp(prefix="keel-serve-", suffix=".log")
     os.close(handle)
     log = Path(name)
@@ -166,7 +174,10 @@ def serving(
 
 
 def serve(folder: Path, words: Sequence[str], *, host: str, port: int, gpu: bool) -> None:
-    """Serve a model until Ctrl-C. Raises ConfigError, or RuntimeError if the server fails."""
+    """Serve a model until Ctrl-C.
+
+    Raises ConfigError if the settings are invalid, or RuntimeError if the server fails.
+    """
     model, chosen = find_model(folder), parse_options(words)
     try:
         with serving(model, chosen, gpu=gpu, host=host, port=port) as server:

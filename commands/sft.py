@@ -21,14 +21,14 @@ PREEMPTED_FIRST = "{signal}: stopping after this step, with a checkpoint"
 
 
 def sft(recipe: str, overrides: Sequence[str]) -> None:
-    """Train on the recipe's conversations, or resume such a run."""
+    """Train on the recipe's conversations, or resume the run."""
     with waiting("checking the recipe and its data"):
         task = prepare_sft(recipe, overrides)
     _run(["sft", recipe, *overrides], task)
 
 
 def pretrain(recipe: str, overrides: Sequence[str]) -> None:
-    """Train on the recipe's text, or resume such a run."""
+    """Train on the recipe's text, or resume the run."""
     with waiting("checking the recipe and its data"):
         task = prepare_pretraining(recipe, overrides)
     _run(["pretrain", recipe, *overrides], task)
@@ -41,7 +41,7 @@ def _run(command: Sequence[str], task: SftTask) -> None:
 
 
 def _run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int) -> int:
-    """Run `keel.trainer.sft.fit` on the started ranks and return the number of the last finished
+    """Run `keel.trainer.sft.fit` on the started ranks. Returns the number of the last finished
     step."""
     task, learner = runtime.task, runtime.learner
     with ExitStack() as stack:

@@ -1,5 +1,5 @@
-"""`keel synthesize`: create tasks concurrently within a budget, continuing where an earlier start
-stopped."""
+"""`keel synthesize`: create tasks concurrently within a budget. A new start continues where the
+last one stopped."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from keel.synthesis.ledger import Ledger, Rejected, TaskOutcome
 from keel.trainer.run.progress import Wait
 
 Make = Callable[[str], Awaitable[Sequence[Rejected] | None]]
-"""A function that makes the task for a key and writes it to the folder, completely or not at all.
-Returns the rejected drafts. Raises Rejected if a gate rejects the task, AuthorLost, or BudgetSpent.
+"""Creates the task for a key and writes it to the folder, either completely or not at all.
+
+Returns the rejected drafts. Raises Rejected if a gate rejects the task, AuthorLost if a model does
+not answer, or BudgetSpent if the next call could exceed the budget.
 """
 _Say = Callable[[str], object]
 _MOST_LOST = 5
@@ -28,7 +30,7 @@ _MOST_LOST = 5
 
 
 _Show = Callable[..., AbstractContextManager[Wait]]
-"""Displays a wait, given its text and, as `total`, the number of tasks."""
+"""Displays what is being waited for, given a text and the number of tasks `total`."""
 
 
 def _unseen(what: str, *, total: int = 0) -> AbstractContextManager[Wait]:
@@ -45,8 +47,10 @@ async def make_all(
     stop: asyncio.Event,
     show: _Show = _unseen,
 ) -> str:
-    """Make all tasks that the ledger does not list yet. Returns the reason for stopping early, or
-    ""."""
+    """Create all tasks that the ledger does not list yet.
+
+    Returns the reason for stopping early, or "" if all tasks were processed.
+    """
     remaining = [key for key in keys if key not in ledger.outcomes]
     if made := len(keys) - len(remaining):
         say(f"{made:,} of {len(keys):,} tasks already made")
@@ -117,17 +121,17 @@ async def make_all(
 
 
 class Pipeline(Protocol):
-    """Makes the tasks of one family. Use it as an async context manager."""
+    """Creates the tasks of one family. Use it as an async context manager."""
 
     keys: Sequence[str]
-    """Return the keys of all tasks in order. The same settings always give the same keys."""
+    """Return the keys of all tasks in order. The same settings always produce the same keys."""
 
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *_: object) -> None: ...
 
     async def make(self, key: str) -> Sequence[Rejected] | None:
-        """Make one task. See `Make`."""
+        """Create one task as described in `Make`."""
         ...
 
 
@@ -137,8 +141,10 @@ def _open_pipeline(
     folder: Path,
     more: Callable[[AuthorConfig], Author],
 ) -> Pipeline:
-    """Return the pipeline for the family in the recipe. `more` creates further authors. Raises
-    ConfigError if the settings are invalid."""
+    """Return the pipeline for the recipe's family.
+
+    `more` creates further authors. Raises ConfigError if the settings are invalid.
+    """
     if config.family == "general":
         from keel.synthesis.general.pipeline import GeneralPipeline  # noqa: PLC0415
 
@@ -159,8 +165,11 @@ def _open_pipeline(
 
 
 def synthesize(config: SynthesisConfig, say: _Say = print, show: _Show = _unseen) -> int:
-    """Make the tasks and return the exit status: 0 if all tasks are made, 1 if it stopped early.
-    Raises ConfigError if the recipe or folder cannot be used."""
+    """Create the tasks and return the exit status.
+
+    The status is 0 if all tasks are done and 1 if it stopped early. Raises ConfigError if the
+    recipe or folder cannot be used.
+    """
     return asyncio.run(_synthesize(config, say, show))
 
 
@@ -216,8 +225,10 @@ def _leave(number: int, _: object) -> None:
 
 
 def depends_on(config: SynthesisConfig) -> dict[str, Any]:
-    """Return the settings that the tasks depend on. Authors and budget are left out because they
-    may change between starts."""
+    """Return the settings that affect the tasks.
+
+    Authors and budget are omitted because they may change between starts.
+    """
     section = asdict(getattr(config, config.family))
     return {"family": config.family, "seed": config.seed, **section}
 

@@ -39,8 +39,11 @@ _Drive = Callable[[Runtime, RunFolder, View, int], int]
 def train(
     recipe: str, overrides: Sequence[str], *, drive: _Drive | None = None, again: str = ""
 ) -> None:
-    """Run the recipe, or resume its run. `drive` replaces `run_loop`, and `again` tells the user
-    how to resume if not with the same command."""
+    """Train on the recipe, or resume its run.
+
+    `drive` replaces `run_loop`. `again` tells the user how to resume if the command is a different
+    one.
+    """
     with waiting("checking the recipe and its prompts"):
         task = prepare(recipe, overrides)
     run_task(
@@ -60,8 +63,11 @@ def run_task(
     *,
     again: str = "",
 ) -> None:
-    """Run a prepared task in its folder: `start` its actors, then `drive` its loop. After a failure
-    the task is restarted with a layout that fits the remaining resources of the cluster."""
+    """Run a prepared task in its folder. `start` starts its actors, and `drive` runs its loop.
+
+    After a failure, the task is restarted with a layout that fits the cluster's remaining
+    resources.
+    """
     layouts = elastic_layouts(
         task.config,
         Path(task.config.run.dir).expanduser(),
@@ -92,8 +98,10 @@ def run_loop(
     *,
     should_end: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Run `keel.trainer.loop.train` on the started actors and return the number of the last
-    finished step. If `should_end` returns true after a step, the run saves a checkpoint and ends.
+    """Run `keel.trainer.loop.train` on the started actors. Returns the number of the last finished
+    step.
+
+    If `should_end` returns true after a step, the run saves a checkpoint and ends.
     """
     config, dataset, learner = runtime.task.config, runtime.task.dataset, runtime.learner
     failures: list[Exception] = []
@@ -102,8 +110,11 @@ def run_loop(
         return interrupt() or bool(journal.ends) or should_end() or bool(failures)
 
     def handle_failure(error: Exception) -> bool:
-        """Record the error and make `should_stop` return True. Returns False, and does neither, if
-        the learner was lost and no checkpoint can be saved."""
+        """Record the error, make `should_stop` return True, and return True.
+
+        If the learner was lost, no checkpoint can be saved. In this case nothing is recorded and
+        False is returned.
+        """
         if isinstance(error, LOST) or lost_reason():
             return False
         failures.append(error)
@@ -180,8 +191,11 @@ def dump_bad_batch(
     groups: Sequence[ScoredGroup],
     findings: Sequence[str],
 ) -> None:
-    """Save the batch for a step whose gradient was not finite, so that `keel replay` can repeat it.
-    A full disk does not end the run."""
+    """Save the batch of a step whose gradient was not finite, so that `keel replay` can repeat the
+    step.
+
+    A full disk does not end the run.
+    """
     for line in findings[:SHOWN_FINDINGS]:
         say(f"step {step}: no finite gradient: {line}")
     try:

@@ -1,4 +1,4 @@
-"""Check the variants of an evaluation (`eval.variants`) and apply them to prompts and limits."""
+"""Checks the variants of an evaluation (`eval.variants`) and applies them to prompts and limits."""
 
 from __future__ import annotations
 
@@ -34,8 +34,11 @@ def check_room(
     sets: Mapping[str, Sequence[Prompt]],
     count_tokens: Callable[[Prompt], int],
 ) -> None:
-    """Raise ConfigError for the first prompt that no longer fits into the context with the
-    variant's extra line and token limit. The prompts themselves have been checked before."""
+    """Raise ConfigError for the first prompt that does not fit into the context with this variant.
+
+    The variant's extra line and token limit need additional space. The unchanged prompts have
+    already been checked.
+    """
     if not variant.line and variant.thinking == "as-asked":
         return
     knob = f"eval.variants[{variant.name}]"
@@ -54,8 +57,8 @@ def check_room(
 
 
 def as_in(variant: EvalVariant, config: Config) -> Config:
-    """Return the config with the limits of the variant. Raises ConfigError if they conflict with
-    the recipe."""
+    """Return the config with the variant's limits. Raises ConfigError if they conflict with the
+    recipe."""
     if variant.max_tokens:
         config = config.with_max_tokens(variant.max_tokens)
     if variant.context != "as-in-training":
@@ -64,7 +67,7 @@ def as_in(variant: EvalVariant, config: Config) -> Config:
 
 
 def as_asked(prompt: Prompt, variant: EvalVariant) -> Prompt:
-    """Apply the variant's line and thinking mode."""
+    """Return the prompt with the variant's extra line and thinking mode applied."""
     thinking = prompt.thinking if variant.thinking == "as-asked" else variant.thinking == "with"
     messages = [dict(message) for message in prompt.messages]
     last = next((m for m in reversed(messages) if m.get("role") == "user"), None)

@@ -1,1 +1,1 @@
-"""The HTML page of a run: `keel report` and `keel watch`."""
+"""The HTML page of a run, shown by `keel report` and `keel watch`."""

@@ -1,5 +1,7 @@
-"""Read run and evaluation folders and convert them to data for the page. Files may be incomplete or
-damaged; what cannot be read is noted."""
+"""Reads run and evaluation folders and converts them to data for the page.
+
+Files may be incomplete or damaged. Anything that cannot be read is noted.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,10 @@ from keel.rl.metrics import MEASURES
 
 _METRICS, _CONFIG, _SAMPLES = "metrics.jsonl", "config.yaml", "samples.jsonl"
 _MEAN_OF = 10
-"""The values at the beginning and end of a run are averaged over a tenth of its steps, and over at
-most this many."""
+"""Maximum number of steps to average for the values at the beginning and end of a run.
+
+The average covers a tenth of the steps, up to this limit.
+"""
 _ENTRY = re.compile(r"\[[^\]]*\]")
 """Matches the name of a list entry within a knob, such as `[spiral]` in
 `data.sources[spiral].size`."""
@@ -53,24 +57,26 @@ _PER_CHUNK = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StepFile:
-    """A trajectory file that has been read."""
+    """The contents of a trajectory file."""
 
     stamp: tuple[int, int] = (0, 0)
-    """Modification time in nanoseconds and size in bytes at the time of reading."""
+    """Modification time in nanoseconds and size in bytes when the file was read."""
     groups: Sequence[ReportGroup] = ()
     as_is: bool = True
-    """Whether a browser can read the file unchanged."""
+    """Whether a browser can parse the file without changes."""
     wrong: str = ""
-    """The reason why the file cannot be read. Empty if it can."""
+    """Why the file cannot be read, or empty if it can."""
 
 
 Known = MutableMapping[Path, _StepFile]
-"""Files that have already been read. They are read again only if they have changed."""
+"""Cache of files that have been read. A file is read again only if it has changed."""
 
 
 def read_folder(folder: Path, known: Known | None = None) -> tuple[RunData, Chunks]:
-    """Read what `keel train` or `keel eval` has written so far. Raises ConfigError for any other
-    folder."""
+    """Read what `keel train` or `keel eval` has written so far.
+
+    Raises ConfigError for any other kind of folder.
+    """
     try:
         if (folder / _METRICS).exists() or (folder / _CONFIG).exists():
             return _read_run(folder, {} if known is None else known)
@@ -111,8 +117,10 @@ def _read_run(folder: Path, known: Known) -> tuple[RunData, Chunks]:
 
 
 def _json_lines(path: Path, notes: list[str]) -> Iterator[Mapping[str, Any]]:
-    """Yield the objects in a JSON lines file, leaving out an incomplete last line. Unreadable lines
-    are skipped and listed in `notes`."""
+    """Yield the objects in a JSON lines file, without an incomplete last line.
+
+    Unreadable lines are skipped and listed in `notes`.
+    """
     for at, text in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), 1):
         try:
             value = loads(text)
@@ -133,7 +141,7 @@ def _as_json(config: Config) -> dict[str, str]:
 
 @cache
 def _defaults() -> Mapping[str, str]:
-    """Return the default of each knob. List entries are written `data.sources[]`."""
+    """Return the default value of each knob. List entries are named like `data.sources[]`."""
     source = SourceConfig(name="a", source="jsonl", path="a")
     lesson = ConversationsConfig(name="a", source="jsonl", path="a")
     config = Config(data=DataConfig(sources=(source,)), sft=SftConfig(sources=(lesson,)))
@@ -146,8 +154,10 @@ def _defaults() -> Mapping[str, str]:
 
 
 def _changed(knobs: Mapping[str, str], chosen: Mapping[str, Any]) -> list[str]:
-    """Return the names of the knobs that differ from their defaults, except those that Keel chose
-    for the hardware and the names of sources."""
+    """Return the names of the knobs that differ from their defaults.
+
+    The names of sources, and knobs that Keel chose for the hardware, are omitted.
+    """
     return [
         name
         for name, value in knobs.items()
@@ -158,8 +168,10 @@ def _changed(knobs: Mapping[str, str], chosen: Mapping[str, Any]) -> list[str]:
 
 
 def _read_metrics(path: Path, run: RunData) -> None:
-    """Fill in the steps, times and metrics of a run. Several lines for one step, for example from a
-    late evaluation, are merged."""
+    """Read the steps, times and metrics of a run into `run`.
+
+    If a step has several lines, for example because of a late evaluation, they are merged.
+    """
     by_step: dict[int, dict[str, float | None]] = {}
     for line in _json_lines(path, run.notes):
         step = line.get("step")
@@ -175,7 +187,7 @@ def _read_metrics(path: Path, run: RunData) -> None:
 
 
 def _read_trajectories(folder: Path, run: RunData, known: Known) -> Chunks:
-    """Read the trajectory files and list their groups in `run`."""
+    """Read the trajectory files and add their groups to `run`."""
     chunks: Chunks = {}
     for path in sorted(folder.glob("step_*.jsonl.gz"), key=attrgetter("name")):
         known[path] = file = _step_file(path, known.get(path))
@@ -195,7 +207,7 @@ def _read_trajectories(folder: Path, run: RunData, known: Known) -> Chunks:
 
 
 def _step_file(path: Path, known: _StepFile | None) -> _StepFile:
-    """Read a trajectory file, or return `known` if the file has not changed since."""
+    """Read a trajectory file, or return `known` if the file has not changed since it was read."""
     stamp = (0, 0)
     try:
         of = path.stat()
@@ -212,13 +224,13 @@ def _step_file(path: Path, known: _StepFile | None) -> _StepFile:
 
 
 def _without_nan(path: Path) -> bytes:
-    """Rewrite a trajectory file without the numbers that browsers cannot parse."""
+    """Return the contents of a trajectory file without numbers that browsers cannot parse."""
     lines = gzip.decompress(path.read_bytes()).decode().splitlines()
     return packed([as_json(loads(line)) for line in lines])
 
 
 def _summary(run: RunData, folder: Path) -> dict[str, str]:
-    """Return the rows of the table at the top of the page as labels and texts."""
+    """Return the table at the top of the page, as a mapping from labels to texts."""
     named = map(re.compile(r"(?:data|sft)\.sources\[(.*)\]\.name").fullmatch, run.knobs)
     ended = " (ended)" if (folder / "model").exists() else ""
     seconds = run.times[-1] - run.times[0] if run.times else 0.0
@@ -254,8 +266,10 @@ def _summary(run: RunData, folder: Path) -> dict[str, str]:
 
 
 def _read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
-    """Read what `keel eval` has written so far. Raises ConfigError with the file and line of a
-    problem."""
+    """Read what `keel eval` has written so far.
+
+    Raises ConfigError with the file and line of a problem.
+    """
     run = RunData(name=folder.resolve().name, kind="evaluation", path=str(folder))
     try:
         settings: Mapping[str, Any] = loads((folder / "settings.json").read_bytes())
@@ -293,7 +307,7 @@ def _chunk_name(at: int) -> str:
 
 
 def _from_repr(text: str) -> str:
-    """Convert the `repr` of a value to JSON. Any other text is returned unchanged."""
+    """Convert the `repr` of a Python value to JSON. Any other text is returned unchanged."""
     try:
         return json.dumps(ast.literal_eval(text), default=str, ensure_ascii=False)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -301,7 +315,7 @@ def _from_repr(text: str) -> str:
 
 
 def _group_of(asked: Asked) -> dict[str, Any]:
-    """Convert a line to the group format that `keel.trainer.run.trajectory_files` writes."""
+    """Convert a line to the group format written by `keel.trainer.run.trajectory_files`."""
     trajectories: list[dict[str, Any]] = [
         {
             "sibling": at,

@@ -1,10 +1,9 @@
-"""`keel report`: write one HTML file that opens without a network and executes nothing written by a
+"""`keel report`: write one HTML file that opens without a network and never executes text from a
 policy.
 
 The page holds the run's files as JSON and base64 in elements that browsers do not execute, with
-every `<` escaped, and its scripts display them through `textContent` only. A
-Content-Security-Policy lists the digests of Keel's own scripts, so no other script would run even
-if it got into the page.
+every `<` escaped. Its scripts display them through `textContent` only. A Content-Security-Policy
+lists the digests of Keel's own scripts, so no other script would run even if it got into the page.
 """
 
 from __future__ import annotations
@@ -25,17 +24,21 @@ from keel.configs.schema import ConfigError
 SCRIPTS = ("show.js", "curves.js", "runs.js", "tokens.js", "read.js", "main.js")
 """Script files in `commands/report/page`, in the order in which they run."""
 MOST_BYTES = 64 * 2**20
-"""Maximum bytes of compressed trajectories in one page."""
+"""Maximum size in bytes of the compressed trajectories in one page."""
 PARTS = 500
-"""Number of parts into which a curve is divided to find its extremes, about the number of pixels it
-is wide."""
+"""Number of intervals into which a curve is divided to find its extremes.
+
+This is about the width of the curve in pixels.
+"""
 _STACKED = ("time/rollout", "time/reward", "time/train", "time/sync")
-"""Metrics that are drawn on top of each other, so all of them need a value at the same steps."""
+"""Metrics that are drawn stacked on each other. They all need a value at the same steps."""
 
 
 def page(runs: Sequence[tuple[RunData, Chunks]], *, live: bool = False) -> str:
-    """Return the whole page. A `live` page fetches its trajectories and updates from the server it
-    came from."""
+    """Return the page's HTML.
+
+    A `live` page fetches trajectories and updates from the server it came from.
+    """
     try:
         from plotly.offline import get_plotlyjs  # pyright: ignore  # noqa: PLC0415  optional
     except ImportError as error:
@@ -79,9 +82,11 @@ def state(runs: Sequence[tuple[RunData, Chunks]], *, live: bool) -> str:
 
 
 def _policy(scripts: Sequence[str], *, live: bool) -> str:
-    """Return the Content-Security-Policy. It allows only the page's own scripts, and only a live
-    page may connect, to the server it came from. Inline styles are allowed because plotly.js writes
-    them."""
+    """Return the Content-Security-Policy.
+
+    It allows only the page's own scripts. Only a live page may connect to a server, namely the one
+    it came from. Inline styles are allowed because plotly.js writes them.
+    """
     digests = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
     connect = "'self'" if live else "'none'"
     ours = " ".join(f"'sha256-{digest}'" for digest in digests)
@@ -92,8 +97,10 @@ def _policy(scripts: Sequence[str], *, live: bool) -> str:
 
 
 def _fewer_points(run: RunData) -> RunData:
-    """Thin out each curve to the lowest and highest value in each of `PARTS` parts, at their
-    original steps."""
+    """Reduce each curve to the lowest and highest value in each of `PARTS` intervals.
+
+    The values stay at their original steps.
+    """
     kept = {name: _extremes(values) for name, values in run.metrics.items()}
     stacked = set[int]().union(*(kept.get(name, ()) for name in _STACKED))
     kept |= {name: stacked for name in _STACKED if name in kept}
@@ -108,8 +115,8 @@ def _fewer_points(run: RunData) -> RunData:
 
 
 def _extremes(values: Sequence[float | None]) -> set[int]:
-    """Return the positions of the lowest and highest value in each part, and of the first and last
-    value."""
+    """Return the positions of the lowest and highest value in each interval, and of the first and
+    last value."""
     known = {at: value for at, value in enumerate(values) if value is not None}
     places = [*known]
     if len(places) <= 2 * PARTS:
@@ -140,8 +147,10 @@ def _fewer_trajectories(runs: Sequence[tuple[RunData, Chunks]]) -> None:
 
 
 def report(folders: Sequence[str], out: str | None) -> str:
-    """Write the page and return the message to print. Raises ConfigError if a folder cannot be
-    read."""
+    """Write the page and return a message to print.
+
+    Raises ConfigError if a folder cannot be read.
+    """
     runs = [read_folder(Path(folder)) for folder in folders]
     name_apart([run for run, _ in runs])
     path = Path(out) if out else (Path(folders[0]) if len(runs) == 1 else Path()) / "report.html"
@@ -158,7 +167,7 @@ def report(folders: Sequence[str], out: str | None) -> str:
 
 
 def name_apart(runs: Sequence[RunData]) -> None:
-    """Name runs by their paths if their names are the same."""
+    """Rename runs that have the same name to their paths."""
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:

@@ -1,4 +1,4 @@
-"""The data that the page shows, and its conversion to JSON."""
+"""Data classes for the contents of the page, and their conversion to JSON."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ UNREADABLE = (
 )
 """Errors raised when a file is damaged, has unexpected contents, or no longer exists."""
 _HEAD, _TAIL = 70, 50
-"""Numbers of characters to show from the beginning and end of a question in the list."""
+"""Number of characters to show from the beginning and from the end of a question in the list."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ReportGroup:
-    """A line in the page's list of trajectories."""
+    """An entry in the page's list of trajectories: the group of one prompt."""
 
     step: int
     chunk: str
     """Name of the chunk that contains the trajectories."""
     line: int
-    """Line number within the chunk, from 0."""
+    """Line number within the chunk, counted from 0."""
     prompt: str
-    """The prompt's id."""
+    """ID of the prompt."""
     question: str
-    """Beginning and end of the last message in the prompt, on one line."""
+    """Beginning and end of the prompt's last message, on one line."""
     domain: str
     rewards: list[float]
     tokens: list[int]
@@ -39,8 +39,10 @@ class ReportGroup:
 
 
 def listed(group: Mapping[str, Any], step: int, chunk: str, line: int) -> ReportGroup:
-    """Convert a line of a chunk to its entry in the list. Raises one of `UNREADABLE` if the line is
-    not a group."""
+    """Convert a line of a chunk to an entry in the list.
+
+    Raises one of `UNREADABLE` if the line is not a group.
+    """
     return ReportGroup(
         step=step,
         chunk=chunk,
@@ -54,7 +56,7 @@ def listed(group: Mapping[str, Any], step: int, chunk: str, line: int) -> Report
 
 
 def _question(group: Mapping[str, Any]) -> str:
-    """Return the last message before the policy's first turn. For an episode it comes from the
+    """Return the last message before the policy's first turn. For an episode, it is taken from the
     transcript."""
     messages = list(group.get("messages") or ())
     for one in group["trajectories"]:
@@ -66,14 +68,14 @@ def _question(group: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReportChunk:
-    """Compressed JSON lines with one group each, which are read on demand."""
+    """Compressed JSON lines with one group per line. They are read on demand."""
 
     read: Callable[[], bytes]
     size: int
     """Size in bytes, known before the chunk is read."""
 
     def data(self) -> bytes:
-        """Read the chunk. Raises OSError if that fails for any reason."""
+        """Read and return the chunk. Raises OSError if that fails for any reason."""
         try:
             return self.read()
         except UNREADABLE as error:
@@ -92,20 +94,20 @@ class RunData:
     path: str
     steps: list[int] = field(default_factory=list[int])
     times: list[float] = field(default_factory=list[float])
-    """Seconds since 1970 at which each of `steps` ended."""
+    """End time of each step in `steps`, in seconds since 1970."""
     metrics: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
-    """The values of each metric, one for each of `steps`. A missing value is None."""
+    """The values of each metric, one per step in `steps`. A missing value is None."""
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    """The step, time, kind and text of each event."""
+    """Step, time, kind and text of each event."""
     knobs: dict[str, str] = field(default_factory=dict[str, str])
     """The value of each knob as JSON."""
     changed: list[str] = field(default_factory=list[str])
     """Knobs that differ from their defaults."""
     summary: dict[str, str] = field(default_factory=dict[str, str])
-    """Labels and texts for the table at the top of the page."""
+    """Labels and texts of the table at the top of the page."""
     groups: list[ReportGroup] = field(default_factory=list[ReportGroup])
     notes: list[str] = field(default_factory=list[str])
-    """What is missing, and why."""
+    """Descriptions of what is missing, and why."""
 
     def plain(self) -> dict[str, Any]:
         """Convert to plain data. Each metric becomes its values and their positions in `steps`."""
@@ -121,13 +123,15 @@ class RunData:
 
 
 def loads(text: str | bytes) -> Any:
-    """Parse JSON as Python writes it, with None for numbers such as NaN. Raises one of
-    `UNREADABLE`."""
+    """Parse JSON written by Python. Numbers such as NaN become None.
+
+    Raises one of `UNREADABLE` if the text cannot be parsed.
+    """
     return json.loads(text, parse_constant=lambda _: None)
 
 
 def number(value: object) -> float | None:
-    """Return `value` as a finite float, or None if it is not a finite number."""
+    """Return `value` as a float, or None if it is not a finite number."""
     try:
         result = float(value) if isinstance(value, int | float) else None
     except OverflowError:  # of hundreds of digits
@@ -136,12 +140,12 @@ def number(value: object) -> float | None:
 
 
 def packed(lines: list[str]) -> bytes:
-    """Compress lines of JSON into a chunk."""
+    """Compress JSON lines and return them as a chunk."""
     return gzip.compress("".join(f"{line}\n" for line in lines).encode(), 6, mtime=0)
 
 
 def as_json(value: Any) -> str:
-    """Write ASCII JSON for browsers, with null for numbers that JSON cannot represent."""
+    """Return ASCII JSON for browsers. Numbers that JSON cannot represent become null."""
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
     except ValueError:  # rare, and slow: every value is visited

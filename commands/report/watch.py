@@ -1,4 +1,4 @@
-"""`keel watch`: serve the page for running runs, reachable from this machine only."""
+"""`keel watch`: serve the page for running runs. It can be reached only from this machine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from keel.configs.schema import ConfigError
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")
-"""Host names that requests may use. Any other name belongs to a foreign page whose DNS entry points
-at this machine."""
+"""Host names that requests may use.
+
+Any other name belongs to a foreign page whose DNS entry points to this machine.
+"""
 _TYPES = {"": "text/html; charset=utf-8", "data": "application/json"}
 
 
@@ -30,7 +32,10 @@ class Follower:
     """Reads folders again whenever their contents have changed."""
 
     def __init__(self, folders: Sequence[str]) -> None:
-        """Read the folders for the first time. Raises ConfigError if one of them holds no run."""
+        """Read the folders for the first time.
+
+        Raises ConfigError if one of them contains no run.
+        """
         self._folders = [Path(folder) for folder in folders]
         self._lock = Lock()
         self._mark = ""
@@ -39,7 +44,7 @@ class Follower:
         self.runs()
 
     def runs(self) -> tuple[list[tuple[RunData, Chunks]], str]:
-        """Return the current runs and a mark that changes whenever they do."""
+        """Return the current runs, and a version mark that changes whenever the runs change."""
         with self._lock:
             if (mark := self._stamp()) != self._mark:
                 self._runs = [read_folder(folder, self._known) for folder in self._folders]
@@ -61,8 +66,8 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, follower: Follower, port: int) -> None:
-        """Listen on `port`, or on any free port if it is 0. Raises ConfigError if the port is
-        taken."""
+        """Listen on `port`, or on any free port if it is 0. Raises ConfigError if the port is in
+        use."""
         self.follower = follower
         self.token = secrets.token_urlsafe(24)
         try:
@@ -81,8 +86,11 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers GET requests: `/` returns the page, `/data` everything on it except trajectories, and
-    `/chunk` one chunk of trajectories."""
+    """Answers GET requests.
+
+    `/` returns the page, `/data` returns everything on it except trajectories, and `/chunk` returns
+    one chunk of trajectories.
+    """
 
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
     timeout = 30
