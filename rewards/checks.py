@@ -1,4 +1,4 @@
-"""Checks the rewards in a recipe before the run starts."""
+"""Checks the rewards of a recipe before the run starts."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from keel.rewards.workers.pool import WorkerPool
 from keel.rl.types import ENVIRONMENT, FUNCTIONS, Prompt
 
 REFERENCES = 16
-"""How many reference solutions to run for each source."""
+"""The maximum number of reference solutions to run for each source."""
 REFERENCES_S = 20.0
-"""After this many seconds, no further reference solution is started for a source."""
+"""Time budget per source in seconds. After it, no further reference solution is started."""
 FAILED = "failed on a sample completion"
-"""Starts the message about a function that failed."""
+"""The message about a function that failed starts with this text."""
 _CODE_ERRORS = ("NameError", "ImportError", "ModuleNotFoundError")
-"""Errors in a function's own code, which no completion could avoid."""
+"""Errors that are bugs in the function itself, whatever the completion."""
 
 
 def check_spec(spec: Mapping[str, Any]) -> None:
-    """Check that a reward spec can be verified or judged, without running anything. Raises
-    ValueError if it cannot."""
+    """Check that a reward spec is valid, without running anything.
+
+    Raises ValueError if it is not.
+    """
     kind = spec.get("kind")
     if kind in (ENVIRONMENT, FUNCTIONS):
         return
@@ -53,14 +55,15 @@ def check_spec(spec: Mapping[str, Any]) -> None:
 def try_functions(
     prompts: Sequence[Prompt], weights: Mapping[str, float], *, timeout_s: float
 ) -> dict[str, str]:
-    """Call each of the user's functions twice in a worker, with the first prompt.
+    """Try each of the user's reward functions on the first prompt.
 
-    The sample completion contains the right answer if the prompt has one. A function that takes a
-    whole group gets two completions. The first call may load a model, and the second has to finish
-    within `timeout_s`.
+    A worker calls each function twice with a sample completion, which contains the right answer if
+    the prompt has one. The first call may load a model, but the second must finish within
+    `timeout_s`. A function that scores a whole group gets a group of two completions.
 
-    Returns a message for each function, since a failure may only mean that the sample does not suit
-    it. Raises ValueError for errors that no completion could avoid, such as a NameError.
+    Returns one message for each function. A failure is only reported in its message, because the
+    sample may not suit the function. Raises ValueError for errors that every completion would
+    cause, such as a NameError.
     """
     names = [name for name in weights if is_function(name)]
     if not names or not prompts:
@@ -95,7 +98,8 @@ def try_functions(
 
 
 def sample_completion(prompt: Prompt, *, wrong: bool = False) -> TextTrajectory:
-    """Make up a plausible completion. It contains the right answer, if known, unless `wrong`."""
+    """Return a plausible completion for a prompt. It contains the right answer if the prompt has
+    one. If `wrong` is set, it contains no answer."""
     answer = prompt.reward.get("answer")
     if isinstance(entry := prompt.reward.get("entry"), Mapping):
         answer = cast(Mapping[str, Any], entry).get("answer")
@@ -115,9 +119,12 @@ def sample_completion(prompt: Prompt, *, wrong: bool = False) -> TextTrajectory:
 def check_prompts(
     prompts: Sequence[Prompt], weights: Mapping[str, float], *, code: CodeSettings
 ) -> str:
-    """Check a source's prompts against its weights, and run reference solutions on their tests.
-    Returns a summary of the reference runs, or "" if there were none. Raises ValueError with the
-    name of a bad prompt, and also if this machine cannot isolate programs."""
+    """Check the prompts of a source, and run their reference solutions against the tests.
+
+    Returns a summary of the reference runs, or "" if the source has no programming tasks. Raises
+    ValueError with the name of the first bad prompt. Also raises ValueError if this machine cannot
+    isolate programs.
+    """
     kinds = {str(prompt.reward.get("kind")): prompt for prompt in reversed(prompts)}
     for kind, first in kinds.items():
         try:

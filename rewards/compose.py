@@ -1,4 +1,4 @@
-"""Combines the separate parts of a reward into one number."""
+"""Combines the parts of a reward into one number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ LANGUAGE_PARTS = {
     "language_answer": "answer",
     "language_thinking": "thinking",
 }
-"""Maps each language part to the text it measures. It is computed only if a recipe weights it."""
+"""Maps each language part to the text that it measures. A language part is computed only if the
+recipe gives it a weight."""
 _RUBRIC = ("rubric", "disagreement")
 _PROOF = ("proof", "self_score", "self_meta", "verifier_meta", "proof_format", "disagreement")
 _VERIFICATION = ("verification_score", "verification_meta", "verification_format", "disagreement")
@@ -24,10 +25,11 @@ JUDGED_PARTS = {
     "refusal": _RUBRIC,
     "verification": _VERIFICATION,
 }
-"""Maps each kind of judged spec to the parts it gives in addition to `correct`, the total score."""
+"""Maps each kind of spec for the judge to its reward parts. All kinds also have the part `correct`,
+which is the total score."""
 REFUSAL = "refusal"
-"""The part that is 1 if the judge finds that the completion declines the task. It is computed
-whenever a recipe gives it a weight, even 0."""
+"""The part that is 1 if the judge finds that the completion declines the task. It is computed if
+the recipe gives it any weight, even 0."""
 PARTS = (
     "correct",
     "format",
@@ -35,12 +37,13 @@ PARTS = (
     *LANGUAGE_PARTS,
     *dict.fromkeys(part for parts in JUDGED_PARTS.values() for part in parts),
 )
-"""Built-in reward parts that `data.sources[].rewards` may weight. Functions have dotted names."""
+"""Built-in reward parts that a recipe can weight in `data.sources[].rewards`. Other names there are
+dotted names of functions."""
 ERROR = "error"
-"""The part that is 1 if a verifier crashed or timed out. It is always present and never
-weighted."""
+"""The part that is 1 if a verifier crashed or timed out, and 0 otherwise. It always exists and
+never has a weight."""
 _ROUNDING = 1e-12
-"""Sums smaller than this share of their largest term are treated as rounding errors."""
+"""A sum below this fraction of its largest term counts as a rounding error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,11 @@ class Score:
 def check_weights(
     weights: Mapping[str, Mapping[str, float]], environments: Collection[str] = ()
 ) -> None:
-    """Check that every weighted part exists and that every user function can be loaded.
+    """Check that every reward part with a weight exists, and that user functions can be loaded.
 
-    `weights` maps each domain to its parts and their weights. `environments` names the domains
-    whose environments define parts. Raises ValueError for an unknown part or a function that cannot
-    be loaded.
+    `weights` maps each domain to its parts and their weights. `environments` contains the domains
+    whose environments define their own parts. Raises ValueError if a part is unknown or a function
+    cannot be loaded.
     """
     for domain, parts in weights.items():
         for name in parts:
@@ -79,7 +82,8 @@ def check_weights(
 
 
 def unknown_parts(weights: Mapping[str, float], known: Collection[str]) -> str:
-    """Describe the first weighted part that an environment did not return, or return ""."""
+    """Look for a part that has a weight but that the environment did not return. `known` contains
+    the parts that it did return. Returns an error message, or "" if no part is missing."""
     for name in weights:
         if not is_function(name) and name not in PARTS and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -92,8 +96,8 @@ def unknown_parts(weights: Mapping[str, float], known: Collection[str]) -> str:
 
 
 def check_parts(kind: str, weights: Mapping[str, float]) -> None:
-    """Check that prompts judged by `kind` can have all weighted parts; raise ValueError
-    otherwise."""
+    """Check that prompts with a reward spec of this `kind` can have all parts in `weights`. Raises
+    ValueError if they cannot."""
     if kind == FUNCTIONS and not _function_weights(weights):
         raise ValueError(
             "has none of `answer`, `criteria`, `tests`, `refuse` and `reward`, and no function in "
@@ -113,21 +117,25 @@ def _function_weights(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def mean_of_functions(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Average the functions that have a positive weight, for prompts graded only by functions."""
+    """Return the weighted mean of the functions with a positive weight. This is the score of
+    prompts that only functions grade."""
     positive = _function_weights(weights)
     return sum(weight * parts[name] for name, weight in positive.items()) / sum(positive.values())
 
 
 def compose_cut_off(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
-    """Score a truncated completion as if it were wrong, with a reward of at most 0."""
+    """Compute the reward of a truncated completion. It counts as wrong, and its reward is at most
+    0."""
     score = compose({**parts, "correct": 0.0}, weights)
     return replace(score, value=min(0.0, score.value))
 
 
 def compose(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
-    """Compute the weighted sum of the parts. Parts without a weight are kept for the metrics.
-    Terms that cancel give exactly 0, because a rounding error would otherwise turn into an
-    advantage."""
+    """Compute the reward as the weighted sum of the parts.
+
+    Parts without a weight are kept for the metrics. If the terms cancel up to rounding, the reward
+    is exactly 0, so that a rounding error cannot become an advantage.
+    """
     terms = [weight * parts[name] for name, weight in weights.items()]
     value = sum(terms)
     if abs(value) <= _ROUNDING * max(map(abs, terms), default=0.0):

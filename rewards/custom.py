@@ -3,13 +3,16 @@
     def my_reward(prompt, trajectory):
         return 1.0 if trajectory.answer.endswith(".") else 0.0
 
-The function takes a `keel.rl.types.Prompt` and a `TextTrajectory` and returns a number from 0 to 1.
-It runs in the worker processes and has the same deadline as the verifiers. Its output goes to
-`rewards/worker_*.log` in the run folder. It may be async; calls in one process then share an event
-loop and run one after another. A function whose second parameter is called `trajectories` receives
-a whole group and returns one number for each trajectory.
+The function takes a `keel.rl.types.Prompt` and a `TextTrajectory`. It returns a number from 0 to 1.
+It runs in the worker processes and has the same time limit as the verifiers. Its output goes to
+`rewards/worker_*.log` in the run folder.
 
-Functions given to `keel.train` are pickled into a folder that the worker processes read.
+The function may be async. All async calls in a process share an event loop and run one after
+another. If the second parameter of a function is called `trajectories`, it gets a whole group and
+returns one number for each trajectory.
+
+Functions given to `keel.train` are pickled into a folder, from which the worker processes load
+them.
 """
 
 from __future__ import annotations
@@ -37,37 +40,37 @@ from keel.rewards.failure_budget import error_location, format_location
 from keel.rewards.text import every_turn, final_text, raw_text, thinking_text
 
 PREFIX = "python."
-"""Starts the name that a function given to `keel.train` has in a recipe."""
+"""Prefix of the name that a recipe uses for a function given to `keel.train`."""
 FOLDER = "KEEL_PASSED_FUNCTIONS"
-"""Environment variable with the folder that holds this process's pickled functions."""
+"""The environment variable that holds the path of the folder with the pickled functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextTrajectory:
-    """A trajectory as text, without token arrays, so that workers need not import numpy."""
+    """A trajectory without token arrays, so that workers do not have to import numpy."""
 
     messages: Sequence[Mapping[str, Any]]
     """The conversation, in the same form as `keel.rl.types.Trajectory.messages`."""
     finish_reason: str
-    """`stop`, or `length` if the completion reached a limit and was cut off."""
+    """`length` if the completion reached a limit and was truncated, and `stop` otherwise."""
     sampled_tokens: int
-    """How many tokens the policy sampled in all turns."""
+    """The number of tokens that the policy sampled in all turns."""
     opening: int = 0
-    """How many of the `messages` come before the policy's first turn."""
+    """The number of `messages` before the policy's first turn."""
 
     @property
     def answer(self) -> str:
-        """The last message, without its thinking."""
+        """The policy's last message, without its thinking."""
         return final_text(self.messages)
 
     @property
     def thinking(self) -> str:
-        """The thinking of the last message."""
+        """The thinking in the policy's last message."""
         return thinking_text(self.messages)
 
     @property
     def all_said(self) -> str:
-        """The policy's text from all turns, without its thinking and tool calls."""
+        """The policy's text from all turns, without thinking and tool calls."""
         return every_turn(final_text, self.messages[self.opening :])
 
     @property
@@ -77,11 +80,11 @@ class TextTrajectory:
 
     @property
     def raw(self) -> str:
-        """The last message as sampled, with the model's thinking marks written as `<think>`."""
+        """The policy's last message as it was sampled. Thinking is always marked with `<think>`."""
         return raw_text(self.messages)
 
     def dumps(self) -> str:
-        """Serialize the trajectory to JSON so that it can be sent to a worker process."""
+        """Serialize the trajectory to JSON for a worker process."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         return json.dumps({**fields, "messages": list(map(dict, self.messages))})
 
@@ -94,7 +97,8 @@ class TextTrajectory:
 
 
 def named(function: Callable[..., Any]) -> str:
-    """Return a function's name for use in recipes. Raises ValueError for a lambda or a partial."""
+    """Return the name that recipes use for a function. Raises ValueError if the function has no
+    name, like a lambda or a partial."""
     name = getattr(function, "__name__", type(function).__name__)
     if not name.isidentifier():
         raise ValueError(f"reward {name}: the function has no name; define it with def")
@@ -103,9 +107,11 @@ def named(function: Callable[..., Any]) -> str:
 
 @contextmanager
 def passing(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
-    """Make `functions` available to worker processes that are started inside the block. Blocks
-    cannot be nested. Raises ValueError for duplicate names, and for a function that cannot be
-    pickled."""
+    """Make `functions` available to worker processes that start inside the `with` block.
+
+    The blocks cannot be nested. Raises ValueError if two functions have the same name or if a
+    function cannot be pickled.
+    """
     pickles: dict[str, bytes] = {}
     for function in functions:
         name = named(function)
@@ -130,12 +136,14 @@ def passing(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
 
 @functools.cache
 def _load(path: Path) -> Any:
-    """Load a function once in each process, so that it keeps its globals between calls."""
+    """Load a pickled function. Each process loads it only once, so its globals persist between
+    calls."""
     return pickle.loads(path.read_bytes())  # written by `passing` in our own process
 
 
 def passed(name: str) -> Any:
-    """Load the function that a recipe calls `name`. Raises ValueError if it is not available."""
+    """Return the function that was given to `keel.train` and that the recipe calls `name`. Raises
+    ValueError if it is not available."""
     folder = os.environ.get(FOLDER)
     path = Path(folder or ".", f"{name}.pkl")
     is_plain = name.removeprefix(PREFIX).isidentifier()  # a recipe may hold any path
@@ -158,19 +166,19 @@ _Function = Callable[[Any, Any], Any]
 _FOREIGN = frozenset(
     "prompts completions queries responses solution_str data_source ground_truth".split()  # noqa: SIM905
 )
-"""Parameter names that reward functions for TRL, verl and OpenRLHF use for their texts."""
+"""Parameter names of reward functions written for TRL, verl or OpenRLHF."""
 _ROUNDING = 1e-6
-"""How far a reward may be below 0 or above 1 because of rounding, as in 0.1 * 3 / 0.3."""
+"""How far rounding may push a reward below 0 or above 1. For example, 0.1 * 3 / 0.3 is above 1."""
 
 
 def is_function(part: str) -> bool:
-    """Return whether the name of a reward part refers to a user's function, i.e. contains a dot."""
+    """Return whether a reward part is a user's function. The names of functions contain a dot."""
     return "." in part
 
 
 def load_function(name: str) -> _Function:
-    """Import a user's function by its dotted name, also from the working directory. Raises
-    ValueError if it cannot be imported or called as `name(prompt, trajectory)`."""
+    """Import a user's function by its dotted name. The working directory is searched as well.
+    Raises ValueError if the function cannot be imported or called as `name(prompt, trajectory)`."""
     function = passed(name) if name.startswith(PREFIX) else _imported(name)
     where = _location(function)
     label = f"reward {name!r}{where and f' ({where})'}"
@@ -234,7 +242,8 @@ def _location(function: Callable[..., Any]) -> str:
 
 
 def sees_group(name: str) -> bool:
-    """Return whether a function takes a whole group. Raises ValueError if it cannot be loaded."""
+    """Return whether a function scores a whole group at once. Raises ValueError if it cannot be
+    loaded."""
     return _parameters(load_function(name))[1:2] == ["trajectories"]
 
 
@@ -242,7 +251,7 @@ def sees_group(name: str) -> bool:
 
 
 def prompt_fields(prompt: Any) -> dict[str, Any]:
-    """Convert a prompt to JSON data that can be sent to the verifier `function`."""
+    """Convert a prompt to JSON data for a worker that calls a user's function."""
     return {
         "prompt_id": prompt.prompt_id,
         "domain": prompt.domain,
@@ -255,7 +264,8 @@ def prompt_fields(prompt: Any) -> dict[str, Any]:
 
 
 class BadReward(ValueError):
-    """Raised if a function returns something that is not a reward; `at` locates the function."""
+    """Raised if a function returns something that is not a reward. `at` is the location of the
+    function."""
 
     def __init__(self, message: str, at: str) -> None:
         super().__init__(message)
@@ -263,11 +273,12 @@ class BadReward(ValueError):
 
 
 def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float]]:
-    """Build a verifier that calls a user's function on the output of `TextTrajectory.dumps()`.
+    """Build a verifier that calls a user's function. The verifier takes the output of
+    `TextTrajectory.dumps()`.
 
-    `spec` contains the function's `name` and a `prompt` made by `prompt_fields`. If `spec` sets
-    `group`, the verifier takes a JSON list of trajectories and returns `{"correct": mean, "0": …,
-    "1": …}`.
+    `spec` contains the `name` of the function and a `prompt` converted by `prompt_fields`. If
+    `spec["group"]` is true, the verifier takes a JSON list of trajectories instead. It then returns
+    `{"correct": mean, "0": …, "1": …}` with the score of each trajectory.
     """
     # Imports numpy, which workers of runs without user functions do not need.
     from keel.rl.types import Prompt  # noqa: PLC0415
@@ -323,12 +334,14 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
 
 @functools.cache
 def _runner() -> asyncio.Runner:
-    """Return this process's event loop, which is kept so that clients in globals stay usable."""
+    """Return this process's event loop. It is never closed, so that async clients stored in globals
+    keep working."""
     return asyncio.Runner(loop_factory=asyncio.new_event_loop)
 
 
 _LOOP_LOCK = threading.Lock()
-"""Allows one use of the event loop at a time. Without workers, several scorers share the loop."""
+"""Lets only one thread use the event loop at a time. Without workers, several scorers share the
+loop."""
 
 
 def _awaited(value: Awaitable[Any]) -> Any:

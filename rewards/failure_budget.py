@@ -1,4 +1,4 @@
-"""Reports each kind of reward error once, and stops a run if a function fails too often."""
+"""Reports each kind of reward error once, and stops the run if a function fails too often."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 WINDOW = 200
-"""The failure rate is measured over this many recent completions."""
+"""The number of most recent completions over which the failure rate is measured."""
 MIN_WINDOW = 20
-"""The failure rate is computed as if there were at least this many completions."""
+"""The failure rate is computed as if there had been at least this many completions."""
 MAX_REPORTS = 5
-"""How many different errors to report for each function or kind of verifier."""
+"""The maximum number of different errors to report for each function or kind of verifier."""
 
 _PACKAGE = str(Path(__file__).absolute().parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
@@ -32,12 +32,13 @@ class FailureRate:
     """Tracks the failure rate over the last `WINDOW` completions. It is not thread-safe."""
 
     def __init__(self, max_fraction: float) -> None:
-        """Set the tolerated share of failures: 0 tolerates none, and 1 tolerates all."""
+        """Set the tolerated fraction of failures, where 0 tolerates none and 1 tolerates all."""
         self._max_fraction = max_fraction
         self._failed: deque[bool] = deque(maxlen=WINDOW)
 
     def add(self, failed: bool) -> str:
-        """Record one completion. Returns a summary if the failure rate is now too high, or ""."""
+        """Record one completion. Returns a summary if the failure rate is now too high, and ""
+        otherwise."""
         self._failed.append(failed)
         failures, total = sum(self._failed), len(self._failed)
         if not failed or failures <= self._max_fraction * max(total, MIN_WINDOW):
@@ -46,11 +47,14 @@ class FailureRate:
 
 
 class FailureBudget:
-    """Counts and reports the reward errors in one run. It is thread-safe."""
+    """Counts and reports the reward errors of a run. It is thread-safe."""
 
     def __init__(self, max_fraction: float, report: Callable[[str], None]) -> None:
-        """Set the limit for failures and where to report them. `max_fraction` is the share of
-        its completions on which a function may fail. `report` is called with each line to print."""
+        """Set the failure limit and the function that prints reports.
+
+        A function may fail on at most the fraction `max_fraction` of its completions. `report` is
+        called with each line to print.
+        """
         self._max_fraction = max_fraction
         self.report = report
         self._rates: dict[str, FailureRate] = {}
@@ -60,11 +64,12 @@ class FailureBudget:
     def record(
         self, name: str, prompt_id: str, errors: Sequence[tuple[str, str]], *, counted: bool
     ) -> None:
-        """Record the error and its location for each completion of a prompt.
+        """Record the error of each completion of a prompt, with its location. The error is "" for a
+        completion without one.
 
-        The error is "" if there was none. `counted` says whether `name` is a user's function. Other
-        verifiers are reported but never stop the run, because it is the policy's fault if they
-        cannot parse a completion. Raises RewardStopped if a counted function has failed too often.
+        Set `counted` if `name` is a user's function. Errors of other verifiers are reported but
+        never stop the run, because they usually come from completions that cannot be parsed. Raises
+        RewardStopped if a counted function has failed too often.
         """
         lines: list[str] = []
         stop = ""
@@ -99,18 +104,20 @@ def to_standard_error(text: str) -> None:
 
 
 def error_location(error: BaseException) -> str:
-    """Find the innermost frame of user code in a traceback, e.g. `my_rewards.py:12 in brief`."""
+    """Return the innermost frame of user code in an exception's traceback, such as
+    `my_rewards.py:12 in brief`."""
     frames = traceback.extract_tb(error.__traceback__)
     return _innermost([(f.filename, f.lineno or 0, f.name) for f in reversed(frames)])
 
 
 def dump_location(dump: str) -> str:
-    """Find the innermost frame of user code in a `faulthandler` dump, or return ""."""
+    """Return the innermost frame of user code in a `faulthandler` dump, or "" if there is none."""
     return _innermost([(f, int(line), name) for f, line, name in _DUMP_FRAME.findall(dump)])
 
 
 def _innermost(frames: list[tuple[str, int, str]]) -> str:
-    """Format the first frame outside Keel's rewards and the libraries, or else the first one."""
+    """Format the first frame that is not in Keel's rewards or a library. If there is none, format
+    the first frame."""
     libraries = (_PACKAGE + os.sep, "<frozen", *_LIBRARIES)
     own = [frame for frame in frames if not frame[0].startswith(libraries)] or frames
     return format_location(*own[0]) if own else ""

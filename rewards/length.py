@@ -1,22 +1,24 @@
-"""Adjusts rewards for length, and handles completions that were cut off.
+"""Adjusts rewards for the length of completions, and handles completions that were truncated.
 
-There are two costs in units of reward, where n is the number of tokens sampled in all turns:
+There are two costs, measured in units of reward. n is the number of tokens sampled in all turns:
 
     linear:   linear  · max(0, n − target) / (limit − target)
     overlong: overlong · clip((n − (limit − margin)) / margin, 0, 1)
 
-`linear` is centred among the right completions of a group, and among its wrong ones if `wrong_too`:
-c_i = mean(cost) − cost_i. The mean reward of right and of wrong completions is unchanged, and so is
-a group whose completions all have one length.
+`linear` is centred over the right completions of a group, c_i = mean(cost) − cost_i. With
+`wrong_too`, it is also centred over the wrong ones. Centring leaves the mean reward of right and of
+wrong completions unchanged. It changes nothing in a group whose completions all have the same
+length.
 
 `overlong` is the soft overlong punishment of DAPO (arXiv 2503.14476, Eq. 13), with L_max = limit
-and L_cache = margin. DAPO subtracts it from every completion. `overlong_charges: all` centres
-it over the whole group, which gives the same advantages. `overlong_charges: right`, which is not in
-DAPO, centres it like `linear`, so that a wrong completion loses nothing by being cut off.
+and L_cache = margin. DAPO subtracts it from every completion. `overlong_charges: all` centres it
+over the whole group, which gives the same advantages. `overlong_charges: right` is not in DAPO. It
+centres the cost like `linear`, so that truncation costs a wrong completion nothing.
 
-All c of a group are then scaled down, if needed, until every right completion keeps half of its
-lead over each wrong one (not in DAPO either). With `may_outweigh` nothing is scaled and both costs
-are centred over the whole group. A short wrong completion may then beat a long right one.
+If necessary, all c of a group are then scaled down until every right completion keeps half of its
+lead over each wrong one. This is not in DAPO either. With `may_outweigh` there is no scaling, and
+both costs are centred over the whole group. A short wrong completion may then beat a long right
+one.
 """
 
 from __future__ import annotations
@@ -33,15 +35,15 @@ from keel.rl.types import Trajectory
 
 Floats = NDArray[np.float64]
 KEPT_LEAD = 0.5
-"""The share of its lead over wrong completions that a right completion always keeps."""
+"""The fraction of its lead over wrong completions that a right completion always keeps."""
 _LENGTH, _LENGTH_COST = "length", "length_cost"
-"""Reward parts for domains with a length rule: the adjustment of the reward, and the cost behind
-it."""
+"""Reward parts for domains with a length rule: the adjustment of the reward, and the cost from
+which it was computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthRule:
-    """The length rule for one domain. `keel.configs.schema.LengthConfig` explains the fields."""
+    """The length rule of a domain. `keel.configs.schema.LengthConfig` explains the fields."""
 
     linear: float = 0.0
     overlong: float = 0.0
@@ -64,8 +66,8 @@ class LengthRule:
 
     @staticmethod
     def from_knobs(knobs: Mapping[str, Any], *, limit: int) -> LengthRule:
-        """Create the rule from the fields of `LengthConfig`. `limit` is used if their limit is
-        0."""
+        """Create the rule from the fields of `LengthConfig`. The argument `limit` replaces a
+        `limit` of 0."""
         fields = dict(knobs)
         fields["limit"] = fields["limit"] or limit
         fields["margin"] = fields["margin"] or max(1, fields["limit"] // 5)
@@ -76,7 +78,7 @@ class LengthRule:
         return self.linear > 0 or self.overlong > 0
 
     def cost(self, tokens_G: NDArray[np.int64]) -> Floats:
-        """Return the sum of both costs for each completion, [G] ≥ 0, in units of reward."""
+        """Return the sum of both costs for each completion, in units of reward, [G] ≥ 0."""
         linear, overlong = self._costs(tokens_G)
         return linear + overlong
 
@@ -89,8 +91,11 @@ class LengthRule:
     def adjustment(
         self, rewards_G: Floats, correct_G: Floats, tokens_G: NDArray[np.int64]
     ) -> Floats:
-        """Return how much to add to each reward, [G]. `rewards_G` holds the rewards without the
-        length rule, and `correct_G` is from 0 to 1."""
+        """Return the amount to add to each reward, [G].
+
+        `rewards_G` contains the rewards before the adjustment. `correct_G` contains scores from 0
+        to 1.
+        """
         right = correct_G >= self.correct_threshold
         every = np.ones_like(right)
         if self.may_outweigh:
@@ -114,7 +119,7 @@ class LengthRule:
 def with_length(
     scores: Sequence[Score], trajectories: Sequence[Trajectory], rule: LengthRule
 ) -> list[Score]:
-    """Adjust the scores in a group by a length rule, and add the parts `length` and
+    """Apply a length rule to the scores of a group. The new scores also have the parts `length` and
     `length_cost`."""
     tokens = np.array([trajectory.sampled_tokens for trajectory in trajectories], np.int64)
     crashed = np.array([each.finish_reason == "crash" for each in trajectories], np.bool_)

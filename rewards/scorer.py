@@ -50,20 +50,24 @@ from keel.rl.types import (
 
 @dataclass(slots=True)
 class _Draft:
-    """Collects the reward parts for one trajectory while its group is being scored."""
+    """Collects the reward parts of one trajectory while its group is being scored."""
 
     trajectory: Trajectory
     parts: dict[str, float] = field(default_factory=lambda: {ERROR: 0.0})
     notes: dict[str, str] = field(default_factory=dict[str, str])
     """Maps each judged criterion to its score and reason, and each failed part to its error."""
     dropped: str = ""
-    """The reason for dropping the trajectory from its group; empty if it is kept."""
+    """Why the trajectory is dropped from its group, or "" if it is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A verifier, judge, function or environment that scores a whole group. Once all `futures`
-    are done, `add_to` adds its results to the drafts. It raises ValueError for bad input."""
+    """Provides one kind of reward parts for a group: from a verifier, judge, function or
+    environment.
+
+    Call `add_to` once all `futures` are done. It adds the results to the drafts, and raises
+    ValueError if the input is invalid.
+    """
 
     add_to: Callable[[Sequence[_Draft]], None]
     futures: Sequence[Future[Any]] = ()
@@ -122,7 +126,7 @@ def _format_source(*, thinking: bool) -> _Source:
 
 
 class Scorer:
-    """Scores groups in worker processes as they arrive. Use it as a context manager."""
+    """Scores groups as they arrive, using worker processes. Use it as a context manager."""
 
     def __init__(
         self,
@@ -141,13 +145,15 @@ class Scorer:
     ) -> None:
         """Check the weights and start the worker processes. Raises ValueError for an unknown part.
 
-        `weights` maps each domain to its reward parts and their weights, and `lengths` to its
-        length rule. With 0 `workers`, completions are scored in this process and have no deadline.
-        `timeout_s` is the time limit for one completion. `code` holds the fields of `CodeConfig`.
-        `judge` scores rubrics and proofs, and the caller must close it. `max_failure_fraction` is
-        a field of `RewardsConfig`. `environments` names the domains whose environments define
-        parts. Workers write their output to files in `log`, or else to standard error. `say` is
-        called with each line about an error.
+        `weights` maps each domain to its reward parts and their weights. `lengths` maps domains to
+        their length rules. If `workers` is 0, completions are scored in this process and without a
+        deadline. `timeout_s` is the time limit for one completion. `code` contains the fields of
+        `CodeConfig`.
+
+        `judge` scores rubrics and proofs, and the caller must close it. `max_failure_fraction` is a
+        field of `RewardsConfig`. `environments` contains the domains whose environments define
+        their own parts. Workers write their output to files in the folder `log`, or to standard
+        error if it is None. `say` is called with each line of an error report.
         """
         check_weights(weights, environments)
         self._weights = weights
@@ -161,18 +167,18 @@ class Scorer:
         self._pool = WorkerPool(workers, timeout_s=timeout_s, code=code, log=log)
 
     def tell(self, say: Callable[[str], None]) -> None:
-        """Report errors through `say` from now on."""
+        """Use `say` for all further error reports."""
         self._failures.report = say
 
     def submit(self, group: Group, purpose: Purpose = "train") -> Future[ScoredGroup]:
-        """Start scoring all trajectories in a group.
+        """Start scoring all trajectories of a group.
 
-        If a verifier fails on a completion, that part scores 0 and the part `error` is 1.
-        Completions that the judge could not score are dropped from the group. During training,
-        truncated completions are dropped too if the domain's length rule drops them.
+        If a verifier fails on a completion, its part is 0 and the part `error` is 1. A completion
+        that the judge could not score is dropped from the group. During training, a truncated
+        completion is dropped too if the length rule of the domain says so.
 
-        The future raises ValueError for a domain without weights or a bad reward spec. It raises
-        JudgeStopped or RewardStopped if too many completions could not be scored.
+        The future raises ValueError if the domain has no weights or the reward spec is malformed.
+        It raises JudgeStopped or RewardStopped if too many completions could not be scored.
         """
         try:
             sources = self._sources(group)
@@ -182,8 +188,8 @@ class Scorer:
         return when_all(futures, lambda: self._scored(group, sources, purpose))
 
     def score(self, groups: Iterable[Group], purpose: Purpose = "train") -> list[ScoredGroup]:
-        """Score all groups and return them in the same order. Each completion has its own
-        deadline."""
+        """Score all groups and return them in the same order. The time limit applies to each
+        completion."""
         futures = [self.submit(group, purpose) for group in groups]
         return [future.result() for future in futures]
 
@@ -334,7 +340,8 @@ class Scorer:
 
 
 def _finish(draft: _Draft, weights: Mapping[str, float]) -> None:
-    """Check that every weighted part is present. A crashed episode gets the worst parts instead."""
+    """Check that a draft has every part with a weight. After a crashed episode, fill in the worst
+    values instead."""
     if draft.trajectory.finish_reason == "crash":
         parts = {name: float(weight < 0) for name, weight in weights.items()}
         draft.parts, draft.dropped = {**parts, "correct": 0.0, ERROR: 0.0}, ""
@@ -352,7 +359,7 @@ def _finish(draft: _Draft, weights: Mapping[str, float]) -> None:
 
 
 def _opening(prompt: Prompt, trajectory: Trajectory) -> tuple[Mapping[str, Any], ...]:
-    """Return the messages before the policy's first turn, which an environment may have written."""
+    """Return the messages before the policy's first turn. An environment may have written them."""
     messages = trajectory.messages if prompt.environment else ()
     roles = [message.get("role") for message in messages]
     first = trajectory.opening or (roles.index("assistant") if "assistant" in roles else 0)
@@ -360,7 +367,8 @@ def _opening(prompt: Prompt, trajectory: Trajectory) -> tuple[Mapping[str, Any],
 
 
 def _text(trajectory: Trajectory, *, sampled: bool = False) -> str:
-    """Serialize a trajectory. With `sampled`, skip messages that an agent program wrote itself."""
+    """Serialize a trajectory for a worker. If `sampled` is set, leave out messages that an agent
+    program wrote itself."""
     messages = trajectory.messages
     if sampled:
         ours = [m.get("role") == "assistant" and m.get("name") == PROGRAM for m in messages]

@@ -1,7 +1,7 @@
 """Finds the answer in a completion. Text inside `<think>` never counts.
 
-Rollouts replace every model family's thinking marks with `<think>`. All functions accept untrusted
-text and run in linear time.
+Rollouts mark the thinking of every model family with `<think>`. All functions accept untrusted text
+and run in linear time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def _last_turn(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def final_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the policy's last message without thinking, or "" if the thinking never ended."""
+    """Return the last message of the policy without its thinking, or "" if the thinking never
+    ended."""
     message = _last_turn(messages)
     raw = message.get("raw")
     text = str(message.get("content") or "")
@@ -38,18 +39,22 @@ def final_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def outside_think(text: str) -> str:
-    """Return the text after the last `</think>` and before any later `<think>`, stripped."""
+    """Return the text after the last `</think>` and before any later `<think>`.
+
+    White space around it is removed.
+    """
     return text.rpartition(THINK.close)[2].partition(THINK.open)[0].strip()
 
 
 def blank(text: str) -> bool:
-    """Return whether nothing in a text is visible: only white space, control characters or
+    """Return whether a text has no visible characters, only white space, control characters or
     fillers."""
     return all(unicodedata.category(c)[0] in "ZC" or c in _INVISIBLE for c in text)
 
 
 def raw_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the last message as sampled, with its thinking between `<think>` marks."""
+    """Return the last message of the policy as it was sampled, with its thinking in `<think>`
+    marks."""
     message = _last_turn(messages)
     if isinstance(message.get("raw"), str):
         return message["raw"]
@@ -59,7 +64,7 @@ def raw_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def thinking_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the thinking of the policy's last message, or ""."""
+    """Return the thinking in the last message of the policy, or "" if there is none."""
     message = _last_turn(messages)
     thinking = message.get("reasoning_content")
     if thinking is not None:
@@ -71,14 +76,20 @@ def thinking_text(messages: Sequence[Mapping[str, Any]]) -> str:
 def every_turn(
     of: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Apply `of` to each of the policy's turns and join the results as paragraphs. `of` is
-    `final_text` or `thinking_text`. Tool calls and other messages do not count."""
+    """Apply `of` to each turn of the policy, and join the results as paragraphs.
+
+    `of` is `final_text` or `thinking_text`. Tool calls and messages of other roles are left out.
+    """
     turns = [message for message in messages if message.get("role") == "assistant"]
     return "\n\n".join(filter(None, (of([message]) for message in turns)))
 
 
 def marked_answer(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{…}`, or else of the last `<answer>`, or None."""
+    r"""Return the content of the last `\boxed{…}`. If there is none, return that of the last
+    `<answer>`.
+
+    Returns None if nothing is marked or the last box is not closed.
+    """
     start = text.rfind(BOXED)
     if start >= 0:
         return _braced(text, start + len(BOXED))
@@ -88,7 +99,8 @@ def marked_answer(text: str) -> str | None:
 
 
 def marked_answers(text: str) -> list[str]:
-    r"""Return the contents of all outermost `\boxed{…}`, or else of all `<answer>` tags."""
+    r"""Return the contents of all outermost `\boxed{…}`. If there are none, return those of all
+    `<answer>` tags."""
     boxes: list[str] = []
     starts: list[int] = []  # of the open braces' contents
     box_depth = -1  # of the outermost open box
@@ -116,19 +128,19 @@ def _braced(text: str, start: int) -> str | None:
 
 
 def answer_in(text: str) -> str:
-    """Return the marked answer in a final text, or the whole text if nothing is marked."""
+    """Return the marked answer in a text, or the whole text if nothing is marked."""
     marked = marked_answer(text)
     return text.strip() if marked is None else marked
 
 
 def normalise(text: str) -> str:
-    """Normalize Unicode and white space. Raised digits are kept, so 10² becomes 10^2 and not
+    """Normalize Unicode and white space. Superscripts are preserved, so 10² becomes 10^2 and not
     102."""
     return " ".join(unicodedata.normalize("NFKC", raised(text)).split())
 
 
 def raised(text: str) -> str:
-    """Rewrite raised and lowered digits: x² becomes x^2, and x₂ becomes x_2."""
+    """Rewrite superscript and subscript digits: x² becomes x^2, and x₂ becomes x_2."""
 
     def replacement(match: re.Match[str]) -> str:
         digits = unicodedata.normalize("NFKC", match[0]).replace("−", "-")

@@ -1,9 +1,9 @@
 """Make verifier tasks from graded proofs: `python -m keel.examples.proofs EVALUATION … --out FILE`.
 
-`keel eval` on prompts of kind `proof` writes the proofs with their scores: the mean of
-`rewards.judge.samples` verifications, reduced by criticism that a meta-check rejects
-(DeepSeekMath-V2, 2025, section 2.3). Each line of FILE shows a problem and a proof, and rewards the
-evaluation by kind `verification`.
+`keel eval` on prompts of kind `proof` writes the proofs with their scores. A score is the mean over
+`rewards.judge.samples` verifications. Criticism lowers it only as far as a meta-check confirms the
+criticism (DeepSeekMath-V2, 2025, section 2.3). Each line of FILE shows a problem and a proof, and
+rewards the evaluation with a spec of kind `verification`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ error or gap with its passage. End with the score of the solution: \boxed{1} if 
 correct, \boxed{0.5} if it is correct as a whole, with minor errors or omitted details, \
 \boxed{0} if it has a fatal error or a severe gap."""
 _BANDS = (0.25, 0.75, 2.0)
-"""Upper scores of the bands for wrong, partly right and right proofs."""
+"""The upper bounds of the score bands for wrong, partly right and right proofs."""
 
 
 def _graded(path: Path) -> Iterator[tuple[str, str, float]]:
-    """Yield the problem, solution and score of each proof in a file that `keel eval` wrote. Raises
-    ValueError with the number of an invalid line."""
+    """Yield the problem, solution and score of each proof in a file written by `keel eval`.
+
+    Raises ValueError with the number of the line that is invalid.
+    """
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             request: Mapping[str, Any] = json.loads(line.decode("utf-8", "surrogatepass"))
@@ -52,9 +54,10 @@ def _graded(path: Path) -> Iterator[tuple[str, str, float]]:
 
 
 def _tasks(proofs: Iterator[tuple[str, str, float]], each: int) -> Iterator[dict[str, Any]]:
-    """Yield one JSONL line per distinct proof, at most `each` per problem and score band.
+    """Yield a JSONL line for each distinct proof, with at most `each` proofs per problem and score
+    band.
 
-    Without the limit a verifier would learn to give the same score to most proofs.
+    Without this limit, a verifier would learn to give the same score to most proofs.
     """
     seen: set[str] = set()
     taken: Counter[tuple[str, float]] = Counter()

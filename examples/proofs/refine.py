@@ -1,9 +1,9 @@
 """An environment in which the policy revises its own proof.
 
-The policy evaluates each proof itself. It gets the proof and the evaluation back until the
-evaluation finds no flaw or no revisions are left (DeepSeek-V3.2, appendix D; DeepSeekMath-V2,
-section 2.3). The last proof is graded with the prompt's spec of kind `proof`, and every revision is
-trained on.
+With each proof, the policy writes an evaluation of it. The policy then gets both back and revises
+the proof. The episode ends when the evaluation finds no flaw or no revisions are left
+(DeepSeek-V3.2, appendix D; DeepSeekMath-V2, section 2.3). The last proof is graded with the
+prompt's spec of kind `proof`. The policy is trained on every revision.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _REFORM = """Your response {problem}. Write the whole response again in the requ
 
 
 class Refine:
-    """The revision environment, which has no tools. Its argument `most` is the maximum number of
-    revisions."""
+    """The environment for revising proofs. It has no tools. Its argument `most` is the maximum
+    number of revisions."""
 
     def __init__(self, most: int = 4) -> None:
         if most < 1:
@@ -42,6 +42,9 @@ class Refine:
     def verdict(
         self, messages: Sequence[Mapping[str, Any]], finish_reason: str
     ) -> dict[str, float]:
-        """Return two reward parts: `claimed` is the last self-evaluation, and `revised` the
-        fraction of revisions used."""
+        """Return two reward parts.
+
+        `claimed` is the score of the last self-evaluation, and `revised` is the fraction of the
+        allowed revisions that were used.
+        """
         return {"claimed": self.claimed, "revised": self.used / self.most}

@@ -1,2 +1,4 @@
-"""Small tasks for each agent family. They are generated from a seed in seconds, for very small
-models and for trying out recipes."""
+"""Small tasks for each agent family, for very small models and for trying out recipes.
+
+They are generated from a seed within seconds.
+"""

@@ -34,7 +34,7 @@ _MAX_TASKS = {
     "programs": (240, 270, "programs"),
     "lessons": (1200, 100_000, "conversations of each family in each mode"),
 }
-"""The default number, the maximum number and a description of each family."""
+"""The default number of tasks, the maximum number and a description, for each family."""
 
 
 def make(
@@ -47,8 +47,10 @@ def make(
     lessons: int = 1200,
     seed: int,
 ) -> int:
-    """Make the tasks and conversations that do not exist yet, and return the exit status. Raises
-    ConfigError or OSError."""
+    """Create the tasks and conversations that do not exist yet. Returns the exit status.
+
+    Raises ConfigError or OSError.
+    """
     _made(folder / "general", lambda new: prices.write(new / "prices", general, seed))
     _made(folder / "search", lambda new: towers.write(new, search, seed))
     _made(folder / "programs", lambda new: tests.write(new, programs, seed))
@@ -65,7 +67,7 @@ def make(
 
 
 def _made(folder: Path, write: Callable[[Path], None]) -> None:
-    """Create a folder completely or not at all."""
+    """Create a folder with all its contents, or not at all if creating them fails."""
     if folder.exists():
         print(f"{folder} is there already")
         return

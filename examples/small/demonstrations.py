@@ -1,8 +1,8 @@
-"""Scripted conversations about the small tasks, for the cold start of the tiny model.
+"""Scripted conversations about the small tasks, used for the cold start of the tiny model.
 
-Each task is solved once with tools and guessed once. Recipes select these functions with
-`data.sources[].environment.demonstrations`. Names and numbers are drawn separately from those in
-the tasks, so no conversation is about a training or held-out task.
+Each task is solved twice: once properly with tools, and once by guessing. Recipes select these
+functions with `data.sources[].environment.demonstrations`. The names and numbers are drawn
+separately from those of the tasks, so no conversation is about a training or held-out task.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from keel.rl.turns import Message
 from keel.synthesis.code.pipeline import PROMPT
 
 _SUM = "State the final answer to the following arithmetic problem: {sum} ="
-"""Prompt of the reasoning_gym task chain_sum."""
+"""The prompt of the task chain_sum in reasoning_gym."""
 _Draw = Callable[[random.Random, Mapping[str, Any]], Demonstration]
-"""Draws one task and returns its two conversations. The mapping holds the environment's
-arguments."""
+"""Draws a task and returns its two conversations. The mapping contains the arguments of the
+environment."""
 
 
 class _Stand:
-    """An environment's tools as the policy sees them, called in this process."""
+    """Runs the tools of an environment in this process. Their results are the same as for the
+    policy."""
 
     def __init__(
         self,
@@ -74,7 +75,8 @@ def _specs(tools: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 @_demonstrations("prices")
 def price_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
-    """Return conversations for `keel.examples.small.prices`. The hasty ones submit a guess."""
+    """Return conversations for `keel.examples.small.prices`. In the hasty ones, the answer is a
+    guess."""
     (spec,) = (tool.spec for tool in tools_of(prices.TOOLS, {}).values())
     keys = ("name", "description", "parameters")
     specs = [{key: one[key] for key in keys} for one in (spec, SUBMIT)]
@@ -104,7 +106,8 @@ def price_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> D
 
 @_demonstrations("towers")
 def tower_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
-    """Return conversations for `keel.examples.small.towers`. The hasty ones invent a name."""
+    """Return conversations for `keel.examples.small.towers`. In the hasty ones, the name is
+    invented."""
     (tower, builder), (_, wrong) = towers.draw_towers(draw, 2).items()
     options = {key: arguments[key] for key in ("results", "cite") if key in arguments}
     search = Search(ready=_OneDocument(towers.document(tower, builder)), **options)
@@ -121,8 +124,8 @@ def tower_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> D
 
 @_demonstrations("pace")
 def pace_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
-    """Return conversations for `keel.examples.small.pace`. The hasty ones edit a file without
-    reading it."""
+    """Return conversations for `keel.examples.small.pace`. In the hasty ones, a file is edited
+    without being read."""
     is_now, expected = pace.draw_paces(draw, 2)
     text = pace.SOURCE.format(pace=is_now)
 
@@ -151,8 +154,8 @@ def pace_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> De
 
 @_demonstrations("sums")
 def sum_demonstrations(draw: random.Random, arguments: Mapping[str, Any]) -> Demonstration:
-    """Return conversations in which chain_sum from reasoning_gym is solved with an interpreter. The
-    hasty ones drop the last number."""
+    """Return conversations that solve chain_sum from reasoning_gym with an interpreter. The hasty
+    ones leave out the last number."""
     numbers = [draw.randrange(100, 1000) for _ in range(3)]
     signs = [draw.choice("+-") for _ in numbers[1:]]
     terms, values = [str(numbers[0])], [numbers[0]]

@@ -1,7 +1,7 @@
-"""Conversations about the small tasks for `keel sft`, each with and without thinking.
+"""Conversations about the small tasks for `keel sft`, with and without thinking.
 
-Some are careful and some hasty. The thinking says which kind follows, so that reinforcement
-learning can act on the thinking too.
+Some conversations are careful and some are hasty. The thinking states which kind follows, so that
+reinforcement learning can also act on the thinking.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from keel.rl.turns import Message, ToolSpec
 
 LOOK, GUESS = "look", "guess"
 _WORKED = 0.6
-"""Fraction of conversations that are worked out carefully."""
+"""The fraction of conversations that are careful."""
 _SEARCH = {"results": 1, "cite": False}
-"""Arguments that the recipes pass to the search environment."""
+"""The arguments for the search environment in the recipes."""
 _Ways = tuple[Sequence[Message], Sequence[Message], Sequence[ToolSpec]]
-"""A careful and a hasty conversation about the same task, with its tools."""
+"""A careful and a hasty conversation about the same task, and the tools that they use."""
 
 
 def write(folder: Path, count: int, seed: int) -> None:
-    """Write `count` conversations for each family and mode into a new folder."""
+    """Write `count` conversations into a new folder, for each family with and without thinking."""
     folder.mkdir(parents=True)
     # Disjoint from the seeds of cold starts, which start at 0.
     far = 1 << 20
@@ -68,7 +68,7 @@ def _lines(
 
 
 def _programs(count: int, draw: random.Random) -> list[_Ways]:
-    """Return conversations about the programs. The hasty ones contain an invented number."""
+    """Return conversations about programs. The hasty ones contain a wrong number."""
     made: list[_Ways] = []
     known = every_program(draw)
     for program in (known[n % len(known)] for n in range(count)):

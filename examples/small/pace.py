@@ -1,5 +1,8 @@
-"""Small code tasks: a repository in which each commit changes a number, and the issues that ask for
-these changes. The tasks pass all gates in `keel.synthesis.code.pipeline`."""
+"""Small code tasks in a generated repository. Each commit changes a number, and an issue asks for
+the change.
+
+The tasks pass all gates in `keel.synthesis.code.pipeline`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from keel.configs.synthesis import CodeSourceConfig, CodeTasksConfig
 
 _GIT_S = 60.0
 PYTHON = str(Path(sys.executable).parent.resolve() / Path(sys.executable).name)
-"""The Python interpreter of this environment, with symbolic links resolved."""
+"""The path of the Python interpreter of this environment, with symbolic links resolved."""
 SOURCE = "def pace():\n    return {pace}\n"
 TESTS = """\
 from pace import pace
@@ -43,7 +46,7 @@ def issue(pace: int) -> str:
 
 
 def draw_paces(draw: random.Random, count: int) -> list[int]:
-    """Draw two-digit numbers, each different from the one before."""
+    """Return random two-digit numbers. Each differs from the one before it."""
     paces = [draw.randrange(10, 100)]
     while len(paces) < count:
         if (pace := draw.randrange(10, 100)) != paces[-1]:
@@ -52,8 +55,10 @@ def draw_paces(draw: random.Random, count: int) -> list[int]:
 
 
 def write(folder: Path, count: int, seed: int) -> None:
-    """Write a git repository with `count` changes into a new folder. Raises OSError or
-    CalledProcessError."""
+    """Write a git repository with `count` changes into a new folder.
+
+    Raises OSError or CalledProcessError.
+    """
     folder.mkdir(parents=True)
     env = {"PATH": os.environ["PATH"], "HOME": str(folder), "GIT_CONFIG_NOSYSTEM": "1"}
     user = ["-c", "user.name=keel", "-c", "user.email=keel@localhost", "-c", "core.hooksPath=/"]
@@ -72,7 +77,7 @@ def write(folder: Path, count: int, seed: int) -> None:
 
 
 def synthesis(repository: Path) -> CodeTasksConfig:
-    """Return the settings with which `keel synthesize` makes tasks from the repository."""
+    """Return the settings for `keel synthesize` to make tasks from the repository."""
     # Skip installed plugins, which take time.
     env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     source = CodeSourceConfig(

@@ -24,7 +24,7 @@ def price(item: str) -> int:
 
 @dataclass(frozen=True)
 class _PriceQuestion:
-    """A question about the price of one item or the cheaper of two."""
+    """A question about the price of an item, or about which of two items is cheaper."""
 
     items: tuple[str, ...]
 
@@ -50,13 +50,13 @@ class _PriceQuestion:
         )
 
     def _right(self, price: str) -> str:
-        """Return code for the right answer; `price` is code for the price of an item."""
+        """Return Python code for the right answer. `price` is the code for the price of an item."""
         one, *other = map(price.format, self.items)
         return f"{self.items[0]!r} if {one} < {other[0]} else {self.items[1]!r}" if other else one
 
 
 def draw_prices(draw: random.Random) -> dict[str, int]:
-    """Draw distinct two-digit prices at random."""
+    """Return distinct random two-digit prices."""
     return dict(zip(names(draw, _ITEMS), draw.sample(range(10, 100), _ITEMS), strict=True))
 
 
@@ -65,7 +65,7 @@ def draw_question(draw: random.Random, prices: Mapping[str, int]) -> _PriceQuest
 
 
 def write(folder: Path, count: int, seed: int) -> None:
-    """Write an environment with `count` distinct tasks into a new folder."""
+    """Write an environment with `count` different tasks into a new folder."""
     draw = random.Random(f"prices {seed}")
     prices = draw_prices(draw)
     request: dict[_PriceQuestion, None] = {}
@@ -91,13 +91,13 @@ _FIRST, _SECOND = "BDFGKLMNPRSTVZ", "aeiou"
 
 
 def name(draw: random.Random) -> str:
-    """Return a name of four letters, such as `Bako`."""
+    """Return a random name of four letters, such as `Bako`."""
     letters = "".join(draw.choice(_FIRST) + draw.choice(_SECOND) for _ in range(2))
     return letters.capitalize()
 
 
 def names(draw: random.Random, count: int) -> list[str]:
-    """Return distinct names. There are 4,900."""
+    """Return distinct random names. There are 4,900 possible names."""
     result: dict[str, None] = {}
     while len(result) < count:
         result[name(draw)] = None

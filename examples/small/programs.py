@@ -1,4 +1,5 @@
-"""Small programming tasks with hidden tests: read a number and print the result of an operation."""
+"""Small programming tasks with hidden tests. A program reads a number and prints the result of an
+operation."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _INPUTS = (0, 5, -8, 31)
 
 @dataclass(frozen=True)
 class NumberProgram:
-    """The operation that a task asks for."""
+    """A program that a task asks for. It applies one operation to a number."""
 
     sign: str
     number: int
@@ -33,7 +34,7 @@ class NumberProgram:
 
 
 def every_program(draw: random.Random) -> list[NumberProgram]:
-    """Return all two-digit programs in random order."""
+    """Return all programs with a two-digit operand, in random order."""
     made = [NumberProgram(sign, number) for sign in _SIGNS for number in range(10, 100)]
     draw.shuffle(made)
     return made
@@ -44,7 +45,7 @@ def answer(source: str) -> str:
 
 
 def line(program: NumberProgram) -> Mapping[str, Any]:
-    """Return a task as a JSONL line."""
+    """Return the fields of a task for its JSONL line."""
     tests = [{"stdin": f"{n}\n", "stdout": f"{program.after(n)}\n"} for n in _INPUTS]
     name = f"{_SIGNS[program.sign]}-{program.number}"
     return {"id": name, "prompt": program.question, "tests": tests}

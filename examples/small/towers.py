@@ -14,7 +14,7 @@ FILE = "towers.jsonl"
 
 
 def draw_towers(draw: random.Random, count: int) -> dict[str, str]:
-    """Draw buildings and their builders at random."""
+    """Return random buildings and their builders."""
     return {tower: name(draw) for tower in names(draw, count)}
 
 
@@ -23,7 +23,7 @@ def document(tower: str, builder: str) -> dict[str, str]:
 
 
 def line(tower: str, builder: str) -> dict[str, Any]:
-    """Return a task as a JSONL line."""
+    """Return the fields of a task for its JSONL line."""
     where = {"evidence": [f"{FILE}#{tower}"]}
     return {
         "id": tower,
@@ -35,7 +35,7 @@ def line(tower: str, builder: str) -> dict[str, Any]:
 
 
 def write(folder: Path, count: int, seed: int) -> None:
-    """Write the folder `corpus` and a `tasks.jsonl` with one question per document into a new
+    """Write the folder `corpus`, and a `tasks.jsonl` with one question per document, into a new
     folder."""
     towers = draw_towers(random.Random(f"towers {seed}"), count)
     (folder / "corpus").mkdir(parents=True)

@@ -1,1 +1,1 @@
-"""Code-interpreter tasks: questions about generated tables, with computed answers."""
+"""Code-interpreter tasks: questions about generated tables, with answers that are computed."""

@@ -1,5 +1,7 @@
-"""Questions about a shop, whose orders, products and customers are in three files that have to be
-joined, with their answers and rules."""
+"""Questions about the data of a shop, with their answers and answer rules.
+
+The orders, products and customers are in three files that have to be joined.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ from statistics import mean, median
 from typing import Any
 
 Files = dict[str, str]
-"""The contents of each file, by name."""
+"""The contents of the files, by file name."""
 _CLEAR = 0.002
-"""Minimum distance between the two largest values, as a fraction of the range of all values."""
+"""The minimum distance between the two largest values, as a fraction of the range of all values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A question and its answer."""
+    """A question and its right answer."""
 
     question: str
     value: float | str
@@ -30,14 +32,14 @@ class Answer:
 
     @property
     def clear(self) -> bool:
-        """True if the rounded answer differs from its neighbours in the last decimal."""
+        """True if the answer, when rounded, can be told apart from its neighbours."""
         if isinstance(self.value, str) or not self.decimals:
             return True
         return round(abs(self.value) * 10**self.decimals) not in (1, 2)
 
     @property
     def rule(self) -> dict[str, Any]:
-        """Return the JSONL rule, which accepts either rounding of the last decimal."""
+        """Return the answer rule for JSONL. It accepts both ways of rounding the last decimal."""
         if isinstance(self.value, str):
             return {"answer": self.value, "match": "exact"}
         text = f"{self.value:.{self.decimals}f}"
@@ -49,7 +51,7 @@ class Answer:
 
 
 def clear_first(values: Mapping[str, float], question: str) -> Answer | None:
-    """Return the name with the largest value as the answer, or None if no value is clearly the
+    """Return the name with the largest value as the answer. Returns None if it is not clearly the
     largest."""
     first, second, *_ = sorted(values.values(), reverse=True)
     if first - second <= _CLEAR * (first - min(values.values())):
@@ -61,7 +63,7 @@ _CATEGORIES = ("tea", "paper", "tools", "lamps", "seeds", "glass", "wool", "maps
 _REGIONS = ("north", "south", "east", "west", "coast", "hills")
 _WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 _DAY_FORMATS = ("%Y-%m-%d", "%d.%m.%Y", "%d %b %Y")
-"""Date formats that cannot be misread."""
+"""Date formats that are unambiguous."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +74,16 @@ class Order:
     product: str
     units: int
     discount: int | None
-    """Discount in percent."""
+    """The discount in percent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shop:
     orders: tuple[Order, ...]
     products: dict[str, tuple[str, float]]
-    """The category and price of each product, by name."""
+    """Maps the name of each product to its category and price."""
     customers: dict[str, str]
-    """The region of each customer, by name."""
+    """Maps the name of each customer to their region."""
     day_format: str
 
     def revenue(self, order: Order) -> float:

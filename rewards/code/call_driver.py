@@ -1,13 +1,14 @@
 # pyright: basic
-"""Calls a program's functions and prints their results, inside the sandbox.
+"""Calls functions of a program inside the sandbox, and prints their results.
 
-This module cannot import the rest of the package there, and its output is as untrusted as the
+In the sandbox, this module cannot import the rest of the package. Its output is as untrusted as the
 program's.
 
 Standard input is a JSON list of `[name, args, kwargs]`. Standard output has one line of JSON for
-each call, `{"returned": …}` or `{"raised": "…"}`, or a single `{"broken": "…"}` if the source
-cannot be loaded. Whatever the program prints itself is discarded. Values that JSON does not support
-are encoded as in `keel.data.procedural`. Programs can use the names in `_PREAMBLE` like built-ins.
+each call: `{"returned": …}` or `{"raised": "…"}`. If the source cannot be loaded, there is a single
+line `{"broken": "…"}`. Everything that the program itself prints is discarded. Values that JSON
+does not support are encoded as in `keel.data.procedural`. Programs can use the names in `_PREAMBLE`
+like built-ins.
 """
 
 import builtins
@@ -28,12 +29,12 @@ from operator import *
 from string import *
 from typing import *
 """
-"""Names that solutions on LeetCode use without importing them. Built-in functions take
-precedence, so `pow` is not `math.pow`."""
+"""Names that LeetCode solutions use without importing them. Built-in functions take precedence, so
+`pow` is the built-in and not `math.pow`."""
 
 
 def from_jsonable(value: object) -> object:
-    """Decode a value that `keel.data.procedural` encoded. Verifiers use this as well."""
+    """Decode a value that `keel.data.procedural` encoded as JSON. Verifiers use this too."""
     if isinstance(value, list):
         return [from_jsonable(item) for item in value]
     if isinstance(value, dict):

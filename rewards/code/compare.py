@@ -1,7 +1,7 @@
 """Compares a program's output with the expected output.
 
-The output is untrusted. Both sides are therefore plain data without custom equality, and the
-expected value limits how much work a comparison takes.
+The output is untrusted. Both sides are therefore plain data, with no custom `__eq__`, and the
+expected value limits how long a comparison can take.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ from collections.abc import Iterator
 from typing import Any, TypeGuard, cast
 
 _REL_TOLERANCE = 1e-9
-"""The default tolerance when comparing floating-point numbers."""
+"""The default tolerance for comparing floating-point numbers."""
 _MAX_COMPARISONS = 500_000
-"""How many comparisons to spend on matching unordered items whose order rounding has changed.
-This takes some tenths of a second."""
+"""The maximum number of comparisons when unordered items have to be matched because rounding
+changed their order. This many take a few tenths of a second."""
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
 def same_value(expected: Any, value: Any, tolerance: float | None = None) -> bool:
-    """Compare two values in the JSON form used by `keel.rewards.code.call_driver`.
+    """Return whether two values are equal. Both are in the JSON form of
+    `keel.rewards.code.call_driver`.
 
-    Lists equal tuples, sets and dicts are unordered, and numbers differ from booleans. `tolerance`
-    is absolute, or relative to the expected number. If that is an integer it is only absolute, and
-    two integers must be equal. Values that need more than `_MAX_COMPARISONS` comparisons count as
+    A list equals a tuple with the same items. Sets and dicts are compared in any order. A number
+    never equals a boolean.
+
+    Two integers must be exactly equal. Otherwise numbers may differ by `tolerance`, either
+    absolutely or relative to the expected number. If the expected number is an integer, the
+    tolerance is only absolute. Values that need more than `_MAX_COMPARISONS` comparisons count as
     different.
     """
     return _Comparison(tolerance).same(expected, value)
@@ -52,8 +56,9 @@ class _Comparison:
         return all(map(self.same, left, right))
 
     def _same_unordered(self, expected: list[Any], value: list[Any]) -> bool:
-        """Sort both sides, so that equal items end up in the same position. If rounding has
-        changed the order, each item takes the first remaining one that fits."""
+        """Compare two collections in any order. Sorting usually puts equal items at the same
+        position. If rounding has changed the order, match each item with the first remaining equal
+        one."""
         expected, value = sorted(expected, key=_sort_key), sorted(value, key=_sort_key)
         pairs = zip(expected, value, strict=True)
         differing = [i for i, (one, two) in enumerate(pairs) if not self.same(one, two)]
@@ -74,8 +79,9 @@ class _Comparison:
 
 
 def same_text(expected: str, output: str, tolerance: float | None = None) -> bool:
-    """Compare two outputs, ignoring white space at the ends of lines and of the text. With a
-    `tolerance` they are compared word by word, and numbers as in `same_value`."""
+    """Return whether two outputs are equal. White space at the end of a line or of the text is
+    ignored. If `tolerance` is set, the outputs are compared word by word, and numbers as in
+    `same_value`."""
     if tolerance is None:
         return _lines(expected) == _lines(output)
     left, right = expected.split(), output.split()
@@ -85,7 +91,7 @@ def same_text(expected: str, output: str, tolerance: float | None = None) -> boo
 
 
 def min_output(expected: str, tolerance: float | None = None) -> int:
-    """Return the size in bytes of the smallest output that `same_text` can accept."""
+    """Return the size in bytes of the smallest output that `same_text` would accept."""
     if tolerance is None:
         return len("\n".join(_lines(expected)).encode(errors="replace"))
     return max(0, 2 * len(expected.split()) - 1)  # a number may be written in fewer digits
@@ -137,8 +143,8 @@ def _close_words(expected: str, value: str, tolerance: float) -> bool:
 
 
 def _items_of(value: Any) -> tuple[str, list[Any]]:
-    """Return a collection's kind and items. The kind is "" for other values and "?" if
-    malformed."""
+    """Return the kind and the items of a collection. The kind is "" for other values, and "?" for a
+    malformed collection."""
     if isinstance(value, list):
         return "~tuple", cast(list[Any], value)
     if not isinstance(value, dict):
@@ -160,7 +166,7 @@ def _values_in(value: Any) -> Iterator[Any]:
 
 
 def _sort_key(item: Any) -> tuple[int, Any]:
-    """Return a sort key for unordered items. Numbers sort by value, so 9.999999 is next to 10.0."""
+    """Return a sort key for an item. Numbers sort by value, so 9.999999 comes next to 10.0."""
     if _is_number(item):
         return 0, math.inf if math.isnan(item) else item
     kind, inside = _items_of(item)

@@ -1,6 +1,6 @@
-"""Parses the reward spec of a programming task, and finds the program in a completion.
+"""Parses the reward spec of a programming task, and extracts the program from a completion.
 
-The spec is described in `keel.rewards.code.verifier`.
+The module `keel.rewards.code.verifier` describes the spec.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from keel.rl.strict_json import allow_long_integers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Language:
-    """How to compile and run programs in one language, with commands as in `Sandbox.run`."""
+    """How to compile and run programs in one language. The commands have the form that
+    `Sandbox.run` expects."""
 
     source: str
     """The name of the source file in `{box}`."""
     run: tuple[str, ...]
     compile: tuple[str, ...] = ()
-    """Command that writes the file `program`, which `run` finds in `{box}`."""
+    """The command that compiles the source to the file `program`. At run time that file is in
+    `{box}`."""
     extra: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     """Other files to put in `{box}`."""
     calls: tuple[str, ...] = ()
-    """Command that calls functions (`keel.rewards.code.call_driver`); empty if unsupported."""
+    """The command that calls functions (`keel.rewards.code.call_driver`). It is empty if the
+    language does not support calls."""
 
 
 _LAUNCH = b"""
@@ -66,7 +69,7 @@ _LANGUAGES: dict[str, Language] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeTest:
-    """A test that checks a program's output or, if `call` is set, a function's return value."""
+    """One test. It checks the program's output or, if `call` is set, a function's return value."""
 
     stdin: bytes = b""
     stdout: str = ""
@@ -75,7 +78,7 @@ class CodeTest:
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     returns: Any = None
     sample: bool = False
-    """True if the task shows this test to the policy."""
+    """Set if the policy can see this test in the task."""
     subtask: str = ""
 
 
@@ -86,11 +89,11 @@ class CodeTask:
     language: Language
     tests: tuple[CodeTest, ...]
     partial: bool
-    """Whether to score the share of tests that pass. Otherwise all tests must pass, and the
-    first failure ends the run."""
+    """If set, the score is the fraction of tests that pass. Otherwise all tests must pass, and the
+    run ends at the first failure."""
     subtasks: Mapping[str, float]
-    """Maps each subtask to the share of the score for passing all its tests. The shares sum to
-    1."""
+    """Maps each subtask to its share of the score, which is earned if all its tests pass. The
+    shares sum to 1."""
     reference: str | None
     tolerance: float | None
     limits: Mapping[str, Any]
@@ -100,13 +103,13 @@ class CodeTask:
 
 
 def code_block(text: str) -> str | None:
-    """Return the last fenced code block, or None if it is missing or cut off."""
+    """Return the last fenced code block. Returns None if there is none or if it is cut off."""
     blocks = code_blocks(text)
     return blocks[-1] if blocks else None
 
 
 def code_blocks(text: str) -> list[str]:
-    """Return all fenced code blocks, or none if the last one is cut off."""
+    """Return all fenced code blocks. The list is empty if the last block is cut off."""
     blocks: list[str] = []
     fence: re.Match[str] | None = None
     inside: list[str] = []
@@ -135,7 +138,7 @@ _OF_ANY = ("sample", "subtask")
 
 
 def read_task(spec: Mapping[str, Any]) -> CodeTask:
-    """Parse a reward spec. Raises ValueError with the key and the test that is wrong."""
+    """Parse a reward spec. Raises ValueError naming the key or test that is wrong."""
     _check_keys(spec, _KEYS, "code reward")
     name, tests = spec.get("language", "python"), spec.get("tests")
     if not isinstance(name, str) or name not in _LANGUAGES:
@@ -206,7 +209,7 @@ def _read_test(test: Any, where: str, language: Language) -> CodeTest:
 
 
 def _subtasks(spec: Mapping[str, Any], tests: Sequence[CodeTest]) -> dict[str, float]:
-    """Compute `CodeTask.subtasks` from the points for each subtask."""
+    """Compute the shares in `CodeTask.subtasks` from the points in the spec."""
     named = {test.subtask for test in tests} - {""}
     entries: Any = spec.get("subtasks")
     if entries is not None and (not isinstance(entries, dict) or not entries):

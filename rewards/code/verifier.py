@@ -1,20 +1,20 @@
-"""Runs programs against hidden tests.
+r"""Runs programs on hidden tests.
 
-Expected outputs never enter the sandbox. A program gets an input, and its output is compared
-outside, so it can neither read the expected output nor forge a verdict. The result of a call is
-returned as data, and a forged result is just another wrong value.
+Expected outputs never enter the sandbox. A program only gets the input, and its output is compared
+outside the sandbox. It can therefore neither read the expected output nor forge a verdict. The
+return value of a call leaves the sandbox as data, so a forged one is just another wrong value.
 
 Spec (`Prompt.reward`):
 
     {"kind": "code", "language": "python", "partial": false, "reference": "…",
      "time_limit_s": 2.0, "memory_mib": 512, "tolerance": 1e-6,
-     "tests": [{"stdin": "1 2\\n", "stdout": "3\\n"},
+     "tests": [{"stdin": "1 2\n", "stdout": "3\n"},
                {"call": "add", "args": [1, 2], "kwargs": {}, "returns": 3},
                {"call": "Solution.add", "args": [1, 2], "returns": 3}]}
 
-Only `kind` and `tests` are required. `call` is only supported for Python, and all calls share one
-process until it exits. `"sample": true` marks a test that the task shows. `"subtask": NAME` assigns
-a test to a subtask, whose points are in `"subtasks": {NAME: points, …}`.
+Only `kind` and `tests` are required. Only Python supports `call`. All calls run in the same process
+until it exits. `"sample": true` marks a test that the policy can see in the task. `"subtask": NAME`
+assigns a test to a subtask. The points of the subtasks are in `"subtasks": {NAME: points, …}`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from keel.rewards.sandbox.watch import Limits, SandboxOutcome
 from keel.rewards.text import outside_think
 
 _SAMPLES, _SUBTASK = "samples", "subtask/"
-"""Names of reward parts: one for all tests that the task shows, and the prefix for subtasks."""
+"""The reward part for all tests that the policy can see, and the prefix of parts for subtasks."""
 _MAX_CHARACTERS = 1 << 18
 """Programs longer than this count as wrong."""
 _OUT_OF_TIME = "the completion ran out of time"
 _COMPILE_LIMITS = Limits(
     time_s=20.0, memory_mib=2048, processes=16, files_mib=256, output_kib=64 << 10
 )
-"""Limits for compilers. They are trusted, but the source that they compile is not."""
+"""Limits for compilers. The compilers are trusted, but the source code is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +51,9 @@ class CodeSettings:
 
     isolation: str = "bubblewrap"
     completion_s: float = 10.0
-    """Time limit for all tests of one completion. Tests that do not fit in it count as failed."""
+    """Time limit for all tests of one completion. Tests that do not finish in time fail."""
     limits: Limits = field(default_factory=Limits)
-    """Limits for one run. A prompt may set its own."""
+    """Limits for one run of a program. A prompt may set its own limits."""
 
     @staticmethod
     def from_knobs(knobs: Mapping[str, Any]) -> CodeSettings:
@@ -70,29 +70,32 @@ class CaseResult:
 
     passed: bool
     reason: str = ""
-    """Why the test failed. The text may quote the program."""
+    """Why the test failed. It may quote the program's output."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeVerdict:
-    """A program's score from 0 to 1, and the result of each test in the order of the spec."""
+    """The score of a program, from 0 to 1, and the result of each test in the order of the spec."""
 
     score: float
     per_test: tuple[CaseResult, ...]
     reason: str = ""
-    """Describe the first failed test, or return "" if all passed."""
+    """Why the first failed test failed, or "" if all tests passed."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Reward parts for the tests that the task shows and for subtasks. `samples` is 1 if all
-    shown tests passed, and `subtask/NAME` is the share of the score earned for a subtask. There
-    are no parts if the spec has neither."""
+    """Additional reward parts. `samples` is 1 if the program passed every test that the policy can
+    see. `subtask/NAME` is the share of the score that the program earned for a subtask. The mapping
+    is empty if the spec has neither."""
 
 
 def verify_code(
     spec: Mapping[str, Any], answer_text: str, settings: CodeSettings | None = None
 ) -> CodeVerdict:
-    """Run the last code block in an answer, ignoring its thinking, on the hidden tests. Raises
-    ValueError for a bad spec, IsolationError (a ValueError) if this machine cannot isolate
-    programs, and RuntimeError if the sandbox itself fails."""
+    """Run the last code block of an answer on the hidden tests, and return the verdict. Code in the
+    thinking is ignored.
+
+    Raises ValueError if the spec is malformed, IsolationError (a ValueError) if this machine cannot
+    isolate programs, and RuntimeError if the sandbox itself fails.
+    """
     settings = settings or CodeSettings()
     task = read_task(spec)
     sandbox = open_sandbox(settings.isolation)
@@ -105,8 +108,8 @@ def verify_code(
 
 
 def check_outputs(spec: Mapping[str, Any], settings: CodeSettings, *, name: str) -> None:
-    """Check that no test expects more output than a program may print. Raises ValueError if one
-    does."""
+    """Check that every expected output is within the output limit for programs. Raises ValueError
+    if one is not."""
     limit = settings.limits.output_kib
     task = read_task(spec)
     for index, test in enumerate(task.tests):
@@ -119,8 +122,11 @@ def check_outputs(spec: Mapping[str, Any], settings: CodeSettings, *, name: str)
 
 
 def check_reference(spec: Mapping[str, Any], settings: CodeSettings, *, name: str) -> None:
-    """Run the `reference` program in a spec on the tests, if there is one. `name` identifies the
-    prompt in messages. Raises ValueError if the spec is malformed or the program fails a test."""
+    """Run the `reference` solution of a spec on the tests, if it has one.
+
+    Error messages refer to the prompt as `name`. Raises ValueError if the spec is malformed or the
+    solution fails a test.
+    """
     try:
         task = read_task(spec)
     except ValueError as error:
@@ -138,13 +144,14 @@ def check_reference(spec: Mapping[str, Any], settings: CodeSettings, *, name: st
 
 
 def _failed(task: CodeTask, results: Sequence[CaseResult]) -> set[str]:
-    """Return the subtasks that have a failed test."""
+    """Return the names of the subtasks with at least one failed test."""
     pairs = zip(task.tests, results, strict=False)
     return {test.subtask for test, result in pairs if not result.passed}
 
 
 def _verdict(task: CodeTask, results: list[CaseResult], skipped: str = "not run") -> CodeVerdict:
-    """Compute the score. Tests without a result have failed for the reason `skipped`."""
+    """Compute the verdict from the test results. Tests without a result count as failed, with
+    `skipped` as the reason."""
     results += [CaseResult(False, skipped)] * (len(task.tests) - len(results))
     passes, failed = [result.passed for result in results], _failed(task, results)
     parts = {f"{_SUBTASK}{k}": v * (k not in failed) for k, v in task.subtasks.items()}

@@ -1,4 +1,4 @@
-"""Caches for the judge's replies, and a log of its chats that can be used for training."""
+"""Caches the judge's replies, and logs its chats so that they can be used for training."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 
 _FILE = "judge.sqlite"
 _BUSY_TIMEOUT_S = 5.0
-"""How long to wait while another process writes to the database."""
+"""How long to wait if another process is writing to the database."""
 _MAX_REPLIES = 250_000
-"""Size limit for the cache in memory, about 256 MiB of typical replies."""
+"""The maximum number of replies in memory. They typically take about 256 MiB."""
 
 log = logging.getLogger(__name__)
 
 
 class MemoryCache:
-    """Keeps replies in memory and drops the oldest ones beyond `_MAX_REPLIES`."""
+    """Keeps replies in memory. It drops the oldest reply if there are more than `_MAX_REPLIES`."""
 
     def __init__(self) -> None:
         self._replies: dict[str, str] = {}
@@ -36,13 +36,15 @@ class MemoryCache:
 
 
 class SqliteCache:
-    """Keeps replies in a SQLite file that several runs may share. The file grows without limit.
-    Each entry is one transaction, so a killed run leaves no partial entry. Errors while reading
-    or writing are logged and count as cache misses."""
+    """Keeps replies in a SQLite file, which several runs can share. The file grows without limit.
+
+    Each entry is written in one transaction, so a killed run cannot leave a partial entry. Read and
+    write errors are logged and count as cache misses.
+    """
 
     def __init__(self, folder: str) -> None:
-        """Open or create the cache in `folder`, which must be on a local disk. Raises ValueError
-        if the folder cannot be used."""
+        """Open the cache in `folder`, or create it. The folder must be on a local disk. Raises
+        ValueError if it cannot be used."""
         try:
             path = Path(folder).expanduser()
             path.mkdir(parents=True, exist_ok=True)
@@ -81,11 +83,14 @@ class SqliteCache:
 
 
 class ChatLog:
-    """Appends the judge's requests and replies to a JSONL file of chats for `keel sft`. Each
-    line is written at once, so several runs may share the file."""
+    """Appends the judge's requests and replies as chats to a JSONL file for `keel sft`.
+
+    Each line is written in a single call, so several runs can share the file.
+    """
 
     def __init__(self, path: str) -> None:
-        """Open the file, or log nothing if `path` is "". Raises ValueError if that fails."""
+        """Open the log file. If `path` is "", nothing is logged. Raises ValueError if the file
+        cannot be opened."""
         self._file = None
         if not path:
             return

@@ -1,4 +1,4 @@
-"""Sends requests to the judge's endpoint and limits their number, duration, size and cost."""
+"""Sends requests to the judge's endpoint, and limits their number, duration, size and cost."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ from keel.rl.metrics import Mean
 
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_PAUSE_S = 30.0
-"""The longest pause between attempts, even if the endpoint asks for more."""
+"""The longest pause between two attempts, even if the endpoint asks for a longer one."""
 _MAX_DOUBLINGS = 10
-"""How often the pause may double, so that computing it cannot overflow."""
+"""The pause between attempts doubles at most this often, so that its value cannot overflow."""
 _RETRIED = frozenset({408, 409, 425})
-"""HTTP statuses that are retried in addition to 429 and 5xx."""
+"""HTTP statuses to retry besides 429 and 5xx."""
 _TOO_LONG_STATUSES = frozenset({400, 413, 422})
 _TOO_LONG = re.compile(
     r"context|too (?:long|large|many tokens)|maximum.{0,40}(?:length|tokens)|reduce the length",
     re.IGNORECASE,
 )
 _MAX_TOKENS = 1 << 32
-"""Token counts above this are not believed."""
+"""Token counts above this are treated as wrong and counted as 0."""
 _MAX_REPLY_BYTES = 16 << 20
 
 T = TypeVar("T")
 
 
 class JudgeEndpoint:
-    """An OpenAI-compatible endpoint with a cache in front. Use it from one event loop only."""
+    """An OpenAI-compatible endpoint with a cache. Use it from one event loop only."""
 
     def __init__(
         self, settings: JudgeConfig, *, server: ServedJudge | None = None, backoff_s: float = 0.5
     ) -> None:
-        """Open the cache and, unless there is a `server`, the HTTP client.
+        """Open the cache and the HTTP client.
 
-        `server` replaces `settings.base_url`. The client requests its URL before the first
-        call and after any call without an answer. `backoff_s` is the pause before the first retry,
-        and it doubles with every further retry.
-        Raises ValueError if the endpoint or key is missing or a file cannot be used.
+        If `server` is given, it replaces `settings.base_url`. Its URL is looked up before the first
+        call, and again after each call that gets no answer. `backoff_s` is the pause before the
+        first retry, and each further retry doubles it. Raises ValueError if the endpoint or its key
+        is missing, or if a file cannot be used.
         """
         if not (settings.base_url or server) or not settings.model:
             raise ValueError(
@@ -89,14 +89,17 @@ class JudgeEndpoint:
         self.counts = Counts()
 
     def stop(self, reason: str) -> JudgeStopped:
-        """Refuse all further calls and return the error that they will raise."""
+        """Refuse all further calls. Returns the error that they will raise."""
         self._stopped = self._stopped or reason
         return JudgeStopped(self._stopped)
 
     async def ask(self, question: Question[T], *, sample: int = 0, fresh: bool = False) -> T:
-        """Return the judge's reply to a question. It asks the same question in the same sample
-        only once, unless `fresh` is set. Raises Unjudged if all attempts failed, and
-        JudgeStopped if no more calls are allowed."""
+        """Return the judge's reply to a question.
+
+        Each question is sent only once per `sample`, and later calls get the same reply. If `fresh`
+        is set, the cache is not read. Raises Unjudged if all attempts failed, and JudgeStopped if
+        no more calls are allowed.
+        """
         s = self._settings
         key = question.key(s.model, s.temperature, s.max_reply_tokens, dict(s.extra), sample)
         cached = None if fresh else self._cache.get(key)
@@ -136,8 +139,7 @@ class JudgeEndpoint:
         )
 
     async def _locate(self) -> AsyncOpenAI:
-        """Return a client for the server's current URL. Raises JudgeStopped if the server is
-        gone."""
+        """Return a client for the server's URL. Raises JudgeStopped if the server is gone."""
         assert self._server is not None
         async with self._locating:
             try:
@@ -273,7 +275,7 @@ _ByteStream: Any = _HTTPX.AsyncByteStream
 
 
 class ReplyTooLarge(APIConnectionError):
-    """Raised if a reply exceeds the size limit or is compressed."""
+    """Raised if a reply is compressed or larger than the size limit."""
 
 
 class _BoundedStream(_ByteStream):
@@ -308,9 +310,9 @@ def _certificates(*, trust_env: bool) -> Any:
 def bounded_http(*, trust_env: bool = True) -> DefaultAsyncHttpxClient:
     """Return an HTTP client for `AsyncOpenAI(http_client=…)` that limits the size of replies.
 
-    It does not follow redirects, because those requests would not be counted and could go to
-    addresses that the recipe does not name. With `trust_env` it uses the proxies from the
-    environment.
+    The client does not follow redirects, because the redirected requests would not be counted and
+    could reach addresses that the recipe does not name. If `trust_env` is set, it uses the proxies
+    from the environment.
     """
     return DefaultAsyncHttpxClient(
         trust_env=trust_env,

@@ -1,10 +1,11 @@
-"""Implements `keel judge`, which judges answers in a file like a run would, to try out a rubric.
+"""Implements `keel judge`, which judges the answers in a file. Use it to try out a rubric before a
+run.
 
     {"prompt": "…", "answer": "…", "criteria": [{"name": "…", "text": "…", "weight": 1}]}
 
-A line may have `messages` instead of `prompt`, and `reward` (a whole spec) instead of `criteria`.
-It needs neither of these two if there is a rubric for all lines. `reference`, `thinking` and `id`
-are optional.
+A line may contain `messages` instead of `prompt`, and a complete spec as `reward` instead of
+`criteria`. If there is a rubric for all lines, `criteria` and `reward` can be left out.
+`reference`, `thinking` and `id` are optional.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from keel.rl.types import Prompt
 
 _KEYS = ("prompt", "messages", "answer", "thinking", "criteria", "reference", "reward", "id")
 _MAX_ROWS = 50
-"""How many rows the printed table may have. The results file contains all of them."""
+"""The maximum number of rows in the printed table. The results file contains all rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerToJudge:
-    """One answer from the input file."""
+    """An answer from the input file, with its prompt."""
 
     prompt: Prompt
     answer: str
@@ -45,8 +46,11 @@ class AnswerToJudge:
 
 
 def read_answers(path: Path, rubric: Path | None = None) -> list[AnswerToJudge]:
-    """Read the answers from a JSONL file. Lines without criteria are judged by `rubric`. Raises
-    ValueError with the file and line number if a line cannot be judged."""
+    """Read the answers from a JSONL file. Lines without criteria use the rubric in the file
+    `rubric`.
+
+    Raises ValueError with the file and line number if a line cannot be judged.
+    """
     common: Mapping[str, Any] | None = None
     if rubric is not None:
         try:
@@ -114,8 +118,10 @@ def _read_text(path: Path) -> str:
 
 
 class _ShowProgress(Protocol):
-    """Opens a progress display for `total` answers, where 0 means that the number is unknown.
-    The context has an attribute `done`."""
+    """Opens a progress display for `total` answers, or for an unknown number if `total` is 0.
+
+    To update the display, set the attribute `done` of the context.
+    """
 
     def __call__(self, what: str, *, total: int = 0) -> AbstractContextManager[Any]: ...
 
@@ -135,9 +141,9 @@ def judge_answers(
 ) -> int:
     """Judge all answers, write the results to `out` as JSON lines, and print a table.
 
-    The results are in the order of the answers. Returns the number of failures. Raises ValueError
-    if the judge cannot be used. Raises JudgeStopped if it stops early; `out` then contains the
-    results so far.
+    The results have the same order as the answers. Returns the number of answers that could not be
+    judged. Raises ValueError if the judge cannot be used. Raises JudgeStopped if the judge stops
+    early, in which case `out` contains the results so far.
     """
     with JudgeService(settings, server=server) as judge:
         with show("starting the judge" if server else "connecting to the judge"):

@@ -1,10 +1,12 @@
-"""Builds the questions to the judge and parses its replies strictly.
+"""Builds the questions for the judge and strictly parses its replies.
 
-Trusted text is kept apart from a policy's text. The system message contains the instructions, the
-task and the criteria. The user message contains only the answer, as one line of JSON
-(`keel.rewards.judge.untrusted`) between two lines with a random word that is new in each call. The
-text that all answers in a group share comes first in the system message, so that the group can use
-the same prefix cache.
+Trusted text is kept separate from the policy's text. The system message contains the instructions,
+the task and the criteria. The user message contains only the answer, as one line of JSON
+(`keel.rewards.judge.untrusted`). The line is enclosed by two lines with a random word that is new
+for each call.
+
+The system message starts with the text that is the same for all answers in a group, so that their
+requests can share a prefix cache.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from jsonschema import Draft202012Validator
 from keel.rewards.judge.untrusted import as_json, fenced
 
 _TEMPLATE_VERSION = 1
-"""Part of the cache key. Increase it whenever a template changes."""
+"""Part of the cache key. Increase it whenever you change a template."""
 
 T = TypeVar("T")
 
@@ -62,26 +64,26 @@ def _read(schema: Mapping[str, Any], content: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[T]):
-    """One question to the judge, which takes one call."""
+    """A question for the judge. It takes one call."""
 
     instructions: str
-    """The trusted text, which contains the instructions, the task and the criteria."""
+    """The trusted text: the instructions, the task and the criteria."""
     material: Mapping[str, str]
     """The untrusted texts to judge, by name."""
     schema: Mapping[str, Any]
     """The JSON schema for the reply."""
     read: Callable[[str], T]
-    """Parses the content of the reply. Raises BadReply."""
+    """Parses the text of the reply. Raises BadReply if it does not match the schema."""
 
     def messages(self, fence: str) -> list[dict[str, str]]:
-        """Return a system and a user message, the two roles that every chat template supports."""
+        """Return a system and a user message. Every chat template supports these two roles."""
         return [
             {"role": "system", "content": f"{self.instructions}\n\n{_GUARD.format(fence=fence)}"},
             {"role": "user", "content": fenced(as_json(dict(self.material)), fence)},
         ]
 
     def key(self, *settings: Any) -> str:
-        """Hash everything that the reply depends on, except for the random fence."""
+        """Return a hash of everything that the reply depends on. The random fence is left out."""
         content = [_TEMPLATE_VERSION, self.messages("fence"), self.schema, settings]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -175,7 +177,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class MetaCheck:
-    """The result of checking whether the flaws that an evaluation claims are real."""
+    """The result of checking whether the flaws claimed in an evaluation are real."""
 
     analysis: str
     score: float
@@ -190,9 +192,12 @@ def rubric_question(
     *,
     thinking: str | None = None,
 ) -> Question[Mapping[str, tuple[float, str]]]:
-    """Ask the judge which criteria an answer meets. `criteria` maps IDs to texts and keeps its
-    order. The reply is read as a score and a reason for each ID. If `thinking` is not None, the
-    criteria apply to it instead of the answer."""
+    """Return a question that asks which criteria an answer meets.
+
+    `criteria` maps IDs to texts, and their order is kept. The reply is parsed into a score and a
+    reason for each ID. If `thinking` is given, the criteria apply to the thinking instead of the
+    answer.
+    """
     instructions = _RUBRIC.format(
         task=_task(task),
         reference=_reference(reference),
@@ -214,7 +219,10 @@ def rubric_question(
 def verify_question(
     task: Sequence[Mapping[str, Any]], reference: str, solution: str
 ) -> Question[Verification]:
-    """Ask the judge to find flaws in a proof and score it (DeepSeekMath-V2, 2025, section 2.1)."""
+    """Return a question that asks the judge to find the flaws in a proof and to score it.
+
+    See DeepSeekMath-V2 (2025), section 2.1.
+    """
     flaws = {"type": "array", "items": _TEXT}
     schema = _object({"evaluation": _TEXT, "flaws": flaws, "score": _choice(SCORES)})
 
@@ -232,8 +240,10 @@ def verify_question(
 def meta_question(
     task: Sequence[Mapping[str, Any]], solution: str, evaluation: str
 ) -> Question[MetaCheck]:
-    """Ask the judge whether the flaws that an evaluation claims are real. See DeepSeekMath-V2
-    (2025), section 2.1."""
+    """Return a question that asks whether the flaws claimed in an evaluation are real.
+
+    See DeepSeekMath-V2 (2025), section 2.1.
+    """
     schema = _object({"analysis": _TEXT, "score": _choice(SCORES)})
 
     def read(content: str) -> MetaCheck:

@@ -1,18 +1,20 @@
 """Rewards for proofs with a self-evaluation, and for evaluations of proofs: DeepSeekMath-V2 (2025).
 
-The policy writes a proof Y and its own evaluation Z, which ends in a score s'. A verifier scores
-the proof (s), and a meta-check scores whether the flaws that an evaluation claims are real:
+The policy writes a proof Y and its own evaluation Z, which ends in a score s'. A verifier gives the
+proof a score s. A meta-check scores whether the flaws claimed in an evaluation are real. The reward
+is
 
     R = R_format · (α · R_Y + (1 − α) · R_Z),    R_Z = (1 − |s' − R_Y|) · R_meta(Z)
 
-DeepSeekMath-V2 (2025), section 2.2, with α = 0.76. A policy that admits a flaw earns more than one
-that claims to be right, and less than one that repairs it.
+as in DeepSeekMath-V2 (2025), section 2.2, with α = 0.76. A policy that admits a flaw earns more
+than one that claims to be right, and less than one that repairs the flaw.
 
-The paper uses R_Y = s with a verifier trained against a meta-verifier. Here any model may verify,
-so its criticism is meta-checked too, as in the paper's automatic labelling (section 2.3), and only
-confirmed flaws cost the proof: R_Y = 1 − m · (1 − s), where m is the verifier's meta-check.
+In the paper, R_Y = s, and the verifier is trained against a meta-verifier. Here any model can be
+the verifier. Its criticism is therefore meta-checked too, as in the paper's automatic labelling
+(section 2.3). Only confirmed flaws reduce the reward: R_Y = 1 − m · (1 − s), where m is the
+meta-check of the verifier's evaluation.
 
-A policy can also be trained as the verifier (section 2.1). It evaluates a proof in its prompt,
+A policy can also be trained as a verifier (section 2.1). It then evaluates the proof in its prompt,
 whose score s is known:
 
     R = R_format · (1 − |s' − s|) · R_meta
@@ -40,7 +42,7 @@ Your own evaluation of that solution. Go through its key steps, point out every 
 you know of, and end with its score: \boxed{1} if it is complete and correct, \boxed{0.5} if it \
 has minor errors or leaves out details, \boxed{0} if it has a fatal error or a severe gap. An \
 honest low score is worth more than a false high one."""
-"""Instructions to the policy. Use them as the `system` message for a data source with proofs."""
+"""Instructions for the policy. Use them as the `system` message of a data source with proofs."""
 
 _SOLUTION = re.compile(r"^##[ \t]*Solution[ \t]*$", re.MULTILINE)
 _EVALUATION = re.compile(r"^##[ \t]*Self Evaluation[ \t]*$", re.MULTILINE)
@@ -53,22 +55,22 @@ class Proof:
     solution: str
     evaluation: str
     score: float
-    """s', the score that the answer gives itself: 0, 0.5 or 1."""
+    """s', the score that the policy gives its own proof: 0, 0.5 or 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProofSample:
-    """The results of judging a proof once."""
+    """The result of judging a proof a single time."""
 
     verification: Verification
     verifier_check: MetaCheck | None
-    """The meta-check on the verifier's evaluation, or None if the verifier found no flaw."""
+    """The meta-check of the verifier's evaluation. It is None if the verifier found no flaw."""
     self_check: MetaCheck
-    """The meta-check on the answer's evaluation of itself."""
+    """The meta-check of the policy's evaluation of its own proof."""
 
     @property
     def proof(self) -> float:
-        """The proof's reward R_Y."""
+        """R_Y, the reward for the proof itself."""
         confirmed = self.verifier_check.score if self.verifier_check else 1.0
         return 1 - confirmed * (1 - self.verification.score)
 
@@ -77,12 +79,12 @@ class ProofSpec(Spec):
     """`{"kind": "proof", "reference": "…", "alpha": 0.76}`. Both settings are optional."""
 
     reference: str | None = None
-    """A solution or marking notes for the verifier."""
+    """A solution or marking scheme for the verifier."""
     alpha: float = Field(0.76, ge=0, le=1)
-    """The weight on the proof itself. The rest rewards an honest self-evaluation."""
+    """α, the weight of the proof itself. The rest is for an honest self-evaluation."""
 
     def judged(self, proof: Proof, samples: Sequence[ProofSample]) -> Judged:
-        """Combine the samples into the reward, with every part averaged over the samples."""
+        """Compute the reward from the samples. Each part is averaged over the samples."""
         proofs = [sample.proof for sample in samples]
         right = sum(proofs) / len(proofs)
         honest = 1 - abs(proof.score - right)
@@ -108,16 +110,19 @@ class ProofSpec(Spec):
         return Judged(value, parts, tuple(verdicts))
 
     def missed(self, reason: str) -> Judged:
-        """Return the result for a malformed answer (R_format = 0), without asking the judge."""
+        """Return the result for a malformed answer (R_format = 0). The judge is not asked."""
         names = ("proof", "self_score", "self_meta", "verifier_meta", "proof_format")
         parts: dict[str, float] = dict.fromkeys((*names, "disagreement"), 0.0)
         return Judged(0.0, parts, (CriterionVerdict("proof_format", 0.0, reason),))
 
 
 def read_proof(answer: str) -> Proof | str:
-    """Split an answer into its two sections and its score, or describe why it is malformed. A
-    malformed answer has R_format = 0. Each title must appear exactly once, with the solution
-    first and nothing before it, and the evaluation must contain a boxed score."""
+    """Split an answer into its solution, its self-evaluation and its score.
+
+    The answer must start with the solution, and each of the two titles must occur exactly once. The
+    evaluation must contain a boxed score. If the answer is malformed (R_format = 0), the reason is
+    returned instead.
+    """
     solutions = list(_SOLUTION.finditer(answer))
     evaluations = list(_EVALUATION.finditer(answer))
     if len(solutions) != 1 or len(evaluations) != 1:
@@ -162,10 +167,10 @@ class VerificationSpec(Spec):
     problem: str = Field(pattern=r"\S")
     proof: str = Field(pattern=r"\S")
     score: float = Field(ge=0, le=1)
-    """The known score s for the proof."""
+    """s, the known score of the proof."""
 
     def judged(self, evaluation: Evaluation, samples: Sequence[MetaCheck]) -> Judged:
-        """Compute the reward R from the mean meta-check over the samples."""
+        """Compute the reward R. The meta-check is averaged over the samples."""
         checks = [sample.score for sample in samples]
         near, meta = 1 - abs(evaluation.score - self.score), sum(checks) / len(checks)
         spread = max(checks) - min(checks)
@@ -178,14 +183,15 @@ class VerificationSpec(Spec):
         return Judged(near * meta, parts, verdicts)
 
     def missed(self, reason: str) -> Judged:
-        """Return the result for a malformed answer (R_format = 0), without asking the judge."""
+        """Return the result for a malformed answer (R_format = 0). The judge is not asked."""
         verdict = CriterionVerdict("verification_format", 0.0, reason)
         parts: dict[str, float] = dict.fromkeys(_VERIFICATION_PARTS, 0.0)
         return Judged(0.0, parts, (verdict,))
 
 
 def read_evaluation(answer: str) -> Evaluation | str:
-    """Parse an evaluation and its score, or describe why it is malformed (R_format = 0)."""
+    """Parse an evaluation and its score. If it is malformed (R_format = 0), the reason is returned
+    instead."""
     score = _boxed_score(answer)
     if score is None:
         return "has no boxed score of 0, 0.5 or 1"

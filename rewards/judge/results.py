@@ -1,4 +1,4 @@
-"""Data types for the judge's results and counters, and the interface to a judge server."""
+"""Data types for the judge's results and counters, and the interface to the judge's server."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from keel.rl.metrics import Mean, Metric, Sum
 
 FailureKind = Literal["timeout", "unreachable", "busy", "server", "too_long", "refused", "invalid"]
-"""Why a call failed. In order: no reply in time, no connection, status 429, status 5xx, a
-request longer than the judge's context, another HTTP error, and a reply that does not match its
-schema."""
+"""Why a call failed. In order: no reply in time, no connection, status 429, status 5xx, a request
+longer than the judge's context, another HTTP error, and a reply that does not match its schema."""
 
 
 @dataclass(frozen=True, slots=True)
 class CriterionVerdict:
-    """How well an answer meets one criterion, over all samples."""
+    """How well an answer meets one criterion, averaged over all samples."""
 
     name: str
     score: float
     """The mean score, from 0 to 1."""
     reason: str
-    """The reason that the judge gave in the first sample."""
+    """The judge's reason in the first sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +34,26 @@ class Judged:
     value: float
     """The total score, from 0 to 1."""
     parts: Mapping[str, float]
-    """Reward parts from 0 to 1. All prompts of one kind have the same parts. `disagreement` says
-    how much the samples differ."""
+    """The reward parts, from 0 to 1. They are the same for all prompts of one kind. `disagreement`
+    measures how much the samples differ."""
     verdicts: tuple[CriterionVerdict, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Says why a completion could not be judged. It gets no score and is dropped from its group."""
+    """Says why a completion could not be judged. The completion is dropped from its group."""
 
     kind: FailureKind
     reason: str
 
 
 class Unjudged(Exception):
-    """Raised if a call to the judge gave no usable result. The judge turns it into `Failed`.
-    `after_s` is how long the endpoint asks to wait before a retry. `thinking` is how many
-    characters of thinking the call contained."""
+    """Raised if a call to the judge gave no usable result. The judge service turns it into
+    `Failed`.
+
+    `after_s` is how long the endpoint asks to wait before a retry. `thinking` is the number of
+    characters of thinking in the request.
+    """
 
     def __init__(
         self, kind: FailureKind, reason: str, *, retry: bool, after_s: float = 0, thinking: int = 0
@@ -62,34 +64,35 @@ class Unjudged(Exception):
 
 
 class JudgeStopped(RuntimeError):
-    """Raised if the call limit is reached, too many calls fail, or the judge's server is gone."""
+    """Raised if the call limit is reached, too many calls have failed, or the judge's server is
+    gone."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of a judge since it started. The judge updates its own counts in place."""
+    """Counts everything that the judge has done since it started. The judge updates it in place."""
 
     judged: int = 0
-    """Answers that were judged, including cached ones and those that needed no call."""
+    """Answers that were judged. This includes cached answers and those that needed no call."""
     failed: Counter[FailureKind] = field(default_factory=Counter[FailureKind])
-    """How many answers could not be judged, for each reason."""
+    """The number of answers that could not be judged, by kind of failure."""
     unasked: int = 0
-    """Answers that scored 0 without a call because they were blank, too long or malformed."""
+    """Answers that scored 0 unjudged because they were blank, too long or malformed."""
     calls: int = 0
-    """Requests that were sent, including retries."""
+    """Requests that were sent. Retries count too."""
     cached: int = 0
-    """Requests answered from the cache or by an identical request that was already running."""
+    """Questions answered from the cache or by an identical request in progress."""
     prompt_tokens: int = 0
     reply_tokens: int = 0
     retried: Counter[FailureKind] = field(default_factory=Counter[FailureKind])
-    """How many retries followed each kind of failure."""
+    """The number of retries, by kind of failure."""
     call_s: Mean = Mean(0.0, 0)  # noqa: RUF009
     """The total duration of all requests, including failed ones."""
     queue_s: Mean = Mean(0.0, 0)  # noqa: RUF009
     """The total time that questions waited for one of the `max_concurrent` slots."""
 
     def since(self, previous: Counts) -> dict[str, Metric]:
-        """Compute metrics for the period since the counts in `previous`."""
+        """Return metrics for the time since `previous` was recorded."""
         metrics: dict[str, Metric] = {
             f"judge/{name}": Sum(getattr(self, count) - getattr(previous, count))
             for name, count in JUDGE_COUNTS.items()
@@ -119,7 +122,7 @@ JUDGE_COUNTS = {
 
 
 class ServedJudge(Protocol):
-    """A judge server that this run starts and owns."""
+    """A judge server that this run starts and stops."""
 
     @property
     def key(self) -> str:
@@ -127,14 +130,16 @@ class ServedJudge(Protocol):
         ...
 
     def url(self) -> str:
-        """Return the server's URL, after starting or restarting the server if needed. The call
-        blocks until the server is ready and is safe from any thread. Raises RuntimeError if the
-        server does not start."""
+        """Return the server's URL. The server is started or restarted if necessary.
+
+        The call blocks until the server is ready, and any thread may make it. Raises RuntimeError
+        if the server does not start.
+        """
         ...
 
 
 class Spec(BaseModel):
-    """The fields that all reward specs for a judge may have."""
+    """The fields that every reward spec for a judge may have."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     kind: str = ""
@@ -143,7 +148,7 @@ class Spec(BaseModel):
 
     @classmethod
     def parse(cls, spec: Mapping[str, Any]) -> Self:
-        """Read a reward spec. Raises ValueError with the name of a bad field."""
+        """Parse a reward spec. Raises ValueError with the name of the invalid field."""
         try:
             return cls.model_validate(dict(spec))
         except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Rubrics with weighted criteria for a prompt, and built-in rubrics for refusals."""
+"""Rubrics with weighted criteria, and built-in rubrics for refusals."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from keel.rewards.judge.prompts import Question, rubric_question
 from keel.rewards.judge.results import CriterionVerdict, Judged, Spec
 
 _SUM_TOLERANCE = 1e-3
-"""How far the weights may be from a sum of 1, so that three times 0.333 is accepted."""
+"""How far the sum of the weights may be from 1. It allows three weights of 0.333."""
 
 Sample = Mapping[str, tuple[float, str]]
-"""One reply from the judge, which maps criterion names to scores and reasons."""
+"""One reply from the judge. It maps the name of each criterion to a score and a reason."""
 
 
 class Criterion(BaseModel):
-    """One thing that the judge checks in an answer."""
+    """A single requirement that the judge checks in an answer."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     name: str = Field(pattern=r"\S")
     text: str = Field(pattern=r"\S")
     weight: float = Field(gt=0, allow_inf_nan=False)
-    """The criterion's share of the reward. The weights in a rubric sum to 1."""
+    """The criterion's share of the reward. All weights in a rubric sum to 1."""
     thinking: bool = False
-    """Apply this criterion to the thinking instead of the answer."""
+    """If set, the criterion applies to the thinking instead of the answer."""
 
 
 class Rubric(Spec):
-    """Criteria that an answer can meet (1), partly meet (0.5) or miss (0)."""
+    """A list of criteria. An answer can meet each one fully (1), partly (0.5) or not at all (0)."""
 
     criteria: tuple[Criterion, ...] = Field(min_length=1, max_length=32, strict=False)
     reference: str | None = None
-    """An optional reference answer for the judge."""
+    """An optional reference answer, which the judge sees."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -50,9 +50,11 @@ class Rubric(Spec):
     def questions(
         self, task: Sequence[Mapping[str, Any]], answer: str, thinking: str, *, sample: int
     ) -> list[tuple[Sequence[Criterion], Question[Sample]]]:
-        """Return the questions for one sample: one each for the answer and the thinking, if
-        needed. The order of the criteria is rotated from sample to sample, because it influences
-        judges."""
+        """Return the questions for one sample. The criteria for the answer and those for the
+        thinking are asked in separate questions.
+
+        The order of the criteria is rotated from sample to sample, because it influences the judge.
+        """
         calls: list[tuple[Sequence[Criterion], Question[Sample]]] = []
         for about_thinking in (False, True):
             criteria = [c for c in self.criteria if c.thinking == about_thinking]
@@ -79,8 +81,10 @@ class Rubric(Spec):
         return f"c{self.criteria.index(criterion) + 1}"
 
     def judged(self, samples: Sequence[Sample]) -> Judged:
-        """Average each criterion over the samples and combine the criteria by their weights.
-        `disagreement` is the weighted mean of max − min over the samples."""
+        """Average the scores of each criterion over the samples, and return their weighted sum.
+
+        `disagreement` is the weighted mean of max − min over the samples.
+        """
         total = sum(c.weight for c in self.criteria)
         value = spread = 0.0
         verdicts: list[CriterionVerdict] = []
@@ -93,7 +97,7 @@ class Rubric(Spec):
         return Judged(value, {"rubric": value, "disagreement": spread}, tuple(verdicts))
 
     def missed(self, reason: str) -> Judged:
-        """Return a result with score 0 on every criterion, without asking the judge."""
+        """Return a result with score 0 for every criterion. The judge is not asked."""
         verdicts = tuple(CriterionVerdict(c.name, 0.0, reason) for c in self.criteria)
         return Judged(0.0, {"rubric": 0.0, "disagreement": 0.0}, verdicts)
 
@@ -112,15 +116,16 @@ _HELPS = Criterion(
     "does not matter.",
 )
 REFUSAL = {"kind": "refusal", "refuse": True}
-"""The reward spec behind the part `refusal`, which works for any prompt."""
+"""The reward spec for the part `refusal`. It works for any prompt."""
 
 
 class Refusal(Spec):
-    """Says whether an answer should decline its task."""
+    """A spec that states whether an answer should decline its task."""
 
     refuse: bool
 
     @classmethod
     def rubric(cls, spec: Mapping[str, Any]) -> Rubric:
-        """Read `{"kind": "refusal", "refuse": true}`. If `refuse` is false, declining is wrong."""
+        """Parse `{"kind": "refusal", "refuse": true}` and return its rubric. If `refuse` is false,
+        declining is wrong."""
         return Rubric(criteria=(_DECLINES if cls.parse(spec).refuse else _HELPS,))

@@ -1,4 +1,4 @@
-"""Judges completions in a background thread, by the rubric or proof spec in their prompts."""
+"""Judges completions in a background thread, using the reward specs of their prompts."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 10.0
 _LONG = 0.1
-"""If a request exceeds the judge's context, the completion is at fault only if it has more than
-this share of `max_characters`. Otherwise the task is too long."""
+"""Decides what happens if a request exceeds the judge's context. A completion with more than this
+fraction of `max_characters` scores 0. For a shorter one the task is too long, and it counts as a
+failure of the judge."""
 
 
 class JudgeService:
@@ -54,9 +55,12 @@ class JudgeService:
     def __init__(
         self, settings: JudgeConfig, *, server: ServedJudge | None = None, backoff_s: float = 0.5
     ) -> None:
-        """Open the judge's endpoint and start the thread. `server` is a server that this run owns
-        and that replaces `base_url`. `backoff_s` is the pause before the first retry. Raises
-        ValueError with the name of a setting that cannot be used."""
+        """Open the judge's endpoint and start the thread.
+
+        If `server` is given, it is a server that this run owns, and it replaces `base_url`.
+        `backoff_s` is the pause before the first retry. Raises ValueError with the name of a
+        setting that cannot be used.
+        """
         # Imported late: few runs have a judge, and openai takes more than a second to load.
         from keel.rewards.judge.client import JudgeEndpoint  # noqa: PLC0415
 
@@ -70,18 +74,18 @@ class JudgeService:
         self._thread.start()
 
     def submit(self, prompt: Prompt, trajectory: Trajectory) -> Future[Judged | Failed]:
-        """Start judging a trajectory's final answer, like `submit_text`."""
+        """Start judging a trajectory's final answer. See `submit_text`."""
         messages = trajectory.messages
         return self.submit_text(prompt, final_text(messages), thinking=thinking_text(messages))
 
     def submit_text(
         self, prompt: Prompt, answer: str, *, thinking: str = ""
     ) -> Future[Judged | Failed]:
-        """Start judging an answer by `prompt.reward`. Every request has a deadline.
+        """Start judging an answer by the spec in `prompt.reward`. Every request has a deadline.
 
-        Only criteria that ask for `thinking` see it, and any thinking inside `answer` is removed.
-        The future raises ValueError for a bad spec, and JudgeStopped if the call limit is reached
-        or too many completions could not be judged.
+        Only criteria that apply to the thinking see `thinking`. Thinking inside `answer` is
+        removed. The future raises ValueError if the spec is malformed. It raises JudgeStopped if
+        the call limit is reached or too many completions could not be judged.
         """
         if self._closed:
             raise RuntimeError("the judge is closed")
@@ -89,7 +93,7 @@ class JudgeService:
         return asyncio.run_coroutine_threadsafe(judgement, self._loop)
 
     def check_reachable(self) -> None:
-        """Test the judge with one small request. Raises ValueError if that fails, and
+        """Test the judge with one small request. Raises ValueError if the request fails, and
         JudgeStopped if this run's own server does not start."""
         task = [{"role": "user", "content": "Name a colour."}]
         question = rubric_question(task, {"c1": "The answer names a colour."}, "", "Blue.")
@@ -105,12 +109,12 @@ class JudgeService:
             ) from error
 
     def counts(self) -> Counts:
-        """Return a copy of the judge's counts."""
+        """Return a copy of the judge's counters."""
         counts = self._counts
         return replace(counts, failed=Counter(counts.failed), retried=Counter(counts.retried))
 
     def close(self) -> None:
-        """Cancel the judgements in progress and stop the thread."""
+        """Cancel all unfinished judgements and stop the thread."""
         if self._closed:
             return
         self._closed = True

@@ -1,4 +1,4 @@
-"""Reads the reward specs that need a judge model."""
+"""Parses the reward specs that need a judge model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Encodes a policy's text for a judge so that it cannot be mistaken for instructions.
+"""Encodes the policy's text for a judge, so that the judge cannot mistake it for instructions.
 
-The encoding is lossless and gives a single line without control tokens.
+The encoding is lossless. Its result is a single line without control tokens.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ _ESCAPED = re.compile(
 
 
 def as_json(value: Any) -> str:
-    """Encode a text as JSON on one line of visible characters, without chat-template tokens."""
+    """Encode a value as one line of JSON with visible characters and no chat-template tokens."""
     return _ESCAPED.sub(_escape, json.dumps(value, ensure_ascii=False))
 
 
 def inert(text: str) -> str:
-    """Escape plain text like `as_json`, but keep its lines, for example in a tool's result."""
+    """Escape plain text like `as_json`, but keep its line breaks. Use it for a tool's result, for
+    example."""
     return _ESCAPED.sub(_escape, text)
 
 
 def size(text: str) -> int:
-    """Return how long a text is as JSON, without the quotes."""
+    """Return the length of a text when it is encoded as JSON, without the quotes."""
     return len(as_json(text)) - 2
 
 
 def tail(text: str, max_size: int) -> str:
-    """Return the end of a text, with at most `max_size` characters when encoded as JSON."""
+    """Return the end of a text. Encoded as JSON, it has at most `max_size` characters."""
     text = text[-max_size:]
     while size(text) > max_size:
         text = text[len(text) // 4 + 1 :]
@@ -57,7 +58,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def new_fence() -> str:
-    """Return a random word that the author of the material could not have known."""
+    """Return a random word that the policy cannot have known."""
     return secrets.token_hex(16)
 
 

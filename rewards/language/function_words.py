@@ -1,4 +1,4 @@
-"""Function words in many languages, used to tell running text from code and formulas."""
+"""Function words in many languages. They tell running text from code and formulas."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ada adalah akan atau bahwa dalam dan dari dengan di ini itu juga ke kita maka ol
 tidak untuk yang
 """
 KEYWORDS = frozenset(_KEYWORDS.split())
-"""Keywords from programming languages. Many are English words too, so they prove nothing."""
+"""Keywords of programming languages. Many are also English words, so they do not indicate text."""
 FUNCTION_WORDS = frozenset(_FUNCTION_WORDS.split()) - KEYWORDS
 """Function words in English, German, French, Spanish, Portuguese, Italian, Polish, Dutch, Swedish,
 Turkish and Indonesian."""

@@ -1,16 +1,17 @@
-"""Measures which share of a completion's words, from 0 to 1, is in the prompt's language.
+"""Measures the fraction of a completion's words that is in the language of the prompt.
 
-Code, formulas, links, tags, identifiers and single Latin letters are set aside, except for running
-text inside them: `$Das ist die Antwort$` is a sentence. Running text is
+Code, formulas, links, tags, identifiers and single Latin letters do not count. Running text inside
+them does count: `$Das ist die Antwort$` is a sentence. Running text is
 
 - in scripts other than Latin: a few words, since keywords and variables are not written in them;
-- in Latin script: three or more words separated by spaces and commas only. Two of them, and a
-  share, must be function words ("the", "und", "que") or have non-ASCII letters outside a list.
+- in Latin script: three or more words separated only by spaces and commas. At least two of them,
+  and a minimum fraction, must be function words ("the", "und", "que") or, outside a list, have
+  non-ASCII letters.
 
-The remaining text is split into sentences. A sentence counts by its letters in the prompt's script,
-and not at all if a language detector (py3langid) is sure of another language. Short sentences are
-judged by their script alone. If prompt or completion have too few words, the share is 1. All
-functions accept untrusted text and run in linear time.
+The text that counts is split into sentences. Each sentence contributes its letters in the prompt's
+script. If a language detector (py3langid) is sure that a sentence is in another language, it
+contributes none. For short sentences only the script matters. If the prompt or the completion has
+too few words, the result is 1. All functions accept untrusted text and run in linear time.
 """
 
 from __future__ import annotations
@@ -36,20 +37,22 @@ _SCRIPT_LETTERS = {
     name: regex.compile(rf"(?=[\p{{L}}\p{{M}}]){signs}") for name, signs in _SCRIPTS.items()
 }
 _WEIGHT = {"han": 3.0, "kana": 2.0, "hangul": 2.0}
-"""How many alphabetic letters a character in other scripts counts as, so that words compare."""
+"""How many alphabetic letters one character of another script counts as. This makes word lengths in
+different scripts comparable."""
 _USED_WITH = {"kana": {"han"}, "hangul": {"han"}}
-"""Maps each script to the scripts that are used together with it."""
+"""Maps a script to the other scripts that appear together with it."""
 
 _SENTENCES = regex.compile(r"[\p{Sentence_Terminal}…\n]+")
 
 _MIN_PROMPT_LETTERS, _MIN_SENTENCE_LETTERS = 8.0, 20.0
-"""How many letters a prompt or a sentence must have for its language to be detected."""
+"""The minimum number of letters in a prompt and in a sentence for detecting its language."""
 _CODE_WEIGHT = 0.25
-"""The weight given to letters in code comments and strings, which are often English."""
+"""The weight of letters in code comments and strings, which are often in English."""
 _MAX_DETECTED = 400
-"""How many characters of a sentence are passed to the language detector."""
+"""The language detector sees at most this many characters of a sentence."""
 _MIN_LIKELIHOOD = 0.1
-"""A sentence is foreign if the prompt's language and related ones are less likely than this."""
+"""A sentence counts as foreign if the prompt's language and its relatives together have a lower
+probability than this."""
 _KIN = (
     {"no", "nb", "nn", "da"},
     {"hr", "bs", "sr", "sl"},
@@ -60,15 +63,19 @@ _KIN = (
     {"pt", "gl"},
     {"ru", "bg"},
 )
-"""Groups of related languages that cannot be told apart by a short sentence."""
+"""Groups of related languages that cannot be distinguished by a short sentence."""
 _RARE = frozenset({"an", "br", "eo", "ht", "la", "lb", "oc", "qu", "rw", "se", "vo", "wa"})
-"""Languages that are not detected, because short sentences in others are mistaken for them."""
+"""Languages that are never detected, because short sentences in other languages are mistaken for
+them."""
 
 
 def language(spec: Mapping[str, Any]) -> Callable[[str], float]:
-    """Build a verifier that scores the output of `TextTrajectory.dumps()` over all turns. `spec`
-    contains the text of the `prompt`, and `of` says what to measure: "answer", "thinking", or
-    "both" for their mean."""
+    """Build a verifier that measures how much of a trajectory is in the language of its prompt.
+
+    The verifier takes the output of `TextTrajectory.dumps()` and covers all turns. `spec` contains
+    the text of the `prompt`. Its field `of` selects what to measure: "answer", "thinking", or
+    "both" for their mean.
+    """
     prompt, of = str(spec["prompt"]), str(spec["of"])
     _detector()  # loaded before the deadline of the first completion starts
 
@@ -83,7 +90,7 @@ def language(spec: Mapping[str, Any]) -> Callable[[str], float]:
 
 
 def language_share(prompt: str, text: str) -> float:
-    """Return which share of the letters in `text` is in the language of `prompt`."""
+    """Return the fraction of the letters in `text` that are in the language of `prompt`."""
     allowed, language = _prompt_language(prompt)
     if not allowed:
         return 1.0
@@ -105,7 +112,7 @@ def language_share(prompt: str, text: str) -> float:
 
 @lru_cache(maxsize=16)  # siblings share their prompt
 def _prompt_language(prompt: str) -> tuple[frozenset[str], str]:
-    """Return the scripts and language to answer in, or nothing if the prompt is too short."""
+    """Return the scripts and the language to answer in, both empty if the prompt is too short."""
     words = words_of(prompt)
     scripts = _letters_by_script(words)
     total = sum(scripts.values())
@@ -169,22 +176,24 @@ _LATIN = regex.compile(r"\p{Script=Latin}")
 _GREEK = regex.compile(r"\p{Script=Greek}{1,2}")
 
 _ASIDE_RUN = 3
-"""This many words set aside in a row may be text in disguise."""
+"""This many identifiers in a row may be ordinary text in disguise."""
 _MIN_WORDS, _MIN_FUNCTION_WORDS = 3, 2
 _FUNCTION_WORDS_SHARE = 0.15
-"""The share of words in running text that must be function words."""
+"""The minimum fraction of function words in running text."""
 _MIN_LETTERS = 6
-"""How many letters running text must have if it is not in Latin script."""
+"""The minimum number of letters in running text that is not in Latin script."""
 
 
 def words_of(text: str) -> str:
-    """Remove code, formulas, links, tags and identifiers from a text."""
+    """Return a text without its code, formulas, links, tags and identifiers."""
     return "".join(_prose_and_code(text))
 
 
 def _prose_and_code(text: str) -> tuple[str, str]:
-    """Return the words outside code blocks, and the running text inside them. A formula must end
-    in the paragraph in which it begins. A code block may also end with the text."""
+    """Split a text into the words outside code blocks and the running text inside them.
+
+    A formula must end in the paragraph where it starts. A code block may also end with the text.
+    """
     prose: list[str] = []
     code: list[str] = []
     aside: list[str] = []  # consecutive formulas and code spans without words in between
@@ -226,7 +235,8 @@ def _prose_and_code(text: str) -> tuple[str, str]:
 
 
 def _without_identifiers(text: str) -> str:
-    """Remove identifiers, links and tags, unless they read as text, like `DAS IST DIE ANTWORT`."""
+    """Remove identifiers, links and tags. Those that form text, like `DAS IST DIE ANTWORT`, are
+    kept."""
     parts: list[str] = []
     row: list[str] = []
     end = 0

@@ -1,4 +1,4 @@
-"""Finds out which choice a completion gives as its answer to a multiple-choice question."""
+"""Finds the choice that a completion selects in a multiple-choice question."""
 
 from __future__ import annotations
 
@@ -61,11 +61,14 @@ def _exclusions(choice: str) -> re.Pattern[str]:
 def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     r"""Build a verifier that checks whether a completion selects the right choice.
 
-    In `spec`, `answer` is a letter or the text of a choice. `choices` is a list of texts, lettered
-    from A, or an object that maps letters to texts. Without it, only letters are recognized. The
-    verifier looks at marked text (`\boxed{}`, `<answer>`) first, then at what follows "answer is"
-    or "answer:", at the last line, and at the whole text. Naming two different choices is wrong.
-    Raises ValueError for malformed choices, and for an answer that is not among them.
+    In `spec`, `answer` is the letter or the text of the right choice. `choices` is a list of texts,
+    which get the letters A, B and so on, or an object that maps letters to texts. Without
+    `choices`, only letters are recognized.
+
+    The verifier first looks at marked text (`\boxed{}`, `<answer>`), then at the text after "answer
+    is" or "answer:", then at the last line, and finally at the whole text. A completion that names
+    two different choices is wrong. Raises ValueError if the choices are malformed or the answer is
+    not among them.
     """
     texts = _texts(spec.get("choices"))
     letters = set(texts) if texts else set(string.ascii_uppercase)
@@ -150,8 +153,8 @@ def _texts(choices: Any) -> dict[str, str]:
 
 
 def _standing_alone(text: str) -> str:
-    """Match a text only where it is not part of a longer word or number. The choice 5, for
-    example, does not occur in 2.5, -5, 5 %, 5!, <5 or a fraction."""
+    """Build a pattern that matches a text only if it is not part of a longer word or number. For
+    example, the choice 5 does not match in 2.5, -5, 5 %, 5!, <5 or a fraction."""
     if not text[0].isdigit() and not text[-1].isdigit():
         return rf"(?<!\w){re.escape(text)}(?!\w)"
     before = r"(?<![\w+±√^<>{×·-])(?<!\d[.,/:*])(?<![<>*×·+]\s)(?<!\\cdot)(?<!\\cdot\s)(?<!\\times)"

@@ -1,9 +1,9 @@
 """Parses LaTeX formulas and compares them by their values at sample points.
 
-A formula is accepted only if the grammar covers all of it, and parsing takes linear time. Two
-formulas are equal if they agree to 80 digits at points whose coordinates are derived from the names
-of their symbols. Nothing is expanded and every number is bounded, so `(x+y+z)^{500}` costs just one
-power.
+A formula is accepted only if the grammar covers all of it. Parsing takes linear time. Two formulas
+are equal if they agree to 80 digits at the sample points. The coordinates of these points are
+derived from the names of the symbols. Formulas are never expanded and all numbers are bounded, so
+`(x+y+z)^{500}` costs just one power.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _DIGITS = 100
 _context: Any = mpmath.mp.clone()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 _context.dps = _DIGITS
 _MOST_DIGITS = 1_500
-"""The precision used for sums whose terms have very different sizes."""
+"""The number of digits for sums whose terms differ greatly in size."""
 _LARGEST = 10**15
-"""The largest exponent and the largest argument that a function may have."""
+"""The largest allowed exponent, and the largest allowed argument of a function."""
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<command>\\[A-Za-z]+|\\[|])"
     r"|(?P<word>[a-z]{4,})|(?P<name>[A-Z]{2,}(?![a-z_'])|[A-Za-z])|(?P<other>\S))"
@@ -40,26 +40,27 @@ vec hat mathbf mathcal mathbb mathfrak overrightarrow tilde widehat dot overline
 """Commands whose argument becomes part of a symbol's name."""
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _OPENS_FUNCTION = frozenset("fghEFGP")
-"""Letters that denote functions if a bracket follows. `x(x+1)` and `n(n+1)` are products."""
+"""Letters that denote a function if a bracket follows them. Other letters form a product, as in
+`x(x+1)` and `n(n+1)`."""
 
 Value = Any
 """A number from mpmath."""
 Node = Callable[[int], Value]
-"""Computes the value of a formula at the sample point with the given number."""
+"""Takes the number of a sample point and returns the value of a formula there."""
 
 
 class Unreadable(ValueError):
-    """Raised if a text is not in the grammar or a formula has no bounded value."""
+    """Raised if the grammar does not cover a text, or if a formula has no bounded value."""
 
 
 class LostTerm(Exception):
-    """Raised if a term in a sum is too small for the current precision."""
+    """Raised if a term of a sum is too small for the current precision."""
 
 
 @dataclass(frozen=True)
 class Formula:
-    """A parsed formula. `work` contains the operations on constants that a question might ask
-    for, such as `binom`, `!` or `sin`."""
+    """A parsed formula. `work` contains the operations on constants, such as `binom`, `!` or `sin`,
+    because computing them may be what the question asks for."""
 
     node: Node
     text: str = ""
@@ -68,7 +69,10 @@ class Formula:
     imaginary: bool = False
 
     def at(self, point: int) -> Value | None:
-        """Return the value at a point, or None outside the domain or if the value is too large."""
+        """Return the value at a sample point.
+
+        Returns None if the formula is undefined there or the value is too large.
+        """
         try:
             value = self.node(point)
             if 0 < abs(value) < _digit(10 - _context.dps):  # rounding errors shrink with precision
@@ -79,7 +83,7 @@ class Formula:
             return None
 
     def constant(self) -> Value | None:
-        """Return the value of a formula without symbols, or None if it has any."""
+        """Return the value of the formula, or None if it contains symbols."""
         try:
             return None if self.names else self.at(0)
         except LostTerm:
@@ -87,19 +91,19 @@ class Formula:
 
 
 def number(value: Any) -> Value:
-    """Convert a fraction to a number from mpmath."""
+    """Convert a fraction to an mpmath number."""
     return _context.mpf(value.numerator) / value.denominator
 
 
 def close(left: Value, right: Value) -> bool:
-    """Return whether two values agree, apart from the last 20 digits of the larger one."""
+    """Return whether two values are equal, ignoring the last 20 digits of the larger one."""
     bound = max(abs(left), abs(right)) * _digit(20 - _context.dps)
     return bool(left == right or abs(left - right) <= bound < _context.inf)
 
 
 def equal(one: Formula, other: Formula, *, ratio: bool = False) -> bool:
-    """Return whether two formulas have the same values at all sample points. With `ratio` they
-    may differ by a constant factor."""
+    """Return whether two formulas have the same values at all sample points. If `ratio` is set,
+    they may differ by a constant factor."""
     symbols = bool(one.names or other.names)
     for digits in (_DIGITS, _MOST_DIGITS):
         with _context.workdps(digits):
@@ -138,7 +142,8 @@ def read(text: str) -> Formula:
 
 
 class _Reader:
-    """A recursive-descent parser. Each method returns the node for the text that it has read."""
+    """A recursive-descent parser. Its parsing methods return a node for the text that they have
+    read."""
 
     def __init__(self, text: str) -> None:
         self.tokens = [(m.lastgroup or "", m[m.lastgroup or 0]) for m in _TOKEN.finditer(text)]
@@ -171,8 +176,11 @@ class _Reader:
         return True
 
     def expression(self, level: int = 0) -> Node:
-        r"""Read an expression. Level 0 is a sum, 1 a product, 2 the argument of a function
-        without brackets such as `\sin`, and 3 a power."""
+        r"""Parse an expression and return its node.
+
+        `level` is 0 for a sum, 1 for a product, 2 for the argument of a function without brackets
+        such as `\sin`, and 3 for a power.
+        """
         symbols = self.symbols
         if self.token in ("+", "-"):
             negative = self.take() == "-"
@@ -322,15 +330,15 @@ class _Reader:
                 return "".join(token for _, token in self.tokens[start : self.at]).strip("{}")
 
     def worked(self, name: str, symbols: int, node: Node) -> Node:
-        """Record an operation on constants, unless a symbol has been read since it began."""
+        """Record an operation, but only if its operands contain no symbols. Returns the node."""
         if self.symbols == symbols:
             self.work.add(name)
         return node
 
 
 def _coordinate(point: int, name: str) -> Value:
-    """Return a symbol's value at a point, derived from its name. It is positive at points 0 and
-    3."""
+    """Return the value of a symbol at a sample point. It is derived from the symbol's name, and
+    positive at points 0 and 3."""
     drawn = crc32(f"{point} {name}".encode())
     sign = -1 if point % 3 and drawn >> 8 & 1 else 1
     return _context.mpf(sign * (3 * (drawn % 100_003) + 50_000)) / 150_000

@@ -1,4 +1,4 @@
-"""Checks that a completion's answer is JSON that is valid under a schema."""
+"""Checks that the answer of a completion is JSON that is valid under a schema."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _ONE_LINE = re.compile(r"^[ \t]*```(?:json)?[ \t]*([^`\s][^`\n]*)```[ \t]*$", re
 
 
 def schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    r"""Build a verifier that checks for JSON that is valid under the schema in `answer`.
+    r"""Build a verifier that checks whether an answer is valid under the JSON schema in
+    `spec["answer"]`.
 
-    Formats other than IRIs are checked too. If the whole answer parses, it is the JSON.
-    Otherwise the verifier uses the marked text (`\boxed{}`, `<answer>`, `<json>`) or the last
-    fenced code block that parses. References must stay within the schema, and nothing is
-    downloaded. Raises ValueError for an invalid schema.
+    If the whole answer can be parsed as JSON, it is checked. Otherwise the verifier checks the
+    marked text (`\boxed{}`, `<answer>`, `<json>`) or the last fenced code block that can be parsed.
+    Formats are checked too, except for IRIs. References must stay within the schema, and nothing is
+    downloaded. Raises ValueError if the schema is invalid.
     """
     # Imported late: this takes a fifth of a second.
     from jsonschema import Draft202012Validator, SchemaError  # noqa: PLC0415

@@ -1,11 +1,12 @@
-r"""Compares an answer with the known one by value, so that `\frac12`, `1/2` and `0.5` are equal.
+r"""Compares an answer with the right one by value, so that `\frac12`, `1/2` and `0.5` are equal.
 
-Both texts are processed in the same way. `plain` rewrites a text in one notation. `parse` reads all
-of it as a number, formula, list, set, region or relation, or keeps it as text if that is
-impossible. `_same` compares the two results. Plain numbers are exact fractions,
-`keel.rewards.rules.formula` evaluates formulas, and a text is equal only to itself. math-verify's
-parser evaluates sums, integrals and determinants once in the known answer, but never in a
-completion.
+Both texts go through the same steps. `plain` normalizes the notation. `parse` reads the text as a
+number, formula, list, set, region or relation. If it cannot read all of the text, the text stays as
+it is. `_same` then compares the two results.
+
+Plain numbers are exact fractions. `keel.rewards.rules.formula` evaluates formulas. A text equals
+only the same text. Sums, integrals and determinants are evaluated by math-verify's parser, but only
+in the right answer and only once, never in a completion.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from keel.rewards.rules.statements import plain, squeezed
 from keel.rewards.text import BOXED, marked_answer
 
 MAX_CHARACTERS = 2_048
-"""Answers longer than this are wrong, unless the right answer is about as long."""
+"""Longer answers are wrong, unless the right answer is about as long."""
 _MOST_ITEMS = 64
 _PLACES = 6
-"""How many decimal places to compare. Numbers below 1e-5 are compared to as many digits."""
+"""The number of decimal places to compare. Numbers below 1e-5 are compared to as many digits."""
 
 
 def mathematical(
@@ -34,18 +35,19 @@ def mathematical(
 ) -> Callable[[str], bool]:
     r"""Build a verifier that compares an answer with `right` by value.
 
-    Numbers, formulas, sets and intervals may be written in any form, and words are compared as
-    text. If the answer is marked with `\boxed{}`, all of the marked text must be the answer;
-    several boxes without a correction between them form a list. In an unmarked text the last
-    statement counts, and it must assert a single answer.
+    Numbers, formulas, sets and intervals may be written in any form. Words are compared as text. If
+    part of a completion is marked with `\boxed{}`, all of the marked text must be the answer.
+    Several boxes form a list unless words between them correct an earlier one. In a completion
+    without marks, the last statement counts, and it must assert a single answer.
 
     If `right` is a number, the answer must be a number too: `70 - 67` is not accepted for 3, but
-    `i^2` is for -1. Decimals are compared to six places (six digits below 1e-5), and a unit or
-    remark after a number is ignored. If `right` has a percent sign, 50 % equals both 50 and 1/2.
+    `i^2` is accepted for -1. Decimals are compared to six places, or to six digits below 1e-5. A
+    unit or remark after a number is ignored. If `right` has a percent sign, 50 % equals both 50 and
+    1/2.
 
-    `tolerance` is relative to the right number, or absolute if that is 0. With `ready`, the right
-    answer is parsed now, so that it does not take time from a completion's deadline. Raises
-    ValueError unless `tolerance` is from 0 to 1.
+    `tolerance` is relative to the right number, or absolute if that number is 0. If `ready` is set,
+    the right answer is parsed now, so that parsing does not use up a completion's time limit.
+    Raises ValueError unless `tolerance` is between 0 and 1.
     """
     if tolerance is not None and not (type(tolerance) is float and 0 < tolerance < 1):
         raise ValueError(f"tolerance = {tolerance!r} must be a number between 0 and 1")
@@ -108,9 +110,11 @@ def _worked_out(text: str) -> Answer:
 
 
 class Number(NamedTuple):
-    """A rational number and how it was written. `form` is integer, decimal, fraction, ratio or
-    scientific. `lowest` says whether a fraction is in lowest terms. `unit` contains the words
-    after the number, in the singular."""
+    """A rational number, and how it was written.
+
+    `form` is integer, decimal, fraction, ratio or scientific. `lowest` is set if a fraction is in
+    lowest terms. `unit` contains the words after the number, in the singular.
+    """
 
     value: Fraction
     form: str = "integer"
@@ -120,13 +124,16 @@ class Number(NamedTuple):
 
     @property
     def share(self) -> Fraction:
-        """The value, divided by 100 if it is a percentage."""
+        """The value of the number. A percentage is divided by 100."""
         return self.value / 100 if self.percent else self.value
 
 
 class Several(NamedTuple):
-    """Several values in brackets. `opening` is "," for a list without brackets, "∨" for
-    alternatives, and "matrix" for rows."""
+    """Several values in brackets.
+
+    `opening` is usually the opening bracket. It is "," for a list without brackets, "∨" for
+    alternatives, and "matrix" for the rows of a matrix.
+    """
 
     opening: str
     closing: str
@@ -134,19 +141,23 @@ class Several(NamedTuple):
 
 
 Cut = tuple[float, bool, Formula]
-"""One end of an interval: its value, whether it lies just after that number, and its formula."""
+"""One end of an interval: its position, whether the cut lies just after that position, and its
+formula."""
 
 
 class Region(NamedTuple):
-    """A set of real numbers, from the first cut to the second, from the third to the fourth,
-    etc."""
+    """A set of real numbers. It extends from the first cut to the second, from the third to the
+    fourth, and so on."""
 
     cuts: tuple[Cut, ...]
 
 
 class Relation(NamedTuple):
-    """An equation or inequality, with its sides and the signs between them. `name` is the first
-    side if that is a name, as in `x = 3` and `f(x) = x^2`. `value` is the last side."""
+    """An equation or inequality. `sides` contains its sides, and `signs` the signs between them.
+
+    `name` is the first side if that is a name, as in `x = 3` and `f(x) = x^2`. `value` is the last
+    side.
+    """
 
     sides: tuple[str, ...]
     signs: str
@@ -155,7 +166,7 @@ class Relation(NamedTuple):
 
 
 Answer = Number | Formula | Several | Region | Relation | str
-"""A parsed answer. It is plain text, and compared as such, if the grammar does not cover it."""
+"""A parsed answer. It stays a string, and is compared as text, if the grammar does not cover it."""
 
 _FRACTION = (
     r"\\frac\s?\{\s*(?P<minus>-?)(?P<top>\d{1,4000})\s*\}"
@@ -191,7 +202,8 @@ def _number(match: re.Match[str]) -> Number | str:
 
 
 def _ungrouped(text: str) -> list[Answer]:
-    """Read `100,200` as a list, although it may also be a single number."""
+    """Parse `100,200` as a list, although `parse` reads it as one number. Returns an empty list if
+    no comma can separate groups of digits."""
     spaced = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", ", ", text)
     return [] if spaced == text else [parse(spaced)]
 
@@ -202,8 +214,8 @@ _BEGIN = re.compile(
 
 
 def parse(text: str, depth: int = 0) -> Answer:
-    """Parse an answer in plain notation. It is returned unchanged if not all of it can be
-    parsed."""
+    """Parse an answer that `plain` has normalized. The text is returned unchanged if any part of it
+    cannot be parsed."""
     text, depth = text.strip(), depth + 1
     if match := _NUMBER.fullmatch(text):
         return _number(match)
@@ -230,7 +242,8 @@ _OPENING, _CLOSING = "([{⦃⟨", ")]}⦄⟩"
 
 
 def _split(text: str, marks: str) -> tuple[list[str], str]:
-    """Split a text at marks outside brackets. Returns the parts and the marks between them."""
+    """Split a text at the given marks, except inside brackets. Returns the parts and the marks that
+    were found."""
     parts, signs, depth, start = list[str](), "", 0, 0
     for match in re.finditer(rf"[(\[{{⦃⟨)\]}}⦄⟩{marks}]", text):
         if match[0] in _OPENING:
@@ -273,7 +286,7 @@ def _listed(text: str, parts: list[str], marks: str, depth: int) -> Answer:
 
 
 def _items(parts: Sequence[str], depth: int) -> list[Answer]:
-    """Read the items in a list. One with ± counts twice, so 0, ±4 has three items."""
+    """Parse the items of a list. An item with ± stands for two values, so 0, ±4 has three items."""
     items: list[Answer] = []
     for part in parts:
         item = parse(part, depth)
@@ -349,7 +362,10 @@ _DISTANCE = re.compile(r"\|\s*(\d*)\s*[A-Za-z]\s*([+-][^|]*)?\|")
 
 
 def _inequality(sides: tuple[str, ...], signs: str) -> Region | None:
-    r"""Read an inequality in one variable, such as `1 < x < 2`, `x \ne 3` or `|2x - 1| < 3`."""
+    r"""Parse an inequality in one variable, such as `1 < x < 2`, `x \ne 3` or `|2x - 1| < 3`.
+
+    Returns None for other inequalities.
+    """
     if signs[0] in ">≥":
         sides, signs = sides[::-1], signs.translate(_FLIPPED)[::-1]
     if signs not in ("≠", "<", "≤", "<<", "<≤", "≤<", "≤≤"):
@@ -401,8 +417,12 @@ def _outside(region: Region) -> Region:
 
 
 def _combined(rule: Callable[[list[bool]], bool], regions: Sequence[Region]) -> Region | None:
-    """Combine regions: `rule` says whether a number belongs, given which regions contain it.
-    Returns None if an end depends on a symbol or there are too many of them."""
+    """Combine regions into one.
+
+    For each number, `rule` gets a list that says which regions contain it, and returns whether the
+    result contains it. Returns None if an end of an interval contains a symbol, or if there are too
+    many ends.
+    """
     cuts = sorted((cut for region in regions for cut in region.cuts), key=lambda cut: cut[:2])
     if len(cuts) > 2 * _MOST_ITEMS or any(cut[2].names for cut in cuts):
         return None
@@ -552,8 +572,8 @@ _EQUIVALENT_FORMS = {"ratio": "fraction", "fraction": "ratio", "scientific": "de
 
 
 def _same_number(gold: Number, given: Answer, tolerance: float | None) -> bool:
-    """Return whether an answer is the number `gold` and is written as a number. Powers of ten
-    are only allowed if `gold` has them."""
+    """Return whether an answer equals the number `gold` and is itself written as a number. Powers
+    of ten are accepted only if `gold` is written with one."""
     if isinstance(given, Formula):
         right = formula.number(gold.share)
         value = given.constant()
@@ -601,7 +621,7 @@ def _same_formula(gold: Formula, given: Answer, tolerance: float | None = None) 
 
 
 def _rounded(right: Any, given: Any) -> bool:
-    """Compare two numbers to six decimal places, or to six digits if they are tiny."""
+    """Return whether two numbers agree to six decimal places, or to six digits if they are tiny."""
     larger = max(abs(right), abs(given))
     return bool(abs(right - given) * 10**_PLACES <= (larger if larger * 10**5 < 1 else 0.5))
 
@@ -633,7 +653,7 @@ def _same_several(gold: Several, given: Answer) -> bool:
 
 
 def _same_item(one: Answer, other: Answer) -> bool:
-    """Compare two list items. Their units must agree, as in 3 red and 4 blue."""
+    """Return whether two list items are equal. Their units must agree, as in 3 red and 4 blue."""
     if isinstance(one, Number) and isinstance(other, Number) and one.unit and other.unit:
         return one.unit == other.unit and _same(one, other)
     return _same(one, other)
@@ -644,7 +664,8 @@ def _in_order(gold: Sequence[Answer], given: Sequence[Answer]) -> bool:
 
 
 def _in_any_order(gold: Sequence[Answer], given: Sequence[Answer], *, once: bool) -> bool:
-    """Compare two lists in any order. With `once`, repeated values count once, as in a set."""
+    """Return whether two lists contain the same items in any order. If `once` is set, repeated
+    items count once, as in a set."""
     remaining = list(given)
     for one in gold:
         place = next((n for n, two in enumerate(remaining) if _same_item(one, two)), None)
@@ -656,7 +677,8 @@ def _in_any_order(gold: Sequence[Answer], given: Sequence[Answer], *, once: bool
 
 
 def _same_names(gold: Several, given: Several) -> bool:
-    """Compare the values of several variables. If one side has no names, the order counts."""
+    """Return whether several variables have the same values. If one side has no names, the order of
+    the values counts."""
     sides = gold.items, given.items
     named = [{item.name: item.value for item in side if _names(item)} for side in sides]
     if [*map(len, named)] == [*map(len, sides)]:
@@ -697,8 +719,8 @@ def _as_formula(answer: Answer) -> Formula | None:
 
 
 def _region(answer: Answer, *, point: bool = False) -> Region | None:
-    """Read an interval in brackets as a region. With `point`, a number or set of numbers is
-    allowed."""
+    """Convert an interval in brackets to a region. If `point` is set, a number or a set of numbers
+    is accepted too. Returns None for other answers."""
     if isinstance(answer, Region):
         return answer
     if point and (end := _as_formula(answer)):

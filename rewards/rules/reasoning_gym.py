@@ -1,12 +1,12 @@
-"""Wraps the verifiers from reasoning_gym and guards them against hostile and padded answers.
+"""Wraps the verifiers of reasoning_gym and protects them against hostile and padded answers.
 
-Some verifiers call `eval` on the answer, and others call sympy's `parse_expr`, which has the same
-effect: `__import__("os").system(…)` would run. Before such a verifier sees an answer, anything that
-is not a plain literal or formula is rejected.
+Some verifiers call `eval` on the answer. Others call sympy's `parse_expr`, which is just as
+dangerous: `__import__("os").system(…)` would run. Such verifiers therefore only get answers that
+are plain literals or formulas.
 
-Other verifiers search for the right answer in the text, or read only its beginning. They accept
-anything around it, such as a second answer, a "not" or a list of candidates. For those, an answer
-gets full marks only if there is no other text.
+Other verifiers search for the right answer in the text, or read only the start of it. They accept
+extra text such as a second answer, a "not" or a list of candidates. For these tasks, an answer gets
+full marks only if it contains no other text.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from keel.rewards.language.function_words import FUNCTION_WORDS, KEYWORDS
 from keel.rewards.text import WRAPPED, answer_in, normalise
 
 _MAX_CHARACTERS = 32_768
-"""Answers longer than this are wrong, unless the right answer is as long."""
+"""Longer answers are wrong, unless the right answer is about as long."""
 MOST_PARTIAL = 0.9
-"""The most partial credit that an answer can get. Some verifiers score the share of letters in
-place. They give 1 − 1e-16, or even more than 1, to the right answer with words after it. The
-limit keeps such answers a tenth below the exact one and prevents them from passing."""
+"""The maximum partial credit for an answer.
+
+Some verifiers score the fraction of letters in the right place. They give 1 − 1e-16, or even more
+than 1, to the right answer with words after it. This maximum keeps such answers a tenth below an
+exact one, so that they do not count as correct.
+"""
 _EVALUATED_TASKS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """Tasks whose verifier evaluates the answer as a Python literal."""
 
@@ -39,10 +42,10 @@ _SYMBOLIC_TASKS = frozenset(
 )
 """Tasks whose verifier parses the answer with sympy."""
 _NAN_TASKS = frozenset({"complex_arithmetic"})
-"""Tasks whose verifier accepts "nan": `min(1.0, nan)` is 1.0."""
+"""Tasks whose verifier accepts the answer "nan", because `min(1.0, nan)` is 1.0."""
 
 _SAME_WORDS_TASKS = frozenset({"knights_knaves", "letter_jumble", "word_sorting"})
-"""Tasks with only one right answer, whose verifier ignores some words or trailing text."""
+"""Tasks that have only one right answer, but whose verifier ignores some words or trailing text."""
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?"
 _TIME = r"\d+:\d+(?::\d+(?:\.\d+)?)?(?: ?UTC[-+]?[\d:]*)?"
@@ -72,14 +75,15 @@ _SHAPES = {
         "tower_of_hanoi": rf"{_MOVE}(?:\s*\n\s*{_MOVE})*",
     }.items()
 }
-"""The form that the whole answer must have after `_bare`, if a verifier ignores other text."""
+"""The pattern that the whole answer must match after `_bare`. It is for tasks whose verifier
+ignores other text."""
 _SPLIT_TASKS = frozenset({"polynomial_equations", "survo"})
 """Tasks whose verifiers ignore parts that are not numbers, such as `*7` in `*7 8 9*`."""
 
 _WORD = re.compile(r"\w+")
 _FILLERS = "a an and but hence is so the then therefore thus while"
 _OPTIONAL_WORDS = {"knights_knaves": frozenset(_FILLERS.split())}
-"""Words that an answer may leave out or repeat."""
+"""Words that may be missing from an answer or occur repeatedly."""
 
 _BEFORE = re.compile(_LEAD, re.IGNORECASE)
 _AROUND = re.compile(
@@ -88,14 +92,14 @@ _AROUND = re.compile(
     re.DOTALL,
 )
 _MAX_NESTING = 8
-"""How many layers of marks and phrases to remove from around an answer."""
+"""The maximum number of layers of marks and phrases to remove around an answer."""
 
 _NAMES = (
     "sin cos tan sec csc cot asin acos atan acot sinh cosh tanh asinh acosh atanh coth exp log ln "
     "sqrt Abs sign erf erfc erfi gamma Ei li Si Ci Rational Integer"
 )
 _NO_UNITS = (FUNCTION_WORDS | KEYWORDS) - {"byte", "long", "of", "per"}
-"""Words after a number that are not units, as in `20 or so`."""
+"""Words that are not units if they follow a number, as in `20 or so`."""
 _FUNCTIONS = frozenset(_NAMES.split())
 _CONSTANTS = frozenset({"pi"})
 _MAX_EXPONENT = 1000
@@ -107,11 +111,11 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
 
 
 def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
-    """Build the verifier for a task, with partial credit up to `MOST_PARTIAL`.
+    """Build the verifier for a task. It gives partial credit of at most `MOST_PARTIAL`.
 
-    Full marks require a score of exactly 1, which every task gives to its own answers, and an
-    answer with nothing around it. `spec` contains the `task`, the generator's options as `params`,
-    and the `entry`.
+    For full marks, the score must be exactly 1, which every task gives to its own answers, and the
+    answer must contain no extra text. `spec` contains the name of the `task`, the options of its
+    generator as `params`, and the `entry`.
     """
     task = str(spec.get("task"))
     entry_data = from_jsonable(spec.get("entry"))
@@ -140,7 +144,8 @@ def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
 
 @lru_cache(maxsize=64)
 def _score_answer(task: str, params: str) -> Callable[[str, Any], float]:
-    """Return the task's `score_answer` for these options. Some tasks load a dictionary for it."""
+    """Return the `score_answer` method of a task with these options. It is cached, because some
+    tasks load a dictionary."""
     from reasoning_gym.factory import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
         DATASETS,  # pyright: ignore[reportUnknownVariableType]
     )
@@ -155,9 +160,12 @@ def _score_answer(task: str, params: str) -> Callable[[str, Any], float]:
 
 
 def _may_be_verified(task: str, answer: str, right: str) -> bool:
-    """Return whether an answer is safe to pass to the task's verifier. The known answer always
-    is, but a part of it need not be. If sympy could not solve an integral, for example, the
-    known answer contains `Integral`, and a policy could just repeat the question in that form."""
+    """Return whether it is safe to pass an answer to the verifier of a task.
+
+    The whole right answer is always safe, but parts of it may not be. For example, if sympy could
+    not solve an integral, the right answer contains `Integral`. A policy could then just repeat the
+    question in that form.
+    """
     if right and normalise(answer) == normalise(right):
         return True
     if task in _EVALUATED_TASKS:

@@ -1,12 +1,13 @@
-r"""Finds the answer that a text states, and rewrites answers in a single notation.
+r"""Finds the answer that a text states, and normalizes the notation of answers.
 
-In text without a mark, `statements` extracts a number or formula, and `asserts` compares words. A
-negation, an alternative or a question means that there is no answer. `boxes` returns the marked
-answers.
+If nothing in the text is marked, `statements` extracts a number or formula, and `asserts` compares
+words. A text with a negation, an alternative or a question has no answer. `boxes` returns the
+marked answers.
 
-`plain` replaces commands with signs (`\leq` is ≤, `\{` is ⦃), writes letters, functions and numbers
-in one way, and removes layout. Its result consists of formulas (`keel.rewards.rules.formula`) and
-the signs at which `keel.rewards.rules.maths` splits an answer.
+`plain` replaces LaTeX commands with single characters (`\leq` becomes ≤, `\{` becomes ⦃), writes
+letters, functions and numbers in a uniform way, and removes layout. The result consists of formulas
+(`keel.rewards.rules.formula`) and of the characters at which `keel.rewards.rules.maths` splits an
+answer.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 1
 
 
 def plain(text: str) -> str:
-    """Rewrite an answer in plain notation. Commands become signs, upright letters become
-    ordinary ones, and numbers are written in digits."""
+    """Normalize the notation of an answer. LaTeX commands become single characters, upright letters
+    become ordinary ones, and numbers are written in digits."""
     text = re.sub("[¼-¾⅐-⅞]", lambda match: f" {unicodedata.normalize('NFKC', match[0])}", text)
     text = unicodedata.normalize("NFKC", raised(text)).translate(_SIGNS).strip()
     text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
@@ -159,7 +160,8 @@ _RULES = [(re.compile(pattern), replacement) for pattern, replacement in _REPLAC
 
 
 def squeezed(text: str) -> str:
-    """Remove white space and unnecessary braces from a text in plain notation, to compare texts."""
+    """Remove white space and redundant braces from text normalized by `plain`, so that two texts
+    can be compared."""
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\s|\{(?=\w\})|(?<=\{\w)\}", "", text)
     words = "\\" not in text and re.search(r"[^\W\d_]{2}", text)
@@ -191,7 +193,7 @@ _WRAPPED = re.compile(r"\\(?:text\w*|math(?:rm|bf|it|sf)|mbox)\s*\{([^{}]*)\}")
 
 
 def undressed(text: str) -> str:
-    """Remove Markdown, delimiters, styles and phrases like "The answer is" from an answer."""
+    """Remove Markdown, math delimiters, styles and phrases like "The answer is" from an answer."""
     text = _BOLD.sub(r"\2", text).strip()
     text = text[match.end() :] if (match := _LEAD.match(text)) else text
     for _ in range(6):
@@ -206,7 +208,8 @@ def undressed(text: str) -> str:
 
 
 def spelled(text: str) -> str:
-    """Return an answer as it reads when it is typeset."""
+    """Return an answer in the way a reader sees it after typesetting. White space and LaTeX text
+    commands make no difference."""
     text = _WRAPPED.sub(r" \1 ", text.replace("\\left", "").replace("\\right", ""))
     text = normalise(re.sub(r"[$\\]\s|[~$]", " ", text))
     if "\\" not in text and re.search(r"[^\W\d_]{2}", text):  # \Delta is not \delta, nor R r
@@ -262,8 +265,11 @@ _OPERATOR = re.compile(
 
 
 def boxes(text: str, marked: str) -> list[str]:
-    """Return the last marked answer, and those before it that no word corrects. The result is
-    empty if the words around the last one deny it."""
+    """Return the marked answers that count: the last one, and all earlier ones that were not
+    corrected afterwards.
+
+    The list is empty if the words around the last answer deny it.
+    """
     start = text.rfind(BOXED)
     if start < 0:
         return [marked]
@@ -289,8 +295,11 @@ def _claim(text: str) -> tuple[str, bool]:
 
 
 def statements(text: str, *, exclaims: bool) -> list[str]:
-    """Return possible answers from a text without marks, or none if the text expresses doubt.
-    `exclaims` says whether a final "!" may be a factorial."""
+    """Return the possible answers in a text without marks. The list is empty if the text expresses
+    doubt.
+
+    Set `exclaims` if a final "!" may be a factorial.
+    """
     text = text if exclaims else text.rstrip("! ")
     text = _DISPLAY.sub(lambda match: f" ${' '.join(match[0].strip()[2:-2].split())}$", text)
     text = SIGNED_WORD.sub("-", text)
@@ -318,15 +327,14 @@ _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'’-]+[^\W\d_]+)*")
 
 
 def words_of(right: str) -> str:
-    """Return the words in an answer that consists only of words, or "" for any other answer."""
+    """Return the words of an answer that consists only of words. Returns "" for other answers."""
     spelling = spelled(right)
     is_words = _WORDS.fullmatch(spelling) and not re.search(r"\\(?!text|math)", right)
     return spelling if is_words and not right.isupper() else ""
 
 
 def asserts(text: str, words: str) -> bool:
-    """Return whether the sentence that states the answer ends with these words and leaves no
-    doubt."""
+    """Return whether the sentence with the answer ends with `words` and expresses no doubt."""
     sentence, doubt = _claim(text.rstrip("! "))
     sentence = undressed(re.sub(r"\$|\\[()\[\]]", "", sentence))
     spelling = spelled(sentence)

@@ -1,4 +1,4 @@
-"""Builds verifiers from reward specs. A verifier says how correct a completion is."""
+"""Builds verifiers from reward specs. A verifier scores how correct a completion is."""
 
 from __future__ import annotations
 
@@ -25,20 +25,26 @@ from keel.rewards.text import (
 from keel.rl.turns import THINK
 
 Verifier = Callable[[str], float | Mapping[str, float]]
-"""Scores a final text (without thinking) from 0 to 1, or returns parts that include `correct`.
-It may raise, hang or crash on hostile text, which `keel.rewards.workers.pool` contains."""
+"""Scores the final text of a completion (without thinking) from 0 to 1, or returns several parts
+that include `correct`.
+
+It may raise, hang or crash on hostile text. `keel.rewards.workers.pool` contains the damage.
+"""
 
 _MAX_CHARACTERS = 32_768
-"""Texts longer than this are wrong, unless the right answer is as long."""
+"""Longer texts are wrong, unless the right answer is about as long."""
 _MATCH_TIMEOUT_S = 0.5
 
 
 def verifier_for(
     spec: Mapping[str, Any], code: CodeSettings | None = None, *, ready: bool = True
 ) -> Verifier:
-    """Build the verifier for a reward spec, or for a part that measures the whole trajectory. If
-    `ready` is False, the spec is checked but the verifier is not prepared for use (see
-    `mathematical`). Raises ValueError for a malformed spec."""
+    """Build the verifier for a reward spec, or for a reward part that measures the whole
+    trajectory.
+
+    If `ready` is False, the spec is only checked, and the verifier prepares itself at its first use
+    (see `mathematical`). Raises ValueError if the spec is malformed.
+    """
     kind = spec.get("kind")
     if kind == "function":
         return function(spec)
@@ -59,9 +65,12 @@ def verifier_for(
 
 
 KINDS = ("reasoning_gym", "answer", "code")
-"""The kinds of reward specs with a verifier; `keel.rewards.judge.specs` has those for a judge.
-`function` and `language` score the output of `TextTrajectory.dumps()`. Prompts cannot use them,
-because data must not be able to name code."""
+"""The kinds of reward specs that have a verifier. `keel.rewards.judge.specs` lists those that need
+a judge.
+
+The kinds `function` and `language` are not listed. They score the output of
+`TextTrajectory.dumps()`, and prompts cannot use them, because data must not be able to name code.
+"""
 
 
 def _answer(spec: Mapping[str, Any], *, ready: bool = True) -> Verifier:
@@ -103,7 +112,8 @@ def _exact(spec: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _regex(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Match the whole answer against a regular expression. A timeout counts as wrong."""
+    """Build a verifier that matches the whole answer with a regular expression. A timeout counts as
+    wrong."""
     # Imported late to keep workers light.
     import regex as timed_regex  # noqa: PLC0415
 
@@ -138,9 +148,10 @@ _MATCHES: dict[str, Callable[[Mapping[str, Any]], Callable[[str], bool]]] = {
 def keeps_format(raw: str, *, thinking: bool, finished: bool) -> bool:
     """Return whether a completion is finished and well formed.
 
-    It needs one closed think block before the answer, or none if thinking is off. The answer must
-    not be blank and may be marked only once. `raw` is the sampled text; it may lack the opening
-    `<think>`, because many chat templates already end with that.
+    With thinking, it must have exactly one closed think block before the answer. Without thinking,
+    it must have none. The answer must not be blank, and at most one answer may be marked. `raw` is
+    the sampled text. It may lack the opening `<think>`, because many chat templates put it at the
+    end of the prompt.
     """
     final = outside_think(raw)
     if not finished or blank(final) or max(final.count(BOXED), final.count("</answer>")) > 1:

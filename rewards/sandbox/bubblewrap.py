@@ -1,4 +1,4 @@
-"""Builds the bubblewrap arguments that all sandboxes share."""
+"""Builds the bubblewrap arguments that are common to all sandboxes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ SYSTEM_FILES = [
     for word in ("--ro-bind-try", name, name)
 ]
 PROGRAMS = ("bin", "include", "lib", "lib32", "lib64", "libexec", "libx32", "share/zoneinfo")
-"""Folders in /usr that programs and compilers need. Other folders there may contain answers."""
+"""The folders in /usr that programs and compilers need. Others are left out because they may
+contain answers."""
 DEVICES = ("null", "full", "random", "urandom")
 
 
 class IsolationError(ValueError):
-    """Raised if this machine cannot isolate programs. The message names the setting and a fix."""
+    """Raised if this machine cannot isolate programs. The message suggests a fix."""
 
 
 def namespaces(root: bool, *, network: bool = False) -> list[str]:
-    """Return arguments for new namespaces in which the program has no capabilities.
+    """Return the bubblewrap arguments that run the program in new namespaces without capabilities.
 
-    If `root` is set, bubblewrap runs as root. It then keeps the capabilities to switch to the
-    program's user, and drops them afterwards (see `unprivileged`). If `network` is set, the
-    machine's network stays available.
+    If `root` is set, bubblewrap itself runs as root. It then keeps the capabilities that it needs
+    to switch to another user, and drops them afterwards (see `unprivileged`). If `network` is set,
+    the program can use the machine's network.
     """
     words = ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
     words += ["--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
@@ -45,7 +46,8 @@ def namespaces(root: bool, *, network: bool = False) -> list[str]:
 
 
 def system(folders: Sequence[str] = ()) -> list[str]:
-    """Return arguments that mount these folders in /usr read-only, or all of /usr."""
+    """Return the arguments that mount these folders in /usr read-only. If there are none, all of
+    /usr is mounted."""
     words = ["--ro-bind", "/usr", "/usr"]
     if folders:
         words = ["--perms", "0755", "--dir", "/usr"]
@@ -61,7 +63,8 @@ def system(folders: Sequence[str] = ()) -> list[str]:
 
 
 def make_folders(folders: Iterable[str]) -> list[str]:
-    """Return arguments that create mount points, since only root can access implicit ones."""
+    """Return the arguments that create mount points. Only root could access implicitly created
+    ones."""
     words: list[str] = []
     created: set[str] = set()
     for folder in folders:
@@ -73,7 +76,7 @@ def make_folders(folders: Iterable[str]) -> list[str]:
 
 
 def hide(folders: Iterable[str]) -> list[str]:
-    """Return arguments that cover mounted folders with empty read-only ones."""
+    """Return the arguments that cover mounted folders with empty, read-only ones."""
     words: list[str] = []
     for folder in folders:
         words += ["--perms", "0555", "--size", "4096", "--tmpfs", folder, "--remount-ro", folder]
@@ -81,8 +84,8 @@ def hide(folders: Iterable[str]) -> list[str]:
 
 
 def package_folders(folders: Iterable[str]) -> list[str]:
-    """Return the folders for Python packages below library folders. The packages include Keel
-    itself and its tasks."""
+    """Return the folders with Python packages in the given library folders. These packages include
+    Keel itself and its tasks."""
     paths = [
         str(path)
         for folder in folders
@@ -111,7 +114,7 @@ def unprivileged(root: bool) -> list[str]:
 
 
 def _unused_user() -> str:
-    """Pick a random user ID from the free range, so that limits per user apply to one run only."""
+    """Return a random unused user ID, so that per-user limits apply to a single run."""
     spans = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     first, _, count = max((tuple(map(int, span)) for span in spans), key=lambda span: span[2])
     return str(first + count // 4 + secrets.randbelow(count // 4))
@@ -125,7 +128,7 @@ def tool(name: str) -> str:
 
 
 def memory_file(stack: ExitStack, data: bytes) -> int:
-    """Return a read-only descriptor for sealed memory that contains `data`."""
+    """Return a read-only file descriptor for a sealed memory file that contains `data`."""
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
     fd = os.memfd_create("keel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", buffering=0) as file:
@@ -191,6 +194,8 @@ os._exit(0)
 
 
 def probe(*, network: str, processes: int, strict: bool) -> str:
-    """Return Python code that tries to escape, and prints `isolated` if it finds no way out.
-    `strict` is for programs, which may open no sockets and have no /proc."""
+    """Return Python code that tries to break out of the sandbox. It prints `isolated` if it cannot.
+
+    Set `strict` for sandboxes that run programs. Those have no /proc and allow no sockets.
+    """
     return f"STRICT, NETWORK, PROCESSES = {strict!r}, {network!r}, {processes!r}{_PROBE}"

@@ -1,12 +1,13 @@
-"""Sandboxes for environments. Each episode has one process tree and a channel to it.
+"""Runs environments in sandboxes. Each episode has its own process tree, which communicates over a
+channel.
 
-They work like the sandboxes for programs in completions, with a few differences. An environment can
-read its interpreter and the folders that it is given, and may open Unix sockets (for Jupyter
-kernels). It has a private /proc and pseudo-terminals if bubblewrap can mount them on this machine,
-and network access if requested.
+These sandboxes work like those for programs in completions, with a few differences. An environment
+can read its interpreter and the folders that it is given. It may open Unix sockets, which Jupyter
+kernels need, and has network access if requested. It has a private /proc and pseudo-terminals if
+bubblewrap can mount them on this machine.
 
-The first process inside is a shell that reaps whatever the program leaves behind. When it exits,
-all others are killed, and the outer process exits last.
+The first process in a sandbox is a shell that reaps the processes that the program leaves behind.
+When the shell exits, all other processes in the sandbox are killed. The outer process exits last.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ from keel.rewards.sandbox.seccomp import FORKING, LOCAL, NETWORK, seccomp_filter
 
 _Isolation = Literal["bubblewrap", "none-i-trust-the-environments"]
 Network = Literal["none", "loopback", "host"]
-"""No network, a private loopback that leads nowhere, or the host's network."""
+"""No network, a private loopback interface without a connection to other machines, or the host's
+network."""
 
 _OPEN_FILES = 1024
 _PROBE_TIMEOUT_S = 30.0
 _JAVA_FILES = ("/etc/maven", *map(str, Path("/etc").glob("java-*")))
-"""Debian's configuration of Java and Maven, which do not start without it."""
+"""Debian's configuration for Java and Maven. They do not start without it."""
 _NETWORK_FILES = ("hosts", "nsswitch.conf", "resolv.conf", "ssl", "pki", "ca-certificates")
 _RESERVED = tuple(map(Path, ("/", "/dev", "/proc", TMP)))
 _INSTALL = "Install bubblewrap (`apt-get install bubblewrap`)"
@@ -67,7 +69,7 @@ def _limit_memory(pid: int, memory_mib: int | None, *, inside: bool = False) -> 
 
 @dataclass(frozen=True, slots=True)
 class SandboxLaunch:
-    """A command line that runs in its sandbox. Implements
+    """The command line that starts a program in its sandbox. Implements
     `keel.agents.env_process.process.Launch`."""
 
     command: Sequence[str]
@@ -80,7 +82,7 @@ class SandboxLaunch:
 
 
 class Wrap(Protocol):
-    """Wraps a command line in a sandbox."""
+    """Prepares a sandbox for a command line."""
 
     def __call__(
         self, command: Sequence[str], *, readable: Sequence[Path]
@@ -89,23 +91,23 @@ class Wrap(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSandbox:
-    """Starts environments in sandboxes. Create it with `environment_wrap`."""
+    """Prepares sandboxes for environments. Create it with `environment_wrap`."""
 
     network: Network = "none"
-    """`host` includes the machine's local services."""
+    """With `host`, environments can also reach this machine's local services."""
     memory_mib: int | None = 4096
-    """Limits the resident memory of an episode's processes together, and the address space of each
-    one. None means no limit."""
+    """Limits the total resident memory of an episode's processes, and the address space of each
+    process. None means no limit."""
     processes: int = 128
-    """Limits processes and threads."""
+    """The maximum number of processes and threads."""
     files_mib: int = 256
-    """The size of the private /tmp and of /dev/shm, which use memory too."""
+    """The size of the private /tmp and of /dev/shm. Both are kept in memory."""
     writable: Sequence[Path] = ()
-    """Folders on this machine that all episodes may change."""
+    """Folders on this machine that every episode can modify."""
     hidden: Sequence[Path] = ()
-    """Files and folders to hide inside readable ones."""
+    """Files and folders inside readable folders that are hidden from environments."""
     mounts: bool = True
-    """Whether to mount a private /proc and pseudo-terminals, which some containers forbid."""
+    """If set, mount a private /proc and pseudo-terminals. Some containers do not allow this."""
 
     def __post_init__(self) -> None:
         if self.network not in get_args(Network):
@@ -127,20 +129,26 @@ class EnvironmentSandbox:
     def __call__(
         self, command: Sequence[str], *, readable: Sequence[Path]
     ) -> AbstractContextManager[SandboxLaunch]:
-        """Prepare a sandbox for a command line. Raises FileNotFoundError for a missing program,
-        and PermissionError for folders that the user inside the sandbox cannot read or write."""
+        """Prepare a sandbox for a command line.
+
+        Raises FileNotFoundError if the program does not exist, and PermissionError if the user
+        inside the sandbox cannot read or write a folder.
+        """
         return self._launch(command, readable, forking=False)
 
     def parent(
         self, command: Sequence[str], *, readable: Sequence[Path]
     ) -> AbstractContextManager[SandboxLaunch]:
-        """Prepare a sandbox for a process that forks children and isolates each with `inner`."""
+        """Prepare a sandbox for a process that forks children and isolates them with `inner`."""
         return self._launch(command, readable, forking=True)
 
     @property
     def inner(self) -> Mapping[str, Any] | None:
-        """Return settings that isolate a forked process as if it had been started separately.
-        Returns None if the machine does not allow the mounts that this needs."""
+        """Return the settings with which a forked process is isolated like a separately started
+        one.
+
+        Returns None if this machine does not allow the mounts that this requires.
+        """
         if not self.mounts:
             return None
         return {
@@ -153,12 +161,16 @@ class EnvironmentSandbox:
 
     @property
     def probe(self) -> str:
-        """Return Python code that prints `isolated` if it finds no way out of the sandbox."""
+        """Return Python code that tries to break out of the sandbox. It prints `isolated` if it
+        cannot."""
         return probe(network=self.network, processes=self.processes, strict=False)
 
     def hold(self, pid: int, *, inside: bool) -> Callable[[], str]:
-        """Limit a sandbox's memory, as in `MemoryLimiter.hold`. Call the result to remove the
-        limit; it returns why the sandbox was killed, or ""."""
+        """Limit the memory of a sandbox. See `MemoryLimiter.hold` for the arguments.
+
+        Returns a function that removes the limit. That function returns why the sandbox was killed,
+        or "" if it was not.
+        """
         return _limit_memory(pid, self.memory_mib, inside=inside)
 
     def _seccomp(self, *permitted: str) -> bytes:
@@ -210,8 +222,8 @@ class EnvironmentSandbox:
             yield SandboxLaunch(words, (fd,), env, None if forking else self.memory_mib)
 
     def _mount_folders(self, readable: Sequence[Path], root: bool) -> list[str]:
-        """Mount readable, writable and hidden folders. For each path the deepest setting
-        applies."""
+        """Return the arguments that mount readable and writable folders and cover hidden ones. If
+        several settings apply to a path, the one for the deepest folder wins."""
         binds: dict[Path, str] = {}
         for path in _with_targets(readable):
             if path in _RESERVED:
@@ -263,11 +275,12 @@ class EnvironmentSandbox:
 def environment_wrap(
     isolation: str, *, knob: str = "agents.isolation", **settings: Any
 ) -> Wrap | None:
-    """Return a tested sandbox for environments, or None if isolation is turned off.
+    """Return a sandbox for environments that has been tested on this machine. Returns None if
+    isolation is turned off.
 
-    `settings` are the fields of `EnvironmentSandbox`. `knob` is the name of the setting for error
-    messages; it is empty if isolation cannot be turned off. Raises IsolationError if this machine
-    does not support isolation, and ValueError for bad settings.
+    `settings` are the fields of `EnvironmentSandbox`. `knob` is the name of the setting in error
+    messages, or "" if isolation cannot be turned off. Raises IsolationError if this machine does
+    not support isolation, and ValueError if a setting is invalid.
     """
     if isolation not in get_args(_Isolation):
         known = ", ".join(get_args(_Isolation))

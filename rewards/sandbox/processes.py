@@ -1,7 +1,8 @@
-"""Measures, kills and reaps the process trees in sandboxes, and limits their memory.
+"""Measures, kills and reaps the process trees of sandboxes, and limits their memory.
 
-psutil cannot set a subreaper, and its `children` reads every process on the machine. With 114
-processes that takes 2.3 ms instead of 0.2 ms here, twenty times a second for each program.
+We do not use psutil here. It cannot set a subreaper, and its `children` reads every process on the
+machine. With 114 processes that takes 2.3 ms instead of 0.2 ms, and it happens twenty times a
+second for each program.
 """
 
 from __future__ import annotations
@@ -21,25 +22,29 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _POLL_S = 0.1
 _CPU_SHARE = 0.1
-"""The largest share of a core that polling may use. With many sandboxes it polls less often."""
+"""The maximum fraction of a core to spend on polling. With many sandboxes, each is polled less
+often."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessUsage:
-    """The resources that a process tree uses at one moment."""
+    """The resources that a process tree uses at one point in time."""
 
     resident: int
-    """Resident bytes. Pages shared by several processes count repeatedly, so it is an upper
-    bound."""
+    """Resident memory in bytes. This is an upper bound, because a page that several processes share
+    is counted once for each of them."""
     cpu_s: float
-    """User and system time, including children that have exited and been reaped."""
+    """User and system time. It includes children that have exited and were reaped."""
     processes: int
 
 
 def usage(root: int, *, include_root: bool = True) -> ProcessUsage:
-    """Measure the process tree below `root`. All values are zero once it has exited. Orphans
-    stay in a sandbox's tree because the first process in its PID namespace adopts them. Raises
-    OSError if this process cannot open more files or the kernel is out of memory."""
+    """Measure the processes below `root`, and `root` itself if `include_root` is set.
+
+    All values are zero once `root` has exited. In a sandbox, orphans stay in the tree because the
+    first process of the PID namespace adopts them. Raises OSError if this process cannot open more
+    files or the kernel is out of memory.
+    """
     resident = ticks = processes = 0
     for pid, fields, tasks in _walk(root):
         if pid == root and not include_root:
@@ -69,14 +74,17 @@ def _walk(root: int) -> Iterator[tuple[int, list[bytes], list[str]]]:
 
 
 def _stat(name: str) -> list[bytes]:
-    """Return the fields in proc(5) `stat` after the name, which may contain anything."""
+    """Return the fields of `/proc/…/stat` after the process name. The name itself may contain any
+    characters."""
     return Path(f"/proc/{name}/stat").read_bytes().rpartition(b") ")[2].split()
 
 
 def kill_descendants(root: int, within_s: float) -> None:
-    """Kill all processes below `root`, which must be stopped. If a sandbox is killed while
-    starting, `root` adopts its child. Exited children stay visible, because a stopped `root`
-    does not reap them."""
+    """Kill all processes below `root`. The process `root` must be stopped.
+
+    If a sandbox is killed while it starts, `root` adopts its child. Children that have exited stay
+    visible, because a stopped `root` does not reap them.
+    """
     end, previous = time.monotonic() + within_s, dict[int, bool]()
     while time.monotonic() < end:
         current = _descendants(root)
@@ -91,7 +99,7 @@ def kill_descendants(root: int, within_s: float) -> None:
 
 
 def _descendants(root: int) -> dict[int, bool]:
-    """Return the processes below `root`, and whether each is alive rather than a zombie."""
+    """Return whether each process below `root` is alive. Zombies do not count as alive."""
     return {
         # The main thread may exit before the others.
         pid: fields[0] not in (b"Z", b"X") or len(tasks) > 1
@@ -107,9 +115,12 @@ _subreaper_lock = threading.Lock()
 
 @contextmanager
 def subreaper() -> Generator[None]:
-    """Make this process adopt orphaned descendants inside the block (PR_SET_CHILD_SUBREAPER).
-    Otherwise the machine's first process adopts them, and in many containers that one never
-    reaps."""
+    """Make this process adopt orphaned descendants inside the `with` block
+    (PR_SET_CHILD_SUBREAPER).
+
+    Otherwise the first process of the machine adopts them. In many containers that process never
+    reaps its children.
+    """
     global _subreapers
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     with _subreaper_lock:
@@ -126,8 +137,11 @@ def subreaper() -> Generator[None]:
 
 
 def reap(pid: int, within_s: float) -> bool:
-    """Wait for a process to exit, and reap it if it is our child. Returns False on timeout. The
-    first process in a PID namespace exits after all others in it."""
+    """Wait for a process to exit, and reap it if it is a child of this process. Returns False on
+    timeout.
+
+    The first process of a PID namespace exits only after all other processes in it.
+    """
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -148,13 +162,13 @@ def reap(pid: int, within_s: float) -> bool:
 class _Limit:
     memory_mib: int
     inside: bool
-    """The process is the first one inside a sandbox, which does not count itself."""
+    """Set if the process is the first one inside a sandbox. Its own memory then does not count."""
     start_time: bytes | None = None
-    """Distinguishes the process from a later one with the same PID. None until known."""
+    """Used to detect that the PID has been reused for another process. None if not yet known."""
 
 
 class MemoryLimiter:
-    """Kills sandboxes that exceed their memory limit. One thread watches all of them."""
+    """Kills sandboxes that exceed their memory limits. A single thread monitors all of them."""
 
     def __init__(self) -> None:
         self._limits: dict[int, _Limit] = {}
@@ -164,9 +178,11 @@ class MemoryLimiter:
         self._thread: threading.Thread | None = None
 
     def hold(self, pid: int, memory_mib: int, *, inside: bool = False) -> None:
-        """Limit the memory for all processes below `pid`, the outer process of a sandbox. If
-        `inside` is set, `pid` is the first process in a forked sandbox. That process is a copy
-        of its parent, so its own memory does not count."""
+        """Limit the memory of all processes below `pid`, which is the outer process of a sandbox.
+
+        If `inside` is set, `pid` is instead the first process in a forked sandbox. That process is
+        a copy of its parent, so its own memory does not count.
+        """
         with self._lock:
             limit = self._limits[pid] = _Limit(memory_mib, inside)
             with suppress(OSError):  # then at the first poll
@@ -178,7 +194,7 @@ class MemoryLimiter:
                 self._thread.start()
 
     def release(self, pid: int) -> str:
-        """Remove a limit. Returns why the sandbox was killed, or "" if it was not."""
+        """Remove the limit. Returns why the sandbox was killed, or "" if it was not."""
         with self._lock:
             self._drop(pid)
             return self._reasons.pop(pid, "")
@@ -222,8 +238,11 @@ class MemoryLimiter:
 
 
 def _kill_sandbox(pid: int, *, inside: bool) -> None:
-    """Kill the first process inside the sandbox, which ends all the others. The outer process
-    then reaps it and exits. Raises OSError if its children cannot be read."""
+    """Kill the first process inside the sandbox, which ends all other processes in it.
+
+    The outer process then reaps that process and exits. Raises OSError if the children of the outer
+    process cannot be read.
+    """
     with suppress(FileNotFoundError, ProcessLookupError):
         if inside:
             os.kill(pid, signal.SIGKILL)
@@ -234,7 +253,8 @@ def _kill_sandbox(pid: int, *, inside: bool) -> None:
 
 
 def _start_time(pid: int) -> bytes:
-    """Return when a process started, or b"" if it has exited. Raises OSError if unreadable."""
+    """Return the start time of a process, or b"" if it has exited. Raises OSError if it cannot be
+    read."""
     try:
         fields = _stat(str(pid))
     except (FileNotFoundError, ProcessLookupError):

@@ -19,25 +19,31 @@ _QUERY = (
 )
 _QUERY_TIMEOUT_S = 30.0
 _PARTS = ("bin", "lib", "lib64", "share", "ssl", "pyvenv.cfg")
-"""The parts of an interpreter's folder to use, since it may also contain unrelated files."""
+"""The parts of an interpreter's folder that are needed. The folder may also contain unrelated
+files."""
 _MAX_LINKS = 40
 _PYTHON = re.compile(r"python[0-9.]*t?")
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxRuntime:
-    """An executable together with the paths that it reads."""
+    """An executable, and the paths that it reads."""
 
     executable: str
-    """The absolute path with its links, because a virtual environment is identified by the link."""
+    """The absolute path. Symbolic links are not resolved, because a virtual environment is
+    recognized by the path of the link."""
     paths: tuple[Path, ...]
-    """Files and folders outside /usr. Those behind symbolic links are listed under every name."""
+    """The files and folders outside /usr that it reads. Those behind symbolic links are listed
+    under every name."""
 
 
 @lru_cache(maxsize=64)
 def runtime(program: str) -> SandboxRuntime:
-    """Find the files for a Python interpreter, a script with a `#!` line or another executable.
-    Raises FileNotFoundError if it does not exist."""
+    """Find the files that a Python interpreter, a script with a `#!` line or another executable
+    needs.
+
+    Raises FileNotFoundError if the program does not exist.
+    """
     executable = shutil.which(program)
     if executable is None:
         raise FileNotFoundError(f"there is no program {program}")
@@ -82,8 +88,8 @@ def _python(path: Path) -> SandboxRuntime:
 
 
 def _names(path: Path) -> Iterator[Path]:
-    """Return a path, every step along its symbolic links, and its target, except those under
-    /usr."""
+    """Yield a path, each symbolic link on the way to its target, and the target. Paths in /usr are
+    left out."""
     names, real = [path], path.resolve()
     while path.is_symlink() and len(names) < _MAX_LINKS:
         path = Path(os.path.normpath(path.parent / os.readlink(path)))

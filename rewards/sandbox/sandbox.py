@@ -1,12 +1,12 @@
-"""Runs untrusted programs.
+"""Runs untrusted programs in sandboxes.
 
-`bubblewrap` puts each run into separate namespaces. The program has no network, cannot see other
-processes, and gets a read-only system without our files and a private folder that is deleted
-afterwards. CPU and wall time, memory, processes, files and output are limited, and
-`keel.rewards.sandbox.seccomp` blocks calls that would get around the limits.
+`bubblewrap` runs each program in separate namespaces. The program has no network and cannot see
+other processes. It sees a read-only system without our files, and a private folder that is deleted
+after the run. CPU time, wall time, memory, processes, files and output are limited.
+`keel.rewards.sandbox.seccomp` blocks system calls that would bypass the limits.
 
-Sources, inputs and the seccomp filter are passed as memory files, so nothing is written outside the
-sandbox and there is nothing to clean up. The sandbox ends when this process does. If this process
+Sources, inputs and the seccomp filter are passed as memory files. Nothing is written outside the
+sandbox, so there is nothing to clean up. The sandbox ends when this process ends. If this process
 runs as root, the program runs under an unused user ID. Otherwise it runs in a user namespace.
 """
 
@@ -71,13 +71,15 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class _Python:
-    """The Python interpreter inside the sandbox, on which this process's environment is based."""
+    """The Python interpreter that programs use. It is the one that this process's environment is
+    based on."""
 
     executable: str
     parts: tuple[str, ...]
-    """Folders to mount in addition to `PROGRAMS`."""
+    """Files and folders to mount besides `PROGRAMS`."""
     hidden: tuple[str, ...]
-    """Package folders to hide inside mounted ones, because they may contain tasks with answers."""
+    """Package folders inside the mounted folders. They are hidden because they may contain tasks
+    with answers."""
 
     @staticmethod
     def current() -> _Python:
@@ -96,8 +98,10 @@ class _Python:
 
 
 class Sandbox:
-    """Runs programs under one kind of isolation. Create it with `open_sandbox`. It holds no open
-    resources."""
+    """Runs programs under one kind of isolation, and holds no open resources.
+
+    Create it with `open_sandbox`.
+    """
 
     def __init__(self, isolation: _Isolation) -> None:
         self.isolation: _Isolation = isolation
@@ -121,13 +125,14 @@ class Sandbox:
         lines: int = 0,
         within_s: float = math.inf,
     ) -> SandboxOutcome:
-        """Run `command` in an empty writable folder.
+        """Run `command` in an empty, writable folder and return the outcome.
 
-        In `command`, `{box}` stands for the read-only folder with the `files`, and `{python}` for
-        the interpreter. `files` maps names to contents, and all of them are executable. The run
-        ends after `lines` lines of output, if that is set. Wall time is then limited for each line,
-        and CPU time for all lines together. `within_s` is the wall time that the caller has left.
-        Raises RuntimeError if the sandbox itself fails.
+        `files` maps file names to contents. The files are executable and in a read-only folder. In
+        `command`, `{box}` stands for that folder and `{python}` for the Python interpreter.
+
+        If `lines` is set, the run ends after that many lines of output. The wall-time limit then
+        applies to each line, and the CPU-time limit to all lines together. `within_s` is a limit on
+        the wall time of the whole run. Raises RuntimeError if the sandbox itself fails.
         """
         with ExitStack() as stack:
             box, folder = _BOX, None
@@ -214,8 +219,8 @@ class Sandbox:
         limits: Limits,
         share: Callable[[bytes], str],
     ) -> list[str]:
-        """Build the bubblewrap command. `share` makes data readable inside the sandbox and
-        returns its file descriptor."""
+        """Build the bubblewrap command. `share` passes data to bubblewrap and returns the file
+        descriptor."""
         words = [self._bwrap, *namespaces(self._root), *system(PROGRAMS)]
         parents = [str(Path(part).parent) for part in self._python.parts]
         words += make_folders(("/etc", "/dev", _BOX, *parents))
@@ -236,8 +241,11 @@ class Sandbox:
 
 @lru_cache(maxsize=2)
 def open_sandbox(isolation: str) -> Sandbox:
-    """Return a sandbox after a probe inside it has looked for ways out. Raises IsolationError if
-    this machine does not support `isolation`."""
+    """Return a sandbox that has been tested on this machine by a probe that tries to break out of
+    it.
+
+    Raises IsolationError if this machine does not support `isolation`.
+    """
     if isolation not in get_args(_Isolation):
         known = ", ".join(get_args(_Isolation))
         raise IsolationError(f"{_KNOB} = {isolation!r} must be one of {known}")

@@ -1,9 +1,9 @@
 """Builds the seccomp filter for sandboxed programs.
 
-The filter refuses calls that would bypass the namespaces and limits. These concern memory that no
-process limit counts (`memfd_create`, System V shared memory), new namespaces, sockets, other
-processes' memory, key rings shared between users, and kernel interfaces with a history of
-vulnerabilities.
+The filter refuses system calls that would bypass the namespaces and limits. These are calls for
+memory that no process limit counts (`memfd_create`, System V shared memory), new namespaces,
+sockets, the memory of other processes and key rings shared between users. Calls of kernel
+interfaces with a history of vulnerabilities are refused too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ _Numbers = Mapping[str, tuple[int, ...]]
 
 
 def _table(text: str) -> _Numbers:
-    """Read `name number number;`, with a call's numbers on x86_64 and aarch64 (-1 if missing).
-    They are from the kernel's syscall_64.tbl and asm-generic/unistd.h."""
+    """Parse entries `name number number;` with the numbers of a call on x86_64 and aarch64, where
+    -1 means that there is none. The numbers are from the kernel's syscall_64.tbl and
+    asm-generic/unistd.h."""
     rows = (row.split() for row in text.split(";"))
     return {name: tuple(map(int, numbers)) for name, *numbers in rows}
 
@@ -40,29 +41,30 @@ shmctl 31 195; shmget 29 194; socket 41 198; swapoff 168 225; swapon 167 224; sy
 umount2 166 39; unshare 272 97; userfaultfd 323 282; vmsplice 278 75
 """)
 _UNKNOWN = 453
-"""The first call number that is too new for this table (Linux 6.6). C libraries use older calls
-instead."""
+"""The first call number after those in this table (Linux 6.6). If such a call is missing, C
+libraries fall back to older ones."""
 _UNCOUNTED = _table("""
 ioprio_set 251 30; sched_setaffinity 203 122; sched_setattr 314 274; sched_setparam 142 118;
 sched_setscheduler 144 119; sendmmsg 307 269; sendmsg 46 211; setpriority 141 140;
 setsockopt 54 208
 """)
-"""Calls that are refused if memory and CPU time are measured from outside. A socket pair holds
-about 200 KiB that nothing counts, and more with larger buffers or with sockets in transit."""
+"""Calls that are refused if memory and CPU time are measured from outside. For example, a socket
+pair holds about 200 KiB that is not counted, and more with larger buffers or with sockets in
+transit."""
 _PRETENDED = _table("""
 futimesat 261 -1; utime 132 -1; utimensat 280 88; utimes 235 -1
 """)
-"""Calls that succeed without doing anything, because they would change timestamps on devices."""
+"""Calls that do nothing but report success, because they would change the timestamps of devices."""
 _MMAP = (9, 222)
 _PRLIMIT64 = (302, 261)
 _RT_SIGACTION = (13, 134)
 _CLONE = (56, 220)
 _CLONE3 = (435, 435)
 _MACHINES = {"x86_64": 0, "aarch64": 1}
-"""Maps `platform.machine()` to a column in the tables above."""
+"""Maps `platform.machine()` to its column in the tables above."""
 LOCAL = (socket.AF_UNIX,)
 FORKING = ("mount", "unshare")
-"""Calls that a process needs to put its children into new namespaces."""
+"""Calls that a process needs to move its children into new namespaces."""
 NETWORK = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 
 _AUDIT_ARCH = (0xC000003E, 0xC00000B7)
@@ -85,9 +87,9 @@ def seccomp_filter(
 ) -> bytes:
     """Return a classic BPF program for `bwrap --seccomp`.
 
-    `machine` is the value of `platform.machine()`, and `sockets` lists the socket families to
-    allow, such as `LOCAL`. `permitted` lists calls to allow although they are usually denied, such
-    as `FORKING`. With `counted`, the filter also refuses calls that hide memory or CPU time from
+    `machine` is the value of `platform.machine()`. `sockets` lists the allowed socket families,
+    such as `LOCAL`. `permitted` lists calls to allow although they are usually refused, such as
+    `FORKING`. If `counted` is set, the filter also refuses calls that hide memory or CPU time from
     measurement outside the sandbox. Raises ValueError if the call numbers for the machine are
     unknown.
     """

@@ -1,4 +1,4 @@
-"""Enforces the limits on a program's run and reports how the run ended."""
+"""Enforces the resource limits of a run, and reports how the run ended."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from keel.rewards.sandbox.bubblewrap import TMP
 from keel.rewards.sandbox.processes import kill_descendants, usage
 
 FIRST_PROCESS = re.compile(rb'"child-pid": (\d+)')
-"""In bubblewrap's own status output, which the program cannot write to."""
+"""Matches the PID of the first process in bubblewrap's status output. Programs cannot write to that
+output."""
 Status = Literal["exited", "time", "memory", "output"]
 
 _POLL_S = 0.05
 _MAX_FILES = 16_384
-"""How many files the private folder may hold. Even an empty one takes a KiB of kernel memory."""
+"""The maximum number of files in the private folder. Even an empty file takes a KiB of kernel
+memory."""
 _MAX_OUTPUT = 64 << 20
-"""How many bytes a run may print in total."""
+"""The maximum number of bytes that a run may print in total."""
 _MAX_LIMIT = 1 << 24
-"""Upper bound for the limits (16 TiB for memory), so that kernel integers do not overflow."""
+"""The upper bound for each limit, so that integers in the kernel do not overflow. For memory it is
+16 TiB."""
 GRACE_S = 60.0
 """How long a killed run may take to exit."""
 
@@ -36,15 +39,17 @@ class Limits:
     """Resource limits for one run."""
 
     time_s: float = 2.0
-    """CPU seconds for all processes together. The wall-time limit is twice that plus a second."""
+    """The CPU time of all processes together, in seconds. The wall-time limit is twice this plus
+    one second."""
     memory_mib: int = 512
-    """Limits the address space of each process, and the resident memory of all together."""
+    """Limits the address space of each process, and the total resident memory of all processes."""
     processes: int = 8
-    """How many processes and threads may exist at the same time."""
+    """The maximum number of processes and threads at a time."""
     files_mib: int = 64
-    """How large the private folder may get."""
+    """The maximum size of the private folder."""
     output_kib: int = 1024
-    """Limits standard output and error together. If lines are counted, it applies per line."""
+    """Limits standard output and standard error together. If lines are counted, the limit applies
+    to each line."""
 
     def __post_init__(self) -> None:
         for name in ("time_s", "memory_mib", "processes", "files_mib", "output_kib"):
@@ -64,9 +69,9 @@ class SandboxOutcome:
     """The result of a run."""
 
     status: Status
-    """`exited`, or the limit that the run exceeded."""
+    """`exited`, or the name of the limit that the run exceeded."""
     exit_code: int
-    """The exit status, or 128 + n after signal n. Only defined if the status is `exited`."""
+    """The exit status, or 128 + n after signal n. Only meaningful if the status is `exited`."""
     stdout: bytes
     stderr: bytes
     wall_s: float
@@ -76,7 +81,8 @@ class SandboxOutcome:
         return self.status == "exited" and self.exit_code == 0
 
     def why(self) -> str:
-        """A short failure message, which may quote the program; empty if the run succeeded."""
+        """Return a short message about why the run failed, or "" if it succeeded. It may quote the
+        program."""
         if self.status != "exited":
             return f"over its limit of {self.status}"
         if self.exit_code == 0:
@@ -89,7 +95,7 @@ class SandboxOutcome:
 
 
 class Watch:
-    """Reads the output from a run and kills the run when it exceeds a limit."""
+    """Reads the output of a run, and kills the run if it exceeds a limit."""
 
     def __init__(
         self,
@@ -99,7 +105,7 @@ class Watch:
         limits: Limits,
         lines: int,
     ) -> None:
-        """Watch a run until it has printed this many `lines`, or until it exits if that is 0."""
+        """Watch a run until it has printed `lines` lines, or until it exits if `lines` is 0."""
         assert process.stdout is not None and process.stderr is not None
         self._process = process
         self._limits = limits
@@ -116,7 +122,8 @@ class Watch:
         self._ignore_output = False
 
     def outcome(self, started: float, within_s: float) -> SandboxOutcome:
-        """Wait until the run ends. Raises RuntimeError if it cannot be killed."""
+        """Wait until the run has ended and return its outcome. Raises RuntimeError if it cannot be
+        killed."""
         self._last_deadline = started + within_s
         self._deadline = min(started + self._limits.wall_s, self._last_deadline)
         try:

@@ -1,4 +1,4 @@
-"""A pool of verifier processes, in which a hang or crash affects only one completion."""
+"""A pool of processes that run verifiers. A hang or crash affects only one completion."""
 
 from __future__ import annotations
 
@@ -28,36 +28,38 @@ from keel.rewards.workers.worker import PREEMPTION, reply_to
 from keel.rl.strict_json import allow_long_integers
 
 START_TIMEOUT_S = 120.0
-"""How long a worker may take to start and import its libraries."""
+"""The time limit for a worker to start and import its libraries."""
 CODE_GRACE_S = 30.0
-"""Time allowed beyond `rewards.code.completion_s` for starting and stopping sandboxes."""
+"""Extra time besides `rewards.code.completion_s` for starting and stopping sandboxes."""
 GRACE_S = 30.0
-"""How long to wait after a deadline for the worker's own timer, and for a killed worker to exit."""
+"""How long to wait for the worker's own timer after a deadline, and for a killed worker to exit."""
 FIRST_CALL_S = 30.0
-"""Minimum time allowed for the first call to a function in a worker, as it may load a model."""
+"""The minimum time limit for the first call of a function in a worker, which may load a model."""
 POLL_S = 1.0
-"""Seconds between checks on a worker that has not answered."""
+"""The time between checks of a worker that has not answered."""
 STOPPED_POLLS = 5
-"""A worker is replaced if this many polls in a row find it stopped (SIGSTOP)."""
+"""A worker is replaced if this many checks in a row find it stopped (SIGSTOP)."""
 MAX_REASSIGNMENTS = 3
-"""How often a batch may be given to another worker if it did not cause the first one to fail."""
+"""How often a batch may be retried if it did not cause the failure of its worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifierScore:
-    """The result for one completion: a score from 0 to 1, or an `error` and a score of 0."""
+    """The result for one completion: a score from 0 to 1, or an `error` and the score 0."""
 
     score: float
     error: str = ""
     at: str = field(default="", compare=False)
-    """The location of the error, such as `my_rewards.py:12 in brief`; empty if unknown."""
+    """Where the error occurred, such as `my_rewards.py:12 in brief`, or "" if unknown."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     """Other reward parts that the verifier returned."""
 
 
 class WorkerPool:
-    """Verifies batches of completions in `workers` processes, or in this process if that is 0.
-    All completions in a batch answer the same prompt, so a worker builds the verifier only once."""
+    """Verifies batches of completions in `workers` processes, or in this process if `workers` is 0.
+
+    All completions of a batch answer the same prompt, so a worker builds the verifier only once.
+    """
 
     def __init__(
         self,
@@ -69,10 +71,10 @@ class WorkerPool:
     ) -> None:
         """Start the workers, which import their libraries in the background.
 
-        `timeout_s` is the time limit for one completion; it is not enforced without worker
-        processes. `code` holds the fields of `keel.configs.schema.CodeConfig`, where `completion_s`
-        is the time limit for programs. Each worker writes its output to a file in the folder `log`,
-        or else to standard error.
+        `timeout_s` is the time limit for one completion. It is not enforced if there are no worker
+        processes. `code` contains the fields of `keel.configs.schema.CodeConfig`; its
+        `completion_s` is the time limit for programs. Each worker writes its output to a file in
+        the folder `log`, or to standard error if `log` is None.
         """
         allow_long_integers()  # in tests of programs, which travel as JSON
         self._code = dict(code or {})
@@ -92,7 +94,7 @@ class WorkerPool:
     def submit(
         self, spec: Mapping[str, Any], completions: Sequence[str]
     ) -> Future[list[VerifierScore]]:
-        """Start scoring completions. The future raises ValueError if the spec cannot be read."""
+        """Start scoring completions. The future raises ValueError if the spec is malformed."""
         return self._threads.submit(self._verify, spec, completions)
 
     def printed(self) -> bool:
@@ -100,7 +102,7 @@ class WorkerPool:
         return any(worker.log_size() > worker.log_start for worker in self._workers)
 
     def close(self) -> None:
-        """Stop the workers and discard the batches still in the queue."""
+        """Stop the workers and discard all batches in the queue."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()
@@ -124,7 +126,8 @@ class WorkerPool:
 
 
 class _WorkerLost(Exception):
-    """Raised if a worker exited or stopped answering; `blameless` if no completion caused it."""
+    """Raised if a worker exited or stopped answering. `blameless` is set if no completion caused
+    it."""
 
     def __init__(self, message: str, *, blameless: bool = False) -> None:
         super().__init__(message)
@@ -132,20 +135,21 @@ class _WorkerLost(Exception):
 
 
 class _Worker:
-    """A worker process that is restarted if it fails. Only one thread may use it at a time."""
+    """A worker process. It is restarted after a failure. Only one thread may use it at a time."""
 
     def __init__(self, code: Mapping[str, Any], log: Path | None) -> None:
         self._code, self._log = code, log
         self.log_start = self.log_size()
         self._dump = tempfile.TemporaryFile()  # noqa: SIM115
-        """A file for the stack trace of a process that crashes or exceeds its deadline."""
+        """The file to which a process writes its stack trace when it crashes or exceeds its
+        deadline."""
         self._timeout_s = 0.0
         self._called: set[str] = set()
-        """The functions that the current process has called so far."""
+        """The functions that the current process has already called."""
         self._returned: set[str] = set()
-        """The functions that have returned at least once, in this process or an earlier one."""
+        """The functions that have returned at least once, in any process of this worker."""
         self._slow: set[str] = set()
-        """The functions that timed out in their first call and do not get `FIRST_CALL_S` again."""
+        """Functions that timed out in their first call. They do not get `FIRST_CALL_S` again."""
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._buffer = b""
@@ -223,7 +227,8 @@ class _Worker:
     def _begin(
         self, spec: Mapping[str, Any], completions: Sequence[str], name: str, timeout_s: float
     ) -> float:
-        """Send a batch, wait until the verifier is built, and return the first deadline."""
+        """Send a batch and wait until the verifier is built. Returns the time limit of the first
+        completion."""
         if self._process is None or self._process.poll() is not None:
             self._stop()
             self.start()
@@ -290,7 +295,8 @@ class _Worker:
         return f"ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}"
 
     def _stop(self) -> str:
-        """Kill the process and its descendants. Return where its stack dump says it was, or ""."""
+        """Kill the process and its descendants. Returns the location in its stack trace, or "" if
+        there is none."""
         process, self._process = self._process, None
         if process is None:
             return ""

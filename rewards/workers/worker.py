@@ -1,7 +1,8 @@
-"""The process that runs verifiers on untrusted text.
+"""The worker process, which runs verifiers on untrusted text.
 
-`python -m keel.rewards.workers.worker FD DUMP` reads and writes JSON lines over the socket FD. A
-process that has handled a policy's text must not send pickles.
+`python -m keel.rewards.workers.worker FD DUMP` reads and writes JSON lines over the socket FD. The
+process never sends pickles, because it has handled the policy's text and loading a pickle can run
+code.
 
     ← {"spec": {…}, "completions": ["…"], "first_s": 30.0, "timeout_s": 3.0, "code": {…}}
     → {"ready": true}              the verifier is built
@@ -10,13 +11,13 @@ process that has handled a policy's text must not send pickles.
     → {"error": "ValueError: …", "at": "my.py:12 in f"}    instead of a score
     → {"refused": "…"}             instead of "ready": the spec cannot be read
 
-`first_s` is the time limit for the first completion, and `timeout_s` for the others. At a deadline
-a timer signal ends the process, whatever it is doing and even if its parent is gone. The parent
-then starts another process. When that happens, or in a crash, the stack is written to the file
+`first_s` is the time limit for the first completion, and `timeout_s` for each later one. At a
+deadline a timer signal ends the process, whatever it is doing and even if its parent is gone. The
+parent then starts a new process. After a timeout or a crash, the stack trace is in the file
 descriptor DUMP.
 
-Only the user's functions may print to standard output. Verifiers print something about every
-completion that they cannot parse, so their output is discarded.
+Only the user's functions can print to standard output. The output of verifiers is discarded,
+because they print something for every completion that they cannot parse.
 """
 
 from __future__ import annotations
@@ -40,17 +41,19 @@ from keel.rewards.rules.verifiers import Verifier, verifier_for
 from keel.rl.strict_json import allow_long_integers
 
 PREEMPTION = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that a scheduler sends to every process in a job. Workers ignore them and leave them
-to the parent. A worker killed by one would look as if a completion had crashed it."""
+"""Signals that a scheduler sends to every process of a job. Workers ignore them, and the parent
+handles them. If such a signal killed a worker, it would look as if a completion had crashed it."""
 _MAX_ERROR_CHARACTERS = 500
 _MEMORY_BYTES = 8 << 30
-"""How much address space verifiers may use beyond what functions have already allocated."""
+"""How much address space verifiers may use beyond what is already allocated."""
 
 
 def _limit_memory(extra: int | None) -> None:
-    """Allow this much additional address space, or remove the limit if None. There is no limit
-    for user functions, because they may load a model and GPU drivers reserve far more than they
-    use."""
+    """Allow `extra` more bytes of address space, or remove the limit if `extra` is None.
+
+    User functions have no limit, because they may load a model and GPU drivers reserve far more
+    address space than they use.
+    """
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = hard
     if extra is not None:
@@ -62,7 +65,7 @@ def _limit_memory(extra: int | None) -> None:
 
 
 def reply_to(verifier: Verifier, completion: str) -> dict[str, Any]:
-    """Verify one completion and return the reply to the parent process."""
+    """Verify one completion. Returns the reply to send to the parent process."""
     try:
         score = verifier(completion)
         if not isinstance(score, Mapping):
