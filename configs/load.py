@@ -1,12 +1,13 @@
-"""Load a recipe (YAML) and `key=value` overrides into a `Config`. The only user of OmegaConf.
+"""Loads a recipe (YAML) and `key=value` overrides into a `Config`. Only this file uses OmegaConf.
 
     defaults: base.yaml          # optional base recipe: a path relative to this file, or the bare
                                  # name of a recipe that comes with Keel
     trainer: {lr: 3e-6}
 
-Precedence: schema defaults, `defaults:` (recursively), the recipe, overrides. Sections are merged
-and lists are replaced. An override of a section sets only the knobs it names: `run={steps: 3}` is
-`run.steps=3`. `${run.seed}` refers to another knob; write `\\${` for a literal `${`.
+Later values replace earlier ones, in this order: schema defaults, `defaults:` (recursively), the
+recipe, overrides. Sections are merged and lists are replaced. An override of a section sets only
+the knobs it names: `run={steps: 3}` is the same as `run.steps=3`. `${run.seed}` refers to another
+knob. Write `\\${` for a literal `${`.
 """
 
 from __future__ import annotations
@@ -63,10 +64,12 @@ and scored."""
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Load the recipe at `path` and apply `key=value` overrides in order.
 
-    path: a file, or the bare name of a recipe that comes with Keel. Override keys are dotted, and
-    an entry of a list is named by its index or name: `data.sources[chain_sum].size=64`. The dotted
-    name of a reward function is one key: `data.sources.0.rewards.my_rewards.brief=0.5`. Values are
-    YAML. Raises ConfigError with the file and line (or the override) of each problem.
+    `path` is a file, or the bare name of a recipe that comes with Keel. Override keys are dotted.
+    List entries are identified by index or name: `data.sources[chain_sum].size=64`. The dotted name
+    of a reward function is a single key: `data.sources.0.rewards.my_rewards.brief=0.5`. Values are
+    YAML.
+
+    Raises ConfigError with the file and line (or the override) of each problem.
     """
     return load_recipe(path, overrides)[0]
 

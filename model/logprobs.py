@@ -123,8 +123,7 @@ def head_inputs(
 def policy_logprobs(
     hidden_ND: Tensor, head: Head, batch: MicroBatch | HeadInputs, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute log π_θ for the n trainable tokens in a micro-batch, and the entropy over their
-    masks.
+    """Return log π_θ of the n trainable tokens in a micro-batch, and the entropy over their masks.
 
     Args:
         hidden_ND: the final hidden states of the packed row, [N, d] or [1, N, d].
@@ -135,7 +134,7 @@ def policy_logprobs(
     Returns:
         Two [n] float32 tensors in the order of `trainable_rows`. The entropy has no gradient.
 
-    If there are no trainable tokens (on a rank that got only padding), both are empty, but the
+    A rank that received only padding has no trainable tokens. Both tensors are then empty, but the
     first one still has a graph with zero gradients. Include its sum in the loss, so that the hooks
     of ZeRO and data parallelism run.
     """

@@ -52,15 +52,15 @@ twice."""
 def replay_routes(
     module: nn.Module, routes: Tensor | NDArray[Any], *, by_token: bool = False
 ) -> Iterator[Replay]:
-    """Make forward passes of `module` inside the block use the recorded experts.
+    """Replay recorded experts in all forward passes of `module` inside the block.
 
     Args:
         module: a module with routers, such as a transformers model.
         routes: [tokens, L, K] integers, input-aligned. The tokens are all rows that the routers get
             (batch × length, flattened), and L counts only MoE layers, in layer order. Rows of −1
-            use the live router. Routes in host memory are validated and copied to the device once,
-            while routes on a device are not validated.
-        by_token: whether to compute `Replay.overlap_N` too.
+            use the live router. Routes in host memory are validated and copied to the device once.
+            Routes on a device are not validated.
+        by_token: if set, also compute `Replay.overlap_N`.
 
     Yields:
         A `Replay` with metrics.
@@ -70,9 +70,9 @@ def replay_routes(
             `keel.model.routing.routers.ROUTERS`. Routes are invalid if they have the wrong number
             of layers or experts per token, or if they contain a value out of range, a row that is
             partly −1, a repeated expert, or a whole layer of zeros. The error names the token and
-            layer. The forward pass raises it too, if the number of tokens is wrong.
-        RuntimeError: one of the routers is already being replayed, or, when the block ends, a
-            router never ran in it, so that its routes were not applied.
+            layer. If the number of tokens is wrong, the forward pass raises the error.
+        RuntimeError: one of the routers is already being replayed. Also raised at the end of the
+            block if a router never ran in it, because its routes were then not applied.
     """
     routers = router_modules(module)
     if not routers:
@@ -139,8 +139,10 @@ class Replay:
         """Return the metrics for the forward passes, not counting recomputation. Synchronises once.
 
         routing/overlap            fraction of recorded experts that the live router also chooses
-        routing/fallback_fraction  fraction of (token, layer) rows that were not recorded. `ends`
-                                   tokens, the last in each segment, do not count
+        routing/fallback_fraction  fraction of (token, layer) rows that were not recorded. The
+                                   last token of each segment is excluded
+
+        `ends` is the number of these last tokens.
         """
         same, recorded = torch.stack(self._counts).sum(0).tolist() if self._counts else (0, 0)
         routable = self._rows - ends * len(self._calls)
