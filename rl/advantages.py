@@ -1,4 +1,4 @@
-"""Group-relative advantages."""
+"""Computes group-relative advantages."""
 
 from __future__ import annotations
 

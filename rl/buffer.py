@@ -103,8 +103,8 @@ class GroupBuffer:
         """Number of prompts submitted since step 1, not counting discarded ones."""
         self._numbers = 0
         self._queue: dict[int, _Place] = {}
-        """Groups by number, in order, for which it is undecided whether to keep them. The first one
-        has not arrived yet."""
+        """Groups by number, in order, for which no decision to keep or discard has been made. The
+        first one has not arrived yet."""
         self._members: list[ScoredGroup] = []
         self._discarded: list[ScoredGroup] = []
         self._counts: Counter[str] = Counter()

@@ -317,12 +317,12 @@ def nll_loss(
     total_sequences: int,
     sequence_weight: Tensor | None = None,
 ) -> NllOutput:
-    r"""Compute this part's share of the negative mean log-likelihood.
+    """Compute one call's share of the negative mean log-likelihood.
 
         −1/B Σ_i w_i/|o_i| Σ_t log π_θ(o_{i,t})
 
     With w_i = |o_i| B / Σ_j |o_j|, this is the mean over all tokens in the step, as in transformers
-    and TRL. With w_i = 1, every conversation has the same weight, however long it is.
+    and TRL. With w_i = 1, every conversation has the same weight, regardless of its length.
 
     Shapes (N learned tokens of S conversations, which may have more tokens in other calls):
         logp              [N] float32 or float64, natural-log probabilities
@@ -331,7 +331,7 @@ def nll_loss(
         total_sequences   B, conversations in the whole optimizer step
         sequence_weight   [S] w, 1 on average over the step; None: all ones
 
-    The denominators are global, so the shares and gradients of any split of a step add up. N = 0
+    The denominators are global, so however a step is split, the shares and gradients add up. N = 0
     gives a loss of 0. Raises `ValueError` if an argument is invalid.
     """
     _check_step(sequence_tokens, total_sequences)

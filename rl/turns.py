@@ -19,7 +19,8 @@ if TYPE_CHECKING:  # reward workers start without numpy
     from keel.rl.types import SamplingMasks
 
 Message = Mapping[str, Any]
-"""A chat message with `role`, `content`, and `reasoning_content`, `tool_calls`, `tool_call_id`."""
+"""A chat message with the keys `role` and `content`, and optionally `reasoning_content`,
+`tool_calls` and `tool_call_id`."""
 MALFORMED = "malformed_call"
 """The tool name recorded for a tool call that could not be parsed."""
 

@@ -21,7 +21,7 @@ copying."""
 
 class TensorEntry(NamedTuple):
     """Describes one tensor in a bucket. It is a tuple because a large update has tens of thousands
-    of them."""
+    of entries."""
 
     name: str
     """The tensor's name in the checkpoint. Each expert has its own names."""
@@ -108,7 +108,7 @@ def unpack_flat(entries: Iterable[TensorEntry], flat: Tensor) -> Iterator[tuple[
 
 
 class Checksum:
-    """A checksum over all buckets of an update, computed by both the sender and the engine. It
+    """A checksum over all buckets of an update. The sender and the engine both compute it. It
     depends on the order of the buckets."""
 
     def __init__(self) -> None:

@@ -74,7 +74,8 @@ class Channel:
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        """`name` must be unique to this channel and identical on all its ranks."""
+        """Open the channel on one rank. `name` must be unique to this channel and identical on all
+        its ranks."""
         self._device, self._timeout_s = device, timeout_s
         self._used = False
         store = connect(rendezvous, name, timeout_s)
@@ -208,8 +209,8 @@ Message = Begin | Bucket | Finish
 
 class _Mailbox:
     def __init__(self, rendezvous: Rendezvous, name: str, *, timeout_s: float) -> None:
-        """`name` must be unique, and identical at both ends. `timeout_s` is the time limit for each
-        message."""
+        """Connect to the store. `name` must be unique, and identical at both ends. `timeout_s` is
+        the time limit for each message."""
         self._store = connect(rendezvous, f"{name}/mailbox", timeout_s)
         self._timeout_s = timeout_s
         self._acknowledged = 0
@@ -322,9 +323,9 @@ _CHANNEL_ERRORS: dict[str, type[Exception]] = {
 
 
 def call_workers(llm: Any, method: str, *args: Any, several: bool) -> None:
-    """Call a method on every vLLM worker and raise any error it raises. `several` means that there
-    is more than one worker. The workers are then separate processes, and vLLM returns their errors
-    only as text. Channel errors are therefore returned as data and raised again here."""
+    """Call a method on every vLLM worker and raise any error. `several` must be set if there is
+    more than one worker. In that case, the workers are separate processes and vLLM returns their
+    errors only as text. Channel errors are therefore returned as data and raised again here."""
     if not several:
         llm.collective_rpc(method, args=args)
         return

@@ -73,8 +73,8 @@ class CopyPlan:
     def __init__(
         self, kernels: Sequence[Tensor], placed: Placed, fills: Sequence[tuple[Tensor, float]] = ()
     ) -> None:
-        """`fills` are the parts of kernels' tensors that always have the same value, such as
-        padding."""
+        """Create a plan that copies the pieces in `placed` into `kernels`. `fills` are the parts of
+        the kernels' tensors that always have the same value, such as padding."""
         self.kernels, self.placed, self._fills = kernels, placed, fills
         self._programs: dict[
             str, tuple[tuple[TensorEntry, ...], list[tuple[torch.dtype, _Copies]]]

@@ -46,7 +46,7 @@ class Sender:
     """Sends weights from one rank to its engines."""
 
     def __init__(self, rendezvous: Rendezvous, device: torch.device, *, timeout_s: float) -> None:
-        """`timeout_s` is the time limit for each step of an update."""
+        """Create the sender of a rank. `timeout_s` is the time limit for each step of an update."""
         self._rendezvous, self._device, self._timeout_s = rendezvous, device, timeout_s
         self._links: dict[int, _EngineLink] = {}
         """The links to the engines, by engine index."""

@@ -53,7 +53,7 @@ class UpdatableEngine(Protocol):
         ...
 
     def update(self, version: int, buckets: Sequence[Any]) -> Future[int]:
-        """Load new weights. The future returns the version that the engine then samples from."""
+        """Load new weights. The future resolves to the version that the engine samples from."""
         ...
 
 
@@ -120,8 +120,8 @@ class WeightSync:
         direct: bool,
         before: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`before(version)` is called when the weights are ready, just before the engines receive
-        them."""
+        """Connect the trainer to the engines. `before(version)` is called when the weights are
+        ready, just before the engines receive them."""
         self._source, self._engines = source, engines
         self._direct, self._before = direct, before
 

@@ -47,7 +47,8 @@ from keel.model.torch_internals import to_device
 CHUNK_TOKENS = 2048
 """The number of tokens that share a plan."""
 UNION_FLOOR = 128
-"""If tokens keep fewer ids than this on average, gather is chosen without computing the union."""
+"""If tokens keep fewer ids than this on average, the gather plan is chosen without computing the
+union."""
 ALIGNMENT = 64
 """Unions are padded to a multiple of this size. GEMMs use slower kernels for other widths."""
 
