@@ -100,7 +100,7 @@ def relevant_knobs(config: Config, hardware: Hardware) -> frozenset[str]:
 def _reasons(search: LayoutSearch, best: Layout) -> dict[str, str]:
     """Return the reason for the value of each open knob.
 
-    For most knobs, it compares the layout with one in which only this knob is different.
+    Most reasons compare the layout with one that differs only in this knob.
     """
     config, options = best.config, search.options
     share, size = config.rollout.gpu_memory_utilization, search.hardware.gpu_gib

@@ -26,7 +26,8 @@ class Downloader:
     """Ray actor that downloads a model to the hub cache of its node."""
 
     def fetch(self, path: str) -> None:
-        """Download all missing files. The hub client drops stalled connections and retries."""
+        """Download the missing files of a model. The hub client drops stalled connections and
+        retries."""
         if download := download_of(path):
             download.fetch()
 

@@ -62,7 +62,8 @@ class ElasticLayouts:
     say: Callable[[str], object] = print
     nodes: Callable[[], list[Node]] = cluster_nodes
     silent: Callable[[], list[str]] = list[str]
-    """Returns the hosts of nodes that do not answer although Ray considers them alive."""
+    """Function that returns the hosts of nodes that do not answer although Ray considers them
+    alive."""
     clock: Callable[[], float] = time.monotonic
     pause: Callable[[float], object] = time.sleep
     joinable: bool = True

@@ -76,9 +76,10 @@ def check_engine_heads(config: Config, *, heads: int, head_size: int, gpu: bool)
 
 
 def check_engine_attention(config: Config, *, architecture: str, kv_width: int, gpu: bool) -> None:
-    """Check that vLLM can serve a model with sparse attention and that training uses it, too.
+    """Check that vLLM can serve a model with sparse attention, and that training uses it, too.
 
-    `kv_width` is the number of cached elements per token and layer. Other models pass.
+    Models without sparse attention always pass. `kv_width` is the number of cached elements per
+    token and layer.
     """
     if architecture != _SPARSE_ATTENTION:
         return

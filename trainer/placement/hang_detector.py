@@ -39,8 +39,8 @@ IDLE_S = 60.0
 """Minimum idle time before a process that was not stopped is killed. On a busy machine, a healthy
 process may get no CPU time for a while."""
 RAY_HANG_S = 60.0
-"""Maximum time that Ray's own processes may hang. After 65 s without an answer from a raylet, Ray
-declares the node lost."""
+"""Maximum time that Ray's own processes may hang. If a raylet does not answer for 65 s, Ray
+declares its node lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +128,11 @@ class HangDetector:
         hang_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Monitor the actors of `raylet` that belong to the start with the id `start`.
+        """Monitor Ray's own processes, and the run's actors that `raylet` has started.
 
-        See `keel.model.ray_timeouts.start` for this id. `ray_processes` maps descriptions to
-        process ids. If `hang_timeout_s` is 0, no process is killed.
+        `ray_processes` maps a description of each Ray process to its id. `start` is the id of the
+        run's current start (`keel.model.ray_timeouts.start`); actors of other starts are ignored.
+        If `hang_timeout_s` is 0, no process is killed.
         """
         self._raylet, self._start, self._timeout_s = raylet, start, hang_timeout_s
         self._ray = {

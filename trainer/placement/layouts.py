@@ -224,8 +224,7 @@ class Options:
 
     @property
     def _sharing(self) -> Values:
-        """Prompt sharing is enabled wherever it is possible, because packing uses it only if it
-        saves time."""
+        """Prompt sharing, turned on if possible. Packing uses it only where it saves time."""
         shared = not no_sharing(self.config, head_size=self.facts.head_size)
         return self._open({"trainer.share_prompts": shared})
 
@@ -382,7 +381,7 @@ class LayoutSearch:
         return None
 
     def fitting(self) -> Iterator[Layout]:
-        """Yield the layouts that fit, skipping those that cannot be the best."""
+        """Yield the layouts that fit. Layouts that cannot be the best one are skipped."""
         fastest = math.inf
         for seats in self.options.placements:
             ranks = seats.get("trainer.ranks", self.config.trainer.ranks)

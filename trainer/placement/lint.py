@@ -67,10 +67,11 @@ def lint_recipe(config: Config, facts: ModelFacts) -> list[str]:
 
 
 def ignored_knobs(config: Config, chosen: Set[str], overrides: Sequence[str] = ()) -> Iterator[str]:
-    """Return warnings about knobs that have no effect.
+    """Yield warnings about knobs that have no effect.
 
-    These are `keel train` knobs in a recipe that only does supervised training, and an override of
-    run.steps if sft.epochs takes its place. `chosen` contains the knobs that Keel chooses.
+    In a recipe for supervised training only, these are the knobs that are set although only `keel
+    train` uses them. An override of run.steps also has no effect if sft.epochs is set. `chosen`
+    contains the knobs that Keel chooses.
     """
     if config.sft.epochs and any(
         each.partition("=")[0].strip() == "run.steps" for each in split_overrides(overrides)

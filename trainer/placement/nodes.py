@@ -190,7 +190,7 @@ def cluster_nodes(*, gpus: bool = True) -> list[Node]:
 
 
 def memory_gib() -> float:
-    """Return the host memory available to this machine or its cgroup, in GiB."""
+    """Return the total host memory of this machine, or the limit of its cgroup if lower, in GiB."""
     sizes = [psutil.virtual_memory().total]
     for path in _MEMORY_LIMITS:
         with suppress(OSError, ValueError):  # no file, or "max"
@@ -285,10 +285,10 @@ def _detect_nodes() -> list[Node]:
 
 
 def with_missing_nodes(hardware: Hardware, config: Config) -> Hardware:
-    """Add the nodes that the full recipe still needs, if `trainer.min_ranks` is set.
+    """Return the hardware, plus the nodes that the full recipe still needs.
 
-    Each added node is like the largest one present. The run is planned at full size but starts on
-    the nodes that are present.
+    Nodes are added only if `trainer.min_ranks` is set. Each of them is like the largest node
+    present. The run is planned at full size but starts on the nodes that are present.
     """
     trainer, run = config.trainer, config.run
     elastic = 0 < trainer.min_ranks < trainer.ranks

@@ -37,7 +37,7 @@ class Plan:
 
     engine: Memory
     trainer: Memory
-    """Everything that a rank holds at any time. Some parts are never held at the same time."""
+    """All parts of a rank's memory, including parts that are never in use at the same time."""
     peak: float
     """Maximum number of bytes that a rank holds on its GPU at any time."""
     cached: int | None

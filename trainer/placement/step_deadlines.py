@@ -29,7 +29,7 @@ class StepDeadlines:
     """Computes the deadline for each kind of call."""
 
     def __init__(self, timeout_s: float, sending_s: float) -> None:
-        """Store the configured timeout, `trainer.timeout_s`.
+        """Allow `timeout_s` (`trainer.timeout_s`) for each optimizer step.
 
         `sending_s` is additional time for weights that are still being sent.
         """

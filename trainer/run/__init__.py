@@ -1,1 +1,1 @@
-"""The run folder: config, checkpoints, metrics, the panel, Ctrl-C."""
+"""Everything around a run: its folder, checkpoints, metrics, terminal output and signals."""

@@ -1,6 +1,6 @@
-"""Batches of steps without a finite gradient, saved for `keel replay`.
+"""Saves the batches of steps without a finite gradient, for `keel replay`.
 
-    RUN/nonfinite/step_000007.npz   arrays, and JSON text that says how they belong together
+    RUN/nonfinite/step_000007.npz   arrays, and JSON text that describes their structure
 
 The files contain no pickles, so opening one runs no code.
 """

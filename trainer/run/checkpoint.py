@@ -1,4 +1,4 @@
-"""Checkpoint folders: written atomically, found again, and verified.
+"""Writes checkpoint folders atomically, finds them again and verifies them.
 
     checkpoints/step_000123/     a finished checkpoint
         …                        weights, optimizer, random state

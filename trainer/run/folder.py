@@ -10,7 +10,7 @@ checkpoints/    what `run.resume: auto` continues from
 nonfinite/      batches of steps without a finite gradient, for `keel replay`
 trackers/       progress of each of `run.trackers`
 rewards/        output of reward functions, one file per worker
-model/          the trained model, once the run has ended; model_60: of an earlier end
+model/          the trained model, once the run has ended; model_60/ is from an earlier end
 before_1/ …     files of earlier runs that ended without a checkpoint
 """
 

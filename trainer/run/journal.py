@@ -52,9 +52,9 @@ class Journal:
     ) -> None:
         """Open the record, and remove everything after step `resumed_at`.
 
-        `trajectories` is the number of trajectories saved as text per step. If `save_all` is set,
-        all are saved as JSON, together with the digest `tokenizer`. `tokens` writes the per-token
-        numbers.
+        `trajectories` is the number of trajectories saved per step, as text and as JSON. If
+        `save_all` is set, the JSON file contains all of them. `tokenizer` is the digest stored in
+        it. `tokens` writes the per-token numbers.
         """
         self._view, self._alarms, self._clock = view, alarms, clock
         self.on_write: Callable[[], None] = lambda: None

@@ -1,11 +1,12 @@
-"""Signals that stop a command, and output that survives a lost terminal or reader.
+"""Handles signals that stop a command, and lets output survive a lost terminal or reader.
 
 Ctrl-C            first: stop after the current step, with a checkpoint; second: stop at once
 SIGTERM, SIGHUP,  preemption (scheduler, `ray job stop`, Slurm warning) or a closed terminal: drop
 SIGUSR1           rollouts in flight, finish the optimizer step and save a checkpoint, all within
                   `run.grace_s`
 
-Uses the standard library only, because `watching` is active while a command loads its libraries.
+This module uses only the standard library, because `watching` is active while a command loads its
+libraries.
 """
 
 from __future__ import annotations

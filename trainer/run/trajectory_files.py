@@ -1,7 +1,7 @@
-"""Selection of the trajectories to save per step, and the token files that `keel report` reads.
+"""Chooses the trajectories to save in each step, and writes the token files for `keel report`.
 
-A line of `step_000001.tokens.jsonl.gz` is a group. (`step_000001.jsonl`, for `keel sft`, has one
-trajectory per line.) Each trajectory in it has:
+Each line of `step_000001.tokens.jsonl.gz` is one group. (By contrast, `step_000001.jsonl`, which is
+for `keel sft`, has one trajectory per line.) Each trajectory of the group has these fields:
 
 always                     reward by parts with explanations, answer, length and finish reason
 in the text or selected    messages
