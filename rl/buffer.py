@@ -68,9 +68,9 @@ class GroupBuffer:
     all its groups. Training on finished groups first would favour short completions and let the
     long ones become stale. The order also enforces `Lag.versions` without comparing versions. While
     the engines are at step a, only groups for steps up to a + `publish_every` + `batches` can be
-    submitted, so none is trained on later than that. No other order would reduce the waiting: with
-    new weights at every step, the submitted groups fill all steps up to the bound, so moving one
-    group forward would push another beyond it.
+    submitted, so none is trained on later than that. No other order could wait less: with new
+    weights at every step, the submitted groups fill all steps up to the bound, so moving one group
+    forward would push another beyond it.
 
     The same rule covers trajectories with many turns, and no trajectory is dropped because of its
     age. The oldest token of a trajectory is its first one, which was sampled from weights no older

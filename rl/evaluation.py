@@ -24,7 +24,7 @@ def passed(correct: float) -> bool:
 
 
 def pass_at_k(samples: int, passes: int, k: int) -> float:
-    """Estimate, without bias, the probability that at least one of k completions passes. The
+    """Return an unbiased estimate of the probability that at least one of k completions passes. The
     estimate is 1 − C(n−c, k) / C(n, k), where n is `samples` and c is `passes` (Chen et al., 2021,
     Eq. 1). Raises ValueError unless 1 ≤ k ≤ samples."""
     if not 1 <= k <= samples:

@@ -170,10 +170,10 @@ class TrainBatch:
     split_sequences: int = 0
     """P, the number of trajectories that span several micro-batches, over all ranks."""
     scored_first: tuple[MicroBatch, ...] = ()
-    """Micro-batches that are scored without gradient before training on `micro_batches`. They
-    contain the segments of split trajectories that the sequence mask may drop, because the mask
-    depends on the whole trajectory (`keel.rl.offpolicy.GapTotals`). All ranks have the same number.
-    """
+    """Micro-batches to score without gradient before training on `micro_batches`. They contain the
+    segments of split trajectories that the sequence mask may drop. Scoring comes first because the
+    mask depends on the whole trajectory (`keel.rl.offpolicy.GapTotals`). All ranks have the same
+    number."""
     signal: bool = True
     """True if the loss of the whole optimizer step has a gradient. This is the case if at least one
     group on any rank has a nonzero advantage or a KL term."""

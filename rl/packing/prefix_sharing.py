@@ -185,7 +185,7 @@ def _find_cluster(clusters: Sequence[PrefixGroup], item: PackItem) -> tuple[int 
 
 
 def _common(one: Segment, other: Segment, limit: int) -> int:
-    """Return the length of the prefix, up to `limit`, with the same tokens and experts in both."""
+    """Return the length of the common prefix, up to `limit`. Tokens and experts must match."""
     if one.selected_TLk is not None or other.selected_TLk is not None:
         return 0
     limit = _equal_rows(one.token_ids_T[:limit], other.token_ids_T[:limit])
