@@ -46,8 +46,10 @@ class GpuSpec:
     """True if FlashAttention-4 supports the GPU (Hopper and Blackwell)."""
 
     def between(self, gpus: int) -> float:
-        """Return the bandwidth between this many GPUs: of the links within one node, or of the
-        network across nodes."""
+        """Return the bandwidth between this many GPUs.
+
+        Within a node, this is the bandwidth of the links; across nodes, it is that of the network.
+        """
         return self.link_bytes if gpus <= self.node_gpus else self.network_bytes
 
 

@@ -473,7 +473,7 @@ def offloads(config: Config, *, shared: bool) -> bool:
 
 
 def needed_bytes(config: Config, memory: Memory, *, shared: bool) -> float:
-    """Return the GPU memory that a rank must have, taking into account what it can offload."""
+    """Return how much GPU memory a rank needs, in bytes. State that it can offload is left out."""
     return least_bytes(config, memory) if offloads(config, shared=shared) else memory.total
 
 
@@ -499,7 +499,7 @@ def _update_bytes(config: Config, memory: Memory) -> float:
 
 
 def held_bytes(memory: Memory) -> float:
-    """Return how many bytes a rank holds between steps."""
+    """Return how many bytes a rank holds between steps: weights, optimizer and reference model."""
     return sum(memory.parts[name] for name in ("weights", "optimizer", "reference"))
 
 

@@ -82,8 +82,8 @@ def base_of(config: Config) -> str:
 def write_manifest(folder: Path, sealed: Mapping[str, Entry]) -> None:
     """Write the manifest of `folder`, computing digests for the files that are not in `sealed`.
 
-    Raises ValueError if a sealed file is missing or has another size here. The ranks then do not
-    share this file system.
+    Raises ValueError if a sealed file is missing or has a different size. This means that the ranks
+    do not share this file system.
     """
     here = sizes(folder)
     for name, entry in sealed.items():

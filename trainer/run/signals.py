@@ -116,9 +116,9 @@ def watching() -> Iterator[None]:
 
 
 def fix_exit_status(status: int) -> None:
-    """From now on, exit with `status` as soon as a signal arrives.
+    """Make any further signal end the process at once with this exit status.
 
-    This covers, for example, another Ctrl-C after the last output.
+    An example is another Ctrl-C after the last output.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:

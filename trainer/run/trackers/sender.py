@@ -196,7 +196,7 @@ class Trackers:
             thread.wake()
 
     def close(self, end: RunEnd, step: int, seconds: float = _CLOSE_S) -> None:
-        """Wait up to `seconds` until everything up to `step` has been sent.
+        """Wait up to `seconds` for everything up to `step` to be sent.
 
         Threads that are still busy are abandoned, and missing steps are reported.
         """

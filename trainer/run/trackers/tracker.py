@@ -104,7 +104,7 @@ def plain_knobs(config: Config) -> dict[str, Any]:
 
 
 def without_secrets(text: str) -> str:
-    """Return the text without the values of secret environment variables and passwords in URLs."""
+    """Remove the values of secret environment variables, and passwords in URLs, from a text."""
     for name, value in os.environ.items():
         if re.search(r"KEY|TOKEN|SECRET|PASSWORD", name) and len(value) >= 8:
             text = text.replace(value, "…")
