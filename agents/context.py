@@ -70,7 +70,7 @@ class ContextManager:
     window: int
     """Maximum number of tokens in a context, including the sampled ones."""
     most: int
-    """Maximum number of rewrites. After them, the trajectory ends when its window is full."""
+    """Maximum number of rewrites. After that, the trajectory ends when its window is full."""
     summary_tokens: int = 1024
     """Tokens reserved for the question and the policy's summary."""
 

@@ -68,8 +68,8 @@ class EnvironmentLost(RuntimeError):
     killed."""
 
     def __init__(self, fault: Fault, during: str, message: str, output: str = "") -> None:
-        """Create an error. `during` is the method that was awaited. `output` is the end of the
-        environment's standard error."""
+        """Create an error. `during` is the method that was awaited. `output` is the last part of
+        the environment's standard error."""
         tail = f"; its last words: {output}" if output else ""
         super().__init__(f"{LOST}{during}: {message}{tail}")
         self.fault: Fault = fault
@@ -90,7 +90,7 @@ class Environment(Protocol):
         ...
 
     async def reply(self, turn: Message) -> Message | None:
-        """Return the user's answer to a turn without calls, or None to end the episode."""
+        """Return the user's reply to a turn without tool calls, or None to end the episode."""
         ...
 
     async def verdict(self, transcript: Transcript) -> Verdict | Unscored: ...

@@ -104,7 +104,7 @@ class ProgramResult:
     failed: str = ""
     """Why the program failed, or "" if it exited with status 0."""
     output: str = ""
-    """The end of the program's output."""
+    """The last part of the program's output."""
     verdict: Verdict | Unscored | None = None
     """The program's verdict. None if it gave none or its verdict is ignored."""
     answer: str | None = None

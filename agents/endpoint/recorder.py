@@ -45,9 +45,9 @@ class Finished:
     opening: tuple[Message, ...]
     """The messages of the first request for a turn."""
     messages: tuple[Message, ...]
-    """All later messages from all conversations, in the order of the turns."""
+    """All messages after the opening, from all conversations, in the order of the turns."""
     dialogues: tuple[Dialogue, ...]
-    """The same messages grouped by conversation, each with the tools that were available in it."""
+    """The messages grouped by conversation, each with the tools that were available in it."""
     usage: Usage
     finish_reason: FinishReason
     """`stop`, or the limit that truncated or refused the turn that ended last."""

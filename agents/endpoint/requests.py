@@ -82,8 +82,8 @@ def invalid_field(param: str, message: str) -> ApiError:
 
 
 def budget_spent(budget: Budget, limit: FinishReason, context: int = 0) -> ApiError:
-    """Return the error for a spent budget. Its status is one that clients do not retry, unlike 429
-    and 5xx. `context` is the number of tokens in the request's messages."""
+    """Return the error for a spent budget. Unlike 429 and 5xx, its status makes clients stop
+    instead of retrying. `context` is the number of tokens in the request's messages."""
     if limit == "window":  # OpenAI's wording, which programs recognize and then shorten the context
         return ApiError(
             400,

@@ -23,7 +23,7 @@ from keel.agents.endpoint.requests import ApiError, ChatRequest, load_object, re
 from keel.agents.env_runtime.processes import socket_folder
 
 MAX_REQUEST_BYTES = 16 << 20
-"""Size limit for a request. A context of 131,072 tokens needs at most 12 MiB, even if every
+"""Maximum size of a request. A context of 131,072 tokens needs at most 12 MiB, even if every
 character is escaped."""
 _MAX_BODIES = 4
 """How many requests of one trajectory may be received at once. This limits the memory that their
@@ -339,6 +339,6 @@ def _is_anthropic(request: web.Request) -> bool:
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:
-    """Return False for aiohttp's log messages about malformed requests from clients."""
+    """Return False for a log message about a client's malformed request."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError)

@@ -48,7 +48,7 @@ class _OpenDialogue:
     tools_key: str
     sampled: list[int] = field(default_factory=list[int])
     last_turn: str = ""
-    """Key of all messages up to the policy's last turn."""
+    """The key for all messages up to the policy's last turn."""
 
 
 class TurnIndex:
@@ -214,7 +214,7 @@ def key_of_tools(tools: Sequence[ToolSpec]) -> str:
 
 
 def _whole_floats(value: Any) -> Any:
-    """Replace whole floats with integers, because many clients turn 1.0 into 1."""
+    """Convert whole floats such as 1.0 to integers, because many clients do this too."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):

@@ -26,7 +26,7 @@ from keel.agents.env_runtime.processes import descendants
 from keel.agents.types import EnvironmentLost, Fault
 
 MAX_MESSAGE_BYTES = 8 << 20
-"""Size limit for a message. A process that sends a larger one is killed."""
+"""Maximum size of a message. A process that sends a larger one is killed."""
 _EXIT_S = 30.0
 """Time limit in seconds for a process to exit after closing its channel."""
 REAP_S = 60.0
@@ -97,8 +97,8 @@ class ForkingWrap(Protocol):
     ) -> AbstractContextManager[SandboxLaunch]: ...
 
     def hold(self, pid: int, *, inside: bool) -> LimitCheck:
-        """Start monitoring the memory of a sandbox. The sandbox is identified by its outer process,
-        or by the process `inside` it."""
+        """Start monitoring the memory of a sandbox, and return a function that stops it. `pid` is
+        the sandbox's outer process, or the first process in the sandbox if `inside` is set."""
         ...
 
 
@@ -225,7 +225,7 @@ async def with_deadline(timeout_s: float, work: Coroutine[Any, Any, Result]) -> 
 
 
 class OwnedProcess:
-    """A child process, together with the end of its standard error. `close` closes its channel."""
+    """A child process and the last part of its standard error. `close` closes its channel."""
 
     def __init__(self, child: Child, output: OutputTail, close: Callable[[], None]) -> None:
         self.child = child
@@ -238,11 +238,11 @@ class OwnedProcess:
 
     @property
     def output(self) -> str:
-        """The end of the process's standard error."""
+        """The last part of the process's standard error."""
         return self._output.text()
 
     async def lost(self, fault: Fault, during: str, message: str) -> EnvironmentLost:
-        """Kill the process, and return an error with the cause and the end of its output."""
+        """Kill the process, and return an error with the cause and the last part of its output."""
         ending = await self.end(_EXIT_S if fault == "exit" else 0.0)
         if fault == "exit":
             fault = "crash" if ending.startswith("was ended") else "exit"
@@ -280,7 +280,7 @@ class OwnedProcess:
 class LineProcess(OwnedProcess):
     """A child process and the channel for exchanging messages with it.
 
-    All calls must come from the same event loop. It handles one exchange at a time.
+    All calls must come from the same event loop. Only one exchange may be in progress at a time.
     """
 
     def __init__(
@@ -434,7 +434,7 @@ class OutputTail:
             await asyncio.wait_for(self._ended.wait(), within_s)
 
     def text(self) -> str:
-        """Return the end of the output. Control characters are removed, since the policy may have
-        written some of it."""
+        """Return the last part of the output. Control characters are removed, since the policy may
+        have written some of it."""
         text = self._tail.decode(errors="replace").strip()
         return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)

@@ -21,8 +21,7 @@ class EnvironmentGone(Exception):
 
 
 def error_location(error: BaseException) -> str:
-    """Return the innermost line of the environment's code in the traceback, such as `my_env.py:12
-    in buy`."""
+    """Return where in the environment's code an error was raised, such as `my_env.py:12 in buy`."""
     ours = (_OURS, "<frozen importlib")
     frames = [
         frame

@@ -1,5 +1,6 @@
-"""Imports an environment once and forks a process for each episode. It is started as `python
-start.py fork-server` and needs Linux and Python 3.9 or later.
+"""Imports an environment once and forks a process for each episode.
+
+This program is started as `python start.py fork-server`. It needs Linux and Python 3.9 or later.
 
 Standard input is a socket (SOCK_SEQPACKET) that carries JSON messages:
 
@@ -16,9 +17,9 @@ Instead of "is", a reply may have "cannot" (the reason why forking is unsafe or 
 the errors in start.py. A forked process then uses the protocol of start.py, or executes the code in
 `run` if there is any.
 
-`inner` has the settings for `keel.agents.env_runtime.isolate`. With it, the reported process is the
-first one in a PID namespace. It exits with the program's status, or with 128 plus the number of the
-signal that ended the program.
+`inner` contains the settings for `keel.agents.env_runtime.isolate`. If it is set, the reported
+process is the first one in a PID namespace. It exits with the program's status, or with 128 plus
+the number of the signal that ended the program.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def protect_process() -> None:
 
 
 def adopt_orphans() -> None:
-    """Make orphaned descendants children of this process from now on."""
+    """From now on, make orphaned descendants children of this process."""
     _prctl(_CHILD_SUBREAPER, 1)
 
 

@@ -216,7 +216,8 @@ def methods_of(target: Any) -> dict[str, Callable[..., Any]]:
 
 
 def functions_of(target: Any) -> dict[str, Callable[..., Any]]:
-    """Return the public functions in a module or list, or the function itself."""
+    """Return functions keyed by name. `target` is a module, whose public functions are returned, a
+    list of functions, or a single function."""
     if inspect.ismodule(target):
         public = getattr(target, "__all__", [name for name in vars(target) if name[0] != "_"])
         values = [getattr(target, name) for name in public]

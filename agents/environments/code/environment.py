@@ -216,7 +216,7 @@ class Repository:
         return self._file_tool({"do": "edit", "path": path, "old": old, "new": new})
 
     def verdict(self) -> tuple[dict[str, float], dict[str, Any]]:
-        """Run the hidden tests."""
+        """Run the hidden tests and return the score, with facts about it."""
         try:
             processes.stop_all()
             written = read_tree(
@@ -248,8 +248,8 @@ def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
     """Check the arguments before a run, outside the sandbox, and make the folder absolute. Raises
-    ValueError if the folder is invalid. `without` contains files with answers, which an episode
-    cannot see anyway."""
+    ValueError if the folder is invalid. `without` lists files with answers, which an episode cannot
+    see anyway."""
     folder = Path(str(arguments.get("folder") or "")).expanduser().absolute()
     if not (folder / "sealed").is_dir():
         raise ValueError(

@@ -38,7 +38,7 @@ class Results(NamedTuple):
     """`as wanted` if all canaries have the right result, `missing` if one has no result, or `faked`
     if one has a wrong result."""
     said: str
-    """The end of the command's output."""
+    """The last part of the command's output."""
     inside: bool = True
     """False if a canary at the end of a hidden test file has a wrong result."""
     seconds: float = 0.0

@@ -42,7 +42,7 @@ class ProjectLanguage:
     """A canary as lines that are appended to a hidden test file. It detects faked results for that
     file."""
     build_names_sources: bool = False
-    """True if a new source file must be listed in one of the `steers` files."""
+    """True if one of the `steers` files must list every new source file."""
 
 
 _PYTHON = ProjectLanguage(

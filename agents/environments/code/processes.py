@@ -28,7 +28,7 @@ def in_sandbox() -> bool:
 
 
 def adopt_orphans() -> None:
-    """Make orphaned descendants children of this process from now on."""
+    """From now on, make orphaned descendants children of this process."""
     global _adopts
     processes.adopt_orphans()
     _adopts = True

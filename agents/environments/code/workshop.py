@@ -45,8 +45,8 @@ class RepositoryWorkshop(Repository):
         return json.dumps(results._asdict())
 
     def set_up(self, script: str, within_s: float) -> str:
-        """Run a setup script in the unchanged repository. Returns JSON with its status, the end of
-        its output and the files that it generated in the repository."""
+        """Run a setup script in the unchanged repository. Returns JSON with its status, the last
+        part of its output and the files that it generated in the repository."""
         processes.stop_all()
         for folder in (*grading.WRITABLE, self._prefix):
             grading.erase(folder)

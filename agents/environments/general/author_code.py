@@ -1,17 +1,18 @@
 """Reads, checks and runs the code of an author's environment.
 
-Its folder contains these files:
+The environment's folder contains these files:
 
 database.json      or database.sqlite
 tools.py           the tools, which are typed functions over `database`
 task.json          {"name", "category", "tasks": [{"question", "tools": [names]}, …]},
                    with easy tasks first
 solve.py           solve_0(tools), solve_1(tools), …, which no environment or policy reads
-verify.py          verify_0(answer, database), …, which return a bool or one for each demand
+verify.py          verify_0(answer, database), …, which return a bool, or a dict with a bool for
+                   each requirement
 provenance.json    how the environment was made
 
-The code runs in forked processes inside the sandbox, which can open no files, start no processes
-and write only to their channel. Their messages are untrusted.
+The code runs in forked processes inside the sandbox. These processes cannot open files or start
+other processes, and can write only to their channel. Their messages are untrusted.
 """
 
 from __future__ import annotations
@@ -290,8 +291,9 @@ class Child(Channel):
         super().__init__(ours)
 
     def ask(self, message: _Message, within_s: float | None = None) -> Any:
-        """Send a request and return its result. Raises ChildEnded, InvalidEnvironment, or
-        AuthorCodeFailed if the author's code raises an error."""
+        """Send a request and return its result. Raises ChildEnded if the child is lost,
+        InvalidEnvironment if it refuses the code, and AuthorCodeFailed if the code raises an error.
+        """
         self.send(message)
         reply = self.receive(within_s)
         if "refused" in reply:

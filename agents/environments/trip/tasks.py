@@ -172,7 +172,7 @@ def _names(draw: random.Random, long: bool) -> Iterator[str]:
 
 MEALS = ("afternoon_restaurant", "evening_restaurant")
 KEYS = ("time", "city", "hotel", MEALS[0], "afternoon_attraction", MEALS[1])
-"""The keys that describe a day in a plan."""
+"""The keys of a day in a plan."""
 _FIRST_DAY = datetime.date(2025, 10, 1)
 
 
