@@ -1,4 +1,4 @@
-"""`keel.train`: a run from Python, in a script or in a notebook.
+"""`keel.train`: start a run from Python, in a script or a notebook.
 
     import keel
 
@@ -13,8 +13,8 @@
     )
     run.metrics[-1]["reward/mean"], run.model
 
-It is `keel train` in this process, with the same checks, folder, checkpoints and view. The same
-call resumes a run. Prompts are written into the run folder as JSONL.
+The run is the same as with `keel train`, with the same checks, folder, checkpoints and view, but in
+this process. Repeating the call resumes the run. Prompts are written to the run folder as JSONL.
 """
 
 from __future__ import annotations
@@ -90,26 +90,29 @@ def train(
     knobs: Mapping[str, Any] | Sequence[str] = (),
     holdout: int = 0,
 ) -> Run:
-    """Run or resume a recipe.
+    """Train on a recipe, or resume its run. Returns the metrics and the trained model.
 
     Args:
-        recipe: A file, the name of a recipe that comes with Keel, or its contents as a mapping.
-        prompts: Replaces the recipe's prompts: a list, a generator, a `datasets.Dataset` or a
-            pandas table of rows as in a JSONL source (docs/rewards.md), or texts. Further columns
-            reach reward functions as `prompt.reward["columns"]`; None and NaN are omitted. The knob
+        recipe: A recipe file, the name of a recipe that comes with Keel, or the recipe itself as a
+            mapping.
+        prompts: Prompts that replace those of the recipe. Pass a list, a generator, a
+            `datasets.Dataset` or a pandas table. The items are texts, or rows as in a JSONL source
+            (docs/rewards.md). Additional columns are passed to reward functions in
+            `prompt.reward["columns"]`, without None and NaN. The knob
             `data.sources[prompts].columns` renames columns.
         holdout: Number of prompts to hold out for evaluation.
-        rewards: A function of a prompt and a trajectory (or of a group, docs/rewards.md), several,
-            or weights of functions and of Keel's reward parts. Applies to all sources.
+        rewards: A reward function, several of them, or a mapping from reward functions and Keel's
+            reward parts to their weights. A reward function takes a prompt and a trajectory (or a
+            group, see docs/rewards.md). The rewards apply to all sources.
         callbacks: Functions to call after each step.
-        knobs: `{"run.steps": 20}`, `["run.steps=20"]` as on the command line, or
-            `{"run": {"steps": 20}}`, which leaves the other knobs of a section unchanged.
+        knobs: Knobs to change: `{"run.steps": 20}`, `["run.steps=20"]` as on the command line, or
+            `{"run": {"steps": 20}}`. Other knobs of a section stay unchanged.
 
     Raises:
-        ConfigError: The run is invalid; raised before anything starts.
+        ConfigError: The recipe or an argument is invalid. Raised before anything starts.
         RuntimeError, ValueError, OSError: The run failed.
-        KeyboardInterrupt: Ctrl-C, or as its subclass `keel.Preempted` SIGTERM, SIGHUP or SIGUSR1
-            stopped the run, after a checkpoint.
+        KeyboardInterrupt: Ctrl-C stopped the run after a checkpoint. If SIGTERM, SIGHUP or SIGUSR1
+            stopped it, the subclass `keel.Preempted` is raised.
     """
     value = cast(object, recipe)
     if not isinstance(value, (str, Path, Mapping)) or (isinstance(value, str) and not value):

@@ -1,4 +1,4 @@
-"""`keel knobs NAME`, and the reference pages in docs/ that are generated from the schema.
+"""`keel knobs NAME`: describe knobs and metrics. Also generates reference pages in docs/.
 
 python -m keel.commands.reference   # writes docs/knobs.md, metrics.md, coming-from.md
 """

@@ -1,6 +1,6 @@
 """Manages the folder in which `keel eval` stores its results.
 
-It is written prompt by prompt, so that a stopped evaluation can resume.
+Results are saved after each prompt, so that a stopped evaluation can resume.
 
 samples.jsonl   one line per prompt and variant: its completions and their scores
 results.json    summary by variant and set
@@ -49,7 +49,6 @@ class Asked:
     source: str
     domain: str
     id: str
-    """The prompt's `Prompt.prompt_id`."""
     digest: str
     """A digest of the recipe's prompt, before the variant changes it."""
     samples: Sequence[Mapping[str, Any]]
@@ -60,11 +59,10 @@ class Asked:
     that `keel sft` needs.
     """
     missing: Sequence[str]
-    """Why each missing completion is missing."""
+    """The reason why each missing completion was not returned."""
     prompt: Sequence[Mapping[str, Any]] = ()
     """The messages of the recipe's prompt."""
     expected: str = ""
-    """The prompt's `Prompt.expected`."""
 
     @property
     def number(self) -> int:
@@ -110,8 +108,11 @@ def asked_of(
     """
 
     def messages_and_record(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
-        """Store the prompt's messages as `asked`; the record of an agent program has all of its
-        conversations instead."""
+        """Return the messages and the record of a completion.
+
+        The record stores the prompt's messages as `asked`. For an agent program it contains all of
+        the program's conversations instead.
+        """
         record = trajectory_record(prompt, trajectory, tokenizer=tokenizer)
         if trajectory.dialogues:
             return {"messages": [dict(m) for m in trajectory.messages], "record": record}

@@ -1,6 +1,6 @@
-"""Reads prompts from the rows in files.
+"""Reads prompts from the rows of data files.
 
-Each row has one prompt, together with the answer, tests or criteria by which to judge completions.
+Each row has one prompt, and the answer, tests or criteria used to judge completions.
 
     {"prompt": "What is 2+2?", "answer": "4"}
     {"messages": [{"role": "user", "content": "…"}], "answer": "B", "match": "exact", "id": "a7"}
@@ -13,9 +13,9 @@ Each row has one prompt, together with the answer, tests or criteria by which to
     {"prompt": "…", "reward": {"kind": "proof"}}
 
 docs/data.md, docs/rewards.md and docs/rubrics.md describe the keys. The object `environment` is
-passed only to the source's environment. Templates can use all other keys, and the user's reward
-functions find them in `prompt.reward["columns"]`. A source with such a function needs no other way
-to judge completions. Keys that nothing uses are reported.
+passed only to the source's environment. All other keys are available to templates, and to the
+user's reward functions in `prompt.reward["columns"]`. A source with such a function needs no other
+way to judge completions. Keys that nothing uses are reported.
 """
 
 from __future__ import annotations

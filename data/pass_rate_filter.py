@@ -1,6 +1,6 @@
 """Manages the folder in which `keel filter` stores its results.
 
-It is written prompt by prompt, so that a stopped filter can resume.
+Results are saved after each prompt, so that a stopped filter run can resume.
 
 pass_rates.jsonl      the table (`keel.data.pass_rates`)
 kept/<source>.jsonl   the prompts to train on, in the format of `source: jsonl`

@@ -1,4 +1,4 @@
-"""The table that `keel filter` writes, with one JSON line for each prompt.
+"""Computes pass rates and reads the table of `keel filter`, which has one JSON line per prompt.
 
     {"id": "sums/7", "source": "sums", "domain": "maths", "samples": 100, "passes": 12,
      "pass_rate": 0.12, "score": 0.15, "unscored": 1, "dropped": {"late: …": 1}, "digest": "…"}
@@ -26,7 +26,6 @@ class PassRate:
     """How often the policy solves one prompt."""
 
     id: str
-    """The prompt's `Prompt.prompt_id`."""
     source: str
     domain: str
     samples: int

@@ -1,8 +1,8 @@
-"""Record of a synthesis in its folder, which the next start continues.
+"""Records the progress of a synthesis in its folder, so that the next start can continue it.
 
 outcomes.jsonl   one line per finished task (`TaskOutcome`)
 usage.jsonl      one line per model call: {"model", "purpose", "prompt_tokens", …}
-settings.json    the settings that tasks depend on
+settings.json    the settings that affect the tasks
 report.json      totals: made, kept, rejected by gate with reasons, tokens and money by purpose
 """
 

@@ -1,4 +1,4 @@
-"""Reads the common formats of conversations into one.
+"""Reads conversations in common formats and converts them to one format.
 
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
     {"messages": […, {"role": "assistant", "reasoning_content": "…", "content": "…"}]}
@@ -6,9 +6,10 @@
     {"prompt": "…", "completion": "…"}             texts, or lists of messages
     {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}
 
-Assistant messages may call tools (OpenAI's `tool_calls`; ShareGPT's `function_call`, answered by an
-`observation`) and hold reasoning in `reasoning_content`, `reasoning`, `thinking` or a `<think>`
-block at the start of the content. `"weight": 0` excludes a message from learning.
+Assistant messages may call tools, either in OpenAI's format (`tool_calls`) or in ShareGPT's
+(`function_call`, answered by an `observation`). Their reasoning may be in `reasoning_content`,
+`reasoning`, `thinking` or a `<think>` block at the start of the content. A message with
+`"weight": 0` is not trained on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Text sources: cuts documents into windows of tokens, and generates texts with known answers.
+"""Reads text sources: splits documents into token windows, and generates texts with known answers.
 
-Each window is a separate context. Consecutive windows in a document overlap by one token, so that
-every token except the first is learned exactly once.
+Each window is a separate context. Consecutive windows of a document overlap by one token, so that
+every token except the first is trained on exactly once.
 
 A generated text can only be predicted by looking far back:
 

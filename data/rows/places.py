@@ -1,8 +1,9 @@
 """Finds the data files in a folder or in a dataset on the hub.
 
-A folder may have been written by `save_to_disk` from the package `datasets`. Otherwise it is laid
-out as on the hub: `data/train-00000-of-00002.parquet`, `main/test.jsonl`, `train/part1.csv`. The
-split is taken from the name of a file or its folder, and the subset from the folder.
+A folder may have been written by `save_to_disk` of the package `datasets`. Otherwise it must have
+the same layout as on the hub: `data/train-00000-of-00002.parquet`, `main/test.jsonl`,
+`train/part1.csv`. The split is taken from the name of a file or its folder, and the subset from
+the folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`family: code` of `keel synthesize`: changes with tests become tasks.
+"""`family: code` of `keel synthesize`: create tasks from code changes that come with tests.
 
-A change is accepted if its gold patch makes failing tests pass (F2P > 0) and breaks none (P2F = 0);
-DeepSeek-V3.2 (2025), section 3.2.3. The folder contains
+A change is accepted if its gold patch makes failing tests pass (F2P > 0) and breaks none (P2F = 0).
+See DeepSeek-V3.2 (2025), section 3.2.3. The folder contains
 
     tasks.jsonl    one line per task for `data.sources[].path`, with the keys of the sealed files
     instances/     human-readable tasks with gold and test patches
@@ -186,7 +186,6 @@ def _calls_of(candidate: Candidate) -> list[ToolCall]:
 
 
 def _line_of(instance: Mapping[str, Any]) -> str:
-    """Return a task's line for tasks.jsonl."""
     fields = {"id": instance["key"], **{name: instance[name] for name in ("prompt", "reward")}}
     return json.dumps(fields, ensure_ascii=False)
 

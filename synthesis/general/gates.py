@@ -319,7 +319,6 @@ async def _accepted(
 
 
 async def _texts_of(rooms: GeneralSandboxes, environment: Path) -> list[str]:
-    """Return strings found in the database."""
     arguments = {"most": _MAX_TEXTS}
     return await rooms.workshop(
         "database", environment, "strings", each_s=rooms.config.call_s, arguments=arguments

@@ -1,7 +1,7 @@
-"""`family: general` of `keel synthesize`.
+"""`family: general` of `keel synthesize`: create environments with tasks for general agents.
 
 tasks/NAME/   finished environments (keel.agents.environments.general.author_code)
-making/       unfinished ones, started again by the next start
+making/       unfinished environments, which the next start builds again from scratch
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""`family: search` of `keel synthesize`: questions with an answer rule, and requests with a rubric.
+"""`family: search` of `keel synthesize`: create search questions and open requests.
+
+A question has a rule that checks the answer, and an open request has a rubric.
 
 tasks.jsonl   accepted tasks, for `source: jsonl` with the search environment
-recipe.yaml   the source of a training recipe that reads them
+recipe.yaml   part of a training recipe: the source that reads these tasks
 """
 
 from __future__ import annotations
