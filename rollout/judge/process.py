@@ -20,8 +20,8 @@ from keel.configs.schema import JudgeConfig
 from keel.rollout.judge import reaper
 
 _MODULE = "vllm.entrypoints.launchers.api_server.entry"
-"""The module that `vllm serve` runs. The command itself fails on the CPU build because it looks for
-a distribution named `vllm`."""
+"""Module that `vllm serve` runs. The command itself fails on the CPU build, because it looks for a
+distribution named `vllm`."""
 GIB = 2**30
 _HEALTH_TIMEOUT_S = 5.0
 _POLL_S = 0.2
@@ -47,12 +47,12 @@ class VllmServer:
         port: int = 0,
         key: str = "",
     ) -> None:
-        """Start the server.
+        """Start the server without waiting until it answers.
 
-        `name` is used in error messages. `environment` is added to this process's environment. A
-        `port` of 0 selects a free port. `key` is the API key that clients must send; if it is
-        empty, `VLLM_API_KEY` from the environment applies. Raises OSError if the address cannot be
-        bound.
+        `name` is used in error messages. `environment` is added to this process's environment
+        variables. If `port` is 0, a free port is chosen. `key` is the API key that clients must
+        send; if it is empty, `VLLM_API_KEY` from the environment applies. Raises OSError if the
+        address cannot be bound.
         """
         self._name, self._host, self._log = name, host, log
         # Bound but not listening: reserves the port until the server listens on it.
@@ -82,8 +82,11 @@ class VllmServer:
         return f"http://{self._host}:{self._port}/v1"
 
     def wait(self, timeout_s: float, knob: str = "") -> None:
-        """Wait until the server answers. `knob` is the setting that determines `timeout_s`. Raises
-        RuntimeError with the end of the log if the server does not start."""
+        """Wait until the server answers requests.
+
+        `knob` names the setting that determines `timeout_s`. Raises RuntimeError with the end of
+        the server's log if it does not start.
+        """
         end = time.monotonic() + timeout_s
         while not self._is_healthy():
             reason = self.ended()
@@ -99,8 +102,7 @@ class VllmServer:
         self._reserved.close()
 
     def ended(self) -> str:
-        """The reason why the server ended, with the end of its log, or an empty string while it
-        runs."""
+        """Why the server ended, with the end of its log. Empty while the server is running."""
         output = self._reaper.stdout
         assert output is not None
         if output.closed:
@@ -140,7 +142,7 @@ class VllmServer:
 
 
 def options(config: JudgeConfig, *, gpu: bool) -> dict[str, Any]:
-    """Return the vLLM options for the judge's server, without its address."""
+    """Return the vLLM options for the judge's server, except its address."""
     server = config.server
     vllm_options: dict[str, Any] = {
         **common_options(gpu=gpu, kv_cache_gib=server.kv_cache_gib),
@@ -162,7 +164,8 @@ def options(config: JudgeConfig, *, gpu: bool) -> dict[str, Any]:
 
 
 def common_options(*, gpu: bool, kv_cache_gib: float) -> dict[str, Any]:
-    """Return the vLLM options that all of Keel's servers share. `kv_cache_gib` applies to CPUs."""
+    """Return the vLLM options that all of Keel's servers share. `kv_cache_gib` is used only on
+    CPUs."""
     quiet = {"disable_log_stats": True, "disable_uvicorn_access_log": True}
     if gpu:
         return quiet
@@ -175,7 +178,7 @@ def common_options(*, gpu: bool, kv_cache_gib: float) -> dict[str, Any]:
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
-    """Convert `options` to command-line arguments for vLLM's server."""
+    """Convert `options` to command-line arguments of vLLM's server."""
     arguments: list[str] = []
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -188,7 +191,7 @@ def flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def environment(*, gpu: bool, threads: int) -> dict[str, str]:
-    """Return environment variables to add for the server. `threads` applies to CPUs."""
+    """Return the environment variables to add for the server. `threads` is used only on CPUs."""
     common = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     if gpu:
         return common

@@ -23,10 +23,10 @@ import sys
 from pathlib import Path
 
 _GRACE_S = 5.0
-"""Seconds between SIGTERM and SIGKILL."""
+"""Seconds to wait between SIGTERM and SIGKILL."""
 _POLL_S = 1.0
 _MAX_STOPPED_POLLS = 5
-"""Number of consecutive polls that must find the command suspended before it is killed."""
+"""Number of consecutive polls that must find the command suspended before the reaper kills it."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 

@@ -25,20 +25,22 @@ from keel.model import ray_timeouts
 from keel.rollout.judge.process import STOP_TIMEOUT_S, VllmServer, environment, options
 
 MAX_RESTARTS, RECENT_S = 3, 3 * 3600.0
-"""Maximum number of restarts within `RECENT_S` seconds. If the server dies once more, the run
-fails."""
+"""Maximum number of restarts within `RECENT_S` seconds. If the server dies again within that time,
+the run fails."""
 REPLY_S = 30.0
-"""Time limit for a call to the actor in seconds. It is also added to the server's startup
-timeout."""
+"""Time limit in seconds for a call to the actor.
+
+It is also added to the server's startup timeout.
+"""
 _PLACED_S = 1.0
-"""If an actor does not answer within this many seconds, Ray has not placed it yet, so it has no
-server."""
+"""If an actor does not answer within this many seconds, Ray has not scheduled it yet. It therefore
+has no server."""
 
 log = logging.getLogger(__name__)
 
 
 class JudgeActor:
-    """Ray actor that owns the server process. The server ends with the actor."""
+    """Ray actor that runs the server process. The server stops when the actor ends."""
 
     def __init__(self, config: JudgeConfig, gpu: bool, key: str) -> None:
         stderr = Path("/proc/self/fd/2")
@@ -56,7 +58,7 @@ class JudgeActor:
         )
 
     def start(self) -> str:
-        """Wait until the server answers and return its URL."""
+        """Wait until the server answers requests, and return its URL."""
         self._process.wait(self._timeout_s, "rewards.judge.server.startup_timeout_s")
         return self._process.url
 
@@ -68,13 +70,15 @@ class JudgeActor:
 
 
 class JudgeServer:
-    """The judge server of a run. It implements `keel.rewards.judge.results.ServedJudge`."""
+    """The judge's server for a run. Implements `keel.rewards.judge.results.ServedJudge`."""
 
     def __init__(
         self, config: JudgeConfig, *, gpu: bool, options: Mapping[str, Any] | None = None
     ) -> None:
-        """Begin to start the server, without waiting for it. Ray must be running. `options` are Ray
-        options for the actor and override the defaults."""
+        """Begin starting the server, without waiting until it is ready.
+
+        Ray must be running. `options` are Ray options for the actor and override the defaults.
+        """
         self._config, self._gpu, self._options = config, gpu, options or {}
         self.key = secrets.token_hex(16)
         self._lock = threading.Lock()
@@ -85,13 +89,13 @@ class JudgeServer:
 
     @property
     def restarts(self) -> int:
-        """Number of times the server was restarted in this run."""
+        """Number of times that the server was restarted in this run."""
         return len(self._times)
 
     def url(self) -> str:
         """URL of the running server. If the server has died, it is restarted first.
 
-        Raises RuntimeError with the end of the server's log if it cannot be started.
+        Raises RuntimeError with the end of the server's log if the server cannot be started.
         """
         with self._lock:
             if self._url:
@@ -114,8 +118,7 @@ class JudgeServer:
             return self._url
 
     def stop(self) -> None:
-        """Stop the server, even while another thread waits for it. It is safe to call this
-        twice."""
+        """Stop the server, even while another thread waits for it. Safe to call twice."""
         if self._stopped:
             return
         self._stopped = True

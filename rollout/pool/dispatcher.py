@@ -1,7 +1,7 @@
-"""Assigns requests to engines and keeps track of them until they complete.
+"""Assigns requests to engines and tracks them until they complete.
 
-A group goes to the least loaded engine and is never split across engines. A conversation returns to
-the engine that has its prefix in the KV cache. This module runs on the pool's thread and never
+A group goes to the least loaded engine and is never split across engines. A conversation goes back
+to the engine that has its prefix in the KV cache. This module runs on the pool's thread and never
 blocks.
 """
 
@@ -23,7 +23,7 @@ from keel.rollout.pool.engine_supervisor import EngineSlot, RolloutEngine
 from keel.rollout.spec import EngineError
 
 _MAX_HOMES = 100_000
-"""Maximum number of conversations for which the dispatcher remembers the engine."""
+"""Maximum number of conversations whose engine the dispatcher remembers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +36,18 @@ class Request:
     purpose: Purpose
     sequences: int
     tokens: int
-    """Upper bound on the tokens sampled by all sequences together."""
+    """Upper bound on the total number of tokens sampled by the request's sequences."""
     call: Callable[[RolloutEngine], Future[Any]]
     prompt_id: str = ""
-    """Prompt id, if this request samples a group."""
+    """Id of the prompt, if this request samples a group."""
     conversation: str = ""
-    """Conversation id, if this request samples a turn. The dispatcher prefers the engine that holds
-    the conversation's prefix."""
+    """Id of the conversation, if this request samples a turn. The dispatcher prefers the engine
+    that holds the conversation's prefix."""
     result: Future[Any] = field(default_factory=Future[Any])
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Sort key for the queue. Evaluation requests come first because the training loop waits
+        """Sort key for the queue. Evaluation requests come first, because the training loop waits
         for them."""
         return self.purpose != "eval", self.number
 
@@ -58,42 +58,44 @@ class Request:
 
 @dataclass(slots=True)
 class _InFlight:
-    """A request that has been sent to an engine."""
+    """A request that was sent to an engine and has not completed yet."""
 
     request: Request
     slot: EngineSlot
     future: Future[Any]
     deadline: float
-    """Time after which the engine is considered unresponsive. It is ignored while the slot is not
-    ready."""
+    """Time at which the engine counts as unresponsive. Ignored while the slot is not ready."""
 
 
 class Dispatcher:
     """Assigns requests to engines and tracks them until they complete."""
 
     def __init__(self, config: RolloutConfig, *, on_done: Callable[[int], Any]) -> None:
-        """`on_done(number)` is called when an engine finishes a request, possibly on another
-        thread. The pool must then call `complete`."""
+        """Create a dispatcher without any requests.
+
+        `on_done(number)` is called when an engine finishes a request, possibly on another thread.
+        The pool must then call `complete`.
+        """
         self._config, self._on_done = config, on_done
         self._queue: list[Request] = []
         """Waiting requests, sorted by rank."""
         self._in_flight: dict[int, _InFlight] = {}
-        """Requests by number, ordered by deadline."""
+        """Maps numbers to requests, ordered by deadline."""
         self._homes: OrderedDict[str, int] = OrderedDict()
-        """The slot that sampled each conversation's last turn, least recently used first."""
+        """Slot that sampled each conversation's last turn, least recently used first."""
 
     def add(self, request: Request) -> None:
         insort(self._queue, request, key=lambda request: request.rank)
 
     def cancel(self, request: Request) -> None:
-        """Drop a request that its caller has cancelled."""
+        """Drop a request that the caller has cancelled."""
         if (entry := self._in_flight.get(request.number)) is not None:
             self._remove(request.number)
             entry.future.cancel()
         self._queue = [other for other in self._queue if other is not request]
 
     def send(self, slots: Sequence[EngineSlot]) -> None:
-        """Send queued requests to engines until all engines are full."""
+        """Send queued requests to engines until all the engines are full."""
         capacity, index = self._config.max_num_seqs, 0
         while index < len(self._queue):
             available = [s for s in slots if s.stage == "ready" and s.sequences < capacity]
@@ -116,9 +118,10 @@ class Dispatcher:
     ) -> EngineSlot | None:
         """Choose the engine for a request.
 
-        A conversation prefers the engine that has its prefix; everything else goes to the least
-        loaded engine. Returns None if the conversation should wait for its engine because no other
-        engine has less than half of that engine's load.
+        A conversation goes to the engine that has its prefix, if possible. All other requests go to
+        the least loaded engine. Returns None if the conversation should wait for its own engine.
+        This is the case if that engine is full and no available engine has less than half of its
+        load.
         """
         chosen = min(available, key=lambda slot: (slot.load, slot.index))
         if not request.conversation:
@@ -135,7 +138,7 @@ class Dispatcher:
         return chosen
 
     def complete(self, number: int) -> tuple[EngineSlot, EngineError] | None:
-        """Pass the result of a finished request to its caller.
+        """Pass the result of a finished request to the caller.
 
         If the engine died, return its slot and the error instead. The request then stays in flight
         until `requeue` is called.
@@ -150,7 +153,7 @@ class Dispatcher:
         return None
 
     def requeue(self, slot: EngineSlot) -> None:
-        """Put the requests of a dead engine back into the queue."""
+        """Put all requests of a dead engine back into the queue."""
         for entry in self._in_slot(slot):
             request, future = self._remove(entry.request.number), entry.future
             # A result that arrived before the engine died is valid.
@@ -160,7 +163,7 @@ class Dispatcher:
                 self.add(request)
 
     def restart_deadlines(self, slot: EngineSlot) -> None:
-        """Restart the deadlines of all requests in a slot, once its engine can sample again."""
+        """Restart the deadlines of a slot's requests, once its engine can sample again."""
         for entry in self._in_slot(slot):
             entry.deadline = self._deadline()
             self._in_flight[entry.request.number] = self._in_flight.pop(entry.request.number)
@@ -169,13 +172,13 @@ class Dispatcher:
         return next((entry.deadline for entry in self._sampling()), None)
 
     def overdue(self) -> _InFlight | None:
-        """Return a request whose deadline has passed without a result."""
+        """Return a request that has passed its deadline without a result, if there is one."""
         now = time.monotonic()
         late = takewhile(lambda entry: entry.deadline <= now, self._sampling())
         return next((entry for entry in late if not entry.future.done()), None)
 
     def close(self) -> list[Request]:
-        """Cancel the requests in flight and return all unfinished requests."""
+        """Cancel the requests in flight. Returns all unfinished requests."""
         for entry in self._in_flight.values():
             entry.future.cancel()
         return [*(entry.request for entry in self._in_flight.values()), *self._queue]
@@ -197,7 +200,7 @@ class Dispatcher:
 
 
 def _finish(request: Request, future: Future[Any]) -> None:
-    """Pass an engine's result to the caller, unless the caller has cancelled the request."""
+    """Pass an engine's result to the caller, unless the request was cancelled."""
     with suppress(InvalidStateError):
         if (error := future.exception()) is not None:
             request.result.set_exception(error)

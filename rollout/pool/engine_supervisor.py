@@ -1,8 +1,8 @@
 """Starts the pool's engines, updates their weights, puts them to sleep and replaces dead ones.
 
 This module runs on the pool's thread and never blocks, except while the engines start for the first
-time. Each slot has a future that it waits for and a deadline. The pool calls `advance` when either
-is reached.
+time. Each slot waits for a future until a deadline. When the future resolves or the deadline
+passes, the pool calls `advance`.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from keel.rollout.spec import EngineError, EngineProgress, EngineStarted
 from keel.weights.sync import Transfer, UpdatableEngine
 
 MAX_RESTARTS = 3
-"""How often one engine may restart before the run fails. Restarts count for three hours, or longer
-if starts and stalls may take so long that they would not add up otherwise (see `replace`)."""
+"""Number of times that one engine may restart before the run fails. Restarts count for three hours.
+The period is longer if an engine takes so long to start and stall that its restarts would not add
+up within three hours (see `replace`)."""
 _WINDOW_S = 3 * 3600.0
 _MEMORY_RACE, _START_TRIES = "Error in memory profiling", 3
-"""The error that vLLM raises when another process frees GPU memory during its memory profiling, and
-how many times a start is attempted when this happens."""
+"""Error that vLLM raises when another process frees GPU memory during its memory profiling, and the
+number of attempts to start an engine when this happens."""
 _TASKS = {"starting": "start", "loading": "take new weights", "going to sleep": "fall asleep"}
 _NUMBER = re.compile(r"\b(?:[0-9a-f]{8,}|\d+)\b")
-"""Matches numbers such as process and actor ids, which differ between starts."""
+"""Matches numbers, such as process and actor ids, which differ from one start to the next."""
 
 
 class RolloutEngine(UpdatableEngine, Protocol):
-    """An engine as the pool sees it.
+    """The pool's interface to an engine.
 
-    All methods return immediately, and cancelling a future aborts the work. A future fails with
-    `EngineError` if the engine died, in which case the pool replaces the engine. The pool cannot
-    recover from other errors.
+    All methods return immediately. Cancelling a future aborts the work. If the engine died, the
+    future fails with `EngineError` and the pool replaces the engine. The pool cannot recover from
+    any other error.
     """
 
     def ready(self) -> Future[EngineStarted]:
         """Return a future that resolves when the engine can sample or, with `rollout.time_share`,
-        is asleep."""
+        when it is asleep."""
         ...
 
     def generate(
@@ -60,30 +61,29 @@ class RolloutEngine(UpdatableEngine, Protocol):
 
 Stage = Literal["starting", "loading", "ready", "going to sleep", "asleep"]
 Translate = Callable[[Future[int]], Future[int]]
-"""Replaces errors that a dead or late engine caused in a weight transfer with `EngineError`."""
+"""Converts errors that a dead or late engine caused in a weight transfer to `EngineError`."""
 
 
 @dataclass(slots=True, eq=False)
 class EngineSlot:
-    """A place in the pool for one engine. The engine may be replaced by a new one."""
+    """A place for one engine in the pool. If the engine dies, a new one takes its place."""
 
     index: int
     engine: RolloutEngine
     stage: Stage
     pending: Future[Any] | None
-    """The future that the slot waits for until `deadline`, or None if the engine is ready or
-    asleep."""
+    """Future that the slot waits for until `deadline`. None if the engine is ready or asleep."""
     deadline: float
     version: int = 0
-    """The weight version that the engine samples from or is loading."""
+    """Weight version that the engine samples from or is loading."""
     restarts: list[float] = field(default_factory=list[float])
-    """Times of the restarts, from the monotonic clock."""
+    """Times of the engine's restarts, on the monotonic clock."""
     start_failure: str = ""
-    """Error message of the last failed start, without its numbers."""
+    """Error message of the last failed start, with numbers removed."""
     sequences: int = 0
     """Number of completions in flight."""
     load: int = 0
-    """Upper bound on the number of tokens that remain to be sampled."""
+    """Upper bound on the number of tokens that the engine still has to sample."""
 
 
 @dataclass(slots=True)
@@ -96,8 +96,7 @@ class WeightUpdate:
 
 
 class EngineSupervisor:
-    """Brings all engines to the weights in `target`, or puts them to sleep once `resting` is
-    set."""
+    """Keeps all engines on the weights in `target`, or puts them to sleep once `resting` is set."""
 
     def __init__(
         self,
@@ -108,21 +107,24 @@ class EngineSupervisor:
         startup_s: float,
         update_s: float,
     ) -> None:
-        """`build(i)` begins to start engine i. `update_s` is the time limit, in seconds, for a
-        weight update or for falling asleep."""
+        """Create a supervisor without starting any engine.
+
+        `build(i)` begins to start engine i. `update_s` is the time limit in seconds for a weight
+        update, and for an engine to fall asleep.
+        """
         self.slots: list[EngineSlot] = []
         self.update_s = update_s
         self.target: WeightUpdate | None = None
         self.resting: Future[None] | None = None
         self.start_seconds: dict[str, float] = {}
-        """Duration of each start phase in seconds, measured on the slowest engine."""
+        """Duration of each startup phase in seconds, for the slowest engine."""
         self._config, self._build, self._translate = config, build, translate
         self._startup_s = startup_s
         self._started: Stage = "asleep" if config.time_share else "ready"
-        """Stage of an engine that has just started. With `rollout.time_share` it waits for
-        weights."""
+        """Stage of an engine that has just started. With `rollout.time_share`, it sleeps until it
+        receives weights."""
         self._closed = False
-        """Set by `kill`, which may run on a different thread from `start`."""
+        """Set by `kill`, which may run on a different thread than `start`."""
 
     @property
     def restarts(self) -> int:
@@ -133,10 +135,10 @@ class EngineSupervisor:
         return {slot.pending: slot for slot in self.slots if slot.pending is not None}
 
     def start(self) -> tuple[str, ...]:
-        """Start all engines, wait until they are ready and return their distinct warnings.
+        """Start all engines and wait until they are ready. Returns their distinct warnings.
 
-        Raises TimeoutError if an engine does not start in time, and EngineError if its start fails
-        or if `kill` is called meanwhile.
+        Raises TimeoutError if an engine does not start in time. Raises EngineError if the start of
+        an engine fails, or if `kill` is called meanwhile.
         """
         for index in range(self._config.engines):
             engine = self._build(index)
@@ -177,8 +179,10 @@ class EngineSupervisor:
                 return [*warnings, *started.warnings]
 
     def follow(self, target: WeightUpdate | None, resting: Future[None] | None) -> None:
-        """Make all engines load the new weights or fall asleep. Engines that are busy with another
-        stage do so when it ends."""
+        """Make all engines load the new weights or fall asleep.
+
+        An engine that is busy with another stage does so when that stage ends.
+        """
         self.resting = resting
         if target is not None and target is not self.target:
             self.target = target
@@ -188,7 +192,7 @@ class EngineSupervisor:
                 self._put_to_sleep(slot)
 
     def kill(self) -> None:
-        """Kill all engines and cancel a start that is running on another thread."""
+        """Kill all engines. This also cancels a start that is running on another thread."""
         self._closed = True
         for slot in self.slots:
             slot.engine.kill()
@@ -200,8 +204,11 @@ class EngineSupervisor:
             raise EngineError("the engines were killed while they started")
 
     def advance(self, slot: EngineSlot) -> EngineError | None:
-        """Move a slot to its next stage if its pending result has arrived or its deadline has
-        passed. Returns an error if the engine must be replaced."""
+        """Move a slot to its next stage once its pending result has arrived or its deadline has
+        passed.
+
+        Returns an error if the engine must be replaced.
+        """
         assert slot.pending is not None
         if not slot.pending.done():
             return EngineError(f"did not {_TASKS[slot.stage]} in time")
@@ -261,9 +268,9 @@ class EngineSupervisor:
         self._check_updated()
 
     def _check_updated(self) -> None:
-        """Resolve the update once the running engines have the new weights.
+        """Resolve the update once all running engines have the new weights.
 
-        Engines that are restarting load the weights later. With `rollout.time_share` the update
+        Engines that are restarting load the weights later. With `rollout.time_share`, the update
         waits for them as well, because the trainer needs the GPU memory that they use to start.
         """
         waited_for = self._config.time_share

@@ -1,9 +1,9 @@
-"""The driver's side of the rollout engines.
+"""The driver's interface to the rollout engines.
 
-`RolloutPool` accesses engines through a Protocol based on futures; `keel.rollout.pool.ray_engines`
-implements it with Ray actors. The pool dispatches requests on its own thread, so engines never wait
-for a busy driver. `Dispatcher` chooses the engine for each request, and `EngineSupervisor` manages
-the state of each engine.
+`RolloutPool` accesses engines through a Protocol based on futures. `keel.rollout.pool.ray_engines`
+implements this Protocol with Ray actors. The pool dispatches requests on its own thread, so that
+engines never wait for a busy driver. `Dispatcher` chooses the engine for each request, and
+`EngineSupervisor` manages the state of each engine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from keel.weights.sync import Transfer
 _STOP_S = 10.0
 """Time limit for the pool's thread to stop, in seconds. The thread never blocks on an engine."""
 _FREED_S = 3.0
-"""Time in seconds until the GPU memory of killed engines is free."""
+"""Time in seconds until the GPU memory of a killed engine is free."""
 
 
 class RolloutPool:
@@ -53,10 +53,13 @@ class RolloutPool:
         update_timeout_s: float | None = None,
         translate: Translate = lambda future: future,
     ) -> None:
-        """`build(i)` begins to start engine i. `update_timeout_s` is the time limit for a weight
-        update and defaults to `rollout.update_timeout_s`."""
+        """Create a pool without starting its engines.
+
+        `build(i)` begins to start engine i. `update_timeout_s` is the time limit for a weight
+        update and defaults to `rollout.update_timeout_s`.
+        """
         self.say: Callable[[str], Any] = lambda _: None
-        """Called on the pool's thread with messages about warnings and restarts."""
+        """Callback for messages about warnings and restarts. Called on the pool's thread."""
         self._config = config
         self._numbers = itertools.count()
         self._thread = threading.Thread(target=self._run, name="keel-pool", daemon=True)
@@ -65,16 +68,15 @@ class RolloutPool:
         self._submitted: list[Request] = []
         self._cancelled: list[Request] = []
         self._open: dict[int, Request] = {}
-        """Requests that have no result yet, by number."""
+        """Maps numbers to requests that have no result yet."""
         self._draws: Counter[str] = Counter()
         """Number of groups requested for each prompt with the current weights."""
         self._update: WeightUpdate | None = None
         self._asleep: Future[None] | None = None
-        """The future returned by the last `sleep`. It is cleared by the next update."""
+        """Future returned by the last `sleep`. The next update clears it."""
         self._ended: Exception | None = None
         self._memory_freed = False
-        """True if the engines failed permanently and were killed, so that their GPU memory is
-        free."""
+        """True if the engines failed permanently and were killed. Their GPU memory is then free."""
         self._events: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         """Events that wake the thread: the number of a finished request, or None for any other
         event."""
@@ -97,18 +99,19 @@ class RolloutPool:
 
     @property
     def start_seconds(self) -> Mapping[str, float]:
-        """Duration of each start phase in seconds, measured on the slowest engine."""
+        """Duration of each startup phase in seconds, for the slowest engine."""
         return self._supervisor.start_seconds
 
     @property
     def steps(self) -> int:
-        """Number of decoding steps of all engines. The value may be a few seconds old."""
+        """Total number of decoding steps of all engines. The value may be a few seconds old."""
         return self._stalls.steps
 
     def start(self) -> tuple[str, ...]:
         """Start all engines and return their warnings.
 
-        Raises EngineError or TimeoutError if an engine does not start."""
+        Raises EngineError or TimeoutError if an engine does not start.
+        """
         warnings = self._supervisor.start()
         if self._config.time_share:
             self._asleep = Future()
@@ -124,12 +127,13 @@ class RolloutPool:
         sampling: SamplingConfig | None = None,
         purpose: Purpose = "train",
     ) -> Future[Group]:
-        """Sample `group_size` completions of `prompt`. Cancelling the future aborts them.
+        """Sample `group_size` completions of `prompt`. Returns a future for the group.
 
-        The engine stops them after `rollout.timeout_s`, counted from when sampling begins. Groups
-        of an engine that dies or stops responding are sampled again. Evaluation groups are sampled
-        without recording routes and sampling masks. The future fails with the engine's error if the
-        prompt is invalid, or with EngineError if engines keep dying.
+        Cancelling the future aborts the completions. The engine stops them after
+        `rollout.timeout_s`, counted from the start of sampling. If an engine dies or stops
+        responding, its groups are sampled again. Evaluation groups are sampled without recording
+        routes and sampling masks. The future fails with the engine's error if the prompt is
+        invalid, and with EngineError if engines keep dying.
         """
         options: dict[str, Any] = {"group_size": group_size, "record": purpose == "train"}
         options["sampling"] = sampling = sampling or self._config.sampling
@@ -152,8 +156,11 @@ class RolloutPool:
         sampling: SamplingConfig | None = None,
         purpose: Purpose = "train",
     ) -> Future[TurnResult]:
-        """Sample one turn, if possible on the engine that sampled the conversation's previous turn.
-        A turn of an engine that dies is sampled again."""
+        """Sample one turn of a conversation and return a future for it.
+
+        If possible, the turn runs on the engine that sampled the conversation's previous turn. If
+        that engine dies, the turn is sampled again.
+        """
         options = sampling or self._config.sampling
         record = purpose == "train"
         return self._enqueue(
@@ -178,13 +185,13 @@ class RolloutPool:
         return request.result
 
     def update(self, version: int, transfer: Transfer) -> Future[None]:
-        """Deliver new weights to every engine, also to those that restart later. The future
-        resolves once all running engines sample from `version` or a later one. It waits for engines
-        that are restarting only with `rollout.time_share`.
+        """Send new weights to every engine, including engines that restart later.
 
-        The same version may be delivered again to wake sleeping engines. An engine that takes
-        longer than the pool's `update_timeout_s` is replaced, and the future fails if the weights
-        themselves are invalid. Raises RuntimeError if another update is in flight.
+        The future resolves once all running engines sample from `version` or a later one. It waits
+        for restarting engines only with `rollout.time_share`. The same version may be sent again to
+        wake sleeping engines. An engine that takes longer than the pool's `update_timeout_s` is
+        replaced. The future fails if the weights themselves are invalid. Raises RuntimeError if
+        another update is in flight.
         """
         update = WeightUpdate(version, transfer)
         with self._lock:
@@ -206,9 +213,11 @@ class RolloutPool:
         return update.done
 
     def sleep(self) -> Future[None]:
-        """Release the GPU memory of every engine until the next `update`. Engines that are loading
-        weights finish that first. The future also resolves if the engines failed permanently, so
-        that the last checkpoint can use their memory."""
+        """Release the GPU memory of every engine until the next `update`.
+
+        Engines that are loading weights finish loading first. If the engines failed permanently,
+        the future resolves as well, so that the last checkpoint can use their memory.
+        """
         with self._lock:
             update = self._update
             if update is None or update.done.done():
@@ -221,7 +230,7 @@ class RolloutPool:
         return then(update.done, lambda _: self.sleep())
 
     def shutdown(self) -> None:
-        """Stop all engines. Requests without a result fail."""
+        """Stop all engines. Unfinished requests fail."""
         self._end(EngineError("the rollout pool has been shut down"))
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
@@ -277,7 +286,8 @@ class RolloutPool:
             asleep.set_exception(self._ended)
 
     def _take_calls(self) -> bool:
-        """Accept the requests that callers have queued. Returns False if the thread should stop."""
+        """Process the calls that other threads have queued. Returns False if the thread should
+        stop."""
         with self._lock:
             if self._ended is not None:
                 return False

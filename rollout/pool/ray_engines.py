@@ -23,14 +23,14 @@ from keel.rollout.spec import EngineError, EngineProgress, EngineSpec, EngineSta
 _RAISED = re.compile(r"^\s*(?:\w+\.)*\w*(?:Error|Exception|Interrupt): ", re.MULTILINE)
 _DIED = re.compile(r"\bpid: (\d+)\b.*its worker process has died", re.DOTALL)
 _CONCURRENT_CALLS = 10_000
-"""Concurrency limit of the actor. It exceeds the number of groups that an engine receives, so the
-actor never queues a call."""
+"""Maximum number of concurrent calls to the actor. An engine receives fewer groups than this, so
+the actor never queues a call."""
 _RESULT_LOST = (*GONE, ObjectLostError)
-"""Ray errors raised when a call's result was lost together with the actor's node."""
+"""Ray errors that mean that a call's result was lost together with the actor's node."""
 
 
 class RayEngine:
-    """An engine that runs in a `RolloutWorker` actor."""
+    """An engine that runs in a Ray actor (`RolloutWorker`)."""
 
     def __init__(
         self, spec: EngineSpec, index: int = 0, *, gpu: bool, options: Mapping[str, Any]
@@ -75,7 +75,7 @@ class RayEngine:
         return self._call("progress")
 
     def stats(self) -> Future[dict[str, float]]:
-        """Return the statistics described in `EngineThread.stats`."""
+        """Return the engine's statistics, as described in `EngineThread.stats`."""
         return self._call("stats")
 
     def sleep(self) -> Future[None]:
@@ -93,9 +93,10 @@ def ray_pool(
     update_timeout_s: float | None = None,
     options: Callable[[int], Mapping[str, Any]] | None = None,
 ) -> RolloutPool:
-    """Return a pool for the engines of a run. The engines are not started yet.
+    """Return a pool for the engines of a run, without starting them.
 
-    `options(i)` returns extra actor options for engine i; it is called each time the engine starts.
+    `options(i)` returns additional actor options for engine i. It is called each time the engine
+    starts.
     """
     return RolloutPool(
         spec.config,
@@ -109,7 +110,7 @@ def ray_pool(
 def as_future(ref: ObjectRef, gone: tuple[type[RayError], ...] = GONE) -> Future[Any]:
     """Return a future for the result of an actor call. Cancelling the future cancels the call.
 
-    The errors in `gone` and timeouts inside the actor are replaced with `EngineError`; other errors
+    The errors in `gone` and timeouts inside the actor are converted to `EngineError`. Other errors
     are raised unchanged.
     """
     future = with_engine_errors(ref.future(), gone)
@@ -123,7 +124,7 @@ def as_future(ref: ObjectRef, gone: tuple[type[RayError], ...] = GONE) -> Future
 
 
 def with_engine_errors(inner: Future[Any], gone: tuple[type[RayError], ...] = GONE) -> Future[Any]:
-    """Replace errors caused by a dead or late engine with `EngineError`."""
+    """Convert errors caused by a dead or late engine to `EngineError`."""
     outer: Future[Any] = Future()
 
     def done(inner: Future[Any]) -> None:

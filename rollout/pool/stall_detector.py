@@ -1,8 +1,8 @@
-"""Detects engines that have work to do but no longer finish steps.
+"""Detects engines that have work to do but no longer finish any steps.
 
-A process still answers when its GPU hangs, so the pool polls the number of finished steps. Time
-only counts while an engine can sample, so weight updates, sleep and idle time are excluded. The
-first step is excluded as well because it may compile kernels.
+A process still answers when its GPU hangs, so the pool polls the number of finished steps. Only the
+time in which an engine can sample counts. Weight updates, sleep and idle time are excluded. The
+first step is excluded as well, because it may compile kernels.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from keel.rollout.spec import EngineError, EngineProgress
 
 PROGRESS_POLL_S = 2.0
 WARN_S, STUCK_S = 20.0, 60.0
-"""Seconds without a finished step after which the pool logs a warning, and after which it replaces
-the engine."""
+"""Seconds without a finished step before the pool logs a warning, and before it replaces the
+engine."""
 _WARN_STEPS, _STUCK_STEPS = 4.0, 10.0
-"""Minimum values for these two times, as multiples of the longest step so far."""
+"""Lower bounds for these two times, as multiples of the longest step so far."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class _Watch:
 
 
 class StallDetector:
-    """Watches the engines of a pool and reports those that hang."""
+    """Monitors the engines of a pool and reports engines that hang."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -70,7 +70,8 @@ class StallDetector:
     def poll(
         self, slots: Sequence[EngineSlot], warn: Callable[[str], object]
     ) -> list[tuple[EngineSlot, EngineError]]:
-        """Return the slots whose engines hang, and call `warn` for engines that may be hanging."""
+        """Poll all engines and return the slots of those that hang. Calls `warn` for engines that
+        may be hanging."""
         now = self._clock()
         if now < self._last + PROGRESS_POLL_S:
             return []

@@ -1,1 +1,1 @@
-"""Recorders, which save the probability, routes and sampling mask of every sampled token."""
+"""Recorders, which save the log-probability, routes and sampling mask of every sampled token."""

@@ -1,8 +1,8 @@
-"""Defines what is recorded for sampled tokens, and chooses the recorder.
+"""Defines what is recorded for sampled tokens, and selects the recorder.
 
-On GPUs, `NativeRecorder` reads the outputs of vLLM's Model Runner V2, and `PackedRecorder` takes
-the same data before vLLM converts it to Python objects. On CPUs, `V1Recorder` hooks into the V1
-runner. All three fulfil the contract tested in `tests/rollout/recording/contract.py`.
+On GPUs, `NativeRecorder` reads the outputs of vLLM's Model Runner V2. `PackedRecorder` takes the
+same data before vLLM converts it to Python objects. On CPUs, `V1Recorder` hooks into the V1 runner.
+All three must pass the tests in `tests/rollout/recording/contract.py`.
 """
 
 from __future__ import annotations
@@ -32,20 +32,16 @@ class Recording:
     """The data recorded for a completion of G tokens after a prompt of P tokens."""
 
     logp: NDArray[np.float32]
-    """[G] log-probability of each sampled token after temperature and truncation.
-
-    If one of them is not finite, the completion is dropped and the other fields may be None.
-    """
+    """[G] log-probability of each sampled token, after temperature and truncation. If any value is
+    not finite, the completion is dropped and the other fields may be None."""
     sampling_mask: SamplingMasks | None
-    """G spans with the ids that truncation kept. None if sampling was not truncated or masks are
+    """G spans with the ids that truncation kept. None if sampling was not truncated or if masks are
     not recorded."""
     routes: NDArray[np.int16] | None
-    """[P+G−1−F, L, K] experts chosen in the MoE layers, from position F = `routes_from` on.
-
-    Each row was computed with the weights that sampled the next token; for prompt positions, with
-    those that sampled the completion's first token. None if the model has no experts or routes are
-    not recorded.
-    """
+    """[P+G−1−F, L, K] experts chosen in the MoE layers, starting at position F = `routes_from`.
+    Each row was computed with the weights that sampled the next token. Rows for prompt positions
+    were computed with the weights that sampled the completion's first token. None if the model has
+    no experts or if routes are not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +51,8 @@ class RecordingOptions:
     routes: bool
     sampling_mask: bool
     routes_from: int = 0
-    """First position whose routes are recorded. Earlier turns have already recorded the positions
-    before it."""
+    """First position whose routes are recorded. Earlier positions were already recorded by earlier
+    turns."""
 
 
 class Recorder(ABC):
@@ -65,15 +61,15 @@ class Recorder(ABC):
     def __init__(self, *, routes: bool, sampling_mask: bool) -> None:
         self._routes, self._masks = routes, sampling_mask
         self._options: dict[str, RecordingOptions] = {}
-        """Recording options for each unfinished request."""
+        """Maps each unfinished request to its recording options."""
 
     def engine_args(self) -> dict[str, Any]:
-        """Return additional arguments for the engine."""
+        """Return additional arguments for vLLM's engine."""
         return {}
 
     @abstractmethod
     def attach(self, engine: LLMEngine) -> None:
-        """Connect the recorder to the engine. Raises ValueError if the model cannot be recorded."""
+        """Attach the recorder to the engine. Raises ValueError if the model is not supported."""
 
     def sampling_args(self, sampling: SamplingConfig, options: RecordingOptions) -> dict[str, Any]:
         """Return additional `SamplingParams` for a request."""
@@ -85,10 +81,10 @@ class Recorder(ABC):
 
     @abstractmethod
     def take(self, request_id: str, prompt_tokens: int, output: CompletionOutput) -> Recording:
-        """Remove and return the recording of a finished request. This must be called before the
-        engine's next step.
+        """Remove the recording of a finished request and return it.
 
-        Raises RecordingError if a token is missing.
+        This must be called before the engine's next step. Raises RecordingError if a token is
+        missing.
         """
 
     def forget(self, request_id: str) -> None:
@@ -96,12 +92,12 @@ class Recorder(ABC):
         self._options.pop(request_id, None)
 
     def pending(self) -> int:
-        """Return the number of requests for which the recorder holds data."""
+        """Return the number of requests for which the recorder still holds data."""
         return len(self._options)
 
 
 def recorder_name(config: RolloutConfig, *, gpu: bool, full_attention: bool = True) -> RecorderName:
-    """Return the recorder to use for the setting `rollout.recorder`.
+    """Return the name of the recorder to use for the setting `rollout.recorder`.
 
     `full_attention` is defined in `keel.model.load.full_attention`.
     """
@@ -121,7 +117,7 @@ def recorder_name(config: RolloutConfig, *, gpu: bool, full_attention: bool = Tr
 class RoutesBeforePreemption:
     """Saves the routes of requests just before vLLM preempts them.
 
-    A preempted request loses its keys and values, which are computed again later, possibly with new
+    A preempted request loses its keys and values. They are computed again later, possibly with new
     weights. Recorders that read routes from the same cache slots must therefore read them before
     the preemption.
     """
@@ -132,8 +128,11 @@ class RoutesBeforePreemption:
         options: Mapping[str, RecordingOptions],
         read: Callable[[Sequence[int], int, int], NDArray[np.int16]],
     ) -> None:
-        """`read(blocks, first, tokens)` returns the rows [tokens − first, L, K] of a request with
-        these cache blocks, starting at position `first`."""
+        """Create an empty store.
+
+        `read(blocks, first, tokens)` returns the rows [tokens − first, L, K] of the request that
+        has these cache blocks, starting at position `first`.
+        """
         self._rows: dict[str, NDArray[np.int16]] = {}
         self._read = read
 
@@ -157,8 +156,8 @@ class RoutesBeforePreemption:
         """Return the rows [tokens − first, L, K] of a request, and delete those saved before a
         preemption.
 
-        Rows that were not saved are read with `read`. A completion whose last token was in flight
-        when it was preempted has no blocks left, but all its rows have been saved.
+        Rows that were not saved are read with `read`. If a completion was preempted while its last
+        token was in flight, it has no blocks left. All of its rows have been saved in that case.
         """
         read = read or self._read
         saved = self._rows.pop(request_id, None)
@@ -175,7 +174,7 @@ class RoutesBeforePreemption:
 
 
 def check_count(request_id: str, what: str, recorded: int, expected: int) -> None:
-    """Check that exactly `expected` entries were recorded. Raises RecordingError if not."""
+    """Raise RecordingError unless exactly `expected` entries were recorded."""
     if recorded != expected:
         raise RecordingError(
             f"request {request_id}: the engine recorded {recorded} {what} instead of {expected}, "
@@ -186,8 +185,8 @@ def check_count(request_id: str, what: str, recorded: int, expected: int) -> Non
 def check_routed(request_id: str, routes: NDArray[np.int16]) -> None:
     """Check that every token and every layer has routes.
 
-    Raises RecordingError for a token without a route, or for a layer that is all zeros, because no
-    router sends every token to expert 0 K times.
+    Raises RecordingError for a token without a route. Also raises it for a layer in which all
+    entries are zero, because no router sends every token to expert 0 K times.
     """
     unrouted = routes == NO_ROUTE
     if unrouted.any():

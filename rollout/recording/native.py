@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 WIDEST_MASK = 1024
 """The top_k for evaluation requests that do not set one. An engine that returns masks needs such a
-bound. Equal to `keel.rollout.vllm_fast.truncate_kernels.WIDEST_TOP_K`."""
+bound. Must equal `keel.rollout.vllm_fast.truncate_kernels.WIDEST_TOP_K`."""
 
 
 class NativeRecorder(Recorder):
-    """Checks and reshapes the `routed_experts`, `sampling_mask` and `logprobs` in vLLM's
-    outputs."""
+    """Records from vLLM's outputs: checks and reshapes `routed_experts`, `sampling_mask` and
+    `logprobs`."""
 
     def engine_args(self) -> dict[str, Any]:
         return {"enable_return_routed_experts": self._routes, "return_sampling_mask": self._masks}
@@ -60,8 +60,7 @@ class NativeRecorder(Recorder):
 
 
 def bounded_top_k(sampling: SamplingConfig, options: RecordingOptions) -> dict[str, int]:
-    """Return the top_k to use for a request that does not set one, on an engine that returns
-    masks."""
+    """Return the top_k for a request that does not set one, on an engine that returns masks."""
     if sampling.top_k > 0:
         return {}
     if options.routes or options.sampling_mask:
@@ -73,8 +72,8 @@ def bounded_top_k(sampling: SamplingConfig, options: RecordingOptions) -> dict[s
 
 
 def _sampled_logprobs(request_id: str, output: CompletionOutput) -> NDArray[np.float32]:
-    """Extract the log-probabilities of the sampled tokens, [G], which come first at every position
-    of `logprobs`."""
+    """Return the log-probabilities [G] of the sampled tokens. They come first at every position of
+    `logprobs`."""
     if output.logprobs is None:
         raise RecordingError(f"request {request_id}: the engine returned no logprobs")
     flat = cast("FlatLogprobs", output.logprobs)  # requested in `sampling_args`
@@ -88,8 +87,8 @@ def _sampled_logprobs(request_id: str, output: CompletionOutput) -> NDArray[np.f
 
 
 def _sampling_masks(request_id: str, output: CompletionOutput) -> SamplingMasks:
-    """Convert `sampling_mask` to G spans. A missing mask is an error and never means "not
-    truncated"."""
+    """Convert `sampling_mask` to G spans. A missing mask raises an error; it never means that
+    sampling was not truncated."""
     if output.sampling_mask is None:
         raise RecordingError(f"request {request_id}: the engine returned no sampling mask")
     spans = output.sampling_mask.token_ids
@@ -102,7 +101,7 @@ def _sampling_masks(request_id: str, output: CompletionOutput) -> SamplingMasks:
 def checked_masks(request_id: str, masks: SamplingMasks, output: CompletionOutput) -> SamplingMasks:
     """Sort the ids in each mask, so that the trainer can check the masks in one pass.
 
-    Raises RecordingError unless each mask contains the token that was sampled.
+    Raises RecordingError if a mask does not contain the token that was sampled.
     """
     check_count(request_id, "sampling masks", len(masks), len(output.token_ids))
     rows = np.repeat(np.arange(len(masks)), masks.sizes())
@@ -121,8 +120,8 @@ def checked_masks(request_id: str, masks: SamplingMasks, output: CompletionOutpu
 def _moe_routes(
     request_id: str, output: CompletionOutput, rows: int, moe_layers: NDArray[np.int64]
 ) -> NDArray[np.int16]:
-    """Extract the rows [rows, L, K] of the MoE layers from `routed_experts`, which also has zeros
-    for every dense layer."""
+    """Return the rows [rows, L, K] of the MoE layers in `routed_experts`, which also has zeros for
+    every dense layer."""
     if output.routed_experts is None:
         raise RecordingError(f"request {request_id}: the engine returned no routes")
     check_count(request_id, "rows of routes", len(output.routed_experts), rows)

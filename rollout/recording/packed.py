@@ -1,7 +1,7 @@
 """Records on Model Runner V2 without creating a Python object for each token.
 
 The scheduler keeps log-probabilities and sampling masks in arrays that cover whole steps
-(`keel.rollout.vllm_fast.step_arrays`). Routes stay on the GPU until their request is finished
+(`keel.rollout.vllm_fast.step_arrays`). Routes stay on the GPU until the request has finished
 (`keel.rollout.vllm_fast.install`).
 """
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 _READ_AHEAD = 16
-"""Maximum number of requests whose routes are read together when they finish in the same step."""
+"""Maximum number of requests, finished in the same step, whose routes are read together."""
 
 
 class PackedRecorder(Recorder):
-    """Recorder based on arrays. It needs vLLM's scheduler in this process, as in rollout
-    workers."""
+    """A recorder that stores data in arrays. vLLM's scheduler must run in this process, as it does
+    in rollout workers."""
 
     _saved: RoutesBeforePreemption | None = None
 
@@ -54,7 +54,7 @@ class PackedRecorder(Recorder):
     def attach(self, engine: LLMEngine) -> None:
         self._engine, self._scheduler = engine, scheduler_of(engine)
         self._ahead: dict[str, NDArray[np.int16]] = {}
-        """Routes of requests that were read together with those of another request."""
+        """Routes that were read ahead, together with those of another request."""
         engine.collective_rpc("keel_install_fast", args=(self._routes,))
         if self._routes:
             self._scheduler.leave_routes()
@@ -97,10 +97,10 @@ class PackedRecorder(Recorder):
         return Recording(logp=np.asarray(logp, np.float32), sampling_mask=masks, routes=routes)
 
     def _finished_rows(self, request_id: str, first: int) -> NDArray[np.int16]:
-        """Return the rows, from `first` on, of a request that finished in the last step.
+        """Return the rows, starting at `first`, of a request that finished in the last step.
 
-        The rows of other requests that finished in the same step are read in the same call and kept
-        for later.
+        The same call also reads the rows of other requests that finished in that step, and keeps
+        them for later.
         """
         if request_id not in self._ahead:
             blocks: dict[str, list[int]] = self._scheduler.finished_blocks

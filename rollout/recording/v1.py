@@ -1,6 +1,6 @@
 """Records on the V1 model runner (CPUs), which returns neither routes nor sampling masks.
 
-The recorder uses three hooks and no patch: the capture function of each router, a forward hook on
+The recorder uses three hooks and no patches: the capture function of each router, a forward hook on
 the model, and a forward hook on the last stage of the sampler.
 """
 
@@ -35,7 +35,7 @@ from keel.weights.loader import moe_runners
 
 
 class _RouteTable:
-    """Stores, by cache slot, the experts of every token whose keys and values are in the cache.
+    """Stores the experts of every token that is in the KV cache, indexed by cache slot.
 
     A token keeps its slot as long as another token attends to it. Routes can therefore be found
     through a request's blocks, even after chunked prefills, with shared prefixes, or when tokens
@@ -90,7 +90,7 @@ class _RouteTable:
         return self._batch.block_table[0].get_numpy_array()[row].tolist()
 
     def rows(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.int16]:
-        """Return the routes [tokens − first, L, K] of a request with these cache blocks."""
+        """Return the routes [tokens − first, L, K] of the request that has these cache blocks."""
         positions = np.arange(first, tokens)
         begins = np.asarray(blocks, np.int64)[positions // self._block] * self._block
         return self._slots[torch.from_numpy(begins + positions % self._block)].numpy()
@@ -133,7 +133,8 @@ class _DrawLog:
                 draws.append((step, row))
 
     def _supports(self, logprobs: Tensor, names: list[str]) -> list[NDArray[np.int32]] | None:
-        """Return the ids that have a finite log-probability in each row."""
+        """Return, for each row, the ids that have a finite log-probability. Returns None if no
+        request is truncated."""
         flags = [self._truncated.get(name, False) for name in names[: len(logprobs)]]
         truncated = torch.tensor(flags)
         if not truncated.any():
@@ -144,7 +145,7 @@ class _DrawLog:
 
 
 class V1Recorder(Recorder):
-    """Recorder for the V1 runner, with a route table and a draw log in this process."""
+    """Recorder for the V1 runner, which must run in this process."""
 
     _table: _RouteTable | None = None
     _saved: RoutesBeforePreemption | None = None

@@ -1,4 +1,4 @@
 """Faster scheduling, sampling, attention and route capture for vLLM on GPUs.
 
-`install` is the entry point. Sampled tokens equal those from vLLM's own code.
+`install` is the entry point. The sampled tokens equal those of vLLM's own code.
 """

@@ -1,7 +1,7 @@
 """A batch of requests that each sample one token per step, stored as arrays over all requests.
 
-Each request occupies a place in the arrays. A finished request keeps its place until other requests
-join, and tokens that it samples meanwhile are ignored.
+Each request occupies one place in the arrays. A finished request keeps its place until other
+requests join. Tokens that it samples meanwhile are ignored.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from vllm.v1.request import Request
 from keel.rollout.vllm_fast.step_arrays import PackedRecording
 
 _MIN_STEPS = 2
-"""A request joins only if it is at least this many steps away from the end of the context
-window."""
+"""Minimum number of steps that a request must be away from the end of the context window in order
+to join."""
 MAX_STEPS = 1024
 MAX_IDS = 1 << 24
-"""`MAX_STEPS` and `MAX_IDS` limit the steps and sampling-mask ids that a batch stores before it is
-written back to its requests."""
+"""`MAX_STEPS` and `MAX_IDS` limit how many steps and sampling-mask ids a batch stores before they
+are written back to its requests."""
 _NEVER = 1 << 62
 _COMPARED_BLOCKS = tuple((1 << power) - 1 for power in range(14))
-"""Indices of the prompt blocks whose hashes are used to sort requests."""
+"""Indices of the prompt blocks whose hashes determine the order of requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A scheduled step whose tokens have not been received yet."""
+    """A scheduled step whose sampled tokens have not been received yet."""
 
     output: SchedulerOutput
     other: SchedulerOutput | None
-    """The part of the step that vLLM scheduled for requests outside the batch."""
+    """The part of the step that vLLM scheduled, for requests outside the batch."""
     ids: list[str]
     places: NDArray[np.int64]
 
 
 def only_decodes(request: Request, window: int, *, logprobs: bool) -> bool:
-    """Return True if all that remains for a request is to sample one token per step.
+    """Return True if a request only needs to sample one token per step until it ends.
 
-    `window` is the size of the model's context window. `logprobs` means that a recorder handles
+    `window` is the size of the model's context window. If `logprobs` is set, a recorder handles
     log-probabilities, so a request that asks for them qualifies too.
     """
     params = request.sampling_params
@@ -60,49 +60,52 @@ def only_decodes(request: Request, window: int, *, logprobs: bool) -> bool:
 
 
 def _prefix_key(request: Request, block: int) -> tuple[bytes, ...]:
-    """Sort key that puts requests with a long common prefix next to each other.
+    """Return a sort key that puts requests with a long common prefix next to each other.
 
-    The key consists of hashes of increasingly long parts of the prompt. The last one covers all its
-    full blocks.
+    The key consists of hashes of increasingly long prefixes of the prompt. The last hash covers all
+    its full blocks.
     """
     known = request.block_hashes[: request.num_prompt_tokens // block]
     return (*(known[at] for at in _COMPARED_BLOCKS if at < len(known)), *known[-1:])
 
 
 class DecodeBatch:
-    """Counters and recorded arrays of a batch. Arrays of shape [P] are indexed by place, and
-    columns are steps."""
+    """Counters and recorded arrays of a batch.
+
+    Arrays of shape [P] are indexed by place. Columns correspond to steps.
+    """
 
     def __init__(self, places: int) -> None:
         self.requests: list[Request | None] = [None] * places
         self.place_of: dict[str, int] = {}
         self.stops: list[frozenset[int]] = [frozenset()] * places
-        """[P] ids of the tokens that end each request."""
+        """[P] ids of the tokens that end the request at each place."""
         self.live = np.zeros(places, np.bool_)
-        """[P] False once a request has finished."""
+        """[P] False once the request at this place has finished."""
         self.first = np.zeros(places, np.int64)
         """[P] step at which each request joined."""
         self.computed = np.zeros(places, np.int64)
         self.outputs = np.zeros(places, np.int64)
-        """[P] number of tokens sampled before a step, including those in flight, minus the step's
-        number. `computed` is the same for scheduled tokens."""
+        """[P] number of tokens sampled before a step, including those in flight, minus the number
+        of the step. `computed` is defined in the same way for scheduled tokens."""
         self.limits = np.zeros(places, np.int64)
         """[P] `max_tokens` of each request."""
         self.due = np.full(places, _NEVER)
-        """[P] step at which each request needs another KV block."""
+        """[P] step at which each request needs its next KV block."""
         self.room = np.full(places, _NEVER)
         """[P] step at which each request reaches the end of the context window."""
         self.last = np.full(places, _NEVER)
-        """[P] step of each request's last token, once it has been received."""
+        """[P] step of each request's last token. Set when that token has been received."""
         self.received = 0
         self.in_flight: list[ScheduledStep] = []
-        """Steps whose tokens have not been received, oldest first."""
+        """Steps whose tokens have not been received yet, oldest first."""
         self._prefix_keys: list[tuple[bytes, ...]] = [()] * places
         self._tokens = np.empty((MAX_STEPS, places), np.int64)
         self._logp = np.empty((MAX_STEPS, places), np.float32)
         self._starts = np.zeros((MAX_STEPS, places), np.int64)
         self._sizes = np.zeros((MAX_STEPS, places), np.int64)
-        """Number of ids in each sampling mask. `_starts` is where the mask begins in `_ids`."""
+        """Number of ids in each sampling mask. `_starts` contains the position in `_ids` at which
+        each mask begins."""
         self._ids = np.empty(0, np.int32)
         self._num_ids = 0
         self._with_logp = self._with_masks = False
@@ -115,7 +118,7 @@ class DecodeBatch:
         return self.received + len(self.in_flight)
 
     def settle(self) -> None:
-        """Determine the order of the rows after requests have joined or left.
+        """Update the order of the rows after requests have joined or left.
 
         Requests with a common prefix become neighbours, so that attention reads the prefix only
         once (`keel.rollout.vllm_fast.cascade.kernels`).
@@ -129,10 +132,10 @@ class DecodeBatch:
         self.end = int(self.room.min())
 
     def join(self, request: Request, *, window: int, block: int) -> None:
-        """Add a request, starting with the next step. Call `settle` afterwards.
+        """Add a request to the batch, starting with the next step. Call `settle` afterwards.
 
-        `window` is the size of the model's context window, and `block` is the number of tokens per
-        KV block.
+        `window` is the size of the model's context window. `block` is the number of tokens per KV
+        block.
         """
         place, now, params = self.requests.index(None), self.scheduled, request.sampling_params
         assert params is not None
@@ -150,7 +153,7 @@ class DecodeBatch:
         self.last[place] = _NEVER
 
     def leave(self, place: int) -> None:
-        """Remove a request. Call `settle` afterwards."""
+        """Remove the request at a place. Call `settle` afterwards."""
         request = self.requests[place]
         assert request is not None
         del self.place_of[request.request_id]
@@ -158,8 +161,10 @@ class DecodeBatch:
         self.due[place] = self.room[place] = _NEVER
 
     def as_cached(self, blocks: list[tuple[list[int], ...] | None]) -> CachedRequestData:
-        """Return the requests of the next step in vLLM's format. `blocks` are the new KV blocks, in
-        the order of `ids`."""
+        """Return the requests of the next step in vLLM's format.
+
+        `blocks` contains the new KV blocks, in the order of `ids`.
+        """
         now = self.scheduled
         return CachedRequestData(
             req_ids=self.ids,
@@ -172,7 +177,7 @@ class DecodeBatch:
         )
 
     def merge(self, cached: CachedRequestData, other: SchedulerOutput) -> SchedulerOutput:
-        """Merge a step of the batch with a step that vLLM scheduled for other requests."""
+        """Merge a step of the batch with the step that vLLM scheduled for other requests."""
         more = other.scheduled_cached_reqs
         return replace(
             other,
@@ -191,11 +196,11 @@ class DecodeBatch:
 
     @property
     def full(self) -> bool:
-        """True if the batch has no room for another step."""
+        """True if the batch has no room to store another step."""
         return self.scheduled + 1 >= min(self.end, MAX_STEPS) or self._num_ids > MAX_IDS
 
     def retain(self, known: Container[str]) -> None:
-        """Remove the requests that are not in `known`, because vLLM has finished them."""
+        """Remove all requests that are not in `known`. vLLM has finished them."""
         gone = [place for name, place in self.place_of.items() if name not in known]
         for place in gone:
             self.leave(place)
@@ -207,9 +212,9 @@ class DecodeBatch:
         return [place for place in self.places.tolist() if not self.live[place]]
 
     def write_back(self, place: int, tokens: list[int], step: int | None) -> None:
-        """Update a request with its state in the batch and with its `tokens`.
+        """Update a request with its state in the batch and its new `tokens`.
 
-        `step` is the number of the scheduler's last step if it schedules ahead.
+        If the scheduler schedules ahead, `step` is the number of its last step.
         """
         request = self.requests[place]
         assert request is not None
@@ -223,8 +228,8 @@ class DecodeBatch:
             request.append_output_token_ids(tokens)
 
     def receive(self, output: ModelRunnerOutput) -> list[int] | None:
-        """Receive the tokens of the oldest step, and return the places of the requests that are
-        finished by them.
+        """Receive the tokens of the oldest step. Returns the places of the requests that end with
+        them.
 
         Returns None and receives nothing if vLLM has to handle the step.
         """
@@ -275,7 +280,7 @@ class DecodeBatch:
         begins: NDArray[np.int64],
         ends: NDArray[np.int64],
     ) -> None:
-        """Store the sampling masks of a step. The mask for `places[n]` is
+        """Store the sampling masks of one step. The mask of `places[n]` is
         `ids[begins[n]:ends[n]]`."""
         self._with_masks = True
         total = self._num_ids + len(ids)
@@ -287,15 +292,15 @@ class DecodeBatch:
         self._num_ids = total
 
     def _known(self, place: int) -> int:
-        """Return the number of received steps, up to the end of the request."""
+        """Return the number of steps received so far, counting none after the request's end."""
         return min(self.received, int(self.last[place]) + 1)
 
     def tokens_of(self, place: int) -> list[int]:
-        """Return the tokens received for a request."""
+        """Return the tokens received so far for the request at a place."""
         return self._tokens[self.first[place] : self._known(place), place].tolist()
 
     def record(self, place: int, recording: PackedRecording) -> None:
-        """Add the log-probabilities and masks received for a request to its recording."""
+        """Add a request's received log-probabilities and sampling masks to its recording."""
         steps = slice(int(self.first[place]), self._known(place))
         if steps.start >= steps.stop:
             return
@@ -310,6 +315,6 @@ class DecodeBatch:
 
 
 def _positions(rows: NDArray[np.int64], firsts: list[int] | None) -> NDArray[np.int64]:
-    """Return the index of each row's token in flat arrays. `firsts` is None if every row has one
-    token."""
+    """Return the index of each row's token in a flat array. If every row has one token, `firsts` is
+    None."""
     return rows if firsts is None else np.asarray(firsts, np.int64)[rows]

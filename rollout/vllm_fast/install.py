@@ -1,7 +1,7 @@
 """Installs everything that makes vLLM faster for an engine with the packed recorder.
 
 `share_prompts` runs before the engine is built. `AsyncFastScheduler` and `FastExtension` are passed
-to the engine as arguments (`keel.rollout.recording.packed`). Afterwards,
+to the engine as arguments (`keel.rollout.recording.packed`). After the engine is built,
 `FastExtension.keel_install_fast` replaces parts of each worker's model runner.
 """
 
@@ -28,8 +28,8 @@ _CASCADE = "keel.rollout.vllm_fast.cascade.backend"
 
 
 def share_prompts(spec: EngineSpec) -> bool:
-    """Install or remove the attention that reads a group's prompt only once. Returns True if it was
-    installed."""
+    """Install or remove the attention that reads a group's prompt only once. Returns True if it is
+    now installed."""
     plain = not spec.batch_invariant and spec.dtype != "float32"
     enabled = plain and spec.config.cascades(full_attention=True)
     if enabled or _CASCADE in sys.modules:
@@ -40,20 +40,21 @@ def share_prompts(spec: EngineSpec) -> bool:
 class SlotRoutes:
     """Stores routes on the GPU, indexed by KV cache slot.
 
-    It replaces `AuxOutputWorkerConnector` in vLLM's Model Runner V2, which copies each step's
-    routes to the CPU and sorts them in Python, and uses vLLM's route capture. Here, one kernel per
-    step stores the routes in the slot that also holds the token's keys. A token keeps its slot as
-    long as another token attends to it. Routes can therefore be found through a request's blocks,
-    even after chunked prefills, with shared prefixes, or when tokens are recomputed after a
-    preemption.
+    This class replaces `AuxOutputWorkerConnector` in vLLM's Model Runner V2, which copies each
+    step's routes to the CPU and sorts them in Python. It uses vLLM's route capture. One kernel per
+    step stores each token's routes under the slot that also holds the token's keys. A token keeps
+    its slot as long as another token attends to it. Routes can therefore be found through a
+    request's blocks, even after chunked prefills, with shared prefixes, or when tokens are
+    recomputed after a preemption.
     """
 
     def __init__(self, captured: Tensor, slots: Tensor, layers: Sequence[int], size: int) -> None:
         """Allocate storage for the routes.
 
         `captured` [N, all layers, K] int32 holds the experts of the current step, and `slots` [≥ N]
-        the cache slot of each of its tokens. Both tensors are overwritten in each step, in stream
-        order. `layers` are the MoE layers, and `size` is the number of slots in the cache.
+        holds the cache slot of each token in the step. Both tensors are overwritten in each step,
+        in stream order. `layers` lists the MoE layers, and `size` is the number of slots in the
+        cache.
         """
         self._captured, self._slots = captured, slots
         every = list(range(captured.shape[1]))
@@ -72,11 +73,13 @@ class SlotRoutes:
         self._copy_stream = torch.cuda.Stream() if captured.is_cuda else None
 
     def begin_step(self, metadata: Any) -> None:
-        """Called by vLLM before the forward pass."""
+        """Do nothing. vLLM calls this before the forward pass."""
 
     def prepare_output(self, batch: Any) -> None:
-        """Store the rows of the step without copying anything to the CPU. vLLM calls this after
-        sampling."""
+        """Store the routes of the step on the GPU, without copying anything to the CPU.
+
+        vLLM calls this after sampling.
+        """
         self.store(int(batch.query_start_loc_np[batch.num_reqs]))
 
     def store(self, tokens: int) -> None:
@@ -86,8 +89,10 @@ class SlotRoutes:
         self._table.index_copy_(0, self._slots[:tokens], rows.to(self._table.dtype))
 
     def rows(self, slots: NDArray[np.int64], *, stored: bool = False) -> NDArray[np.int16]:
-        """Return the routes [len(slots), L, K]. Waits for the steps in flight unless all rows are
-        `stored`."""
+        """Return the routes [len(slots), L, K].
+
+        Unless all rows are already `stored`, this waits for the steps in flight.
+        """
         with (
             torch.cuda.stream(self._copy_stream) if stored and self._copy_stream else nullcontext()
         ):
@@ -95,17 +100,17 @@ class SlotRoutes:
             return self._table[index].cpu().numpy()
 
     def close(self) -> None:
-        """Called by vLLM when the engine shuts down."""
+        """Do nothing. vLLM calls this when the engine shuts down."""
 
 
 class FastExtension(WeightsExtension):
-    """Methods that vLLM adds to its workers. They run on every rank."""
+    """Methods that vLLM adds to its workers. They run on all ranks."""
 
     def keel_install_fast(self, routes: bool) -> None:
-        """Replace the last part of the sampler, repeated steps and, if `routes` is set, route
-        capture.
+        """Replace the last part of the sampler, the preparation of repeated steps and, if `routes`
+        is set, route capture.
 
-        Raises ValueError if the KV cache does not have one slot per token.
+        Raises ValueError if the KV cache does not have exactly one slot per token.
         """
         runner = self.model_runner
         if sampler.install(runner):
@@ -135,7 +140,7 @@ class FastExtension(WeightsExtension):
         )
 
     def keel_routes(self, blocks: Sequence[int], first: int, tokens: int) -> NDArray[np.int16]:
-        """Return the routes [tokens − first, L, K] of a request with these cache blocks."""
+        """Return the routes [tokens − first, L, K] of the request that has these cache blocks."""
         return self.model_runner.aux_output_connector.rows(self._keel_slots(blocks)[first:tokens])
 
     def keel_finished_routes(
@@ -144,7 +149,7 @@ class FastExtension(WeightsExtension):
         """Return the routes [slots from `first` on, L, K] of several requests that finished in the
         last step.
 
-        Each request is given as (cache blocks, first).
+        Each request is given as a pair (cache blocks, first).
         """
         slots = [self._keel_slots(blocks)[first:] for blocks, first in requests]
         rows = self.model_runner.aux_output_connector.rows(np.concatenate(slots), stored=True)

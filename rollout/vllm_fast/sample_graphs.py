@@ -2,10 +2,12 @@
 
 A step with few sequences is limited by the CPU, which spends a fifth of the time on launching the
 kernels after the last layer. vLLM captures only the layers in a graph. This module captures the
-rest, once for each of vLLM's batch sizes and each largest top-k, when they are first used. Each
-graph exists twice, because a step begins before the CPU has read the results of the previous one.
-One kernel first copies the sampling parameters of all rows into fixed buffers. All graphs share
-their working memory, and results are copied out of it.
+rest. There is one graph for each of vLLM's batch sizes and each largest top-k, captured when it is
+first used. Each graph exists twice, because a step begins before the CPU has read the results of
+the previous one.
+
+A separate kernel first copies the sampling parameters of all rows into fixed buffers. All graphs
+share their working memory, so their results are copied out of it.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
@@ -32,20 +34,19 @@ from keel.rollout.vllm_fast.step_arrays import StepMasks
 
 _LOG = logging.getLogger(__name__)
 _COPIES = 2
-"""Maximum number of steps in flight."""
+"""Maximum number of steps that can be in flight."""
 BLOCK = 256
 
 
 class SamplingRows(NamedTuple):
-    """Sampling parameters for the rows of a step in fixed buffers, each of shape [rows] on the
-    GPU."""
+    """Sampling parameters for the rows of a step, in fixed GPU buffers. Each has shape [rows]."""
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     seeds: Tensor
     sampled: Tensor
-    """1 for rows that sample a token, 0 for padding."""
+    """1 for a row that samples a token, 0 for padding."""
 
     @staticmethod
     def of(rows: int, device: torch.device) -> SamplingRows:
@@ -91,35 +92,39 @@ def _gather(
 
 
 _Graphs = list[tuple[torch.cuda.CUDAGraph, SampledRows]]
-"""The `_COPIES` graphs for one batch size, with their results."""
+"""The `_COPIES` graphs for one batch size, and their results."""
 
 
 class SampleGraphs:
-    """Wraps a model runner's `sample` method and runs the steps that can use graphs."""
+    """Wraps a model runner's `sample` method and runs supported steps with CUDA graphs. Other steps
+    use the original method."""
 
     def __init__(self, runner: Any) -> None:
-        """Prepare to wrap `runner`, a model runner on one GPU with a `KeptSampler`."""
+        """Prepare to wrap `runner`, a model runner on a single GPU that uses a `KeptSampler`."""
         self._runner, self._original = runner, runner.sample
         self._graphs: dict[tuple[int, int], _Graphs] = {}
-        """Graphs by padded number of rows and largest top-k."""
+        """Maps the padded number of rows and the largest top-k to the graphs."""
         self._at = 0
-        """Address of the hidden states that the graphs read."""
+        """Memory address of the hidden states that the graphs read."""
         self._copy = 0
         self._last: tuple[Tensor, _Graphs] | None = None
-        """The rows that the fixed buffers hold now, and their graphs."""
+        """Rows that are currently in the fixed buffers, and their graphs."""
         self._failed = False
         self._rows = SamplingRows.of(runner.max_num_reqs, runner.device)
         self._places = torch.arange(runner.max_num_reqs, device=runner.device)
         self._most = runner.max_num_reqs
         self._stream = torch.cuda.Stream()
         self._pool: tuple[int, int] = (0, 0)
-        """Memory pool shared by the graphs."""
+        """Memory pool that all graphs share."""
 
     def sample(
         self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: Any
     ) -> tuple[SamplerOutput, Tensor, Tensor]:
-        """Sample the tokens of a step. Takes the same arguments as vLLM's method, and returns the
-        output and the number of sampled and rejected tokens in each row."""
+        """Sample the tokens of a step.
+
+        Takes the same arguments as vLLM's method. Returns the output, and the numbers of sampled
+        and rejected tokens in each row.
+        """
         if grammar_output is None and (graphs := self._for(hidden_states, input_batch)):
             self._copy = (self._copy + 1) % _COPIES
             graph, result = graphs[self._copy]
@@ -135,8 +140,8 @@ class SampleGraphs:
         return self._original(hidden_states, input_batch, grammar_output)
 
     def _for(self, hidden_states: Tensor, batch: InputBatch) -> _Graphs:
-        """Fill the fixed buffers and return the graphs for a batch. The result is empty if the
-        batch is not supported."""
+        """Fill the fixed buffers and return the graphs for a batch. Empty if the batch is not
+        supported."""
         last, self._last = self._last, None
         if last and last[0] is batch.idx_mapping and hidden_states.data_ptr() == self._at:
             self._last = last  # the same requests, in a reused step
@@ -160,7 +165,7 @@ class SampleGraphs:
 
     def _covers(self, hidden_states: Tensor, batch: InputBatch) -> bool:
         """Return True for a decoding step that vLLM ran as a graph and that `KeptSampler` can
-        sample alone."""
+        sample on its own."""
         kept: KeptSampler = self._runner.sampler
         fixed = self._fixed()
         return (
@@ -179,8 +184,8 @@ class SampleGraphs:
         return None if manager is None else manager.hidden_states
 
     def _of(self, size: int, width: int) -> _Graphs:
-        """Return the graphs for a batch size and capture them at first use. The result is empty if
-        capturing failed."""
+        """Return the graphs for a batch size, capturing them at first use. Empty if capturing
+        failed."""
         fixed = self._fixed()
         assert fixed is not None
         if self._at != fixed.data_ptr():
@@ -205,8 +210,8 @@ class SampleGraphs:
         return self._graphs[size, width]
 
     def _draw(self, size: int, width: int) -> SampledRows:
-        """Sample the first rows with the parameters in the fixed buffers. This is the call that
-        graphs capture."""
+        """Sample the first rows with the parameters in the fixed buffers. The graphs capture this
+        call."""
         runner, rows, fixed = self._runner, self._rows.first(size), self._fixed()
         assert fixed is not None
         return draw(
@@ -272,8 +277,11 @@ def _empty_like(sampled: SampledRows) -> SampledRows:
 
 
 def install(runner: Any) -> None:
-    """Wrap a model runner's `sample` method if it runs on one GPU with a `KeptSampler` and has few
-    enough steps in flight."""
+    """Wrap a model runner's `sample` method so that it uses CUDA graphs.
+
+    Does nothing unless the runner uses one GPU, has a `KeptSampler`, and has few enough steps in
+    flight.
+    """
     alone = runner.vllm_config.parallel_config.world_size == 1
     few = runner.vllm_config.max_concurrent_batches <= _COPIES
     if alone and few and runner.device.type == "cuda" and runner.cudagraph_manager is not None:

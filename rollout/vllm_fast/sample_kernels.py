@@ -1,9 +1,10 @@
-"""Draws the tokens of a step from the few ids in each row that truncation keeps.
+"""Samples the tokens of a step from the few ids per row that truncation keeps.
 
-vLLM scans every row to draw the token, and again for its log-probability, its rank and its sampling
-mask. Here, all blocks of a row are read in parallel: once if vLLM has already truncated the logits,
-otherwise by `keel.rollout.vllm_fast.truncate_kernels`. Everything else uses only the few ids found.
-Noise and ties are handled as in vLLM, so the sampled tokens are the same.
+vLLM scans every row once to draw the token, and again for the token's log-probability, its rank and
+its sampling mask. Here, all blocks of a row are read in parallel. If vLLM has already truncated the
+logits, they are read once; otherwise `keel.rollout.vllm_fast.truncate_kernels` reads them.
+Everything else uses only the few ids found. Noise and ties are handled as in vLLM, so the sampled
+tokens are the same.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
@@ -23,13 +24,13 @@ from keel.rollout.vllm_fast.step_arrays import StepMasks, ids_in_step
 from keel.rollout.vllm_fast.truncate_kernels import truncate
 
 WIDEST = 2048
-"""Number of ids stored per row. A row that keeps more ids is scanned as a whole."""
+"""Number of ids stored per row. If a row keeps more ids, the whole row is scanned."""
 BLOCK, NARROWEST, NARROW = 4096, 16, 64
-"""Number of entries of a row that are read at once, followed by the minimum and the usual number of
-ids sorted at once."""
+"""Number of entries of a row that are read at once, and the minimum and usual number of ids that
+are sorted at once."""
 ROWS = 1024
-"""Minimum number of rows for which the kernel is compiled, so that small batches do not need
-further compilations."""
+"""Minimum number of rows for which the kernel is compiled. Smaller batches then need no further
+compilation."""
 
 
 @triton.jit(do_not_specialize=["vocab_size", "width", "bits_row"])
@@ -37,7 +38,8 @@ def _find(
     logits_ptr, logits_row, sampled_ptr, ids_ptr, counts_ptr, bits_ptr, bits_row, vocab_size,
     width, RECORD: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Find the ids kept in one block of a row, in any order, and set their bits."""
+    """Find the kept ids in one block of a row and set their bits. The ids are in no particular
+    order."""
     row = tl.program_id(0)
     block = tl.program_id(1)
     if tl.load(sampled_ptr + row) > 0:
@@ -72,7 +74,7 @@ def _load(logits_ptr, ids, inside, temperature, SCALE: tl.constexpr):
 
 @triton.jit
 def _start(counts_ptr, row, width, ROWS: tl.constexpr):
-    """Return the number of ids in all rows before this one."""
+    """Return the total number of ids in all rows before this one."""
     every = tl.arange(0, ROWS)
     counts = tl.load(counts_ptr + every, mask=every < row, other=0)
     return tl.sum(tl.minimum(counts, width))
@@ -83,7 +85,7 @@ def _draw_filed(
     logits_ptr, ids_ptr, flat_ptr, start, count, room, seed, position, temperature,
     RECORD: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Return the token, the largest logit and the sum of exponentials of a row whose ids are all
+    """Return the token, the largest logit and the sum of exponentials of a row. All its ids must be
     stored."""
     place = tl.arange(0, WIDTH)
     inside = place < count
@@ -102,7 +104,7 @@ def _draw_filed(
 
 @triton.jit
 def _draw_whole(logits_ptr, vocab_size, seed, position, temperature, SIZE: tl.constexpr):
-    """Do the same as `_draw_filed` for a row with more ids than are stored."""
+    """Return the same as `_draw_filed`, for a row that has more ids than are stored."""
     token = 0
     highest = -float("inf")
     top = -float("inf")
@@ -130,8 +132,10 @@ def _draw(
     SCALE: tl.constexpr, ROWS: tl.constexpr, NARROW: tl.constexpr, WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Draw the token of one row, and write its log-probability and its ids. The ids go behind those
-    of earlier rows."""
+    """Draw the token of one row, and write its log-probability and its ids.
+
+    The ids are written after those of earlier rows.
+    """
     row = tl.program_id(0)
     logits = logits_ptr + row.to(tl.int64) * logits_row
     ids = ids_ptr + row.to(tl.int64) * width
@@ -166,12 +170,12 @@ class SampledRows(NamedTuple):
     tokens: Tensor
     """[rows, 1] int64"""
     logp: Tensor
-    """[rows, 1] float32 natural log-probabilities, normalised over the kept ids."""
+    """[rows, 1] float32 natural log-probabilities, normalised over the ids that are kept."""
     masks: StepMasks | None
 
 
 class Truncation(NamedTuple):
-    """Truncation parameters for each request, on the GPU."""
+    """Per-request truncation parameters (top-k and top-p), stored on the GPU."""
 
     top_k: Tensor
     """[requests] int32"""
@@ -193,12 +197,13 @@ def draw(
 ) -> SampledRows:
     """Draw a token for each row of `logits` [rows, V].
 
-    If `truncation` is given, temperature and truncation are applied here. Otherwise the logits must
-    already be divided by the temperature and set to minus infinity for ids that were cut off.
-    `states` and `positions` [rows] are the request of each row and the position of its token.
-    `temperature` and `seeds` are indexed by request. Where `sampled` [rows] is 0 (an unfinished
-    prompt), the mask is empty and the other results are undefined. `width` is the largest top_k
-    among the rows or, without `truncation`, the number of ids that a row usually keeps.
+    If `truncation` is given, temperature and truncation are applied here. Otherwise, the logits
+    must already be divided by the temperature, and must be minus infinity for ids that were cut
+    off. `states` [rows] is the index of each row's request, and `positions` [rows] is the position
+    of its token. `temperature` and `seeds` are indexed by request. Where `sampled` [rows] is 0 (an
+    unfinished prompt), the mask is empty and the other results are undefined. If `truncation` is
+    given, `width` is the largest top_k among the rows; otherwise, it is the number of ids that a
+    row usually keeps.
 
     All results are new tensors, because a later step may run before they are read.
     """

@@ -1,8 +1,8 @@
 """Replaces the last part of vLLM's sampler on Model Runner V2.
 
-`keel.rollout.vllm_fast.sample_kernels` draws the token, its log-probability and its mask. It also
-applies temperature and truncation if nothing else changes the logits. Batches that it does not
-support use vLLM's sampler.
+`keel.rollout.vllm_fast.sample_kernels` draws the token and computes its log-probability and its
+mask. It also applies temperature and truncation if nothing else changes the logits. Batches that
+the kernels do not support use vLLM's sampler.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from keel.rollout.vllm_fast.step_arrays import UNMASKED
 from keel.rollout.vllm_fast.truncate_kernels import WIDEST_TOP_K
 
 _PROCESSORS = [LogitBiasState, PenaltiesState, BadWordsState]
-"""vLLM's logits processors, for which `KeptSampler.only_truncates` can check whether they are
-active."""
+"""vLLM's logits processors. `KeptSampler.only_truncates` can check whether they are active."""
 
 
 class StepLogprobs(NamedTuple):
-    """Holds the log-probabilities of a step. It has the same methods as vLLM's `LogprobsTensors`
-    but no ids or ranks."""
+    """The log-probabilities of a step. Has the same methods as vLLM's `LogprobsTensors`, but no ids
+    or ranks."""
 
     logp: Tensor
     """[rows, 1] float32"""
@@ -48,15 +47,15 @@ class StepLogprobs(NamedTuple):
 
 
 class KeptSampler(Sampler):
-    """Samples one token per request, and computes the log-probability of that token only."""
+    """Samples one token per request, and computes a log-probability for that token only."""
 
     one_and_none: Tensor
-    """[2, requests] int32 number of sampled tokens (1) and rejected tokens (0) in steps without a
-    prompt. Steps can share it because nothing writes to it."""
+    """[2, requests] int32 numbers of sampled tokens (1) and rejected tokens (0), for steps without
+    a prompt. Steps can share this tensor because nothing writes to it."""
     unmasked: NDArray[np.bool_]
     """[requests] True for requests whose sampling masks are not recorded."""
     changed: bool = True
-    """True if requests were added since the parameters were last copied to the GPU."""
+    """True if requests have been added since the parameters were last copied to the GPU."""
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         self.changed = True
@@ -69,12 +68,12 @@ class KeptSampler(Sampler):
             super().apply_staged_writes()
 
     def masks(self, requests: NDArray[np.integer]) -> bool:
-        """Return True if the sampling mask of any of these requests is recorded."""
+        """Return True if the sampling mask is recorded for any of these requests."""
         return self.return_sampling_mask and not self.unmasked[requests].all()
 
     @property
     def only_known(self) -> bool:
-        """True if all logits processors are vLLM's own, whose state changes only when requests
+        """True if all logits processors are vLLM's own. Their state changes only when the requests
         change."""
         return [type(processor) for processor in self.logits_processors] == _PROCESSORS
 
@@ -123,8 +122,8 @@ class KeptSampler(Sampler):
         return as_vllm(sampled_rows, sampled, rejected)
 
     def only_truncates(self, requests: NDArray[np.integer]) -> bool:
-        """Return True if these requests use nothing but temperature > 0, top-p and a sufficiently
-        small top-k."""
+        """Return True if these requests use only temperature > 0, top-p and a sufficiently small
+        top-k."""
         states, thinking = self.sampling_states, self.thinking_budget_state
         if not self.only_known:
             return False
@@ -143,7 +142,8 @@ class KeptSampler(Sampler):
 
 
 def as_vllm(rows: SampledRows, sampled: Tensor, rejected: Tensor) -> SamplerOutput:
-    """Convert to vLLM's type. `sampled` and `rejected` are the number of tokens in each row."""
+    """Convert sampled rows to vLLM's type. `sampled` and `rejected` are the numbers of tokens in
+    each row."""
     logprobs: Any = StepLogprobs(rows.logp)
     masks: Any = rows.masks
     return SamplerOutput(
@@ -157,8 +157,8 @@ def as_vllm(rows: SampledRows, sampled: Tensor, rejected: Tensor) -> SamplerOutp
 
 
 def install(runner: Any) -> bool:
-    """Replace the model runner's sampler with a `KeptSampler`. Returns False if this process has
-    none."""
+    """Replace the model runner's sampler with a `KeptSampler`. Returns False if this process has no
+    sampler."""
     sampler: Any = runner.sampler
     if type(sampler) is not Sampler:
         return False

@@ -1,19 +1,19 @@
 """vLLM's scheduler with a fast path for steps in which no request begins.
 
 Most steps sample one token for each running request. vLLM loops over all requests three times in
-such a step, which takes longer than the GPU needs if there are 256 requests. Here these steps are
+such a step. With 256 requests, this takes longer than the GPU needs. Here, these steps are
 scheduled as a `DecodeBatch`.
 
 When requests begin, vLLM's scheduler sees only the new ones, with the capacity that the batch
-leaves free. Its step is merged with the batch's step, and the requests join the batch once they
-only decode. For anything else (an abort, a preemption, a pause) the batch is flushed: its state is
-written back to the requests, and vLLM schedules the whole step. Flushed tokens are delivered
-together with the request's next token, as in speculative decoding.
+leaves free. The step that it schedules is merged with the batch's step. The requests join the batch
+once they only decode. For anything else (an abort, a preemption, a pause) the batch is flushed: its
+state is written back to the requests, and vLLM schedules the whole step. Flushed tokens are
+delivered together with the request's next token, as in speculative decoding.
 
-The batch continues when a request finishes, which is delivered at once, and also while other
-requests wait to begin. In both cases some of its places stay unused. Waiting requests begin once
-the loss from unused places equals the cost of a step in which requests begin. The total loss is
-therefore at most twice the minimum.
+The batch continues when a request finishes, which is reported at once, and also while other
+requests wait to begin. In both cases, some places in the batch stay unused. Waiting requests begin
+once the loss from unused places equals the cost of a step in which requests begin. The total loss
+is therefore at most twice the minimum.
 
 `_FastPath` is mixed into vLLM's scheduler, which still makes all decisions.
 """
@@ -37,39 +37,42 @@ from keel.rollout.vllm_fast.decode_batch import DecodeBatch, ScheduledStep, only
 from keel.rollout.vllm_fast.step_arrays import PackedRecording
 
 _JOIN_COST = 1.0
-"""Extra cost of a step in which requests begin, measured in ordinary steps of the batch."""
+"""Extra cost of a step in which requests begin, in units of ordinary steps of the batch."""
 _MAX_WAIT = 64
-"""Number of steps after which even a single request may begin."""
+"""Number of steps after which requests may begin even if only one is waiting."""
 _LIMITS = ("max_num_running_reqs", "max_num_active_reqs", "max_num_scheduled_tokens")
-"""Limits in vLLM's scheduler of which the batch uses up a part."""
+"""Limits of vLLM's scheduler that are reduced by what the batch already uses."""
 _MAX_FINISHED = 0.25
-"""Maximum fraction of the batch that may have finished. These rows are still computed."""
+"""Maximum fraction of the batch that may consist of finished requests. Their rows are still
+computed."""
 _BLOCKS_AHEAD = 4
 """Number of KV blocks to allocate at once, if twice as many are free for every request."""
 
 
 class _FastPath(Scheduler):
-    """Adds the fast path to a scheduler (see the module's description). The recorder uses
-    `recordings` and `finished_blocks`."""
+    """Adds the fast path to a scheduler (see the module docstring).
+
+    The recorder uses `recordings` and `finished_blocks`.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.recordings: dict[str, PackedRecording] = {}
         """Log-probabilities and sampling masks of the requests that are being recorded."""
         self.finished_blocks: dict[str, list[int]] = {}
-        """KV blocks of recorded requests that have finished. They are valid until the next step."""
+        """KV blocks of recorded requests that have finished. Valid until the next step."""
         self.fast_steps = 0
         self._ahead = isinstance(self, AsyncScheduler)
         self._batch: DecodeBatch | None = None
         self._outside: list[Request] = []
         """Running requests that are not in the batch, mostly prefills."""
         self._idle = 0.0
-        """Unused places, added up over the steps since requests last began."""
+        """Number of unused places, summed over the steps since requests last began."""
         self._undelivered: dict[str, list[int]] = {}
-        """Flushed tokens that the output processor has not received yet."""
+        """Flushed tokens that have not reached the output processor yet."""
         self._stuck = False
-        """True if requests are waiting but vLLM could not begin any in its last step, although it
-        had tokens to spare."""
+        """True if requests are waiting but vLLM began none of them in its last step, although it
+        still had tokens to spare."""
         groups = self.kv_cache_config.kv_cache_groups
         self._possible = len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec
 
@@ -140,7 +143,7 @@ class _FastPath(Scheduler):
         return super().reset_prefix_cache(*args, **kwargs)
 
     def has_finished_requests(self) -> bool:
-        """Return True also if a paused engine has undelivered tokens, so that it runs one more
+        """Also return True if a paused engine has undelivered tokens, so that it runs one more
         (empty) step."""
         pending = self._undelivered or (self._batch is not None and self._batch.received)
         paused = self._pause_state != PauseState.UNPAUSED
@@ -155,7 +158,7 @@ class _FastPath(Scheduler):
     # The batch.
 
     def _new_batch(self) -> DecodeBatch | None:
-        """Return a batch with the running requests, or None unless all of them only decode."""
+        """Return a batch of all running requests, or None if some of them do more than decode."""
         if (
             not self._possible
             or not self.running
@@ -247,8 +250,8 @@ class _FastPath(Scheduler):
     def _with_others(
         self, batch: DecodeBatch, cached: CachedRequestData, throttle_prefills: bool
     ) -> tuple[SchedulerOutput | None, SchedulerOutput]:
-        """Let vLLM schedule all other requests with the remaining capacity, and merge the two
-        steps."""
+        """Let vLLM schedule all other requests with the remaining capacity. The two steps are then
+        merged."""
         count, outside = len(batch.ids), len(self._outside)
         self.running = self._outside
         for name in _LIMITS:
@@ -281,7 +284,7 @@ class _FastPath(Scheduler):
     def _allocate(
         self, batch: DecodeBatch, due: list[int], ahead: int
     ) -> list[tuple[list[int], ...] | None]:
-        """Allocate KV blocks for the places that need them, and return the blocks in the batch's
+        """Allocate KV blocks for the places that need them. Returns the blocks in the batch's
         order."""
         if not due:
             return [None] * len(batch.ids)
@@ -302,10 +305,10 @@ class _FastPath(Scheduler):
         return [new.get(place) for place in batch.places.tolist()]
 
     def _finish(self, batch: DecodeBatch, places: list[int]) -> dict[int, EngineCoreOutputs]:
-        """Deliver the requests that ended with the last tokens.
+        """Report the requests that ended with the last tokens as finished.
 
-        They keep their KV blocks until other requests join, because steps that use the blocks are
-        in flight.
+        They keep their KV blocks until other requests join, because steps in flight still use the
+        blocks.
         """
         outputs: dict[int, EngineCoreOutputs] = {}
         for place in places:
@@ -349,8 +352,8 @@ class _FastPath(Scheduler):
             super()._free_request(request)
 
     def keel_flush(self) -> None:
-        """Write the batch's state back to its requests, so that they look as they do after vLLM's
-        own steps."""
+        """Write the batch's state back to its requests. Afterwards they look as if vLLM itself had
+        run the steps."""
         batch, self._batch = self._batch, None
         self._outside = []
         if batch is None or not batch.scheduled:
@@ -372,7 +375,7 @@ class _FastPath(Scheduler):
         batch.write_back(place, tokens, self.current_step if self._ahead else None)
 
     def _complete(self, output: EngineCoreOutput) -> None:
-        """Put flushed tokens before the new ones, and store the recording."""
+        """Prepend flushed tokens to the new ones, and store the recording."""
         if (recording := self.recordings.get(output.request_id)) is not None:
             recording.take(output)
         if before := self._undelivered.pop(output.request_id, None):
@@ -380,8 +383,8 @@ class _FastPath(Scheduler):
 
 
 class FastScheduler(_FastPath):
-    """Fast scheduler that schedules each step after the previous one has finished."""
+    """Fast scheduler that waits for each step to finish before it schedules the next one."""
 
 
 class AsyncFastScheduler(_FastPath, AsyncScheduler):
-    """Fast scheduler that schedules a step while the previous one is running."""
+    """Fast scheduler that schedules the next step while the previous one is running."""

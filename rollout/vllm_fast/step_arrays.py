@@ -1,8 +1,8 @@
-"""Holds the log-probabilities and sampling masks of whole steps in flat arrays, on GPU and CPU.
+"""Stores the log-probabilities and sampling masks of whole steps in flat arrays, on GPU and CPU.
 
-vLLM copies one bit for each id of the vocabulary to the CPU and creates an object for every token,
-which takes longer than computing the tokens. Here only the kept ids are copied, and they stay in
-arrays until a completion is finished.
+vLLM copies one bit for each id of the vocabulary to the CPU and creates an object for every token.
+This takes longer than computing the tokens. Here, only the kept ids are copied, and they stay in
+arrays until the completion has finished.
 """
 
 from __future__ import annotations
@@ -23,31 +23,29 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
 
 UNMASKED = "keel_unmasked"
-"""Key in a request's `extra_args` which says that its sampling masks are not recorded."""
+"""Key in a request's `extra_args` that turns off the recording of its sampling masks."""
 _MEAN_IDS, _LEAST_IDS = 64, 16_384
-"""Number of ids that are copied to the CPU with a step: the average per row, and the minimum for a
-step with few rows."""
+"""Number of ids that are copied to the CPU with each step: the average per row, and the minimum for
+steps with few rows."""
 
 
 def ids_in_step(rows: int, width: int) -> int:
-    """Return the number of ids that are copied to the CPU with a step. Any others are fetched when
-    needed."""
+    """Return the number of ids copied to the CPU with each step. Others are fetched when needed."""
     return rows * min(width, max(_MEAN_IDS, _LEAST_IDS // rows))
 
 
 class StepMasks(NamedTuple):
-    """Holds the sampling masks of a step. It has the same methods as vLLM's
-    `SamplingMaskTensors`."""
+    """The sampling masks of a step. It has the methods of vLLM's `SamplingMaskTensors`."""
 
     counts: Tensor
     """[rows] int32"""
     flat: Tensor
-    """[ids_in_step] int32 ids of all rows, one row after the other, as far as they fit."""
+    """[ids_in_step] int32 ids of all rows, one row after another, as far as they fit."""
     ids: Tensor
-    """[rows, width] int32 ids on the GPU, in any order within a row."""
+    """[rows, width] int32 ids on the GPU, in no particular order within a row."""
     bits: Tensor | None
-    """[rows, ⌈V / 8⌉] uint8 on the GPU, one bit per id. None if no row can have more than `width`
-    ids."""
+    """[rows, ⌈V / 8⌉] uint8 on the GPU, with one bit per id. None if no row can have more than
+    `width` ids."""
 
     def to_cpu_nonblocking(self) -> StepMasks:
         counts, flat = (t.to("cpu", non_blocking=True) for t in (self.counts, self.flat))
@@ -55,8 +53,10 @@ class StepMasks(NamedTuple):
         return StepMasks(counts, flat, self.ids.clone(), self.bits)
 
     def tolists(self, num_sampled_tokens: Any = None) -> SamplingMaskLists:
-        """Return the ids of all rows. Row r kept `token_ids[offsets[r]:offsets[r + 1]]`, in
-        ascending order."""
+        """Return the kept ids of all rows.
+
+        Row r kept `token_ids[offsets[r]:offsets[r + 1]]`, in ascending order.
+        """
         counts, width = self.counts.cpu().numpy(), self.ids.shape[1]
         offsets = np.zeros(len(counts) + 1, np.int64)
         np.cumsum(counts, out=offsets[1:])
@@ -77,7 +77,7 @@ class StepMasks(NamedTuple):
 
 
 def _fetch(tensor: Tensor) -> NDArray[Any]:
-    """Copy a finished result to the CPU without waiting for later steps on the GPU."""
+    """Copy a finished result to the CPU, without waiting for later steps on the GPU."""
     if not tensor.is_cuda:
         return tensor.numpy()
     with torch.cuda.stream(_copy_stream(tensor.device)):
@@ -91,7 +91,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 @dataclass(slots=True)
 class PackedRecording:
-    """Log-probabilities and sampling masks of one request, in pieces of one or more tokens."""
+    """The log-probabilities and sampling masks of one request, in pieces of one or more tokens."""
 
     with_masks: bool
     logp: list[NDArray[np.float32]] = field(default_factory=list)
@@ -99,7 +99,7 @@ class PackedRecording:
     sizes: list[NDArray[np.int64]] = field(default_factory=list)
 
     def take(self, output: EngineCoreOutput) -> None:
-        """Move the recording of the tokens in an output here."""
+        """Move the recorded data of an output's tokens into this recording."""
         if output.new_logprobs is not None:
             self.logp.append(output.new_logprobs.logprobs[:, 0].copy())
             output.new_logprobs = None
@@ -111,11 +111,11 @@ class PackedRecording:
             output.new_sampling_mask = None
 
     def logprobs(self) -> NDArray[np.float32]:
-        """Log-probabilities of the sampled tokens, [G]."""
+        """Return the log-probabilities [G] of the sampled tokens."""
         return np.concatenate(self.logp) if self.logp else np.zeros(0, np.float32)
 
     def sampling_masks(self) -> SamplingMasks:
-        """Sampling masks as G spans of ascending ids."""
+        """Return the sampling masks as G spans of ids in ascending order."""
         if not self.sizes:
             return SamplingMasks.empty(0)
         sizes = np.concatenate(self.sizes)

@@ -1,10 +1,10 @@
-"""Runs decoding steps that reuse the preparation of the previous step.
+"""Runs decoding steps that reuse what was prepared for the previous step.
 
 vLLM prepares every step from scratch: its rows, the state of each request and the attention
-metadata. For a batch with few sequences this takes longer than the computation on the GPU. In a
-`DecodeBatch` only the lengths change from one step to the next, and the GPU can update them. If
-vLLM has run a step as a CUDA graph and the next step has the same rows, one kernel therefore
-advances them by one token, and the graph is replayed.
+metadata. For a batch with few sequences, this takes longer than the computation on the GPU. In a
+`DecodeBatch`, only the lengths change from one step to the next, and the GPU can update them. Reuse
+is possible if vLLM has run a step as a CUDA graph and the next step has the same rows. One kernel
+then advances the rows by one token, and the graph is replayed.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
@@ -30,22 +30,22 @@ BLOCK = 256
 
 
 class _KnownStep(NamedTuple):
-    """The previous step, if it ran as a CUDA graph and each of its rows sampled one token."""
+    """The previous step. It ran as a CUDA graph, and each of its rows sampled one token."""
 
     counts: dict[str, int]
     ids: list[str]
-    """Request ids of the batch. A later step has the same rows if it holds the same list object."""
+    """Request ids of the batch. A later step with the same list object has the same rows."""
     requests: NDArray[np.int64]
-    """[rows] index of each request in vLLM's state."""
+    """[rows] index of each row's request in vLLM's state."""
     graph: Any
     """vLLM's description of the CUDA graph."""
     state: Any
-    """State that vLLM passes from the model to the sampling of a step."""
+    """State that vLLM passes from the model's forward pass to sampling."""
     planned: bool
-    """True if attention is planned inside the graph, so that it needs no metadata."""
+    """True if attention is planned inside the graph. No attention metadata is needed then."""
 
     def repeats_in(self, output: SchedulerOutput) -> bool:
-        """Return True if a step has the same rows as this one and nothing else to do."""
+        """Return True if a step has the same rows as this one and does nothing else."""
         return (
             output.num_scheduled_tokens is self.counts
             and output.scheduled_cached_reqs.req_ids is self.ids
@@ -60,7 +60,8 @@ class _KnownStep(NamedTuple):
 
 
 class _StepReuse:
-    """Wraps a model runner's `execute_model` and runs the steps that can reuse the previous one."""
+    """Wraps a model runner's `execute_model`. Steps that can reuse the previous one run without
+    vLLM's preparation."""
 
     def __init__(self, runner: Any) -> None:
         self._runner, self._original = runner, runner.execute_model
@@ -69,7 +70,7 @@ class _StepReuse:
         """Number of steps that reused the previous one."""
 
     def execute_model(self, scheduler_output: SchedulerOutput, *rest: Any, **named: Any) -> Any:
-        """Run the model for one step. The arguments and results are those of vLLM's method."""
+        """Run the model for one step. Takes and returns the same as vLLM's method."""
         known, self._known = self._known, None
         plain = not named and all(each is None for each in rest)
         if plain and known is not None and known.repeats_in(scheduler_output):
@@ -83,7 +84,7 @@ class _StepReuse:
         return output
 
     def _inspect(self, output: SchedulerOutput) -> _KnownStep | None:
-        """Describe the step that vLLM has just run, if the next one can reuse it."""
+        """Return a description of the step that vLLM has just run, if the next one can reuse it."""
         runner = self._runner
         state, ids = runner.execute_model_state, output.scheduled_cached_reqs.req_ids
         if state is None:
@@ -116,7 +117,7 @@ class _StepReuse:
         return self._runner.cudagraph_manager.dispatch(rows, rows, 1, 0, max_query_len=1)
 
     def _again(self, known: _KnownStep, output: SchedulerOutput) -> _KnownStep:
-        """Run the model on the next token of every row."""
+        """Run the model on the next token of every row, reusing the previous step."""
         runner, cached = self._runner, output.scheduled_cached_reqs
         batch = copy.copy(known.state.input_batch)
         tables, buffers, states = runner.block_tables, runner.input_buffers, runner.req_states
@@ -170,8 +171,8 @@ class _StepReuse:
         return known._replace(state=state)
 
     def _run(self, graph: Any, state: Any) -> Tensor:
-        """Replay the model and return the last hidden states. Tests without CUDA graphs use
-        `state`."""
+        """Replay the model and return the last hidden states. `state` is used by tests without CUDA
+        graphs."""
         return self._runner.cudagraph_manager.run_fullgraph(graph)
 
 
@@ -187,12 +188,12 @@ def advance(
     ids: Tensor,
     slots: Tensor,
 ) -> None:
-    """Fill the first rows of `positions`, `lengths`, `ids` and `slots` for the next step, in which
-    each request's input is the token that it sampled last.
+    """Fill the first rows of `positions`, `lengths`, `ids` and `slots` for the next step.
 
-    `requests` [rows] int64 is the request of each row. The other tensors are indexed by request:
-    `computed` [requests] is the number of tokens with keys and values, `sampled` [requests, 1] the
-    last token, and `table` [requests, blocks] the KV blocks of `page` tokens each. On the device
+    In that step, the input of each request is the token that it sampled last. `requests` [rows]
+    int64 is the request of each row. The other tensors are indexed by request: `computed`
+    [requests] is the number of tokens with keys and values, `sampled` [requests, 1] is the last
+    token, and `table` [requests, blocks] lists the KV blocks of `page` tokens each. On the device
     `meta`, the kernel is only compiled.
     """
     rows = len(requests)
@@ -219,8 +220,10 @@ def _advance(
 
 
 def covers(runner: Any) -> bool:
-    """Return True for a text model with full attention that runs on one GPU with CUDA graphs. Keel
-    enables none of vLLM's other features."""
+    """Return True for a text model with full attention that runs on one GPU with CUDA graphs.
+
+    Keel does not enable vLLM's other features.
+    """
     groups = runner.kv_cache_config.kv_cache_groups
     return (
         runner.vllm_config.parallel_config.world_size == 1
@@ -238,6 +241,6 @@ def covers(runner: Any) -> bool:
 
 
 def install(runner: Any) -> None:
-    """Wrap a model runner's `execute_model` if `covers` returns True for it."""
+    """Wrap a model runner's `execute_model` if `covers` returns True for the runner."""
     if covers(runner):
         runner.execute_model = _StepReuse(runner).execute_model

@@ -1,10 +1,13 @@
 """Applies top-k and top-p to the model's logits, and finds the ids that each row keeps.
 
-vLLM copies the logits to float32 and scans each row many times with one program. Here all blocks of
-all rows are read in parallel, twice. The first pass finds the maxima of a thousand groups per row.
-At least top_k logits reach the top_k-th largest maximum, which is therefore a bound. The second
-pass finds the logits that reach the bound, which are few enough to sort. The result is exact: if
-logits at a cut are equal, those with the lowest ids are kept, and no row keeps more than its top_k.
+vLLM copies the logits to float32 and scans each row many times with one program. Here, all blocks
+of all rows are read in parallel, twice. The first pass finds the maxima of a thousand groups per
+row. At least top_k logits are as large as the top_k-th largest maximum, which therefore is a lower
+bound for the kept logits. The second pass finds the logits that reach this bound. They are few
+enough to sort.
+
+The result is exact. If several logits at the cutoff are equal, those with the lowest ids are kept,
+and no row keeps more than its top_k.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
@@ -20,22 +23,21 @@ from torch import Tensor
 WIDEST_TOP_K = 1024
 """Largest top_k that the kernels support."""
 BLOCK, LARGEST_GROUP = 4096, 256
-"""Number of entries of a row that are read at once, and maximum number of entries in a group."""
+"""Number of entries of a row read at once, and maximum number of entries in a group."""
 FEWEST_SORTED, LEAST_ROOM = 64, 1024
-"""Minimum number of ids that are sorted at once, and that are stored per row."""
+"""Minimum number of ids sorted at once, and minimum number of ids stored per row."""
 
 ALL_BUT_SIGN = tl.constexpr(0x7FFFFFFF)
 LEAST = tl.constexpr(-0x80000000)
 ABOVE_NOTHING = tl.constexpr(-0x7F800000)
-"""Integer that represents the lowest finite logit. Minus infinity is represented by one less."""
+"""Integer that represents the lowest finite logit. Minus infinity is one less."""
 LAST_BIT = tl.constexpr(10)
-"""Last bit in the search for the bound. The resulting relative error of 2^-13 adds only few
-candidates."""
+"""Last bit in the search for the bound. The relative error of 2^-13 adds only a few candidates."""
 
 
 @triton.jit
 def _order(logits_ptr, ids, inside, temperature):
-    """Convert logits divided by the temperature to integers in the same order.
+    """Divide logits by the temperature and convert them to integers in the same order.
 
     NaN is treated as infinity, so that the log-probability becomes NaN and is detected.
     """
@@ -49,7 +51,7 @@ def _order(logits_ptr, ids, inside, temperature):
 
 @triton.jit
 def _logits(order):
-    """Convert integers from `_order` back to logits."""
+    """Convert integers returned by `_order` back to logits."""
     bits = tl.where(order >= 0, order, order ^ ALL_BUT_SIGN)
     return bits.to(tl.float32, bitcast=True)
 
@@ -59,10 +61,10 @@ def _maxima(
     logits_ptr, logits_row, states_ptr, temperature_ptr, sampled_ptr, maxima_ptr, vocab_size,
     groups, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the maxima of GROUPS groups of one row.
+    """Compute the maximum of each of GROUPS groups in one row.
 
-    A group consists of every `groups`-th id, because likely ids are often neighbours and should be
-    in different groups.
+    A group consists of every `groups`-th id. Likely ids are often neighbours, so this puts them in
+    different groups.
     """
     row = tl.program_id(0)
     if tl.load(sampled_ptr + row) > 0:
@@ -79,7 +81,8 @@ def _bound(
     states_ptr, top_k_ptr, sampled_ptr, maxima_ptr, bounds_ptr, found_ptr, groups,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Find a bound that at least top_k logits of a row reach, if that many are finite."""
+    """Find a bound that at least top_k logits of a row reach. If fewer logits are finite, all of
+    those reach it."""
     row = tl.program_id(0)
     tl.store(found_ptr + row, 0)
     if tl.load(sampled_ptr + row) > 0:
@@ -104,7 +107,8 @@ def _file(
     logits_ptr, logits_row, states_ptr, temperature_ptr, sampled_ptr, bounds_ptr, keys_ptr,
     found_ptr, vocab_size, ROOM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Store the keys of the logits in one block of a row that reach the bound, in any order."""
+    """Store the sort keys of the logits in one block that reach the row's bound, in no particular
+    order."""
     row = tl.program_id(0)
     if tl.load(sampled_ptr + row) > 0:
         temperature = tl.load(temperature_ptr + tl.load(states_ptr + row))
@@ -120,7 +124,7 @@ def _file(
 
 @triton.jit
 def _count(logits_ptr, vocab_size, temperature, bound, SIZE: tl.constexpr):
-    """Return how many logits of a row reach the bound."""
+    """Return the number of logits in a row that reach the bound."""
     count = 0
     for first in range(0, vocab_size, SIZE):
         ids = first + tl.arange(0, SIZE)
@@ -131,8 +135,10 @@ def _count(logits_ptr, vocab_size, temperature, bound, SIZE: tl.constexpr):
 
 @triton.jit
 def _file_exactly(logits_ptr, vocab_size, temperature, top_k, keys_ptr, SIZE: tl.constexpr):
-    """Store the keys of the top_k largest logits of a row, using many passes. This is for a flat
-    distribution with more candidates than fit."""
+    """Store the sort keys of the top_k largest logits of a row, using many passes.
+
+    Used for a flat distribution with more candidates than fit.
+    """
     least = tl.where(_count(logits_ptr, vocab_size, temperature, 0, SIZE) >= top_k, 0, LEAST)
     for step in range(31):
         higher = least + (1 << (30 - step))
@@ -154,7 +160,7 @@ def _file_exactly(logits_ptr, vocab_size, temperature, top_k, keys_ptr, SIZE: tl
 
 @triton.jit
 def _cut_sorted(keys_ptr, found, top_k, top_p, ids_ptr, SIZE: tl.constexpr):
-    """Store the candidate ids that are kept, and return how many there are."""
+    """Store the candidate ids that are kept. Returns their number."""
     place = tl.arange(0, SIZE)
     keys = tl.load(keys_ptr + place, mask=place < found, other=-0x7FFFFFFFFFFFFFFF)
     keys = tl.sort(keys, descending=True)
@@ -178,7 +184,7 @@ def _cut(
     found_ptr, ids_ptr, counts_ptr, vocab_size, width, LIKELY: tl.constexpr, ROOM: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Find the kept ids of one row and store them with their number."""
+    """Find the kept ids of one row. Stores them and their number."""
     row = tl.program_id(0)
     keys = keys_ptr + row.to(tl.int64) * ROOM
     ids = ids_ptr + row.to(tl.int64) * width
@@ -209,12 +215,12 @@ def truncate(
     top_p: Tensor,
     width: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the kept ids [rows, width] int32, most likely first, and how many each row keeps
-    [rows] int32.
+    """Return each row's kept ids [rows, width] int32, most likely first, and their number [rows]
+    int32.
 
-    `logits` [rows, V] come directly from the model, and `states` [rows] is the request of each row.
-    `temperature` (> 0), `top_k` (1 to `width`) and `top_p` are indexed by request. `width` is at
-    most `WIDEST_TOP_K`. A row keeps no ids where `sampled` [rows] is 0.
+    `logits` [rows, V] come directly from the model. `states` [rows] is the index of each row's
+    request. `temperature` (> 0), `top_k` (1 to `width`) and `top_p` are indexed by request. `width`
+    is at most `WIDEST_TOP_K`. A row keeps no ids where `sampled` [rows] is 0.
     """
     rows, vocab_size = logits.shape
     device = logits.device

@@ -1,1 +1,1 @@
-"""Attention that reads the shared prompt of a group once."""
+"""Attention that reads the prompt shared by a group only once."""

@@ -1,8 +1,8 @@
-"""vLLM's FlashAttention backend, extended to use `kernels` in steps that only decode.
+"""Extends vLLM's FlashAttention backend to use `kernels` in steps that only decode.
 
-In these steps, a prompt's keys and values are read once for all rows of its group. The backend
-replaces vLLM's own through vLLM's registry. Anything that the kernels do not support (prompts,
-sliding windows, sinks, quantised caches, …) is computed by vLLM as before.
+In these steps, the keys and values of a prompt are read once for all rows of its group. This
+backend replaces vLLM's own through vLLM's registry. vLLM still computes everything that the kernels
+do not support (prompts, sliding windows, sinks, quantised caches, …).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from keel.rollout.vllm_fast.cascade.kernels import Heads, Scratch, attend, plan
 
 
 class _CascadeStep(Scratch):
-    """State that the layers share in steps that only decode."""
+    """State that all layers share in a step that only decodes."""
 
     first: object = None
-    """The first layer. It plans the step for all layers, also inside a CUDA graph."""
+    """The first layer. It plans the step for all layers, even inside a CUDA graph."""
 
 
 @dataclass
 class _CascadeMetadata(FlashAttentionMetadata):
-    """Attention metadata for a step that uses `kernels`."""
+    """Attention metadata of a step that uses `kernels`."""
 
     step: _CascadeStep | None = None
 
@@ -53,7 +53,7 @@ class _CascadeBackend(FlashAttentionBackend):
 
 class _CascadeBuilder(FlashAttentionMetadataBuilder):
     _step: _CascadeStep | None = None
-    """The shared state, or None if the kernels do not support the layers."""
+    """State shared by the layers. None if the kernels do not support them."""
     _inspected = False
 
     def build(
@@ -103,7 +103,7 @@ class _CascadeBuilder(FlashAttentionMetadataBuilder):
 
 
 def _plain(impl: Any) -> bool:
-    """Return True if a layer's attention is an ordinary causal softmax."""
+    """Return True if a layer computes ordinary causal softmax attention."""
     return (
         type(impl) is _CascadeImpl
         and impl.attn_type == AttentionType.DECODER
@@ -158,8 +158,8 @@ class _CascadeImpl(FlashAttentionImpl):
 
 
 def install(*, enabled: bool) -> None:
-    """Replace or restore vLLM's attention backend. This affects engines that are built in this
-    process afterwards."""
+    """Replace or restore vLLM's attention backend. This affects engines built later in this
+    process."""
     if enabled:
         where = f"{_CascadeBackend.__module__}.{_CascadeBackend.__name__}"
         register_backend(AttentionBackendEnum.FLASH_ATTN, where)

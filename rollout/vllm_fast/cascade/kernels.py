@@ -1,13 +1,13 @@
-"""Attention for a decoding step in which the completions of a group share their prompt's KV blocks.
+"""Attention for decoding steps in which the completions of a group share their prompt's KV blocks.
 
 The speed of a decoding step is limited by reading keys and values, and ordinary attention reads the
 shared blocks of a prompt once per completion. Here, neighbouring rows that begin with the same
-blocks form a *segment*. The part that they share is read once for all their queries (cascade
-attention; Hydragen, arXiv:2402.05099), and the rest is read for each row. Both happen in one
-launch. A second launch combines the parts with the help of their sums of exponentials.
+blocks form a *segment*. The shared part of a segment is read once for all its queries (cascade
+attention; Hydragen, arXiv:2402.05099). The rest is read for each row. One kernel launch does both.
+A second launch combines the parts, using their sums of exponentials.
 
-`plan` finds the segments from the block table on the GPU. A CUDA graph can therefore contain
-everything, and the CPU has nothing to do.
+`plan` finds the segments from the block table on the GPU. A CUDA graph can therefore contain all of
+this, and the CPU has nothing to do.
 """
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportPrivateImportUsage=false
@@ -27,44 +27,45 @@ LEAST_SHARED = tl.constexpr(64)
 """Minimum number of tokens that the rows of a segment must share."""
 COLUMNS = tl.constexpr(64)
 AT_ONCE = 16
-"""Number of blocks and of rows of the table that are compared at once."""
+"""Number of blocks, and number of table rows, that are compared at once."""
 NONE = tl.constexpr(1 << 30)
 QUERIES = 16
-"""Number of queries in one tile, which are the rows of a segment times the query heads per key
-head. This is the minimum for tensor cores. A larger tile needs more registers, so fewer loads can
-be in flight."""
+"""Number of queries in one tile: the rows of a segment times the query heads per key head. This is
+the minimum for tensor cores. A larger tile needs more registers, so fewer loads can be in flight.
+"""
 PARTS = 512
-"""Target number of parts (row, key head, slice of a row) in a step, which is a few per
-multiprocessor."""
+"""Target number of parts in a step: a few per multiprocessor. A part is one slice of a row for one
+key head."""
 LONGER = 4
-"""Factor by which the number of parts may grow if slices are long, so that all multiprocessors
-finish at the same time."""
+"""Factor by which the number of parts may grow if slices are long. All multiprocessors then finish
+at the same time."""
 MOST_SPLITS = 32
-"""Maximum number of slices per row."""
+"""Maximum number of slices that a row is divided into."""
 SIZES = (64, 128)
 """Head sizes for which the kernels are tested."""
 MOST_EACH = 4
 """Maximum number of query heads per key head. With more, the unshared part is slower than in vLLM's
 kernel, and fewer rows fit into a segment."""
 LOG2_E = math.log2(math.e)
-"""Converts exponents to base 2, because the kernels compute powers of two."""
+"""Converts exponents to base 2, because the kernels compute powers of 2."""
 SHORT = 4
-"""Number of slices per row up to which a single warp joins all of them at once."""
+"""If a row has at most this many slices, a single warp combines all of them at once."""
 SLICE = 1024
 """Number of tokens per slice once a row has more than the minimum number of slices."""
 TOKENS, STAGES, WARPS = 64, 2, 4
-"""Tokens of keys and values that are read at once, pipeline stages, and warps."""
+"""Number of tokens whose keys and values are read at once, number of pipeline stages, and number of
+warps."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Number and size of a model's attention heads."""
+    """Number and size of a model's attention heads, and its KV block size."""
 
     queries: int
     keys: int
     size: int
     page: int
-    """Tokens per KV block."""
+    """Number of tokens per KV block."""
 
     @property
     def each(self) -> int:
@@ -73,7 +74,7 @@ class Heads:
 
     @property
     def covered(self) -> bool:
-        """True if the kernels support these heads."""
+        """True if the kernels support attention heads of this size and number."""
         even = self.queries % self.keys == 0 and self.page & (self.page - 1) == 0
         return even and self.size in SIZES and self.each <= MOST_EACH
 
@@ -89,13 +90,13 @@ class Heads:
         return 1 << ((self.tile // self.each).bit_length() - 1)
 
     def splits(self, rows: int) -> tuple[int, int]:
-        """Return the minimum and maximum number of slices per row in a batch with `rows` rows."""
+        """Return the minimum and maximum number of slices per row, for a batch of `rows` rows."""
         fewest, most = (PARTS * times // max(1, rows * self.keys) for times in (1, LONGER))
         return max(1, min(MOST_SPLITS, fewest)), max(1, min(MOST_SPLITS, most))
 
 
 class Scratch:
-    """Buffers that the layers of a model use one after the other."""
+    """Buffers that all layers of a model use, one layer after another."""
 
     def __init__(self, heads: Heads, rows: int, device: torch.device) -> None:
         """Allocate the buffers for batches of at most `rows` rows."""
@@ -106,18 +107,18 @@ class Scratch:
         self.leader = torch.zeros(rows, dtype=torch.int32, device=device)
         """[rows] first row of the segment that each row belongs to."""
         self.shared = torch.zeros(rows, dtype=torch.int32, device=device)
-        """[rows] number of tokens that the row's segment shares, or 0 if the row is alone."""
+        """[rows] number of tokens shared by the row's segment, or 0 if no other row is in it."""
         shape = (2 * parts * heads.queries,)
         self.sums = torch.empty(*shape, dtype=torch.float32, device=device)
         self.values = torch.empty(*shape, heads.size, dtype=torch.float32, device=device)
-        """Weighted values of each part, next to the log2 of its sum of exponentials."""
+        """Weighted values of each part, and the log2 of its sum of exponentials."""
 
 
 def plan(scratch: Scratch, table: Tensor, lengths: Tensor) -> None:
     """Group the rows of a step into segments that share a prefix. This runs before the layers.
 
-    `table` [rows, blocks] int32 is the block table. `lengths` [rows] int32 counts tokens including
-    the current one and is 0 for padding.
+    `table` [rows, blocks] int32 is the block table. `lengths` [rows] int32 is each row's number of
+    tokens including the current one, or 0 for padding.
     """
     rows = len(lengths)
     _compare[(triton.cdiv(rows, AT_ONCE),)](table, table.stride(0), table.shape[1], lengths,
@@ -133,8 +134,8 @@ def _compare(
     table_ptr, table_row, width, lengths_ptr, alike_ptr, rows, PAGE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """For a block of rows, count the tokens that each shares with the row before it, or 0 if too
-    few."""
+    """Count the tokens that each row of a block shares with the row before it. Counts that are too
+    small become 0."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = (row < rows) & (row > 0)
     length = tl.load(lengths_ptr + row, mask=inside, other=0)
@@ -172,8 +173,11 @@ def _larger(a, b):
 def _segment(
     alike_ptr, leader_ptr, shared_ptr, rows, ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Divide all rows into segments of at most ROWS rows, counted from the first row that shares a
-    prefix."""
+    """Divide all rows into segments of at most ROWS rows.
+
+    If more rows share a prefix, they are split into several segments, counted from the first of
+    these rows.
+    """
     row = tl.arange(0, SIZE)
     inside = row < rows
     same = tl.load(alike_ptr + row, mask=inside, other=0)
@@ -205,10 +209,10 @@ def attend(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Compute the attention of a layer in a step for which `plan` has run.
+    """Compute a layer's attention in a step. `plan` must have run for this step.
 
     Shapes: `query` and `out` [rows, query heads, size]; `keys` and `values` [blocks, page, key
-    heads, size]. `table` and `lengths` are as in `plan`, and `scale` multiplies the logits.
+    heads, size]. `table` and `lengths` are the same as in `plan`. `scale` multiplies the logits.
     """
     heads, rows = scratch.heads, len(lengths)
     fewest, splits = heads.splits(rows)
@@ -229,7 +233,8 @@ def attend(
 
 @triton.jit
 def _slice(length, split, fewest, splits, TOKENS: tl.constexpr, SLICE: tl.constexpr):
-    """Return where a slice begins and ends. A slice that is not needed is empty."""
+    """Return the first token of a slice and the end of the slice. A slice that is not needed is
+    empty."""
     count = tl.maximum(tl.minimum(length // SLICE, splits), fewest)
     size = tl.cdiv(tl.cdiv(length, count), TOKENS) * TOKENS
     return split * size, tl.minimum((split + 1) * size, length)
@@ -243,11 +248,11 @@ def _parts(
     EACH: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
     QUERIES: tl.constexpr, TOKENS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Compute one slice of attention for one key head: the weighted values and the log2 of their
-    sum of exponentials.
+    """Compute attention over one slice for one key head.
 
-    The slice belongs to the shared part of a segment or to a row's own part. Of two neighbouring
-    rows at most one leads a segment.
+    The results are the weighted values and the log2 of their sum of exponentials. The slice belongs
+    either to the part that a segment shares or to the rest of a single row. Of two neighbouring
+    rows, at most one is the first of a segment.
     """
     item, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     together = item < pairs
