@@ -1,4 +1,4 @@
-"""Lets vLLM use Triton's interpreter on a CPU, for tests of GPU kernels."""
+"""Lets vLLM use Triton's interpreter on a CPU, so that GPU kernels can be tested there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def lend_triton() -> None:
     truncation.HAS_TRITON = False  # the interpreter lacks a method it calls
 
     def sort(x: Any, dim: None = None, descending: bool = False) -> Any:
-        """Sort with numpy, because the interpreter takes seconds to sort a thousand numbers."""
+        """Sort with numpy, because the interpreter takes seconds for a thousand numbers."""
         data = np.sort(x.handle.data)
         data = data[::-1].copy() if descending else data
         return tl.core.tensor(TensorHandle(data, x.handle.dtype), x.type)

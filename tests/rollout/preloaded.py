@@ -1,5 +1,7 @@
-"""Imports the slow modules that engines need. `tests.rollout.remote_engine` imports this once and
-then forks engines."""
+"""Imports the slow modules that engines need.
+
+`tests.rollout.remote_engine` imports this module once and then forks a process for each engine.
+"""
 
 from keel.model.imports import heavy_imports
 

@@ -28,15 +28,15 @@ from tests.waiting import wait_for
 DEADLINE_S = 600
 Kind = Literal["", "fast"]
 Item = tuple[Prompt, int, SamplingConfig | None, bool] | TurnRequest
-"""Either a prompt with its group size, its sampling parameters (None means the engine's) and
-whether to record it, or a turn."""
+"""A prompt or a turn to sample. A prompt comes with its group size, its sampling parameters (None
+means the engine's) and whether to record it."""
 TRUNCATED = SamplingConfig(temperature=0.8, top_p=0.9, top_k=12, max_tokens=40)
 OPEN = SamplingConfig(temperature=1.3, max_tokens=24)
 
 
 def engine_spec(folder: Path, **changes: Any) -> EngineSpec:
-    """Return a spec with prefill chunks of 48 tokens and a KV cache that a few sequences fill
-    up."""
+    """Return an engine spec with prefill chunks of 48 tokens and a KV cache that a few sequences
+    fill up."""
     config = {
         "sampling": TRUNCATED,
         "max_num_seqs": 16,
@@ -58,8 +58,8 @@ def engine_spec(folder: Path, **changes: Any) -> EngineSpec:
 
 
 def prompts(count: int, *, shared: int, own: int, tag: str = "p") -> list[Prompt]:
-    """Make prompts that begin with the same `shared` characters and continue with `own` individual
-    ones."""
+    """Make prompts that begin with the same `shared` characters, followed by `own` characters that
+    differ."""
     common = ("The quick brown fox jumps over the lazy dog. " * 9)[:shared]
     return [
         Prompt(
@@ -73,15 +73,15 @@ def prompts(count: int, *, shared: int, own: int, tag: str = "p") -> list[Prompt
 
 @dataclass
 class Watch:
-    """Event counts, with which a preemption test can check that preemptions really happened."""
+    """Counts of events, so that a test of preemption can check that preemptions really happened."""
 
     preempted: int = 0
     cached_tokens: int = 0
     discarded: int = 0
-    """Number of tokens sampled in unfinished prefills, which vLLM discards."""
+    """Number of tokens that were sampled in unfinished prefills. vLLM discards them."""
     steps: int = 0
     pause_at: int = 0
-    """Step after which the engine waits for a command."""
+    """Number of the step after which the engine waits for a command."""
     fast_steps: int = 0
     """Number of steps by `keel.rollout.vllm_fast.scheduler` since the engine started."""
     reused_steps: int = 0
@@ -190,7 +190,10 @@ def _expire(_: Any) -> None:
 def _sample_interrupted(
     items: Sequence[Item], version: int, buckets: Sequence[Any], cut: bool
 ) -> list[Any]:
-    """Run 20 steps, then let the deadlines expire (`cut`) or update the weights, or both."""
+    """Run 20 steps and then interrupt sampling.
+
+    The interruption lets the deadlines expire (`cut`), updates the weights, or does both.
+    """
     _WATCH.pause_at = _WATCH.steps + 20
     futures = _submit(items)
     wait_for(lambda: _WATCH.steps >= _WATCH.pause_at, "20 steps")
@@ -233,10 +236,10 @@ class RemoteEngine:
 
     process: ProcessPoolExecutor
     sleeps: bool
-    """True if the engine can sleep. On GPUs, sleep is tested in tests/gpu/test_sleep.py instead."""
+    """True if the engine can sleep. On GPUs, tests/gpu/test_sleep.py tests sleep instead."""
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function in the engine's process."""
+        """Call a function in the engine's process and return its result."""
         return self.process.submit(function, *args).result(timeout=DEADLINE_S)
 
     def sample(
@@ -249,7 +252,7 @@ class RemoteEngine:
         return self.sample_items([(prompt, group_size, sampling, record) for prompt in prompts])
 
     def sample_items(self, items: Sequence[Item]) -> list[Any]:
-        """Submit all items at once."""
+        """Submit all items at once and return their results."""
         return self.call(_sample, items)
 
     def cancel(self, prompts: Sequence[Prompt], group_size: int) -> int:
@@ -261,7 +264,7 @@ class RemoteEngine:
     def update_in_place(
         self, version: int, tensors: dict[str, torch.Tensor], bucket: int = 40_000
     ) -> None:
-        """Update the weights from this process's GPU memory, on the engine's GPU."""
+        """Update the weights directly from this process's GPU memory, on the engine's own GPU."""
         on_gpu = ((name, tensor.cuda()) for name, tensor in tensors.items())
         checksum, flat_buckets = Checksum(), list(pack_flat(on_gpu, bucket))
         for _, flat in flat_buckets:
@@ -274,7 +277,7 @@ class RemoteEngine:
         self.call(update, version, buckets, checksum.value())
 
     def updates(self) -> list[str]:
-        """Return the update method of each worker (see `WeightsExtension.keel_way`)."""
+        """Return how each worker updates its weights (see `WeightsExtension.keel_way`)."""
         return self.call(_updates)
 
     def blocks(self) -> int:
@@ -296,7 +299,10 @@ class RemoteEngine:
         *,
         cut: bool = False,
     ) -> list[Any]:
-        """Sample, update to `tensors` in the middle, and let all deadlines expire with `cut`."""
+        """Sample, and update to `tensors` in the middle.
+
+        If `cut` is set, all deadlines expire in the middle as well.
+        """
         buckets = list(pack_buckets((tensors or {}).items(), 40_000))
         return self.call(_sample_interrupted, items, version, buckets, cut)
 
@@ -304,7 +310,7 @@ class RemoteEngine:
         return self.call(_stats)
 
     def watch(self) -> Watch:
-        """Return the events counted since the last call."""
+        """Return the events that were counted since the last call."""
         return self.call(_take_watch)
 
 
@@ -320,9 +326,9 @@ def running_engine(
 ) -> Iterator[RemoteEngine]:
     """Run an engine in a separate process.
 
-    `blocks` is the size of the KV cache on a GPU, and `variables` are added to the environment.
-    With the `kind` "fast", the V1 recorder runs with the packed recorder's scheduler. `amx`
-    overrides vLLM's AMX detection.
+    `blocks` is the size of the KV cache on a GPU. `variables` are added to the environment. If
+    `kind` is "fast", the V1 recorder runs with the packed recorder's scheduler. `amx` overrides
+    vLLM's AMX detection.
     """
     saved = dict(os.environ)
     # torch and vLLM read these on import.

@@ -1,4 +1,4 @@
-"""Tests completions from an endpoint, and how its errors are handled."""
+"""Tests completions from an endpoint and the handling of its errors."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_lost_connections_end_the_run_unless_others_succeed(endpoint: Server) ->
 
 
 def spells(request: dict[str, Any]) -> Reply:
-    """Answer correctly, except for words that contain an e."""
+    """Give the correct answer, except for words that contain an e."""
     word = re.findall(r": (\w+)", request["messages"][-1]["content"])[-1]
     return words(word if "e" in word else word[::-1], tokens=len(word))
 

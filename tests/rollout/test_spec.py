@@ -24,7 +24,7 @@ def test_capture_sizes_cover_joining_turns(seqs: int, most: int) -> None:
 
 
 def test_engine_memory_share() -> None:
-    """With `run.gpu_gib`, the engine must not get more memory on a larger GPU."""
+    """With `run.gpu_gib`, a larger GPU must not give the engine more memory."""
     source = SourceConfig(name="q", source="jsonl", path="q.jsonl", rewards={"correct": 1.0})
     config = Config(
         run=RunConfig(gpu_gib=40.0),
@@ -38,7 +38,7 @@ def test_engine_memory_share() -> None:
 
 
 def test_batch_invariance_is_set_before_import() -> None:
-    """The variable must be set on GPUs only, and only if batch invariance is on."""
+    """The variable must be set only on GPUs, and only if batch invariance is on."""
     for gpu in (False, True):
         for on in (False, True):
             variables = environment(RolloutConfig(), gpu=gpu, batch_invariant=on)

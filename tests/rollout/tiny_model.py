@@ -1,4 +1,4 @@
-"""A tiny random mixture-of-experts model and weight updates for it."""
+"""A tiny random mixture-of-experts model, and weight updates for it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TEMPLATE = (
 
 
 def make_model(folder: Path, *, seed: int = 0, head_dim: int = 32) -> Qwen3MoeForCausalLM:
-    """Make a model with four layers, one of them dense, and a byte tokenizer, and save it to
+    """Create a model with four layers, one of them dense, and a byte tokenizer. Saves both to
     `folder`.
 
-    Wide initial weights and a scaled head make its distributions as peaked as those of trained
-    models.
+    Wide initial weights and a scaled output head make its distributions as peaked as those of
+    trained models.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate((END, "<|im_start|>", *alphabet))}
@@ -66,7 +66,7 @@ def make_model(folder: Path, *, seed: int = 0, head_dim: int = 32) -> Qwen3MoeFo
 
 
 def perturbed(model: Qwen3MoeForCausalLM, *, seed: int) -> dict[str, torch.Tensor]:
-    """Perturb `model` in place, and return its weights under the names used in checkpoints."""
+    """Perturb `model` in place. Returns its weights under the names used in checkpoints."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

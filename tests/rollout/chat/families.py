@@ -1,8 +1,8 @@
 """Small tokenizers that imitate those of real model families, with their chat templates.
 
-The tokenizers have the control tokens of each family. The templates are written for these tests and
-are minimal: they contain a family's marks, separators and rules for turns, tools and thinking, but
-none of its instructions to the model.
+The tokenizers have each family's control tokens. The templates are minimal and written for these
+tests. They contain the family's marks, separators and rules for turns, tools and thinking, but none
+of its instructions to the model.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ FAMILIES |= {
     "seed": (SEED, _SEED, (), "<seed:eos>", None),
 }
 PLAIN = ("chatml", "command", "seed")
-"""Families whose call format Keel cannot parse."""
+"""Families whose tool call format Keel cannot parse."""
 WITHOUT_THINKING = ("hermes", "llama3")
 """Families whose templates do not support `reasoning_content`."""
 

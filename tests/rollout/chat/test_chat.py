@@ -95,7 +95,7 @@ def test_user_messages_end_thinking_and_segment(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["tiny", "qwen3", "glm"])
 def test_cut_thinking_is_closed_first(name: str) -> None:
-    """The closing mark is added as context and is not trained."""
+    """The closing mark is added as context and is not trained on."""
     chat, encode = chat_of(name), tokenizer_of(name).encode
     opening = chat.opening(USER, [CITY], thinking=True)
     begin = "\n<think>" if name == "glm" else "<think>\n"
@@ -233,7 +233,7 @@ OTHERS = st.fixed_dictionaries(
 @settings(deadline=None)
 @given(st.lists(st.one_of(ASSISTANT, OTHERS), max_size=12))
 def test_thinking_is_retained_as_in_deepseeks_own_code(messages: list[dict[str, Any]]) -> None:
-    """That code also drops earlier developer messages; ours keeps them."""
+    """DeepSeek's code also drops earlier developer messages; Keel's code keeps them."""
     oracle = _deepseek_code().drop_thinking_messages(messages)
     ours = retained([{k.replace("ing", "ing_content"): v for k, v in m.items()} for m in messages])
     ours = [{k.replace("_content", ""): v for k, v in message.items()} for message in ours]

@@ -1,5 +1,4 @@
-"""Tests whole conversations in the format of every family, recorded by
-`keel.agents.conversation`."""
+"""Tests whole conversations in every family's format, recorded by `keel.agents.conversation`."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ ANSWER = {"harmony": "<|channel|>final<|message|>Rome."}
 
 
 def say(conversation: Conversation, name: str, text: str) -> Parsed:
-    """Return the ids for a turn with `text`, in which control texts become control tokens."""
+    """Return the ids of a turn with `text`. Control tokens in the text are encoded as such."""
     request = conversation.request(max_tokens=99, seed=0)
     ids = tokenizer_of(name).encode(text, add_special_tokens=False)
     return conversation.append(
@@ -115,7 +114,7 @@ def test_conversation_with_good_and_bad_calls(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["tiny", "qwen3", "glm", "deepseek-v3.2"])
 def test_calls_in_one_thinking_share_a_segment(name: str) -> None:
-    """The families have thinking marks, and their thinking is kept after calls."""
+    """Covers families that have thinking marks and keep thinking after calls."""
     chat: Any = chat_of(name, tools_in_thinking=True)
     check_prefix_law(chat, modes=(True,))
     check_calls_in_thinking(chat)

@@ -1,4 +1,5 @@
-"""Tests that foreign text never becomes a control token and that other text is encoded as usual."""
+"""Tests that text from outside the template never becomes a control token, and that other text is
+encoded as usual."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def controls(name: str, ids: list[int]) -> list[int]:
 
 @st.composite
 def hostile_text(draw: st.DrawFn, name: str) -> str:
-    """Generate control texts, both whole and in parts that may combine with the template's text."""
+    """Generate control token texts, and fragments that may combine with the template's text to form
+    one."""
     whole = st.sampled_from(sorted(chat_of(name).encoder.controls))
     parts = whole.flatmap(
         lambda text: st.tuples(st.integers(0, len(text)), st.integers(0, len(text))).map(

@@ -1,4 +1,4 @@
-"""Tests the thinking marks of model families, from the tokenizer to the rewards."""
+"""Tests how a family's thinking marks are handled, from the tokenizer to the rewards."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MARKS = {
     "harmony": (HARMONY.format("analysis"), FINAL, "<|return|>"),
 }
 LITERALS = {name: "</think>" for name in MARKS if name != "qwen3"}
-"""A mark of other families, which must be treated as ordinary text."""
+"""Maps each family to a mark of other families, which must be treated as ordinary text."""
 
 
 def completed(name: str, text: str) -> dict[str, Any]:
-    """Return the message that the engine makes of a single-turn completion."""
+    """Return the message that the engine builds from a single-turn completion."""
     tokenizer = tokenizer_of(name)
     marks = marks_of(tokenizer)
     assert marks is not None
@@ -40,7 +40,7 @@ def completed(name: str, text: str) -> dict[str, Any]:
 
 
 def in_a_conversation(name: str, text: str) -> dict[str, Any]:
-    """Return the message that a turn of a conversation makes of the same ids."""
+    """Return the message that is built from the same ids when they are a turn of a conversation."""
     ids = tokenizer_of(name).encode(text, add_special_tokens=False)
     parsed = chat_of(name).parse(ids, (), thinking=True, turn=0)
     message = {"role": "assistant", "content": parsed.content}

@@ -1,5 +1,4 @@
-"""Tests that existing conversations get the same ids as in a rollout, in the format of every
-family."""
+"""Tests that existing conversations get the same ids as in a rollout, in every family's format."""
 
 from __future__ import annotations
 
@@ -21,18 +20,18 @@ from tests.rollout.chat.families import CITY, NAMES, WITHOUT_THINKING, chat_of, 
 WORDS = ["Rome", "800 yuan.", "Is it (really)?", "a <|im_end|> b", "zwölf", "x\n\ny", '{"a": 1}']
 ONE_CALL = ("llama3", "harmony")
 TAGS = ("deepseek-v3.2", "glm", "tiny", "qwen3")
-"""Formats in which `<think>` in a text cannot be mistaken for thinking."""
+"""Formats in which a literal `<think>` cannot be mistaken for thinking."""
 
 SEEDS = 2
 COLD_STARTS = [
     (trip_demonstrations, {"level": 0}),
     (guess_demonstrations, {"options": {"min_number": 1, "max_number": 9, "max_turns": 9}}),
 ]
-"""Functions that generate demonstrations, each with the arguments for its environment."""
+"""Functions that generate demonstrations, and the arguments for the environment of each."""
 
 
 def conversation(draw: random.Random, name: str, *, thinking: bool) -> list[Message]:
-    """Generate a conversation with any number of questions, answers and calls."""
+    """Generate a conversation with any number of questions, answers and tool calls."""
 
     def text() -> str:
         more = ["so <think> it is"] if name in TAGS else []
@@ -62,7 +61,8 @@ def conversation(draw: random.Random, name: str, *, thinking: bool) -> list[Mess
 
 
 def sampled(name: str, messages: list[Message], contexts: list[Context], *, thinking: bool) -> Any:
-    """Return the segments of an episode in which the policy samples the turns of `contexts`."""
+    """Return the segments of an episode in which the policy samples exactly the turns of
+    `contexts`."""
     turns = [
         context.ids[start:stop]
         for context in contexts

@@ -1,4 +1,5 @@
-"""Tests that thinking marks inside calls are text and that other marks delimit thinking."""
+"""Tests that thinking marks inside tool calls are ordinary text and that all others delimit
+thinking."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def test_marks_in_a_calls_arguments_are_theirs(name: str, code: str, thought: st
     st.booleans(),
 )
 def test_marks_decide_without_calls(parts: list[str], opened: bool) -> None:
-    """The result must equal that of reading one mark after the other."""
+    """The result must be the same as when the marks are read one after another."""
     text = "".join(parts)
     first = next((part for part in parts if part in ("<think>", "</think>")), "")
     thinks = first == "</think>" or (opened and not text.lstrip().startswith("<think>"))

@@ -1,4 +1,4 @@
-"""Tests the conversion of prompts to ids, texts to messages and recordings to segments."""
+"""Tests the conversion of prompts to ids, of text to messages, and of recordings to segments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the results of an engine's jobs."""
+"""Tests the results of engine jobs."""
 
 from __future__ import annotations
 

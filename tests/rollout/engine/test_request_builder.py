@@ -1,4 +1,4 @@
-"""Tests that requests copied from a template equal those that vLLM would make."""
+"""Tests that requests copied from a template equal the requests that vLLM would create."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ids(*parts: range) -> Any:
 
 
 class Engine:
-    """The parts of vLLM that a request passes through before it is scheduled."""
+    """The parts of vLLM that handle a request before it is scheduled."""
 
     def __init__(self) -> None:
         from vllm import SamplingParams  # noqa: PLC0415

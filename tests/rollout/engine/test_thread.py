@@ -19,7 +19,7 @@ from tests.waiting import PATIENCE_S, wait_for
 
 
 class FakeEngine:
-    """Fake engine that completes every group in the next step while `go` is set."""
+    """Fake engine that completes every group in the next step, as long as `go` is set."""
 
     def __init__(self) -> None:
         self.version, self.sampled_tokens, self.recordings = 0, 0, 0
@@ -70,7 +70,7 @@ class FakeEngine:
         return self.pause("begin")
 
     def pause(self, event: str) -> list[tuple[int, Group]]:
-        """Pause the engine. The group "nearly" is completed by the tokens in flight."""
+        """Pause the engine. The tokens in flight complete the group named "nearly"."""
         self.updating = True
         self.events.append(event)
         names = {prompt.prompt_id: job for job, prompt in self.jobs.items()}
@@ -102,7 +102,7 @@ def fake() -> FakeEngine:
 
 @pytest.fixture
 def build(fake: FakeEngine) -> Iterator[Callable[..., EngineThread]]:
-    """Return a function that builds an `EngineThread` with changes to its config."""
+    """Return a function that builds an `EngineThread` with the given config changes."""
     engines: list[EngineThread] = []
 
     def built(**changes: Any) -> EngineThread:

@@ -1,4 +1,4 @@
-"""Tests that the reaper leaves no process behind, however the command or its owner ends."""
+"""Tests that the reaper leaves no processes behind, however the command or its owner ends."""
 
 from __future__ import annotations
 

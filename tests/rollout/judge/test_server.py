@@ -1,4 +1,4 @@
-"""Tests the judge server of a run, with vLLM and the tiny model."""
+"""Tests the judge server of a run with vLLM and the tiny model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def cluster() -> Iterator[None]:
 
 
 def processes_of(model: str) -> list[int]:
-    """Return the reaper, the server and their descendants."""
+    """Return the processes of the reaper, the server and their descendants."""
     pids: list[int] = []
     parents: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*"):
@@ -74,7 +74,7 @@ def gone(pids: list[int]) -> bool:
 @pytest.mark.e2e
 @pytest.mark.usefixtures("cluster")
 def test_server_judges_and_restarts(tmp_path: Path) -> None:
-    """The model has random weights. Only the schema determines the form of its replies."""
+    """The model has random weights, so only the schema determines the form of its replies."""
     cold = ColdStartConfig(steps=0)
     tiny = TinyModelConfig(max_context=6144, cache_dir=str(tmp_path), cold_start=cold)
     quote = build_tokenizer().convert_tokens_to_ids('"')

@@ -19,7 +19,7 @@ Answer = Callable[["FakeEngine", str], None]
 
 
 class FakeEngine:
-    """Engine that replies at once unless its `World` scripts another behaviour."""
+    """Engine that replies at once, unless its `World` scripts something else."""
 
     def __init__(self, index: int, life: int, world: World) -> None:
         self.name, self.world = f"{index}.{life}", world
@@ -77,7 +77,8 @@ class FakeEngine:
 
 
 class World:
-    """Builds engines and scripts their replies. `FakeEngine.name` has the form "index.restarts"."""
+    """Builds fake engines and scripts their replies. `FakeEngine.name` has the form
+    "index.restarts"."""
 
     def __init__(self, answer: Answer | None = None, **config: Any) -> None:
         self.answer: Answer = answer or (lambda engine, name: engine.finish(name))
@@ -121,7 +122,8 @@ class World:
 
 
 def generate(pool: RolloutPool, prompts: Sequence[Prompt], **options: Any) -> Iterator[Group]:
-    """Yield groups in the order in which they finish. Closing the generator cancels the others."""
+    """Yield groups in the order in which they finish. Closing the generator cancels the remaining
+    ones."""
     groups = [pool.submit(prompt, **options) for prompt in prompts]
     try:
         for group in as_completed(groups):
@@ -144,7 +146,7 @@ def failed(error: Exception) -> Future[Any]:
 
 
 def dies_once(engine: FakeEngine, name: str) -> None:
-    """Let the first engine die at its first request; its replacement replies."""
+    """Make the first engine die at its first request. Its replacement replies normally."""
     engine.die() if engine.name == "0.0" else engine.finish(name)
 
 

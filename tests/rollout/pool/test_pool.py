@@ -226,7 +226,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """A fake clock, with which engines count as unresponsive after 10 s."""
+    """A fake clock. With it, engines count as unresponsive after 10 s."""
     clock = Clock()
     monkeypatch.setattr(RolloutConfig, "silent_s", 10.0)
     for module in (pool_module, engine_supervisor, dispatcher):

@@ -1,4 +1,4 @@
-"""Tests how the pool sees errors of an engine's actor. Ray is not started."""
+"""Tests which errors the pool receives from an engine's actor. Ray is not started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.rollout.pool.fake_engines import failed
 
 
 class Ref:
-    """Reference to an actor call that has failed."""
+    """Reference to an actor call that failed."""
 
     generate = turn = None
 

@@ -1,5 +1,7 @@
-"""Tests the pool with real engines in Ray actors: sampling, a killed engine, cancellation and
-weight updates."""
+"""Tests the pool with real engines in Ray actors.
+
+Covers sampling, a killed engine, cancellation and weight updates.
+"""
 
 from __future__ import annotations
 
@@ -60,14 +62,14 @@ def actors(pool: RolloutPool) -> list[Any]:
 
 
 def stats(pool: RolloutPool, name: str) -> list[float]:
-    """Return a statistic for each engine."""
+    """Return one statistic for each engine."""
     values = ray.get([actor.stats.remote() for actor in actors(pool)], timeout=PATIENCE_S)
     return [each[name] for each in values]
 
 
 def all_work(pool: RolloutPool) -> None:
-    """Sample until each engine has done some work, because one engine may do all of it while
-    another starts late."""
+    """Sample until every engine has done some work. One engine may do all the work while another
+    one starts late."""
     tries = count()
 
     def worked() -> bool:

@@ -12,7 +12,7 @@ from tests.waiting import PATIENCE_S, wait_for
 
 
 def sleepers(answer: Any = None, **options: Any) -> World:
-    """A pool that has loaded the weights of version 0."""
+    """A pool that has loaded weights of version 0."""
     world = World(answer, time_share=True, **options)
     world.pool.start()
     world.pool.sleep().result(timeout=PATIENCE_S)  # engines come up asleep
@@ -36,7 +36,7 @@ def test_sleeping_engines_get_no_requests_until_weights() -> None:
 
 
 def test_an_update_waits_for_restarting_engines() -> None:
-    """Restarting engines use the memory that the trainer needs next."""
+    """Restarting engines use memory that the trainer needs next."""
     world = sleepers(never)
     world.pool.submit(prompt("p"), group_size=2)
     start: Future[EngineStarted] = Future()

@@ -1,4 +1,4 @@
-"""Tests the detection of engines that still answer but finish no steps."""
+"""Tests that engines are detected if they still answer but no longer finish steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.rollout.pool.fake_engines import World, done, failed
 
 
 class Watched:
-    """A slot with a scripted engine that is polled every `PROGRESS_POLL_S` seconds."""
+    """A slot with a scripted engine, which is polled every `PROGRESS_POLL_S` seconds."""
 
     def __init__(self, steps: int = 1, longest_s: float = 0.5, requests: int = 2) -> None:
         self.now = 0.0
@@ -25,8 +25,8 @@ class Watched:
         self.detector = StallDetector(lambda: self.now)
 
     def run(self, seconds: float, *, steady: bool = False) -> float | None:
-        """Poll until the engine counts as stuck. It finishes a step in every third poll if
-        `steady`."""
+        """Poll until the engine counts as stuck. If `steady` is set, it finishes a step in every
+        third poll."""
         begin = self.now
         while self.now < begin + seconds:
             if steady:

@@ -1,4 +1,4 @@
-"""Tests how the pool samples turns of conversations."""
+"""Tests how the pool samples the turns of conversations."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Tests that every recorder must pass: the V1 recorder on a CPU, and the GPU recorders in
-`tests/gpu`.
+"""Tests that every recorder must pass.
 
-An engine in a separate process samples from a tiny random mixture-of-experts model, and
-transformers computes the expected recording in float32.
+They run with the V1 recorder on a CPU, and with the GPU recorders in `tests/gpu`. An engine in a
+separate process samples from a tiny random mixture-of-experts model. The expected recording is
+computed by transformers in float32.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ TOKENS = 20
 
 @dataclass(frozen=True)
 class Rig:
-    """An engine that records sampling masks, and its reference."""
+    """An engine that records sampling masks, and a reference to compare its recordings to."""
 
     engine: RemoteEngine
     reference: Reference
     tolerance: Tolerance
     open_engine: RemoteEngine
-    """Samples without truncation."""
+    """Engine that samples without truncation."""
     way: str = ""
-    """Part of `RemoteEngine.updates` that is expected. Empty accepts anything."""
+    """Text that `RemoteEngine.updates` is expected to contain. If empty, anything is accepted."""
 
     def check(self, groups: Sequence[Group], sampling: SamplingConfig = TRUNCATED) -> Report:
         report = check_groups(groups, self.reference, sampling, self.tolerance)
@@ -56,7 +56,7 @@ class Rig:
         assert stats["groups"] == 0 and stats["recordings"] == 0
 
     def check_cut(self, groups: Sequence[Group], *, size: int) -> None:
-        """Check that completions cut at a deadline are recorded and leave no state behind."""
+        """Check that completions cut at a deadline are still recorded and leave no state behind."""
         self.check([replace(group, dropped=()) for group in groups])
         longest = TRUNCATED.max_tokens
         answers = [t for group in groups for t in group.trajectories]
@@ -67,7 +67,7 @@ class Rig:
         self.check_empty()
 
     def change(self, seed: int) -> tuple[int, dict[str, torch.Tensor]]:
-        """Change the reference's weights. Returns the engine's version and the new weights."""
+        """Change the weights of the reference. Returns the engine's version and the new weights."""
         version = int(self.engine.stats()["version"])
         self.reference.older[version] = copy.deepcopy(self.reference.model)
         return version, perturbed(self.reference.model, seed=seed)
@@ -78,15 +78,15 @@ def items(asked: Sequence[Prompt], size: int) -> list[Item]:
 
 
 def spans(groups: Sequence[Group]) -> list[set[int]]:
-    """Return the weight versions of each trajectory, with -1 for its prompt."""
+    """Return the weight versions in each trajectory, with -1 for the prompt."""
     return [set(t.segments[0].version_T.tolist()) for g in groups for t in g.trajectories]
 
 
 class Conversations:
-    """Concurrent conversations with several turns and random tool outputs."""
+    """Concurrent conversations that have several turns and random tool outputs."""
 
     def __init__(self, count: int, *, own: int, tag: str) -> None:
-        """`own` is the number of tokens in each opening."""
+        """Create the conversations. `own` is the number of tokens in each opening."""
         self.draw = np.random.default_rng(len(tag) + own)
         self.tag = tag
         self.records = [SegmentRecord(f"{tag}{i}", self.words(own)) for i in range(count)]
@@ -106,7 +106,7 @@ class Conversations:
         return requests
 
     def take(self, results: Sequence[TurnResult]) -> None:
-        """Append the turns, and a tool output of 1 to 9 tokens to each conversation."""
+        """Append its turn to each conversation, followed by a tool output of 1 to 9 tokens."""
         asked = self.asked[-len(self.records) :]
         for record, request, result in zip(self.records, asked, results, strict=True):
             record.append(request, result)
@@ -125,8 +125,10 @@ class Conversations:
 
 
 class RecorderContract:
-    """Subclasses provide the fixture `rig`. Weight updates are tested last, because the final one
-    breaks the engine."""
+    """The tests that every recorder must pass. Subclasses provide the fixture `rig`.
+
+    Weight updates are tested last, because the final one breaks the engine.
+    """
 
     def test_truncated_sampling(self, rig: Rig) -> None:
         groups = rig.engine.sample(prompts(3, shared=10, own=7, tag="t"), group_size=4)
@@ -194,7 +196,7 @@ class RecorderContract:
         play.check(rig)
 
     def test_turns_across_weight_updates(self, rig: Rig) -> None:
-        """Routes of earlier turns must be those of the weights that first computed them."""
+        """Routes of earlier turns must come from the weights that first computed them."""
         play = Conversations(9, own=60, tag="b")
         rig.engine.watch()
         play.take(rig.engine.sample_items(play.ask()))
@@ -220,7 +222,7 @@ class RecorderContract:
         rig.check_empty()
 
     def test_deadline_cuts_during_a_weight_update(self, rig: Rig) -> None:
-        """Completions that are cut must end with a token sampled from the new weights."""
+        """Completions that are cut must end with a token that was sampled from the new weights."""
         asked = items(prompts(5, shared=40, own=9, tag="g"), 3)
         _, tensors = rig.change(seed=3)
         groups = rig.engine.sample_interrupted(asked, 5, tensors, cut=True)
@@ -244,7 +246,7 @@ class RecorderContract:
         assert {6, -1} == set.union(*spans(groups))
 
     def test_non_finite_completions_are_dropped(self, rig: Rig) -> None:
-        """After the next weight update, sampling must work again.
+        """Sampling must work again after the next weight update.
 
         If only one logit is NaN, GPU kernels may treat its id as never sampled.
         """

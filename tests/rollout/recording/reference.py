@@ -1,4 +1,4 @@
-"""Expected recordings, computed by transformers in float32."""
+"""Computes the expected recordings with transformers in float32."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.rollout.tiny_model import DENSE_LAYER
 class Tolerance:
     logp: float = 1e-4
     tie: float = 1e-5
-    """If two scores or probabilities differ by less than this, either order is accepted."""
+    """Two scores or probabilities that differ by less than this may be in either order."""
     rare: float = 2e-3
-    """Largest accepted fraction of ties."""
+    """Largest fraction of ties that is accepted."""
 
 
 @dataclass
 class Report:
-    """Number of decisions and number of ties among them."""
+    """Number of decisions, and how many of them were ties."""
 
     routes: int = 0
     route_ties: int = 0
@@ -42,7 +42,7 @@ class Report:
 
 
 class Reference:
-    """Computes the expected recording with transformers in float32, one trajectory at a time."""
+    """Computes expected recordings with transformers in float32, one trajectory at a time."""
 
     def __init__(self, model: Qwen3MoeForCausalLM) -> None:
         self.model = model
@@ -63,9 +63,9 @@ class Reference:
     def check(
         self, trajectory: Trajectory, sampling: SamplingConfig, report: Report, tolerance: Tolerance
     ) -> None:
-        """Check masks and log-probabilities with the weights that sampled each token.
+        """Check masks and log-probabilities against the weights that sampled each token.
 
-        Routes are checked with the weights that sampled the next token.
+        Routes are checked against the weights that sampled the next token.
         """
         for segment in trajectory.segments:
             self._check_segment(segment, sampling, report, tolerance)
@@ -107,7 +107,7 @@ class Reference:
     def _check_routes(
         self, routes: np.ndarray, rows: np.ndarray, report: Report, tolerance: Tolerance
     ) -> None:
-        """Check `rows` of the routes against the last forward pass."""
+        """Check the given `rows` of the routes against the last forward pass."""
         assert routes.shape[1] == len(self.scores)
         for row, layer in enumerate(sorted(self.scores)):
             scores = self.scores[layer][torch.from_numpy(rows)]
@@ -142,7 +142,7 @@ class Reference:
 
 
 def trajectory_of(segment: Segment) -> Trajectory:
-    """Return a trajectory of a single segment."""
+    """Return a trajectory with a single segment."""
     return Trajectory(
         prompt_id=segment.prompt_id,
         sibling=0,
@@ -153,10 +153,10 @@ def trajectory_of(segment: Segment) -> Trajectory:
 
 
 def _truncate(row: torch.Tensor, top_k: int, top_p: float, slack: float) -> torch.Tensor:
-    """Return which ids top-k followed by top-p keeps.
+    """Return which ids are kept by top-k followed by top-p.
 
-    A positive `slack` loosens both bounds and a negative one tightens them. Ids within `slack` of a
-    bound count as ties.
+    A positive `slack` loosens both bounds, and a negative one tightens them. Ids within `slack` of
+    a bound count as ties.
     """
     if top_k:
         row = row.masked_fill(row < row.topk(top_k).values[-1] - slack, -torch.inf)
@@ -176,7 +176,7 @@ def _truncate(row: torch.Tensor, top_k: int, top_p: float, slack: float) -> torc
 def check_groups(
     groups: Sequence[Group], reference: Reference, sampling: SamplingConfig, tolerance: Tolerance
 ) -> Report:
-    """Check all trajectories, and that ties are rare."""
+    """Check all trajectories in the groups, and check that ties are rare."""
     report = Report()
     for group in groups:
         assert not group.dropped

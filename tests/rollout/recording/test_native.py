@@ -1,4 +1,4 @@
-"""Tests the native recorder and the choice of the recorder."""
+"""Tests the native recorder and the selection of the recorder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEITHER = RecordingOptions(routes=False, sampling_mask=False)
 
 
 def engine(*, v2: bool = True) -> Any:
-    """An engine with four layers, of which 0 and 2 are mixtures of experts."""
+    """An engine with four layers. Layers 0 and 2 are mixtures of experts."""
     return SimpleNamespace(
         vllm_config=SimpleNamespace(use_v2_model_runner=v2), collective_rpc=lambda _: [[0, 2]]
     )
@@ -40,7 +40,7 @@ def flat(positions: list[list[tuple[int, float]]]) -> Any:
 
 
 def output(**changes: Any) -> Any:
-    """An output with two tokens after a prompt of three. Layers 1 and 3 are dense."""
+    """An output with two tokens after a prompt of three tokens. Layers 1 and 3 are dense."""
     routes = np.zeros((PROMPT + 1, 4, 2), np.uint8)
     routes[:, 0], routes[:, 2] = (1, 2), (200, 0)
     fields: dict[str, Any] = {
@@ -91,7 +91,7 @@ def test_a_gap_names_the_request(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_non_finite_completions_skip_other_checks(value: float) -> None:
-    """vLLM's masks leave out ids whose logits are NaN."""
+    """vLLM's masks do not contain ids whose logits are NaN."""
     native = recorder()
     changes = {
         "logprobs": flat([[(7, -1.0)], [(9, value)]]),

@@ -1,4 +1,4 @@
-"""Compares the V1 recorder on a CPU to the float32 reference."""
+"""Compares the recordings of the V1 recorder on a CPU to the float32 reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture(scope="module", params=["", "fast"])
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    """An engine with vLLM's scheduler or with the packed recorder's."""
+    """An engine with either vLLM's scheduler or the packed recorder's scheduler."""
     folder = tmp_path_factory.mktemp("model")
     reference = Reference(make_model(folder))
     with running_engine(engine_spec(folder), gpu=False, kind=request.param) as engine:

@@ -1,7 +1,7 @@
 """A scheduler, a model runner that checks its inputs, and random requests.
 
-Each token is a function of the request's name and the position, so all correct schedules give the
-same completions and recordings.
+Each token depends only on the request's name and the token's position. All correct schedules
+therefore give the same completions and recordings.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def number(*parts: object) -> int:
 
 
 def token_of(name: str, place: int) -> int:
-    """Return the token at `place` in a completion. Token 0 ends the completion."""
+    """Return the token at position `place` in a completion. Token 0 ends the completion."""
     value = number(name, place) % 251
     return END if value < 3 and place > 5 else value + 1
 
@@ -53,11 +53,11 @@ def logp_of(name: str, place: int) -> float:
 
 
 class Runner:
-    """Model runner that keeps track of requests and checks its inputs."""
+    """Model runner that tracks requests and checks its inputs."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, int] = {}
-        """Number of known tokens of each request, including its prompt."""
+        """Number of known tokens for each request, including its prompt."""
         self.prompts: dict[str, int] = {}
         self.blocks: dict[str, int] = {}
         self.reused = 0
@@ -65,7 +65,7 @@ class Runner:
         self._last: tuple[Any, dict[str, int]] | None = None
 
     def _check_reuse(self, step: Any, computed: dict[str, int]) -> None:
-        """Count steps with unchanged rows and check that only lengths changed."""
+        """Count steps whose rows are unchanged, and check that only their lengths changed."""
         last, self._last = self._last, (step, computed)
         if last is None:
             return
@@ -142,7 +142,7 @@ def make_config(folder: Path) -> Any:
 
 
 class Play:
-    """Runs a scheduler with random events that are the same for every scheduler class."""
+    """Runs a scheduler with random events. The events are the same for every scheduler class."""
 
     def __init__(self, config: Any, kind: type[Scheduler], *, ahead: bool, blocks: int) -> None:
         config.scheduler_config.async_scheduling = ahead
@@ -174,10 +174,10 @@ class Play:
         self.versions: dict[str, list[int]] = {}
         self.version = self.preempted = 0
         self.longest: dict[str, int] = {}
-        """Largest allowed length of each completion that was cut."""
+        """Maximum allowed length of each completion that was cut."""
 
     def add(self, name: str, prompt: int, limit: int, context: Sequence[int] | None = None) -> None:
-        """Add a request. `context` is the start of the prompt."""
+        """Add a request. `context` is the beginning of its prompt."""
         ids = [number(name) % 100 + i for i in range(prompt)]
         self.contexts[name] = ids = [*(context or ()), *ids][:prompt]
         params = SamplingParams(
@@ -200,7 +200,7 @@ class Play:
         self.recordings[name] = PackedRecording(with_masks=True)
 
     def step(self) -> None:
-        """Run a step as `EngineCore.step` or `step_with_batch_queue` does."""
+        """Run a step like `EngineCore.step` or `step_with_batch_queue`."""
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
             self.preempted += len(scheduled.preempted_req_ids or ())
@@ -217,7 +217,7 @@ class Play:
                     self.ended[output.request_id] = str(output.finish_reason)
 
     def pause_and_reset(self) -> None:
-        """Do the same as `VllmEngine.begin_update` and `finish_update`."""
+        """Do what `VllmEngine.begin_update` and `finish_update` do."""
         self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         for _ in range(8):
             if not self.scheduler.has_requests() and not self.queue:
@@ -230,7 +230,7 @@ class Play:
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def cut(self, name: str) -> None:
-        """End a request with its next token or with those in flight, as `VllmEngine.cut` does."""
+        """End a request with its next token or the tokens in flight, as `VllmEngine.cut` does."""
         if name in self.answers and name not in self.ended:
             begun = end_at_next_token(self.scheduler, name)
             request = self.scheduler.requests[name]

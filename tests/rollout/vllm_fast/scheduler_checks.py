@@ -1,5 +1,8 @@
 """Checks that the fast scheduler gives the same results as vLLM's scheduler, and that routes stay
-with their tokens. This module imports vLLM."""
+with their tokens.
+
+This module imports vLLM.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ __all__ = ["make_config"]
 
 
 def check_whole(play: Play, names: Sequence[str]) -> None:
-    """Check the completions and recordings, and that all KV blocks are free."""
+    """Check completions and recordings, and check that all KV blocks are free."""
     for name in names:
         answer = play.answers[name]
         assert answer == [token_of(name, place) for place in range(len(answer))]
@@ -76,7 +79,7 @@ def outputs_equal_vllms(config: Any, ahead: bool, blocks: int, updates: bool, cu
 
 
 def rows_with_shared_prefixes_are_adjacent(config: Any) -> None:
-    """Two of four prompts share a prefix; completions start and end in any order."""
+    """Two of four prompts share a prefix. Completions start and end in any order."""
     play = Play(config, AsyncFastScheduler, ahead=True, blocks=400)
     common = list(range(3, 3 + 2 * BLOCK))
     prompts = {
@@ -105,7 +108,7 @@ def rows_with_shared_prefixes_are_adjacent(config: Any) -> None:
 
 
 class RoutedRunner(Runner):
-    """Model runner that stores (weight version, position) for each token in its KV slot."""
+    """Model runner that stores (weight version, position) for each token in the token's KV slot."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -137,7 +140,7 @@ def slots_of(blocks: Any, places: np.ndarray) -> np.ndarray:
 
 
 class RoutedPlay(Play):
-    """Reads the stored values as a recorder does: at the end of a request and before
+    """Reads the stored values when a recorder would: at the end of a request and before
     preemptions."""
 
     def __init__(self, config: Any, kind: type[Scheduler], *, ahead: bool, blocks: int) -> None:
@@ -192,7 +195,7 @@ def routes_belong_to_the_sampling_weights(config: Any, ahead: bool, blocks: int)
 
 
 def non_finite_completions_skip_route_checks(config: Any) -> None:
-    """With NaN logits, a sampled token may be outside its sampling mask."""
+    """If logits are NaN, a sampled token may be outside its sampling mask."""
     scheduler = Play(config, AsyncFastScheduler, ahead=True, blocks=30).scheduler
     engine: Any = SimpleNamespace(
         vllm_config=SimpleNamespace(use_v2_model_runner=True),

@@ -1,4 +1,4 @@
-"""Tests that the kernels compile for Hopper, without using a GPU."""
+"""Tests that the kernels compile for Hopper GPUs, without using a GPU."""
 
 from __future__ import annotations
 

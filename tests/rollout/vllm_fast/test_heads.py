@@ -1,4 +1,4 @@
-"""Tests which attention heads the cascade kernels support."""
+"""Tests which numbers and sizes of attention heads the cascade kernels support."""
 
 from __future__ import annotations
 
