@@ -22,11 +22,11 @@ from keel.rl.types import ENVIRONMENT, FUNCTIONS, Prompt
 REFERENCES = 16
 """The maximum number of reference solutions to run for each source."""
 REFERENCES_S = 20.0
-"""Time budget per source in seconds. After it, no further reference solution is started."""
+"""Time limit per source in seconds. When it is over, no further reference solution is started."""
 FAILED = "failed on a sample completion"
 """The message about a function that failed starts with this text."""
 _CODE_ERRORS = ("NameError", "ImportError", "ModuleNotFoundError")
-"""Errors that are bugs in the function itself, whatever the completion."""
+"""Errors that show a bug in the function itself and occur for every completion."""
 
 
 def check_spec(spec: Mapping[str, Any]) -> None:
@@ -98,8 +98,11 @@ def try_functions(
 
 
 def sample_completion(prompt: Prompt, *, wrong: bool = False) -> TextTrajectory:
-    """Return a plausible completion for a prompt. It contains the right answer if the prompt has
-    one. If `wrong` is set, it contains no answer."""
+    """Return a made-up completion for testing reward functions.
+
+    It contains the right answer if the prompt has one. If `wrong` is set, it gives up without an
+    answer.
+    """
     answer = prompt.reward.get("answer")
     if isinstance(entry := prompt.reward.get("entry"), Mapping):
         answer = cast(Mapping[str, Any], entry).get("answer")
@@ -119,7 +122,8 @@ def sample_completion(prompt: Prompt, *, wrong: bool = False) -> TextTrajectory:
 def check_prompts(
     prompts: Sequence[Prompt], weights: Mapping[str, float], *, code: CodeSettings
 ) -> str:
-    """Check the prompts of a source, and run their reference solutions against the tests.
+    """Check that a source's prompts fit its reward weights, and run reference solutions on the
+    tests.
 
     Returns a summary of the reference runs, or "" if the source has no programming tasks. Raises
     ValueError with the name of the first bad prompt. Also raises ValueError if this machine cannot

@@ -1,4 +1,4 @@
-"""Combines the parts of a reward into one number."""
+"""Combines the components of a reward (its "parts") into one number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LANGUAGE_PARTS = {
     "language_answer": "answer",
     "language_thinking": "thinking",
 }
-"""Maps each language part to the text that it measures. A language part is computed only if the
+"""Maps each language component of a reward to the text that it measures. It is computed only if the
 recipe gives it a weight."""
 _RUBRIC = ("rubric", "disagreement")
 _PROOF = ("proof", "self_score", "self_meta", "verifier_meta", "proof_format", "disagreement")
@@ -25,11 +25,11 @@ JUDGED_PARTS = {
     "refusal": _RUBRIC,
     "verification": _VERIFICATION,
 }
-"""Maps each kind of spec for the judge to its reward parts. All kinds also have the part `correct`,
-which is the total score."""
+"""Maps each kind of spec for the judge to its reward components. All kinds also have the component
+`correct`, which is the total score."""
 REFUSAL = "refusal"
-"""The part that is 1 if the judge finds that the completion declines the task. It is computed if
-the recipe gives it any weight, even 0."""
+"""The reward component that is 1 if the judge finds that the completion declines the task. It is
+computed if the recipe gives it any weight, even 0."""
 PARTS = (
     "correct",
     "format",
@@ -37,13 +37,13 @@ PARTS = (
     *LANGUAGE_PARTS,
     *dict.fromkeys(part for parts in JUDGED_PARTS.values() for part in parts),
 )
-"""Built-in reward parts that a recipe can weight in `data.sources[].rewards`. Other names there are
-dotted names of functions."""
+"""Built-in reward components that a recipe can list in `data.sources[].rewards`. A recipe can also
+list functions there, whose names contain a dot."""
 ERROR = "error"
-"""The part that is 1 if a verifier crashed or timed out, and 0 otherwise. It always exists and
-never has a weight."""
+"""The reward component that is 1 if a verifier crashed or timed out, and 0 otherwise. It is always
+present and never has a weight."""
 _ROUNDING = 1e-12
-"""A sum below this fraction of its largest term counts as a rounding error."""
+"""A reward smaller than this fraction of its largest term is treated as a rounding error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +51,19 @@ class Score:
     """The reward for one completion."""
 
     value: float
-    """The weighted sum of the parts."""
+    """The weighted sum of the reward components."""
     parts: Mapping[str, float]
-    """The parts before weighting, each from 0 to 1."""
+    """The reward components before weighting, each from 0 to 1."""
 
 
 def check_weights(
     weights: Mapping[str, Mapping[str, float]], environments: Collection[str] = ()
 ) -> None:
-    """Check that every reward part with a weight exists, and that user functions can be loaded.
+    """Check that every reward component in `weights` exists, and that user functions can be loaded.
 
-    `weights` maps each domain to its parts and their weights. `environments` contains the domains
-    whose environments define their own parts. Raises ValueError if a part is unknown or a function
-    cannot be loaded.
+    `weights` maps each domain to its reward components and their weights. `environments` contains
+    the domains whose environments define their own components. Raises ValueError if a component is
+    unknown or a function cannot be loaded.
     """
     for domain, parts in weights.items():
         for name in parts:
@@ -82,8 +82,11 @@ def check_weights(
 
 
 def unknown_parts(weights: Mapping[str, float], known: Collection[str]) -> str:
-    """Look for a part that has a weight but that the environment did not return. `known` contains
-    the parts that it did return. Returns an error message, or "" if no part is missing."""
+    """Check that an environment returned every reward component with a weight.
+
+    `known` contains the components that it did return. Returns an error message about the first one
+    that is missing, or "".
+    """
     for name in weights:
         if not is_function(name) and name not in PARTS and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -96,8 +99,10 @@ def unknown_parts(weights: Mapping[str, float], known: Collection[str]) -> str:
 
 
 def check_parts(kind: str, weights: Mapping[str, float]) -> None:
-    """Check that prompts with a reward spec of this `kind` can have all parts in `weights`. Raises
-    ValueError if they cannot."""
+    """Check that the reward components in `weights` are available for prompts of this `kind`.
+
+    Raises ValueError if one is not.
+    """
     if kind == FUNCTIONS and not _function_weights(weights):
         raise ValueError(
             "has none of `answer`, `criteria`, `tests`, `refuse` and `reward`, and no function in "
@@ -117,24 +122,28 @@ def _function_weights(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def mean_of_functions(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Return the weighted mean of the functions with a positive weight. This is the score of
-    prompts that only functions grade."""
+    """Return the weighted mean of all user functions with a positive weight.
+
+    It is the score of prompts that are graded only by functions.
+    """
     positive = _function_weights(weights)
     return sum(weight * parts[name] for name, weight in positive.items()) / sum(positive.values())
 
 
 def compose_cut_off(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
-    """Compute the reward of a truncated completion. It counts as wrong, and its reward is at most
-    0."""
+    """Compute the reward of a truncated completion.
+
+    The completion counts as wrong, and its reward is at most 0.
+    """
     score = compose({**parts, "correct": 0.0}, weights)
     return replace(score, value=min(0.0, score.value))
 
 
 def compose(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
-    """Compute the reward as the weighted sum of the parts.
+    """Compute the reward as the weighted sum of its components.
 
-    Parts without a weight are kept for the metrics. If the terms cancel up to rounding, the reward
-    is exactly 0, so that a rounding error cannot become an advantage.
+    Components without a weight are kept for the metrics. If the terms cancel except for rounding
+    errors, the reward is exactly 0. Otherwise the error could become an advantage.
     """
     terms = [weight * parts[name] for name, weight in weights.items()]
     value = sum(terms)

@@ -40,19 +40,19 @@ from keel.rewards.failure_budget import error_location, format_location
 from keel.rewards.text import every_turn, final_text, raw_text, thinking_text
 
 PREFIX = "python."
-"""Prefix of the name that a recipe uses for a function given to `keel.train`."""
+"""The prefix in recipes for the names of functions given to `keel.train`."""
 FOLDER = "KEEL_PASSED_FUNCTIONS"
 """The environment variable that holds the path of the folder with the pickled functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextTrajectory:
-    """A trajectory without token arrays, so that workers do not have to import numpy."""
+    """The text of a trajectory. Without token arrays, workers do not have to import numpy."""
 
     messages: Sequence[Mapping[str, Any]]
     """The conversation, in the same form as `keel.rl.types.Trajectory.messages`."""
     finish_reason: str
-    """`length` if the completion reached a limit and was truncated, and `stop` otherwise."""
+    """`length` if the completion was truncated at a limit, and `stop` otherwise."""
     sampled_tokens: int
     """The number of tokens that the policy sampled in all turns."""
     opening: int = 0
@@ -172,7 +172,7 @@ _ROUNDING = 1e-6
 
 
 def is_function(part: str) -> bool:
-    """Return whether a reward part is a user's function. The names of functions contain a dot."""
+    """Return whether a reward component is a user's function. Only functions have dotted names."""
     return "." in part
 
 

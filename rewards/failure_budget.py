@@ -116,8 +116,8 @@ def dump_location(dump: str) -> str:
 
 
 def _innermost(frames: list[tuple[str, int, str]]) -> str:
-    """Format the first frame that is not in Keel's rewards or a library. If there is none, format
-    the first frame."""
+    """Format the first frame that belongs neither to Keel's rewards nor to a library. If there is
+    none, format the first frame of all."""
     libraries = (_PACKAGE + os.sep, "<frozen", *_LIBRARIES)
     own = [frame for frame in frames if not frame[0].startswith(libraries)] or frames
     return format_location(*own[0]) if own else ""

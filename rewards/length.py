@@ -37,8 +37,8 @@ Floats = NDArray[np.float64]
 KEPT_LEAD = 0.5
 """The fraction of its lead over wrong completions that a right completion always keeps."""
 _LENGTH, _LENGTH_COST = "length", "length_cost"
-"""Reward parts for domains with a length rule: the adjustment of the reward, and the cost from
-which it was computed."""
+"""Reward components for domains with a length rule: the adjustment of the reward, and the cost that
+it is computed from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,10 @@ class LengthRule:
 
     @staticmethod
     def from_knobs(knobs: Mapping[str, Any], *, limit: int) -> LengthRule:
-        """Create the rule from the fields of `LengthConfig`. The argument `limit` replaces a
-        `limit` of 0."""
+        """Create the rule from the fields of `LengthConfig`.
+
+        The argument `limit` is used if the field `limit` is 0.
+        """
         fields = dict(knobs)
         fields["limit"] = fields["limit"] or limit
         fields["margin"] = fields["margin"] or max(1, fields["limit"] // 5)
@@ -91,10 +93,10 @@ class LengthRule:
     def adjustment(
         self, rewards_G: Floats, correct_G: Floats, tokens_G: NDArray[np.int64]
     ) -> Floats:
-        """Return the amount to add to each reward, [G].
+        """Return the amounts to add to the rewards, [G].
 
-        `rewards_G` contains the rewards before the adjustment. `correct_G` contains scores from 0
-        to 1.
+        `rewards_G` contains the rewards before the adjustment. `correct_G` contains the component
+        `correct` of each reward, from 0 to 1.
         """
         right = correct_G >= self.correct_threshold
         every = np.ones_like(right)
@@ -119,7 +121,7 @@ class LengthRule:
 def with_length(
     scores: Sequence[Score], trajectories: Sequence[Trajectory], rule: LengthRule
 ) -> list[Score]:
-    """Apply a length rule to the scores of a group. The new scores also have the parts `length` and
+    """Apply a length rule to the scores of a group. This adds the reward components `length` and
     `length_cost`."""
     tokens = np.array([trajectory.sampled_tokens for trajectory in trajectories], np.int64)
     crashed = np.array([each.finish_reason == "crash" for each in trajectories], np.bool_)

@@ -50,20 +50,20 @@ from keel.rl.types import (
 
 @dataclass(slots=True)
 class _Draft:
-    """Collects the reward parts of one trajectory while its group is being scored."""
+    """Collects the reward components of a trajectory while its group is being scored."""
 
     trajectory: Trajectory
     parts: dict[str, float] = field(default_factory=lambda: {ERROR: 0.0})
     notes: dict[str, str] = field(default_factory=dict[str, str])
-    """Maps each judged criterion to its score and reason, and each failed part to its error."""
+    """Maps each judged criterion to its score and reason, and each failed reward component to its
+    error."""
     dropped: str = ""
     """Why the trajectory is dropped from its group, or "" if it is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Provides one kind of reward parts for a group: from a verifier, judge, function or
-    environment.
+    """A source of reward components for a group: a verifier, judge, function or environment.
 
     Call `add_to` once all `futures` are done. It adds the results to the drafts, and raises
     ValueError if the input is invalid.
@@ -143,17 +143,18 @@ class Scorer:
         log: Path | None = None,
         say: Callable[[str], None] = to_standard_error,
     ) -> None:
-        """Check the weights and start the worker processes. Raises ValueError for an unknown part.
+        """Check the weights and start the worker processes. Raises ValueError if a component is
+        unknown.
 
-        `weights` maps each domain to its reward parts and their weights. `lengths` maps domains to
-        their length rules. If `workers` is 0, completions are scored in this process and without a
-        deadline. `timeout_s` is the time limit for one completion. `code` contains the fields of
-        `CodeConfig`.
+        `weights` maps each domain to its reward components and their weights. `lengths` maps
+        domains to their length rules. If `workers` is 0, completions are scored in this process and
+        without a deadline. `timeout_s` is the time limit for one completion. `code` contains the
+        fields of `CodeConfig`.
 
         `judge` scores rubrics and proofs, and the caller must close it. `max_failure_fraction` is a
         field of `RewardsConfig`. `environments` contains the domains whose environments define
-        their own parts. Workers write their output to files in the folder `log`, or to standard
-        error if it is None. `say` is called with each line of an error report.
+        their own components. Workers write their output to files in the folder `log`, or to
+        standard error if it is None. `say` is called with each line of an error report.
         """
         check_weights(weights, environments)
         self._weights = weights
@@ -173,9 +174,9 @@ class Scorer:
     def submit(self, group: Group, purpose: Purpose = "train") -> Future[ScoredGroup]:
         """Start scoring all trajectories of a group.
 
-        If a verifier fails on a completion, its part is 0 and the part `error` is 1. A completion
-        that the judge could not score is dropped from the group. During training, a truncated
-        completion is dropped too if the length rule of the domain says so.
+        If a verifier fails on a completion, its reward component is 0, and the component `error` is
+        1. A completion that the judge could not score is dropped from the group. During training, a
+        truncated completion is dropped too if the length rule of the domain says so.
 
         The future raises ValueError if the domain has no weights or the reward spec is malformed.
         It raises JudgeStopped or RewardStopped if too many completions could not be scored.
@@ -340,8 +341,10 @@ class Scorer:
 
 
 def _finish(draft: _Draft, weights: Mapping[str, float]) -> None:
-    """Check that a draft has every part with a weight. After a crashed episode, fill in the worst
-    values instead."""
+    """Check that a draft has every reward component with a weight.
+
+    If the episode crashed, fill in the worst values instead.
+    """
     if draft.trajectory.finish_reason == "crash":
         parts = {name: float(weight < 0) for name, weight in weights.items()}
         draft.parts, draft.dropped = {**parts, "correct": 0.0, ERROR: 0.0}, ""

@@ -27,7 +27,7 @@ def _last_turn(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def final_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the last message of the policy without its thinking, or "" if the thinking never
+    """Return the policy's last message with its thinking stripped, or "" if the thinking never
     ended."""
     message = _last_turn(messages)
     raw = message.get("raw")
@@ -53,8 +53,7 @@ def blank(text: str) -> bool:
 
 
 def raw_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the last message of the policy as it was sampled, with its thinking in `<think>`
-    marks."""
+    """Return the policy's last message as it was sampled, with its thinking in `<think>` tags."""
     message = _last_turn(messages)
     if isinstance(message.get("raw"), str):
         return message["raw"]
@@ -64,7 +63,7 @@ def raw_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def thinking_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the thinking in the last message of the policy, or "" if there is none."""
+    """Return the thinking in the policy's last message, or "" if there is none."""
     message = _last_turn(messages)
     thinking = message.get("reasoning_content")
     if thinking is not None:
@@ -76,7 +75,7 @@ def thinking_text(messages: Sequence[Mapping[str, Any]]) -> str:
 def every_turn(
     of: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Apply `of` to each turn of the policy, and join the results as paragraphs.
+    """Apply `of` to each turn of the policy, and return the results joined as paragraphs.
 
     `of` is `final_text` or `thinking_text`. Tool calls and messages of other roles are left out.
     """
@@ -128,7 +127,8 @@ def _braced(text: str, start: int) -> str | None:
 
 
 def answer_in(text: str) -> str:
-    """Return the marked answer in a text, or the whole text if nothing is marked."""
+    r"""Return the answer marked with `\boxed{…}` or `<answer>`, or the whole text if nothing is
+    marked."""
     marked = marked_answer(text)
     return text.strip() if marked is None else marked
 

@@ -1,9 +1,9 @@
 """An environment in which the policy revises its own proof.
 
-With each proof, the policy writes an evaluation of it. The policy then gets both back and revises
-the proof. The episode ends when the evaluation finds no flaw or no revisions are left
-(DeepSeek-V3.2, appendix D; DeepSeekMath-V2, section 2.3). The last proof is graded with the
-prompt's spec of kind `proof`. The policy is trained on every revision.
+The policy writes a proof together with an evaluation of it. It is asked to revise them until the
+evaluation finds no flaw or no revisions are left (DeepSeek-V3.2, appendix D; DeepSeekMath-V2,
+section 2.3). The last proof is graded with the prompt's spec of kind `proof`. The policy is trained
+on every revision.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Refine:
     def verdict(
         self, messages: Sequence[Mapping[str, Any]], finish_reason: str
     ) -> dict[str, float]:
-        """Return two reward parts.
+        """Return two reward components.
 
         `claimed` is the score of the last self-evaluation, and `revised` is the fraction of the
         allowed revisions that were used.

@@ -1,7 +1,7 @@
 """Compares a program's output with the expected output.
 
-The output is untrusted. Both sides are therefore plain data, with no custom `__eq__`, and the
-expected value limits how long a comparison can take.
+The output is untrusted. Both sides are therefore plain data without a custom `__eq__`. The expected
+value also limits how long a comparison can take.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, TypeGuard, cast
 _REL_TOLERANCE = 1e-9
 """The default tolerance for comparing floating-point numbers."""
 _MAX_COMPARISONS = 500_000
-"""The maximum number of comparisons when unordered items have to be matched because rounding
-changed their order. This many take a few tenths of a second."""
+"""The maximum number of comparisons for matching unordered items whose order was changed by
+rounding. Together they take a few tenths of a second."""
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
@@ -56,9 +56,11 @@ class _Comparison:
         return all(map(self.same, left, right))
 
     def _same_unordered(self, expected: list[Any], value: list[Any]) -> bool:
-        """Compare two collections in any order. Sorting usually puts equal items at the same
-        position. If rounding has changed the order, match each item with the first remaining equal
-        one."""
+        """Return whether two collections contain equal items, in any order.
+
+        Sorting usually puts equal items at the same position. If rounding has changed the order,
+        each item is matched with the first remaining item that equals it.
+        """
         expected, value = sorted(expected, key=_sort_key), sorted(value, key=_sort_key)
         pairs = zip(expected, value, strict=True)
         differing = [i for i, (one, two) in enumerate(pairs) if not self.same(one, two)]

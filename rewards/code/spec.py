@@ -69,7 +69,7 @@ _LANGUAGES: dict[str, Language] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeTest:
-    """One test. It checks the program's output or, if `call` is set, a function's return value."""
+    """A test of a program's output or, if `call` is set, of a function's return value."""
 
     stdin: bytes = b""
     stdout: str = ""
@@ -78,7 +78,7 @@ class CodeTest:
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     returns: Any = None
     sample: bool = False
-    """Set if the policy can see this test in the task."""
+    """Set if the task shows this test to the policy as an example."""
     subtask: str = ""
 
 
@@ -92,8 +92,8 @@ class CodeTask:
     """If set, the score is the fraction of tests that pass. Otherwise all tests must pass, and the
     run ends at the first failure."""
     subtasks: Mapping[str, float]
-    """Maps each subtask to its share of the score, which is earned if all its tests pass. The
-    shares sum to 1."""
+    """Maps each subtask to its share of the score. The program earns the share if it passes all
+    tests of the subtask. The shares sum to 1."""
     reference: str | None
     tolerance: float | None
     limits: Mapping[str, Any]
@@ -138,7 +138,7 @@ _OF_ANY = ("sample", "subtask")
 
 
 def read_task(spec: Mapping[str, Any]) -> CodeTask:
-    """Parse a reward spec. Raises ValueError naming the key or test that is wrong."""
+    """Parse a reward spec into a task. Raises ValueError with the key or test that is wrong."""
     _check_keys(spec, _KEYS, "code reward")
     name, tests = spec.get("language", "python"), spec.get("tests")
     if not isinstance(name, str) or name not in _LANGUAGES:

@@ -35,9 +35,9 @@ from keel.rewards.sandbox.watch import Limits, SandboxOutcome
 from keel.rewards.text import outside_think
 
 _SAMPLES, _SUBTASK = "samples", "subtask/"
-"""The reward part for all tests that the policy can see, and the prefix of parts for subtasks."""
+"""Names of reward components: one for all example tests, and the prefix for subtasks."""
 _MAX_CHARACTERS = 1 << 18
-"""Programs longer than this count as wrong."""
+"""The maximum length of a program in characters. Longer programs count as wrong."""
 _OUT_OF_TIME = "the completion ran out of time"
 _COMPILE_LIMITS = Limits(
     time_s=20.0, memory_mib=2048, processes=16, files_mib=256, output_kib=64 << 10
@@ -82,9 +82,9 @@ class CodeVerdict:
     reason: str = ""
     """Why the first failed test failed, or "" if all tests passed."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Additional reward parts. `samples` is 1 if the program passed every test that the policy can
-    see. `subtask/NAME` is the share of the score that the program earned for a subtask. The mapping
-    is empty if the spec has neither."""
+    """Additional reward components. `samples` is 1 if the program passed every test that the task
+    shows. `subtask/NAME` is the share of the score that the program earned for a subtask. The
+    mapping is empty if the spec has neither."""
 
 
 def verify_code(

@@ -12,13 +12,13 @@ _FILE = "judge.sqlite"
 _BUSY_TIMEOUT_S = 5.0
 """How long to wait if another process is writing to the database."""
 _MAX_REPLIES = 250_000
-"""The maximum number of replies in memory. They typically take about 256 MiB."""
+"""The maximum number of replies to keep in memory. Typical replies take about 256 MiB in total."""
 
 log = logging.getLogger(__name__)
 
 
 class MemoryCache:
-    """Keeps replies in memory. It drops the oldest reply if there are more than `_MAX_REPLIES`."""
+    """Keeps up to `_MAX_REPLIES` replies in memory. If there are more, it drops the oldest ones."""
 
     def __init__(self) -> None:
         self._replies: dict[str, str] = {}

@@ -43,14 +43,17 @@ _TOO_LONG = re.compile(
     re.IGNORECASE,
 )
 _MAX_TOKENS = 1 << 32
-"""Token counts above this are treated as wrong and counted as 0."""
+"""Larger token counts in a reply are assumed to be wrong and are ignored."""
 _MAX_REPLY_BYTES = 16 << 20
 
 T = TypeVar("T")
 
 
 class JudgeEndpoint:
-    """An OpenAI-compatible endpoint with a cache. Use it from one event loop only."""
+    """Sends questions to an OpenAI-compatible endpoint and caches the replies.
+
+    Use it from one event loop only.
+    """
 
     def __init__(
         self, settings: JudgeConfig, *, server: ServedJudge | None = None, backoff_s: float = 0.5
@@ -96,9 +99,9 @@ class JudgeEndpoint:
     async def ask(self, question: Question[T], *, sample: int = 0, fresh: bool = False) -> T:
         """Return the judge's reply to a question.
 
-        Each question is sent only once per `sample`, and later calls get the same reply. If `fresh`
-        is set, the cache is not read. Raises Unjudged if all attempts failed, and JudgeStopped if
-        no more calls are allowed.
+        Each question is sent only once per `sample`. Later calls get the cached reply, unless
+        `fresh` is set. Raises Unjudged if all attempts failed, and JudgeStopped if no more calls
+        are allowed.
         """
         s = self._settings
         key = question.key(s.model, s.temperature, s.max_reply_tokens, dict(s.extra), sample)

@@ -64,7 +64,7 @@ def _read(schema: Mapping[str, Any], content: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[T]):
-    """A question for the judge. It takes one call."""
+    """A question for the judge, which takes one call."""
 
     instructions: str
     """The trusted text: the instructions, the task and the criteria."""
@@ -83,7 +83,8 @@ class Question(Generic[T]):
         ]
 
     def key(self, *settings: Any) -> str:
-        """Return a hash of everything that the reply depends on. The random fence is left out."""
+        """Return the cache key: a hash of everything that the reply depends on, except for the
+        random fence."""
         content = [_TEMPLATE_VERSION, self.messages("fence"), self.schema, settings]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -177,7 +178,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class MetaCheck:
-    """The result of checking whether the flaws claimed in an evaluation are real."""
+    """The result of checking whether the flaws that an evaluation claims are real."""
 
     analysis: str
     score: float

@@ -50,7 +50,7 @@ _EVALUATION = re.compile(r"^##[ \t]*Self Evaluation[ \t]*$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """An answer to a proof problem, split into its parts."""
+    """An answer to a proof problem, split into the solution, the self-evaluation and the score."""
 
     solution: str
     evaluation: str
@@ -60,7 +60,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class ProofSample:
-    """The result of judging a proof a single time."""
+    """The result of judging a proof once. The judge may do this several times."""
 
     verification: Verification
     verifier_check: MetaCheck | None
@@ -76,7 +76,10 @@ class ProofSample:
 
 
 class ProofSpec(Spec):
-    """`{"kind": "proof", "reference": "…", "alpha": 0.76}`. Both settings are optional."""
+    """The reward spec for proofs: `{"kind": "proof", "reference": "…", "alpha": 0.76}`.
+
+    `reference` and `alpha` are optional.
+    """
 
     reference: str | None = None
     """A solution or marking scheme for the verifier."""
@@ -84,7 +87,7 @@ class ProofSpec(Spec):
     """α, the weight of the proof itself. The rest is for an honest self-evaluation."""
 
     def judged(self, proof: Proof, samples: Sequence[ProofSample]) -> Judged:
-        """Compute the reward from the samples. Each part is averaged over the samples."""
+        """Compute the reward. Each reward component is averaged over the samples."""
         proofs = [sample.proof for sample in samples]
         right = sum(proofs) / len(proofs)
         honest = 1 - abs(proof.score - right)
@@ -110,7 +113,7 @@ class ProofSpec(Spec):
         return Judged(value, parts, tuple(verdicts))
 
     def missed(self, reason: str) -> Judged:
-        """Return the result for a malformed answer (R_format = 0). The judge is not asked."""
+        """Return the result for a malformed answer (R_format = 0) without asking the judge."""
         names = ("proof", "self_score", "self_meta", "verifier_meta", "proof_format")
         parts: dict[str, float] = dict.fromkeys((*names, "disagreement"), 0.0)
         return Judged(0.0, parts, (CriterionVerdict("proof_format", 0.0, reason),))
@@ -120,8 +123,8 @@ def read_proof(answer: str) -> Proof | str:
     """Split an answer into its solution, its self-evaluation and its score.
 
     The answer must start with the solution, and each of the two titles must occur exactly once. The
-    evaluation must contain a boxed score. If the answer is malformed (R_format = 0), the reason is
-    returned instead.
+    evaluation must contain a boxed score. Returns the reason instead if the answer is malformed
+    (R_format = 0).
     """
     solutions = list(_SOLUTION.finditer(answer))
     evaluations = list(_EVALUATION.finditer(answer))
@@ -162,7 +165,10 @@ class Evaluation:
 
 
 class VerificationSpec(Spec):
-    """`{"kind": "verification", "problem": "…", "proof": "…", "score": 0.5}`."""
+    """The reward spec for evaluating a known proof.
+
+    `{"kind": "verification", "problem": "…", "proof": "…", "score": 0.5}`.
+    """
 
     problem: str = Field(pattern=r"\S")
     proof: str = Field(pattern=r"\S")
@@ -183,15 +189,15 @@ class VerificationSpec(Spec):
         return Judged(near * meta, parts, verdicts)
 
     def missed(self, reason: str) -> Judged:
-        """Return the result for a malformed answer (R_format = 0). The judge is not asked."""
+        """Return the result for a malformed answer (R_format = 0) without asking the judge."""
         verdict = CriterionVerdict("verification_format", 0.0, reason)
         parts: dict[str, float] = dict.fromkeys(_VERIFICATION_PARTS, 0.0)
         return Judged(0.0, parts, (verdict,))
 
 
 def read_evaluation(answer: str) -> Evaluation | str:
-    """Parse an evaluation and its score. If it is malformed (R_format = 0), the reason is returned
-    instead."""
+    """Parse an evaluation and its score. Returns the reason instead if it is malformed (R_format =
+    0)."""
     score = _boxed_score(answer)
     if score is None:
         return "has no boxed score of 0, 0.5 or 1"

@@ -34,8 +34,8 @@ class Judged:
     value: float
     """The total score, from 0 to 1."""
     parts: Mapping[str, float]
-    """The reward parts, from 0 to 1. They are the same for all prompts of one kind. `disagreement`
-    measures how much the samples differ."""
+    """The reward components, each from 0 to 1. All prompts of one kind have the same components.
+    `disagreement` measures how much the samples differ."""
     verdicts: tuple[CriterionVerdict, ...] = ()
 
 
@@ -73,15 +73,15 @@ class Counts:
     """Counts everything that the judge has done since it started. The judge updates it in place."""
 
     judged: int = 0
-    """Answers that were judged. This includes cached answers and those that needed no call."""
+    """The number of answers judged, including cached ones and those that needed no call."""
     failed: Counter[FailureKind] = field(default_factory=Counter[FailureKind])
     """The number of answers that could not be judged, by kind of failure."""
     unasked: int = 0
-    """Answers that scored 0 unjudged because they were blank, too long or malformed."""
+    """The number of answers that scored 0 unjudged. They were blank, too long or malformed."""
     calls: int = 0
-    """Requests that were sent. Retries count too."""
+    """The number of requests sent, including retries."""
     cached: int = 0
-    """Questions answered from the cache or by an identical request in progress."""
+    """The number of questions answered from the cache or by an identical request in progress."""
     prompt_tokens: int = 0
     reply_tokens: int = 0
     retried: Counter[FailureKind] = field(default_factory=Counter[FailureKind])

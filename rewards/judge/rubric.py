@@ -31,11 +31,12 @@ class Criterion(BaseModel):
 
 
 class Rubric(Spec):
-    """A list of criteria. An answer can meet each one fully (1), partly (0.5) or not at all (0)."""
+    """Criteria for an answer. The answer can meet each one fully (1), partly (0.5) or not at all
+    (0)."""
 
     criteria: tuple[Criterion, ...] = Field(min_length=1, max_length=32, strict=False)
     reference: str | None = None
-    """An optional reference answer, which the judge sees."""
+    """An optional reference answer that is shown to the judge."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -50,8 +51,8 @@ class Rubric(Spec):
     def questions(
         self, task: Sequence[Mapping[str, Any]], answer: str, thinking: str, *, sample: int
     ) -> list[tuple[Sequence[Criterion], Question[Sample]]]:
-        """Return the questions for one sample. The criteria for the answer and those for the
-        thinking are asked in separate questions.
+        """Return the questions for one sample: one about the answer and one about the thinking, if
+        needed.
 
         The order of the criteria is rotated from sample to sample, because it influences the judge.
         """
@@ -97,7 +98,7 @@ class Rubric(Spec):
         return Judged(value, {"rubric": value, "disagreement": spread}, tuple(verdicts))
 
     def missed(self, reason: str) -> Judged:
-        """Return a result with score 0 for every criterion. The judge is not asked."""
+        """Return a result with score 0 for every criterion without asking the judge."""
         verdicts = tuple(CriterionVerdict(c.name, 0.0, reason) for c in self.criteria)
         return Judged(0.0, {"rubric": 0.0, "disagreement": 0.0}, verdicts)
 
@@ -116,7 +117,7 @@ _HELPS = Criterion(
     "does not matter.",
 )
 REFUSAL = {"kind": "refusal", "refuse": True}
-"""The reward spec for the part `refusal`. It works for any prompt."""
+"""The reward spec behind the reward component `refusal`. It works for any prompt."""
 
 
 class Refusal(Spec):

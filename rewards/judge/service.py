@@ -44,9 +44,9 @@ T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 10.0
 _LONG = 0.1
-"""Decides what happens if a request exceeds the judge's context. A completion with more than this
-fraction of `max_characters` scores 0. For a shorter one the task is too long, and it counts as a
-failure of the judge."""
+"""A fraction of `max_characters`. If a request exceeds the judge's context, a completion longer
+than this scores 0. If the completion is shorter, the task itself is too long, and the completion
+counts as not judged."""
 
 
 class JudgeService:

@@ -28,7 +28,10 @@ _ESCAPED = re.compile(
 
 
 def as_json(value: Any) -> str:
-    """Encode a value as one line of JSON with visible characters and no chat-template tokens."""
+    """Encode a value as one line of JSON that cannot contain chat-template tokens.
+
+    All characters in the result are visible.
+    """
     return _ESCAPED.sub(_escape, json.dumps(value, ensure_ascii=False))
 
 
@@ -39,12 +42,12 @@ def inert(text: str) -> str:
 
 
 def size(text: str) -> int:
-    """Return the length of a text when it is encoded as JSON, without the quotes."""
+    """Return the length of a text after encoding it as JSON, without the quotes."""
     return len(as_json(text)) - 2
 
 
 def tail(text: str, max_size: int) -> str:
-    """Return the end of a text. Encoded as JSON, it has at most `max_size` characters."""
+    """Return the end of a text, at most `max_size` characters when encoded as JSON."""
     text = text[-max_size:]
     while size(text) > max_size:
         text = text[len(text) // 4 + 1 :]

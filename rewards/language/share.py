@@ -37,10 +37,10 @@ _SCRIPT_LETTERS = {
     name: regex.compile(rf"(?=[\p{{L}}\p{{M}}]){signs}") for name, signs in _SCRIPTS.items()
 }
 _WEIGHT = {"han": 3.0, "kana": 2.0, "hangul": 2.0}
-"""How many alphabetic letters one character of another script counts as. This makes word lengths in
-different scripts comparable."""
+"""The number of alphabetic letters that one character in these scripts counts as. It makes word
+lengths comparable."""
 _USED_WITH = {"kana": {"han"}, "hangul": {"han"}}
-"""Maps a script to the other scripts that appear together with it."""
+"""Maps a script to other scripts that are used together with it."""
 
 _SENTENCES = regex.compile(r"[\p{Sentence_Terminal}…\n]+")
 
@@ -49,7 +49,7 @@ _MIN_PROMPT_LETTERS, _MIN_SENTENCE_LETTERS = 8.0, 20.0
 _CODE_WEIGHT = 0.25
 """The weight of letters in code comments and strings, which are often in English."""
 _MAX_DETECTED = 400
-"""The language detector sees at most this many characters of a sentence."""
+"""The maximum number of characters of a sentence to pass to the language detector."""
 _MIN_LIKELIHOOD = 0.1
 """A sentence counts as foreign if the prompt's language and its relatives together have a lower
 probability than this."""
@@ -142,7 +142,7 @@ def _script(character: str) -> str:
 
 
 def detected(text: str) -> tuple[str, Mapping[str, float]]:
-    """Return the most likely language of a text, and the probability of every language."""
+    """Return the most likely language of a text and the probabilities of all languages."""
     probabilities = dict(_detector()(text[:_MAX_DETECTED]))
     return max(probabilities, key=lambda name: probabilities[name]), probabilities
 
@@ -176,7 +176,7 @@ _LATIN = regex.compile(r"\p{Script=Latin}")
 _GREEK = regex.compile(r"\p{Script=Greek}{1,2}")
 
 _ASIDE_RUN = 3
-"""This many identifiers in a row may be ordinary text in disguise."""
+"""The number of identifiers in a row from which they are checked for being ordinary text."""
 _MIN_WORDS, _MIN_FUNCTION_WORDS = 3, 2
 _FUNCTION_WORDS_SHARE = 0.15
 """The minimum fraction of function words in running text."""

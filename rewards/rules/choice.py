@@ -11,7 +11,7 @@ from keel.rewards.rules.statements import plain, squeezed
 from keel.rewards.text import WRAPPED, marked_answers, normalise
 
 _MAX_CHARACTERS = 32_768
-"""Texts longer than this count as wrong."""
+"""The maximum length of a text in characters. Longer texts count as wrong."""
 
 # "The correct answer is (B)", "**Answer:** B. Paris": up to the end of the sentence, but not to a
 # decimal point. "B is the answer because Rome is older" states nothing after "is".
@@ -153,8 +153,10 @@ def _texts(choices: Any) -> dict[str, str]:
 
 
 def _standing_alone(text: str) -> str:
-    """Build a pattern that matches a text only if it is not part of a longer word or number. For
-    example, the choice 5 does not match in 2.5, -5, 5 %, 5!, <5 or a fraction."""
+    """Build a pattern that matches a text only if it is not part of a longer word or number.
+
+    For example, it does not find the choice 5 in 2.5, -5, 5 %, 5!, <5 or a fraction.
+    """
     if not text[0].isdigit() and not text[-1].isdigit():
         return rf"(?<!\w){re.escape(text)}(?!\w)"
     before = r"(?<![\w+±√^<>{×·-])(?<!\d[.,/:*])(?<![<>*×·+]\s)(?<!\\cdot)(?<!\\cdot\s)(?<!\\times)"

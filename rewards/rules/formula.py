@@ -22,7 +22,7 @@ _DIGITS = 100
 _context: Any = mpmath.mp.clone()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 _context.dps = _DIGITS
 _MOST_DIGITS = 1_500
-"""The number of digits for sums whose terms differ greatly in size."""
+"""The precision for sums whose terms differ greatly in size."""
 _LARGEST = 10**15
 """The largest allowed exponent, and the largest allowed argument of a function."""
 _TOKEN = re.compile(
@@ -37,7 +37,7 @@ Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega
 _OPAQUE = """
 vec hat mathbf mathcal mathbb mathfrak overrightarrow tilde widehat dot overline bar
 """
-"""Commands whose argument becomes part of a symbol's name."""
+r"""Commands such as `\vec` whose argument becomes part of a symbol's name."""
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _OPENS_FUNCTION = frozenset("fghEFGP")
 """Letters that denote a function if a bracket follows them. Other letters form a product, as in
@@ -337,8 +337,10 @@ class _Reader:
 
 
 def _coordinate(point: int, name: str) -> Value:
-    """Return the value of a symbol at a sample point. It is derived from the symbol's name, and
-    positive at points 0 and 3."""
+    """Return the value of a symbol at a sample point, derived from the symbol's name.
+
+    It is positive at points 0 and 3.
+    """
     drawn = crc32(f"{point} {name}".encode())
     sign = -1 if point % 3 and drawn >> 8 & 1 else 1
     return _context.mpf(sign * (3 * (drawn % 100_003) + 50_000)) / 150_000

@@ -11,7 +11,7 @@ from keel.rewards.code.spec import code_blocks
 from keel.rewards.text import marked_answer
 
 _MAX_CHARACTERS = 32_768
-"""Texts longer than this count as wrong."""
+"""The maximum length of a text in characters. Longer texts count as wrong."""
 _ONE_LINE = re.compile(r"^[ \t]*```(?:json)?[ \t]*([^`\s][^`\n]*)```[ \t]*$", re.MULTILINE)
 
 

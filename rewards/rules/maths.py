@@ -24,7 +24,8 @@ from keel.rewards.rules.statements import plain, squeezed
 from keel.rewards.text import BOXED, marked_answer
 
 MAX_CHARACTERS = 2_048
-"""Longer answers are wrong, unless the right answer is about as long."""
+"""The maximum length of an answer in characters. Longer answers are wrong, unless the right answer
+is about as long."""
 _MOST_ITEMS = 64
 _PLACES = 6
 """The number of decimal places to compare. Numbers below 1e-5 are compared to as many digits."""
@@ -242,8 +243,8 @@ _OPENING, _CLOSING = "([{⦃⟨", ")]}⦄⟩"
 
 
 def _split(text: str, marks: str) -> tuple[list[str], str]:
-    """Split a text at the given marks, except inside brackets. Returns the parts and the marks that
-    were found."""
+    """Split a text at the given marks, except inside brackets. Returns the parts, and the marks
+    between them."""
     parts, signs, depth, start = list[str](), "", 0, 0
     for match in re.finditer(rf"[(\[{{⦃⟨)\]}}⦄⟩{marks}]", text):
         if match[0] in _OPENING:
@@ -417,11 +418,11 @@ def _outside(region: Region) -> Region:
 
 
 def _combined(rule: Callable[[list[bool]], bool], regions: Sequence[Region]) -> Region | None:
-    """Combine regions into one.
+    """Combine several regions into one.
 
-    For each number, `rule` gets a list that says which regions contain it, and returns whether the
-    result contains it. Returns None if an end of an interval contains a symbol, or if there are too
-    many ends.
+    `rule` decides whether a number is in the result. It gets one bool per region, which says
+    whether the region contains the number. Returns None if the end of an interval contains a
+    symbol, or if there are too many ends.
     """
     cuts = sorted((cut for region in regions for cut in region.cuts), key=lambda cut: cut[:2])
     if len(cuts) > 2 * _MOST_ITEMS or any(cut[2].names for cut in cuts):
@@ -572,8 +573,11 @@ _EQUIVALENT_FORMS = {"ratio": "fraction", "fraction": "ratio", "scientific": "de
 
 
 def _same_number(gold: Number, given: Answer, tolerance: float | None) -> bool:
-    """Return whether an answer equals the number `gold` and is itself written as a number. Powers
-    of ten are accepted only if `gold` is written with one."""
+    """Return whether an answer equals the number `gold` and is itself written as a number.
+
+    An answer in scientific notation is accepted only if `gold` is written in that way too or as a
+    decimal.
+    """
     if isinstance(given, Formula):
         right = formula.number(gold.share)
         value = given.constant()

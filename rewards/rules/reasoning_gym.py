@@ -25,7 +25,8 @@ from keel.rewards.language.function_words import FUNCTION_WORDS, KEYWORDS
 from keel.rewards.text import WRAPPED, answer_in, normalise
 
 _MAX_CHARACTERS = 32_768
-"""Longer answers are wrong, unless the right answer is about as long."""
+"""The maximum length of an answer in characters. Longer answers are wrong, unless the right answer
+is about as long."""
 MOST_PARTIAL = 0.9
 """The maximum partial credit for an answer.
 
@@ -75,8 +76,8 @@ _SHAPES = {
         "tower_of_hanoi": rf"{_MOVE}(?:\s*\n\s*{_MOVE})*",
     }.items()
 }
-"""The pattern that the whole answer must match after `_bare`. It is for tasks whose verifier
-ignores other text."""
+"""Patterns for tasks whose verifier ignores extra text. The whole answer must match, after `_bare`
+has stripped it."""
 _SPLIT_TASKS = frozenset({"polynomial_equations", "survo"})
 """Tasks whose verifiers ignore parts that are not numbers, such as `*7` in `*7 8 9*`."""
 
@@ -92,7 +93,7 @@ _AROUND = re.compile(
     re.DOTALL,
 )
 _MAX_NESTING = 8
-"""The maximum number of layers of marks and phrases to remove around an answer."""
+"""The maximum number of layers of quotes, Markdown and phrases to strip around an answer."""
 
 _NAMES = (
     "sin cos tan sec csc cot asin acos atan acot sinh cosh tanh asinh acosh atanh coth exp log ln "
@@ -113,9 +114,9 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
 def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
     """Build the verifier for a task. It gives partial credit of at most `MOST_PARTIAL`.
 
-    For full marks, the score must be exactly 1, which every task gives to its own answers, and the
-    answer must contain no extra text. `spec` contains the name of the `task`, the options of its
-    generator as `params`, and the `entry`.
+    An answer gets full marks if its score is exactly 1 and it contains no extra text. Every task
+    gives a score of 1 to its own answers. `spec` contains the name of the `task`, the options of
+    its generator as `params`, and the `entry`.
     """
     task = str(spec.get("task"))
     entry_data = from_jsonable(spec.get("entry"))
@@ -144,8 +145,10 @@ def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
 
 @lru_cache(maxsize=64)
 def _score_answer(task: str, params: str) -> Callable[[str, Any], float]:
-    """Return the `score_answer` method of a task with these options. It is cached, because some
-    tasks load a dictionary."""
+    """Return the `score_answer` method of a task with these options.
+
+    The result is cached, because some tasks load a dictionary.
+    """
     from reasoning_gym.factory import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
         DATASETS,  # pyright: ignore[reportUnknownVariableType]
     )

@@ -160,8 +160,8 @@ _RULES = [(re.compile(pattern), replacement) for pattern, replacement in _REPLAC
 
 
 def squeezed(text: str) -> str:
-    """Remove white space and redundant braces from text normalized by `plain`, so that two texts
-    can be compared."""
+    """Remove white space and redundant braces from a normalized answer, so that answers can be
+    compared."""
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\s|\{(?=\w\})|(?<=\{\w)\}", "", text)
     words = "\\" not in text and re.search(r"[^\W\d_]{2}", text)
@@ -208,8 +208,8 @@ def undressed(text: str) -> str:
 
 
 def spelled(text: str) -> str:
-    """Return an answer in the way a reader sees it after typesetting. White space and LaTeX text
-    commands make no difference."""
+    """Normalize how an answer is written, so that answers that look the same when typeset are
+    equal."""
     text = _WRAPPED.sub(r" \1 ", text.replace("\\left", "").replace("\\right", ""))
     text = normalise(re.sub(r"[$\\]\s|[~$]", " ", text))
     if "\\" not in text and re.search(r"[^\W\d_]{2}", text):  # \Delta is not \delta, nor R r
@@ -265,8 +265,7 @@ _OPERATOR = re.compile(
 
 
 def boxes(text: str, marked: str) -> list[str]:
-    """Return the marked answers that count: the last one, and all earlier ones that were not
-    corrected afterwards.
+    """Return the last marked answer, and all earlier ones that no later word corrects.
 
     The list is empty if the words around the last answer deny it.
     """

@@ -25,25 +25,26 @@ from keel.rewards.text import (
 from keel.rl.turns import THINK
 
 Verifier = Callable[[str], float | Mapping[str, float]]
-"""Scores the final text of a completion (without thinking) from 0 to 1, or returns several parts
-that include `correct`.
+"""Scores the final text of a completion (without thinking) from 0 to 1.
 
-It may raise, hang or crash on hostile text. `keel.rewards.workers.pool` contains the damage.
+It may return several reward components instead, which include `correct`. It may raise, hang or
+crash on hostile text, which is why `keel.rewards.workers.pool` runs it in a separate process.
 """
 
 _MAX_CHARACTERS = 32_768
-"""Longer texts are wrong, unless the right answer is about as long."""
+"""The maximum length of a text in characters. Longer texts are wrong, unless the right answer is
+about as long."""
 _MATCH_TIMEOUT_S = 0.5
 
 
 def verifier_for(
     spec: Mapping[str, Any], code: CodeSettings | None = None, *, ready: bool = True
 ) -> Verifier:
-    """Build the verifier for a reward spec, or for a reward part that measures the whole
+    """Build the verifier for a reward spec, or for a reward component that measures the whole
     trajectory.
 
-    If `ready` is False, the spec is only checked, and the verifier prepares itself at its first use
-    (see `mathematical`). Raises ValueError if the spec is malformed.
+    If `ready` is False, the spec is checked, but the verifier is not prepared for use (see
+    `mathematical`). Raises ValueError if the spec is malformed.
     """
     kind = spec.get("kind")
     if kind == "function":

@@ -23,7 +23,7 @@ DEVICES = ("null", "full", "random", "urandom")
 
 
 class IsolationError(ValueError):
-    """Raised if this machine cannot isolate programs. The message suggests a fix."""
+    """Raised if this machine cannot isolate programs. The message names the setting and a fix."""
 
 
 def namespaces(root: bool, *, network: bool = False) -> list[str]:
@@ -46,8 +46,8 @@ def namespaces(root: bool, *, network: bool = False) -> list[str]:
 
 
 def system(folders: Sequence[str] = ()) -> list[str]:
-    """Return the arguments that mount these folders in /usr read-only. If there are none, all of
-    /usr is mounted."""
+    """Return the arguments that mount these folders in /usr read-only. Without any, all of /usr is
+    mounted."""
     words = ["--ro-bind", "/usr", "/usr"]
     if folders:
         words = ["--perms", "0755", "--dir", "/usr"]

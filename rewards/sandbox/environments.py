@@ -144,10 +144,9 @@ class EnvironmentSandbox:
 
     @property
     def inner(self) -> Mapping[str, Any] | None:
-        """Return the settings with which a forked process is isolated like a separately started
-        one.
+        """Settings that isolate a forked process as if it had been started in a separate sandbox.
 
-        Returns None if this machine does not allow the mounts that this requires.
+        None if this machine does not allow the mounts that this requires.
         """
         if not self.mounts:
             return None
@@ -222,8 +221,10 @@ class EnvironmentSandbox:
             yield SandboxLaunch(words, (fd,), env, None if forking else self.memory_mib)
 
     def _mount_folders(self, readable: Sequence[Path], root: bool) -> list[str]:
-        """Return the arguments that mount readable and writable folders and cover hidden ones. If
-        several settings apply to a path, the one for the deepest folder wins."""
+        """Return the arguments that mount readable and writable folders and cover hidden ones.
+
+        If several settings apply to a path, the one for the deepest folder wins.
+        """
         binds: dict[Path, str] = {}
         for path in _with_targets(readable):
             if path in _RESERVED:

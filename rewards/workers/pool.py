@@ -52,7 +52,7 @@ class VerifierScore:
     at: str = field(default="", compare=False)
     """Where the error occurred, such as `my_rewards.py:12 in brief`, or "" if unknown."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Other reward parts that the verifier returned."""
+    """Further reward components that the verifier returned."""
 
 
 class WorkerPool:
@@ -94,7 +94,10 @@ class WorkerPool:
     def submit(
         self, spec: Mapping[str, Any], completions: Sequence[str]
     ) -> Future[list[VerifierScore]]:
-        """Start scoring completions. The future raises ValueError if the spec is malformed."""
+        """Start scoring completions, and return a future with one result for each.
+
+        The future raises ValueError if the spec is malformed.
+        """
         return self._threads.submit(self._verify, spec, completions)
 
     def printed(self) -> bool:
@@ -295,8 +298,10 @@ class _Worker:
         return f"ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}"
 
     def _stop(self) -> str:
-        """Kill the process and its descendants. Returns the location in its stack trace, or "" if
-        there is none."""
+        """Kill the process and its descendants.
+
+        Returns the location in the stack trace of the process, or "" if there is none.
+        """
         process, self._process = self._process, None
         if process is None:
             return ""

@@ -41,8 +41,8 @@ from keel.rewards.rules.verifiers import Verifier, verifier_for
 from keel.rl.strict_json import allow_long_integers
 
 PREEMPTION = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that a scheduler sends to every process of a job. Workers ignore them, and the parent
-handles them. If such a signal killed a worker, it would look as if a completion had crashed it."""
+"""Signals that a scheduler sends to every process of a job. Workers ignore them, so that only the
+parent reacts. A worker killed by such a signal would look as if a completion had crashed it."""
 _MAX_ERROR_CHARACTERS = 500
 _MEMORY_BYTES = 8 << 30
 """How much address space verifiers may use beyond what is already allocated."""
