@@ -173,7 +173,7 @@ def train(
 
 
 def _overrides(knobs: Mapping[str, Any] | Sequence[str]) -> list[str]:
-    """Convert the `knobs` argument to command-line overrides, one per knob."""
+    """Convert the `knobs` argument to command-line overrides with one knob each."""
     if isinstance(knobs, Mapping):
         overrides = [f"{knob}={_value(value, f'knobs={knob}')}" for knob, value in knobs.items()]
         return split_overrides(overrides)

@@ -39,7 +39,7 @@ _INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Link:
-    """One stage of the distillation."""
+    """One stage of the distillation pipeline."""
 
     name: str
     command: tuple[str, ...] = ()
@@ -244,7 +244,10 @@ def _on_policy(config: DistillConfig, base: Sequence[str]) -> tuple[Config, froz
 
 
 def _check_waiting(links: Sequence[_Link], lessons: Config) -> None:
-    """Raise ConfigError if a remaining stage needs an input that no earlier stage creates."""
+    """Check the unfinished stages.
+
+    Raises ConfigError if one of them needs an input that no earlier stage creates.
+    """
     made = {link.result.absolute() for link in links}
     for link in links:
         if not link.command or link.result.exists():

@@ -71,7 +71,7 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
 def _check_comparable(
     config: Config, sets: Mapping[str, Sequence[Prompt]], baseline: Sequence[Asked]
 ) -> None:
-    """Raise ConfigError if the results and the baseline cannot be compared."""
+    """Check that the results can be compared with the baseline. Raises ConfigError if not."""
     digests = {one.id: one.digest for one in baseline}
     common = [p for prompts in sets.values() for p in prompts if p.prompt_id in digests]
     problem = "" if common else "it has none of these prompts"

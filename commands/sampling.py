@@ -53,7 +53,7 @@ class SampledPolicy:
     config: Config
     dataset: Dataset
     identity: str
-    """Identifies the policy in saved results."""
+    """Identifies the policy in saved results, so that other results are not mixed in."""
     label: str
     """Name of the policy in messages."""
     name: str
@@ -302,5 +302,5 @@ def answer_of(trajectory: Trajectory) -> str:
 
 
 def thinking_of(trajectory: Trajectory) -> str:
-    """Return the thinking from all turns."""
+    """Return the thinking from all turns of a completion."""
     return every_turn(thinking_text, trajectory.messages)

@@ -26,7 +26,7 @@ not answer, or BudgetSpent if the next call could exceed the budget.
 """
 _Say = Callable[[str], object]
 _MOST_LOST = 5
-"""Stop after this many consecutive tasks whose author did not answer."""
+"""Stop after this many consecutive tasks for which the author model did not answer."""
 
 
 _Show = Callable[..., AbstractContextManager[Wait]]

@@ -39,7 +39,7 @@ class SourceReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """All prompts for a run."""
+    """All prompts for a run, split into training and held-out prompts."""
 
     train: PromptStream
     heldout: Mapping[str, tuple[Prompt, ...]]

@@ -60,7 +60,7 @@ class Stream(Generic[T]):
         return self._sources
 
     def take(self, n: int) -> list[T]:
-        """Return the next `n` prompts."""
+        """Return the next `n` prompts and advance the position."""
         return [self._requeued.popleft() if self._requeued else self._next() for _ in range(n)]
 
     def state(self, unfinished: Sequence[T] = ()) -> dict[str, Any]:
@@ -116,7 +116,11 @@ class Stream(Generic[T]):
         return self._order(name, epoch)[position]
 
     def _order(self, name: str, epoch: int) -> tuple[T, ...]:
-        """Shuffle by hash, so that the order does not depend on the Python or numpy version."""
+        """Return a source's prompts in the order for `epoch`.
+
+        They are sorted by a seeded hash, so that the order does not depend on the Python or numpy
+        version.
+        """
         cached = self._orders.get(name)
         if cached is None or cached[0] != epoch:
             key = f"{self._seed}/{name}/{epoch}/"

@@ -62,8 +62,11 @@ class Ledger:
         self.spent: list[CallUsage] = []
 
     def __enter__(self) -> Self:
-        """Open the folder. Raises ConfigError if it cannot be written, is in use, or has other
-        settings."""
+        """Open the folder.
+
+        Raises ConfigError if the folder cannot be written, is in use, or was created with other
+        settings.
+        """
         with ExitStack() as stack:
             folder = stack.enter_context(WorkFolder(self.folder, "dir", "synthesis"))
             self._outcomes, self._usage = map(folder.lines, ("outcomes.jsonl", "usage.jsonl"))

@@ -87,7 +87,7 @@ Chunks = dict[str, ReportChunk]
 
 @dataclass(slots=True, kw_only=True)
 class RunData:
-    """The data of a run or an evaluation."""
+    """The data of a run or an evaluation that the page shows."""
 
     name: str
     kind: Literal["run", "evaluation"]
@@ -102,7 +102,7 @@ class RunData:
     knobs: dict[str, str] = field(default_factory=dict[str, str])
     """The value of each knob as JSON."""
     changed: list[str] = field(default_factory=list[str])
-    """Knobs that differ from their defaults."""
+    """Names of the knobs that differ from their defaults."""
     summary: dict[str, str] = field(default_factory=dict[str, str])
     """Labels and texts of the table at the top of the page."""
     groups: list[ReportGroup] = field(default_factory=list[ReportGroup])

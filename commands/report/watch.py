@@ -29,7 +29,8 @@ _TYPES = {"": "text/html; charset=utf-8", "data": "application/json"}
 
 
 class Follower:
-    """Reads folders again whenever their contents have changed."""
+    """Keeps the data of run folders up to date by reading a folder again when its contents
+    change."""
 
     def __init__(self, folders: Sequence[str]) -> None:
         """Read the folders for the first time.

@@ -74,7 +74,7 @@ class _Usable:
     lesson: SftExample
     question: str
     key: str
-    """Identifies what is held out as a unit: a question, or one window of a text."""
+    """Identifies the unit that is held out as a whole: a question, or one window of a text."""
     prompt_id: str
     sampled: bool
 
@@ -110,7 +110,7 @@ def load_lessons(
     `reserved_ids` contains the IDs of those prompts. The IDs are needed because an environment may
     change the first message, but a trajectory still names its prompt. `tokenizer` is a digest of
     the model's tokenizer, `solve` is described in `_worked_solutions`, and `encoded` tokenizes text
-    sources. If `hub_answers` is False, only previously downloaded files are read and no hub is
+    sources. If `hub_answers` returns False, only previously downloaded files are read and no hub is
     contacted.
 
     Raises ConfigError if a source is empty or cannot be read, or if a conversation cannot be

@@ -50,7 +50,7 @@ _Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """How to tokenize documents."""
+    """How to tokenize documents, including the tokens to add before and after each one."""
 
     encode: _Encode
     before: tuple[int, ...] = ()

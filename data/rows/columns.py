@@ -154,7 +154,10 @@ def picked(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, A
 
 
 def _look_up(record: Mapping[str, Any], name: str) -> Any:
-    """Find a column by its name or by a dotted path into an object."""
+    """Return the value of a column, given its name or a dotted path into an object.
+
+    Returns `_MISSING` if the row does not have it.
+    """
     if name in record or "." not in name:
         return record.get(name, _MISSING)
     value: Any = record

@@ -54,7 +54,7 @@ class Candidate:
 
     @property
     def gold(self) -> dict[str, Entry | None]:
-        """Return the part of the change that solves the task.
+        """Return the gold patch: the part of the change that solves the task.
 
         It excludes tests and the files that decide how tests run.
         """

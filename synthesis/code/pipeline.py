@@ -196,17 +196,19 @@ _Results = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestOutcomes:
-    """Test names grouped by outcome. A test that is missing from a run counts as failed in that
-    run."""
+    """Test names grouped by outcome before and after the change, such as fail-to-pass (`f2p`).
+
+    A test that is missing from a run counts as failed in that run.
+    """
 
     f2p: list[str]
     p2p: list[str]
     p2f: list[str]
     flaky: list[str]
     canary: bool
-    """True if the canary tests behaved as expected in every run."""
+    """True if the canary tests, whose results are known, gave the expected results in every run."""
     inside: bool
-    """True if the canary tests inside the hidden test files behaved as expected."""
+    """True if the canary tests inside the hidden test files gave the expected results."""
     seconds: float
     """Duration of the slowest run in seconds."""
     about: str

@@ -1,4 +1,4 @@
-"""Stores candidates as sealed instances and runs them in sandboxes."""
+"""Stores task candidates as encrypted instance files, and runs them in sandboxes."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class CodeSandboxes:
 
     @asynccontextmanager
     async def episode(self, reward: Mapping[str, Any]) -> AsyncGenerator[Hosted]:
-        """Open an episode in the same way as for the policy."""
+        """Open an episode in the same way as it is opened for the policy."""
         program = self._program("environment:Repository", self._closed)
         async with _opened(program, reward) as hosted:
             yield hosted
@@ -121,9 +121,9 @@ class CodeSandboxes:
     async def workshop(
         self, draft: Mapping[str, Any], *, sets_up: bool = False
     ) -> AsyncGenerator[Hosted]:
-        """Open a workshop, in which set-ups and tests run.
+        """Open a workshop, the environment in which set-ups and tests run.
 
-        If `sets_up` is set, the workshop has network access and may write to the prefix.
+        If `sets_up` is set, it has network access and may write to the prefix.
         """
         wrap, readable = self._closed, tuple[Path, ...]()
         prefix: Path | None = None
@@ -145,7 +145,8 @@ class CodeSandboxes:
                 prefix.chmod(0o755)
 
     def sealed(self, name: str, instance: Mapping[str, Any]) -> dict[str, Any]:
-        """Write a sealed instance to the folder, and return the reward spec that opens it."""
+        """Write an encrypted instance to the folder. Returns the reward spec with the key that
+        opens it."""
         key = secrets.token_bytes(32)
         write(self.folder / "sealed" / name, seal(dict(instance), key))
         return {"kind": ENVIRONMENT, "instance": name, "key": key.hex()}

@@ -106,7 +106,7 @@ async def check_task(
 
 
 async def typed(rooms: GeneralSandboxes, environment: Path) -> Specs:
-    """Check that all tools have type hints, docstrings and valid schemas."""
+    """Check that all tools have type hints, docstrings and valid schemas. Returns their specs."""
     specs: dict[str, dict[str, Any]] = await rooms.workshop(
         "typed", environment, "describe", each_s=rooms.config.call_s
     )
@@ -128,7 +128,8 @@ async def deterministic(
 ) -> None:
     """Check that tools return the same results in two processes with different hash seeds.
 
-    It repeats the solution's calls and makes further calls with arguments drawn from the database.
+    The gate repeats the solution's calls, and makes further calls with arguments drawn from the
+    database.
     """
     texts = await _texts_of(rooms, environment)
     draw = random.Random(seed)
@@ -263,7 +264,7 @@ async def _run_solution(
 
 
 def general(rooms: GeneralSandboxes, environment: Path, number: int, *, seed: int = 0) -> Any:
-    """Open the environment in the same way as for the policy."""
+    """Open the environment in the same way as it is opened for the policy."""
     arguments = {"folder": str(environment), "verify_s": rooms.config.verify_s}
     reward = {"general": {"task": number}}
     return rooms.open("environment:General", reward=reward, arguments=arguments, seed=seed)
@@ -272,7 +273,7 @@ def general(rooms: GeneralSandboxes, environment: Path, number: int, *, seed: in
 async def _verified(
     rooms: GeneralSandboxes, environment: Path, number: int, answers: Sequence[Any]
 ) -> None:
-    """Check that `verify` accepts the solution's answers."""
+    """Check that `verify` accepts the solution's answers. Raises Rejected if it does not."""
     found = await _verdicts("verified", rooms, environment, number, answers)
     for answer, verdict in zip(answers, found, strict=True):
         if isinstance(verdict, str):

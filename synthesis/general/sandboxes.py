@@ -1,4 +1,4 @@
-"""Sandboxes that run the author's code."""
+"""Runs code written by the author model in sandboxes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class GeneralSandboxes:
     """
 
     def __init__(self, making: Path, config: GeneralConfig) -> None:
-        """Prepare the sandboxes. Raises ConfigError if this machine cannot run any."""
+        """Prepare the sandboxes. Raises ConfigError if this machine cannot run sandboxes."""
         self.making, self.config = making, config
         making.mkdir(parents=True, exist_ok=True)
         making.chmod(0o755)  # as root, Keel runs the sandbox as another user

@@ -43,7 +43,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A question that has not been tested yet."""
+    """A question that has not passed the gates yet."""
 
     question: str
     answer: str
