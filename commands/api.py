@@ -247,7 +247,7 @@ def _weights(rewards: Any) -> list[tuple[Any, float]]:
 
 
 def _written(recipe: Mapping[str, Any], overrides: Sequence[str]) -> Path:
-    """Write a recipe that was passed as a mapping to its run folder."""
+    """Write a recipe to a file in its run folder, and return the file."""
     tree = dict(recipe)
     if isinstance(base := tree.get("defaults"), (str, PurePath)):
         path = Path(os.path.expanduser(base))

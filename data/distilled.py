@@ -122,7 +122,7 @@ def _balanced(
 ) -> list[_Candidate]:
     """Limit each kind to `balance` times as many completions as the rarest kind has.
 
-    The first completion for each prompt is kept in preference to later ones.
+    First completions for each prompt are kept before further ones.
     """
     sizes = Counter(one.kind for _, one in chosen)
     if not balance or not sizes:

@@ -59,10 +59,10 @@ def load_jsonl(
 ) -> Loaded:
     """Read up to `source.size` prompts from `source.path`. A size of 0 reads all of them.
 
-    `check_reward` raises ValueError for an invalid reward spec. If `hub_answers` returns False, the hub
-    cannot be reached and its local cache is read instead. Raises ConfigError if the file is missing
-    or contains no prompt. Malformed lines also raise ConfigError with their locations, unless
-    `on_bad_line: skip` is set.
+    `check_reward` raises ValueError for an invalid reward spec. If `hub_answers` returns False, the
+    hub cannot be reached and its local cache is read instead. Raises ConfigError if the file is
+    missing or contains no prompt. Malformed lines also raise ConfigError with their locations,
+    unless `on_bad_line: skip` is set.
     """
     knob = f"data.sources[{source.name}]"
     if source.source == "jsonl":

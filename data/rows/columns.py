@@ -101,7 +101,7 @@ class Columns:
                 )
 
     def missing(self, key: str, row: KeyedRow) -> BadLine:
-        """Return the error for a row that lacks a key."""
+        """Return the error to raise for a row that lacks a key."""
         return BadLine(
             f"has no {self.label(key)}, or it is empty; the row has {', '.join(row.record)}. Name "
             f"the column in {self._knob}.columns"

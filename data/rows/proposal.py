@@ -51,7 +51,7 @@ class Proposal:
     kind: Kind
     """Value for `data.sources[].source`."""
     columns: Mapping[str, str]
-    """The column for each key whose name differs from the column's."""
+    """Maps keys to columns. Keys whose column has the same name are omitted."""
     answer_after: str
     judged: Judged
     """How to judge completions: by a mathematical or textual answer, by a key in `JUDGED`, or not
