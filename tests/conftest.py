@@ -10,6 +10,7 @@ import secrets
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,3 +174,12 @@ def logged() -> Iterator[list[logging.LogRecord]]:
     logging.getLogger().addHandler(handler)
     yield records
     logging.getLogger().removeHandler(handler)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print one line that counts the skipped tests by reason, which says what they need."""
+    reports = [r.longrepr for r in terminalreporter.getreports("skipped")]
+    reasons = Counter(str(r[2]).removeprefix("Skipped: ") for r in reports if isinstance(r, tuple))
+    if reasons:
+        parts = (f"{count} × {reason}" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"skipped: {'; '.join(parts)}")

@@ -12,11 +12,14 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: pytest -m gpu"),
+]
 KERNELS = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not INTERPRETED and not torch.cuda.is_available(),
-        reason="no GPU, and TRITON_INTERPRET is not 1",
+        reason="needs a GPU, or TRITON_INTERPRET=1 (slow): pytest -m gpu",
     ),
 ]

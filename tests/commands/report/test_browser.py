@@ -17,7 +17,7 @@ from tests.commands.report.runs import ATTACKS, BREAKS, group_of, write_run, wri
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.skipif(not BROWSER, reason="no Chromium to look at reports with"),
+    pytest.mark.skipif(not BROWSER, reason="needs Chromium: apt-get install chromium"),
 ]
 SAMPLED = '<think>Let me add.</think>I call.<tool_call>{"name": "add"}</tool_call>It is 3.'
 
