@@ -72,7 +72,7 @@ class _Reply:
     reasoning_field: str
     """Message key under which the endpoint returned the reasoning."""
     calls: tuple[tuple[str, str], ...]
-    """Name and arguments of each tool call, exactly as returned."""
+    """Name and arguments of each tool call, exactly as the endpoint returned them."""
     tokens: int
     cut: bool
     """True if the reply reached its token limit."""
@@ -84,7 +84,10 @@ class EndpointCompletions:
     separate thread."""
 
     def __init__(self, config: EndpointConfig) -> None:
-        """Read the API key from the environment. Raises ValueError if the variable is not set."""
+        """Prepare to sample from the endpoint, with the API key in the environment.
+
+        Raises ValueError if the key's variable is not set.
+        """
         key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
         if config.api_key_env and not key:
             raise ValueError(

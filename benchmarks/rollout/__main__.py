@@ -1,10 +1,10 @@
-"""Tokens per second of Keel's engine with and without recording, and of plain vLLM, on one GPU.
+"""Measures tokens per second of Keel's engine, with and without recording, and of plain vLLM.
 
     python -m benchmarks.rollout --out OUT              # 1.4 B parameters
     python -m benchmarks.rollout --out OUT --small      # smoke test on a CPU
 
-Each arm runs an engine in a separate process. All engines stay up and take turns in each round;
-ratios are medians of the ratios within a round.
+The benchmark uses one GPU. Each arm runs an engine in a separate process. All engines stay up and
+take turns in each round. Reported ratios are medians of the ratios within a round.
 
     stock                `vllm.LLM.generate` with its defaults
     keel-plain           Keel's engine with log-probabilities only

@@ -1,4 +1,4 @@
-"""Drivers that run and time the engines under test: `vllm.LLM` and Keel's engine."""
+"""Runs and times the engines that the benchmark compares: `vllm.LLM` and Keel's engine."""
 
 from __future__ import annotations
 

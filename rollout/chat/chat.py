@@ -76,7 +76,7 @@ class TemplateChat:
     def opening(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, thinking: bool
     ) -> list[int]:
-        """Return the ids of a new conversation, up to the start of the policy's first turn.
+        """Start a new conversation and return its ids, up to the start of the policy's first turn.
 
         Thinking before the last user message is left out. See `Chat.opening`.
         """
@@ -130,7 +130,7 @@ class TemplateChat:
         turn: int,
         inside: bool = False,
     ) -> Parsed:
-        """Parse the ids that the policy sampled in one turn. See `Chat.parse`."""
+        """Parse a turn from the ids that the policy sampled. See `Chat.parse`."""
         sampled = list(sampled)
         closed = bool(sampled) and sampled[-1] in self._end_ids
         text, marks = self._decode(sampled[:-1] if closed else sampled)

@@ -374,7 +374,7 @@ def _by_schema(value: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Any) -> set[str]:
-    """Return the JSON types that a schema allows. An empty set means any type."""
+    """Return the JSON types that a schema allows. An empty set means that any type is allowed."""
     if not isinstance(schema, Mapping):
         return set()
     keys = cast(Mapping[str, Any], schema)

@@ -60,7 +60,7 @@ def render_given(
         ]
     contexts: list[Context] = []
     done = 0
-    """Number of messages already covered by the last context."""
+    """Number of messages that the contexts so far already cover."""
     for index, message in enumerate(messages):
         if message["role"] != _ASSISTANT or (trained is not None and index not in trained):
             continue

@@ -48,9 +48,9 @@ class CallBounds:
     """
 
     start: str = ""
-    """Pattern for the start of a call, or empty if the family has no calls."""
+    """Pattern that matches the start of a call. Empty if the family has no calls."""
     end: str = ""
-    """Pattern for the end of a call, or empty if a call extends to the end of the turn."""
+    """Text that ends a call. Empty if a call extends to the end of the turn."""
     whole: re.Pattern[str] | None = None
     """Pattern that matches the start of a text consisting only of calls. The text is either a whole
     turn or what follows the thinking."""

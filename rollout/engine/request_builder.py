@@ -35,10 +35,10 @@ class TemplatedRequests:
         self._templates: dict[Hashable, Any] = {}
         """Maps each kind of request to vLLM's `EngineCoreRequest` for the first one."""
         self._open: dict[str, tuple[str, NDArray[np.int32], Any]] = {}
-        """Conversation, prompt and vLLM's `Request` for each unfinished request."""
+        """For each unfinished request: its conversation, its prompt and vLLM's `Request`."""
         self._hashes = PrefixHashes(self._core.scheduler.hash_block_size)
         self._known: list[bytes] = []
-        """Known hashes for the first blocks of the request that is being added."""
+        """Block hashes that are already known for the start of the prompt being added."""
         if (hasher := self._core.request_block_hasher) is not None:
             self._core.request_block_hasher = partial(self._hash, hasher)
 

@@ -31,7 +31,7 @@ _STOP_S = 60.0
 """Time limit for the thread to stop, in seconds. Stopping takes at most one engine step."""
 
 _When = Literal["now", "idle", "complete weights"]
-"""When a command may run: immediately, once no completion is being sampled, or once no update is in
+"""When a command may run: at once, when no completion is being sampled, or when no update is in
 progress."""
 
 

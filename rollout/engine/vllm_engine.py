@@ -268,7 +268,7 @@ class VllmEngine:
         return self._drop(number, [name for name in begun if not begun[name]], _NO_TOKEN)
 
     def drop_unfinished(self, number: int) -> list[tuple[int, Result]]:
-        """Drop the unfinished completions of a job and return the job."""
+        """Drop a job's unfinished completions and return its result."""
         return self._drop(number, list(self._jobs[number].requests), _NOT_CUT)
 
     def _drop(self, number: int, names: list[str], reason: str) -> list[tuple[int, Result]]:
@@ -390,8 +390,10 @@ class VllmEngine:
 
 
 def engine_args(spec: EngineSpec, recorder: Recorder, text: PreTrainedConfig) -> EngineArgs:
-    """Return the arguments for vLLM's engine. `text` is the configuration of the model's language
-    part."""
+    """Return the arguments for vLLM's engine.
+
+    `text` is the config of the model's language part.
+    """
     config = spec.config
     args: dict[str, Any] = {
         "model": spec.model_path,

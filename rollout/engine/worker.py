@@ -65,7 +65,7 @@ class RolloutWorker:
         )
 
     async def ready(self) -> EngineStarted:
-        """Return once the constructor has finished."""
+        """Return information about the engine's start, once the constructor has finished."""
         return self._started
 
     async def generate(

@@ -2,10 +2,10 @@
 
     python reaper.py COMMAND …
 
-The reaper stops the command when its own standard input closes, which also happens when the owner
-dies, or when the command is suspended (SIGSTOP). Once the command and all its descendants have
-ended, it prints the command's exit status and exits. The command's output goes to the reaper's
-standard error.
+The reaper stops the command when its own standard input closes, which happens at the latest when
+the owner dies. It also stops the command if the command is suspended (SIGSTOP). Once the command
+and all its descendants have ended, the reaper prints the command's exit status and exits. The
+command's output goes to the reaper's standard error.
 
 Without the reaper, the engine of a killed vLLM API server would keep running and keep its GPU
 memory. The script uses only the standard library, so that it starts within milliseconds. It works

@@ -1,1 +1,1 @@
-"""The engine pool, which dispatches requests to engines and restarts engines that fail."""
+"""The engine pool, which sends requests to engines and restarts engines that fail."""

@@ -80,7 +80,7 @@ class Dispatcher:
         self._queue: list[Request] = []
         """Waiting requests, sorted by rank."""
         self._in_flight: dict[int, _InFlight] = {}
-        """Maps numbers to requests, ordered by deadline."""
+        """Requests by number, ordered by deadline."""
         self._homes: OrderedDict[str, int] = OrderedDict()
         """Slot that sampled each conversation's last turn, least recently used first."""
 

@@ -88,7 +88,7 @@ class EngineSlot:
 
 @dataclass(slots=True)
 class WeightUpdate:
-    """Weights that every engine must load."""
+    """New weights that every engine has to load."""
 
     version: int
     transfer: Transfer

@@ -68,7 +68,7 @@ class RolloutPool:
         self._submitted: list[Request] = []
         self._cancelled: list[Request] = []
         self._open: dict[int, Request] = {}
-        """Maps numbers to requests that have no result yet."""
+        """Requests that have no result yet, by request number."""
         self._draws: Counter[str] = Counter()
         """Number of groups requested for each prompt with the current weights."""
         self._update: WeightUpdate | None = None
@@ -286,8 +286,10 @@ class RolloutPool:
             asleep.set_exception(self._ended)
 
     def _take_calls(self) -> bool:
-        """Process the calls that other threads have queued. Returns False if the thread should
-        stop."""
+        """Process the calls that other threads have queued.
+
+        Returns False if the thread should stop.
+        """
         with self._lock:
             if self._ended is not None:
                 return False

@@ -29,7 +29,7 @@ RecorderName = Literal["native", "packed", "v1"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """The data recorded for a completion of G tokens after a prompt of P tokens."""
+    """What was recorded for a completion of G tokens after a prompt of P tokens."""
 
     logp: NDArray[np.float32]
     """[G] log-probability of each sampled token, after temperature and truncation. If any value is

@@ -65,7 +65,7 @@ def _find(
 
 @triton.jit
 def _load(logits_ptr, ids, inside, temperature, SCALE: tl.constexpr):
-    """Load logits and, if `SCALE` is set, divide them by the temperature."""
+    """Load logits. If `SCALE` is set, divide them by the temperature."""
     logits = tl.load(logits_ptr + ids, mask=inside, other=-float("inf")).to(tl.float32)
     if SCALE:
         logits = logits / temperature  # as in vLLM's kernel, to the bit
@@ -168,7 +168,7 @@ class SampledRows(NamedTuple):
     """Tokens, log-probabilities and sampling masks drawn in a step with `rows` requests."""
 
     tokens: Tensor
-    """[rows, 1] int64"""
+    """[rows, 1] int64 sampled token ids"""
     logp: Tensor
     """[rows, 1] float32 natural log-probabilities, normalised over the ids that are kept."""
     masks: StepMasks | None

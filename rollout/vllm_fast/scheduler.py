@@ -58,7 +58,7 @@ class _FastPath(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.recordings: dict[str, PackedRecording] = {}
-        """Log-probabilities and sampling masks of the requests that are being recorded."""
+        """Log-probabilities and sampling masks of the requests that are recorded."""
         self.finished_blocks: dict[str, list[int]] = {}
         """KV blocks of recorded requests that have finished. Valid until the next step."""
         self.fast_steps = 0

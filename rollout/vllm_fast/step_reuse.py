@@ -38,7 +38,7 @@ class _KnownStep(NamedTuple):
     requests: NDArray[np.int64]
     """[rows] index of each row's request in vLLM's state."""
     graph: Any
-    """vLLM's description of the CUDA graph."""
+    """vLLM's descriptor of the CUDA graph that ran the step."""
     state: Any
     """State that vLLM passes from the model's forward pass to sampling."""
     planned: bool
@@ -70,7 +70,7 @@ class _StepReuse:
         """Number of steps that reused the previous one."""
 
     def execute_model(self, scheduler_output: SchedulerOutput, *rest: Any, **named: Any) -> Any:
-        """Run the model for one step. Takes and returns the same as vLLM's method."""
+        """Run the model for one step. The arguments and results are those of vLLM's method."""
         known, self._known = self._known, None
         plain = not named and all(each is None for each in rest)
         if plain and known is not None and known.repeats_in(scheduler_output):

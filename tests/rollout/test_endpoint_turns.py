@@ -51,7 +51,8 @@ def called(arguments: str) -> Reply:
 class Model:
     """Fake model that makes a malformed call, then a valid call, and then answers with the result.
 
-    It guesses the second sum. While `busy` is set, it does not reply to the first one.
+    It guesses the second sum without calling a tool. While `busy` is set, it does not reply to
+    requests about the first sum.
     """
 
     busy: bool = True

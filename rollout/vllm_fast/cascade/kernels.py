@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 LEAST_SHARED = tl.constexpr(64)
-"""Minimum number of tokens that the rows of a segment must share."""
+"""Minimum number of tokens that rows must share to form a segment."""
 COLUMNS = tl.constexpr(64)
 AT_ONCE = 16
 """Number of blocks, and number of table rows, that are compared at once."""
@@ -51,7 +51,7 @@ LOG2_E = math.log2(math.e)
 SHORT = 4
 """If a row has at most this many slices, a single warp combines all of them at once."""
 SLICE = 1024
-"""Number of tokens per slice once a row has more than the minimum number of slices."""
+"""Number of tokens per slice, for rows with more than the minimum number of slices."""
 TOKENS, STAGES, WARPS = 64, 2, 4
 """Number of tokens whose keys and values are read at once, number of pipeline stages, and number of
 warps."""

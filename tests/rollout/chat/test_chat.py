@@ -203,7 +203,7 @@ def test_deepseek_v31_turns_are_sampled_as_trained() -> None:
     ],
 )
 def test_other_ends_close_the_turn(name: str, end: str, call: str) -> None:
-    """The engine stops at these tokens, but the chat format does not write them."""
+    """The engine stops at these tokens, although the chat format does not write them."""
     tokenizer = tokenizer_of(name)
     chat = TemplateChat(tokenizer, ends=[tokenizer.convert_tokens_to_ids(end), 10**6])
     assert chat.ends[end] in chat.stop_ids

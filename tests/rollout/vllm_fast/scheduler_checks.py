@@ -1,7 +1,6 @@
-"""Checks that the fast scheduler gives the same results as vLLM's scheduler, and that routes stay
-with their tokens.
+"""Checks the fast scheduler against vLLM's scheduler.
 
-This module imports vLLM.
+Both must give the same results, and routes must stay with their tokens. This module imports vLLM.
 """
 
 from __future__ import annotations
@@ -176,7 +175,7 @@ class RoutedPlay(Play):
 
 
 def routes_belong_to_the_sampling_weights(config: Any, ahead: bool, blocks: int) -> None:
-    """Run with many preemptions and a weight update every 17 steps."""
+    """Run with many preemptions, and with a weight update every 17 steps."""
     for seed in range(6):
         kind = AsyncFastScheduler if ahead else FastScheduler
         play = RoutedPlay(config, kind, ahead=ahead, blocks=blocks)
