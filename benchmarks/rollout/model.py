@@ -68,8 +68,8 @@ def write(folder: Path, size: Size) -> dict[str, float]:
 
 
 def logit_spread(size: Size) -> float:
-    """Return the standard deviation at which truncation keeps `mean_kept` ids on average, assuming
-    normally distributed logits."""
+    """Return the standard deviation of normally distributed logits for which truncation keeps
+    `mean_kept` ids on average."""
     generator = torch.Generator().manual_seed(1)
     ranked = torch.randn(256, size.words, generator=generator).topk(size.top_k).values
     low, high = 0.1, 30.0

@@ -46,8 +46,10 @@ class _Command:
 
 @dataclass(slots=True)
 class _JobInFlight:
-    """A job that is being sampled. Its time limits do not include updates, sleep or times when the
-    engine is idle."""
+    """A job that is being sampled.
+
+    Its time limits count only the time in which the engine is busy, excluding updates and sleep.
+    """
 
     future: Future[Any]
     begin: float

@@ -23,9 +23,9 @@ from keel.rollout.spec import EngineError, EngineProgress, EngineStarted
 from keel.weights.sync import Transfer, UpdatableEngine
 
 MAX_RESTARTS = 3
-"""Number of times that one engine may restart before the run fails. Restarts count for three hours.
-The period is longer if an engine takes so long to start and stall that its restarts would not add
-up within three hours (see `replace`)."""
+"""Number of times that one engine may restart before the run fails. Restarts within the last three
+hours count. The period is longer if starting and stalling may take so long that restarts would not
+add up within three hours (see `replace`)."""
 _WINDOW_S = 3 * 3600.0
 _MEMORY_RACE, _START_TRIES = "Error in memory profiling", 3
 """Error that vLLM raises when another process frees GPU memory during its memory profiling, and the

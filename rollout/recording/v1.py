@@ -133,8 +133,11 @@ class _DrawLog:
                 draws.append((step, row))
 
     def _supports(self, logprobs: Tensor, names: list[str]) -> list[NDArray[np.int32]] | None:
-        """Return, for each row, the ids that have a finite log-probability. Returns None if no
-        request is truncated."""
+        """Return the ids with a finite log-probability in each row, for requests whose sampling is
+        truncated.
+
+        Returns None if no request is truncated.
+        """
         flags = [self._truncated.get(name, False) for name in names[: len(logprobs)]]
         truncated = torch.tensor(flags)
         if not truncated.any():

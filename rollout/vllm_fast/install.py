@@ -41,11 +41,12 @@ class SlotRoutes:
     """Stores routes on the GPU, indexed by KV cache slot.
 
     This class replaces `AuxOutputWorkerConnector` in vLLM's Model Runner V2, which copies each
-    step's routes to the CPU and sorts them in Python. It uses vLLM's route capture. One kernel per
-    step stores each token's routes under the slot that also holds the token's keys. A token keeps
-    its slot as long as another token attends to it. Routes can therefore be found through a
-    request's blocks, even after chunked prefills, with shared prefixes, or when tokens are
-    recomputed after a preemption.
+    step's routes to the CPU and sorts them in Python. vLLM's own route capture is still used. One
+    kernel per step stores each token's routes under the slot that also holds the token's keys.
+
+    A token keeps its slot as long as another token attends to it. Routes can therefore be found
+    through a request's blocks, even after chunked prefills, with shared prefixes, or when tokens
+    are recomputed after a preemption.
     """
 
     def __init__(self, captured: Tensor, slots: Tensor, layers: Sequence[int], size: int) -> None:

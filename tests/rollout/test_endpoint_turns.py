@@ -51,8 +51,8 @@ def called(arguments: str) -> Reply:
 class Model:
     """Fake model that makes a malformed call, then a valid call, and then answers with the result.
 
-    It guesses the second sum without calling a tool. While `busy` is set, it does not reply to
-    requests about the first sum.
+    It answers the second sum with "no idea". While `busy` is set, requests about the first sum fail
+    with status 503.
     """
 
     busy: bool = True

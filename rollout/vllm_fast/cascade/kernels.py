@@ -233,8 +233,7 @@ def attend(
 
 @triton.jit
 def _slice(length, split, fewest, splits, TOKENS: tl.constexpr, SLICE: tl.constexpr):
-    """Return the first token of a slice and the end of the slice. A slice that is not needed is
-    empty."""
+    """Return the start and end positions of a slice. A slice that is not needed is empty."""
     count = tl.maximum(tl.minimum(length // SLICE, splits), fewest)
     size = tl.cdiv(tl.cdiv(length, count), TOKENS) * TOKENS
     return split * size, tl.minimum((split + 1) * size, length)
