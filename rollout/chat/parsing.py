@@ -186,7 +186,11 @@ def _deepseek_v31_calls(text: str, tools: Sequence[ToolSpec]) -> _Calls:
 
 
 def _without_marks(content: str, items: Sequence[_Item], begin: str, end: str) -> _Calls:
-    """Return the text outside the two marks. Unpaired marks are removed."""
+    """Return the text outside the two marks, and the calls.
+
+    Unpaired marks are removed. If there are no calls after an opening mark, a malformed call is
+    added.
+    """
     if not items and begin in content:
         items = [Broken(content[content.index(begin) :], "it holds no call")]
     before, *blocks = content.split(begin)

@@ -185,7 +185,7 @@ def residual_layers(layers: int, *, wide: bool) -> Iterator[None]:
 
     In vLLM, a norm layer adds a block's output to the residual stream and passes the sum on. This
     patch does not round the sum, so the stream is float32 from the first sum on. Raises
-    RuntimeError if the attention of some of the `layers` was not set up.
+    RuntimeError unless the attention of all `layers` layers was set up.
     """
     _wide_outputs.clear()
     for kind in (_Float32Norm, _Float32Output):
