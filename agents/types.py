@@ -47,7 +47,7 @@ been closed (`closed`).
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unscored:
-    """Returned instead of a verdict if there is none. The trajectory is then dropped, which differs
+    """Returned instead of a verdict if it is missing. The trajectory is then dropped, which differs
     from a score of 0."""
 
     reason: str

@@ -102,7 +102,7 @@ def asked_of(
 ) -> Asked:
     """Collect the completions for one prompt.
 
-    `answer` returns a completion's final answer in a comparable form, or "" if there is none.
+    `answer` returns a completion's final answer in a comparable form, or "" if it is missing.
     `thinking` returns all of its thinking. `tokenizer` is a digest of the policy's tokenizer, if
     known.
     """

@@ -134,7 +134,7 @@ def hub_answers() -> bool:
 
 def check_tokenizer_files(path: str) -> None:
     """Check that a folder contains a vocabulary file. Without one, transformers would make up a
-    vocabulary. Raises ConfigError if there is none."""
+    vocabulary. Raises ConfigError if it is missing."""
     folder = Path(path)
     if not folder.is_dir():
         return

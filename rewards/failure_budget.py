@@ -111,7 +111,7 @@ def error_location(error: BaseException) -> str:
 
 
 def dump_location(dump: str) -> str:
-    """Return the innermost frame of user code in a `faulthandler` dump, or "" if there is none."""
+    """Return the innermost frame of user code in a `faulthandler` dump, or "" if it is missing."""
     return _innermost([(f, int(line), name) for f, line, name in _DUMP_FRAME.findall(dump)])
 
 

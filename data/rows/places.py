@@ -137,7 +137,7 @@ def _stem(name: str) -> str:
 
 
 def _split_of(name: str) -> str:
-    """Return the split named in a file or folder name, or "" if there is none."""
+    """Return the split named in a file or folder name, or "" if it is missing."""
     stem = _stem(name)
     if _SHARD.fullmatch(name):
         return _SPLITS.get(stem, stem)

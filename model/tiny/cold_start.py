@@ -106,7 +106,7 @@ def taught_sources(
 
 
 def system_of(source: SourceConfig) -> str:
-    """Return the system message for the source's questions, as in rollouts, or "" if there is none.
+    """Return the system message for the source's questions, as in rollouts, or "" if it is missing.
     A template for an environment is left out, because it needs the tools."""
     template = "none" if source.environment.enabled else source.system_template
     messages = with_system(system_prompt(template), with_system(source.system, ()))

@@ -103,7 +103,7 @@ class CodeTask:
 
 
 def code_block(text: str) -> str | None:
-    """Return the last fenced code block. Returns None if there is none or if it is cut off."""
+    """Return the last fenced code block. Returns None if it is missing or if it is cut off."""
     blocks = code_blocks(text)
     return blocks[-1] if blocks else None
 

@@ -300,7 +300,7 @@ class _Worker:
     def _stop(self) -> str:
         """Kill the process and its descendants.
 
-        Returns the location in the stack trace of the process, or "" if there is none.
+        Returns the location in the stack trace of the process, or "" if it is missing.
         """
         process, self._process = self._process, None
         if process is None:

@@ -237,7 +237,7 @@ class RunFolder:
         return path
 
     def state(self) -> State | None:
-        """Return the state saved in the newest intact checkpoint, or None if there is none."""
+        """Return the state saved in the newest intact checkpoint, or None if it is missing."""
         latest = self.latest
         return checkpoint.read_state(latest) if latest else None
 

@@ -55,7 +55,7 @@ class Library(Protocol):
         ...
 
     def document(self, name: str) -> Document | None:
-        """Return the document called `name`, or None if there is none."""
+        """Return the document called `name`, or None if it is missing."""
         ...
 
 
