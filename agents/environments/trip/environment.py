@@ -126,7 +126,7 @@ class Trip:
         return _facts(asdict(self._one("restaurant", restaurant)), info_keywords)
 
     def get_inter_city_transport(self, from_city: str, to_city: str) -> list[dict[str, Any]]:
-        """The connections from one city to another; an empty list if it is missing."""
+        """The connections from one city to another; an empty list if there is none."""
         route = self._world.routes.get((self._city(from_city), self._city(to_city)))
         return [] if route is None else [asdict(route)]
 
