@@ -90,7 +90,9 @@ def choose_policy(
     config = load_config(recipe, overrides)
     if config.endpoint.base_url:
         return _endpoint_policy(config)
-    task = prepare(recipe, overrides)
+    # Sampling needs no teacher, which may be gone.
+    taught = [source.name for source in config.data.sources if source.teacher]
+    task = prepare(recipe, [*overrides, *(f"data.sources[{n}].teacher=''" for n in taught)])
     folder = RunFolder(task.config, task.tokenizer_digest)
     folder.check(_POLICY_KNOBS)
     for line in folder.warnings():

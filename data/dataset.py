@@ -248,6 +248,7 @@ def source_lines(config: Config, dataset: Dataset) -> list[str]:
         lines.append(
             f"{source.name} ({origin}): {', '.join(notes)}; weight "
             f"{config.data.weight_of(source):g}, domain {source.domain_name}, β {source.kl_coef:g}"
+            + f", teacher {source.teacher}" * bool(source.teacher)
             + "".join(f", {name} {value:g}" for name, value in budget.items())
         )
         lines += [f"  {note}" for note in first_of(report.notes)]

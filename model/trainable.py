@@ -224,10 +224,16 @@ def check_adapters(config: LoraConfig, facts: ModelFacts) -> None:
             f"model.lora.rank = {config.rank}: {facts.architecture} has sparse attention, which "
             "cannot have adapters. Set it to 0"
         )
-    if config.enabled and not config.parameters(facts.projections):
+    known = {*LoraConfig().targets, *facts.projections}
+    unknown = [name for name in config.targets if name not in known]
+    if config.enabled and (unknown or not config.parameters(facts.projections)):
         raise ConfigError(
-            f"model.lora.targets = {', '.join(config.targets)}: {facts.architecture} has none of "
-            f"these layers. It has {', '.join(facts.projections)}"
+            f"model.lora.targets: {facts.architecture} has no layer "
+            f"{' or '.join(unknown or config.targets)}. It has {', '.join(facts.projections)}"
+        )
+    if config.rank > facts.hidden_size:
+        raise ConfigError(
+            f"model.lora.rank = {config.rank}: must be at most the hidden size, {facts.hidden_size}"
         )
 
 

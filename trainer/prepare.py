@@ -430,13 +430,18 @@ def _with_teachers(config: Config, facts: ModelFacts, tokenizer: Any) -> ModelFa
     ConfigError if a teacher does not match the model."""
     count = 0
     for path in config.data.references[1:]:
-        teacher = trainable_facts(path, load_model_config(path))
+        names = [source.name for source in config.data.sources if source.teacher == path]
+        knob = f"data.sources[{names[0]}].teacher = {path!r}"
+        try:
+            teacher = trainable_facts(path, load_model_config(path))
+        except ConfigError as error:
+            raise ConfigError(f"{knob} cannot be used: {error}") from error
         if teacher.vocab_size != facts.vocab_size:
             raise ConfigError(
-                f"data.sources[].teacher = {path!r} has a vocabulary of {teacher.vocab_size} ids, "
-                f"the model {facts.vocab_size}. A teacher must score the student's tokens"
+                f"{knob} has a vocabulary of {teacher.vocab_size} ids, the model "
+                f"{facts.vocab_size}. A teacher must score the student's tokens"
             )
-        check_same_family(path, tokenizer, f"data.sources[].teacher = {path!r}")
+        check_same_family(path, tokenizer, knob)
         count += teacher.parameters
     return replace(facts, teacher_parameters=count)
 

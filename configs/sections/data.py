@@ -341,7 +341,7 @@ class DataConfig(Section):
     def references(self) -> tuple[str, ...]:
         """The distinct reference models of the KL term. The initial model is written as "". It
         always comes first, even if no domain uses it."""
-        used = (source.teacher for source in self.sources if source.kl_coef > 0)
+        used = (s.teacher for s in self.sources if s.kl_coef > 0 and self.weight_of(s) > 0)
         return tuple(dict.fromkeys(("", *used)))
 
     @property

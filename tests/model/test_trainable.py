@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Gemma2Config, GptOssConfig, NemotronConfig, PhimoeConfig, Qwen3NextConfig
+from transformers import (
+    Gemma2Config,
+    GemmaConfig,
+    GptOssConfig,
+    NemotronConfig,
+    PhimoeConfig,
+    Qwen3NextConfig,
+)
 
-from keel.configs.schema import ConfigError
-from keel.model.load import load_model_config
-from keel.model.trainable import check_trainable, trainable_facts
+from keel.configs.schema import ConfigError, LoraConfig
+from keel.model.load import facts_of, load_model_config
+from keel.model.trainable import check_adapters, check_trainable, trainable_facts
 from tests.model.families import build
 
 SMALL: dict[str, Any] = {
@@ -90,3 +97,15 @@ def test_mismatched_weights_are_refused(case: str, tmp_path: Path) -> None:
     path = saved(tmp_path, family, dict(knobs), weights)
     with pytest.raises(ConfigError, match=f"config.json .*{reason}"):
         trainable_facts(path, load_model_config(path))
+
+
+def test_adapters_fit_the_model() -> None:
+    facts = facts_of(GemmaConfig(num_hidden_layers=1))
+    check_adapters(LoraConfig(rank=4), facts)
+    for wrong in (
+        LoraConfig(rank=4, targets=("q_proj", "o_porj")),
+        LoraConfig(rank=4, targets=("lm_head",)),
+        LoraConfig(rank=facts.hidden_size + 1),
+    ):
+        with pytest.raises(ConfigError, match=r"model\.lora"):
+            check_adapters(wrong, facts)

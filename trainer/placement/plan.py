@@ -243,8 +243,17 @@ def model_line(config: Config, facts: ModelFacts) -> str:
     return (
         f"{config.model.path}: {_count(facts.parameters)} parameters "
         f"({_count(facts.active_parameters)} active), {facts.layers} layers{experts}, "
-        f"vocabulary {facts.vocab_size:,}, {config.model.dtype}"
+        f"vocabulary {facts.vocab_size:,}, {config.model.dtype}{_lora(config, facts)}"
     )
+
+
+def _lora(config: Config, facts: ModelFacts) -> str:
+    lora = config.model.lora
+    if not lora.enabled:
+        return ""
+    targets = ", ".join(name for name in lora.targets if name in facts.projections)
+    count = _count(lora.parameters(facts.projections))
+    return f"; LoRA of rank {lora.rank} on {targets}: {count} trainable parameters"
 
 
 def ranks_line(config: Config, *, gpu: bool) -> str:
