@@ -44,7 +44,7 @@ class ServedModel:
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values of the parameters in `SAMPLING`. Missing values come from generation_config.json."""
     thinking: bool | None = None
-    """Whether the model thinks. If None, the chat template decides."""
+    """True if the model thinks before it answers. If None, the chat template decides."""
 
 
 def find_model(folder: Path) -> ServedModel:

@@ -99,7 +99,8 @@ def pack_shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[Trai
     shares: list[list[TrainBatch]] = [[] for _ in range(trainer.groups)]
     watched = select_trajectories(groups, config.run).segments
     models = config.data.references
-    references = {name: models.index(t) for name, t in config.data.teachers_by_domain.items()}
+    teachers = config.data.teachers_by_domain  # some of domains that are not trained on
+    references = {name: models.index(t) for name, t in teachers.items() if t in models}
     for part in split_updates(groups, algorithm.updates_per_batch):
         packed = pack(
             part,

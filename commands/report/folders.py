@@ -63,7 +63,7 @@ class _StepFile:
     """Modification time in nanoseconds and size in bytes when the file was read."""
     groups: Sequence[ReportGroup] = ()
     as_is: bool = True
-    """Whether a browser can parse the file without changes."""
+    """True if a browser can parse the file without changes."""
     wrong: str = ""
     """Why the file cannot be read, or empty if it can."""
 

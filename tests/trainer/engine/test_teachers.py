@@ -103,6 +103,20 @@ def test_teachers_need_a_coefficient_and_agree_per_domain() -> None:
     assert data.references == ("", "t", "u") and not data.uses_initial_model
 
 
+def test_teachers_of_untrained_domains_are_not_loaded(tmp_path: Path) -> None:
+    from keel.trainer.worker import pack_shares  # noqa: PLC0415
+
+    write_dense(tmp_path / "student")
+    config = config_for({"a": "t", "b": "u"})
+    sources = tuple(replace(each, holdout=2) for each in config.data.sources)
+    config = replace(config, data=replace(config.data, sources=sources, train_on=("b",)))
+    assert config.data.references == ("", "u")
+    groups = in_domain(Rollouts(0, tmp_path / "student").groups(1, 3, kl_coef=1.0), "b")
+    ((batch,),) = pack_shares(groups, config)
+    kinds = [micro.reference_S for micro in batch.micro_batches]
+    assert all(kind is not None and set(kind) == {1} for kind in kinds)
+
+
 def test_packing_keeps_references(tmp_path: Path) -> None:
     write_dense(tmp_path / "student")
     groups: list[Any] = []
