@@ -9,8 +9,7 @@ from keel.rl.turns import TurnResult
 from keel.rl.types import FinishReason, Usage
 
 CHARACTERS_PER_TOKEN = 16
-"""Upper bound on the average number of characters per token in a long text. Prose and code have
-about 4."""
+"""Upper bound on the average characters per token of a long text; prose has about 4."""
 _SHORT_TEXT = 1 << 16
 """Texts up to this many characters are always tokenized, which takes a tenth of a second."""
 
@@ -21,16 +20,14 @@ class Budget:
 
     turns: int
     turn_tokens: int
-    """Maximum number of tokens sampled in one turn. If Keel drives the episode, it ends when a turn
-    is truncated at this limit. An agent program gets the finish reason `length` instead."""
+    """Maximum number of tokens sampled in one turn. Only an agent program continues a cut turn."""
     tokens: int
     """Maximum number of tokens sampled in all turns together."""
     window: int
     """Maximum number of tokens in a context, including the sampled ones."""
     timeout_s: float = inf
-    """Time limit in seconds for the whole trajectory. It counts the time spent in the engine and in
-    tools. The time that a program spends between turns counts as tool time. A turn that the program
-    cancelled counts in full."""
+    """Time limit in seconds for turns, cancelled ones included, for tools and for the program
+    between turns."""
     call_s: float = 60.0
     """Time limit in seconds for each call to an environment's tool."""
     calls: float = inf
@@ -38,9 +35,8 @@ class Budget:
 
     @property
     def characters(self) -> int:
-        """A text longer than this is assumed not to fit the window. The length is checked before
-        tokenizing, because tokenizing a large text would block all other trajectories for seconds
-        per MiB."""
+        """A longer text is assumed not to fit the window: tokenizing it would block all other
+        episodes."""
         return max(CHARACTERS_PER_TOKEN * self.window, _SHORT_TEXT)
 
     def truncate(self, text: str) -> str:
@@ -49,8 +45,7 @@ class Budget:
         return text if excess <= 0 else f"{text[:-excess]}\n[{excess} characters left out]"
 
     def refusal(self, calls: int) -> str:
-        """Return an error message if the call limit is used up after `calls` calls, or "" if
-        another call may run."""
+        """Return an error message if no call may run after `calls` calls, or ""."""
         if calls < self.calls:
             return ""
         return f"Nothing was run: {self.calls} calls have been, and no more will be."
@@ -59,9 +54,8 @@ class Budget:
         return self.timeout_s - usage.sampling_s - usage.tools_s
 
     def room(self, usage: Usage, *, context: int, sampled: int) -> tuple[FinishReason, int]:
-        """Return which limit the next turn will reach first, and how many tokens the turn may
-        sample. If that number is below 1, the limit has already been reached. `context` is the
-        number of tokens in the context, and `sampled` is the number sampled in all turns so far."""
+        """Return the limit that the next turn will reach first, and how many tokens the turn may
+        sample. The limit is already reached if that number is below 1."""
         if usage.turns >= self.turns:
             return "turns", 0
         if self.remaining_s(usage) <= 0:
@@ -75,8 +69,7 @@ class Budget:
 
 
 def with_turn(usage: Usage, result: TurnResult, *, repeated: int) -> Usage:
-    """Return `usage` with one more turn added. `repeated` is the number of context tokens that an
-    earlier turn had already processed."""
+    """Add a turn, `repeated` of whose context tokens an earlier turn had already processed."""
     return replace(
         usage,
         turns=usage.turns + 1,

@@ -1,9 +1,5 @@
 """Shortens the context when a conversation fills its window, as in DeepSeek-V3.2 (2025), section
-4.4.
-
-When the context reaches 80 % of the window, it is rewritten and the conversation continues in a new
-segment. The opening messages are always kept. A tool call is kept or removed together with its
-results. The number of rewrites is limited.
+4.4. The opening messages are always kept. A tool call is kept or removed together with its results.
 """
 
 from __future__ import annotations
@@ -44,17 +40,14 @@ class AskFirst:
     """A question to ask the policy before rewriting the context."""
 
     messages: tuple[Message, ...]
-    """Messages that ask the question. They are appended to the current context, or to the rewritten
-    one if `before` is set."""
+    """Messages to append to the current context, or to the context after `before`."""
     before: Rewrite | None = None
-    """A rewrite to apply before asking, used if the current context leaves no room for the answer.
-    This can happen after a long tool result."""
+    """A rewrite to apply first if the current context leaves no room for the answer."""
     fallback: Rewrite
     """The rewrite to use if the answer is empty because it was truncated during the thinking."""
 
     def rewritten_by(self, opening: Sequence[Message], answer: str) -> Rewrite:
-        """Return a rewrite that keeps the opening and adds the policy's answer as a user message.
-        Returns `fallback` if the answer is empty."""
+        """Return a rewrite with the opening and the policy's answer, or `fallback` without one."""
         if not answer.strip():
             return self.fallback
         summary: Message = {"role": "user", "content": SUMMARY + answer.strip()}
@@ -63,8 +56,7 @@ class AskFirst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextManager:
-    """Decides when and how to rewrite a context. It keeps no state, so the caller counts the
-    rewrites."""
+    """Decides when and how to rewrite a context. It keeps no state."""
 
     method: Method
     window: int
@@ -77,10 +69,8 @@ class ContextManager:
     def rewrite(
         self, opening: Sequence[Message], view: Sequence[Message], *, tokens: int, rewrites: int
     ) -> Rewrite | AskFirst | None:
-        """Decide whether to rewrite the context before the next turn. Returns a rewrite, a question
-        to ask the policy first, or None if no rewrite is due or nothing can be removed. `view`
-        contains the messages in the current context, which has `tokens` tokens and starts with the
-        opening."""
+        """Return what to do to `view`, the current context of `tokens` tokens, before the next
+        turn, or None if no rewrite is due or nothing can be removed."""
         if self.method == "none" or rewrites >= self.most or tokens < _FULL * self.window:
             return None
         steps: list[list[Message]] = []  # an assistant message with its results, or another message

@@ -1,10 +1,7 @@
-"""Stores a conversation as the segments that are used for training.
-
-A segment is one context that the engine extended turn by turn. A new segment begins whenever the
-context is changed instead of extended. The earlier turns then serve only as context. Each sampled
-token is therefore trained exactly once, after the same token ids that preceded it when it was
-sampled.
-"""
+"""Stores a conversation as the segments that are used for training. A segment is one context that
+the engine extended turn by turn. A new segment begins whenever the context is changed instead of
+extended. Each sampled token is therefore trained exactly once, after the same token ids that
+preceded it when it was sampled."""
 
 from __future__ import annotations
 
@@ -30,18 +27,14 @@ from keel.rl.types import NO_ROUTE, SamplingMasks, Segment
 
 
 class SegmentRecord:
-    """One context and the turns that were sampled in it.
-
-    Each turn returns the routes for the tokens that it was the first to process as input. The last
-    token that a turn samples is processed only by the next turn, and so are the tool results after
-    it.
-    """
+    """One context and the turns that were sampled in it. Each turn returns the routes of the tokens
+    that it was the first to process, which excludes the last one that it samples."""
 
     def __init__(self, prompt_id: str, context: Sequence[int]) -> None:
         self._prompt_id = prompt_id
         self._ids = list(context)
         self._turns: list[tuple[int, TurnResult]] = []
-        """For each turn, the position of its first sampled token and its result."""
+        """The position of each turn's first sampled token, and the turn's result."""
         self._rows = 0
         """The number of positions for which routes have been received."""
 
@@ -78,8 +71,8 @@ class SegmentRecord:
         )
 
     def append(self, request: TurnRequest, result: TurnResult) -> None:
-        """Record the result of a turn. Raises ValueError if the result is incomplete or belongs to
-        another request."""
+        """Record a turn. Raises ValueError if its result is incomplete or belongs to another
+        request."""
         context, sampled = len(self._ids), len(result.token_ids_N)
         name, routes = f"conversation {request.conversation}", result.routes_RLK
         if len(request.token_ids_T) != context or request.routes_from != self._rows:
@@ -105,8 +98,7 @@ class SegmentRecord:
         del self._ids[start + len(result.token_ids_N) :]
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Extend the context to `ids`. Raises ValueError if `ids` does not start with the current
-        context."""
+        """Extend the context to `ids`, which must start with it."""
         if list(ids[: len(self._ids)]) != self._ids:
             raise ValueError(f"conversation of {self._prompt_id}: an extension changes earlier ids")
         self._ids += ids[len(self._ids) :]
@@ -157,8 +149,7 @@ def common_prefix(ids: Sequence[int], records: Iterable[SegmentRecord]) -> int:
 
 
 class Conversation:
-    """The messages of a conversation, and the segments that store their tokens. If an engine dies,
-    only the current turn is lost, and the episode requests that turn again."""
+    """The messages of a conversation, and the segments that store their tokens."""
 
     def __init__(
         self,
@@ -206,8 +197,7 @@ class Conversation:
         return sum(record.sampled_tokens for record in self._records)
 
     def request(self, *, max_tokens: int, seed: int, timeout_s: float = inf) -> TurnRequest:
-        """Build the request for the next turn. A retry after an engine failure builds an identical
-        request. `seed` is the trajectory's seed, from which the turn's seed is derived."""
+        """Build the request for the next turn, the same one again after an engine failure."""
         if self.view[-1]["role"] == "assistant":
             raise ValueError(f"conversation {self.name}: the last message is the policy's own")
         record = self._records[-1]
@@ -238,9 +228,7 @@ class Conversation:
         return parsed
 
     def answer(self, messages: Sequence[Message]) -> None:
-        """Append the messages that follow a turn, such as tool results or a user message. If the
-        policy has not taken a turn since the last such messages, the old and new ones are rendered
-        together."""
+        """Append messages that follow a turn, and render them with any others since that turn."""
         record, extended = self._records[-1], None
         unanswered = takewhile(lambda message: message["role"] != "assistant", reversed(self.view))
         if record.turns:
@@ -254,20 +242,18 @@ class Conversation:
             record.extend(extended)
 
     def add_messages(self, messages: Sequence[Message]) -> None:
-        """Append messages to the current context and the transcript, without changing the token
-        ids."""
+        """Append messages to the context and the transcript without changing the token ids."""
         self.view += messages
         self.transcript += messages
 
     def rewrite(self, messages: Sequence[Message], *, added: Sequence[Message] = ()) -> None:
-        """Start a new segment whose context contains only `messages`. `added` contains those that
-        have not appeared in the conversation before."""
+        """Start a new segment with the context `messages`. `added` are new to the transcript."""
         self.transcript += added
         self.view = list(messages)
         self._begin_segment()
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return the segments for training. Segments without sampled tokens are left out."""
+        """Return the segments for training, which are those with sampled tokens."""
         parts = (record.segment() for record in self._records)
         return tuple(part for part in parts if part is not None)
 
@@ -281,8 +267,7 @@ class Conversation:
 
 
 def message_of(parsed: Parsed) -> dict[str, Any]:
-    """Convert a parsed turn to an assistant message. A malformed call becomes a call to the tool
-    `MALFORMED`, so that its error message can follow as a tool result."""
+    """Convert a parsed turn to a message. Malformed calls become calls of the tool `MALFORMED`."""
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
     if parsed.reasoning:
         message["reasoning_content"] = parsed.reasoning

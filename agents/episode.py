@@ -1,8 +1,5 @@
 """Runs one episode, in which a policy acts in an environment until one of them or a limit ends it.
-
-When the episode is over, the environment grades the trajectory. If the environment is lost or
-cannot grade it, the trajectory is dropped with a reason.
-"""
+If the environment is lost or cannot grade it, it is dropped with a reason."""
 
 from __future__ import annotations
 
@@ -29,8 +26,7 @@ POLICY_PHASES = ("call", "reply")
 
 
 class _EngineRefused(RuntimeError):
-    """Raised if an engine rejects a request with a ValueError. The ValueError is its cause, and it
-    fails the run. Any other ValueError in an episode only drops the trajectory."""
+    """Raised if an engine rejects a request. Its cause, a ValueError, fails the run."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,15 +47,13 @@ class Episode:
     environment_seed: int
     """Seed for the environment. All episodes in a group share it and so get the same task."""
     crash_is_failure: Collection[str] = ()
-    """The phases (call, reply, verdict) in which losing the environment counts as a failure of the
-    policy. In any other phase, the trajectory is dropped."""
+    """Phases (call, reply, verdict) in which a lost environment counts as the policy's failure."""
     usage: Usage = field(default_factory=lambda: Usage(turns=0))
     _calls_run: int = 0
     _conversation: Conversation | None = None
 
     async def run(self) -> Trajectory | str:
-        """Run the episode and close its environment. Returns the trajectory, or the reason why it
-        is dropped. Errors raised by `sample` are passed on."""
+        """Run the episode and close its environment. Returns why it is dropped, if it is."""
         try:
             return await self._run()
         except _EngineRefused as refused:
@@ -159,8 +153,8 @@ class Episode:
         return reason
 
     async def _make_room(self, conversation: Conversation) -> FinishReason | None:
-        """Rewrite the context if it fills its window. Returns the finish reason if this ends the
-        episode, and None otherwise."""
+        """Rewrite the context if it fills its window. Returns the finish reason if the episode
+        ends."""
         rewrite = self.context.rewrite(
             conversation.opening,
             conversation.view,
@@ -184,7 +178,7 @@ class Episode:
     async def _speak(
         self, conversation: Conversation, max_tokens: int | None = None
     ) -> tuple[Sequence[ToolCall | Malformed], Message] | FinishReason:
-        """Sample one turn. Returns its calls and message, or the finish reason if the episode is
+        """Sample a turn. Returns its calls and message, or the finish reason if the episode is
         over."""
         nearest, room = self.budget.room(
             self.usage, context=len(conversation.ids), sampled=conversation.sampled_tokens
@@ -218,8 +212,7 @@ class Episode:
         self, calls: Sequence[ToolCall | Malformed]
     ) -> tuple[list[Message], FinishReason | None]:
         """Run the calls in order. Returns their results, and the finish reason if the episode is
-        over. The episode's deadline is checked before each call, which also has its own time limit.
-        """
+        over."""
         answers: list[Message] = []
         for call in calls:
             name = MALFORMED if isinstance(call, Malformed) else call.name

@@ -1,9 +1,4 @@
-"""Uses Model Context Protocol servers as environments.
-
-Each episode has its own process over stdio or its own session over HTTP. The `mcp` package
-implements the protocol. Processes are `LineProcess`es, so they have the same deadlines, error
-output and cleanup as other environments.
-"""
+"""Uses Model Context Protocol servers as environments, one process or HTTP session per episode."""
 
 from __future__ import annotations
 
@@ -35,8 +30,7 @@ class McpServer:
     """How to connect to a server, through either `command` or `url`."""
 
     command: Sequence[str] = ()
-    """The command that starts the server. It is run once per episode. `{seed}` is replaced with the
-    episode's seed."""
+    """The command that starts the server for an episode, with the seed in place of `{seed}`."""
     url: str = ""
     """URL of a Streamable HTTP server that all episodes share."""
     folder: Path | None = None
@@ -44,8 +38,7 @@ class McpServer:
     offered: Sequence[str] | None = None
     """Names of the tools that the policy may use. None means all tools that the server lists."""
     readable: Sequence[Path] = ()
-    """Files and folders that the server may read in a sandbox, in addition to `folder` and its
-    interpreter."""
+    """Paths that the server reads in a sandbox, besides `folder` and its interpreter."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     wrap: Wrap = not_wrapped
 
@@ -63,16 +56,14 @@ class McpServer:
 
 
 class McpEpisode:
-    """One episode with a server, as a `keel.agents.types.Environment`. The protocol has no user and
-    no grading, so `reply` ends the episode and the verdict is empty."""
+    """One episode with a server. The protocol has no user and no grading."""
 
     def __init__(self, server: McpServer, *, starting: asyncio.Semaphore | None = None) -> None:
         self._server = server
         self._starting = starting
         self._process: LineProcess | None = None
         self._wire_fault: Fault | None = None
-        """`exit` if the process has closed its channel, or `large` if it sent a message that is too
-        large."""
+        """`exit` if the process has closed its channel, `large` after too large a message."""
         self._session: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._client: Any = None
@@ -153,9 +144,8 @@ class McpEpisode:
         return ToolResult(text=_text_of(result), failed=result.is_error)
 
     async def _is_gone(self, error: Any) -> bool:
-        """Return whether an error means that the server is gone. This must be checked because the
-        client raises the same type of error if the server refuses a request, closes the connection,
-        or is behind a proxy that answers instead."""
+        """Return whether the server is gone. The client raises the same error if it refuses a
+        request."""
         from mcp_types import CONNECTION_CLOSED  # noqa: PLC0415
 
         if self._process is not None or error.code == CONNECTION_CLOSED:

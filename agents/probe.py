@@ -1,5 +1,4 @@
-"""Opens and closes one episode before a run, so that problems are reported before the engines
-start."""
+"""Opens one episode before a run, so that problems are reported before the engines start."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ _VERDICT_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What was learned from opening an environment."""
+    """The result of opening an environment."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
@@ -58,14 +57,9 @@ async def probe(
     thinking: bool,
     prompt: SystemPrompt = lambda _: "",
 ) -> Probe:
-    """Open an episode for `task`, ask for a verdict and close the episode.
-
-    `window` is the maximum number of tokens in a conversation. `prompt` is used as in
-    `WithSystemPrompt`. If the verdict fails, only a warning is logged, since an environment may
-    need a turn of the policy first. Raises ValueError if the environment cannot be opened, its
-    tools are invalid, or its opening does not fit the window. The message includes the
-    environment's own error.
-    """
+    """Open an episode for `task`, ask for a verdict and close the episode. A failed verdict is only
+    logged, since it may need a turn first. Raises ValueError if the environment cannot be opened,
+    its tools are invalid, or its opening does not fit the window."""
     name = program.target if isinstance(program, Program) else program.name
     fork_server = fork_server_for(program) if isinstance(program, Program) else None
     inner = (

@@ -1,8 +1,5 @@
-"""Runs groups of episodes for the training loop.
-
-Thousands of episodes run concurrently on one event loop. Each of them waits only for its own engine
-requests and tool calls, so turns from many episodes share a batch and no engine waits for a tool.
-"""
+"""Runs groups of episodes for the training loop. Thousands of episodes run concurrently on one
+event loop."""
 
 from __future__ import annotations
 
@@ -54,8 +51,7 @@ class EpisodeKind:
 
 
 def environment_seed(seed: int, prompt: Prompt) -> int:
-    """Return the environment seed for a prompt. All episodes for the prompt in a run have the same
-    seed."""
+    """Return the environment seed for a prompt, the same for all its episodes in a run."""
     return seed_of(seed, "environment", prompt.prompt_id)
 
 
@@ -72,11 +68,9 @@ class EpisodeRunner:
         most_open: int,
         closing: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
-        """Start the runner's thread, and the endpoint if there are agent programs. The keys of
-        `kinds` are the values of `Prompt.environment`. `most_open` limits the number of concurrent
-        episodes, separately for training and for evaluation. `closing` contains functions that
-        release shared resources of the environments at the end. Raises ValueError if the machine
-        does not allow enough open files or processes."""
+        """Start the runner's thread, and the endpoint if there are agent programs. `most_open`
+        limits the concurrent episodes for training, and as many for evaluation. `closing` releases
+        shared resources of the environments at the end."""
         has_programs = any(kind.program is not None for kind in kinds.values())
         make_room(len(PURPOSES) * most_open, programs=has_programs)
         self._kinds, self._chat, self._turns, self._seed = kinds, chat, turns, seed
@@ -103,9 +97,8 @@ class EpisodeRunner:
                 raise
 
     def submit(self, prompt: Prompt, *, group_size: int, purpose: Purpose) -> Future[Group]:
-        """Start `group_size` episodes for a prompt and return a future for the group. Cancelling
-        the future ends the episodes. Episodes that produce no trajectory are listed in
-        `Group.dropped`. If an engine fails, the future fails with the same error."""
+        """Start `group_size` episodes for a prompt. Cancelling the future ends them. Episodes
+        without a trajectory are in `Group.dropped`, and an engine's error fails the future."""
         if prompt.environment not in self._kinds:
             raise ValueError(f"prompt {prompt.prompt_id}: no environment {prompt.environment!r}")
         with self._gate:

@@ -1,8 +1,5 @@
 """Validates the JSON schemas of tools before a run, and checks tool calls against them.
-
-`keel.rewards.rules.json_schema` checks answers in a similar way. The code is not shared because the
-only package that both may import is `keel.rl`, which must depend on torch and numpy alone.
-"""
+(`keel.rewards.rules.json_schema` checks answers; no package may be imported by both.)"""
 
 from __future__ import annotations
 
@@ -27,12 +24,10 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class Arguments:
-    """Checks the arguments of calls to a set of tools. The tools' schemas must not refer to other
-    documents."""
+    """Checks the arguments of calls to tools, whose schemas must not refer to other documents."""
 
     def __init__(self, tools: Sequence[ToolSpec]) -> None:
-        """Create a validator for each tool. Raises ValueError if a tool's name is invalid or not
-        unique, or if its schema is invalid."""
+        """Create a validator for each tool. Raises ValueError if a name or a schema is invalid."""
         self._validators: dict[str, Any] = {}
         for tool in tools:
             if not _NAME.fullmatch(tool.name):
@@ -137,8 +132,7 @@ def _unique(_: Any, enabled: Any, items: Any, __: Any) -> Iterator[Any]:
 
 
 def _hashable(value: Any) -> Any:
-    """Return a hashable key for a JSON value. Values that JSON schema treats as equal, such as 1
-    and 1.0, have equal keys."""
+    """Return a hashable key for a JSON value, equal for values such as 1 and 1.0."""
     if isinstance(value, dict):
         pairs = cast(dict[str, Any], value).items()
         return frozenset((key, _hashable(item)) for key, item in pairs)
@@ -193,8 +187,7 @@ _KEYWORDS = {
     "patternProperties": _pattern_properties,
     "uniqueItems": _unique,
 }
-"""Replacements for schema keywords that the policy could make slow to check. A slow check would
-delay all other episodes. (`unevaluatedProperties` with `patternProperties` can still be slow.)"""
+"""Replacements for keywords whose checks a policy could make so slow that they delay all others."""
 
 
 def _references(value: Any) -> Iterator[str]:

@@ -1,8 +1,4 @@
-"""The interface of an environment.
-
-An environment serves one trajectory and is then closed. It may be slow, crash or hang, so the
-caller sets a deadline for every call.
-"""
+"""The interface of an environment. It may be slow, crash or hang, so each call has a deadline."""
 
 from __future__ import annotations
 
@@ -29,26 +25,21 @@ class ToolResult:
 
     text: str
     failed: bool = False
-    """True if the call was refused or raised an exception. `text` explains why, and the policy may
-    try again."""
+    """True if the call was refused or raised an exception, which `text` explains."""
     done: bool = False
     """True if the call ended the episode."""
 
 
 Fault = Literal["start", "raised", "exit", "crash", "hang", "garbage", "large", "memory", "closed"]
-"""Why an environment was lost.
-
-It could not be started or imported (`start`), raised an exception outside a tool call (`raised`),
-exited (`exit`), was killed by a signal (`crash`), missed a deadline (`hang`), sent an invalid
-(`garbage`) or too large (`large`) reply, ran out of memory (`memory`), or was used after it had
-been closed (`closed`).
+"""Why an environment was lost: not started or imported, an exception outside a tool call, an exit,
+a signal, a missed deadline, an invalid or too large reply, too much memory, or used after its end.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unscored:
-    """Returned instead of a verdict if it is missing. The trajectory is then dropped, which differs
-    from a score of 0."""
+    """Returned instead of a missing verdict. The trajectory is then dropped, unlike at a score of
+    0."""
 
     reason: str
     fault: Fault | None = None
@@ -64,12 +55,10 @@ class Transcript:
 
 
 class EnvironmentLost(RuntimeError):
-    """Raised if the episode cannot continue. The environment and all its processes have been
-    killed."""
+    """Raised if the episode cannot continue. All processes of the environment are dead."""
 
     def __init__(self, fault: Fault, during: str, message: str, output: str = "") -> None:
-        """Create an error. `during` is the method that was awaited. `output` is the last part of
-        the environment's standard error."""
+        """Create an error in the method `during`, with the end of the standard error."""
         tail = f"; its last words: {output}" if output else ""
         super().__init__(f"{LOST}{during}: {message}{tail}")
         self.fault: Fault = fault
@@ -79,14 +68,13 @@ class EnvironmentLost(RuntimeError):
 
 
 class Environment(Protocol):
-    """An environment for one episode. `open`, `call` and `reply` raise `EnvironmentLost` if the
-    environment cannot continue. `verdict` returns `Unscored` instead, and `close` never raises."""
+    """An environment for one episode. Its first three methods raise `EnvironmentLost` if it cannot
+    continue, `verdict` returns `Unscored` instead, and `close` never raises."""
 
     async def open(self, task: Prompt, *, seed: int) -> Opening: ...
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
-        """Run a tool call and return its result. A call that violates the tool's schema fails
-        without being run."""
+        """Run a tool call. A call that violates the tool's schema fails without being run."""
         ...
 
     async def reply(self, turn: Message) -> Message | None:
@@ -101,8 +89,7 @@ class Environment(Protocol):
 
 
 class NoEnvironment:
-    """An environment that only passes on the task and has no tools, user or verdict. It is for
-    agent programs that bring their own environment."""
+    """Passes on the task and does nothing else, for agent programs with their own environment."""
 
     async def open(self, task: Prompt, *, seed: int) -> Opening:
         return Opening(messages=task.messages)

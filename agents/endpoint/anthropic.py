@@ -1,9 +1,4 @@
-"""Lets programs use Anthropic's Messages API by translating it to and from chat completions.
-
-This is for programs that support only that API. Text, tools, tool results and streaming are
-supported. Requests are converted to chat completion requests first, so both APIs share the same
-validation and recording.
-"""
+"""Translates Anthropic's Messages API to and from chat completions, for text, tools and streams."""
 
 from __future__ import annotations
 
@@ -19,8 +14,7 @@ _REWRITTEN = ("system", "messages", "tools", "tool_choice", "output_format")
 
 
 def as_chat_request(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a Messages request to a chat completion request. Raises ApiError if the request is
-    invalid."""
+    """Convert a Messages request to a chat completion request."""
     messages: list[dict[str, Any]] = []
     if system := fields.get("system"):
         messages.append({"role": "system", "content": _text("system", system)})

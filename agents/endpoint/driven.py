@@ -23,18 +23,13 @@ from keel.rl.types import ENVIRONMENT, PROGRAM, FinishReason, Prompt, Segment, T
 
 @dataclass(slots=True, kw_only=True)
 class DrivenEpisode(Episode):
-    """An episode that an agent program drives.
-
-    If the program fails after the policy has taken a turn, the episode counts as a failure of the
-    policy with the finish reason `crash`. If the endpoint had answered a request with a status of
-    500 or more, the failure is not the policy's fault, so the trajectory is dropped instead.
-    """
+    """An episode that an agent program drives. If the program fails after a turn, the episode ends
+    with `crash`, unless the endpoint had failed first: the trajectory is then dropped."""
 
     program: AgentProgram
     endpoint: Endpoint
     starting: asyncio.Semaphore | None = None
-    """Limits how many programs start at once. It is acquired before the program starts and released
-    when the program requests its first turn."""
+    """Limits how many programs are between their start and their first turn."""
     ended: ProgramResult | None = None
     finished: Finished | None = None
     _broken: asyncio.Event = field(default_factory=asyncio.Event)
@@ -177,10 +172,8 @@ async def try_program(
     speak: Callable[[str], Sequence[int]],
     budget: Budget,
 ) -> ProgramTrial:
-    """Run a program for one episode of `task`, with a scripted model in place of the policy.
-    `speak` returns the token ids that a policy would sample for a text, including the end of the
-    turn. Raises ValueError with the program's output if the program cannot be started, requests no
-    turn, or nothing grades the task."""
+    """Run a program for one episode with a scripted model in place of the policy. Raises ValueError
+    if the program cannot be started, requests no turn, or nothing grades the task."""
     contexts: list[int] = []
 
     async def sample(request: TurnRequest) -> TurnResult:

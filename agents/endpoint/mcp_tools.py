@@ -1,8 +1,5 @@
-"""Serves an environment's tools over MCP to the program that drives the episode.
-
-It uses the Streamable HTTP transport without sessions or streams, so each request and each response
-is one JSON-RPC message. Programs can use an MCP client or post `tools/call` themselves.
-"""
+"""Serves an environment's tools over MCP to the program that drives the episode. Programs can use
+an MCP client or post `tools/call` themselves."""
 
 from __future__ import annotations
 
@@ -21,12 +18,8 @@ _UNKNOWN_METHOD, _INVALID_PARAMS, _LOST = -32601, -32602, -32000
 
 
 class McpTools:
-    """The tools for one episode.
-
-    Calls run one at a time, as in episodes that Keel drives. No call runs after one that ends the
-    episode. A call is completed even if its client disconnects, because an environment cannot
-    continue after an interrupted call.
-    """
+    """The tools for one episode. Calls run one at a time and to their end, even if the client
+    disconnects, because an interrupted call loses the environment."""
 
     def __init__(
         self, environment: Environment, tools: Sequence[ToolSpec], *, budget: Budget
@@ -56,8 +49,7 @@ class McpTools:
                 task.cancel()
 
     async def answer(self, body: bytes) -> dict[str, Any] | None:
-        """Answer a JSON-RPC message. Returns None for a notification, which needs no answer. Raises
-        ValueError if `body` is not a JSON-RPC message."""
+        """Answer a JSON-RPC message, or return None for a notification."""
         message = load_json(body)
         if not isinstance(message, dict):
             raise ValueError("a JSON-RPC message is an object")

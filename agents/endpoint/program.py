@@ -36,8 +36,8 @@ class AgentProgram:
     """Settings for running an agent program, shared by all trajectories."""
 
     command: Sequence[str]
-    """The command line, as returned by `command_of`. `{prompt}` is replaced with the task's last
-    user message. `{prompt_file}` is replaced with the path of a file that contains it."""
+    """The command line. `{prompt}` stands for the last user message, `{prompt_file}` for its file.
+    """
     open_s: float = 60.0
     """Time limit in seconds for the program's first request."""
     python: str = sys.executable
@@ -51,11 +51,10 @@ class AgentProgram:
     wrap: Wrap = not_wrapped
     """Puts the program into a sandbox in which it can still open sockets."""
     readable: Sequence[Path] = ()
-    """Paths that the program must be able to read in a sandbox, such as its interpreter and
-    packages."""
+    """Paths that the program reads in a sandbox, such as its interpreter and packages."""
     tells_reward: bool = False
-    """Include the reward's inputs, such as a reference answer, in the environment variable
-    KEEL_TASK. The policy can read them if the program lets it run commands."""
+    """Include the reward's inputs, such as an answer, in KEEL_TASK, where the policy may read them.
+    """
     drop_failures: bool = False
     """Drop a trajectory if its program fails. Otherwise it counts as a failure of the policy."""
     judges: bool = True
@@ -79,10 +78,9 @@ class AgentProgram:
 
 
 def command_of(program: str, *, python: str, folder: Path) -> list[str]:
-    """Return the command line for the `program` field of a recipe. The field is a command line or
-    the name of a function, `module:function`. The first word of a command line is looked up in
-    `folder`, next to the interpreter `python` and on the PATH. Raises ValueError if it is not
-    found."""
+    """Return the command line for a recipe's `program`, which is one or names a function
+    (`module:function`). Its first word is looked up in `folder`, next to `python` and on the PATH.
+    """
     if _FUNCTION.fullmatch(program):
         return [python, str(START), "call", program]
     first, *rest = shlex.split(program)
@@ -99,7 +97,7 @@ def command_of(program: str, *, python: str, folder: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
-    """How a program ended, and the verdict or answer it gave."""
+    """The end of a program, and the verdict or answer it gave."""
 
     failed: str = ""
     """Why the program failed, or "" if it exited with status 0."""
@@ -123,13 +121,8 @@ async def run_program(
     seed: int,
     until: Coroutine[Any, Any, str],
 ) -> ProgramResult:
-    """Run a program and return its result, then kill all its processes.
-
-    The program runs until it exits or `until` returns a reason to stop it. It can write its result
-    as JSON to the file named by `KEEL_VERDICT`. A command may also print the result as its last
-    line. The result is a verdict, `{"parts": {"correct": 1.0}, "facts": {…}}`, an answer for
-    another grader, `{"answer": "…"}`, or both in one object.
-    """
+    """Run a program until it exits or `until` returns a reason to stop it, then kill all its
+    processes. Its result is the JSON in the file KEEL_VERDICT or in the last line of its output."""
     is_wrapped = program.wrap is not not_wrapped
     folder = program.folder or Path.cwd()
     scratch = "" if is_wrapped else tempfile.mkdtemp(prefix="keel-")  # a sandbox has its own

@@ -1,11 +1,7 @@
-"""Records the requests of an agent program as segments for training.
-
-The recorder compares the messages of each request with the turns recorded so far. If the request
-continues a recorded turn, `Chat.extend` extends the turn's token ids, so sampled text is never
-tokenized again. If another request has already extended that turn, a new segment begins with the
-same ids. If no recorded turn matches, a new segment begins with the rendered messages. In all
-cases, each sampled token is trained only in the segment in which it was sampled.
-"""
+"""Records the requests of an agent program as segments for training. If the request continues a
+recorded turn, `Chat.extend` extends the turn's token ids, so sampled text is never tokenized again.
+If another request has already extended that turn, a new segment begins with the same ids. If no
+recorded turn matches, a new segment begins with the rendered messages."""
 
 from __future__ import annotations
 
@@ -60,13 +56,8 @@ class Finished:
 
 
 class TrajectoryRecorder:
-    """Records one trajectory, which may have many requests in flight at once.
-
-    All calls must come from the same event loop. `name` must be unique within the run. `sample`
-    samples one turn. `seed` is the trajectory's seed, from which the seed of each turn is derived.
-    `turn_s` limits how long a turn may take, including the wait for an engine. When it is exceeded,
-    the client gets a 503 error.
-    """
+    """Records one trajectory, which may have many requests in flight, all on one event loop. A turn
+    that takes longer than `turn_s`, engine queue included, gets a 503 error."""
 
     def __init__(
         self,
@@ -82,10 +73,8 @@ class TrajectoryRecorder:
     ) -> None:
         self.name = name
         self.counts = Counter[str]()
-        """Number of `requests` for a turn, and how many of them had each outcome. A request
-        `extended` a segment, `branched` from a turn that another had already extended, was
-        `rendered` from its messages, got a `repeated` answer, was `refused`, `failed`, or was
-        `cancelled` by its client."""
+        """Number of `requests`, and of `extended`, `branched`, `rendered`, `repeated`, `refused`,
+        `failed` and `cancelled` ones."""
         self._prompt_id, self._chat, self._sample = prompt_id, chat, sample
         self._thinking, self._seed = thinking, seed
         self._budget, self._turn_s = budget, turn_s
@@ -116,9 +105,7 @@ class TrajectoryRecorder:
         """Set when the first turn starts to be sampled."""
 
     async def turn(self, request: ChatRequest) -> Reply:
-        """Sample and record the turn for a request, and return the reply. If the call is cancelled,
-        nothing is recorded. Raises ApiError if the request is refused or the turn cannot be
-        sampled."""
+        """Sample and record the turn for a request. Raises ApiError if it is refused or fails."""
         self.counts["requests"] += 1
         try:
             reply = await self._turn(request)
@@ -142,14 +129,12 @@ class TrajectoryRecorder:
             self.counts["refused"] += 1
 
     def mark_lost(self, reply: Reply) -> None:
-        """Store a reply whose client disconnected. It is returned if the client repeats the
-        request."""
+        """Keep a reply whose client disconnected, for when the request is repeated."""
         self._lost.setdefault(reply.request_key, []).append(reply)
 
     async def overdue(self, open_s: float) -> str:
-        """Wait until the program exceeds a time limit, and return a description of what took too
-        long. `open_s` is the time limit for the first request. After that, `Budget.timeout_s`
-        limits the total time of the turns and of the program between them."""
+        """Wait until the program exceeds `open_s` before its first request, or `Budget.timeout_s`
+        after it, and describe what took too long."""
         if self._budget.timeout_s == inf:
             raise ValueError("endpoint: timeout_s must be finite: every wait has a deadline")
         began = monotonic()
@@ -168,8 +153,7 @@ class TrajectoryRecorder:
                     await self._changed.wait()
 
     async def finish(self) -> Finished:
-        """Cancel the turns being sampled, close the recorder and return the trajectory. It is safe
-        to call this more than once."""
+        """Cancel the turns being sampled, close the recorder and return the trajectory."""
         self._usage, self._idle_since = self._with_idle(), None
         self._closed = True
         self._changed.set()
@@ -264,8 +248,7 @@ class TrajectoryRecorder:
         )
 
     async def _admit(self, context: int, max_tokens: int | None) -> int:
-        """Wait until the budget allows a turn after `context` tokens, and return how many tokens it
-        may sample. Raises ApiError if the budget is spent."""
+        """Wait until the budget allows a turn, and return how many tokens it may sample."""
         try:
             async with asyncio.timeout(self._turn_s):
                 while True:

@@ -40,8 +40,8 @@ class Reply:
 
 
 def client_message(parsed: Parsed, *, cut: bool, may_call: bool) -> dict[str, Any]:
-    """Return a parsed turn as the message for the client. Calls are removed if `may_call` is False
-    or the turn was truncated, because clients run calls without checking the finish reason."""
+    """Return a turn as the message for the client, without calls if it was truncated or may not
+    call."""
     message = replace_surrogates(message_of(parsed))
     if cut or not may_call:
         message.pop("tool_calls", None)
@@ -62,8 +62,7 @@ def completion(reply: Reply, model: str) -> dict[str, Any]:
 
 
 def events(reply: Reply, model: str, *, include_usage: bool) -> Iterator[bytes]:
-    """Yield the server-sent events for a streaming request, ending with `[DONE]`. The turn is
-    already complete when the stream starts, so one event contains the whole message."""
+    """Yield the server-sent events of a stream. One event contains the whole message."""
     head = _head(reply, model, "chat.completion.chunk")
     if include_usage:
         head["usage"] = None

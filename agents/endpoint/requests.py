@@ -18,13 +18,11 @@ from keel.rl.turns import Message, ToolSpec
 from keel.rl.types import FinishReason
 
 MAX_TOOL_CHARACTERS = 256 << 10
-"""Maximum JSON length of a request's tools. Checking schemas takes about a second per 30,000
-characters."""
+"""Maximum JSON length of a request's tools."""
 _MAX_DEPTH = 120
 """Maximum nesting depth of a request."""
 MAX_VALUES = 1 << 20
-"""Maximum number of commas and opening brackets in a request. More values would not fit into a
-window of a million tokens, and parsing them would block all other trajectories for seconds."""
+"""Maximum number of commas and opening brackets in a request, which block the event loop."""
 _WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention"),
@@ -64,8 +62,7 @@ class ApiError(Exception):
         code: str | None = None,
         limit: FinishReason | None = None,
     ) -> None:
-        """Create an error with an HTTP status. `param` is the invalid field. `limit` is the budget
-        limit that was reached."""
+        """Create an error about the field `param`, or about the budget `limit` that was reached."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.limit: FinishReason | None = limit
@@ -82,8 +79,7 @@ def invalid_field(param: str, message: str) -> ApiError:
 
 
 def budget_spent(budget: Budget, limit: FinishReason, context: int = 0) -> ApiError:
-    """Return the error for a spent budget. Unlike 429 and 5xx, its status makes clients stop
-    instead of retrying. `context` is the number of tokens in the request's messages."""
+    """Return the error for a spent budget, with a status at which clients do not retry."""
     if limit == "window":  # OpenAI's wording, which programs recognize and then shorten the context
         return ApiError(
             400,
@@ -115,8 +111,7 @@ def _as_arguments(arguments: Any) -> Any:
 
 
 class _Model(BaseModel):
-    """Base class for the parts of a request. Its lists are `FailFast`, because collecting the
-    errors for a million entries would block the event loop for seconds."""
+    """A part of a request. Lists are `FailFast`, since a million errors would take seconds."""
 
     model_config = ConfigDict(strict=True)
 
@@ -186,8 +181,8 @@ class ChatRequest:
     """A validated request for one turn."""
 
     messages: tuple[Message, ...]
-    """The normalized messages. Contents are strings and call arguments are objects. Tool results
-    are in the order of their calls and include the tool's name."""
+    """The messages with texts as contents, objects as arguments, and results in the order of calls.
+    """
     tools: tuple[ToolSpec, ...]
     may_call: bool
     """False if the client must not receive any calls (`tool_choice: none`)."""
@@ -199,9 +194,7 @@ class ChatRequest:
 
     @property
     def characters(self) -> int:
-        """Number of characters that the chat template would render. This includes message contents,
-        calls, tools and the thinking since the last user message. The markup of each message counts
-        as one token."""
+        """Length of the rendered request. Each message's markup counts as one token."""
         users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         since = users[-1] if users else 0
         thoughts = (message.get("reasoning_content", "") for message in self.messages[since:])
@@ -214,8 +207,8 @@ class ChatRequest:
         )
 
     async def check_tools(self) -> None:
-        """Check that the tools can be called. This runs on a thread because large schemas take
-        seconds. Raises ApiError if a tool is invalid or the tools are too large."""
+        """Raise ApiError if a tool is invalid. This uses a thread, since large schemas take
+        seconds."""
         if sum(len(json.dumps(tool.as_json())) for tool in self.tools) > MAX_TOOL_CHARACTERS:
             limit = f"must have at most {MAX_TOOL_CHARACTERS:,} characters as JSON"
             raise invalid_field("tools", limit)
@@ -226,8 +219,7 @@ class ChatRequest:
 
 
 def read_request(body: Mapping[str, Any]) -> ChatRequest:
-    """Parse and validate a chat completion request. Raises ApiError if a field is invalid, with its
-    name."""
+    """Parse a chat completion request. Raises ApiError with the name of an invalid field."""
     fields = {name: value for name, value in body.items() if value is not None}
     for name, value in fields.items():
         if name.startswith(("guided_", "structured_outputs")):
@@ -276,8 +268,7 @@ def _warn_ignored(name: str, reason: str) -> None:
 
 
 def _convert_messages(messages: Sequence[_Message]) -> list[dict[str, Any]]:
-    """Convert messages, and check that each call has a result before the next turn. Results are
-    sorted into the order of their calls, since some templates show no call ids."""
+    """Convert messages, each turn's results in the order of its calls."""
     converted: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     """Names of the tools whose calls have no result yet, by call id."""
@@ -324,8 +315,7 @@ class _TooManyValues(ValueError):
 
 
 def load_json(text: bytes | str) -> Any:
-    """Parse JSON from a program. Raises ValueError if it is invalid, nested too deeply or too
-    large."""
+    """Parse a program's JSON. Raises ValueError if it is invalid, too deep or too large."""
     raw = text.encode(errors="replace") if isinstance(text, str) else text
     if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise _TooManyValues(f"more than {MAX_VALUES:,} values do not fit the model's context")

@@ -1,5 +1,4 @@
-"""The HTTP server that serves all trajectories in a process. Each trajectory has its own URL and
-key."""
+"""The HTTP server for all trajectories in a process, each with its own URL and key."""
 
 from __future__ import annotations
 
@@ -23,11 +22,9 @@ from keel.agents.endpoint.requests import ApiError, ChatRequest, load_object, re
 from keel.agents.env_runtime.processes import socket_folder
 
 MAX_REQUEST_BYTES = 16 << 20
-"""Maximum size of a request. A context of 131,072 tokens needs at most 12 MiB, even if every
-character is escaped."""
+"""Maximum size of a request. 131,072 tokens need at most 12 MiB."""
 _MAX_BODIES = 4
-"""How many requests of one trajectory may be received at once. This limits the memory that their
-bodies take."""
+"""Maximum number of requests of one trajectory that are received at once."""
 _READ_S = 60.0
 """Time limit in seconds for receiving the rest of a request, and for a client to read an answer."""
 _SHUTDOWN_S = 5.0
@@ -70,16 +67,12 @@ class _Place:
 
 
 class Endpoint:
-    """Serves all trajectories in a process, on the loopback interface and on a unix socket.
-
-    Use it as an async context manager. Call `add` for each trajectory, and call `finish` when the
-    trajectory ends.
-    """
+    """Serves all trajectories on the loopback interface and on a unix socket. Use it as an async
+    context manager, and call `add` and `finish` for each trajectory."""
 
     def __init__(self, *, most: int = 1024) -> None:
-        """Prepare an endpoint, which starts when its context is entered. `most` limits the number
-        of connections for all trajectories together, so that the process does not run out of file
-        descriptors. When the limit is reached, each new connection closes an existing one."""
+        """Prepare an endpoint with at most `most` connections. Each further one closes an existing
+        one."""
         self._most = most
         self._port = 0
         self._open: dict[str, _Place] = {}
@@ -140,8 +133,7 @@ class Endpoint:
         self.remove_folder()
 
     def remove_folder(self) -> None:
-        """Remove the folder that contains the unix socket. It is safe to call this from any thread,
-        even if `__aexit__` hangs."""
+        """Remove the unix socket's folder, from any thread and even if `__aexit__` hangs."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self, recorder: TrajectoryRecorder, tools: McpTools | None = None) -> Address:
@@ -157,8 +149,7 @@ class Endpoint:
         )
 
     async def finish(self, name: str) -> Finished:
-        """Close the endpoint for the trajectory `name` and return the recorded trajectory. Raises
-        KeyError if the endpoint is not open."""
+        """Close the endpoint for the trajectory `name` and return the recorded trajectory."""
         for place, trajectory in self._open.items():
             if name in (place, trajectory.recorder.name):
                 del self._open[place]
@@ -166,9 +157,8 @@ class Endpoint:
         raise KeyError(name)
 
     def _accept(self) -> web.RequestHandler:
-        """Return the handler for a new connection. If there are too many connections, the oldest
-        idle one is closed, and its client simply reconnects. If all have a request in flight, the
-        turn of the newest one is cancelled."""
+        """Return the handler for a new connection. Beyond the limit, the oldest idle connection is
+        closed, or else the newest one that has a request in flight."""
         assert self._runner is not None and self._runner.server is not None
         server = self._runner.server
         connections = [one for one in server.connections if one.transport is not None]
@@ -212,9 +202,8 @@ class Endpoint:
 
     @asynccontextmanager
     async def _body_of(self, request: web.Request, place: _Place) -> AsyncGenerator[bytes]:
-        """Receive the body of a request. Other requests of the trajectory may have to wait until
-        the context exits. Raises ApiError if the body is compressed, malformed, too large or too
-        slow."""
+        """Receive a request's body. Other requests of the trajectory may wait until the context
+        exits."""
         if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
             message = f"Content-Encoding {encoding[:50]} is not supported: send the body unencoded"
             raise ApiError(400, message, code="unsupported_encoding")
@@ -247,8 +236,7 @@ class Endpoint:
         return place
 
     async def _tools(self, request: web.Request) -> web.StreamResponse:
-        """Handle a JSON-RPC message for the tools. The key is in the URL because MCP clients send
-        no API key."""
+        """Handle a JSON-RPC message. MCP clients send no API key, so the URL contains it."""
         place = self._authenticate(request, request.match_info["key"])
         if place.tools is None:
             raise ApiError(404, "there are no tools", code="unknown_url")

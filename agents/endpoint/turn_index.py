@@ -1,11 +1,6 @@
-"""Stores the recorded turns and messages, and finds the turn that a request continues.
-
-Clients may change messages before they send them back. Some drop the thinking, reorder object keys,
-reformat arguments or add names. Some add or strip white space around the assistant's text. Others
-send an empty content as None or a text as a list of parts. Messages are therefore compared by keys
-that do not depend on such changes. (`keel.agents.endpoint.requests` normalizes contents and
-arguments.)
-"""
+"""Stores the recorded turns and messages, and finds the turn that a request continues. Clients may
+drop the thinking, reorder keys, reformat arguments, add names or strip white space, so messages are
+compared by keys that do not depend on such changes."""
 
 from __future__ import annotations
 
@@ -52,11 +47,7 @@ class _OpenDialogue:
 
 
 class TurnIndex:
-    """All turns and messages in a trajectory.
-
-    The messages are stored twice, in the order of the turns and grouped by conversation. Forks and
-    sub-agents have separate conversations.
-    """
+    """All turns and messages of a trajectory, in the order of the turns and by conversation."""
 
     def __init__(self, chat: Chat, *, thinking: bool) -> None:
         self._chat, self._thinking = chat, thinking
@@ -86,9 +77,8 @@ class TurnIndex:
         )
 
     def add(self, request: ChatRequest, keys: Sequence[str], turn: Turn, *, verbatim: bool) -> None:
-        """Add the new messages of a request and the turn that answers it. `keys` contains the
-        prefix keys of the request's messages. If `verbatim` is set, the turn's message contains
-        everything that was sampled, so the policy can learn from it."""
+        """Add a request's new messages and the turn that answers it. The policy can learn from the
+        turn's message if it is `verbatim`, all that was sampled."""
         messages = self._as_recorded(request.messages, keys)
         self.opening = self.opening or tuple(messages)
         for message, key in zip(messages, keys[1:], strict=True):
@@ -125,10 +115,9 @@ class TurnIndex:
         tools_key: str,
         growing: Collection[SegmentRecord],
     ) -> tuple[Turn | None, list[int]]:
-        """Find the recorded turn that a request continues. Returns that turn, or None if there is
-        none, and the token ids of the full context, which begin with those of the turn. `keys`
-        contains the prefix keys of the request's messages. `growing` contains the records in which
-        a turn is being sampled. Raises ApiError if the chat template rejects the messages."""
+        """Return the recorded turn that a request continues, if any, and the token ids of the
+        request's context, which begin with the turn's. In the `growing` records a turn is being
+        sampled."""
         messages = request.messages
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         new = messages[turns[-1] + 1 :] if turns else ()
@@ -165,9 +154,8 @@ class TurnIndex:
         return max(prefixes, key=lambda turn: turn.end, default=None), ids
 
     def _as_recorded(self, messages: Sequence[Message], keys: Sequence[str]) -> list[Message]:
-        """Return the messages, with each assistant message replaced by the recorded one. This
-        restores thinking that the client dropped but the chat format shows until the next user
-        message."""
+        """Return the messages with the recorded turns in place of the client's, which may lack
+        thinking."""
         recorded: list[Message] = []
         for message, key in zip(messages, keys[1:], strict=True):
             turns = self._by_messages.get(key) if message["role"] == "assistant" else None

@@ -36,11 +36,8 @@ _MAX_S = 1e9
 
 
 class Hosted:
-    """One episode of a `Program`, as a `keel.agents.types.Environment`.
-
-    `starting` limits how many processes start at once. `fork_server` forks the episode's process.
-    If it is None, a new process is started.
-    """
+    """One episode of a `Program`, forked by `fork_server` or in a new process. `starting` limits
+    how many processes start at once."""
 
     def __init__(
         self,
@@ -176,8 +173,7 @@ class Hosted:
         self, during: str, request: Mapping[str, Any], timeout_s: float, *, name: str = ""
     ) -> dict[str, Any]:
         """Send a request and return its reply. If anything fails, the process is killed and
-        EnvironmentLost is raised. A request that cannot be converted to JSON is not sent and raises
-        ValueError instead."""
+        EnvironmentLost is raised. Raises ValueError if the request is no JSON."""
         async with self._turn:
             process = self._process
             if self._lost is not None:
@@ -257,7 +253,6 @@ def _parsed(model: type[_Model], reply: Any) -> _Model:
 
 
 def verdict_of(reply: Mapping[str, Any]) -> Verdict:
-    """Parse a verdict, which is an object with `parts` and `facts`. Raises ValueError if it is
-    invalid."""
+    """Parse a verdict, an object with `parts` and `facts`, or raise ValueError."""
     verdict = _parsed(_VerdictReply, reply)
     return Verdict(parts=verdict.parts, facts=verdict.facts)

@@ -1,9 +1,6 @@
-"""Controls a process that imports an environment once and forks a process for each episode.
-
-This saves the import time, which is most of the time that an episode takes to start. Forking is
-unsafe if the import starts threads or opens files. In that case, or if the sandbox cannot isolate
-forked processes, each episode starts a new interpreter instead.
-"""
+"""Controls a process that imports an environment once and forks a process for each episode. If
+forking is unsafe after the import, or the sandbox cannot isolate forked processes, each episode
+starts a new interpreter instead."""
 
 from __future__ import annotations
 
@@ -38,8 +35,7 @@ _REPLY_BYTES = 1 << 16
 
 
 def reply_fault(reply: Mapping[str, Any], memory_mib: int | None) -> tuple[Fault, str] | None:
-    """Return the fault and error message in a reply from an environment's process, or None if the
-    reply reports no fault."""
+    """Return the fault and error message in a reply from an environment's process, if any."""
     if "memory" in reply:
         return "memory", f"out of memory (memory_mib = {memory_mib})"
     if "refused" in reply:
@@ -51,18 +47,13 @@ def reply_fault(reply: Mapping[str, Any], memory_mib: int | None) -> tuple[Fault
 
 
 def fork_server_for(program: Program) -> ForkServer | None:
-    """Create a fork server for a program's episodes. Returns None if `preload` is off. The caller
-    must close the server."""
+    """Create a fork server, which the caller must close, or None if `preload` is off."""
     return ForkServer(program) if program.preload else None
 
 
 class ForkServer:
-    """Forks the processes for all episodes of a program.
-
-    All calls must come from the same event loop. The server starts with the first fork, restarts if
-    its process is lost, and ends with `close`. `deadlines.open_s` limits both the time to import
-    the program and the time for each fork.
-    """
+    """Forks all episodes of a program, on one event loop. Its process starts with the first fork
+    and restarts if it is lost. `deadlines.open_s` limits the import and each fork."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -80,8 +71,8 @@ class ForkServer:
         self._cleanups: set[asyncio.Task[Any]] = set()
 
     async def fork(self, env: Mapping[str, str]) -> LineProcess | None:
-        """Fork a process with `env` added to its environment variables. Returns None if the caller
-        must start a new process instead. Raises EnvironmentLost if loading or forking fails."""
+        """Fork a process with `env` added to its variables, or return None if the caller must start
+        one. Raises EnvironmentLost if loading or forking fails."""
         task = asyncio.create_task(self._fork(env))
         try:
             return await asyncio.shield(task)
@@ -204,8 +195,7 @@ class _Server(OwnedProcess):
     async def ask(
         self, request: dict[str, Any], *fds: int, timeout_s: float | None = None
     ) -> tuple[dict[str, Any], list[int]]:
-        """Send a request and the file descriptors `fds`. Returns the reply and the file descriptors
-        that came with it. Raises _CannotFork, TimeoutError, EOFError or OSError."""
+        """Send a request with `fds`, and return its reply with the received file descriptors."""
         async with self._gate:
             self._request_id += 1
             line = json.dumps({"id": self._request_id, **request}).encode()
@@ -241,8 +231,7 @@ class _Server(OwnedProcess):
         *,
         run: str | None = None,
     ) -> tuple[Child, socket.socket, int]:
-        """Fork a process and return the arguments for `LineProcess.attach`. Raises EnvironmentLost
-        if this process has run out of file descriptors, and otherwise the same errors as `ask`."""
+        """Fork a process and return the arguments for `LineProcess.attach`."""
         request = {"do": "fork", "inner": inner, "env": dict(env), "run": run}
         try:
             with open_channel(socket.SOCK_STREAM) as (ours, theirs, stderr, write_end):

@@ -13,9 +13,7 @@ _SPARE_FILES = 512
 
 
 def make_room(episodes: int, *, programs: bool = False) -> None:
-    """Raise the open-file limit high enough for `episodes` concurrent episodes. Set `programs` if
-    agent programs drive some of them, since these need more files. Raises ValueError if the
-    machine's maximum is too low."""
+    """Raise the open-file limit for `episodes` concurrent episodes, some driven by `programs`."""
     files = _FILES_PER_EPISODE * (1 + programs) * episodes + _SPARE_FILES
     files += connection_limit(episodes) if programs else 0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

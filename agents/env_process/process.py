@@ -1,9 +1,6 @@
 """Child processes that exchange JSON lines with Keel and are killed together with their
-descendants.
-
-A single event loop manages hundreds of them, each with a few file descriptors and no thread.
-`asyncio.create_subprocess_exec` is not used because it takes a thread per process in Python 3.11.
-"""
+descendants. A single event loop manages hundreds of them, each with a few file descriptors and no
+thread."""
 
 from __future__ import annotations
 
@@ -53,8 +50,7 @@ class SandboxLaunch(Protocol):
     def env(self) -> Mapping[str, str]: ...
 
     def started(self, pid: int) -> LimitCheck | None:
-        """Start monitoring the outer process of a sandbox, and return a function that stops it.
-        Returns None if there is no sandbox."""
+        """Start monitoring the outer process of a sandbox. Returns None if there is no sandbox."""
         ...
 
 
@@ -69,8 +65,7 @@ class _Bare:
 
 
 class Wrap(Protocol):
-    """Puts a command line into a sandbox, in which it can read the system, the program and
-    `readable`. Raises FileNotFoundError or PermissionError with a message for the user."""
+    """Puts a command into a sandbox that can read the system, the program and `readable`."""
 
     def __call__(
         self, command: Sequence[str], *, readable: Sequence[Path]
@@ -78,13 +73,9 @@ class Wrap(Protocol):
 
 
 class ForkingWrap(Protocol):
-    """A sandbox whose process may fork children. Each child is isolated as if it had been started
-    separately.
-
-    `inner` contains the settings for `keel.agents.env_runtime.isolate`, or is None if this machine
-    does not allow the isolation. `probe` is Python code that tries to escape, and prints `isolated`
-    if it fails.
-    """
+    """A sandbox whose process may fork children that are isolated from each other. `inner` is the
+    argument of `env_runtime.isolate`, or None if this machine cannot isolate. `probe` is Python
+    code that tries to escape, and prints `isolated` if it fails."""
 
     @property
     def inner(self) -> Mapping[str, Any] | None: ...
@@ -97,8 +88,8 @@ class ForkingWrap(Protocol):
     ) -> AbstractContextManager[SandboxLaunch]: ...
 
     def hold(self, pid: int, *, inside: bool) -> LimitCheck:
-        """Start monitoring the memory of a sandbox, and return a function that stops it. `pid` is
-        the sandbox's outer process, or the first process in the sandbox if `inside` is set."""
+        """Monitor the memory of a sandbox by its outer process, or by its first process if
+        `inside`."""
         ...
 
 
@@ -110,14 +101,9 @@ def not_wrapped(
 
 
 class Child:
-    """A process that belongs to an episode.
-
-    It is reaped only after its descendants are dead, so that its PID is not reused earlier.
-    `status` reaps the process and returns its exit status. If `sandbox` is `outer`, this is the
-    outer process of a sandbox, which exits after everything inside it. If it is `inside`, this is
-    the first process in a PID namespace, and all others there end with it. An empty `sandbox` means
-    neither.
-    """
+    """A process of an episode, reaped by `status` only after its descendants are dead, so that its
+    PID is not reused earlier. `sandbox` says if it is a sandbox's `outer` process, which exits
+    last, or the first process `inside` its PID namespace, with which all others end."""
 
     def __init__(
         self,
@@ -137,8 +123,7 @@ class Child:
         self._finalizer = weakref.finalize(self, _kill_abandoned, pid, pidfd)
 
     async def gone(self, within_s: float) -> bool:
-        """Wait up to `within_s` seconds for the process to exit, without reaping it. Returns False
-        if it has not exited by then."""
+        """Wait up to `within_s` seconds for the process to exit, without reaping it."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         deadline, pause_s = time.monotonic() + within_s, 0.001
@@ -164,8 +149,7 @@ class Child:
             _kill(signal.pidfd_send_signal, self._pidfd)
 
     async def reap(self) -> int | None:
-        """Reap the process after `kill` and return its exit status. If a signal killed the process,
-        the status is the negative signal number. Returns None if the status is unknown."""
+        """Reap the process after `kill` and return its exit status, or None if it is unknown."""
         deadline = time.monotonic() + REAP_S
         while not (gone := await self.gone(0.05)) and time.monotonic() < deadline:
             self.kill()  # a sandbox that was still starting
@@ -195,8 +179,7 @@ def _kill_abandoned(pid: int, pidfd: int) -> None:
 
 
 def encode_line(message: Mapping[str, Any]) -> bytes:
-    """Encode a message as a line of JSON. Raises ValueError if the message cannot be converted to
-    JSON."""
+    """Encode a message as a line of JSON, or raise ValueError."""
     try:
         return json.dumps(message, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
@@ -207,9 +190,8 @@ Result = TypeVar("Result")
 
 
 async def with_deadline(timeout_s: float, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await `work` and return its result. Raises TimeoutError if it takes longer than `timeout_s`.
-    Unlike `asyncio.timeout`, this still returns a result that arrived in time but was not read
-    because the event loop was busy."""
+    """Await `work` and return its result. Unlike `asyncio.timeout`, this still returns a result
+    that arrived in time but was not read because the event loop was busy."""
     task = asyncio.ensure_future(work)
     try:
         for limit_s in (timeout_s, _READ_S):
@@ -254,8 +236,8 @@ class OwnedProcess:
         return EnvironmentLost(fault, during, message, self.output)
 
     async def end(self, within_s: float = 0.0) -> str:
-        """Kill the process and its descendants, and return how it ended. It gets up to `within_s`
-        seconds to exit by itself. It is safe to call this more than once."""
+        """Kill the process and its descendants after up to `within_s` seconds, and return how it
+        ended."""
         if self._end is None:
             self._end = asyncio.create_task(self._shut_down(within_s))
         return await asyncio.shield(self._end)
@@ -278,10 +260,7 @@ class OwnedProcess:
 
 
 class LineProcess(OwnedProcess):
-    """A child process and the channel for exchanging messages with it.
-
-    All calls must come from the same event loop. Only one exchange may be in progress at a time.
-    """
+    """A child process and its channel, on one event loop and for one exchange at a time."""
 
     def __init__(
         self,
@@ -302,8 +281,7 @@ class LineProcess(OwnedProcess):
         wrap: Wrap = not_wrapped,
         readable: Sequence[Path] = (),
     ) -> LineProcess:
-        """Start a process. Raises EnvironmentLost if the program cannot be run. Raises OSError if
-        this process has run out of file descriptors."""
+        """Start a process. Raises EnvironmentLost if the program cannot be run."""
         child, channel, stderr = launch(
             command, socket.SOCK_STREAM, env=env, folder=folder, wrap=wrap, readable=readable
         )
@@ -311,8 +289,7 @@ class LineProcess(OwnedProcess):
 
     @staticmethod
     async def attach(child: Child, channel: socket.socket, stderr: int) -> LineProcess:
-        """Wrap a process that is already running. `stderr` is the read end of the pipe for its
-        standard error."""
+        """Wrap a running process with its channel and the pipe of its standard error."""
         output = OutputTail(stderr)
         try:
             reader, writer = await asyncio.open_unix_connection(
@@ -329,8 +306,8 @@ class LineProcess(OwnedProcess):
         await self._writer.drain()
 
     async def receive(self) -> dict[str, Any] | str:
-        """Return the next message, or its text if it is not a JSON object. Raises ValueError if the
-        message is too long, and EOFError if the process has closed its channel."""
+        """Return the next message, or its text if it is not a JSON object. Raises ValueError if it
+        is too long, and EOFError at the end of the channel."""
         line = await self._reader.readline()
         if not line.endswith(b"\n"):
             raise EOFError
@@ -345,9 +322,8 @@ class LineProcess(OwnedProcess):
 def open_channel(
     kind: socket.SocketKind,
 ) -> Generator[tuple[socket.socket, socket.socket, int, int]]:
-    """Yield the two ends of a socket pair and the two ends of a pipe. The second and the fourth are
-    for another process, so they are closed when the context exits. After an error, the other two
-    are closed as well."""
+    """Yield the two ends of a socket pair and of a pipe. The second and the fourth are for another
+    process and are closed at the end, as are the other two after an error."""
     with ExitStack() as undo:
         ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
         undo.callback(ours.close)
@@ -371,9 +347,8 @@ def launch(
     wrap: Wrap,
     readable: Sequence[Path],
 ) -> tuple[Child, socket.socket, int]:
-    """Start a process that uses one end of a socket pair as its standard input and output. Returns
-    the process, the other end of the pair and the read end of its standard error. Raises the same
-    errors as `LineProcess.start`."""
+    """Start a process with one end of a socket pair as its standard input and output. Returns the
+    process, the other end and the pipe of its standard error."""
     inherited = {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
     with open_channel(kind) as (ours, theirs, stderr, write_end), ExitStack() as undo:
         try:
@@ -434,7 +409,6 @@ class OutputTail:
             await asyncio.wait_for(self._ended.wait(), within_s)
 
     def text(self) -> str:
-        """Return the last part of the output. Control characters are removed, since the policy may
-        have written some of it."""
+        """Return the last part of the output without control characters."""
         text = self._tail.decode(errors="replace").strip()
         return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)

@@ -15,8 +15,7 @@ from keel.agents.env_process.process import Wrap, encode_line, not_wrapped
 KEEL = Path(keel.__file__).resolve().parent  # not through a link: the sandbox has the folder
 START = KEEL / "agents" / "env_runtime" / "start.py"
 READABLE = tuple(dict.fromkeys((KEEL, START.resolve().parents[1])))
-"""The parts of Keel that an environment must be able to read. In a checkout, `keel/agents` is a
-link to a folder outside `keel`."""
+"""The parts of Keel that an environment reads. In a checkout, `keel/agents` is a link."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
@@ -48,16 +47,14 @@ class Program:
     """How to run an environment. These settings are the same for all episodes."""
 
     target: str
-    """The environment to load. It is an object such as a class (`my_env:Shop` or
-    `/path/to/file.py:Shop`), a module of functions (`my_tools`), or the address of an OpenEnv
-    server (`http://…`)."""
+    """The class (`my_env:Shop`, `/path/to/file.py:Shop`), the module of functions (`my_tools`) or
+    the address of an OpenEnv server (`http://…`)."""
     kind: Literal["auto", "class", "functions", "game", "openenv"] = "auto"
-    """How to use the target. With `auto`, the kind depends on the target. An address or an OpenEnv
-    class is `openenv`. A class with `reset` and `step` is `game`. Any other class is `class`, and
-    its public methods become tools. Everything else is `functions`."""
+    """How to use the target. `auto` takes an address or an OpenEnv class as `openenv`, a class with
+    `reset` and `step` as `game`, any other class as `class`, and all else as `functions`."""
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Keyword arguments for the class. For a game, they may include `play_by`, `scale`, `rules` and
-    `score` (see `keel.agents.env_runtime.games`)."""
+    """Keyword arguments for the class, and for a game's adapter (`keel.agents.env_runtime.games`).
+    """
     python: str = sys.executable
     """Python interpreter (3.9 or later) for the environment. Keel need not be installed in it."""
     folder: Path | None = None
@@ -69,8 +66,7 @@ class Program:
     memory_mib: int | None = 4096
     """Address space limit for each of the environment's processes, in MiB. None means no limit."""
     readable: Sequence[Path] = ()
-    """Files and folders that the environment may read in a sandbox, in addition to `folder` and its
-    interpreter."""
+    """Paths that the environment reads in a sandbox, besides `folder` and its interpreter."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     wrap: Wrap = not_wrapped
 

@@ -82,8 +82,7 @@ def _copy_lines(pipe: int, last_line: list[bytes]) -> None:
 
 
 def _exit_code(process: Any) -> int:
-    """Wait until the program exits and return its exit code. Orphaned processes are reaped during
-    the wait, because a sandbox allows only a few processes."""
+    """Wait for the program's exit code, and reap orphans: a sandbox allows few processes."""
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == process.pid:

@@ -23,8 +23,7 @@ Request = dict[str, Any]
 
 
 def redirect_prints() -> None:
-    """Redirect standard output to standard error and make standard input empty. This prevents
-    prints from being mistaken for replies."""
+    """Redirect standard output to standard error, so that prints are not taken for replies."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
@@ -98,8 +97,7 @@ class _Episode:
 
 
 def serve(requests: Any, replies: Any) -> None:
-    """Serve one episode until Keel closes the channel. After `close`, the process waits to be
-    killed, so that its descendants can still be found."""
+    """Serve one episode. After `close`, wait to be killed, so that descendants are still found."""
     episode = _Episode()
     for line in requests:
         request = json.loads(line)
@@ -115,17 +113,10 @@ def serve(requests: Any, replies: Any) -> None:
 
 
 def call_function(target: str) -> None:
-    """Run an agent program that is a function, given as `module:function` or
-    `path/to/file.py:function`.
-
-    The function is passed those of the arguments `task` (as in KEEL_TASK), `prompt` (the last user
-    message) and `seed` that it has parameters for. A function with `**` gets all of them. If it has
-    a single parameter with another name, that parameter gets the task.
-
-    The result is written to KEEL_VERDICT. A text is the answer. A number, or a dict of numbers, is
-    the verdict, and either may come in a pair with facts. If the function returns nothing, nothing
-    is written.
-    """
+    """Run an agent program that is a function, given as `module:function` or `file.py:function`. It
+    may declare the arguments `task`, `prompt` (the last user message) and `seed`, as in
+    `bind_arguments`. Its result goes to KEEL_VERDICT: a text is the answer, a number or a dict of
+    numbers the verdict, and either may come in a pair with facts."""
     sys.path.insert(0, os.getcwd())
     function = load(target)
     if not callable(function):

@@ -11,13 +11,11 @@ _STANDARD_LIBRARY = ("<frozen", os.path.dirname(os.__file__))
 
 
 class InvalidEnvironment(Exception):
-    """Raised if the target cannot be used as an environment. The message says why and how to fix
-    it."""
+    """Raised if the target cannot be used as an environment, with how to fix it."""
 
 
 class EnvironmentGone(Exception):
-    """Raised if the episode cannot continue, because the environment's backend is gone or its
-    `done` is invalid."""
+    """Raised if the environment's backend is gone or its `done` is invalid."""
 
 
 def error_location(error: BaseException) -> str:

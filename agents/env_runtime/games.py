@@ -20,14 +20,9 @@ _ROUNDING = 1e-9
 
 
 class TextGame:
-    """A single-player text game.
-
-    The policy plays by calling the tool `play(action)`, which keeps its thinking in the context
-    during the game. With play_by="text", its replies are the actions instead. The score is the sum
-    of the rewards. With score="last", it is the last reward, for games that return the score so far
-    (TextWorld). `scale` is the range of the score. `rules` is a text shown before the first
-    observation.
-    """
+    """A single-player text game, played with the tool `play` or, with play_by="text", by replies.
+    The score is the sum of the rewards, or with score="last" the last one (TextWorld), within the
+    range `scale`. `rules` comes before the first observation."""
 
     grades = True
 
@@ -130,8 +125,8 @@ class TextGame:
 
 
 def scaled_score(total: float, scale: tuple[float, float]) -> dict[str, float]:
-    """Convert a sum of rewards to the `parts` of a verdict. The score is mapped from the range
-    `scale` to 0 to 1, and `correct` is 1 at the maximum. Raises ValueError if `scale` is empty."""
+    """Map a sum of rewards from the range `scale` to a `score` from 0 to 1, which is `correct` at
+    1."""
     low, high = map(float, scale)
     if not low < high:
         raise ValueError(f"scale = {scale!r}: the lowest score must be below the highest")

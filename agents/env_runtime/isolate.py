@@ -1,13 +1,7 @@
-"""Isolates a forked process in the same way as bubblewrap isolates a process that it starts.
-
-The process gets new namespaces, its own /tmp, /dev/shm, /proc and pseudo-terminals, no
-capabilities, and a system call filter. It already runs in a sandbox and keeps its mounts. It only
-needs the right to create user namespaces.
-
-Two user namespaces are nested. In the outer one the user is root, which mounting pseudo-terminals
-requires. In the inner one it is the original user again and cannot mount. This needs Linux and
-Python 3.9 or later. See user_namespaces(7), pid_namespaces(7) and seccomp(2).
-"""
+"""Isolates a forked process in the same way as bubblewrap isolates a process that it starts. It
+keeps the mounts of the sandbox that it runs in. Two user namespaces are nested: in the outer one it
+is root, which mounting pseudo-terminals requires, and in the inner one the original user. See
+user_namespaces(7), pid_namespaces(7) and seccomp(2)."""
 
 from __future__ import annotations
 
@@ -24,8 +18,8 @@ import struct
 from typing import Any, Optional
 
 Inner = dict[str, Any]
-"""Settings for isolating a process. The keys are own_network, loopback (bring it up), files_mib
-(the size of /tmp and of /dev/shm), processes and filter (base64)."""
+"""Settings: own_network, loopback, files_mib (of /tmp and of /dev/shm), processes, filter (base64).
+"""
 
 _NEW_MOUNTS, _NEW_UTS, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 _NEW_USER, _NEW_PIDS, _NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
@@ -42,8 +36,7 @@ class _Filter(ctypes.Structure):
 
 
 def unshare(inner: Inner) -> None:
-    """Create new namespaces. The next child of the caller becomes the first process in the PID
-    namespace."""
+    """Create new namespaces, whose first process is the caller's next child."""
     uid, gid = os.getuid(), os.getgid()
     _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # or the maps are not writable
     flags = _NEW_USER | _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_PIDS
@@ -54,8 +47,7 @@ def unshare(inner: Inner) -> None:
 
 
 def isolate(inner: Inner, uid: int, gid: int) -> None:
-    """Mount private folders and drop all privileges. The first process in the namespaces must call
-    this. `uid` and `gid` are the user's IDs before `unshare`."""
+    """Mount private folders and drop all privileges, in the namespaces' first process."""
     size = b"mode=1777,size=%d" % (inner["files_mib"] << 20)
     _mount_private_tmp(size)
     _mount(b"tmpfs", b"/dev/shm", _NOSUID | _NODEV, size)
@@ -79,8 +71,7 @@ def isolate(inner: Inner, uid: int, gid: int) -> None:
 
 
 def _mount_private_tmp(options: bytes) -> None:
-    """Mount a private /tmp. Files that were created at import are copied into it. Folders that are
-    mounted below /tmp, such as a project, are mounted in it again."""
+    """Mount a private /tmp with the files that were created at import and the mounts below it."""
     previous = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
     mounted = {path: os.open(path, os.O_PATH) for path in _mounts_below("/tmp")}
     tops = {"/".join(path.split("/")[:3]) for path in mounted}

@@ -28,8 +28,7 @@ _loaded: dict[str, Any] = {}
 
 
 def preload(target: str, action: Optional[str]) -> None:  # noqa: UP045
-    """Import the modules that every episode needs. Raises InvalidEnvironment under the same
-    conditions as `load`."""
+    """Import the modules that every episode needs."""
     late: tuple[str, ...] = (CLIENT,)
     if not is_address(target):
         load(target)
@@ -44,8 +43,8 @@ def preload(target: str, action: Optional[str]) -> None:  # noqa: UP045
 
 
 def load(target: str) -> Any:
-    """Return the object named by `module:name`, `module` or `file.py:name`. Each one is loaded only
-    once per process. Raises InvalidEnvironment if it cannot be loaded."""
+    """Return the object named by `module:name`, `module` or `file.py:name`, loaded once per
+    process."""
     if target in _loaded:
         return _loaded[target]
     name, _, attribute = target.partition(":")

@@ -1,8 +1,4 @@
-"""Adapter for OpenEnv environments, which have `reset`, `step` and `state`.
-
-The environment is either a class in this process or a server. The interpreter needs the package
-openenv, which Keel itself does not install.
-"""
+"""Adapter for OpenEnv environments, in this process or on a server. Needs the package openenv."""
 
 from __future__ import annotations
 
@@ -35,13 +31,9 @@ def is_openenv(value: Any) -> bool:
 
 
 class OpenEnv:
-    """An OpenEnv environment for one episode.
-
-    The policy acts by calling the tool `step` or one of the environment's own tools (MCP). The
-    score is the sum of the rewards, scaled to the range `scale`. The text `rules` is shown before
-    the first observation. A task's `reward` may pass arguments to `reset`, as in `{"reset":
-    {"split": "train", "index": 12}}`.
-    """
+    """An OpenEnv environment for one episode, used by the tool `step` or by its own tools (MCP).
+    The score is the sum of the rewards in the range `scale`. `rules` comes before the first
+    observation, and `reset` in a task's reward holds arguments."""
 
     grades = True
 
@@ -111,8 +103,7 @@ class OpenEnv:
 
 
 def _text_of(observation: _Data) -> str:
-    """Return an observation as text. This is the result of a tool, the value of the only field, or
-    JSON."""
+    """Return the result of a tool, the value of the only field, or JSON."""
     fields = {k: v for k, v in observation.items() if k not in _HIDDEN_FIELDS and v is not None}
     value: Any = fields
     if "tool_name" in fields:

@@ -20,9 +20,7 @@ def end_with_parent() -> None:
 
 
 def protect_process() -> None:
-    """Make this process end with its parent, and deny other processes access to its memory. The
-    verdict is computed in this process, and the policy may control some of the processes that it
-    starts."""
+    """Make this process, which computes the verdict, end with its parent and hide its memory."""
     end_with_parent()
     _prctl(_DUMPABLE, 0)
 
@@ -46,8 +44,7 @@ def limit_memory(mib: Optional[int]) -> None:  # noqa: UP045  (Python 3.9)
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the PIDs of all descendants of `pid` that can be found. Processes that have left its
-    process group are included, as long as their parents are alive."""
+    """Return all descendants of `pid` whose parents are alive, whatever their process group."""
     pids: list[int] = []
     pending = [pid]
     while pending:
@@ -62,8 +59,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def socket_folder(prefix: str, socket: str) -> str:
-    """Create a temporary folder for the socket `socket` and return its path. The folder is created
-    in /tmp if the socket's path would be too long in TMPDIR."""
+    """Create a temporary folder for `socket`, in /tmp if its path would be too long in TMPDIR."""
     folder = tempfile.mkdtemp(prefix=prefix)
     if len(os.fsencode(os.path.join(folder, socket))) <= _MAX_SOCKET_PATH:
         return folder

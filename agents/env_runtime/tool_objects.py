@@ -22,13 +22,10 @@ _RESERVED: dict[str, tuple[str, ...]] = {
     "verdict": ("messages", "finish_reason"),
     "close": (),
 }
-"""Methods that are not tools, and the parameters that they may declare.
-
-Some attributes are reserved as well. If `done` is True, the episode ends. `offered` lists the names
-of the available tools. If the tools depend on the task, it lists the tools themselves (name,
-description, parameters), and calls to them go to the method `call(name, arguments)`. `call_s`, if
-present, is set before each call to the number of seconds until the process is killed.
-"""
+"""Methods that are not tools, and the parameters that they may declare. Reserved attributes are
+`done`, which ends the episode, `call_s`, the time limit of the next call, and `offered`, the names
+of the tools or, if they depend on the task, the tools themselves, which go to a method `call(name,
+arguments)`."""
 
 
 class Tool:
@@ -77,8 +74,7 @@ _loop: Any = None
 
 
 def resolve(value: Any) -> Any:
-    """Return a value, or the result of awaiting it if it is a coroutine. All coroutines of an
-    episode run on the same event loop."""
+    """Return a value, or the result of a coroutine on the episode's event loop."""
     global _loop
     if not inspect.isawaitable(value):
         return value
@@ -94,8 +90,7 @@ def resolve(value: Any) -> Any:
 
 
 class Object:
-    """An environment made from an object, whose public methods become tools. If the target is None,
-    plain functions become tools."""
+    """An environment made from an object, whose public methods become tools, or from functions."""
 
     def __init__(self, target: Any, functions: dict[str, Callable[..., Any]]) -> None:
         self._target = target
@@ -165,8 +160,7 @@ class Object:
         self._invoke("close")
 
     def _invoke(self, name: str, **values: Any) -> Any:
-        """Call a reserved method with the parameters that it declares, and return its result.
-        Returns None if there is no such method."""
+        """Call a reserved method, if there is one, with the parameters that it declares."""
         method = getattr(self._target, name, None)
         if method is None:
             return None
@@ -181,10 +175,8 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def bind_arguments(
     name: str, parameters: list[inspect.Parameter], values: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Select the `values` that a function's `parameters` ask for, and return them as positional and
-    keyword arguments. If no parameter matches by name, `**` receives all values, and a single
-    parameter with another name receives the first one. Raises InvalidEnvironment if a parameter has
-    no value."""
+    """Select the `values` that `parameters` ask for, as positional and keyword arguments. If no
+    name matches, `**` receives all values and a single parameter the first one."""
     plain = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     known = [one for one in plain if one.name in values]
     unknown = [one for one in plain if one.name not in values and one.default is one.empty]
@@ -216,8 +208,7 @@ def methods_of(target: Any) -> dict[str, Callable[..., Any]]:
 
 
 def functions_of(target: Any) -> dict[str, Callable[..., Any]]:
-    """Return functions keyed by name. `target` is a module, whose public functions are returned, a
-    list of functions, or a single function."""
+    """Return the public functions of a module, the functions of a list, or a function, by name."""
     if inspect.ismodule(target):
         public = getattr(target, "__all__", [name for name in vars(target) if name[0] != "_"])
         values = [getattr(target, name) for name in public]

@@ -23,8 +23,7 @@ _OBJECTS: tuple[Any, ...] = (dict, abc.Mapping)
 
 
 def schema_of(hint: Any, where: str) -> dict[str, Any]:
-    """Return the JSON schema for a type hint. Raises InvalidEnvironment if the type is not
-    supported."""
+    """Return the JSON schema for a type hint."""
     if hint is Any or hint is inspect.Parameter.empty:
         return {}
     kind, inner = _parts(hint)
@@ -98,8 +97,7 @@ def _is_dataclass(kind: Any) -> bool:
 
 
 def value_of(hint: Any, value: Any) -> Any:
-    """Convert a JSON value to the type `hint`. Raises ValueError if the value does not have that
-    type."""
+    """Convert a JSON value to the type `hint`. Raises ValueError if it has another type."""
     kind, inner = _parts(hint)
     if kind is Any:
         return value
@@ -145,8 +143,7 @@ _ARGUMENT = re.compile(r"\s+(\w+)(?: ?\([^)]*\))?:\s*(.*)")
 
 
 def docstring_parts(text: str) -> tuple[str, dict[str, str]]:
-    """Split a docstring into its description and the descriptions of the parameters. Parameters may
-    be described under `Args:` or with `:param x:`."""
+    """Split a docstring into its description and its parameters' (`Args:` or `:param x:`)."""
     description: list[str] = []
     parameters: dict[str, str] = {}
     section, last, depth = "", "", 0

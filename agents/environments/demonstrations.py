@@ -16,8 +16,7 @@ from keel.agents.environments.trip.tasks import LEVELS, TripTask, World
 from keel.rl.turns import Message, ToolSpec
 
 _FAR = 1 << 20
-"""Offset added to the demonstrations' seeds, so that they differ from the seeds of a recipe's
-prompts."""
+"""Offset from the seeds of a recipe's prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +33,7 @@ class Demonstration:
 def trip_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Create demonstrations for the trip planner. The hasty ones submit a wrong plan immediately.
-    `arguments` contains the environment's arguments."""
+    """Demonstrate the trip planner. The hasty conversations submit a wrong plan immediately."""
     level = int(arguments.get("level", 0))
     made: list[Demonstration] = []
     first = (_FAR + seed) * 1_000_000
@@ -56,10 +54,7 @@ def trip_demonstrations(
 def guess_demonstrations(
     count: int, *, seed: int, arguments: Mapping[str, Any]
 ) -> list[Demonstration]:
-    """Create demonstrations for TextArena's GuessTheNumber with brief rules. The hasty ones guess
-    at random and ignore the hints. `arguments` contains the environment's arguments, with
-    `min_number` and `max_number` in `options`. Raises ModuleNotFoundError if textarena is not
-    installed."""
+    """Demonstrate TextArena's GuessTheNumber in brief form. The hasty ones ignore the hints."""
     options = arguments["options"]
     low, high = options["min_number"], options["max_number"]
     made: list[Demonstration] = []
@@ -90,8 +85,7 @@ class Conversation:
 
 
 def play(environment: Any, task: Mapping[str, Any], seed: int, calls: Calls) -> Conversation:
-    """Run scripted calls in a local environment and return the conversation. It ends when the
-    environment ends or `calls` returns a final answer."""
+    """Run scripted calls in a local environment until it ends or `calls` returns a final answer."""
     opening = environment.opening(task, seed)
     tools = tuple(ToolSpec(**one) for one in opening["tools"])
     said: list[Message] = list(opening["messages"])

@@ -1,12 +1,7 @@
-r"""An environment with a Python interpreter that keeps its state between calls.
-
-The interpreter is a Jupyter kernel that has a copy of the task's files. In its JSONL line, a task
-may name files from the folder `files`, as in `"environment": {"files": ["sales.csv"]}`, or contain
-their text, as in `{"files": {"sales.csv": "day,units\n…"}}`.
-
-The environment's Python needs the packages jupyter_client and ipykernel. The kernel is connected
-through Unix sockets, never over the network.
-"""
+r"""An environment with a Python interpreter that keeps its state between calls: a Jupyter kernel
+with a copy of the task's files. A task names files of the folder `files`, as in `"environment":
+{"files": ["sales.csv"]}`, or contains their text, as in `{"files": {"sales.csv":
+"day,units\\n…"}}`. Its Python needs jupyter_client and ipykernel."""
 
 from __future__ import annotations
 
@@ -41,14 +36,9 @@ _CURE = "python -m pip install jupyter_client ipykernel"
 
 
 class Interpreter:
-    """An environment with one tool and no verdict.
-
-    `cell_s` is the time limit for a cell, and `ending_s` is how long it may take to stop after an
-    interrupt. A call's time (`agents.call_s`) may be too short for a cell, its interrupt and the
-    start of a new kernel. In that case, `split_call_time` lowers the cell's limit, so that an
-    endless cell does not end the episode. `files` is a folder with the files for all tasks. The
-    policy can read all of it.
-    """
+    """An environment with one tool and no verdict. A cell may run for `cell_s`, less if a call's
+    time (`agents.call_s`) is short, and may take `ending_s` to stop after an interrupt. The policy
+    can read all of the folder `files`."""
 
     call_s = math.inf
     """Time limit in seconds for the next call. The caller sets it before each call."""
@@ -127,8 +117,7 @@ class Interpreter:
         return f"{why}; it was started anew, and all variables are gone."
 
     def _run(self, code: str, cell_s: float, ending_s: float, start_s: float) -> str | None:
-        """Run a cell and return its output. Returns None if the kernel aborted the cell after an
-        interrupt."""
+        """Run a cell and return its output, or None if the kernel aborted it after an interrupt."""
         # With stop_on_error, a failing cell makes the kernel abort the following ones.
         number = self._client.execute(code, allow_stdin=False, stop_on_error=False)
         output = _Output()
@@ -167,8 +156,7 @@ class Interpreter:
 
 
 def split_call_time(cell_s: float, ending_s: float, call_s: float) -> tuple[float, float, float]:
-    """Split a call's time into three limits, for running a cell, for stopping it after an
-    interrupt, and for starting a new kernel. Their sum is less than the call's time."""
+    """Split a call's time into limits for a cell, its interrupt, and a new kernel's start."""
     available_s = (1 - _SLACK) * call_s
     ending_s, start_s = min(ending_s, available_s / 4), min(_START_S, available_s / 4)
     remaining_s = available_s - ending_s - start_s
@@ -178,9 +166,7 @@ def split_call_time(cell_s: float, ending_s: float, call_s: float) -> tuple[floa
 
 
 def put_files(given: Any, folder: str, where: str) -> list[str]:
-    """Copy a task's files to the episode's folder `where`. Returns each file's name and size.
-    `given` is a list of names of files in `folder`, or a mapping from names to texts. Raises
-    ValueError if a file is invalid."""
+    """Copy a task's files, named in `folder` or given as texts, to `where`, and describe them."""
     if not isinstance(given, (list, tuple, dict)):
         raise ValueError(f"`files` must list names, or give texts by name, is {given!r}"[:200])
     descriptions: list[str] = []
@@ -211,9 +197,7 @@ def put_files(given: Any, folder: str, where: str) -> list[str]:
 def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Check the arguments before a run, outside the sandbox. Returns the arguments and the paths
-    that the sandbox must be able to read. `without` contains files with answers, which the sandbox
-    hides anyway. Raises ValueError if an argument is invalid."""
+    """Check the arguments before a run, outside the sandbox. Returns them and the paths to read."""
     if not (folder := str(arguments.get("files") or "")):
         return dict(arguments), []
     path = Path(folder).expanduser().absolute()

@@ -9,8 +9,7 @@ from typing import Any
 def with_instructions(
     messages: Sequence[Mapping[str, Any]], *instructions: str
 ) -> list[dict[str, Any]]:
-    """Return `messages` with `instructions` added to the system message. The user's question is not
-    changed, because it determines the language of the answer."""
+    """Add instructions to the system message: the question's language decides the answer's."""
     if not any(instructions):
         return [dict(message) for message in messages]
     first, *rest = messages = [dict(message) for message in messages]

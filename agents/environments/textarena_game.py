@@ -1,9 +1,5 @@
-"""Single-player games from TextArena, selected by their id, as in `arguments={"game":
-"Sudoku-v0"}`.
-
-The environment's interpreter needs the package textarena, whose import takes 0.4 s of CPU time. The
-games use Python's global random state, so each process can run only one game.
-"""
+"""Single-player games from TextArena, selected as in `arguments={"game": "Sudoku-v0"}`. They use
+Python's global random state, so each process can run only one."""
 
 from __future__ import annotations
 
@@ -22,13 +18,9 @@ _INVALID = re.compile(
 
 
 class Game:
-    """A single game with gymnasium's interface.
-
-    If the game ends, the rewards sum to the game's own result, which is 1 for a win. Otherwise they
-    sum to the progress made so far. `game` is the game's id, for example `2048-v0-easy`. `options`
-    contains arguments for the game's class, for example `{"max_number": 7}`. `brief` shortens the
-    rules and observations of GuessTheNumber.
-    """
+    """A single game with gymnasium's interface. The rewards sum to its result, or else to the
+    progress. `options` are arguments of its class, and `brief` shortens the texts of
+    GuessTheNumber."""
 
     def __init__(self, game: str, options: dict[str, Any] | None = None, brief: bool = False):
         try:

@@ -1,10 +1,6 @@
-"""An environment in which the policy makes a change to a repository.
-
-The hidden tests are in an encrypted file, and its key comes with the task. The tests are decrypted
-only for the verdict, when the policy's processes have been killed and all files outside the
-repository have been removed. The environment runs only in bubblewrap. It supports Python 3.9 or
-later and needs no packages.
-"""
+"""An environment in which the policy changes a repository. The hidden tests are decrypted only for
+the verdict, after the policy's processes are killed and the files outside the repository removed.
+It supports Python 3.9, needs no packages, and runs only in bubblewrap."""
 
 from __future__ import annotations
 
@@ -51,9 +47,8 @@ _SUFFIXES = (".py", ".so", ".js", *_METADATA, ".h", ".hpp")
 
 
 def find_packages(folders: Iterable[str]) -> _Packages:
-    """Find the packages below `folders`, since a copy of the project there would show the policy
-    the finished change. This includes vendored packages and packages in archives, but not links
-    into the repository."""
+    """Find the packages below `folders`, vendored and archived ones included, but no links into the
+    repository. A copy of the project would show the policy the finished change."""
     packages: _Packages = {}
 
     def add(name: str, place: str) -> None:
@@ -122,8 +117,7 @@ if "keel.agents.env_runtime.fork_server" in sys.modules:  # episodes are forked 
 
 
 class Repository:
-    """A repository that the policy changes. `folder` is the folder `environment` that `keel
-    synthesize` has created. The episode must be able to read this folder, but not its parent."""
+    """A repository that the policy changes, from a folder `environment` of `keel synthesize`."""
 
     call_s = math.inf
     """Time limit in seconds for the next call. It is set before each call."""
@@ -136,8 +130,8 @@ class Repository:
         self._prefix = ""
 
     def opening(self, task: Mapping[str, Any], seed: int) -> None:
-        """Set up the repository. Raises RuntimeError if there is no sandbox, if the language's
-        tools do not work, or if the policy could read an answer."""
+        """Set up the repository. Raises RuntimeError if its tools do not work here or an answer
+        shows."""
         reward = task["reward"]
         if not processes.in_sandbox():
             raise RuntimeError("the code environment needs isolation: bubblewrap, with /proc")
@@ -169,8 +163,7 @@ class Repository:
         self._shell("git init -q . && git add -A && " + _COMMIT, _CHECK_S)
 
     def _refuse_copies(self) -> None:
-        """Raise RuntimeError if the policy could read a copy of the project. The installed files of
-        all instances are checked, since the policy can read those as well."""
+        """Raise RuntimeError if the policy could read a copy of the project, in any prefix."""
         listed = sorted(Path(self._folder, "packages").iterdir())
         sources: list[_Packages] = [json.loads(file.read_text("utf-8")) for file in listed]
         for packages in (*sources, _system_packages()):
@@ -234,8 +227,8 @@ class Repository:
         return processes.run(words, env=self._env, folder=REPO, within_s=within_s)
 
     def _file_tool(self, request: Mapping[str, Any]) -> str:
-        """Run a file tool in a separate process with the permissions of the policy's commands. If
-        it ran in this process, links could give the policy access to the process's memory."""
+        """Run a file tool with the permissions of the policy's commands, so that links cannot give
+        the policy access to this process's memory."""
         words = [sys.executable, "-I", "-S", files.__file__]
         stdin = json.dumps(request).encode()
         status, output = processes.run(words, env={}, folder=REPO, within_s=_CHECK_S, stdin=stdin)
@@ -247,9 +240,7 @@ class Repository:
 def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Check the arguments before a run, outside the sandbox, and make the folder absolute. Raises
-    ValueError if the folder is invalid. `without` lists files with answers, which an episode cannot
-    see anyway."""
+    """Check the arguments before a run, outside the sandbox, and make the folder absolute."""
     folder = Path(str(arguments.get("folder") or "")).expanduser().absolute()
     if not (folder / "sealed").is_dir():
         raise ValueError(

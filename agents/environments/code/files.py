@@ -1,8 +1,4 @@
-"""The policy's file tools, run as the program `python files.py`.
-
-The program reads a JSON request from standard input. It supports Python 3.9 or later and needs no
-packages.
-"""
+"""The policy's file tools, as a program that reads a JSON request from standard input."""
 
 from __future__ import annotations
 
@@ -19,8 +15,7 @@ _MAX_BYTES = 16 << 20
 
 
 def execute(request: Mapping[str, Any]) -> str:
-    """Run a file tool and return its result. Raises ValueError or OSError with a message for the
-    policy."""
+    """Run a file tool. Raises ValueError or OSError with a message for the policy."""
     path = request["path"]
     if request["do"] == "view":
         if os.path.isdir(path):
@@ -38,8 +33,7 @@ def execute(request: Mapping[str, Any]) -> str:
 
 
 def apply_edit(path: str, text: str, old: str, new: str) -> tuple[str, str]:
-    """Apply an edit. Returns the new text of the file and a message for the policy. Raises
-    ValueError if the edit is not possible."""
+    """Return the new text of the file and a message for the policy, or raise ValueError."""
     count = text.count(old)
     if count != 1:
         raise ValueError(f"`old` is in {path} {count} times; it must be there exactly once")

@@ -1,5 +1,4 @@
-"""Runs the hidden tests in a clean state, without any of the policy's processes or extra files. It
-supports Python 3.9 or later and needs no packages."""
+"""Runs the hidden tests in a clean state, without any of the policy's processes or extra files."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class Results(NamedTuple):
     tests: dict[str, str]
     """Maps the name of each test to its result (passed, failed or skipped)."""
     canary: str
-    """`as wanted` if all canaries have the right result, `missing` if one has no result, or `faked`
-    if one has a wrong result."""
+    """`as wanted` if all canaries have the right result, or `missing` or `faked`."""
     said: str
     """The last part of the command's output."""
     inside: bool = True
@@ -63,8 +61,7 @@ def environment(prefix: str, extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def graded_tree(instance: Mapping[str, Any], base: Tree, harness: Tree, written: Tree) -> Tree:
-    """Return the policy's source tree, with all files used for grading replaced by the instance's
-    own. New links are removed, since later writes would follow them."""
+    """Return the policy's sources with the instance's own files for grading and no new links."""
     language = LANGUAGES[instance["language"]]
     policys = {
         path: entry
@@ -81,13 +78,9 @@ def graded_tree(instance: Mapping[str, Any], base: Tree, harness: Tree, written:
 
 
 def run_tests(instance: Mapping[str, Any], tree: Tree, prefix: str) -> Results:
-    """Write the tree and run its tests. All descendants of this process are killed before and
-    after.
-
-    To detect faked results, canaries are added. These are tests with random names, one that must
-    pass and one that must fail. Both are added as separate files and at the end of hidden test
-    files. Code that fakes results would fake those of the canaries as well.
-    """
+    """Write the tree and run its tests, with all other processes killed before and after. Canaries
+    detect faked results: tests with random names, one to pass and one to fail, as separate files
+    and at the end of hidden test files."""
     language = LANGUAGES[instance["language"]]
     canaries = {_test_name(): good for good in (True, False)}
     inside = {_test_name(): good for good in (True, False)}
@@ -138,8 +131,7 @@ def _canary(text: str, nonce: str, good: bool) -> str:
 
 
 def grade(instance: Mapping[str, Any], results: Results) -> tuple[float, dict[str, Any]]:
-    """Return the score and additional facts. The score is 1 if every required test passes, and 0
-    otherwise."""
+    """Return 1 if every required test passes, or 0, and facts."""
     facts: dict[str, Any] = {"canary": results.canary}
     for name in ("f2p", "p2p"):
         required = instance[name]
@@ -154,8 +146,8 @@ def grade(instance: Mapping[str, Any], results: Results) -> tuple[float, dict[st
 
 
 def read_results(folder: str) -> dict[str, str]:
-    """Read all JUnit files (.xml) in a folder. Returns a mapping from the name of each test to its
-    result, which is passed, failed or skipped. Invalid files are ignored."""
+    """Read the result (passed, failed or skipped) of each test from the valid JUnit files in a
+    folder."""
     results: dict[str, str] = {}
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
         return results
@@ -187,8 +179,7 @@ def _read_junit(path: str) -> list[tuple[str, str]]:
 
 
 def _cases(element: ElementTree.Element, suites: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield the name and result of each test. The root element's name is left out, because it
-    depends on the test runner or the machine."""
+    """Yield each test's name and result. The root element's name depends on the runner."""
     for child in element:
         if child.tag == "testsuite":
             yield from _cases(child, (*suites, child.get("name", "")))

@@ -1,5 +1,4 @@
-"""Defines, for each language, how projects are set up and tested and which files are tests. It
-supports Python 3.9 or later and needs no packages."""
+"""Defines, for each language, how projects are set up and tested and which files are tests."""
 
 from __future__ import annotations
 
@@ -13,15 +12,10 @@ REPO = "/tmp/repo"
 
 @dataclass(frozen=True)
 class ProjectLanguage:
-    """The commands and file patterns for a language.
-
-    Commands run with bash in $REPO. $PREFIX is a folder for installed files, which only `setup` may
-    write to. $JUNIT is a folder for test results (any number of .xml files). $VERSION is the
-    project's version. Only `setup` has network access.
-
-    The pattern `name/` matches any folder with that name and its contents. `*_test.py` matches file
-    names. A pattern with a slash in the middle matches a path from the root.
-    """
+    """The commands and file patterns for a language. Commands run with bash in $REPO, and only
+    `setup` writes to $PREFIX and has network access. $JUNIT is a folder for results (.xml),
+    $VERSION the project's version. The pattern `name/` matches a folder and its contents,
+    `*_test.py` file names, and one with a slash inside a path from the root."""
 
     suffixes: tuple[str, ...]
     """Suffixes of source files."""
@@ -36,11 +30,10 @@ class ProjectLanguage:
     check: str
     """A command that succeeds if the toolchain works."""
     canary: tuple[str, str] = ("", "")
-    """The name and text of a test file with a single test, which passes if WORTH is true. To detect
-    faked results, one such test that must pass and one that must fail are run with the others."""
+    """The name and text of a file with one test, which passes if WORTH is true, to detect faked
+    results."""
     canary_at_the_end: str = ""
-    """A canary as lines that are appended to a hidden test file. It detects faked results for that
-    file."""
+    """A canary to append to a hidden test file."""
     build_names_sources: bool = False
     """True if one of the `steers` files must list every new source file."""
 

@@ -1,5 +1,4 @@
-"""Runs commands with a deadline, and kills all processes of an episode. It supports Python 3.9 or
-later and needs no packages."""
+"""Runs commands with a deadline, and kills all processes of an episode."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ def adopt_orphans() -> None:
 
 
 def stop_all() -> None:
-    """Kill all descendants, including those in other sessions. Raises TimeoutError if some of them
-    keep forking."""
+    """Kill all descendants. Raises TimeoutError if some of them keep forking."""
     deadline = time.monotonic() + _KILL_S
     while pids := processes.descendants(os.getpid()):
         for pid in pids:
@@ -62,8 +60,7 @@ def run(
     within_s: float,
     stdin: bytes = b"",
 ) -> tuple[int | None, str]:
-    """Run a command and return its exit status and output. The status is None if the command was
-    killed at its deadline. Background processes keep running."""
+    """Run a command and return its exit status, None after its deadline, and its output."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as source:
         source.write(stdin)
         source.seek(0)

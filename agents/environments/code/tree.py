@@ -1,5 +1,4 @@
-"""Reads source trees from untrusted folders, writes them, and encrypts files. It supports Python
-3.9 or later and needs no packages."""
+"""Reads source trees from untrusted folders, writes them, and encrypts files."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 Entry = tuple[str, bytes]
-"""A file or link in a tree. It is ("f", contents), ("x", contents) for an executable file, or ("l",
-target) for a link."""
+"""("f", contents) for a file, ("x", contents) for an executable one, or ("l", target) for a link.
+"""
 Tree = dict[str, Entry]
 """Maps each path from the root, written with slashes, to its entry."""
 _MAX_FILES = 20_000
@@ -27,9 +26,8 @@ class UnreadableTree(ValueError):
 
 
 def read_tree(root: str, *, max_mib: int, skip: Callable[[str], bool]) -> Tree:
-    """Read all regular files and links in a folder, without following links. No other process may
-    write to the folder during the call. `skip` returns True for paths to leave out. Raises
-    UnreadableTree if the folder is not a valid source tree."""
+    """Read all regular files and links in a folder, to which no other process may write, but those
+    to `skip`. Raises UnreadableTree if it is too large."""
     if not stat.S_ISDIR(os.lstat(root).st_mode):
         raise UnreadableTree(f"{root} is no folder")
     tree: Tree = {}
@@ -92,8 +90,7 @@ find "$1" -xdev -mindepth 1 -depth -delete
 
 
 def overlay(under: Tree, over: Tree) -> Tree:
-    """Return `under` with the entries of `over` added. If a path is a file in one and a folder in
-    the other, the one in `over` is kept."""
+    """Return `under` with the entries of `over`, which replace files and folders in their way."""
     folders = {part for path in over for part in _parents(path)}
     visible = {
         path: entry

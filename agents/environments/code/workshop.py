@@ -1,5 +1,4 @@
-"""Sets up a repository in the sandbox and runs its tests, both with and without the change. It
-supports Python 3.9 or later and needs no packages."""
+"""Sets up a repository in the sandbox and runs its tests, both with and without the change."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ _LEFTOVERS = (
 
 
 class RepositoryWorkshop(Repository):
-    """A repository and its installed files, opened from a draft that includes the gold patch. It
-    inherits the tool `bash`."""
+    """A repository and its installed files, opened from a draft that includes the gold patch."""
 
     def _begin(self, tree: Tree) -> None:
         write_tree(REPO, tree)
@@ -33,8 +31,7 @@ class RepositoryWorkshop(Repository):
         self._env = grading.environment(self._prefix, self._instance["env"])
 
     def tests(self, gold: bool) -> str:
-        """Run all tests and return their results as JSON. The gold patch is applied first if `gold`
-        is set."""
+        """Run all tests, after the gold patch if `gold` is set, and return the results as JSON."""
         tree = self._base
         if gold:
             for path in self._instance["gold_gone"]:
@@ -45,8 +42,8 @@ class RepositoryWorkshop(Repository):
         return json.dumps(results._asdict())
 
     def set_up(self, script: str, within_s: float) -> str:
-        """Run a setup script in the unchanged repository. Returns JSON with its status, the last
-        part of its output and the files that it generated in the repository."""
+        """Run a setup script in the unchanged repository. Returns JSON with its outcome and new
+        files."""
         processes.stop_all()
         for folder in (*grading.WRITABLE, self._prefix):
             grading.erase(folder)
@@ -65,8 +62,7 @@ class RepositoryWorkshop(Repository):
         )
 
     def copies(self) -> str:
-        """Return JSON that says where the policy could read a copy of the project, or "" if
-        nowhere."""
+        """Return JSON that says where the policy could read a copy of the project."""
         where = ""
         try:
             self._refuse_copies()

@@ -78,8 +78,7 @@ class Folder:
 
 
 def folders(names: Sequence[str]) -> list[Folder]:
-    """Return the environment folders in order. Each name is the folder of one environment, a folder
-    that contains several, or `shipped`. Raises ValueError if a folder has no environment."""
+    """Return the environment folders. A name is a folder, one above several, or `shipped`."""
     environments: list[Folder] = []
     for name in names:
         path = SHIPPED if name == "shipped" else Path(name).expanduser()
@@ -103,8 +102,7 @@ MODULES = (
     *("json", "math", "operator", "random", "re", "statistics", "string", "textwrap", "typing"),
     "unicodedata",
 )
-"""Modules that tools and verifiers may import. None of them gives access to files, clocks or
-processes."""
+"""Modules that tools and verifiers may import. None gives access to files, clocks or processes."""
 for _name in (*MODULES, "_strptime"):  # imported now, because their process can open no file
     importlib.import_module(_name)
 _PLAIN = (
@@ -127,12 +125,11 @@ _CLOCK = re.compile(
     \b(date|time|datetime|julianday|unixepoch)\(\s*\) | \bstrftime\(\s*('[^']*'|"[^"]*")\s*\)""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""SQLite functions that read the clock or return random values. SQLite's time functions use the
-current time by default."""
+"""SQLite functions that read the clock, as by default, or return random values."""
 
 
 def parsed(source: str, part: Part) -> ast.Module:
-    """Parse an author's code. Raises InvalidEnvironment if the code is invalid or uses something
+    """Parse an author's code. Raises InvalidEnvironment if it is invalid or uses something
     forbidden."""
     try:
         tree = ast.parse(source)
@@ -181,9 +178,8 @@ def _complaint(node: ast.AST, part: Part) -> str:
 
 
 def function(source: str, part: Part, name: str) -> tuple[ast.Module, ast.FunctionDef]:
-    """Find the function `name`. Returns a module that contains it and the imports directly before
-    it, and the function alone. Raises InvalidEnvironment if there is no such function, or if the
-    source contains anything other than functions and imports."""
+    """Return the function `name`, and a module of it and the imports directly before it. Raises
+    InvalidEnvironment if the source contains anything but functions and imports."""
     pieces: dict[str, ast.Module] = {}
     imports: list[ast.stmt] = []
     for node in parsed(source, part).body:
@@ -207,8 +203,7 @@ def function(source: str, part: Part, name: str) -> tuple[ast.Module, ast.Functi
 
 
 def _namespace(part: Part) -> dict[str, Any]:
-    """Return the global variables for an author's code. They include only a few of Python's
-    builtins."""
+    """Return the global variables for an author's code, with a few of Python's builtins."""
 
     def import_module(
         name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
@@ -248,8 +243,7 @@ class Channel:
         self._end, self._received = end, b""
 
     def send(self, message: _Message) -> None:
-        """Send a message. Raises ChildEnded if the other end is closed, and ValueError if the
-        message cannot be converted to JSON."""
+        """Send a message. Raises ChildEnded if the other end is closed."""
         line = json.dumps(message, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         try:
             self._end.sendall(line)
@@ -257,8 +251,7 @@ class Channel:
             raise ChildEnded("its process ended") from error
 
     def receive(self, within_s: float | None = None) -> _Message:
-        """Receive a message. Raises ChildEnded if the message is invalid or does not arrive in
-        time."""
+        """Receive a message. Raises ChildEnded if it is invalid or does not arrive in time."""
         until = None if within_s is None else time.monotonic() + within_s
         while b"\n" not in self._received:
             remaining = None if until is None else max(0.0, until - time.monotonic())
@@ -280,7 +273,7 @@ class Channel:
 
 class Child(Channel):
     """A forked process that calls `run` with its channel. `run` must call `_shut` before it runs
-    any untrusted code. Errors are sent as {"refused": text} or {"raised": text}."""
+    untrusted code."""
 
     def __init__(self, run: Callable[[Channel], None]) -> None:
         ours, theirs = socket.socketpair()
@@ -291,9 +284,8 @@ class Child(Channel):
         super().__init__(ours)
 
     def ask(self, message: _Message, within_s: float | None = None) -> Any:
-        """Send a request and return its result. Raises ChildEnded if the child is lost,
-        InvalidEnvironment if it refuses the code, and AuthorCodeFailed if the code raises an error.
-        """
+        """Send a request and return its result, or raise ChildEnded, InvalidEnvironment (the code
+        is refused) or AuthorCodeFailed (it raises an error)."""
         self.send(message)
         reply = self.receive(within_s)
         if "refused" in reply:
@@ -361,8 +353,8 @@ def _shut() -> None:
 
 
 def tools_child(folder: Folder, seed: int) -> Child:
-    """Start a process that runs the tools. It answers {"do": "describe"} with the tools'
-    descriptions by name, and {"do": "call", "name", "arguments"} with a text."""
+    """Start a process that answers {"do": "describe"} with the tools' descriptions, and {"do":
+    "call", "name", "arguments"} with a text."""
 
     def run(channel: Channel) -> None:
         source, database = folder.text("tools.py"), folder.database()
@@ -385,8 +377,7 @@ def tools_child(folder: Folder, seed: int) -> Child:
 
 
 def tools_of(source: str, database: Any) -> dict[str, Tool]:
-    """Run the code of a tools.py and return its public functions as tools. Raises
-    InvalidEnvironment if it has no tools, or if a tool lacks type hints or a docstring."""
+    """Run a tools.py and return its public functions, which need hints and docstrings, as tools."""
     tree = parsed(source, "tools")
     module = ModuleType("tools")
     vars(module).update(_namespace("tools"), database=database)
@@ -433,9 +424,8 @@ def answer_of(text: str) -> Any:
 
 
 def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[str, bool] | str:
-    """Run the verifier on an answer. Returns whether the answer meets each requirement, or an error
-    message if the verifier fails. The verifier reads the original database, so it does not see
-    changes that the tools made. Raises InvalidEnvironment if the verifier is invalid."""
+    """Run the verifier on an answer and the original database. Returns the requirements that are
+    met, or an error message if the verifier fails."""
 
     def run(channel: Channel) -> None:
         source, database = folder.text("verify.py"), folder.database()
@@ -470,9 +460,8 @@ def verified(folder: Folder, number: int, answer: Any, within_s: float) -> dict[
 
 
 def solving_child(source: str, number: int, returns: dict[str, str]) -> Child:
-    """Start a process that runs a solution. The process sends {"call": name, "arguments"} for each
-    tool call and expects {"text"} or {"failed"} in reply. It ends with {"is": the answer}.
-    `returns` is the result type of each tool, `text` or `json`."""
+    """Start a solution. For each tool call it sends {"call": name, "arguments"} and expects
+    {"text"} or {"failed"}, and at the end it sends {"is": the answer}."""
 
     def run(channel: Channel) -> None:
         def named(name: str) -> Callable[..., Any]:

@@ -1,5 +1,4 @@
-"""An environment for tasks with an author's tools and verifier. The policy uses the tools and
-submits a final answer."""
+"""An environment with an author's tools and verifier, in which the policy submits an answer."""
 
 from __future__ import annotations
 
@@ -22,20 +21,13 @@ PRELOAD = ("keel.agents.environments.general.workshop",)
 
 
 class General:
-    """One of an author's tasks.
-
-    Tasks are numbered consecutively across all folders. The task's number is given in the prompt's
-    name, `name/n`, or in its `reward`, `{"general": {"task": 3}}`.
-
-    The tools and the verifier run in separate processes. The process for the tools is forked before
-    anything else is read and cannot open files, so even a tool that the policy controls cannot read
-    an answer.
-    """
+    """One of an author's tasks, numbered across all folders by the prompt's name, `name/n`, or its
+    `reward`, `{"general": {"task": 3}}`. The tools' process is forked before anything else is read
+    and cannot open files, so even a tool that the policy controls cannot read an answer."""
 
     def __init__(self, folder: str | Sequence[str], verify_s: float = 20.0) -> None:
-        """Find the environments in one or several folders, as `author_code.folders` does.
-        `verify_s` is the time limit for a verifier. If it is exceeded, the answer counts as wrong.
-        """
+        """Find the environments. After `verify_s` seconds of a verifier, the answer counts as
+        wrong."""
         self._folders = folders([folder] if isinstance(folder, str) else folder)
         self._verify_s = verify_s
         self._tools: Child | None = None
@@ -88,8 +80,7 @@ class General:
             raise EnvironmentGone(f"the tools: {error}") from error
 
     def verdict(self) -> tuple[dict[str, float], dict[str, Any]]:
-        """Grade the submitted answer. `correct` is 1 if all requirements are met, and `share` is
-        the fraction of requirements that are met."""
+        """Grade the answer: `share` of the requirements is met, and `correct` is 1 if all are."""
         if self._submitted is None:
             return {"correct": 0.0, "share": 0.0}, {"submitted": False}
         answer = answer_of(self._submitted)

@@ -1,5 +1,4 @@
-"""Environments for making general tasks. In one, an author builds a database. In the others, a
-pipeline runs the author's code to check it."""
+"""Environments in which an author builds a database, and a pipeline runs the author's code."""
 
 from __future__ import annotations
 
@@ -45,8 +44,8 @@ class Solution:
 
 
 class AuthorWorkshop:
-    """Runs the tools and verifiers in an author's folder. In the task's reward, `environment` is
-    the path of the folder and `within_s` is the time limit for each request."""
+    """Runs the tools and verifiers in the folder `environment` of the task's reward, with
+    `within_s` seconds for each request."""
 
     def opening(self, task: Mapping[str, Any], seed: int) -> None:
         self._folder = Folder(Path(task["reward"]["environment"]))
@@ -81,8 +80,7 @@ class AuthorWorkshop:
             child.end()
 
     def verdicts(self, number: int, answers: list[Any]) -> Any:
-        """Verify each answer in its own process. Returns, for each answer, whether it meets each
-        requirement, or an error message."""
+        """Verify each answer in its own process, as `verified` does."""
         return [verified(self._folder, number, answer, self._within_s) for answer in answers]
 
     def strings(self, most: int) -> list[str]:

@@ -46,12 +46,10 @@ class Hit:
 
 
 class Library(Protocol):
-    """A source of documents. This is either the index of a corpus or a user's adapter to a search
-    API."""
+    """A source of documents, such as an index or a user's adapter to a search API."""
 
     def search(self, query: str, most: int) -> Sequence[Hit]:
-        """Return up to `most` hits, best first. If this raises an error, the policy sees a failed
-        call."""
+        """Return up to `most` hits, best first. If it raises an error, the call fails."""
         ...
 
     def document(self, name: str) -> Document | None:
@@ -60,16 +58,14 @@ class Library(Protocol):
 
 
 def made(name: str, title: str, text: str) -> Document:
-    """Create a document and remove invisible characters from it. An empty title is replaced with
-    the name. A search API may return None or "" as the title and text."""
+    """Create a document without invisible characters, with its name as the title if it has none."""
     name = " ".join(cleaned(name).translate(_UNNAMED).split())
     title = " ".join(cleaned(title or "").split())
     return Document(name=name, title=title or name, text=cleaned(text or ""))
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the files in a folder that can be read as documents, in order. Raises ValueError if
-    the folder does not exist."""
+    """Return the files in a folder that can be read as documents, in order."""
     if not folder.is_dir():
         raise ValueError(f"corpus {folder}: there is no such folder")
     paths: list[Path] = []
@@ -94,8 +90,7 @@ def fingerprint(folder: Path, files: Sequence[Path]) -> str:
 
 
 def documents_of(folder: Path, files: Sequence[Path]) -> Iterator[Document]:
-    """Yield the documents in all files, skipping blank ones. Raises ValueError with the file and
-    line if a document is unreadable or its name is not unique."""
+    """Yield the documents in all files but blank ones. Errors name the file and the line."""
     seen: set[str] = set()
     for path in files:
         name = os.fsencode(path.relative_to(folder)).decode(errors="replace")
@@ -230,8 +225,7 @@ _KEPT = {"\n", "\t", "\u200c", "\u200d"}
 
 
 def cleaned(text: str) -> str:
-    """Remove extra white space and invisible characters. Invisible characters could be meant to
-    trick a model."""
+    """Remove extra white space, and invisible characters that could be meant to trick a model."""
     text = unicodedata.normalize("NFC", text.replace("\r\n", "\n").replace("\r", "\n"))
     unseen = {c for c in set(text) if c not in _KEPT and unicodedata.category(c) in _UNSEEN}
     text = text.translate(dict.fromkeys(map(ord, unseen)))
@@ -244,15 +238,13 @@ def cleaned(text: str) -> str:
 
 
 def _runs(text: str) -> list[str]:
-    """Return the words in `text`, ignoring case, width and accents. In scripts without spaces,
-    consecutive characters form one word."""
+    """Return the words in `text`, or runs in scripts without spaces, ignoring case and accents."""
     plain = _ACCENTS.sub("", unicodedata.normalize("NFKD", text.casefold()))
     return _TERMS.findall(unicodedata.normalize("NFC", plain))
 
 
 def terms(text: str) -> list[str]:
-    """Return the search terms in a text. A term is a word or, in scripts without spaces, a pair of
-    adjacent characters. An isolated character of such a script is a term too."""
+    """Return the words of a text and, in scripts without spaces, its pairs of characters."""
     result: list[str] = []
     for run in _runs(text):
         if len(run) > 1 and _RUN.fullmatch(run):
@@ -273,9 +265,8 @@ def squeeze(text: str) -> str:
 
 
 def spans(text: str, most: int) -> list[tuple[int, int]]:
-    """Split `text` into pieces of at most `most` characters, and return each as (start, end) with
-    `end` excluded. A piece ends after a line, a sentence or a word, if one of these ends in its
-    second half."""
+    """Split `text` into (start, end) of at most `most` characters each, after a line, a sentence or
+    a word if one ends in the second half."""
     boundaries: list[tuple[int, int]] = []
     start = 0
     while len(text) - start > most:
@@ -288,8 +279,8 @@ def spans(text: str, most: int) -> list[tuple[int, int]]:
 
 
 def excerpt(text: str, wanted: Iterable[str], most: int) -> str:
-    """Return the part of `text` that contains the most different terms from `wanted`, as a single
-    line. It has about `most` characters."""
+    """Return the part of `text`, about `most` characters, with the most different terms of
+    `wanted`."""
     wanted = set(wanted)
     starts = range(0, len(text), most // 3) or [0]
     pieces = [(start, min(len(text), start + most)) for start in starts]

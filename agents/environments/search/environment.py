@@ -1,8 +1,6 @@
 """An environment for a search agent, with tools to search, open and find in a corpus or search API.
-
-Its verdict covers citations only. The prompt's own reward, which is a rule or a judge with
-criteria, decides whether the answer is right. DeepSeek-V3.2 (2025), section 3.2.3, uses both.
-"""
+Its verdict covers citations, and the prompt's own reward the answer, as in DeepSeek-V3.2 (2025),
+section 3.2.3."""
 
 from __future__ import annotations
 
@@ -46,8 +44,7 @@ _MAX_CITATIONS = 32
 """Maximum number of citations that are checked."""
 _MAX_CHARACTERS = 1500
 _MIN_LETTERS, _MIN_SIGNS = 12, 6
-"""Minimum length of a quote. The first counts letters and digits, the second counts characters of
-scripts without spaces. A shorter quote could be found in almost any document."""
+"""Minimum length of a quote in letters, or in characters of scripts without spaces."""
 _CITED = re.compile(r"(.*?):\s*[\"“”«「『'](.*)[\"“”»」』']\s*", re.DOTALL)
 
 
@@ -65,8 +62,7 @@ def _citations_in(text: str) -> list[tuple[str, str]]:
 
 
 def quote_fault(quote: str, document: Document) -> str:
-    """Return what is wrong with a quote from `document`, or "" if the quote is valid. White space,
-    case and punctuation are ignored."""
+    """Return the fault of a quote, or "". White space, case and punctuation are ignored."""
     words = squeeze(quote)
     if len(words) < (_MIN_SIGNS if len(signs(quote)) > len(words) / 2 else _MIN_LETTERS):
         return f"the quote {quote[:80]!r} is too short to say anything; quote a clause"
@@ -81,14 +77,9 @@ def _squeezed(text: str) -> str:
 
 
 class Search:
-    """An environment for questions from JSONL that come with an answer or criteria.
-
-    `corpus` is a folder with documents. `index` is the path of its index, which is built if it is
-    missing. Instead of a corpus, `library` can name a function (`module:name`) that is called with
-    `options` and returns a `Library`, or `ready` can be the library itself. A search returns at
-    most `results` hits, and documents are shown in pages of `page_characters`. If `cite` is set,
-    the instructions explain how to cite.
-    """
+    """An environment for questions from JSONL, with a folder `corpus` and its `index`. Instead,
+    `library` can name a function (`module:name`) that is called with `options` and returns a
+    `Library`, or `ready` can be one. `cite` asks for citations."""
 
     def __init__(
         self,
@@ -195,9 +186,8 @@ class Search:
         return made(document.name, document.title, document.text) if document is not None else None
 
     def verdict(self, messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], Any]:
-        """Return the scores for citations and evidence. `citations` is the fraction of citations
-        that are valid, or 0 if there are none. `evidence` is the fraction of the task's source
-        documents that were opened, or 1 if the task names none."""
+        """Return the share of valid `citations`, 0 without any, and of the task's source documents
+        that were opened (`evidence`), 1 if it names none."""
         turns = [message for message in messages if message.get("role") == "assistant"]
         text = str(turns[-1].get("content") or "") if turns else ""
         faults = [
@@ -217,9 +207,8 @@ class Search:
 def prepare(
     arguments: Mapping[str, Any], without: Sequence[Path]
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Index the corpus before a run, outside the sandbox. Returns the arguments and the paths that
-    the sandbox must be able to read. `without` contains files with answers, which the corpus must
-    not contain. Raises ValueError or OSError under the same conditions as `ensure_index`."""
+    """Index the corpus before a run, outside the sandbox. Returns the arguments and the paths to
+    read. The corpus must not contain a file from `without`."""
     arguments = dict(arguments)
     if not (corpus := arguments.pop("corpus", "")):
         path_text = arguments.get("index")

@@ -1,8 +1,4 @@
-"""Full-text search over the documents in a folder, using SQLite's FTS5.
-
-Passages are ranked by BM25. The index contains the text of the documents, so a search reads only
-the database and never a path.
-"""
+"""Full-text search over the documents in a folder, by SQLite's FTS5. Passages rank by BM25."""
 
 from __future__ import annotations
 
@@ -36,8 +32,7 @@ _SNIPPET = 280
 _MAX_TERMS = 48
 """Maximum number of terms in a query."""
 _SEARCH_S = 10.0
-"""Time limit for a search in seconds. If it is exceeded, only the call fails, and the episode
-continues."""
+"""Time limit for a search in seconds."""
 _STEPS = 1000
 """Number of SQLite instructions between two checks of the time limit."""
 _TABLES = """
@@ -125,9 +120,8 @@ class SearchIndex:
 
 
 def ensure_index(folder: Path, path: Path | None = None, *, without: Sequence[Path] = ()) -> Path:
-    """Build the index for `folder` if it is missing or a file has changed, and return its path.
-    Raises ValueError if the corpus is unreadable or contains a file from `without`, and OSError if
-    the index cannot be written."""
+    """Build the index for `folder` if it is missing or a file has changed. Raises ValueError if the
+    corpus is unreadable or contains a file from `without`."""
     folder = folder.expanduser()
     files = files_of(folder)
     if path is None:
@@ -193,13 +187,11 @@ def _make(path: Path, folder: Path, files: Sequence[Path], of: str) -> None:
 
 
 def _expression(query: str) -> str:
-    """Return an FTS5 expression that matches any of the terms in `words`. Terms are quoted and
-    consist of letters and digits, so a query cannot contain FTS5 syntax."""
+    """Return an FTS5 expression for any of the query's terms, which contain no FTS5 syntax."""
     words = list(dict.fromkeys(terms(query)))[:_MAX_TERMS]
     return " OR ".join(f'{"signs" if _alone(one) else "{title terms}"}: "{one}"' for one in words)
 
 
 def _alone(term: str) -> bool:
-    """Return whether a term is a single character of a script without spaces. In such scripts, all
-    other terms are pairs of characters."""
+    """Return whether a term is a single character of a script without spaces."""
     return len(term) == 1 and bool(signs(term))

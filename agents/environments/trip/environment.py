@@ -1,8 +1,5 @@
-"""The environment for planning a trip in a fictional world. It has fifteen tools and a verdict.
-
-DeepSeek-V3.2 (2025), section 3.2.3, uses this task as its example. The names of the tools and their
-parameters are taken from there.
-"""
+"""The environment for planning a trip, with fifteen tools and a verdict. DeepSeek-V3.2 (2025),
+section 3.2.3, has the same task and tools."""
 
 from __future__ import annotations
 
@@ -29,12 +26,9 @@ _GUESSES = 40
 
 class Trip:
     """An environment in which the policy plans one trip. The prompt's `reward` selects the task, as
-    in `{"trip": {"level": 0, "seed": 17}}`. If it does not, the task is drawn at `level` with the
-    episode's seed."""
+    in `{"trip": {"level": 0, "seed": 17}}`, or else `level` and the episode's seed."""
 
     def __init__(self, level: int = 0, ready: tuple[World, TripTask, Level] | None = None) -> None:
-        """Create the environment. If `ready` is given, it is the task to use. Raises ValueError if
-        the level is unknown."""
         if not 0 <= level < len(LEVELS):
             raise ValueError(f"trip: level = {level}, there are 0 to {len(LEVELS) - 1}")
         self._of = level
@@ -156,9 +150,8 @@ class Trip:
         return parts, {"submitted": True, "not met": [name for name, ok in met.items() if not ok]}
 
     def _progress(self, share: float) -> float:
-        """Return the fraction of the required steps that have been completed. The steps are
-        submitting the answer and requesting each required list. There is one list for each kind of
-        place in each day's city, or in any city if the task does not name the cities."""
+        """Return the share of the required steps: to submit, and to request each list that is
+        needed."""
         task = self._task
         kinds = [kind for kind in ("hotel", "restaurant", "attraction") if task.asks_for(kind)]
         if task.cities is None:

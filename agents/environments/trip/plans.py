@@ -14,8 +14,7 @@ _Day = Mapping[str, str]
 
 
 def checks(world: World, task: TripTask, answer: str) -> dict[str, bool]:
-    """Return the name of each requirement and whether `answer` meets it. If the answer is
-    malformed, the only requirement is `form`."""
+    """Return each requirement and whether `answer` meets it, or only `form` if it is malformed."""
     plan = parse(task, answer)
     if plan is None:
         return {"form": False}
@@ -23,8 +22,7 @@ def checks(world: World, task: TripTask, answer: str) -> dict[str, bool]:
 
 
 def parse(task: TripTask, answer: str) -> list[dict[str, str]] | None:
-    """Return the days of a plan, or None if the answer is malformed. Each day must have exactly the
-    keys that the task asks for."""
+    """Return the days of a plan, or None if the answer is malformed or has other keys."""
     if len(answer) > _MAX_CHARACTERS:
         return None
     if task.plain:
@@ -114,8 +112,7 @@ def band_of(bands: Sequence[Band], price: int) -> Band | None:
 
 
 def band_holds(band: Band, meals: Sequence[tuple[int, float]], ticket: int) -> bool:
-    """Return whether a day meets the requirements of a price band. `meals` lists (price, rating)
-    pairs."""
+    """Return whether a day's meals, as (price, rating), and ticket meet a price band."""
     ratings = [rating for _, rating in meals]
     return (
         (band.meals_below is None or sum(price for price, _ in meals) < band.meals_below)
@@ -173,8 +170,7 @@ def solve(task: TripTask) -> Calls:
 def _day(
     task: TripTask, day: int, city: str, known: dict[tuple[str, str], list[dict[str, Any]]]
 ) -> Generator[tuple[str, dict[str, Any]], str, dict[str, str] | None]:
-    """Return a plan for a day in a city that meets all requirements for that day, or None if there
-    is none."""
+    """Return a plan for a day in a city that meets all requirements for that day, if any."""
     keys = [key for key in task.keys if key not in ("time", "city")]
     lists: dict[str, list[dict[str, Any]]] = {}
     for kind in _ABOUT:

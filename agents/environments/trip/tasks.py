@@ -1,9 +1,5 @@
-"""Trip tasks in fictional countries, drawn from a seed.
-
-A country has cities with hotels, restaurants and attractions, and transport between the cities. All
-names are unique. A task asks for a plan for several days, with no place visited twice and a rule
-about hotel prices.
-"""
+"""Trip tasks in fictional countries, drawn from a seed. A task asks for a plan for several days,
+with no place visited twice and a rule about hotel prices."""
 
 from __future__ import annotations
 
@@ -69,8 +65,7 @@ class Size:
     restaurants: int
     attractions: int
     long_names: bool = True
-    """Whether to use long names. Short names have two letters, which a small model copies more
-    easily, but only 70 of them exist."""
+    """False for the 70 names of two letters, which a small model copies more easily."""
     price_step: int = 10
     """Difference between hotel prices, which start at 200 CNY."""
     routes: float = 1.0
@@ -178,8 +173,8 @@ _FIRST_DAY = datetime.date(2025, 10, 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """Requirements for a day whose hotel costs at least `low` and less than `high` CNY. A
-    requirement that is None is always met."""
+    """Requirements for a day whose hotel costs at least `low` and less than `high` CNY, None for no
+    requirement."""
 
     low: int
     high: int | None = None
@@ -203,8 +198,8 @@ class Level:
     plain: bool = False
     """True if the answer is a comma-separated list of names instead of JSON."""
     bands: tuple[Band, ...] = ()
-    """Price bands near which each task draws its bounds. If there are none, only the hotel's price
-    is bounded."""
+    """Price bands near which each task draws its bounds, or none to bound only the hotel's price.
+    """
     fixed: bool = False
     """True if the task names the city for each day."""
     connected: bool = False
@@ -212,8 +207,7 @@ class Level:
     dry: bool = False
     """True if outdoor attractions are forbidden on rainy days."""
     listing: bool = True
-    """True if lists contain prices and ratings as well as names. If `plain` is set, each line of a
-    list has a name and a price."""
+    """True if lists contain prices and ratings as well as names."""
     tools: tuple[str, ...] | None = None
     """Names of the available tools. None means all tools."""
 
@@ -279,8 +273,7 @@ class TripTask:
 
     dates: tuple[str, ...]
     start: str
-    """City in which the journey begins. It is not part of the plan. "" if the task names the
-    cities."""
+    """City before the first day, or "" if the task names the cities."""
     cities: tuple[str, ...] | None
     """The city for each day, if the task fixes them."""
     keys: tuple[str, ...]
