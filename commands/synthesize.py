@@ -7,7 +7,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -16,7 +16,7 @@ from keel.configs.schema import ConfigError
 from keel.configs.synthesis import AuthorConfig, SynthesisConfig
 from keel.synthesis.author import Author, AuthorLost, BudgetSpent, EndpointAuthor, SynthesisBudget
 from keel.synthesis.ledger import Ledger, Rejected, TaskOutcome
-from keel.trainer.run.progress import Wait
+from keel.trainer.run.progress import Wait, waiting
 
 Make = Callable[[str], Awaitable[Sequence[Rejected] | None]]
 """Creates the task for a key and writes it to the folder, either completely or not at all.
@@ -24,17 +24,8 @@ Make = Callable[[str], Awaitable[Sequence[Rejected] | None]]
 Returns the rejected drafts. Raises Rejected if a gate rejects the task, AuthorLost if a model does
 not answer, or BudgetSpent if the next call could exceed the budget.
 """
-_Say = Callable[[str], object]
 _MOST_LOST = 5
 """Stop after this many consecutive tasks for which the author model did not answer."""
-
-
-_Show = Callable[..., AbstractContextManager[Wait]]
-"""Displays what is being waited for, given a text and the number of tasks `total`."""
-
-
-def _unseen(what: str, *, total: int = 0) -> AbstractContextManager[Wait]:
-    return nullcontext(Wait(what))
 
 
 async def make_all(
@@ -43,9 +34,8 @@ async def make_all(
     ledger: Ledger,
     *,
     at_once: int,
-    say: _Say,
+    say: Callable[[str], object],
     stop: asyncio.Event,
-    show: _Show = _unseen,
 ) -> str:
     """Create all tasks that the ledger does not list yet.
 
@@ -100,7 +90,7 @@ async def make_all(
     def measure(wait: Wait) -> None:
         wait.note = f"{len(under_way)} in flight, {len(ledger.spent):,} model calls"
 
-    with show("making tasks", total=len(keys)) as shown:
+    with waiting("making tasks", total=len(keys), unit="tasks") as shown:
         shown.done = shown.before = made
         shown.measure = measure
         workers = [asyncio.create_task(worker()) for _ in range(min(at_once, len(queue)))]
@@ -164,16 +154,16 @@ def _open_pipeline(
         raise ConfigError(str(error)) from error
 
 
-def synthesize(config: SynthesisConfig, say: _Say = print, show: _Show = _unseen) -> int:
+def synthesize(config: SynthesisConfig) -> int:
     """Create the tasks and return the exit status.
 
     The status is 0 if all tasks are done and 1 if it stopped early. Raises ConfigError if the
     recipe or folder cannot be used.
     """
-    return asyncio.run(_synthesize(config, say, show))
+    return asyncio.run(_synthesize(config))
 
 
-async def _synthesize(config: SynthesisConfig, say: _Say, show: _Show) -> int:
+async def _synthesize(config: SynthesisConfig) -> int:
     folder, stop = Path(config.dir).expanduser(), asyncio.Event()
     with Ledger(folder, depends_on(config)) as ledger:
         loop = asyncio.get_running_loop()
@@ -193,7 +183,7 @@ async def _synthesize(config: SynthesisConfig, say: _Say, show: _Show) -> int:
         try:
             author = author_of(config.author)
             async with AsyncExitStack() as stack:
-                with show("preparing task sources"):
+                with waiting("preparing task sources"):
                     pipeline = _open_pipeline(config, author, folder, author_of)
                     await stack.enter_async_context(pipeline)
                 for name in (signal.SIGINT, signal.SIGTERM):
@@ -204,19 +194,18 @@ async def _synthesize(config: SynthesisConfig, say: _Say, show: _Show) -> int:
                         pipeline.make,
                         ledger,
                         at_once=config.at_once,
-                        say=say,
+                        say=print,
                         stop=stop,
-                        show=show,
                     )
                 finally:
-                    print_report(ledger.report(), say)
+                    _print_report(ledger.report())
         finally:
             for each in authors:
                 await each.close()
             for name in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(name)
     if why:
-        say(f"keel synthesize: {why}. Run the same command to continue")
+        print(f"keel synthesize: {why}. Run the same command to continue")
     return int(bool(why))
 
 
@@ -233,16 +222,16 @@ def depends_on(config: SynthesisConfig) -> dict[str, Any]:
     return {"family": config.family, "seed": config.seed, **section}
 
 
-def print_report(report: Mapping[str, Any], say: _Say) -> None:
+def _print_report(report: Mapping[str, Any]) -> None:
     """Print the totals from a report."""
-    say(f"made {report['made']:,} tasks, kept {report['kept']:,}")
+    print(f"made {report['made']:,} tasks, kept {report['kept']:,}")
     for gate, refused in report["refused"].items():
-        say(f"  rejected by {gate}: {refused['tasks']:,}")
+        print(f"  rejected by {gate}: {refused['tasks']:,}")
         for reason, count in refused["reasons"].items():
-            say(f"    {count:,} × {reason}")
+            print(f"    {count:,} × {reason}")
     if report["drafts"]:
         drafts = ", ".join(f"{count:,} by {gate}" for gate, count in report["drafts"].items())
-        say(f"  rejected drafts: {drafts}")
+        print(f"  rejected drafts: {drafts}")
     for purpose, cost in report["cost"].items():
         money = f", {cost['usd']:.2f} USD" if cost["usd"] else ""
-        say(f"  {purpose}: {cost['calls']:,} calls, {cost['tokens']:,} tokens{money}")
+        print(f"  {purpose}: {cost['calls']:,} calls, {cost['tokens']:,} tokens{money}")

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -85,8 +86,8 @@ class GeneralPipeline:
         path.chmod(0o755)
         name, _, number = key.rpartition("-")
         making = _EnvironmentWriter(
-            self._rooms,
-            path,
+            rooms=self._rooms,
+            path=path,
             category=self._category[name],
             number=int(number),
             author=self._author,
@@ -113,29 +114,26 @@ _HEADING = re.compile(
 _BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
+@dataclass(kw_only=True)
 class _EnvironmentWriter:
     """Builds one environment in a folder under `rooms.making`.
 
-    The author's code never runs in this process.
+    The author's code never runs in this process. `reference` attempts the tasks to measure their
+    difficulty.
     """
 
-    def __init__(
-        self,
-        rooms: GeneralSandboxes,
-        path: Path,
-        *,
-        category: str,
-        number: int,
-        author: Author,
-        reference: Author,
-        search: _Search | None,
-        seed: int,
-    ) -> None:
-        """Prepare to build one environment. `reference` attempts its tasks to measure their
-        difficulty."""
-        self._rooms, self._path, self._config = rooms, path, rooms.config
-        self._category, self._number, self._seed = category, number, seed
-        self._author, self._reference, self._search = author, reference, search
+    rooms: GeneralSandboxes
+    path: Path
+    category: str
+    number: int
+    author: Author
+    reference: Author
+    search: _Search | None
+    seed: int
+    drafts: list[Rejected] = field(default_factory=list[Rejected])
+    """Drafts rejected by a gate."""
+
+    def __post_init__(self) -> None:
         self._files: dict[str, str] = dict.fromkeys(("tools.py", "solve.py", "verify.py"), "")
         self._tasks: list[dict[str, Any]] = []
         self._specs: gates.Specs = {}
@@ -143,8 +141,6 @@ class _EnvironmentWriter:
         self._calls: list[int] = []
         self._passed: list[int] = []
         self._messages: list[Message] = []
-        self.drafts: list[Rejected] = []
-        """Drafts rejected by a gate."""
 
     async def run(self) -> None:
         """Build the environment and store it in its final folder.
@@ -152,12 +148,12 @@ class _EnvironmentWriter:
         Raises Rejected if a gate rejects it, or AuthorLost or BudgetSpent if a call to the author
         fails.
         """
-        config = self._config
+        config = self.rooms.config
         kind = await self._database()
-        (shown,) = await self._rooms.workshop(
-            "database", self._path, "shown", each_s=config.call_s, arguments={"most": _SHOWN}
+        (shown,) = await self.rooms.workshop(
+            "database", self.path, "shown", each_s=config.call_s, arguments={"most": _SHOWN}
         )
-        self._messages = prompts.tools(self._category, shown, kind)
+        self._messages = prompts.tools(self.category, shown, kind)
         await self._revised("tools", self._first_tools)
         for step in range(config.steps):
             passed = self._passed[-1] if self._passed else None
@@ -183,27 +179,27 @@ class _EnvironmentWriter:
             "made": "by keel synthesize",
             "keel": version("keel-rl"),
             "date": datetime.now(UTC).date().isoformat(),
-            "category": self._category,
-            "author": self._author.name,
-            "reference": self._reference.name,
-            "seed": self._seed,
+            "category": self.category,
+            "author": self.author.name,
+            "reference": self.reference.name,
+            "seed": self.seed,
             "attempts": config.attempts,
             "passed": self._passed if config.attempts else None,
             "calls_of_the_solution": self._calls,
             "drafts_refused": [[one.gate, one.reason] for one in self.drafts],
         }
-        _put_json(self._path / "provenance.json", provenance)
+        _put_json(self.path / "provenance.json", provenance)
 
     async def _database(self) -> str:
         """Build the database and return its file extension, .json or .sqlite."""
-        config, kind = self._config, ""
+        config, kind = self.rooms.config, ""
 
         async def call(call: ToolCall) -> ToolResult:
             nonlocal kind
             if call.name == _SEARCH.name:
-                assert self._search is not None
+                assert self.search is not None
                 try:
-                    return ToolResult(text=self._search(str(call.arguments["query"])))
+                    return ToolResult(text=self.search(str(call.arguments["query"])))
                 except ValueError as error:
                     return ToolResult(text=str(error), failed=True)
             result = await desk.call(call, timeout_s=config.bash_s + SLACK_S)
@@ -214,19 +210,19 @@ class _EnvironmentWriter:
 
         arguments = {"most_kib": config.database_kib, "bash_s": config.bash_s}
         messages = prompts.database(
-            self._category,
-            self._number,
+            self.category,
+            self.number,
             config.per_category,
             config.database_kib,
-            self._search is not None,
+            self.search is not None,
         )
         with lost_to("database"):
-            async with self._rooms.open("workshop:DatabaseDesk", arguments=arguments) as opened:
+            async with self.rooms.open("workshop:DatabaseDesk", arguments=arguments) as opened:
                 desk, opening = opened
                 worked = await work(
-                    self._author,
+                    self.author,
                     messages,
-                    tools=[*opening.tools, *([_SEARCH] if self._search else [])],
+                    tools=[*opening.tools, *([_SEARCH] if self.search else [])],
                     call=call,
                     most_turns=config.max_turns,
                     purpose="database",
@@ -244,9 +240,9 @@ class _EnvironmentWriter:
             kind, data = reply["name"], base64.b64decode(reply["data"], validate=True)
         except (ValueError, TypeError, LookupError, binascii.Error) as error:
             raise Rejected("database", f"cannot be read: {error}") from error
-        if kind not in (".json", ".sqlite") or len(data) > self._config.database_kib << 10:
+        if kind not in (".json", ".sqlite") or len(data) > self.rooms.config.database_kib << 10:
             raise Rejected("database", "not a database, or too large")
-        _put(self._path / f"database{kind}", data)
+        _put(self.path / f"database{kind}", data)
         return kind
 
     async def _revised(self, purpose: str, hold: Callable[[AuthorReply], Awaitable[None]]) -> None:
@@ -254,8 +250,8 @@ class _EnvironmentWriter:
 
         Raises Rejected if no revisions are left.
         """
-        for remaining in reversed(range(self._config.revisions + 1)):
-            reply = await self._author.ask(self._messages, purpose=purpose)
+        for remaining in reversed(range(self.rooms.config.revisions + 1)):
+            reply = await self.author.ask(self._messages, purpose=purpose)
             self._messages.append(reply.message())
             try:
                 return await hold(reply)
@@ -271,7 +267,7 @@ class _EnvironmentWriter:
     async def _first_tools(self, reply: AuthorReply) -> None:
         files = {**self._files, "tools.py": sections(reply, ("tools",))["tools"]}
         self._write(files, [])
-        self._specs = await gates.typed(self._rooms, self._path)
+        self._specs = await gates.typed(self.rooms, self.path)
         self._files = files
 
     async def _step(self, reply: AuthorReply) -> None:
@@ -289,27 +285,25 @@ class _EnvironmentWriter:
         specs = self._specs
         if "tools" in found:
             self._write(files, self._tasks)
-            specs = await gates.typed(self._rooms, self._path)
+            specs = await gates.typed(self.rooms, self.path)
         task = {"question": found["question"].strip(), "tools": list(specs)}
         self._write(files, [*self._tasks, task])
-        if "tools" in found:
-            for earlier, answer in enumerate(self._answers):
-                result = await gates.solved(
-                    self._rooms, self._path, specs, self._files["solve.py"], earlier
-                )
-                if result.answer != answer:
-                    reason = f"the new tools change the solution of task {earlier}"
-                    raise Rejected("earlier", reason)
-        answer, calls, passed = await gates.check_task(
-            self._rooms,
-            self._path,
-            number,
+        draft = gates.TaskDraft(
+            rooms=self.rooms,
+            path=self.path,
+            number=number,
             specs=specs,
             solution=pieces["solve.py"],
-            earlier=self._answers,
-            before=self._passed[-1] if self._passed else None,
-            reference=partial(_passed_attempts, self._reference),
-            seed=self._seed,
+            seed=self.seed,
+        )
+        for earlier, answer in enumerate(self._answers if "tools" in found else ()):
+            again = replace(draft, number=earlier, solution=self._files["solve.py"])
+            if (await again.solve())[0] != answer:
+                raise Rejected("earlier", f"the new tools change the solution of task {earlier}")
+        answer, calls, passed = await draft.check(
+            self._answers,
+            self._passed[-1] if self._passed else None,
+            partial(_passed_attempts, self.reference),
         )
         self._files, self._specs = files, specs
         self._tasks.append(task)
@@ -319,9 +313,9 @@ class _EnvironmentWriter:
 
     def _write(self, files: dict[str, str], tasks: Sequence[dict[str, Any]]) -> None:
         for name, text in files.items():
-            _put(self._path / name, text.encode(errors="replace"))
-        about = {"name": self._path.name, "category": self._category, "tasks": list(tasks)}
-        _put_json(self._path / "task.json", about)
+            _put(self.path / name, text.encode(errors="replace"))
+        about = {"name": self.path.name, "category": self.category, "tasks": list(tasks)}
+        _put_json(self.path / "task.json", about)
 
 
 async def _passed_attempts(

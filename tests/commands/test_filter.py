@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -27,52 +29,40 @@ CONFIG = Config(
 
 
 class Engines:
-    """Records requests and results."""
+    """A runtime that samples every group immediately."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Prompt, int, Future[Group]]] = []
         self.recorded: dict[str, Sequence[ScoredGroup]] = {}
-        self.said: list[str] = []
         self.stopped = False
+        self.scorer, self.pool = SimpleNamespace(submit=self.score), SimpleNamespace(steps=0)
 
-    def sample(self, prompt: Prompt, size: int) -> Future[Group]:
-        self.asked.append((prompt, size, Future()))
+    def with_watchdog(self, stop: Callable[[], bool]) -> Callable[[], bool]:
+        return stop
+
+    def submit(self, prompt: Prompt, purpose: str, size: int) -> Future[Group]:
+        group = Group(prompt=prompt, trajectories=(), dropped=("",) * size)
+        self.asked.append((prompt, size, ready(group)))
         return self.asked[-1][2]
 
-    def score(self, group: Group) -> Future[ScoredGroup]:
+    def score(self, group: Group, purpose: str) -> Future[ScoredGroup]:
         return ready(scored(group.prompt, 1, samples=len(group.dropped)))
 
-    def record(self, prompt: Prompt, groups: Sequence[ScoredGroup]) -> None:
-        self.recorded[prompt.prompt_id] = groups
-
-    def stop(self) -> bool:
-        return self.stopped
-
     def run(self, prompts: int) -> None:
+        runtime: Any = self
         sample_prompts(
+            runtime,
             [prompt(f"p{i}") for i in range(prompts)],
             CONFIG.filter.samples,
             CONFIG,
-            sample=self.sample,
-            score=self.score,
-            record=self.record,
+            record=lambda prompt, groups: self.recorded.update({prompt.prompt_id: groups}),
             note=lambda: f"{len(self.recorded)} recorded",
-            should_stop=self.stop,
-            say=self.said.append,
+            stop=lambda: self.stopped,
         )
 
 
-class AtOnce(Engines):
-    """Samples every group immediately."""
-
-    def sample(self, prompt: Prompt, size: int) -> Future[Group]:
-        group = Group(prompt=prompt, trajectories=(), dropped=("",) * size)
-        super().sample(prompt, size).set_result(group)
-        return self.asked[-1][2]
-
-
-def test_completions_are_split_into_groups() -> None:
-    engines = AtOnce()
+def test_completions_are_split_into_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    engines = Engines()
     prompts = 2 * max_prompts_in_flight(CONFIG, 10) + 1
     engines.run(prompts)
     assert [(p.prompt_id, size) for p, size, _ in engines.asked] == [
@@ -81,16 +71,17 @@ def test_completions_are_split_into_groups() -> None:
     assert set(engines.recorded) == {f"p{i}" for i in range(prompts)}
     for groups in engines.recorded.values():
         assert [len(group.parts_G) for group in groups] == [4, 4, 2]
-    assert engines.said[-1] == f"sampled {prompts} of {prompts} prompts; {prompts} recorded"
+    assert f"sampled {prompts} of {prompts} prompts; {prompts} rec" in capsys.readouterr().out
 
 
 def test_stop_keeps_complete_prompts() -> None:
-    class Stops(AtOnce):
-        def sample(self, prompt: Prompt, size: int) -> Future[Group]:
+    class Stops(Engines):
+        def submit(self, prompt: Prompt, purpose: str, size: int) -> Future[Group]:
             if prompt.prompt_id == "p0":
-                return super().sample(prompt, size)
+                return super().submit(prompt, purpose, size)
             self.stopped = True
-            return Engines.sample(self, prompt, size)
+            self.asked.append((prompt, size, Future()))
+            return self.asked[-1][2]
 
     engines = Stops()
     engines.run(99)

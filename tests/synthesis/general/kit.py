@@ -105,19 +105,13 @@ async def held(
     Rejected."""
     specs = await gates.typed(rooms, path)
     tasks = json.loads((path / "task.json").read_text())["tasks"]
+    solution = (path / "solve.py").read_text()
     answers, before, calls = list[Any](), None, list[int]()
     for number in range(len(tasks)):
-        answer, count, before = await gates.check_task(
-            rooms,
-            path,
-            number,
-            specs=specs,
-            solution=(path / "solve.py").read_text(),
-            earlier=answers,
-            before=before,
-            reference=reference,
-            seed=seed,
+        task = gates.TaskDraft(
+            rooms=rooms, path=path, number=number, specs=specs, solution=solution, seed=seed
         )
+        answer, count, before = await task.check(answers, before, reference)
         answers.append(answer)
         calls.append(count)
     return calls
