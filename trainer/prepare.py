@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -59,7 +59,7 @@ from keel.rollout.chat.template_checks import check_prefix_law
 from keel.rollout.chat.thinking import marks_of
 from keel.rollout.engine.conversion import render_prompt
 from keel.trainer.build_agents import check_chat, check_environments
-from keel.trainer.placement.choose import Choice, SavedChoice, choose, load_choice
+from keel.trainer.placement.choose import Choice, choose, load_choice
 from keel.trainer.placement.cpus import cpu_time, slow_dtype, with_dtype
 from keel.trainer.placement.families import (
     check_engine_attention,
@@ -73,7 +73,6 @@ from keel.trainer.placement.lint import ignored_knobs, lint_recipe
 from keel.trainer.placement.memory import GIB
 from keel.trainer.placement.nodes import detect_hardware, memory_gib, with_missing_nodes
 from keel.trainer.placement.plan import Plan, describe, model_line, ranks_line
-from keel.trainer.placement.step_time import StepTime
 from keel.trainer.run.checkpoint import latest_complete, read_state
 from keel.trainer.run.manifest import MANIFEST, check_exported
 from keel.trainer.sft import Batches
@@ -90,31 +89,19 @@ _ATTENTION = {
 _DetectHardware = Callable[[Config], Hardware]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PlannedModel:
     """A recipe's model, and the plan for running it on the available hardware."""
 
     config: Config
     """The config in which every `auto` value has been resolved."""
     tokenizer: Any
-    facts: ModelFacts
-    hardware: Hardware
-    choice: Choice
-    saved_choice: SavedChoice
-    missing_weights: str
-    """Describes missing weight files. Empty if all of them are on this machine."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Prepared:
-    config: Config
-    """The config in which every `auto` value has been resolved."""
-    facts: ModelFacts
-    hardware: Hardware
-    choice: Choice
     tokenizer_digest: str
     """The value of `keel.model.load.digest_of_tokenizer`."""
-    warnings: Sequence[str] = ()
+    facts: ModelFacts
+    hardware: Hardware
+    choice: Choice
+    warnings: Sequence[str]
 
     @property
     def gpu(self) -> bool:
@@ -132,16 +119,15 @@ class _Prepared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task(_Prepared):
+class Task(PlannedModel):
     """An RL recipe that has been checked, with its prompts."""
 
     dataset: Dataset
-    tokenizer: Any = None
-    chat: TemplateChat | None = None
+    chat: TemplateChat | None
     """The model's chat format, or None if no source has an environment."""
-    notes: Mapping[str, str] = field(default_factory=dict[str, str])
+    notes: Mapping[str, str]
     """Results of the checks of rewards, environments and the chat format, keyed by name."""
-    failed: Sequence[str] = ()
+    failed: Sequence[str]
     """Warnings about reward functions that failed on a sample completion."""
 
     @property
@@ -156,30 +142,31 @@ class Task(_Prepared):
 
     def text(self, *, seats: Sequence[str] = (), trains: bool = True) -> str:
         """Return a description of the plan for the user."""
-        lines = source_lines(self.config, self.dataset)
+        config, facts, time = self.config, self.facts, None
+        if (
+            trains and not self.gpu and not config.with_agents
+        ):  # agents take unknown numbers of turns
+            prompts = [p for each in self.dataset.train.sources.values() for p in each[:50]]
+            mean = fmean(prompt_tokens(p, self.tokenizer, facts) for p in prompts)
+            time = cpu_time(config, facts, prompt_tokens=round(mean))
+        lines = source_lines(config, self.dataset)
         lines += [f"{name}: {note}" for name, note in self.notes.items()]
+        hardware = self.hardware
         text = describe(
-            self.config,
-            self.facts,
+            config,
+            facts,
             self.plan,
             lines,
-            hardware=self.hardware,
+            hardware=hardware,
             seats=seats,
-            time=self._cpu_time() if trains else None,
+            time=time,
             trains=trains,
         )
         return "\n".join([text, *self._ending()])
 
-    def _cpu_time(self) -> StepTime | None:
-        if self.gpu or self.config.with_agents:  # whose number of turns is not known
-            return None
-        prompts = [p for each in self.dataset.train.sources.values() for p in each[:50]]
-        mean = fmean(prompt_tokens(p, self.tokenizer, self.facts) for p in prompts)
-        return cpu_time(self.config, self.facts, prompt_tokens=round(mean))
-
 
 @dataclass(frozen=True, kw_only=True)
-class SftTask(_Prepared):
+class SftTask(PlannedModel):
     """A recipe for supervised training that has been checked, with its conversations or texts."""
 
     lessons: Lessons
@@ -244,9 +231,9 @@ def prepare(
         check_weights(config.data.rewards_by_domain, config.data.domains_with_environments)
     except ValueError as error:
         raise ConfigError(f"data.sources: {error}") from error
-    model = plan_model(config, open_knobs, hardware, chats=_has_chats(config))
-    config, tokenizer, facts = model.config, model.tokenizer, model.facts
-    gpu = model.hardware.gpu
+    raw = all(source.raw for source in config.data.sources)
+    model = plan_model(config, open_knobs, hardware, chats=not raw)
+    config, tokenizer, facts, gpu = model.config, model.tokenizer, model.facts, model.gpu
     check_engine_attention(
         config, architecture=facts.architecture, kv_width=facts.kv_width, gpu=gpu
     )
@@ -256,30 +243,29 @@ def prepare(
             taught_sources(config.data.sources)
     chat = check_chat(config, tokenizer)
     dataset = load_prompts(config, tokenizer, facts)
-    tried = check_rewards(config, dataset)
-    failed = [f"{name}: {note}" for name, note in tried.items() if note.startswith(FAILED)]
+    chats = "none: raw prompts"
+    if not raw:
+        writer = "model.chat_template" if config.model.chat_template else name_of(tokenizer)
+        chats = f"written by {writer}"
+        chats += "" if tokenizer.chat_template else ", since the tokenizer has no chat template"
+        if chat:
+            chats += f"; calls are read as in the format {chat.format.name}"
+            chats += ", inside the thinking alone" if chat.tools_in_thinking else ""
+    notes, failed = {"chats": chats}, list[str]()
+    for name, note in check_rewards(config, dataset).items():
+        if note.startswith(FAILED):
+            failed.append(f"{name}: {note}")
+        else:
+            notes[name] = note
+    warnings = [*model.warnings, *source_warnings(config, dataset), *failed]
     task = Task(
-        config=config,
+        **vars(replace(model, warnings=warnings)),
         dataset=dataset,
-        facts=facts,
-        hardware=model.hardware,
-        choice=model.choice,
-        tokenizer=tokenizer,
         chat=chat,
-        tokenizer_digest=digest_of_tokenizer(tokenizer),
-        warnings=[
-            *_warnings(config, model),
-            *source_warnings(config, dataset),
-            *failed,
-        ],
         failed=failed,
-        notes={
-            "chats": _chat_note(config, tokenizer, chat),
-            **{name: note for name, note in tried.items() if not note.startswith(FAILED)},
-            **check_environments(config, chat, dataset),
-        },
+        notes=notes | check_environments(config, chat, dataset),
     )
-    config.rewards.judge.check_used(judged=task.judged, gpu=task.gpu)
+    config.rewards.judge.check_used(judged=task.judged, gpu=gpu)
     return task
 
 
@@ -292,22 +278,21 @@ def prepare_sft(
     whole, open_knobs = load_recipe(recipe, overrides)
     if not whole.sft.sources:
         raise ConfigError("sft.sources is empty; add a source (docs/sft.md, docs/pretrain.md)")
-    config = whole.supervised(whole.run.steps)
-    chats = not config.sft.only_text or _has_chats(whole)
+    config, only_text = whole.supervised(whole.run.steps), whole.sft.only_text
+    chats = not only_text or any(not source.raw for source in whole.data.sources)
     model = plan_model(config, open_knobs, hardware, chats=chats)
-    config, facts = model.config, model.facts
+    config, tokenizer, facts = model.config, model.tokenizer, model.facts
     if facts.balance_loss:
         raise ConfigError(
             f"model.path = {config.model.path!r}: config.json asks for a loss that balances "
             "experts, which supervised training does not add (docs/sft.md). Set "
             "output_router_logits: false in a copy of the folder"
         )
-    digest = digest_of_tokenizer(model.tokenizer)
-    prompts = load_prompts(whole, model.tokenizer, facts) if whole.data.sources else None
+    prompts = load_prompts(whole, tokenizer, facts) if whole.data.sources else None
     try:
-        chat = TemplateChat(model.tokenizer, marks=config.model.thinking_marks) if chats else None
+        chat = TemplateChat(tokenizer, marks=config.model.thinking_marks) if chats else None
         texts = any(source.is_text for source in config.sft.sources)
-        encoded = text_encoder(model.tokenizer) if texts else None
+        encoded = text_encoder(tokenizer) if texts else None
     except ValueError as error:
         name = config.model.tokenizer or config.model.path
         raise ConfigError(f"the tokenizer of {name!r}: {error}") from error
@@ -317,7 +302,7 @@ def prepare_sft(
         seed=config.run.seed,
         render=chat_renderer(chat),
         solve=_solve,
-        tokenizer=digest,
+        tokenizer=model.tokenizer_digest,
         encoded=encoded,
         hub_answers=hub_answers,
         reserved=set(prompts.reserved) if prompts else set(),
@@ -330,21 +315,17 @@ def prepare_sft(
     batches = Batches(lessons.train, config.sft, epoch=epoch)
     if config.sft.epochs:
         config = replace(config, run=replace(config.run, steps=_total_steps(config, batches)))
-    if config.sft.only_text:
+    if only_text:
         longest = max(report.longest for report in lessons.report.values())
         check_indexer_length(config, top_k=facts.index_top_k, longest=longest)
+    warnings = [*model.warnings, *ignored_knobs(whole, open_knobs, overrides)]
     return SftTask(
-        config=config,
+        **vars(replace(model, config=config, warnings=warnings)),
         lessons=lessons,
         batches=batches,
-        facts=facts,
-        hardware=model.hardware,
-        choice=model.choice,
-        tokenizer_digest=digest,
         recipe=whole,
         prompts=prompts,
-        format=chat.format.name if chat and not config.sft.only_text else "",
-        warnings=[*_warnings(config, model), *ignored_knobs(whole, open_knobs, overrides)],
+        format=chat.format.name if chat and not only_text else "",
     )
 
 
@@ -374,11 +355,11 @@ def plan_model(
 ) -> PlannedModel:
     """Load the model's config and tokenizer, and choose values for `open_knobs`. Set `chats` if the
     tokenizer needs a chat template. Raises ConfigError if the model cannot be used."""
-    machine = hardware(config)
+    machine, path = hardware(config), config.model.path
     config = with_dtype(config, open_knobs, gpu=machine.gpu)
     if machine.found:
         cure = f"export it again, or remove {MANIFEST} there if it was changed on purpose"
-        check_exported(Path(config.model.path), cure)
+        check_exported(Path(path), cure)
     tokenizer, facts = _model_facts(config, gpu=machine.gpu, chats=chats)
     saved = load_choice(config, machine.signature)
     try:
@@ -389,45 +370,62 @@ def plan_model(
             raise
         saved = load_choice(config, machine.signature)
         choice = choose(config, open_knobs, facts, machine, saved.values)
-    lacking = "" if config.model.path == TINY_MODEL else missing_weights(config.model.path)
+    lacking = "" if path == TINY_MODEL else missing_weights(path)
     if lacking and machine.found:
-        raise ConfigError(f"model.path = {config.model.path!r}: {lacking}")
+        raise ConfigError(f"model.path = {path!r}: {lacking}")
+    config = choice.config
+    fewer = (
+        f"{machine.missing}. The run starts with fewer ranks, {config.trainer.min_ranks} of "
+        f"{config.trainer.ranks} at least (trainer.min_ranks), if no node joins within "
+        f"{config.run.elastic_wait_s:g} s (run.elastic_wait_s)"
+    )
+    warnings = [
+        slow_dtype(config, gpu=machine.gpu),
+        machine.taken_warning,
+        _UNKNOWN_GIB if machine.gpu and not machine.gpu_gib else "",
+        fewer if machine.missing else "",
+        saved.changed,
+        *lint_recipe(config, facts),
+        *_thinking_warnings(config, tokenizer),
+        lacking and f"model.path = {path!r}: {lacking}; `keel train` needs them",
+        *(
+            f"model.path = {path!r}: {line}"
+            for line in ignored_code(local_folder(path), transformers)
+        ),
+        *crowding_warnings(config, choice.plan, 0 if machine.gpu else memory_gib()),
+    ]
     return PlannedModel(
-        config=choice.config,
+        config=config,
         tokenizer=tokenizer,
+        tokenizer_digest=digest_of_tokenizer(tokenizer),
         facts=facts,
         hardware=machine,
         choice=choice,
-        saved_choice=saved,
-        missing_weights=lacking,
+        warnings=[line for line in warnings if line],
     )
 
 
 def _model_facts(config: Config, *, gpu: bool, chats: bool) -> tuple[Any, ModelFacts]:
+    """Return the tokenizer and the facts of the model, with the parameters of the recipe's
+    teachers. Raises ConfigError if the model or a teacher cannot be used."""
     settings = config.model
     if settings.path == TINY_MODEL:
         check_residual(config, settings.tiny.family)
         tokenizer = build_tokenizer(settings.tiny.phrases)
         facts = facts_of(model_config(settings.tiny, tokenizer))
         check_adapters(settings.lora, facts)
-        return tokenizer, _with_teachers(config, facts, tokenizer)
-    name = settings.tokenizer or settings.path
-    model = load_model_config(settings.path)
-    tokenizer = load_tokenizer(name, chats=chats, chat_template=settings.chat_template)
-    facts = trainable_facts(settings.path, model)
-    check_adapters(settings.lora, facts)
-    check_engine_dtype(config, model.model_type)
-    check_residual(config, model.model_type)
-    if settings.batch_invariant:
-        check_invariant(model, settings.path, gpu=gpu)
-    if name != settings.path:
-        check_same_family(settings.path, tokenizer, f"model.tokenizer = {name!r}")
-    return tokenizer, _with_teachers(config, facts, tokenizer)
-
-
-def _with_teachers(config: Config, facts: ModelFacts, tokenizer: Any) -> ModelFacts:
-    """Check the recipe's teachers, and return `facts` with the number of their parameters. Raises
-    ConfigError if a teacher does not match the model."""
+    else:
+        name = settings.tokenizer or settings.path
+        model = load_model_config(settings.path)
+        tokenizer = load_tokenizer(name, chats=chats, chat_template=settings.chat_template)
+        facts = trainable_facts(settings.path, model)
+        check_adapters(settings.lora, facts)
+        check_engine_dtype(config, model.model_type)
+        check_residual(config, model.model_type)
+        if settings.batch_invariant:
+            check_invariant(model, settings.path, gpu=gpu)
+        if name != settings.path:
+            check_same_family(settings.path, tokenizer, f"model.tokenizer = {name!r}")
     count = 0
     for path in config.data.references[1:]:
         names = [source.name for source in config.data.sources if source.teacher == path]
@@ -443,7 +441,7 @@ def _with_teachers(config: Config, facts: ModelFacts, tokenizer: Any) -> ModelFa
             )
         check_same_family(path, tokenizer, knob)
         count += teacher.parameters
-    return replace(facts, teacher_parameters=count)
+    return tokenizer, replace(facts, teacher_parameters=count)
 
 
 # Prompts and rewards.
@@ -519,31 +517,16 @@ def length_rules(config: Config) -> dict[str, LengthRule]:
     """Return the length rule of each domain. Raises ValueError, which names the domain, if a rule
     is invalid."""
     rules: dict[str, LengthRule] = {}
-    with_turns = config.data.domains_with_environments
     for domain, length in config.data.lengths_by_domain.items():
         budget = config.budget(domain)
         limit = budget.max_tokens
-        if domain in with_turns:
+        if domain in config.data.domains_with_environments:
             limit = budget.max_sampled_tokens or budget.window
         try:
             rules[domain] = LengthRule.from_knobs(asdict(length), limit=limit)
         except ValueError as error:
             raise ValueError(f"domain {domain!r}: {error}") from error
     return rules
-
-
-def _has_chats(config: Config) -> bool:
-    return any(not source.raw for source in config.data.sources)
-
-
-def _chat_note(config: Config, tokenizer: Any, chat: TemplateChat | None) -> str:
-    if not _has_chats(config):
-        return "none: raw prompts"
-    lacking = ", since the tokenizer has no chat template" if not tokenizer.chat_template else ""
-    calls = f"; calls are read as in the format {chat.format.name}" if chat else ""
-    where = ", inside the thinking alone" if chat and chat.tools_in_thinking else ""
-    writer = "model.chat_template" if config.model.chat_template else name_of(tokenizer)
-    return f"written by {writer}{lacking}{calls}{where}"
 
 
 # Conversations and texts of supervised training.
@@ -584,7 +567,7 @@ def chat_renderer(chat: TemplateChat | None) -> Render:
     checked: set[tuple[bool, bool]] = set()
 
     def render(example: Example) -> list[Segment]:
-        assert chat is not None, f"{example.origin}: rendered as a conversation"
+        assert chat is not None
         tools = [
             ToolSpec(name=f["name"], description=str(f["description"]), parameters=f["parameters"])
             for f in (tool["function"] for tool in example.tools)
@@ -612,27 +595,6 @@ def _solve(task: str, entry: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 # Warnings.
-
-
-def _warnings(config: Config, model: PlannedModel) -> list[str]:
-    path, hardware, lacking = config.model.path, model.hardware, model.missing_weights
-    code = ignored_code(local_folder(path), transformers)
-    fewer = (
-        f"{hardware.missing}. The run starts with fewer ranks, {config.trainer.min_ranks} of "
-        f"{config.trainer.ranks} at least (trainer.min_ranks), if no node joins within "
-        f"{config.run.elastic_wait_s:g} s (run.elastic_wait_s)"
-    )
-    return [
-        *filter(None, [slow_dtype(config, gpu=hardware.gpu), hardware.taken_warning]),
-        *([_UNKNOWN_GIB] if hardware.gpu and not hardware.gpu_gib else []),
-        *([fewer] if hardware.missing else []),
-        *([model.saved_choice.changed] if model.saved_choice.changed else []),
-        *lint_recipe(config, model.facts),
-        *_thinking_warnings(config, model.tokenizer),
-        *([f"model.path = {path!r}: {lacking}; `keel train` needs them"] if lacking else []),
-        *(f"model.path = {path!r}: {line}" for line in code),
-        *crowding_warnings(config, model.choice.plan, 0 if hardware.gpu else memory_gib()),
-    ]
 
 
 def _thinking_warnings(config: Config, tokenizer: Any) -> Iterator[str]:
