@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -199,7 +199,12 @@ def environment_spec(config: Config, source: SourceConfig) -> Program | McpServe
             isolated = wrap(config, source) if environment.command else not_wrapped
             command, url = environment.command, environment.url
             return McpServer(command=command, url=url, readable=readable, wrap=isolated, **common)
-        arguments, files = _prepared(config, source)
+        arguments, files, prepare = environment.arguments, (), None
+        module = environment.target.partition(":")[0]
+        if module.startswith("keel.agents.environments."):
+            prepare = getattr(import_module(module), "prepare", None)
+        if prepare is not None:  # builds files first, for example a search index of a corpus
+            arguments, files = prepare(arguments, _prompt_files(config))
         return Program(
             target=environment.target,
             kind=environment.kind,
@@ -211,25 +216,8 @@ def environment_spec(config: Config, source: SourceConfig) -> Program | McpServe
             wrap=wrap(config, source),
             **common,
         )
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise _invalid(source, error) from error
-
-
-def _prepared(config: Config, source: SourceConfig) -> tuple[Mapping[str, Any], Sequence[Path]]:
-    """Return the environment's arguments and the files that its sandbox must be able to read. Some
-    of Keel's own environments have a `prepare` function, which first builds such files, for example
-    a search index of a corpus."""
-    environment = source.environment
-    module = environment.target.partition(":")[0]
-    if not module.startswith("keel.agents.environments."):
-        return environment.arguments, ()
-    prepare = getattr(import_module(module), "prepare", None)
-    if prepare is None:
-        return environment.arguments, ()
-    try:
-        return prepare(environment.arguments, [*_prompt_files(config)])
-    except OSError as error:
-        raise ValueError(f"{environment.target}: {error}") from error
 
 
 def episode_runner(config: Config, chat: Chat, turns: TurnSampler) -> EpisodeRunner:
@@ -345,14 +333,20 @@ def wrap(config: Config, source: SourceConfig, *, network: Network | None = None
     from the environment unless `readable` lists them.
     """
     environment = source.environment
+    answers = [
+        *_prompt_files(config),
+        *((KEEL / name).resolve() for name in ("synthesis", "examples")),
+    ]
+    if any(each.source == "reasoning_gym" for each in config.data.sources):
+        with suppress(FileNotFoundError):  # reported elsewhere
+            for path in runtime(environment.python or sys.executable).paths:
+                answers += path.glob("python3*/site-packages/reasoning_gym")
     named = {Path(path).resolve() for path in environment.readable}
-    answers = [*_prompt_files(config), *_generators(config, environment.python or sys.executable)]
-    answers = [path for path in answers if path.resolve() not in named]
     isolated = environment_wrap(
         environment.isolation,
         memory_mib=environment.memory_mib,
         network=network or environment.network,
-        hidden=(Path(config.run.dir), *answers),
+        hidden=(Path(config.run.dir), *(path for path in answers if path.resolve() not in named)),
         knob=f"data.sources[{source.name}].environment.isolation",
     )
     return isolated or not_wrapped
@@ -362,12 +356,3 @@ def _prompt_files(config: Config) -> list[Path]:
     sources = [source for source in config.data.sources if source.path]
     local = [data_path(source.path) for source in sources if source.source != "hub"]
     return local + (cached_places() if len(local) < len(sources) else [])
-
-
-def _generators(config: Config, python: str) -> list[Path]:
-    paths = [(KEEL / name).resolve() for name in ("synthesis", "examples")]
-    if any(source.source == "reasoning_gym" for source in config.data.sources):
-        with suppress(FileNotFoundError):  # reported elsewhere
-            for path in runtime(python).paths:
-                paths += path.glob("python3*/site-packages/reasoning_gym")
-    return paths

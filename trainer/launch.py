@@ -127,17 +127,17 @@ class RemoteRuntime:
             with self._lock:
                 self._open[prompt.prompt_id] += 1
             group = self.agents.submit(prompt, group_size=size, purpose=purpose)
-            group.add_done_callback(lambda _: self._forget(prompt))
+            group.add_done_callback(partial(self._ended, prompt, self.turns))
             return group
         sampling = self.config.sampling(purpose, prompt.domain)
         return self.completions.submit(prompt, group_size=size, sampling=sampling)
 
-    def _forget(self, prompt: Prompt) -> None:
+    def _ended(self, prompt: Prompt, turns: EndpointTurns, _: object) -> None:
         with self._lock:
             self._open[prompt.prompt_id] -= 1
             last = not self._open[prompt.prompt_id]
-        if last and self.turns:
-            self.turns.forget(prompt)
+        if last:
+            turns.forget(prompt)
 
     def with_watchdog(self, should_abort: Callable[[], bool]) -> Callable[[], bool]:
         return should_abort
@@ -188,7 +188,7 @@ def launch(
             server = JudgeServer(config.rewards.judge, gpu=task.gpu, options=options)
             stack.callback(server.stop)
             judge = stack.enter_context(JudgeService(config.rewards.judge, server=server))
-        model = model_folder(task)
+        model = initial_model(config, task.dataset, gpu=task.gpu)
         scorer = stack.enter_context(build_scorer(config, judge, say, log))
         shared = bool(seats and seats.placement.shared)
         gpu_gib, taken_gib = task.hardware.gpu_gib, task.hardware.taken_gib
@@ -373,11 +373,6 @@ def download(path: str) -> None:
         wait.before = model.present()
         wait.measure = lambda shown: setattr(shown, "done", model.present())
         model.fetch()
-
-
-def model_folder(task: Task) -> str:
-    """Return the folder that contains the initial weights."""
-    return initial_model(task.config, task.dataset, gpu=task.gpu)
 
 
 def sft_model_folder(task: SftTask) -> str:

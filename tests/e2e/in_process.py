@@ -34,7 +34,7 @@ from keel.trainer.launch import (
     Runtime,
     SftRuntime,
     build_scorer,
-    model_folder,
+    initial_model,
     run_episodes,
     sft_model_folder,
 )
@@ -168,7 +168,8 @@ def in_this_process() -> Iterator[None]:
     ) -> Iterator[Runtime]:
         if not ray.is_initialized():
             start_ray()
-        config, model = task.config, model_folder(task)
+        config = task.config
+        model = initial_model(config, task.dataset, gpu=task.gpu)
         ranks = LocalLearner(model, config)
         with ExitStack() as stack:
             pool = engines.ready(task, model, ranks)

@@ -40,7 +40,7 @@ def at(machine: Machine) -> Iterator[pytest.MonkeyPatch]:
     """Run commands as if on `machine`; Accepted is raised before the first engine starts."""
     nodes = idle_nodes(machine.nodes, machine.gpus) if machine.gpus else []
 
-    def accept(*_: Any) -> str:
+    def accept(*_: Any, **__: Any) -> str:
         raise Accepted
 
     with pytest.MonkeyPatch.context() as patch:
@@ -55,5 +55,5 @@ def at(machine: Machine) -> Iterator[pytest.MonkeyPatch]:
         )
         patch.setattr("keel.trainer.launch.start_ray", lambda: None)
         patch.setattr("keel.trainer.launch.start_watchdog", lambda *_: contextlib.nullcontext())
-        patch.setattr("keel.trainer.launch.model_folder", accept)
+        patch.setattr("keel.trainer.launch.initial_model", accept)
         yield patch
