@@ -221,14 +221,6 @@ class Learner:
                 )
                 for number, rank in enumerate(self._ranks)
             ]
-        sender = threading.Thread(target=self._await_sending, args=(refs, sent), daemon=True)
-        self._senders = [*filter(threading.Thread.is_alive, self._senders), sender]
-        sender.start()
-        return [sent[engine.index] for engine in engines]
-
-    def _await_sending(
-        self, refs: Sequence[ray.ObjectRef[Any]], sent: Mapping[int, Future[int]]
-    ) -> None:
 
         def settle(outcomes: Mapping[int, Outcome]) -> None:
             for index, outcome in outcomes.items():
@@ -238,35 +230,35 @@ class Learner:
                     else:
                         sent[index].set_result(outcome)
 
-        try:
-            self._wait(refs, self._deadlines.of("sending weights to the engines"), settle)
-        except Exception as error:  # the futures' waiters handle it
-            settle(dict.fromkeys(sent, error))
+        def wait() -> None:
+            try:
+                self._wait(refs, self._deadlines.of("sending weights to the engines"), settle)
+            except Exception as error:  # the futures' waiters handle it
+                settle(dict.fromkeys(sent, error))
+
+        sender = threading.Thread(target=wait, daemon=True)
+        self._senders = [*filter(threading.Thread.is_alive, self._senders), sender]
+        sender.start()
+        return [sent[engine.index] for engine in engines]
 
     def save(self, folder: Path) -> dict[str, Entry]:
         """Write everything that `load` needs to `folder`. Returns the written files."""
-        self.make_room()
-        deadline = self._deadlines.of(f"saving {folder}")
-        return self._files("save", folder, deadline)
-
-    def _files(self, method: str, folder: Path, deadline: StepDeadline) -> dict[str, Entry]:
-        parts = self._call_all(method, str(folder.absolute()), deadline=deadline)
+        parts = self._with_folder("save", folder, f"saving {folder}")
         return {name: entry for part in parts for name, entry in part.items()}
 
     def load(self, folder: Path) -> None:
         """Restore the exact state that `save` wrote to `folder`. Requires that `start` was called
         first."""
-        self.make_room()
-        deadline = self._deadlines.of(f"loading {folder}")
-        path = str(folder.absolute())
-        reports: list[StepReport] = self._call_all("load", path, deadline=deadline)
-        self._version = reports[0].version
+        self._version = self._with_folder("load", folder, f"loading {folder}")[0]
 
     def export(self, folder: Path) -> dict[str, Entry]:
         """Export a model folder that transformers and vLLM can load. Returns the written files."""
+        parts = self._with_folder("export", folder, f"exporting to {folder}")
+        return {name: entry for part in parts for name, entry in part.items()}
+
+    def _with_folder(self, method: str, folder: Path, what: str) -> list[Any]:
         self.make_room()
-        deadline = self._deadlines.of(f"exporting to {folder}")
-        return self._files("export", folder, deadline)
+        return self._call_all(method, str(folder.absolute()), deadline=self._deadlines.of(what))
 
     def shutdown(self) -> None:
         """Kill every rank. This can safely be called twice or after a failure."""
@@ -331,16 +323,17 @@ class Learner:
         if failures:
             raise self._failure(failures, deadline.what, stuck=bool(waiting))
         if waiting:
-            raise self._late(deadline, list(waiting.values()))
+            late = ", ".join(str(rank) + self._place(rank) for rank in waiting.values())
+            raise WorkerLost(
+                f"waited {deadline.seconds:.0f} s for {deadline.what}: no answer from trainer rank "
+                f"{late} ({deadline.knob})"
+            )
         return [results[rank] for rank in range(len(refs))]
 
-    def _late(self, deadline: StepDeadline, ranks: Sequence[int]) -> WorkerLost:
-        places = [self._locations[rank] for rank in ranks if rank < len(self._locations)]
-        where = ", ".join(f"process {place.pid} on {place.host}" for place in places)
-        return WorkerLost(
-            f"waited {deadline.seconds:.0f} s for {deadline.what}: no answer from trainer rank "
-            f"{', '.join(map(str, ranks))}{where and f' ({where})'} ({deadline.knob})"
-        )
+    def _place(self, rank: int) -> str:
+        if rank >= len(self._locations):  # not known before the start
+            return ""
+        return f" (process {self._locations[rank].pid} on {self._locations[rank].host})"
 
     def _failure(self, failures: Mapping[int, RayError], what: str, *, stuck: bool) -> RuntimeError:
         """Combine the failures of several ranks into one error. If a rank died, that is the cause.
@@ -353,10 +346,9 @@ class Learner:
             return SaveError(str(cause))
         text = f"trainer rank {rank} {'died' if dead else 'failed'} during {what}: {cause}"
         if dead and rank < len(self._locations):
-            place = self._locations[rank]
             why = ray_timeouts.death_reason(error)
-            text = f"trainer rank {rank} died during {what}{why and ': '}{why}"
-            text += f"\n(process {place.pid} on {place.host})\n{last_lines(place.log)}"
+            text = f"trainer rank {rank} died during {what}{why and ': '}{why}{self._place(rank)}\n"
+            text += last_lines(self._locations[rank].log)
         # By name, since the driver does not import torch.
         if what == STEP and type(cause).__name__ == "OutOfMemoryError":
             kind: type[RuntimeError] = OutOfMemory

@@ -57,16 +57,11 @@ class RankLocation:
     """Path of the file that contains the process's standard error. Empty if unknown."""
 
 
-def last_lines(log: str, count: int = _LOG_LINES) -> str:
+def last_lines(log: str) -> str:
     """Return the last lines of a log file. Returns an empty string if the file is not on this
     machine."""
-    if not log or not Path(log).is_file():
-        return ""
-    with open(log, "rb") as file:
-        file.seek(0, 2)
-        file.seek(max(0, file.tell() - 16_384))
-        lines = file.read().decode(errors="replace").splitlines()
-    return "\n".join(["last lines of its log:", *lines[-count:]]) if lines else ""
+    lines = Path(log).read_text(errors="replace").splitlines() if Path(log).is_file() else []
+    return "\n".join(["last lines of its log:", *lines[-_LOG_LINES:]]) if lines else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,14 +110,6 @@ def pack_shares(groups: Sequence[ScoredGroup], config: Config) -> list[list[Trai
         for share, batch in zip(shares, packed, strict=True):
             share.append(batch)
     return shares
-
-
-def _host_threads(ranks: int) -> int:
-    """Return the number of CPU threads for a rank whose optimizer is offloaded. The machine's cores
-    are divided equally, whereas Ray's default is one thread. `ranks` is the number of ranks in the
-    run."""
-    gpus = sum(1 for _ in _DRIVER.iterdir()) if _DRIVER.is_dir() else 0
-    return max(1, available_cores() // min(ranks, gpus or ranks))
 
 
 class TrainerWorker:
@@ -211,7 +198,10 @@ class TrainerWorker:
         if not torch.cuda.is_available():
             torch.set_num_threads(config.trainer.threads)
         elif config.trainer.offload_optimizer:
-            torch.set_num_threads(_host_threads(config.trainer.ranks))
+            # Ray's default is one thread. Divide the machine's cores among its ranks.
+            gpus = len(list(_DRIVER.iterdir())) if _DRIVER.is_dir() else 0
+            ranks = min(self._world_size, gpus or self._world_size)
+            torch.set_num_threads(max(1, available_cores() // ranks))
 
         from keel.trainer.engine.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
         from keel.weights.sender import Sender  # noqa: PLC0415
@@ -279,9 +269,10 @@ class TrainerWorker:
     def save(self, folder: str) -> dict[str, Entry]:
         return self.engine.save(Path(folder))
 
-    def load(self, folder: str) -> StepReport:
+    def load(self, folder: str) -> int:
+        """Load a checkpoint and return the version of its weights."""
         self.engine.load(Path(folder))
-        return StepReport(version=self.engine.version, metrics={})
+        return self.engine.version
 
     def export(self, folder: str) -> dict[str, Entry]:
         return self.engine.export(Path(folder))
