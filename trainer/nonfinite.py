@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,20 +74,20 @@ def describe_findings(
 ) -> tuple[str, ...]:
     """Describe the findings from all ranks, one line each, and name the completion that each
     belongs to. Uncertain findings are included only if there are no certain ones."""
-    named: list[tuple[str, Sequence[Segment]]] = []
+    names: dict[bytes, str] = {}
+
+    def add(name: str, segments: Sequence[Segment]) -> None:
+        for index, segment in enumerate(segments, 1):
+            context = f", context {index}" if len(segments) > 1 else ""
+            key = np.ascontiguousarray(segment.token_ids_T, np.int32).tobytes()
+            names[key] = name + context
+
     for group in groups:
         if isinstance(group, SftExample):
-            named.append((f"conversation {group.prompt_id}", group.segments))
+            add(f"conversation {group.prompt_id}", group.segments)
             continue
         for one in group.group.trajectories:
-            named.append((f"{one.prompt_id}, completion {one.sibling + 1}", one.segments))
-    names = {
-        np.ascontiguousarray(segment.token_ids_T, np.int32).tobytes(): (
-            name + (f", context {index + 1}" if len(segments) > 1 else "")
-        )
-        for name, segments in named
-        for index, segment in enumerate(segments)
-    }
+            add(f"{one.prompt_id}, completion {one.sibling + 1}", one.segments)
 
     def describe(finding: Finding) -> str:
         name = names.get(finding.token_ids_T.tobytes(), "a context of no completion")
@@ -105,86 +105,73 @@ class NanTracer:
         """`layers` are the decoder layers in order. Pass none if they are compiled."""
         self._layers = layers
         self.findings: list[Finding] = []
-        self._factor = 1.0
-        self._clear()
-
-    def _clear(self) -> None:
-        self._bad_layer: tuple[int, Tensor] | None = None
-        """The first layer with a non-finite output, and the rows with such numbers."""
-        self._bad_gradient: tuple[int, Tensor] | None = None
-        """The last layer whose output has a non-finite gradient, and the rows with such numbers."""
-        self._loss = 0.0
-        self._values: list[tuple[str, Tensor]] = []
-        """Names and values [R] for the sampled tokens, in the order in which they are computed."""
-        self._slope: Tensor | None = None
-        """[R] gradient of the loss with respect to log-probabilities. None before the backward
-        pass."""
+        self.factor = 1.0
+        """What to multiply the loss by. Set it to NaN to make every gradient NaN."""
 
     @contextmanager
     def trace(self, batch: MicroBatch, start: int) -> Iterator[None]:
         """Return a context that traces the micro-batch that runs inside it. `start` is the index of
         the first token in this rank's part of the micro-batch."""
-        self._clear()
+        self._start = start
+        self._outputs: list[tuple[int, str]] = []
+        """Rows of the first layer output that is not finite, each with a description."""
+        self._gradients: list[tuple[int, str]] = []
+        """Rows of the last layer output whose gradient is not finite, likewise."""
+        self._values: list[tuple[str, Tensor]] = []
+        """Names and values [R] for the sampled tokens, in the order in which they are computed."""
+        self._loss = 0.0
+        self._slope: Tensor | None = None
         with ExitStack() as stack:
             for index, layer in enumerate(self._layers):
-                handle = layer.register_forward_hook(self._hook(index))
-                stack.callback(handle.remove)
+                stack.callback(layer.register_forward_hook(self._hook(index)).remove)
             yield
-        self.findings += self._find(batch, start)[:_FINDINGS_PER_BATCH]
+        self.findings += self._find(batch)[:_FINDINGS_PER_BATCH]
 
     def observe(
         self, logp_R: Tensor, reference_R: Tensor | None, kl_coef_R: Tensor, loss: Tensor
-    ) -> float:
-        """Record the log-probabilities of the policy and the reference before the backward pass.
-        Returns a factor to multiply the loss by."""
+    ) -> None:
+        """Record the log-probabilities of the policy and the reference before the backward pass."""
         self._loss = float(loss.detach())
         self._values.append(("log-probability", logp_R.detach()))
         if reference_R is not None:
             used = reference_R.where(kl_coef_R > 0, 0.0)
             self._values.append(("the reference's log-probability", used))
+
+        def take_slope(gradient: Tensor) -> None:
+            self._slope = gradient.detach()
+            self._values.append(("slope of the loss", self._slope))
+
         if logp_R.requires_grad:  # not with `trainer.attention: warm-up`
-            logp_R.register_hook(self._take_slope)
-        return self._factor
-
-    def spoiling(self) -> Self:
-        """Make every gradient NaN from now on. Returns the tracer itself."""
-        self._factor = math.nan
-        return self
-
-    def _take_slope(self, gradient: Tensor) -> None:
-        self._slope = gradient.detach()
-        self._values.append(("slope of the loss", self._slope))
+            logp_R.register_hook(take_slope)
 
     def _hook(self, index: int) -> Any:
         def forward(module: nn.Module, inputs: Any, output: Any) -> None:
             hidden: Tensor = output[0] if isinstance(output, tuple) else output
-            if self._bad_layer is None and (rows := _bad_rows(hidden)) is not None:
-                self._bad_layer = index, rows
+            what = f"not finite from the output of layer {index} on"
+            self._outputs = self._outputs or self._bad_rows(hidden, what)
             if hidden.requires_grad:
                 hidden.register_hook(backward)
 
         def backward(gradient: Tensor) -> None:
-            if self._bad_gradient is None and (rows := _bad_rows(gradient)) is not None:
-                self._bad_gradient = index, rows
+            what = f"its gradient is not finite behind layer {index}"
+            self._gradients = self._gradients or self._bad_rows(gradient, what)
 
         return forward
 
-    def _find(self, batch: MicroBatch, start: int) -> list[Finding]:
+    def _bad_rows(self, values: Tensor, what: str) -> list[tuple[int, str]]:
+        bad = (~values.detach().isfinite()).any(-1).flatten().nonzero().flatten()
+        return [(self._start + row, what) for row in bad.tolist()]
+
+    def _find(self, batch: MicroBatch) -> list[Finding]:
         sampled = np.flatnonzero(batch.trainable_N)
-        if self._bad_layer is not None:
-            index, rows = self._bad_layer
-            what = f"not finite from the output of layer {index} on"
-            return [_finding(batch, start + int(row), what) for row in rows]
-        for name, values in self._values:
-            bad = (~values.isfinite()).nonzero().flatten().tolist()
+        values = [
+            [(int(sampled[r]), f"{name} is {float(values_R[r])}") for r in bad.tolist()]
+            for name, values_R in self._values
+            for bad in ((~values_R.isfinite()).nonzero().flatten(),)
+        ]
+        for bad in (self._outputs, *values, self._gradients):
             if bad:
-                return [
-                    _finding(batch, int(sampled[r]), f"{name} is {float(values[r])}") for r in bad
-                ]
-        if self._bad_gradient is not None:
-            index, rows = self._bad_gradient
-            what = f"its gradient is not finite behind layer {index}"
-            return [_finding(batch, start + int(row), what) for row in rows]
+                return [_finding(batch, row, what) for row, what in bad]
         if not self._values or not len(sampled):
             return []
         row, what = 0, f"the loss of its micro-batch is {self._loss:.3g}"
@@ -196,11 +183,6 @@ class NanTracer:
             )
         certain = not math.isfinite(self._loss)
         return [_finding(batch, int(sampled[row]), what, certain=certain)]
-
-
-def _bad_rows(values: Tensor) -> Tensor | None:
-    bad = (~values.detach().isfinite()).any(-1).flatten().nonzero().flatten()
-    return bad.cpu() if len(bad) else None
 
 
 def _finding(batch: MicroBatch, row: int, what: str, *, certain: bool = True) -> Finding:

@@ -63,7 +63,8 @@ def looked(
             (hidden,) = layer(hidden)
         logp_R = -hidden[0, SAMPLED].sum(1) * ones(logp, len(SAMPLED))
         loss = (logp_R * ones(slope, len(SAMPLED))).sum() + offset
-        (loss * look.observe(logp_R, None, torch.zeros(len(SAMPLED)), loss)).backward()
+        look.observe(logp_R, None, torch.zeros(len(SAMPLED)), loss)
+        loss.backward()
     starts = {}
     for row in range(TOKENS):
         starts.setdefault(batch.segment_N[row], row)
@@ -106,8 +107,8 @@ def test_certain_findings_replace_the_steepest() -> None:
     for look, factor in zip(looks, (1.0, math.nan), strict=True):
         with look.trace(BATCH, 0):
             logp = torch.ones(len(SAMPLED), requires_grad=True)
-            share = look.observe(logp, None, torch.zeros(len(SAMPLED)), logp.sum())
-            (logp.sum() * share * factor).backward()
+            look.observe(logp, None, torch.zeros(len(SAMPLED)), logp.sum())
+            (logp.sum() * factor).backward()
     vague, sure = (look.findings for look in looks)
     assert describe_findings([*vague, *sure], GROUPS) == describe_findings(sure, GROUPS)
     assert describe_findings(vague, GROUPS)[0].startswith("p, completion 1, token ")

@@ -14,6 +14,7 @@ does not need to know about the groups.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -299,7 +300,8 @@ class TrainerEngine:
                 self._accumulate(micro_batch, batch, split, tracer)
         # A non-finite loss makes all ranks skip again and drop what DeepSpeed has accumulated.
         self._engine.set_gradient_accumulation_boundary(True)
-        self._accumulate(batch.micro_batches[0], batch, split, tracer.spoiling())
+        tracer.factor = math.nan
+        self._accumulate(batch.micro_batches[0], batch, split, tracer)
         self._apply_gradients()
         self.findings += tracer.findings
 
@@ -329,9 +331,9 @@ class TrainerEngine:
             penalty, masses = mass_share(inputs, log_mass, batch.total_sequences, config)
             indexer_loss = indexers * indexer_weight(self._network, config, batch)
             loss = share.loss + penalty + indexer_loss
-            factor = finite_factor(loss)
             if tracer:
-                factor = tracer.observe(logp, reference, inputs.kl_coef_R, loss)
+                tracer.observe(logp, reference, inputs.kl_coef_R, loss)
+            factor = tracer.factor if tracer else finite_factor(loss)
             self._engine.backward(loss * (factor * self._world_size))
         # `metrics` must keep neither the graph nor the inputs alive.
         share, part = replace(share, loss=share.loss.detach()), inputs.part
