@@ -1,24 +1,27 @@
-"""Resolves model folders and hub names, and finds missing or damaged files without loading any
-weights."""
+"""Finds models on disk and on the hub, downloads them, and checks their files without loading any
+weights. A model folder is untrusted input: config.json has limits, and no code in it is run."""
 
 from __future__ import annotations
 
 import json
 import re
-import ssl
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 from safetensors import SafetensorError, safe_open
 
 from keel.configs.schema import ConfigError
-from keel.model.config_file import QUANTISED
+from keel.rl.futures import on_thread
 
 HUB_S = 5.0
 """How many seconds to wait for the hub's first answer. transformers itself would retry for half a
@@ -31,15 +34,30 @@ weight updates are compared with those."""
 MAX_HEADER = 25 * 2**20
 """Maximum size of a safetensors header in bytes. 100,000 tensors need about 10 MiB."""
 LFS = b"version https://git-lfs"
+MAX_BYTES = 2**22
+"""Maximum size of config.json in bytes. Published files have a few KiB."""
+_MAX_ENTRIES = 2**16
+"""Maximum number of entries in a list or mapping in config.json."""
+_MAX_VALUES: Mapping[str, float] = {
+    "model_max_length|sliding_window|max_window_size|param": float("inf"),  # no tensor sizes
+    "vocab": 2**26,
+    "theta": 2**50,
+    "position|context|length|window|chunk|_seq": 2**25,
+    "layer|depth|dense_replace": 2**12,
+    "size|dim|rank|head|expert|embd|width|inner|group|label|num_|^n_|^d_": 2**20,
+    "": float("inf"),
+}
+"""Upper limits for numbers in config.json, well above those in published models. The first pattern
+that matches a number's name determines its limit."""
+_MODEL_TYPE = re.compile(r"[\w.+-]{1,80}")
+_QUANTISED = (
+    "Keel trains bfloat16, float16 or float32. Use the model without quantisation, or load it with "
+    "transformers, call dequantize() and save it with save_pretrained"
+)
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*vocab.json", "tekken.json", "*.tiktoken")
 """Names of files that may contain a tokenizer's vocabulary."""
 _DTYPES = {"F64", "F32", "F16", "BF16", "BOOL", "U8", "I8", "I16", "I32", "I64"}
 """Supported data types of weights and buffers in safetensors files."""
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_CODED = "｜DSML｜"
-"""A token that identifies DeepSeek-V3.2's tokenizer."""
-
-
 _OTHER_WEIGHTS = {
     "adapter_*": "an adapter. Merge it into its base model (peft's merge_and_unload) and save that",
     "consolidated*": "weights in the publisher's format. Download the ones for transformers",
@@ -47,12 +65,16 @@ _OTHER_WEIGHTS = {
     "*.gguf": "weights for llama.cpp. Use the original model in safetensors",
 }
 """File patterns for weights in other formats, each with advice for the user."""
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_WEIGHTS = r"[^/]+\.safetensors"
+_LOADED = r"[^/]+\.(safetensors|json|txt|model|jinja|tiktoken)"
+"""The files that transformers and vLLM load. Code and subfolders such as `original/` are not
+included."""
+_CODED = "｜DSML｜"
+"""A token that identifies DeepSeek-V3.2's tokenizer."""
 
 
-def written_by_code(tokenizer: Any) -> bool:
-    """Return whether code formats the chats instead of a template, as for DeepSeek-V3.2. That code
-    is in `keel.rollout.chat.render`."""
-    return not tokenizer.chat_template and _CODED in tokenizer.get_added_vocab()
+# Paths and the hub.
 
 
 def from_anywhere(path: str) -> str:
@@ -65,47 +87,12 @@ def is_hub_name(path: str) -> bool:
     return bool(_HUB_NAME.fullmatch(path)) and not path.startswith(".")
 
 
-def check_path(path: str) -> None:
-    """Check that a path is a model folder or possibly a model on the hub. If a hub model is not
-    downloaded yet, only check that the hub answers. Raises ConfigError if a check fails."""
-    folder = Path(path).expanduser()
+def local_folder(path: str) -> Path | None:
+    """Return the folder that contains a local or downloaded model."""
     if Path(path).is_dir():
-        return
-    if folder.is_dir():
-        raise ConfigError(f"{path!r}: engines do not expand `~`. Write {str(folder)!r}")
-    if folder.exists():
-        raise ConfigError(f"{path!r} is a file. Use the folder that contains config.json")
-    export = ". A run exports its model there when it ends" if folder.name == "model" else ""
-    if not is_hub_name(path):
-        raise ConfigError(
-            f"{path!r} does not exist, and it is not a hub name (owner/model){export}"
-        )
-    if not _downloaded(path) and not hub_answers():
-        raise ConfigError(
-            f"{path!r} is not a folder, and the hub ({constants.ENDPOINT}) does not answer. "
-            "Correct the path, or download the model elsewhere and use its folder"
-        )
-
-
-def check_folder(path: str) -> None:
-    """Check that an existing folder contains a model in transformers' format. Raises ConfigError if
-    it does not."""
-    folder = Path(path)
-    if not folder.is_dir() or (folder / "config.json").is_file():
-        return
-    _check_not_a_run(path)
-    raise ConfigError(
-        f"{path!r} has no config.json, so it is not a model folder of transformers. "
-        f"{_other_weights(folder)}"
-    )
-
-
-def hub_options(path: str) -> dict[str, Any]:
-    """Return options for transformers' loaders. With these options, the loaders never run code that
-    comes with a model (by default, they ask on the terminal). They also fall back to the local
-    cache if the hub does not answer."""
-    local = not Path(path).is_dir() and _downloaded(path) and not hub_answers()
-    return {"trust_remote_code": False, **({"local_files_only": True} if local else {})}
+        return Path(path)
+    file = try_to_load_from_cache(path, "config.json") if is_hub_name(path) else None
+    return Path(file).parent if isinstance(file, str) else None
 
 
 @cache
@@ -114,45 +101,210 @@ def hub_answers() -> bool:
     process."""
     if constants.HF_HUB_OFFLINE:
         return False
-    answers: list[bool] = []
 
-    def request() -> None:
+    def request() -> bool:
         try:
             with urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_S):
-                answers.append(True)
-        except URLError as error:  # an HTTP error is an answer, too
-            answers.append(isinstance(error, HTTPError) or isinstance(error.reason, ssl.SSLError))
+                return True
+        except HTTPError:
+            return True
         except OSError:
-            answers.append(False)
+            return False
 
-    # A thread is needed because name resolution has no timeout.
-    thread = threading.Thread(target=request, daemon=True)
-    thread.start()
-    thread.join(HUB_S)
-    return answers == [True]
+    try:  # on a thread, because name resolution has no timeout
+        return on_thread(request, "hub").result(HUB_S)
+    except TimeoutError:
+        return False
+
+
+def hub_options(path: str) -> dict[str, Any]:
+    """Return options for transformers' loaders. With these options, the loaders never run code that
+    comes with a model (by default, they ask on the terminal). They also fall back to the local
+    cache if the hub does not answer."""
+    cached = not Path(path).is_dir() and local_folder(path) and not hub_answers()
+    return {"trust_remote_code": False, **({"local_files_only": True} if cached else {})}
+
+
+def check_path(path: str) -> None:
+    """Check that a path is a model folder or possibly a model on the hub. If a hub model is not
+    downloaded yet, only check that the hub answers. Raises ConfigError if a check fails."""
+    if Path(path).is_dir():
+        return
+    if Path(path).exists():
+        raise ConfigError(f"{path!r} is a file. Use the folder that contains config.json")
+    if not is_hub_name(path):
+        raise ConfigError(
+            f"{path!r} does not exist, and it is not a hub name (owner/model). Write a folder's "
+            "whole path, without `~`. A run exports its model to `model` when it ends"
+        )
+    if not local_folder(path) and not hub_answers():
+        raise ConfigError(
+            f"{path!r} is not a folder, and the hub ({constants.ENDPOINT}) does not answer. "
+            "Correct the path, or download the model elsewhere and use its folder"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """A model that still has to be downloaded into this machine's cache."""
+
+    path: str
+    """The name of the model on the hub."""
+    files: tuple[str, ...]
+    blobs: Path
+    total: int
+    """Total size of the weights in bytes."""
+
+    @staticmethod
+    def of(path: str) -> Download | None:
+        """Return the download for a hub model that is not in the cache. Returns None if there is
+        nothing to download or the hub does not report the model's size."""
+        if Path(path).exists() or not is_hub_name(path) or not hub_answers():
+            return None
+        try:
+            info = HfApi().model_info(path, files_metadata=True, timeout=HUB_S)
+        except (HfHubHTTPError, OSError, ValueError):  # loading the model reports the error
+            return None
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        name = repo_folder_name(repo_id=path, repo_type="model")
+        download = Download(
+            path=path,
+            files=tuple(file for file in sizes if re.fullmatch(_LOADED, file)),
+            blobs=Path(constants.HF_HUB_CACHE) / name / "blobs",
+            total=sum(size for file, size in sizes.items() if re.fullmatch(_WEIGHTS, file)),
+        )
+        return download if download.present() < download.total else None
+
+    def present(self) -> int:
+        """Return how many bytes have been downloaded so far, including partial files."""
+        size = 0
+        with suppress(OSError):  # complete files are renamed
+            for file in self.blobs.iterdir():
+                status = file.stat()
+                size += min(status.st_size, status.st_blocks * 512)  # some are preallocated
+        return min(size, self.total)
+
+    def fetch(self) -> None:
+        """Download all files and resume partial downloads. A stalled connection times out and is
+        retried (HF_HUB_DOWNLOAD_TIMEOUT). Raises ConfigError if the download fails."""
+        disable_progress_bars()
+        try:
+            snapshot_download(self.path, allow_patterns=list(self.files))
+        except (HfHubHTTPError, OSError, ValueError) as error:
+            raise ConfigError(
+                f"model {self.path!r}: the download stopped after {self.present() / 1e9:.1f} of "
+                f"{self.total / 1e9:.1f} GB ({one_line(error)}). Rerun the command to resume it"
+            ) from error
+        finally:
+            enable_progress_bars()
+
+
+# config.json and the tokenizer.
+
+
+def check_config(path: str, content: Mapping[str, Any]) -> None:
+    """Check the model_type and the sizes in a model's config.json. Raises ConfigError if model_type
+    is invalid, or if a size is so large that loading would exhaust time or memory."""
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or not _MODEL_TYPE.fullmatch(kind):
+        raise ConfigError(
+            f"{path!r}: config.json has an invalid model_type ({kind!a:.80}). Download it again, "
+            "or use a model in transformers' format"
+        )
+    pending: list[tuple[str, Any]] = [("config.json", content)]
+    while pending:
+        name, value = pending.pop()
+        limit = next(limit for part, limit in _MAX_VALUES.items() if re.search(part, name))
+        size = value if isinstance(value, int | float) else 0
+        if isinstance(value, Mapping | list):
+            size, limit = len(value), _MAX_ENTRIES
+            named = value.items() if isinstance(value, Mapping) else ((name, x) for x in value)
+            pending.extend(named)
+        if not abs(size) <= limit:
+            raise ConfigError(
+                f"{path!r}: {name!a:.80} in config.json is too large ({size:,}, the limit is "
+                f"{limit:,.0f}). Correct the file, or download it again"
+            )
+
+
+def check_quantised(path: str, content: Mapping[str, Any]) -> None:
+    """Raise ConfigError if config.json describes quantised weights."""
+    for part in (content, content.get("text_config") or {}):
+        for name in ("quantization_config", "compression_config"):
+            if how := part.get(name):
+                raise ConfigError(
+                    f"{path!r}: the weights are quantised ({name}: {how!a:.80} in config.json) and "
+                    f"cannot be trained. {_QUANTISED}"
+                )
+
+
+def ignored_code(folder: Path | None, known: Any) -> list[str]:
+    """Return one warning for each file that refers to custom code in the model folder. Keel does
+    not run such code. `known` is the module that contains the available classes (transformers)."""
+    lines: list[str] = []
+    for name in ("config.json", "tokenizer_config.json") if folder else ():
+        try:
+            content = json.loads(Path(folder or "", name).read_text("utf-8"))
+            code, kind = content.get("auto_map"), content.get("tokenizer_class")
+        except (OSError, ValueError, RecursionError, AttributeError):
+            continue
+        if not code and isinstance(kind, str) and not hasattr(known, kind):
+            code = kind
+        if code:
+            lines.append(
+                f"{name} of the model refers to code outside transformers ({code!a:.120}), which "
+                "Keel does not run. transformers' classes are used instead; compare some token ids "
+                "and answers with the publisher's"
+            )
+    return lines
+
+
+def one_line(error: BaseException, limit: int = 400) -> str:
+    """Return an error's text as one line. Control characters are escaped, since the text may come
+    from a file."""
+    text = " ".join(str(error).split())
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)[:limit]
+
+
+def written_by_code(tokenizer: Any) -> bool:
+    """Return whether code formats the chats instead of a template, as for DeepSeek-V3.2. That code
+    is in `keel.rollout.chat.render`."""
+    return not tokenizer.chat_template and _CODED in tokenizer.get_added_vocab()
+
+
+# The files in a model folder.
+
+
+def check_folder(path: str) -> None:
+    """Check that an existing folder contains a model in transformers' format. Raises ConfigError if
+    it does not."""
+    folder = Path(path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        _check_not_a_run(folder)
+        raise ConfigError(
+            f"{path!r} has no config.json, so it is not a model folder of transformers. "
+            f"{_other_weights(folder)}"
+        )
 
 
 def check_tokenizer_files(path: str) -> None:
     """Check that a folder contains a vocabulary file. Without one, transformers would make up a
     vocabulary. Raises ConfigError if it is missing."""
     folder = Path(path)
-    if not folder.is_dir():
-        return
-    if not any(True for name in _VOCABULARIES for _ in folder.glob(name)):
-        _check_not_a_run(path)
+    if folder.is_dir() and not any(next(folder.glob(name), None) for name in _VOCABULARIES):
+        _check_not_a_run(folder)
         raise ConfigError(
             f"{path!r} has no tokenizer ({', '.join(_VOCABULARIES)}). Copy its files there, or set "
             "model.tokenizer"
         )
 
 
-def _check_not_a_run(path: str) -> None:
-    folder = Path(path)
+def _check_not_a_run(folder: Path) -> None:
     run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
     if (run / "config.yaml").is_file():
-        kind = "a run folder" if run == folder else "a checkpoint, not a model"
         raise ConfigError(
-            f"{path!r} is {kind}. The trained model is in {str(run / 'model')!r} after run.steps"
+            f"{str(folder)!r} belongs to a run and is not a model. The trained model is in "
+            f"{str(run / 'model')!r} after run.steps"
         )
 
 
@@ -162,33 +314,30 @@ def missing_weights(path: str) -> str:
     folder = Path(path)
     if not folder.is_dir():
         return ""
-    whole, indexed = (folder / WHOLE).is_file(), _indexed(folder)
-    names = {WHOLE, *indexed} if whole else indexed
+    names = _weight_files(folder)
     if not names:
         return f"it has no weights ({WHOLE}, or parts with {INDEX}). {_other_weights(folder)}"
-    if missing := sorted(name for name in names if not (folder / name).is_file()):
-        message = f"{_join(missing)} of the {len(indexed)} files in {INDEX} are missing"
-        if whole:  # transformers would load this file and ignore the index
-            message += f". If {WHOLE} is the whole model, delete the index"
-        return message
-    others = {file.name for file in folder.glob("*.safetensors")} - names
-    if loaded := [] if indexed else sorted(n for n in others if not n.startswith("consolidated")):
-        return f"{_join(loaded)} next to {WHOLE}: vLLM loads all without an index. Move it away"
-    broken = [(name, fault) for name in sorted(names) if (fault := _fault(folder / name))]
-    return f"{_join([name for name, _ in broken])}: {broken[0][1]}" if broken else ""
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        return f"{len(missing)} of {len(names)} weight files are missing, such as {missing[0]}"
+    others = {file.name for file in folder.glob("*.safetensors")} - {*names}
+    loaded = sorted(name for name in others if not name.startswith("consolidated"))
+    if loaded and not (folder / INDEX).is_file():
+        return f"{loaded[0]} next to {WHOLE}: vLLM loads all without an index. Move it away"
+    faults = (f"{name}: {fault}" for name in names if (fault := _fault(folder / name)))
+    return next(faults, "")
 
 
-def _indexed(folder: Path) -> set[str]:
-    index = folder / INDEX
-    if not index.is_file():
-        return set()
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        if wrong := [name for name in names if Path(name).name != name]:
-            raise ValueError(f"{wrong[0]!r} is not a file name")
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{index} is not an index of weights: {error!r}") from error
-    return names
+def _weight_files(folder: Path) -> list[str]:
+    """Return the names of the single weight file, if it exists, and of those in the index."""
+    names, index = {WHOLE} if (folder / WHOLE).is_file() else set[str](), folder / INDEX
+    if index.is_file():
+        try:
+            names |= set(json.loads(index.read_text())["weight_map"].values())
+            if wrong := [name for name in names if Path(name).name != name]:
+                raise ValueError(f"{wrong[0]!r} is not a file name")
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            raise ConfigError(f"{index} is not an index of weights: {error!r}") from error
+    return sorted(names)
 
 
 def _other_weights(folder: Path) -> str:
@@ -198,12 +347,28 @@ def _other_weights(folder: Path) -> str:
     return "Use a folder written by save_pretrained"
 
 
+def _fault(file: Path) -> str:
+    with file.open("rb") as content:
+        start = content.read(len(LFS))
+    if start == LFS:
+        return "a Git LFS pointer. Run `git lfs pull`"
+    length = int.from_bytes(start[:8], "little")
+    if MAX_HEADER < length <= file.stat().st_size:
+        return f"has a header of {length:,} bytes, larger than any model's. Download it again"
+    try:
+        with safe_open(file, framework="np") as tensors:
+            dtypes = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        return f"not a complete safetensors file ({one_line(error)}). Download it again"
+    unsupported = ", ".join(sorted(dtypes - _DTYPES))
+    return unsupported and f"has tensors of type {unsupported}. {_QUANTISED}"
+
+
 def shapes_of(path: str) -> dict[str, tuple[int, ...]]:
     """Return a mapping from tensor names to shapes for a folder whose weights are complete."""
     folder = Path(path)
-    names = {WHOLE} if (folder / WHOLE).is_file() else _indexed(folder)
     shapes: dict[str, tuple[int, ...]] = {}
-    for name in names:
+    for name in [WHOLE] if (folder / WHOLE).is_file() else _weight_files(folder):
         with safe_open(folder / name, framework="np") as file:
             shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     return shapes
@@ -216,38 +381,3 @@ def tensors_called(path: str, name: str, rows: int | None = None) -> Iterator[An
         with safe_open(file, framework="pt") as content:
             if name in set(content.keys()):
                 yield content.get_slice(name)[:rows]
-
-
-def _fault(file: Path) -> str:
-    with file.open("rb") as content:
-        if content.read(len(LFS)) == LFS:
-            return "a Git LFS pointer. Run `git lfs pull`"
-        content.seek(0)
-        length = int.from_bytes(content.read(8), "little")
-    if MAX_HEADER < length <= file.stat().st_size:
-        return f"has a header of {length:,} bytes, larger than any model's. Download it again"
-    try:
-        with safe_open(file, framework="np") as tensors:
-            dtypes = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        reason = str(error).removeprefix("Error while deserializing header: ")
-        return f"not a complete safetensors file ({reason}). Download it again"
-    if unsupported := sorted(dtypes - _DTYPES):
-        return f"has tensors of type {', '.join(unsupported)}. {QUANTISED}"
-    return ""
-
-
-def local_folder(path: str) -> Path | None:
-    """Return the folder that contains a local or downloaded model."""
-    return Path(path) if Path(path).is_dir() else _downloaded(path)
-
-
-def _downloaded(path: str) -> Path | None:
-    file = try_to_load_from_cache(path, "config.json") if is_hub_name(path) else None
-    return Path(file).parent if isinstance(file, str) else None
-
-
-def _join(names: Iterable[str], limit: int = 3) -> str:
-    names = list(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -30,13 +31,15 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from keel.configs.schema import ConfigError
-from keel.model.config_file import MAX_BYTES, check_config, one_line
 from keel.model.hub import (
     KNOWN,
+    MAX_BYTES,
+    check_config,
     check_folder,
     check_path,
     check_tokenizer_files,
     hub_options,
+    one_line,
     written_by_code,
 )
 from keel.model.layers.fused import fuses_experts, fuses_norms
@@ -122,12 +125,11 @@ def load_tokenizer(
     """
     check_path(path)
     check_tokenizer_files(path)
-    if not Path(path).is_dir() or Path(path, "config.json").is_file():
-        _read_config(path, needed=False)  # transformers reads it, too
+    _read_config(path, needed=False)  # transformers reads it, too
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **hub_options(path))
     except Exception as error:  # tokenizers raise anything
-        raise ConfigError(f"the tokenizer of {path!r} {_load_error(error)}") from error
+        raise _unreadable(f"tokenizer of {path!r}", error) from error
     if chat_template:
         tokenizer.chat_template = chat_template
     if tokenizer.chat_template:
@@ -236,6 +238,26 @@ def module_tensors(model: PreTrainedModel, *, whole: Whole | None = None) -> Ite
             yield {name: tensor.detach() for name, tensor in tensors.items()}
 
 
+def _own_tensors(model: nn.Module) -> Iterator[Named]:
+    seen: set[int] = set()
+    saved = model.state_dict(keep_vars=True).keys()  # without non-persistent buffers
+    adapted: tuple[str, ...] = ()
+    for prefix, module in model.named_modules():
+        if is_adapted(module):
+            adapted = (*adapted, f"{prefix}.")
+            yield merged_tensors(prefix, module)
+            continue
+        if prefix.startswith(adapted):
+            continue
+        tensors: dict[str, Tensor] = dict(module.named_parameters(prefix, recurse=False))
+        buffers = dict(module.named_buffers(prefix, recurse=False))
+        tensors |= {name: buffer for name, buffer in buffers.items() if name in saved}
+        fresh = {name: tensor for name, tensor in tensors.items() if id(tensor) not in seen}
+        seen.update(map(id, tensors.values()))
+        if fresh:
+            yield fresh
+
+
 def precision(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor], Tensor]:
     """Return a function that takes a checkpoint name and a tensor, and casts floats to `dtype`.
 
@@ -259,49 +281,43 @@ def load_model_config(path: str) -> PreTrainedConfig:
     check_path(path)
     check_folder(path)
     content = _read_config(path)
-    kind, coded = content["model_type"], "auto_map" in content
-    if kind not in CONFIG_MAPPING and not coded:
+    if (kind := content["model_type"]) not in CONFIG_MAPPING and "auto_map" not in content:
         raise ConfigError(f"{path!r}: models of type {kind} are not in transformers. {KNOWN}")
     try:
         config = AutoConfig.from_pretrained(path, **hub_options(path))
     except Exception as error:  # families raise anything
-        raise ConfigError(f"the configuration of {path!r} {_load_error(error)}") from error
+        raise _unreadable(f"configuration of {path!r}", error) from error
     check_causal(config, path)
     return config
 
 
 _FACTS: dict[str, ModelFacts] = {}
+"""Facts by `as_text`."""
 
 
 def facts_of(config: PreTrainedConfig) -> ModelFacts:
     """Return facts about a causal language model, computed on the meta device and cached in the
     process. Raises ConfigError if `config` does not give the number of experts per token."""
-    key = as_text(config)
-    if key not in _FACTS:
-        _FACTS[key] = _compute_facts(config)
-    return _FACTS[key]
-
-
-def as_text(config: PreTrainedConfig) -> str:
-    """Return a text that uniquely identifies the model."""
-    return f"{type(config).__qualname__} {config.to_json_string(use_diff=False)}"
-
-
-def _compute_facts(config: PreTrainedConfig) -> ModelFacts:
+    if (key := as_text(config)) in _FACTS:
+        return _FACTS[key]
     text = config.get_text_config()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(text)
     parameters = dict(model.named_parameters())
-    total = sum(parameter.numel() for parameter in parameters.values())
+    total = sum(p.numel() for p in parameters.values())
     routed = {name: p for name, p in parameters.items() if ".experts." in name and p.ndim == 3}
-    experts = next((parameter.shape[0] for parameter in routed.values()), 0)
+    experts = next((p.shape[0] for p in routed.values()), 0)
     per_token = _experts_per_token(text) if experts else 0
     idle = sum(p.numel() // experts * (experts - per_token) for p in routed.values())
     layer_ids = {int(match[1]) for name in routed if (match := re.search(r"\.(\d+)\.", name))}
-    attention = sum(p.numel() for name, p in parameters.items() if "attn" in name)
+    widths: Counter[str] = Counter()
+    for name, module in model.get_decoder().named_modules():
+        last = name.rpartition(".")[2]
+        if isinstance(module, nn.Linear) and not (experts and last in MLP):
+            widths[last] += module.in_features + module.out_features
     balanced = experts and getattr(text, "output_router_logits", False)
-    heads, (kv_heads, kv_width, head_size) = text.num_attention_heads, _cache_shape(text)
-    return ModelFacts(
+    kv_heads, kv_width, head_size = _cache_shape(text)
+    facts = _FACTS[key] = ModelFacts(
         architecture=type(model).__name__,
         layers=text.num_hidden_layers,
         moe_layer_ids=tuple(sorted(layer_ids)),
@@ -314,9 +330,9 @@ def _compute_facts(config: PreTrainedConfig) -> ModelFacts:
         parameters=total,
         active_parameters=total - idle,
         tied=is_tied(model),
-        expert_parameters=sum(parameter.numel() for parameter in routed.values()),
-        attention_parameters=attention,
-        attention_width=heads * head_size,
+        expert_parameters=sum(p.numel() for p in routed.values()),
+        attention_parameters=sum(p.numel() for name, p in parameters.items() if "attn" in name),
+        attention_width=text.num_attention_heads * head_size,
         kv_width=kv_width,
         head_size=0 if getattr(text, "kv_lora_rank", None) else head_size,
         kv_heads=kv_heads,
@@ -325,18 +341,15 @@ def _compute_facts(config: PreTrainedConfig) -> ModelFacts:
         full_attention=full_attention(text),
         fused_norms=fuses_norms(model),
         fused_experts=fuses_experts(model),
-        projections=_projections(model, experts=experts > 0),
+        projections=widths,
         balance_loss=float(getattr(text, "router_aux_loss_coef", 0.0)) if balanced else 0.0,
     )
+    return facts
 
 
-def _projections(model: PreTrainedModel, *, experts: bool) -> dict[str, int]:
-    widths: dict[str, int] = {}
-    for name, module in model.get_decoder().named_modules():
-        last = name.rpartition(".")[2]
-        if isinstance(module, nn.Linear) and not (experts and last in MLP):
-            widths[last] = widths.get(last, 0) + module.in_features + module.out_features
-    return widths
+def as_text(config: PreTrainedConfig) -> str:
+    """Return a text that uniquely identifies the model."""
+    return f"{type(config).__qualname__} {config.to_json_string(use_diff=False)}"
 
 
 def is_tied(model: PreTrainedModel) -> bool:
@@ -355,29 +368,6 @@ def full_attention(config: PreTrainedConfig) -> bool:
     return not latent and not getattr(text, "sliding_window", None)
 
 
-def _own_tensors(model: nn.Module) -> Iterator[Named]:
-    seen: set[int] = set()
-    saved = model.state_dict(keep_vars=True).keys()  # without non-persistent buffers
-    adapted: tuple[str, ...] = ()
-    for prefix, module in model.named_modules():
-        if is_adapted(module):
-            adapted = (*adapted, f"{prefix}.")
-            yield merged_tensors(prefix, module)
-            continue
-        if prefix.startswith(adapted):
-            continue
-        tensors: dict[str, Tensor] = dict(module.named_parameters(prefix, recurse=False))
-        tensors |= {
-            name: buffer
-            for name, buffer in module.named_buffers(prefix, recurse=False)
-            if name in saved
-        }
-        fresh = {name: tensor for name, tensor in tensors.items() if id(tensor) not in seen}
-        seen.update(map(id, tensors.values()))
-        if fresh:
-            yield fresh
-
-
 def _cache_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     if latent := getattr(config, "kv_lora_rank", None):  # multi-head latent attention
         rope, nope = config.qk_rope_head_dim, config.qk_nope_head_dim
@@ -390,8 +380,7 @@ def _cache_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
 
 def _experts_per_token(config: PreTrainedConfig) -> int:
     for name in _TOP_K_NAMES:
-        value = getattr(config, name, None)
-        if isinstance(value, int):
+        if isinstance(value := getattr(config, name, None), int):
             return value
     raise ConfigError(
         f"{config.model_type} has experts, but its config.json has none of "
@@ -399,13 +388,12 @@ def _experts_per_token(config: PreTrainedConfig) -> int:
     )
 
 
-def _load_error(error: Exception) -> str:
+def _unreadable(what: str, error: Exception) -> ConfigError:
     if "trust_remote_code" in str(error):
-        return (
-            "needs custom code, which Keel does not run. Use a model with an architecture of "
-            "transformers"
-        )
-    return f"could not be read: {one_line(error)}"
+        reason = "needs custom code, which Keel does not run. Use an architecture of transformers"
+    else:
+        reason = f"could not be read: {one_line(error)}"
+    return ConfigError(f"the {what} {reason}")
 
 
 def _read_config(path: str, *, needed: bool = True) -> dict[str, Any]:
@@ -420,7 +408,7 @@ def _read_config(path: str, *, needed: bool = True) -> dict[str, Any]:
     except Exception as error:  # files and the hub raise anything
         if not needed and isinstance(error, OSError):
             return {}
-        raise ConfigError(f"the configuration of {path!r} {_load_error(error)}") from error
+        raise _unreadable(f"configuration of {path!r}", error) from error
     if needed or "model_type" in content:
         check_config(path, content)
     return content

@@ -6,7 +6,7 @@ import os
 import resource
 import select
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,22 +14,19 @@ from keel.configs.schema import ConfigError
 
 CPU_S = 10
 """CPU time limit in seconds. Rendering a few short conversations takes milliseconds."""
-WALL_S = 30.0
-MEMORY = 2**30
+_WALL_S = 30.0
+_MEMORY = 2**30
 """Memory limit in bytes, in addition to what the process already uses."""
 _MAX_TEXT = 2**20
 """Maximum total number of characters in the rendered conversations."""
-_DONE, _FAILED, _MEMORY, _LONG = 0, 1, 3, 4
+_OUT_OF_MEMORY, _TOO_LONG = 3, 4
 """Exit codes of the child process."""
 
 _CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 _TOOL = {
     "type": "function",
-    "function": {
-        "name": "f",
-        "description": "d",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    },
+    "function": {"name": "f", "description": "d", "parameters": _SCHEMA},
 }
 _QUESTION = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hello."}]
 _TURNS = [*_QUESTION, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
@@ -49,11 +46,53 @@ def check_template(tokenizer: Any, name: str) -> None:
     check. Raises ConfigError if the template exceeds a limit, and RuntimeError if the child process
     failed for another reason.
     """
-    if reason := _run_limited(lambda: sum(map(len, _render_all(tokenizer)))):
+    child = os.fork()  # it inherits the tokenizer, and runs only pure Python
+    if child == 0:
+        _render_limited(tokenizer)
+    descriptor = os.pidfd_open(child)
+    if not select.select([descriptor], [], [], _WALL_S)[0]:
+        os.kill(child, signal.SIGKILL)
+    os.close(descriptor)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    slow = f"takes more than {CPU_S} s"
+    limits = {
+        _OUT_OF_MEMORY: f"takes more than {_MEMORY // 2**20:,} MiB",
+        _TOO_LONG: f"writes more than {_MAX_TEXT:,} characters",
+        -signal.SIGXCPU: slow,
+        -signal.SIGKILL: slow,
+    }
+    if code == 1:
+        raise RuntimeError(f"the process that checks the chat template of {name} failed")
+    if code:
+        reason = limits.get(code, f"ends its process with {code}")
         raise ConfigError(
             f"the chat template of {name} {reason} for a few short conversations. Set another one "
             "in model.chat_template, or use another model"
         )
+
+
+def _render_limited(tokenizer: Any) -> NoReturn:
+    code = 1
+    try:
+        for number in (signal.SIGXCPU, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        spent = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime) + 1
+        _limit(resource.RLIMIT_AS, used + _MEMORY)
+        _limit(resource.RLIMIT_CPU, spent + CPU_S)
+        _limit(resource.RLIMIT_CORE, 0)
+        code = _TOO_LONG if sum(map(len, _render_all(tokenizer))) > _MAX_TEXT else 0
+    except MemoryError:
+        code = _OUT_OF_MEMORY
+    finally:
+        os._exit(code)
+
+
+def _limit(kind: int, amount: int) -> None:
+    _, most = resource.getrlimit(kind)
+    resource.setrlimit(
+        kind, (amount if most == resource.RLIM_INFINITY else min(amount, most), most)
+    )
 
 
 def _render_all(tokenizer: Any) -> Iterator[str]:
@@ -72,52 +111,3 @@ def _render_all(tokenizer: Any) -> Iterator[str]:
                     raise
                 except Exception:  # rendering a real conversation reports it
                     continue
-
-
-def _run_limited(count: Callable[[], int]) -> str:
-    """Run `count` under the limits in a forked child. Return the limit that it exceeded, or "".
-
-    The child inherits the tokenizer through the fork, and runs only pure Python.
-    """
-    child = os.fork()
-    if child == 0:
-        _child(count)
-    descriptor = os.pidfd_open(child)
-    try:
-        exited, _, _ = select.select([descriptor], [], [], WALL_S)
-        if not exited:
-            os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-    finally:
-        os.close(descriptor)
-    code = os.waitstatus_to_exitcode(status)
-    if code == _FAILED:
-        raise RuntimeError("the child process that checks chat templates failed")
-    reasons = {_DONE: "", _MEMORY: f"takes more than {MEMORY // 2**20:,} MiB"}
-    reasons[_LONG] = f"writes more than {_MAX_TEXT:,} characters"
-    reasons[-signal.SIGXCPU] = reasons[-signal.SIGKILL] = f"takes more than {CPU_S} s"
-    return reasons.get(code, f"ends its process with {code}")
-
-
-def _child(count: Callable[[], int]) -> NoReturn:
-    code = _FAILED
-    try:
-        for number in (signal.SIGXCPU, signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        spent = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime) + 1
-        _limit(resource.RLIMIT_AS, used + MEMORY, used + MEMORY)
-        _limit(resource.RLIMIT_CPU, spent + CPU_S, spent + CPU_S + 1)
-        _limit(resource.RLIMIT_CORE, 0, 0)
-        code = _DONE if count() <= _MAX_TEXT else _LONG
-    except MemoryError:
-        code = _MEMORY
-    finally:
-        os._exit(code)
-
-
-def _limit(kind: int, soft: int, hard: int) -> None:
-    _, current = resource.getrlimit(kind)
-    if current != resource.RLIM_INFINITY:
-        soft, hard = min(soft, current), min(hard, current)
-    resource.setrlimit(kind, (soft, hard))

@@ -22,9 +22,16 @@ from transformers import (
 
 from keel.configs.schema import ConfigError, LoraConfig
 from keel.model.attention import Segments, UnsupportedAttention, use_packed_attention
-from keel.model.config_file import check_quantised, one_line
 from keel.model.head.module import install_support_head
-from keel.model.hub import KNOWN, hub_options, missing_weights, shapes_of, tensors_called
+from keel.model.hub import (
+    KNOWN,
+    check_quantised,
+    hub_options,
+    missing_weights,
+    one_line,
+    shapes_of,
+    tensors_called,
+)
 from keel.model.load import ModelFacts, as_text, facts_of
 from keel.model.routing.routers import router_modules
 from keel.model.sparse.attention import use_sparse_attention
@@ -41,10 +48,8 @@ _RENAMED = 0.01
 """Fraction of ids that may differ within a model family, for example because reserved tokens were
 renamed."""
 
-_TRAINABLE: set[str] = set()
-"""Configs, as text, that have passed `check_trainable` in this process."""
-_FITTING: set[tuple[str, str]] = set()
-"""Configs and file states (`_state`) that have passed `check_weights_fit`."""
+_PASSED: set[str] = set()
+"""Configs, with the states of their files for `_check_weights_fit`, that have passed a check."""
 
 
 def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
@@ -54,9 +59,9 @@ def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
     or if the weights at `path` are quantised or do not match.
     """
     try:
-        if (text := as_text(config)) not in _TRAINABLE:
+        if (text := as_text(config)) not in _PASSED:
             check_trainable(path, config)
-            _TRAINABLE.add(text)
+            _PASSED.add(text)
         check_quantised(path, config.to_dict())
         facts = facts_of(config)
     except ConfigError:
@@ -66,7 +71,12 @@ def trainable_facts(path: str, config: PreTrainedConfig) -> ModelFacts:
             f"model.path = {path!r}: models of type {config.model_type} are not supported "
             f"({type(error).__name__}: {one_line(error)}). {KNOWN}"
         ) from error
-    check_weights_fit(path, config)
+    if Path(path).is_dir() and not missing_weights(path):  # otherwise reported elsewhere
+        files = [(file.name, file.stat()) for file in sorted(Path(path).iterdir())]
+        state = repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files])
+        if text + state not in _PASSED:
+            _check_weights_fit(path, config)
+            _PASSED.add(text + state)
     return facts
 
 
@@ -96,16 +106,13 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     raise ValueError(f"{type(model).__name__}: the decoder has no list of layers named {names}")
 
 
-def check_weights_fit(path: str, config: PreTrainedConfig) -> None:
+def _check_weights_fit(path: str, config: PreTrainedConfig) -> None:
     """Check that a folder contains tensors with the names and shapes that `config` requires.
 
     Raises ConfigError if it does not. Otherwise, transformers would initialise missing tensors
     randomly and ignore unused ones.
     """
-    text = config.get_text_config()
-    if text is not config or not Path(path).is_dir() or missing_weights(path):
-        return  # reported elsewhere
-    if (key := (as_text(config), _state(path))) in _FITTING:
+    if config.get_text_config() is not config:
         return
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -114,7 +121,7 @@ def check_weights_fit(path: str, config: PreTrainedConfig) -> None:
     if loaded and (mismatch := _find_mismatch(model, path, shapes, loaded)):
         raise ConfigError(
             f"model.path = {path!r}: the weights do not match config.json (model_type "
-            f"{config.model_type}, {text.num_hidden_layers} layers): {mismatch}. Download both "
+            f"{config.model_type}, {config.num_hidden_layers} layers): {mismatch}. Download both "
             "from one source"
         )
     words = next((name for name in loaded if name.endswith(_EMBEDDING)), "")
@@ -126,12 +133,6 @@ def check_weights_fit(path: str, config: PreTrainedConfig) -> None:
                 f"weights have a separate output layer ({_HEAD}), which only the trainer would "
                 "use. Set tie_word_embeddings to false in config.json"
             )
-    _FITTING.add(key)
-
-
-def _state(path: str) -> str:
-    files = [(file.name, file.stat()) for file in sorted(Path(path).iterdir())]
-    return repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files])
 
 
 def _find_mismatch(
@@ -147,9 +148,7 @@ def _find_mismatch(
     parameters = {name: p for name, p in state.items() if isinstance(p, Parameter)}
     missing = [name for name, p in parameters.items() if id(p) not in present]
     if missing := [name for name in missing if not _any(optional, name)]:
-        first, *others = {name.partition(".")[0] for name in shapes}
-        prefixed = "" if present or others else f"; all names start with {first}."
-        return f"{len(missing)} of {len(state)} tensors are missing, such as {missing[0]}{prefixed}"
+        return f"{len(missing)} of {len(state)} tensors are missing, such as {missing[0]}"
     layers = {match[0] for name in state if (match := _LAYER.match(name))}
     unexpected: dict[str, list[str]] = {}
     """Unused tensors in layers, keyed by their name within the layer."""

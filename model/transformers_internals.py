@@ -8,31 +8,19 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _NOISE = re.compile(r"drop|jitter")
 _DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
-
-
-def check_transformers(model: PreTrainedModel) -> str:
-    """Return a warning if `model` will be slower with this version of transformers, or "" if not.
-    Raises `RuntimeError` if the list of float32 weights is missing, because those weights would
-    then be rounded."""
-    if not hasattr(PreTrainedModel, "_keep_in_fp32_modules_strict"):
-        raise RuntimeError(
-            f"transformers {transformers.__version__} has no PreTrainedModel."
-            "_keep_in_fp32_modules_strict. Install 5.17 to 5.19"
-        )
-    experts = [module for module in model.modules() if hasattr(module, "gate_up_proj")]
-    if any(not hasattr(each, "_apply_gate") for each in experts):
-        return (
-            f"transformers {transformers.__version__} differs from 5.17 to 5.19: "
-            f"{type(experts[0]).__name__} has no _apply_gate, so its slower experts are used"
-        )
-    return ""
 
 
 def always_float32(model: PreTrainedModel) -> list[str]:
@@ -43,17 +31,7 @@ def always_float32(model: PreTrainedModel) -> list[str]:
 def loaded_as(model: PreTrainedModel, names: Iterable[str]) -> Mapping[str, tuple[str, bool]]:
     """Return a mapping from each checkpoint name to its state dict name and whether the tensor is
     loaded without conversion. The mapping is empty for families whose tensors are split when
-    loaded, and if the private API has changed."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
-        from transformers.core_model_loading import (  # noqa: PLC0415
-            WeightConverter,
-            WeightRenaming,
-            dot_natural_key,
-            rename_source_key,
-        )
-    except ImportError:
-        return {}
+    loaded."""
     transforms = get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]

@@ -26,6 +26,14 @@ def done() -> Future[None]:
     return future
 
 
+def on_thread(call: Callable[[], T], name: str) -> Future[T]:
+    """Run `call` on a new daemon thread called `name`, and return a future for its result. If the
+    call hangs, the thread can be abandoned."""
+    result: Future[T] = Future()
+    threading.Thread(target=_settle, args=(result, call), name=name, daemon=True).start()
+    return result
+
+
 def when_all(futures: Sequence[Future[Any]], make: Callable[[], T]) -> Future[T]:
     """Call `make` once all `futures` have completed, and return a future for its result. `make`
     runs in the thread that completes the last future. If one of the futures failed, reading its

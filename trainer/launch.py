@@ -22,8 +22,7 @@ from keel.agents.runner import EpisodeRunner
 from keel.configs.schema import Config
 from keel.configs.sections.model import TINY_MODEL
 from keel.data.dataset import Dataset
-from keel.model.download import download_of
-from keel.model.hub import from_anywhere
+from keel.model.hub import Download, from_anywhere
 from keel.model.ray_timeouts import CALL_S, Unanswered, awaited
 from keel.model.tiny.build import ensure_tiny_model
 from keel.model.tiny.cold_start import Curriculum
@@ -367,7 +366,7 @@ def run_remote_episodes(remote: RemoteRuntime) -> Iterator[RemoteRuntime]:
 def download(path: str) -> None:
     """Download a model from the hub to this machine's cache. This is done before any actor starts,
     since actors start with a timeout."""
-    if path == TINY_MODEL or (model := download_of(path)) is None:
+    if path == TINY_MODEL or (model := Download.of(path)) is None:
         return
     with waiting(f"downloading {path}", total=model.total, unit="bytes") as wait:
         wait.before = model.present()

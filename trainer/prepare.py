@@ -29,8 +29,7 @@ from keel.data.conversations.text import Encoded
 from keel.data.conversations.types import Example, Render
 from keel.data.dataset import Dataset, load_dataset, source_lines, source_warnings
 from keel.model.batch_invariant.layers import check_invariant
-from keel.model.config_file import ignored_code
-from keel.model.hub import hub_answers, local_folder, missing_weights
+from keel.model.hub import hub_answers, ignored_code, local_folder, missing_weights
 from keel.model.load import (
     ModelFacts,
     digest_of_tokenizer,

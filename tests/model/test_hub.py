@@ -83,7 +83,7 @@ def test_missing_and_damaged_weights_are_named(tmp_path: Path) -> None:
         assert fault().startswith(f"{parts[1]}: ") and reason in fault()
     for name in parts[1:]:
         (tmp_path / name).unlink()
-    assert f"{parts[3]} and 1 more of the 5 files" in fault()
+    assert f"4 of 5 weight files are missing, such as {parts[1]}" in fault()
     for content in ("{}", "[]", "?", '{"weight_map": {"w": 3}}', '{"weight_map": {"w": "../w"}}'):
         index.write_text(content)
         with pytest.raises(ConfigError, match="index"):

@@ -33,7 +33,6 @@ from keel.model.lora import add_adapters, save_adapter
 from keel.model.routing.routers import router_modules
 from keel.model.torch_internals import limit_all_groups
 from keel.model.trainable import decoder_layers
-from keel.model.transformers_internals import check_transformers
 from keel.model.ulysses import Slice
 from keel.rl.metrics import Mean, Metric, Sum, merge
 from keel.rl.packing import MicroBatch, TrainBatch
@@ -133,7 +132,6 @@ class TrainerEngine:
         if config.model.lora.enabled:
             add_adapters(model, config.model.lora, seed=config.run.seed)
         network = self._network = self._make_network(model)
-        self._note(check_transformers(network.model))
         routers = router_modules(network.model)
         self._replays = bool(routers) and config.algorithm.keep_routing
         if trainer.activation_checkpointing:

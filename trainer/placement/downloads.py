@@ -15,8 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from keel.configs.schema import ConfigError
 from keel.model import ray_timeouts
-from keel.model.download import download_of
-from keel.model.hub import is_hub_name
+from keel.model.hub import Download, is_hub_name
 from keel.trainer.run.progress import waiting
 
 _POLL_S = 1.0
@@ -28,7 +27,7 @@ class Downloader:
     def fetch(self, path: str) -> None:
         """Download the missing files of a model. The hub client drops stalled connections and
         retries."""
-        if download := download_of(path):
+        if download := Download.of(path):
             download.fetch()
 
 

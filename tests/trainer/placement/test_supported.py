@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from keel.configs.schema import ConfigError, TrainerConfig
-from keel.model.config_file import check_config
+from keel.model.hub import check_config
 from keel.model.load import check_causal
 from keel.model.routing.routers import is_moe
 from keel.model.trainable import check_trainable
