@@ -30,6 +30,7 @@ from keel.configs.sections.model import TINY_MODEL
 from keel.configs.work_folder import WorkFolder
 from keel.data.distilled import select
 from keel.data.results import aligned
+from keel.trainer.run.costs import cost_rows, costs_of
 from keel.trainer.run.signals import PREEMPTED, PREEMPTION
 
 _LINKS = "links.jsonl"
@@ -147,9 +148,10 @@ def distill(config: DistillConfig, run: Callable[[Sequence[str]], int] | None = 
 
 
 def _report(config: DistillConfig, root: Path) -> list[str]:
-    """Return a table of pass@1 with confidence intervals, with one row per source.
+    """Return a table of pass@1 with confidence intervals, with one row per source, and a table of
+    what each training stage has cost.
 
-    It compares the specialists, the distilled model and the mixed model.
+    The first compares the specialists, the distilled model and the mixed model.
     """
 
     def cell(stage: str, source: str) -> str:
@@ -164,7 +166,8 @@ def _report(config: DistillConfig, root: Path) -> list[str]:
     for each in config.specialists:
         stages = (f"specialist-{each.name}", "distilled", "mixed")
         rows += [[source, *(cell(stage, source) for stage in stages)] for source in each.sources]
-    return aligned(rows)
+    stages = [*(f"specialists/{each.name}" for each in config.specialists), "distilled", "mixed"]
+    return [*aligned(rows), "", *aligned(cost_rows({at: costs_of(root / at) for at in stages}))]
 
 
 def _checked(config: DistillConfig) -> tuple[Config, frozenset[str]]:

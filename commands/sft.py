@@ -9,7 +9,9 @@ from functools import partial
 from keel.commands.train import run_task
 from keel.trainer.launch import SftRuntime, launch_sft
 from keel.trainer.placement.oom_recovery import RetryOnOom
+from keel.trainer.placement.step_time import token_flops
 from keel.trainer.prepare import SftTask, prepare_pretraining, prepare_sft
+from keel.trainer.run.costs import CostRates
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.session import open_journal, save_checkpoint
@@ -46,7 +48,13 @@ def _run_sft_loop(runtime: SftRuntime, folder: RunFolder, view: View, start: int
     task, learner = runtime.task, runtime.learner
     with ExitStack() as stack:
         journal = open_journal(
-            stack, folder, view, task.config, start=start, tokenizer=task.tokenizer_digest
+            stack,
+            folder,
+            view,
+            task.config,
+            start=start,
+            tokenizer=task.tokenizer_digest,
+            costs=CostRates(runtime.gpus, *token_flops(task.config, task.facts)).metrics,
         )
         if runtime.watchdog is not None:
             runtime.watchdog.say = partial(journal.say, "frozen")

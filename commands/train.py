@@ -20,8 +20,10 @@ from keel.trainer.nonfinite import SHOWN_FINDINGS
 from keel.trainer.placement.choose import save_choice
 from keel.trainer.placement.elastic import ElasticLayouts, elastic_layouts
 from keel.trainer.placement.oom_recovery import RetryOnOom
+from keel.trainer.placement.step_time import token_flops
 from keel.trainer.prepare import SftTask, Task, prepare
 from keel.trainer.run.batches import save_batch
+from keel.trainer.run.costs import CostRates
 from keel.trainer.run.folder import RunFolder
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import CollectiveTimeout, WorkerLost
@@ -141,6 +143,7 @@ def run_loop(
             config,
             start=start,
             tokenizer=runtime.task.tokenizer_digest,
+            costs=CostRates(runtime.gpus, *token_flops(config, runtime.task.facts)).metrics,
             tokens=tokens,
         )
         runtime.pool.say = partial(journal.say, "engine")

@@ -27,7 +27,7 @@ def summarize(
             time
         length/mean, staleness/…, sampling/kept_mean, rollout/uniform_group_fraction
             groups to train on
-        length/sampled_mean, rollout/truncated_fraction, rollout/deadline_cuts
+        length/sampled_mean, rollout/tokens, rollout/truncated_fraction, rollout/deadline_cuts
             all sampled trajectories, including dropped ones; a difference from length/mean
             shows that length affects the selection
         agents/…
@@ -55,6 +55,7 @@ def summarize(
         "rollout/truncated_fraction": mean_of(
             t.cut and t.finish_reason != "crash" for t in sampled
         ),
+        "rollout/tokens": Sum(sum(t.total_tokens for t in sampled)),
         "rollout/deadline_cuts": Sum(sum(t.finish_reason == "deadline" for t in sampled)),
         "rollout/dropped_completions": Sum(sum(len(group.group.dropped) for group in groups)),
         "rollout/uniform_groups": Sum(sum(group.uniform for group in groups)),

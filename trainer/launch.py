@@ -67,6 +67,8 @@ class Runtime:
     agents: EpisodeRunner | None = None
     watchdog: Watchdog | None = None
     oom_recovery: OomRecovery | None = None
+    gpus: int = 0
+    """Number of GPUs that the actors occupy."""
 
     @property
     def learner(self) -> Learner:
@@ -150,6 +152,7 @@ class SftRuntime:
     learner: Learner
     oom_recovery: OomRecovery | None = None
     watchdog: Watchdog | None = None
+    gpus: int = 0
 
 
 @contextmanager
@@ -237,6 +240,7 @@ def launch(
             agents=stack.enter_context(run_episodes(task, pool)),
             watchdog=watchdog,
             oom_recovery=layouts.lowering if layouts else None,
+            gpus=seats.placement.gpus if seats else 0,
         )
         if time_share:
             runtime.wake()
@@ -266,7 +270,11 @@ def launch_sft(task: SftTask, say: Say, *, layouts: ElasticLayouts) -> Iterator[
         for line in warnings:
             say(f"warning: {line}")
         yield SftRuntime(
-            task=task, learner=learner, oom_recovery=layouts.lowering, watchdog=watchdog
+            task=task,
+            learner=learner,
+            oom_recovery=layouts.lowering,
+            watchdog=watchdog,
+            gpus=seats.placement.gpus if seats else 0,
         )
 
 

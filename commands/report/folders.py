@@ -41,6 +41,7 @@ from keel.configs.schema import (
 from keel.data.eval_store import Asked, asked_in
 from keel.data.results import results
 from keel.rl.metrics import MEASURES
+from keel.trainer.run.costs import HEADER, cost_rows
 
 _METRICS, _CONFIG, _SAMPLES = "metrics.jsonl", "config.yaml", "samples.jsonl"
 _MEAN_OF = 10
@@ -254,6 +255,9 @@ def _summary(run: RunData, folder: Path) -> dict[str, str]:
             rows[label] = f"{first:.3g} → {after:.3g}" + f" (means of {few} steps)" * (few > 1)
     if values := known.get("throughput/tokens_per_second", [])[-_MEAN_OF:]:
         rows["tokens per second"] = f"{sum(values) / len(values):,.0f}"
+    if costs := run.costs:
+        spent = zip(HEADER[1:4], cost_rows({"": costs})[1][1:4], strict=True)
+        rows["cost"] = ", ".join(f"{value} {label}" for label, value in spent)
     labels = {"alarm": "alarms", "resume": "resumed", "engine": "engine restarts"}
     for kind, label in {**labels, "restart": "restarts from a checkpoint"}.items():
         events = [event for event in run.events if event["kind"] == kind]

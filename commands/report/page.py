@@ -20,6 +20,8 @@ from pathlib import Path
 from keel.commands.report.folders import read_folder
 from keel.commands.report.shape import Chunks, RunData, as_json
 from keel.configs.schema import ConfigError
+from keel.data.results import aligned
+from keel.trainer.run.costs import cost_rows
 
 SCRIPTS = ("show.js", "curves.js", "runs.js", "tokens.js", "read.js", "main.js")
 """Script files in `commands/report/page`, in the order in which they run."""
@@ -161,6 +163,8 @@ def report(folders: Sequence[str], out: str | None) -> str:
     except OSError as error:  # also if trajectories have gone meanwhile
         raise ConfigError(f"{path}: cannot be written ({error}); --out names another") from error
     notes = [f"{run.name}: {note}" for run, _ in runs for note in run.notes]
+    if len(costs := {run.name: run.costs for run, _ in runs if run.costs}) > 1:
+        notes += aligned(cost_rows(costs))
     size = path.stat().st_size / 2**20
     text = "\n".join([*notes, f"{path} ({size:.1f} MiB): open it in a browser"])
     return text.encode(errors="replace").decode()

@@ -109,6 +109,15 @@ class RunData:
     notes: list[str] = field(default_factory=list[str])
     """Descriptions of what is missing, and why."""
 
+    @property
+    def costs(self) -> dict[str, float]:
+        """The run's total costs, by metric. Empty if none were recorded."""
+        return {
+            name: sum(filter(None, values))
+            for name, values in self.metrics.items()
+            if name.startswith("cost/")
+        }
+
     def plain(self) -> dict[str, Any]:
         """Convert to plain data. Each metric becomes its values and their positions in `steps`."""
         metrics: dict[str, dict[str, list[Any]]] = {}

@@ -33,6 +33,7 @@ def test_summary_by_hand() -> None:
         "staleness/mean": Mean(4 * 3 + 2 * 2 + 1 + 1, 8),
         "staleness/max": Max(3),
         "rollout/truncated_fraction": Mean(1, 3),
+        "rollout/tokens": Sum(12),
         "rollout/deadline_cuts": Sum(0),
         "rollout/dropped_completions": Sum(3),
         "rollout/uniform_groups": Sum(1),

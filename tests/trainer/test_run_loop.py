@@ -32,6 +32,7 @@ def system_of(task: Task, **parts: Any) -> Any:
             "agents": None,
             "scorer": SimpleNamespace(tell=lambda say: None),
             "watchdog": None,
+            "gpus": 0,
             "with_watchdog": lambda hurry: hurry,
             **parts,
         }

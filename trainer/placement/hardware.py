@@ -276,6 +276,11 @@ class Placement:
         return any(seat.shared for seat in self.seats)
 
     @property
+    def gpus(self) -> int:
+        """Number of GPUs that the actors occupy."""
+        return sum(seat.gpus for seat in self.seats if not (seat.shared and seat.kind == ENGINE))
+
+    @property
     def ranks_by_node(self) -> list[tuple[Node, int]]:
         """Each node that has trainer ranks, with the number of its ranks."""
         nodes = [seat.node for seat in self.seats if seat.kind == RANK]

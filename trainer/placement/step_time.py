@@ -334,6 +334,13 @@ def passes(config: Config) -> int:
     return 1 + backward + config.trainer.activation_checkpointing + with_reference
 
 
+def token_flops(config: Config, facts: ModelFacts) -> tuple[float, float]:
+    """Return the FLOPs for a token in training, without recomputation, and in an engine."""
+    looked_up = 0 if facts.tied else facts.vocab_size * facts.hidden_size
+    forward = 2.0 * (facts.active_parameters - looked_up)
+    return (passes(config) - config.trainer.activation_checkpointing) * forward, forward
+
+
 def traffic_seconds(config: Config, facts: ModelFacts, micro_batches: int, spec: GpuSpec) -> float:
     """Estimate how long a rank communicates in a step without computing at the same time.
 

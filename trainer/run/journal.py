@@ -34,6 +34,9 @@ was restarted), `frozen` (a process hangs), `fewer` (the run has fewer ranks), `
 """
 
 
+StepCosts = Callable[[Mapping[str, float], float], Mapping[str, float]]
+
+
 class Journal:
     """Writes each step to the run folder and shows it in the terminal."""
 
@@ -48,15 +51,18 @@ class Journal:
         tokens: TokenFile | None = None,
         alarms: Alarms | None = None,
         resumed_at: int = 0,
+        costs: StepCosts | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Open the record, and remove everything after step `resumed_at`.
 
         `trajectories` is the number of trajectories saved per step, as text and as JSON. If
         `save_all` is set, the JSON file contains all of them. `tokenizer` is the digest stored in
-        it. `tokens` writes the per-token numbers.
+        it. `tokens` writes the per-token numbers. `costs` returns the costs of a step from its
+        metrics and the seconds since the last one.
         """
         self._view, self._alarms, self._clock = view, alarms, clock
+        self._costs, self._recorded_at = costs, clock()
         self.on_write: Callable[[], None] = lambda: None
         """Called after each recorded step and event."""
         self._save_all, self._tokenizer = save_all, tokenizer
@@ -109,6 +115,10 @@ class Journal:
         """Record a step. Raises `OSError`, naming the folder, if the step cannot be written."""
         numbers = {name: value for name, value in values(metrics).items() if math.isfinite(value)}
         lines: list[str] = []
+        if self._costs is not None:
+            now = self._clock()
+            numbers |= self._costs(numbers, now - self._recorded_at)
+            self._recorded_at = now
         if self._alarms is not None and step > 0:
             numbers["alarms"], lines = self._alarms.check(step, numbers, [*groups, *discarded])
         try:

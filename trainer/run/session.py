@@ -21,7 +21,7 @@ from keel.rl.metrics import MEASURES
 from keel.trainer.run.alarms import Alarms
 from keel.trainer.run.checkpoint import SaveError, State, config_digest
 from keel.trainer.run.folder import RunFolder
-from keel.trainer.run.journal import Journal, note
+from keel.trainer.run.journal import Journal, StepCosts, note
 from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import OutOfMemory, Restarts, WorkerLost
 from keel.trainer.run.signals import preempted, print_line, stop_requested
@@ -171,6 +171,7 @@ def open_journal(
     *,
     start: int,
     tokenizer: str,
+    costs: StepCosts,
     tokens: TokenFile | None = None,
 ) -> Journal:
     """Open the journal and the trackers of a run. Both are closed together with `stack`."""
@@ -183,6 +184,7 @@ def open_journal(
         tokens=tokens,
         alarms=Alarms(config.alarms),
         resumed_at=start,
+        costs=costs,
     )
     stack.callback(journal.close)
     open_trackers(stack, journal, folder.path, config)
