@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from keel.configs.sections.base import ConfigError, Section, knob, require_endpoint, require_unique
 
 _Family = Literal["general", "code", "search"]
-_CodeLanguage = Literal["python", "javascript", "cpp"]
+CodeLanguage = Literal["python", "javascript", "typescript", "php", "cpp", "go", "rust", "java"]
 _MOST_ANSWERERS = 24
 
 
@@ -25,12 +25,16 @@ class CodeSourceConfig(Section):
 
     name: str
     """Name of the project's package, which is used to find installed copies of it."""
-    language: _CodeLanguage = "python"
+    language: CodeLanguage = "python"
     """Language of the project, which selects how it is set up and tested."""
     git: str
     """Folder of a repository or mirror. Its first-parent commits are the candidates."""
     issues: str = ""
     """JSONL file of {"number", "title", "body"}. Empty: use commit messages as issues."""
+    pairs: str = ""
+    """JSONL file of pairs of an issue and a pull request, with the keys of SWE-bench (`repo`,
+    `base_commit`, `problem_statement`, `patch`, `test_patch`). They replace the commits as
+    candidates."""
     ref: str = "HEAD"
     """Last commit to consider."""
     most: int = knob(200, ge=1)

@@ -136,8 +136,9 @@ class AgentsConfig(Section):
     window: int = knob(0, ge=0)
     """Context window in tokens, including the tokens sampled in it. 0: data.max_prompt_tokens +
     rollout.sampling.max_tokens."""
-    call_s: float = knob(60.0, gt=0)
-    """Timeout in seconds for one tool call."""
+    call_s: float = knob(210.0, gt=0)
+    """Timeout in seconds for one tool call. The default lets a cell of the code interpreter run for
+    120 s, as in DeepSeek-V3.2, Appendix B, Table 7."""
     tools_in_thinking: bool = False
     """Let the policy call tools inside its reasoning, which continues after each result, and
     nowhere else. DeepSeek-V3.2, Appendix B, Table 8."""

@@ -49,8 +49,8 @@ network."""
 
 _OPEN_FILES = 1024
 _PROBE_TIMEOUT_S = 30.0
-_JAVA_FILES = ("/etc/maven", *map(str, Path("/etc").glob("java-*")))
-"""Debian's configuration for Java and Maven. They do not start without it."""
+_LANGUAGE_FILES = ("/etc/maven", "/etc/php", *map(str, Path("/etc").glob("java-*")))
+"""Debian's configuration for Java, Maven and PHP, which do not work without it."""
 _NETWORK_FILES = ("hosts", "nsswitch.conf", "resolv.conf", "ssl", "pki", "ca-certificates")
 _RESERVED = tuple(map(Path, ("/", "/dev", "/proc", TMP)))
 _INSTALL = "Install bubblewrap (`apt-get install bubblewrap`)"
@@ -188,7 +188,7 @@ class EnvironmentSandbox:
         words += [*namespaces(root, network=host), *system()]
         words += private_folder(TMP, self.files_mib)
         words += make_folders(["/etc"]) + SYSTEM_FILES
-        for path in _JAVA_FILES:
+        for path in _LANGUAGE_FILES:
             words += ["--ro-bind-try", path, path]
         if host:
             for name in _NETWORK_FILES:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import re
 import subprocess
+import tempfile
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -130,9 +132,14 @@ class GitSource:
     def __init__(self, source: CodeSourceConfig) -> None:
         """Read the repository. Raises ConfigError if it cannot be used."""
         self._source = source
-        self._issues = _read_issues(source)
         folder = Path(source.git).expanduser().absolute()
         self._folder = str(folder / ".git" if (folder / ".git").exists() else folder)
+        self._issues = _read_issues(source)
+        self._commits: dict[str, tuple[str, list[str], str]] = {}
+        self.keys: Sequence[str] = self._read_keys()
+
+    def _read_keys(self) -> list[str]:
+        source = self._source
         try:
             commits = self._log_fields(["%H", "%P", "%B"], "--first-parent", source.ref)
         except (OSError, subprocess.SubprocessError) as error:
@@ -141,12 +148,11 @@ class GitSource:
                 reply = error.stderr.decode(errors="replace").strip()
             knob = f"code.sources[{source.name}].git = {source.git!r}"
             raise ConfigError(f"{knob}: {reply}") from error
-        self._commits: dict[str, tuple[str, list[str], str]] = {}
         for commit, parents, message in commits:
             if parents and (not source.refers or _REFERS.search(message)):
                 key = f"{source.name}-{commit[:12]}"
                 self._commits[key] = (commit, parents.split(), message)
-        self.keys: Sequence[str] = list(self._commits)[: source.most]
+        return list(self._commits)[: source.most]
 
     def load(self, key: str) -> Candidate:
         """Load a candidate. Raises Rejected if it cannot become a task."""
@@ -161,34 +167,39 @@ class GitSource:
             ((date,),) = self._log_fields(["%cI"], "--max-count=1", commit)
         except subprocess.SubprocessError as error:
             raise Rejected("tree", f"git cannot read the change: {error}") from error
-        try:
-            tag = self._git("describe", "--tags", "--abbrev=0", parent)
-        except subprocess.SubprocessError:
-            tag = ""
-        version = re.search(r"\d+(\.\d+)+", tag)
         return Candidate(
             key=key,
             source=self._source,
             base=base,
             after=after,
             issue=known[0] if known else _issue_text(message),
-            version=version[0] if version else "1.0",
+            version=self._version(parent),
             origin={"commit": commit, "parent": parent, "date": date, "refers": numbers},
         )
 
-    def _tree(self, commit: str) -> Tree:
+    def _version(self, commit: str) -> str:
+        try:
+            tag = self._git("describe", "--tags", "--abbrev=0", commit)
+        except subprocess.SubprocessError:
+            tag = ""
+        version = re.search(r"\d+(\.\d+)+", tag)
+        return version[0] if version else "1.0"
+
+    def _tree(self, commit: str, env: Mapping[str, str] = {}) -> Tree:
         """Read the files of a commit.
 
         `git archive` is not used because it honours export-ignore.
         """
         modes: dict[str, tuple[str, str]] = {}
-        for line in self._git("ls-tree", "-r", "-z", "--full-tree", commit).split("\0")[:-1]:
+        for line in self._git("ls-tree", "-r", "-z", "--full-tree", commit, env=env).split("\0")[
+            :-1
+        ]:
             about, _, path = line.partition("\t")
             mode, kind, number = about.split()
             if kind == "blob" and is_safe(path):
                 modes[path] = (mode, number)
         numbers = "".join(f"{number}\n" for _, number in modes.values()).encode()
-        data = self._run(["cat-file", "--batch"], numbers)
+        data = self._run(["cat-file", "--batch"], numbers, env)
         tree: Tree = {}
         at = 0
         for path, (mode, number) in modes.items():
@@ -212,17 +223,81 @@ class GitSource:
         size = len(what) + 1  # plus the line with the commit hash
         return [parts[at + 1 : at + size] for at in range(0, len(parts) - 1, size)]
 
-    def _git(self, *words: str) -> str:
-        return self._run(list(words)).decode(errors="replace")
+    def _git(self, *words: str, env: Mapping[str, str] = {}) -> str:
+        return self._run(list(words), env=env).decode(errors="replace")
 
-    def _run(self, words: list[str], data: bytes = b"") -> bytes:
+    def _run(self, words: list[str], data: bytes = b"", env: Mapping[str, str] = {}) -> bytes:
         command = ["git", f"--git-dir={self._folder}", "-c", "safe.directory=*", *words]
-        env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "GIT_CONFIG_NOSYSTEM": "1", "HOME": "/"}
+        env = {
+            "PATH": "/usr/local/bin:/usr/bin:/bin",
+            "GIT_CONFIG_NOSYSTEM": "1",
+            "HOME": "/",
+            **env,
+        }
         # A partial mirror must not fetch missing objects.
         env |= {"GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0"}
         return subprocess.run(
             command, env=env, input=data, capture_output=True, timeout=_GIT_S, check=True
         ).stdout
+
+
+class PairSource(GitSource):
+    """Takes candidates from a JSONL file of issues and pull requests, in the format of SWE-bench.
+
+    The repository must contain each `base_commit`.
+    """
+
+    def _read_keys(self) -> list[str]:
+        super()._read_keys()  # checks that the repository can be read
+        source = self._source
+        self._pairs: dict[str, dict[str, str]] = {}
+        try:
+            for line in filter(None, Path(source.pairs).expanduser().read_bytes().split(b"\n")):
+                pair = {name: str(value) for name, value in json.loads(line).items()}
+                if pair["repo"].rpartition("/")[2] == source.name:
+                    missing = {"base_commit", "problem_statement", "patch", "test_patch"} - {*pair}
+                    if missing:
+                        raise ValueError(f"a pair lacks {', '.join(sorted(missing))}")
+                    digest = hashlib.blake2b(line, digest_size=6).hexdigest()
+                    self._pairs[f"{source.name}-{digest}"] = pair
+            if not self._pairs:
+                raise ValueError(f"no pair has a `repo` named {source.name}")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"code.sources[{source.name}].pairs = {source.pairs!r}: each line must be an "
+                f"instance in the format of SWE-bench: {error!r}"
+            ) from error
+        return list(self._pairs)[: source.most]
+
+    def load(self, key: str) -> Candidate:
+        pair = self._pairs[key]
+        commit = pair["base_commit"]
+        with tempfile.TemporaryDirectory() as folder:
+            # The patched tree is written to its own index and objects, not to the repository.
+            env = {
+                "GIT_INDEX_FILE": f"{folder}/index",
+                "GIT_OBJECT_DIRECTORY": folder,
+                "GIT_ALTERNATE_OBJECT_DIRECTORIES": f"{self._folder}/objects",
+            }
+            try:
+                self._git("read-tree", commit, env=env)
+                for name in ("patch", "test_patch"):
+                    if pair[name].strip():
+                        words = ["apply", "--cached", "--whitespace=nowarn", "-"]
+                        self._run(words, pair[name].encode(), env)
+                after = self._tree(self._git("write-tree", env=env).strip(), env)
+                base = self._tree(commit)
+            except subprocess.SubprocessError as error:
+                raise Rejected("tree", f"git cannot apply the patches: {error}") from error
+        return Candidate(
+            key=key,
+            source=self._source,
+            base=base,
+            after=after,
+            issue=pair["problem_statement"].strip(),
+            version=self._version(commit),
+            origin={"parent": commit, "instance_id": pair.get("instance_id", "")},
+        )
 
 
 def _issue_text(message: str) -> str:

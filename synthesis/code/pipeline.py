@@ -27,7 +27,7 @@ from keel.configs.schema import ConfigError
 from keel.configs.synthesis import CodeTasksConfig
 from keel.rl.turns import ToolCall
 from keel.synthesis.author import Author
-from keel.synthesis.code.candidate import Candidate, GitSource
+from keel.synthesis.code.candidate import Candidate, GitSource, PairSource
 from keel.synthesis.code.filters import check_change, check_leaks, judge
 from keel.synthesis.code.sandboxes import (
     AROUND_S,
@@ -65,7 +65,8 @@ class CodePipeline:
             raise ConfigError("code.sources: name at least one project")
         self._config, self._author, self._folder = config, author, folder
         self._of: dict[str, GitSource] = {}
-        for source in map(GitSource, config.sources):
+        for settings in config.sources:
+            source = (PairSource if settings.pairs else GitSource)(settings)
             self._of.update(dict.fromkeys(source.keys, source))
         self.keys: Sequence[str] = list(self._of)
         self._lines: dict[str, str] = {}

@@ -50,7 +50,7 @@ async def cell(environment: Hosted, code: str) -> str:
     return result.text
 
 
-@pytest.mark.parametrize("call_s", [AgentsConfig().call_s, 2.0, 150.0, 240.0, float("inf")])
+@pytest.mark.parametrize("call_s", [AgentsConfig().call_s, 2.0, 60.0, 150.0, float("inf")])
 def test_limits_fit_the_call_time(call_s: float) -> None:
     cell_s, ending_s, start_s = split_call_time(CELL_S, ENDING_S, call_s)
     assert cell_s + 2 * ending_s < call_s and cell_s + ending_s + start_s < call_s

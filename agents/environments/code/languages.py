@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 REPO = "/tmp/repo"
@@ -92,6 +92,7 @@ _FIND_JAVASCRIPT_TESTS = " -o ".join(
     f"-path '*/{pattern}*'" if pattern.endswith("/") else f"-name '{pattern}'"
     for pattern in _JAVASCRIPT_TESTS
 )
+_FIND_JAVASCRIPT = "-name '*.js' -o -name '*.[cm]js'"
 _JAVASCRIPT = ProjectLanguage(
     suffixes=(".js", ".mjs", ".cjs", ".ts", ".mts", ".cts", ".jsx", ".tsx"),
     tests=_JAVASCRIPT_TESTS,
@@ -107,7 +108,7 @@ cd "$PREFIX" && npm install --ignore-scripts --no-audit --no-fund --loglevel=err
 mkdir -p "$PREFIX/node_modules" && ln -s "$PREFIX/node_modules" "$REPO/node_modules"
 """,
     test=(
-        "find . -path ./node_modules -prune -o -type f \\( -name '*.js' -o -name '*.[cm]js' \\) "
+        f"find . -path ./node_modules -prune -o -type f \\( {_FIND_JAVASCRIPT} \\) "
         f"\\( {_FIND_JAVASCRIPT_TESTS} \\) -print0 | sort -z | "
         "xargs -0 node --test --test-reporter=junit "
         '--test-reporter-destination="$JUNIT/node.xml"'
@@ -118,6 +119,20 @@ mkdir -p "$PREFIX/node_modules" && ln -s "$PREFIX/node_modules" "$REPO/node_modu
         'import test from "node:test";\nimport assert from "node:assert";\n'
         'test("NONCE", () => { assert(WORTH); });\n',
     ),
+)
+# tsx runs TypeScript without a build, in every version of Node.js. With the trap handler, its
+# WebAssembly would reserve more address space than the sandbox allows.
+_TYPESCRIPT = replace(
+    _JAVASCRIPT,
+    setup=_JAVASCRIPT.setup
+    + 'cd "$PREFIX" && npm install --no-save --ignore-scripts --no-audit --no-fund '
+    "--loglevel=error tsx\n",
+    test="export NODE_OPTIONS=--disable-wasm-trap-handler; "
+    + _JAVASCRIPT.test.replace(
+        _FIND_JAVASCRIPT, f"{_FIND_JAVASCRIPT} -o -name '*.ts' -o -name '*.[cm]ts' -o -name '*.tsx'"
+    ).replace("node --test", "node --import tsx --test"),
+    check="node --version && test -d node_modules/tsx",
+    canary=("NONCE.test.mts", _JAVASCRIPT.canary[1]),
 )
 _CPP = ProjectLanguage(
     suffixes=(".c", ".cc", ".cpp", ".cxx", ".h", ".hh", ".hpp", ".hxx", ".ipp"),
@@ -184,9 +199,39 @@ _JAVA = ProjectLanguage(
     ),
     check=_JVM + 'mvn --version && test -d "$PREFIX/m2"',
 )
+# Autoloading finds the project's classes relative to composer.json, so Composer runs in $REPO.
+_PHP = ProjectLanguage(
+    suffixes=(".php", ".inc"),
+    tests=("tests/", "test/", "*Test.php"),
+    steers=("phpunit*.xml*", "composer.json", "composer.lock", "vendor/"),
+    manifests=("composer.json", "composer.lock"),
+    setup=r"""
+export COMPOSER_VENDOR_DIR="$PREFIX/vendor" COMPOSER_HOME=/tmp/composer COMPOSER_ALLOW_SUPERUSER=1
+if [ -f composer.json ]; then
+    composer install --quiet --no-interaction --no-scripts --no-plugins || exit 1
+    ln -s "$PREFIX/vendor" vendor
+fi
+""",
+    test=r"""
+set -- --log-junit "$JUNIT/phpunit.xml"
+if [ ! -f phpunit.xml ] && [ ! -f phpunit.xml.dist ]; then
+    [ -f vendor/autoload.php ] && set -- "$@" --bootstrap vendor/autoload.php
+    [ -d tests ] && set -- "$@" tests || set -- "$@" test
+fi
+if [ -f vendor/bin/phpunit ]; then php vendor/bin/phpunit "$@"; else phpunit "$@"; fi
+""",
+    check="php --version && { test -f vendor/bin/phpunit || phpunit --version; }",
+    canary=(
+        "NONCETest.php",
+        "<?php\nfinal class NONCETest extends PHPUnit\\Framework\\TestCase {\n"
+        "    public function test_NONCE(): void { $this->assertTrue(WORTH); }\n}\n",
+    ),
+)
 LANGUAGES = {
     "python": _PYTHON,
     "javascript": _JAVASCRIPT,
+    "typescript": _TYPESCRIPT,
+    "php": _PHP,
     "cpp": _CPP,
     "go": _GO,
     "rust": _RUST,

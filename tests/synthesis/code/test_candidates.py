@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from keel.configs.schema import ConfigError
-from keel.synthesis.code.candidate import GitSource
+from keel.synthesis.code.candidate import GitSource, PairSource
 from keel.synthesis.code.filters import check_change, check_leaks, judge
 from keel.synthesis.code.pipeline import outcomes_of
 from keel.synthesis.code.sandboxes import Prefix
@@ -64,6 +64,37 @@ def test_commits_that_name_an_issue_become_candidates(tmp_path: Path) -> None:
     for settings in ({"git": str(tmp_path / "no")}, {"ref": "nowhere"}):
         with pytest.raises(ConfigError, match=r"code\.sources\[adding\]\.git"):
             GitSource(source(git, **settings))
+
+
+@pytest.mark.e2e
+def test_pairs_of_issues_and_pull_requests_become_candidates(tmp_path: Path) -> None:
+    git = repository(tmp_path / "git", ("Begin", BEFORE), (ISSUE, AFTER))
+    mirror = GitSource(source(git, refers=False))
+    whole = mirror.load(mirror.keys[0])
+    pair = {
+        "repo": "owner/adding",
+        "instance_id": "owner__adding-7",
+        "base_commit": whole.origin["parent"],
+        "problem_statement": "Totals of an empty list raise.\n",
+        "patch": whole.patch(["adding.py"]),
+        "test_patch": whole.patch(["tests/test_adding.py"]),
+    }
+    late = {**pair, "patch": whole.patch(["adding.py"]).replace("numbers[0]", "numbers[9]")}
+    rows = [pair, late, {"repo": "owner/other"}]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    files = sorted((git / ".git").rglob("*"))
+    pairs = PairSource(source(git, pairs=str(path)))
+    first, second = pairs.keys
+    loaded = pairs.load(first)
+    assert (loaded.base, loaded.after) == (whole.base, whole.after)
+    assert loaded.issue == "Totals of an empty list raise."
+    with pytest.raises(Rejected) as refusal:
+        pairs.load(second)
+    assert refusal.value.gate == "tree"
+    assert sorted((git / ".git").rglob("*")) == files  # nothing was written to the repository
+    with pytest.raises(ConfigError, match="pairs"):
+        PairSource(source(git, pairs=str(path), name="more"))
 
 
 @pytest.mark.e2e

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from keel.agents.environments.code.languages import LANGUAGES
+from keel.configs.synthesis import CodeLanguage
 from keel.synthesis.code.candidate import GitSource
 from tests.synthesis.code.projects import ISSUE, config, made, repository, source
 
@@ -33,6 +35,45 @@ JAVASCRIPT = (
         "test/adding.test.js": OLD_JS + 'test("none", () => { assert.equal(total([]), 0); });\n',
     },
     (["test::none"], ["test::some"], True),
+)
+TYPED = 'test("some", () => { assert.equal(total([1, 2] as number[]), 3); });\n'
+OLD_TS = OLD_JS.partition("test(")[0].replace("adding.js", "adding.ts") + TYPED
+TYPESCRIPT = (
+    {
+        "package.json": json.dumps(PACKAGE),
+        "lib/adding.ts": "export const total = (n: number[]) => n.reduce((a, b) => a + b);\n",
+        "test/adding.test.ts": OLD_TS,
+    },
+    {
+        "lib/adding.ts": "export const total = (n: number[]) => n.reduce((a, b) => a + b, 0);\n",
+        "test/adding.test.ts": OLD_TS + 'test("none", () => { assert.equal(total([]), 0); });\n',
+    },
+    (["test::none"], ["test::some"], True),
+)
+PHP_TEST = """<?php
+final class AddingTest extends PHPUnit\\Framework\\TestCase {{
+    public function testSome(): void {{ $this->assertSame(3, Adding::total([1, 2])); }}
+{}}}
+"""
+PHP = (
+    {
+        "composer.json": json.dumps({"autoload": {"psr-4": {"": "src/"}}}),
+        "src/Adding.php": "<?php\nfinal class Adding {\n"
+        "    public static function total(array $n): int { return $n[0] + $n[1]; }\n}\n",
+        "tests/AddingTest.php": PHP_TEST.format(""),
+    },
+    {
+        "src/Adding.php": "<?php\nfinal class Adding {\n"
+        "    public static function total(array $n): int { return array_sum($n); }\n}\n",
+        "tests/AddingTest.php": PHP_TEST.format(
+            "    public function testNone(): void { $this->assertSame(0, Adding::total([])); }\n"
+        ),
+    },
+    (
+        ["/tmp/repo/tests::AddingTest::AddingTest::testNone"],
+        ["/tmp/repo/tests::AddingTest::AddingTest::testSome"],
+        True,
+    ),
 )
 CMAKE = """
 cmake_minimum_required(VERSION 3.21)
@@ -117,9 +158,19 @@ JAVA = (
     },
     (["AddingTest::none"], ["AddingTest::some"], False),
 )
-PROJECTS = {"javascript": JAVASCRIPT, "cpp": CPP, "go": GO, "rust": RUST, "java": JAVA}
+PROJECTS = {
+    "javascript": JAVASCRIPT,
+    "typescript": TYPESCRIPT,
+    "php": PHP,
+    "cpp": CPP,
+    "go": GO,
+    "rust": RUST,
+    "java": JAVA,
+}
 TOOLS = {
     "javascript": ("node", "npm"),
+    "typescript": ("node", "npm", "tsx"),
+    "php": ("php", "composer", "phpunit"),
     "cpp": ("cmake", "ctest", "c++"),
     "go": ("go", "gotestsum"),
     "rust": ("cargo", "cargo-nextest"),
@@ -127,11 +178,18 @@ TOOLS = {
 }
 # The default setups of these languages need the network.
 SETUPS = {
+    "typescript": 'tsx="$(realpath "$(command -v tsx)")"\n'
+    'ln -s "${tsx%/tsx/*}" "$PREFIX/node_modules"\n'
+    'ln -s "$PREFIX/node_modules" "$REPO/node_modules"',
     "go": 'mkdir "$PREFIX/bin" && ln -s "$(command -v gotestsum)" "$PREFIX/bin/"',
     "rust": 'mkdir -p "$PREFIX/bin" "$PREFIX/cargo/registry" && cp "$(command -v cargo-nextest)" '
     '"$PREFIX/bin/"',
     "java": f'cp -rs {MAVEN} "$PREFIX/m2"',
 }
+
+
+def test_every_language_can_be_named() -> None:
+    assert set(get_args(CodeLanguage)) == set(LANGUAGES) == {"python", *PROJECTS}
 
 
 @pytest.mark.parametrize("language", PROJECTS)
