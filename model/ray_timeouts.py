@@ -8,15 +8,14 @@ return.
 
 from __future__ import annotations
 
-import queue
 import re
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from typing import Any, ClassVar, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import (
@@ -32,6 +31,8 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from keel.rl.futures import on_thread
+
 NAME = "KEEL_PROCESS"
 """Environment variable that identifies an actor's process (see `process_name`)."""
 CALL_S = 60.0
@@ -42,9 +43,6 @@ _PUT_S = 120.0
 about a second."""
 _GRACE_S = 10.0
 """Additional seconds to wait for a call that has its own timeout."""
-_WAIT_POLL_S = 1.0
-"""Maximum number of seconds for a single `ray.wait`."""
-_LEFT = "this process has left its cluster"
 _NODE_GONE = re.compile(
     r"ip: (?P<address>\S+).*its node has died.*actor's node was terminated \w+: (?P<why>[^.\n]*)",
     re.DOTALL,
@@ -111,20 +109,18 @@ class PollClock:
         return min(self._last - last, self._limit)
 
 
-class Deadline:
+class Deadline(PollClock):
     """Tracks the time remaining in a polling loop."""
 
     def __init__(
-        self,
-        seconds: float,
-        poll_s: float = _WAIT_POLL_S,
-        clock: Callable[[], float] = time.monotonic,
+        self, seconds: float, poll_s: float = 1.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._polls, self._remaining = PollClock(poll_s, clock), seconds
+        super().__init__(poll_s, clock)
+        self._remaining = seconds
 
     def remaining(self) -> float:
         """Return the number of seconds left (at least 0). Call this once per poll."""
-        self._remaining -= self._polls.elapsed()
+        self._remaining -= self.elapsed()
         return max(0.0, self._remaining)
 
 
@@ -157,9 +153,10 @@ def shut_down(act: Callable[[], Any], seconds: float, what: str) -> None:
         _State.leaving = False
 
 
-def _unusable() -> str:
-    left = _State.leaving or (_State.left and not ray.is_initialized())
-    return _State.lost or (_LEFT if left else "")
+def _check_usable(leaving: bool = False) -> None:
+    gone = not leaving and (_State.leaving or (_State.left and not ray.is_initialized()))
+    if reason := _State.lost or ("this process has left its cluster" if gone else ""):
+        raise RayLost(reason)
 
 
 def start() -> str:
@@ -182,16 +179,12 @@ def bounded(call: Callable[[], T], seconds: float, what: str, *, leaving: bool =
     so that it is not stopped by the shutdown itself.
     """
 
-    def check() -> None:
-        if reason := _State.lost if leaving else _unusable():
-            raise RayLost(reason)
-
-    check()
-    future = _Caller.submit(call)
+    _check_usable(leaving)
+    future = on_thread(call, "keel-ray-call")
     deadline = Deadline(seconds, POLL_S)
     while not future.done():
         remaining = deadline.remaining()
-        check()
+        _check_usable(leaving)
         if not remaining:
             raise Unanswered(
                 f"waited {seconds:g} s for Ray to {what}, but raylet or gcs_server does not "
@@ -201,42 +194,11 @@ def bounded(call: Callable[[], T], seconds: float, what: str, *, leaving: bool =
     return future.result()
 
 
-class _Caller:
-    """A reusable daemon thread that runs calls. If a call hangs, its thread is not used again."""
-
-    _idle: ClassVar[list[_Caller]] = []
-
-    def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._loop, name="keel-ray-call", daemon=True).start()
-
-    @classmethod
-    def submit(cls, call: Callable[[], T]) -> Future[T]:
-        try:
-            caller = cls._idle.pop()
-        except IndexError:
-            caller = cls()
-        future: Future[T] = Future()
-        caller._tasks.put((call, future))
-        return future
-
-    def _loop(self) -> None:
-        while True:
-            call, future = self._tasks.get()
-            try:
-                future.set_result(call())
-            except BaseException as error:  # raised to the caller
-                future.set_exception(error)
-            del call, future  # an idle thread keeps no result
-            self._idle.append(self)
-
-
 def awaited(future: Future[T]) -> T:
     """Wait for the result of a future that has its own timeout. Raises `RayLost` as soon as Ray is
     lost."""
     while not future.done():
-        if reason := _unusable():
-            raise RayLost(reason)
+        _check_usable()
         futures.wait([future], POLL_S)
     return future.result()
 
@@ -256,12 +218,7 @@ def wait(refs: Sequence[Any], *, seconds: float | Deadline) -> tuple[list[Any], 
     deadline = seconds if isinstance(seconds, Deadline) else Deadline(seconds)
     remaining = deadline.remaining()
     while True:
-        poll_s = min(remaining, _WAIT_POLL_S)
-
-        def poll(poll_s: float = poll_s) -> tuple[list[Any], list[Any]]:
-            # The results are in the object store of this node, which another process keeps.
-            return ray.wait(list(refs), timeout=poll_s)
-
+        poll = partial(ray.wait, list(refs), timeout=min(remaining, 1.0))
         # A raylet that was stopped answers after it resumes, if it does.
         ready, pending = bounded(poll, remaining + _GRACE_S, "report which calls are done")
         remaining = deadline.remaining()
@@ -301,8 +258,7 @@ def create(
 ) -> Any:
     """Create an actor of class `kind`. `name` is a readable name, stored in the environment
     variable `NAME` of the actor's process. `options` are Ray's actor options."""
-    actor_options = dict(options)
-    runtime = dict(actor_options.pop("runtime_env", {}))
+    runtime = dict(options.get("runtime_env", {}))
     runtime["env_vars"] = {**runtime.get("env_vars", {}), NAME: f"{_State.start}/{name}"}
-    remote: Any = ray.remote(kind).options(**actor_options, runtime_env=runtime)
+    remote: Any = ray.remote(kind).options(**{**options, "runtime_env": runtime})
     return bounded(lambda: remote.remote(*arguments, **named), CALL_S, f"create {name}")

@@ -22,7 +22,7 @@ import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from keel.model.torch_internals import to_device
+from keel.rl.checks import require
 
 GATHER_COST = {"cpu": 16, "cuda": 1000}
 """Number of logits that the gemm plan computes in the time that the gather plan needs for one pair,
@@ -112,63 +113,97 @@ def support_head(
         memo["checked", len(weight)] = True
     has_kernels = hidden.is_cuda and importlib.util.find_spec("triton") is not None
     if has_kernels and len(hidden) and hidden.dtype != torch.float64:
-        return _on_gpu(hidden, weight, targets, kept_ids, host_offsets, temperature, spec, memo)
+        # Triton is installed on GPU machines only.
+        from keel.model.head.gpu import build_plan, fused_head  # noqa: PLC0415
+        from keel.model.head.kernels import HeadShape  # noqa: PLC0415
+
+        vocab, dim = weight.shape
+        key = (vocab, dim, hidden.device)
+        if key not in memo:
+            memo[key] = build_plan(
+                kept_ids, host_offsets, vocabulary=vocab, d=dim, device=hidden.device
+            )
+        shape = HeadShape(scale=spec.scale, softcap=spec.softcap or 0.0, temperature=temperature)
+        on_device = to_device(targets.long(), hidden.device)
+        return fused_head(hidden, weight, on_device, memo[key], bias=spec.bias, shape=shape)
 
     sizes = np.diff(offsets)
-    shape = (spec.bias, temperature, spec.scale, spec.softcap)
+    curve = _Curve(temperature, spec.scale, spec.softcap)
     device = hidden.device
     targets = to_device(targets.long(), device)
     ids = to_device(kept_ids.long(), device)
     if sizes.all():  # all tokens are truncated, or T = 0
-        pairs = _pairs(ids, offsets, sizes, device)
-        return _KeptHead.apply(hidden, weight, *shape, targets, pairs)
+        pairs = _Pairs.of(ids, offsets, sizes)
+        return _KeptHead.apply(hidden, weight, spec.bias, targets, pairs, curve)
     if not len(ids):
-        return _FullHead.apply(hidden, weight, *shape, targets)
+        return _FullHead.apply(hidden, weight, spec.bias, targets, curve)
 
     # Mixed: compute truncated tokens and the others separately, then restore the order.
     truncated = np.flatnonzero(sizes)
     order = np.concatenate([truncated, np.flatnonzero(sizes == 0)])
     sizes = sizes[truncated]
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-    pairs = _pairs(ids, offsets, sizes, device)
+    pairs = _Pairs.of(ids, offsets, sizes)
     forward = to_device(torch.from_numpy(order), device)
     back = to_device(torch.from_numpy(np.argsort(order)), device)
     split = [len(truncated), len(order) - len(truncated)]
     hidden_kept, hidden_full = hidden.index_select(0, forward).split(split)
     targets_kept, targets_full = targets.index_select(0, forward).split(split)
-    kept = _KeptHead.apply(hidden_kept, weight, *shape, targets_kept, pairs)
-    full = _FullHead.apply(hidden_full, weight, *shape, targets_full)
+    kept = _KeptHead.apply(hidden_kept, weight, spec.bias, targets_kept, pairs, curve)
+    full = _FullHead.apply(hidden_full, weight, spec.bias, targets_full, curve)
     logp, entropy = (
         torch.cat(parts).index_select(0, back) for parts in zip(kept, full, strict=True)
     )
     return logp, entropy
 
 
-def _on_gpu(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    kept_ids: Tensor,
-    kept_offsets: Tensor,
-    temperature: float,
-    spec: HeadSpec,
-    memo: dict[Any, Any],
-) -> tuple[Tensor, Tensor]:
-    # Triton is installed on GPU machines only.
-    from keel.model.head.gpu import build_plan, fused_head  # noqa: PLC0415
-    from keel.model.head.kernels import HeadShape  # noqa: PLC0415
+class _Curve(NamedTuple):
+    """How logits are computed from W·h + bias."""
 
-    vocab, dim = weight.shape
-    device = hidden.device
-    if (vocab, dim, device) not in memo:
-        memo[vocab, dim, device] = build_plan(
-            kept_ids, kept_offsets, vocabulary=vocab, d=dim, device=device
+    temperature: float
+    scale: float
+    softcap: float | None
+
+    def apply_(self, logits: Tensor) -> None:
+        """Compute the logits in place."""
+        if self.softcap is None:
+            logits.mul_(self.scale / self.temperature)
+        else:
+            logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Return the derivative of the logits with respect to W·h + bias."""
+        if self.softcap is None:
+            return self.scale / self.temperature
+        tanh = logits * (self.temperature / self.softcap)
+        return (1 - tanh.square_()).mul_(self.scale / self.temperature)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """The (token, id) pairs of all sampling masks."""
+
+    ids: Tensor
+    """[nnz] int64 vocabulary ids."""
+    rows: Tensor
+    """[nnz] int64, the row of `hidden` for each pair, in ascending order."""
+    host_offsets: NDArray[np.int64]
+    """[T+1] the start of each token's pairs, on the host."""
+
+    @staticmethod
+    def of(ids: Tensor, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> _Pairs:
+        rows = torch.arange(len(sizes), device=ids.device).repeat_interleave(
+            to_device(torch.from_numpy(sizes), ids.device), output_size=len(ids)
         )
-    plan = memo[vocab, dim, device]
-    shape = HeadShape(scale=spec.scale, softcap=spec.softcap or 0.0, temperature=temperature)
-    return fused_head(
-        hidden, weight, to_device(targets.long(), device), plan, bias=spec.bias, shape=shape
-    )
+        return _Pairs(ids, rows, offsets)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum the values of each token's pairs, [nnz] → [T]."""
+        return values.new_zeros(len(self.host_offsets) - 1).index_add_(0, self.rows, values)
+
+    def flat(self, row: slice, pair: slice, vocab: int) -> Tensor:
+        """Return the positions of some pairs in the flattened logits [rows, V] of their rows."""
+        return (self.rows[pair] - row.start) * vocab + self.ids[pair]
 
 
 class _KeptHead(Function):
@@ -181,30 +216,29 @@ class _KeptHead(Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        temperature: float,
-        scale: float,
-        softcap: float | None,
         targets: Tensor,
         pairs: _Pairs,
+        curve: _Curve,
     ) -> tuple[Tensor, Tensor]:
         logits = _pair_logits(hidden, weight, pairs)
         if bias is not None:
             logits += bias.index_select(0, pairs.ids)
-        _shape_logits(logits, temperature, scale, softcap)
+        curve.apply_(logits)
 
         rows = pairs.rows
-        highest = _row_reduce(logits, pairs, "max")
+        highest = logits.new_full((len(targets),), -torch.inf)
+        highest.scatter_reduce_(0, rows, logits, "amax")
         weights = (logits - highest.index_select(0, rows)).exp_()
-        total = _row_reduce(weights, pairs, "sum")
+        total = pairs.sum(weights)
         probability = weights.div_(total.index_select(0, rows))
         normaliser = highest + total.log()
-        entropy = normaliser - _row_reduce(probability * logits, pairs, "sum")
+        entropy = normaliser - pairs.sum(probability * logits)
         at_target = pairs.ids == targets.index_select(0, rows)
-        chosen = _row_reduce(logits.masked_fill(~at_target, 0), pairs, "sum")
+        chosen = pairs.sum(logits.masked_fill(~at_target, 0))
 
         # d logp[row] / d raw logit of each pair.
         score = probability.neg_().add_(at_target)
-        score.mul_(_slope(logits, temperature, scale, softcap))
+        score.mul_(curve.slope(logits))
         ctx.save_for_backward(hidden, weight, score, pairs.ids, rows)
         ctx.host_offsets = pairs.host_offsets
         ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
@@ -217,13 +251,13 @@ class _KeptHead(Function):
     def backward(ctx: Any, grad_logp: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, score, ids, rows = ctx.saved_tensors
         grad = score * grad_logp.to(score.dtype).index_select(0, rows)
-        pairs = _Pairs(ids=ids, rows=rows, host_offsets=ctx.host_offsets)
+        pairs = _Pairs(ids, rows, ctx.host_offsets)
         d_hidden, d_weight = _pair_grads(grad, hidden, weight, pairs, ctx.needs_input_grad[:2])
         d_bias = None
         if ctx.needs_input_grad[2]:
             shape, dtype = ctx.bias_like
             d_bias = grad.new_zeros(shape).index_add_(0, ids, grad).to(dtype)
-        return d_hidden, d_weight, d_bias, None, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None
 
 
 class _FullHead(Function):
@@ -236,10 +270,8 @@ class _FullHead(Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        temperature: float,
-        scale: float,
-        softcap: float | None,
         targets: Tensor,
+        curve: _Curve,
     ) -> tuple[Tensor, Tensor]:
         sums = torch.empty(3, len(hidden), dtype=_accumulate_dtype(hidden), device=hidden.device)
         normaliser, chosen, mean = sums
@@ -247,13 +279,13 @@ class _FullHead(Function):
         step = _rows_at_once(len(weight), hidden.device)
         for start in range(0, len(hidden), step):
             row = slice(start, start + step)
-            logits = _full_logits(hidden[row], operand, bias, temperature, scale, softcap)
+            logits = _full_logits(hidden[row], operand, bias, curve)
             normaliser[row] = logits.logsumexp(-1)
             chosen[row] = logits.gather(1, targets[row, None])[:, 0]
             probability = (logits - normaliser[row, None]).exp_()
             mean[row] = probability.mul_(logits).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
-        ctx.scalars = temperature, scale, softcap
+        ctx.curve = curve
         entropy = (normaliser - mean).float()
         ctx.mark_non_differentiable(entropy)
         return (chosen - normaliser).float(), entropy
@@ -271,80 +303,30 @@ class _FullHead(Function):
         step = _rows_at_once(len(weight), hidden.device)
         for start in range(0, len(hidden), step):
             row = slice(start, min(start + step, len(hidden)))
-            logits = _full_logits(hidden[row], operand, bias, *ctx.scalars)
-            slope = _slope(logits, *ctx.scalars)
+            logits = _full_logits(hidden[row], operand, bias, ctx.curve)
+            slope = ctx.curve.slope(logits)
             block = logits.sub_(normaliser[row, None]).exp_().mul_(-grad[row, None])
             block.scatter_add_(1, targets[row, None], grad[row, None])
             block.mul_(slope)
             _gemm_grads(block, hidden, operand, row, d_hidden, d_weight)
             if d_bias is not None:
                 d_bias += block.sum(0)
-        return (
-            None if d_hidden is None else d_hidden.to(hidden.dtype),
-            None if d_weight is None else d_weight.to(weight.dtype),
-            None if d_bias is None else d_bias.to(bias.dtype),
-            *(None,) * 4,
-        )
+        return _cast(d_hidden, hidden), _cast(d_weight, weight), _cast(d_bias, bias), None, None
 
 
-def _full_logits(
-    hidden: Tensor,
-    operand: Tensor,
-    bias: Tensor | None,
-    temperature: float,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
+def _full_logits(hidden: Tensor, operand: Tensor, bias: Tensor | None, curve: _Curve) -> Tensor:
     logits = _matmul(_gemm_operand(hidden), operand.t())
     if bias is not None:
         logits += bias
-    _shape_logits(logits, temperature, scale, softcap)
+    curve.apply_(logits)
     return logits
 
 
-def _shape_logits(logits: Tensor, temperature: float, scale: float, softcap: float | None) -> None:
-    if softcap is None:
-        logits.mul_(scale / temperature)
-    else:
-        logits.mul_(scale / softcap).tanh_().mul_(softcap / temperature)
+def _cast(grad: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if grad is None else grad.to(like.dtype)
 
 
-def _slope(
-    logits: Tensor, temperature: float, scale: float, softcap: float | None
-) -> Tensor | float:
-    """Return the derivative of the final logits with respect to W·h + bias, computed from the final
-    logits."""
-    if softcap is None:
-        return scale / temperature
-    return (1 - (logits * (temperature / softcap)).square_()).mul_(scale / temperature)
-
-
-def _row_reduce(values: Tensor, pairs: _Pairs, how: str) -> Tensor:
-    rows = len(pairs.host_offsets) - 1
-    if how == "max":
-        out = values.new_full((rows,), -torch.inf)
-        return out.scatter_reduce_(0, pairs.rows, values, "amax")
-    return values.new_zeros(rows).index_add_(0, pairs.rows, values)
-
-
-def _pairs(ids: Tensor, offsets: np.ndarray, sizes: np.ndarray, device: torch.device) -> _Pairs:
-    rows = torch.arange(len(sizes), device=device).repeat_interleave(
-        to_device(torch.from_numpy(sizes), device), output_size=len(ids)
-    )
-    return _Pairs(ids=ids, rows=rows, host_offsets=offsets)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pairs:
-    ids: Tensor
-    """[nnz] int64 vocabulary ids."""
-    rows: Tensor
-    """[nnz] int64, the row of `hidden` for each pair, in ascending order."""
-    host_offsets: NDArray[np.int64]
-    """[T+1] the start of each token's pairs, on the host."""
-
-
-# The arithmetic at (token, id) pairs. `_pair_plan` chooses between two plans with equal results:
+# The arithmetic at (token, id) pairs. `_gathers` chooses between two plans with equal results:
 #
 # - gather: one dot product per pair, O(nnz·d), for spans much shorter than the vocabulary
 # - gemm: blocks of [rows, V] logits, for long spans; only the pairs are read
@@ -360,17 +342,16 @@ def _rows_at_once(vocab: int, device: torch.device) -> int:
     return max(GEMM_ROWS, _by_device(GEMM_ELEMENTS, device) // vocab)
 
 
-def _pair_plan(
-    pairs: int, rows: int, vocab: int, device: torch.device
-) -> Literal["gather", "gemm"]:
-    return "gemm" if pairs * _by_device(GATHER_COST, device) >= rows * vocab else "gather"
+def _gathers(pairs: _Pairs, hidden: Tensor, vocab: int) -> bool:
+    cost = _by_device(GATHER_COST, hidden.device)
+    return len(pairs.ids) * cost < len(hidden) * vocab
 
 
 def _pair_logits(hidden: Tensor, weight: Tensor, pairs: _Pairs) -> Tensor:
     """Return the dot product of `hidden[rows]` and `weight[ids]` for each pair, [nnz]."""
     out = torch.empty(len(pairs.ids), dtype=_accumulate_dtype(hidden), device=hidden.device)
     vocab, dim = weight.shape
-    if _pair_plan(len(pairs.ids), len(hidden), vocab, hidden.device) == "gather":
+    if _gathers(pairs, hidden, vocab):
         for pair in _gather_chunks(len(pairs.ids), dim, hidden.device):
             product = weight.index_select(0, pairs.ids[pair]).to(out.dtype)
             product.mul_(hidden.index_select(0, pairs.rows[pair]))
@@ -379,7 +360,7 @@ def _pair_logits(hidden: Tensor, weight: Tensor, pairs: _Pairs) -> Tensor:
     weight = _gemm_operand(weight)
     for row, pair in _gemm_chunks(pairs.host_offsets, vocab, hidden.device):
         logits = _matmul(_gemm_operand(hidden[row]), weight.t())
-        torch.index_select(logits.view(-1), 0, _flat(pairs, row, pair, vocab), out=out[pair])
+        torch.index_select(logits.view(-1), 0, pairs.flat(row, pair, vocab), out=out[pair])
     return out
 
 
@@ -391,7 +372,7 @@ def _pair_grads(
     d_hidden = torch.zeros_like(hidden, dtype=grad.dtype) if needs[0] else None
     d_weight = torch.zeros_like(weight, dtype=grad.dtype) if needs[1] else None
     vocab, dim = weight.shape
-    if _pair_plan(len(pairs.ids), len(hidden), vocab, hidden.device) == "gather":
+    if _gathers(pairs, hidden, vocab):
         for pair in _gather_chunks(len(pairs.ids), dim, hidden.device):
             ids, rows, scale = pairs.ids[pair], pairs.rows[pair], grad[pair, None]
             if d_hidden is not None:
@@ -402,12 +383,9 @@ def _pair_grads(
         operand = _gemm_operand(weight)
         for row, pair in _gemm_chunks(pairs.host_offsets, vocab, hidden.device):
             block = grad.new_zeros(row.stop - row.start, vocab)
-            block.view(-1).scatter_(0, _flat(pairs, row, pair, vocab), grad[pair])
+            block.view(-1).scatter_(0, pairs.flat(row, pair, vocab), grad[pair])
             _gemm_grads(block, hidden, operand, row, d_hidden, d_weight)
-    return (
-        None if d_hidden is None else d_hidden.to(hidden.dtype),
-        None if d_weight is None else d_weight.to(weight.dtype),
-    )
+    return _cast(d_hidden, hidden), _cast(d_weight, weight)
 
 
 def _gemm_grads(
@@ -444,10 +422,6 @@ def _matmul(left: Tensor, right: Tensor) -> Tensor:
     return left @ right
 
 
-def _flat(pairs: _Pairs, row: slice, pair: slice, vocab: int) -> Tensor:
-    return (pairs.rows[pair] - row.start) * vocab + pairs.ids[pair]
-
-
 def _gather_chunks(count: int, dim: int, device: torch.device) -> Iterator[slice]:
     step = max(1, _by_device(GATHER_ELEMENTS, device) // dim)
     for start in range(0, count, step):
@@ -479,49 +453,46 @@ def _check_shapes(
     bias: Tensor | None,
     temperature: float,
 ) -> None:
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature is {temperature}: must be finite and above 0")
-    if hidden.ndim != 2 or not hidden.is_floating_point():
-        raise ValueError(f"hidden must be floats [T, d], is {_describe(hidden)}")
-    if weight.ndim != 2 or weight.shape[1] != hidden.shape[1] or weight.shape[0] == 0:
-        raise ValueError(f"weight must be [V, d = {hidden.shape[1]}], is {_describe(weight)}")
-    if weight.dtype != hidden.dtype or weight.device != hidden.device:
-        raise ValueError(
-            f"weight is {_describe(weight)}: must have the dtype and device of hidden, "
-            f"{_describe(hidden)}"
-        )
-    lengths = {"targets": len(hidden), "kept_ids": None, "kept_offsets": len(hidden) + 1}
-    for (name, length), tensor in zip(
-        lengths.items(), (targets, kept_ids, kept_offsets), strict=True
+    require(0 < temperature < math.inf, f"temperature is {temperature}: must be finite, above 0")
+    require(
+        hidden.ndim == 2 and hidden.is_floating_point(),
+        f"hidden must be floats [T, d], is {_describe(hidden)}",
+    )
+    require(
+        weight.ndim == 2
+        and len(weight) > 0
+        and weight.shape[1] == hidden.shape[1]
+        and (weight.dtype, weight.device) == (hidden.dtype, hidden.device),
+        f"weight is {_describe(weight)}: must be [V, d] and match hidden, {_describe(hidden)}",
+    )
+    for name, tensor, length in (
+        ("targets", targets, len(hidden)),
+        ("kept_ids", kept_ids, kept_ids.numel()),
+        ("kept_offsets", kept_offsets, len(hidden) + 1),
     ):
-        if tensor.ndim != 1 or tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
-            raise ValueError(f"{name} must be 1-D integers, is {_describe(tensor)}")
-        if length is not None and len(tensor) != length:
-            raise ValueError(
-                f"{name} has {len(tensor)} entries: must have {length} for {len(hidden)} rows of "
-                "hidden"
-            )
-    if bias is not None and (
-        bias.shape != weight.shape[:1]
-        or not bias.is_floating_point()
-        or bias.device != weight.device
-    ):
-        raise ValueError(
-            f"bias must be floats [V = {len(weight)}] on {weight.device}, is {_describe(bias)}"
+        whole = not tensor.dtype.is_floating_point and tensor.dtype != torch.bool
+        require(
+            whole and tensor.shape == (length,),
+            f"{name} must be {length} integers, is {_describe(tensor)}",
         )
+    require(
+        bias is None
+        or (
+            bias.is_floating_point()
+            and (bias.shape, bias.device) == (weight.shape[:1], weight.device)
+        ),
+        f"bias must be floats [V = {len(weight)}] on {weight.device}",
+    )
 
 
 def _check_values(
     targets: Tensor, kept_ids: Tensor, offsets: NDArray[np.int64], vocab: int
 ) -> None:
-    if offsets[0] != 0 or offsets[-1] != len(kept_ids):
-        raise ValueError(
-            f"kept_offsets runs from {offsets[0]} to {offsets[-1]}: must run from 0 to the "
-            f"{len(kept_ids)} entries of kept_ids"
-        )
     sizes = np.diff(offsets)
-    if (sizes < 0).any():
-        raise ValueError(f"kept_offsets decreases after row {int((sizes < 0).argmax())}")
+    require(
+        offsets[0] == 0 and offsets[-1] == len(kept_ids) and bool((sizes >= 0).all()),
+        f"kept_offsets must rise from 0 to the {len(kept_ids)} entries of kept_ids",
+    )
     target, ids = targets.cpu().numpy(), kept_ids.cpu().numpy()
     outside = (target < 0) | (target >= vocab)
     if outside.any():

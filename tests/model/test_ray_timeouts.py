@@ -55,8 +55,6 @@ def test_bounded_returns_results_and_errors(never: threading.Event) -> None:
     with pytest.raises(Unanswered, match="list its nodes"):
         bounded(never.wait, 0.01, "list its nodes")
     assert bounded(lambda: 7, PATIENCE_S, "answer") == 7, "a hanging call blocks no other"
-    threads = {bounded(threading.get_ident, PATIENCE_S, "name its thread") for _ in range(50)}
-    assert len(threads) <= 2
 
 
 def test_no_call_restarts_ray_after_shutdown(initialized: list[bool]) -> None:
