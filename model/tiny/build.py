@@ -12,7 +12,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from multiprocessing.connection import Connection
@@ -34,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 from keel.configs.schema import ConfigError, TinyModelConfig
 from keel.model.hub import missing_weights
 from keel.model.tiny.cold_start import Curriculum, Progress, make_examples, system_of, train
-from keel.model.tiny.demonstrations import demonstrated, script_digest
+from keel.model.tiny.demonstrations import script_digest
 from keel.model.tiny.tokenizer import build_tokenizer, vocab_rows
 
 _CODE_VERSION = 3
@@ -123,22 +122,18 @@ def ensure_tiny_model(
     RuntimeError if the process on the GPU died."""
     root = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
     folder = root / f"tiny-{content_key(config, curriculum, device=device)}"
-    if folder.is_dir():
-        if not missing_weights(str(folder)):
-            return folder
-        damaged = folder.with_name(f".{folder.name}-{os.getpid()}-damaged")
-        with suppress(FileNotFoundError):  # another process was faster
-            folder.rename(damaged)
-        shutil.rmtree(damaged, ignore_errors=True)
-    make = partial(make_folder, folder, config, curriculum)
+    if folder.is_dir() and not missing_weights(str(folder)):
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)  # damaged
+    make = partial(_make_folder, folder, config, curriculum)
     if device == "cpu" or not config.cold_start.steps:
         make(progress=progress)
     else:
-        train_in_process(make, device, timeout_s=config.cold_start.max_seconds, progress=progress)
+        _train_in_process(make, device, timeout_s=config.cold_start.max_seconds, progress=progress)
     return folder
 
 
-def make_folder(
+def _make_folder(
     folder: Path,
     config: TinyModelConfig,
     curriculum: Curriculum,
@@ -158,9 +153,8 @@ def make_folder(
         train(model, tokenizer, examples, settings, seed=seed, progress=progress)
     # Written next to the folder and renamed, so that a folder under its final name is complete.
     folder.parent.mkdir(parents=True, exist_ok=True)
-    place = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    unfinished = place / "model"  # with default permissions, unlike `place`
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as place:
+        unfinished = Path(place, "model")  # with default permissions, unlike `place`
         model.save_pretrained(unfinished)
         tokenizer.model_max_length = config.max_context
         tokenizer.save_pretrained(unfinished)
@@ -169,8 +163,6 @@ def make_folder(
         except OSError:
             if not folder.is_dir():  # otherwise another process was faster
                 raise
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
 
 
 def content_key(config: TinyModelConfig, curriculum: Curriculum, *, device: str = "cpu") -> str:
@@ -190,12 +182,9 @@ def content_key(config: TinyModelConfig, curriculum: Curriculum, *, device: str 
         ],
         "heldout": sorted(set(curriculum.heldout_questions)),
         "demonstrations": [
-            [
-                *(s.name, s.environment.target, dict(s.environment.arguments)),
-                *(s.environment.demonstrations, script_digest(s)),
-            ]
+            [s.name, e.target, dict(e.arguments), e.demonstrations, script_digest(s)]
             for s in sources
-            if demonstrated(s)
+            if (e := s.environment).demonstrations
         ],
         "tools_in_thinking": curriculum.tools_in_thinking,
         "device": device if config.cold_start.steps else "cpu",
@@ -210,48 +199,45 @@ def default_cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "keel"
 
 
-def train_in_process(
+def _train_in_process(
     make: Callable[..., None], device: str, *, timeout_s: float, progress: Progress | None = None
 ) -> None:
-    """Run `make(device=…, progress=…)` in a new process. Errors in that process are raised here.
-    The process uses TF32, and deterministic kernels where PyTorch has them. The same arguments
-    therefore give the same weights on one kind of GPU. Raises TimeoutError if the process does not
-    finish within `timeout_s` plus the time to start. Raises RuntimeError if the process died."""
+    """Run `make(device=…, progress=…)` in a new process. The process uses TF32, and deterministic
+    kernels where PyTorch has them. The same arguments therefore give the same weights on one kind
+    of GPU. Raises TimeoutError if the process does not finish within `timeout_s` plus the time to
+    start. Raises RuntimeError if the process died."""
     # Spawned: this process may have threads, and CUDA does not survive a fork.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(theirs, make, device), daemon=True)
     process.start()
     theirs.close()
-    end = time.monotonic() + timeout_s + _START_S
+    limit = timeout_s + _START_S
+    end = time.monotonic() + limit
     try:
         while ours.poll(max(0.0, end - time.monotonic())):
-            try:
-                kind, content = ours.recv()
-            except EOFError:
-                process.join(_STOP_S)
-                raise RuntimeError(
-                    f"model.tiny.cold_start: the process on {device} died with exit code "
-                    f"{process.exitcode}. See its output above"
-                ) from None
-            if kind == "error":
-                raise content
-            if kind == "done":
+            message = ours.recv()
+            if isinstance(message, Exception):
+                raise message
+            if message is None:
                 process.join(_STOP_S)  # its exit frees the GPU
                 return
             if progress is not None:
-                progress(*content)
-        raise TimeoutError(
-            f"model.tiny.cold_start: not finished on {device} after {timeout_s + _START_S:.0f} s "
-            f"(max_seconds, and {_START_S:.0f} s to start)"
-        )
+                progress(*message)
+        raise TimeoutError(f"model.tiny.cold_start: not finished on {device} after {limit:.0f} s")
+    except EOFError:
+        process.join(_STOP_S)
+        raise RuntimeError(
+            f"model.tiny.cold_start: the process on {device} died with exit code "
+            f"{process.exitcode}. See its output above"
+        ) from None
     finally:
-        if process.is_alive():
-            process.kill()
-            process.join(_STOP_S)
+        process.kill()
+        process.join(_STOP_S)
 
 
 def _child(parent: Connection, make: Callable[..., None], device: str) -> None:
+    """Send the numbers of each step, and at the end None or an error."""
     disable_progress_bar()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
@@ -260,11 +246,10 @@ def _child(parent: Connection, make: Callable[..., None], device: str) -> None:
     warnings.filterwarnings("ignore", message=".*deterministic")
     try:
         with sdpa_kernel(SDPBackend.MATH):
-            make(device=device, progress=lambda *numbers: parent.send(("progress", numbers)))
-    except Exception as error:  # raised by the parent
-        if type(error) not in (TimeoutError, ValueError, ConfigError):  # may not be picklable
-            text = f"model.tiny.cold_start on a GPU: {type(error).__name__}: {error}"
-            error = RuntimeError(text)
-        parent.send(("error", error))
+            make(device=device, progress=lambda *numbers: parent.send(numbers))
+    except (TimeoutError, ConfigError) as error:
+        parent.send(error)
+    except Exception as error:  # may not be picklable
+        parent.send(RuntimeError(f"model.tiny.cold_start: {type(error).__name__}: {error}"))
     else:
-        parent.send(("done", None))
+        parent.send(None)

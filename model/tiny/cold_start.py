@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from keel.model.tiny.tokenizer import TURN_END
 
 _DATA_SEED = 1 << 40
 """Offset for the seeds of questions. It keeps them far from the seeds of a recipe's prompts."""
-SEED_STRIDE = 16384
+_SEED_STRIDE = 16384
 """Minimum distance between the question seeds for consecutive run seeds."""
 _NUMPY_SEEDED = frozenset({"pool_matrix"})
 """Tasks that use NumPy's random numbers. Their seeds must be below 2**32."""
@@ -65,16 +65,14 @@ class Curriculum:
     """Whether tool calls are placed inside the thinking block (see `conversation_ids`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class MaskedIds:
+class MaskedIds(NamedTuple):
     """Token ids, and a mask of the ids to be learned."""
 
     ids: Sequence[int]
     learned: Sequence[bool]
 
 
-@dataclass(frozen=True, slots=True)
-class ExamplePair:
+class ExamplePair(NamedTuple):
     """One task with a careful and a hasty solution. They are identical if no solutions are taught
     for the task."""
 
@@ -171,10 +169,9 @@ def train(
         for step, (inputs, targets) in enumerate(
             _batches(examples, tokenizer, config, random.Random(seed))
         ):
-            for group in optimizer.param_groups:
-                rising, done = (step + 1) / warmup, math.pi * (step - warmup) / decay
-                share = rising if step < warmup else 0.5 * (1 + math.cos(done))
-                group["lr"] = config.lr * share
+            rising, done = (step + 1) / warmup, math.pi * (step - warmup) / decay
+            share = rising if step < warmup else 0.5 * (1 + math.cos(done))
+            optimizer.param_groups[0]["lr"] = config.lr * share
             logits = model(input_ids=inputs.to(model.device), use_cache=False).logits
             loss = functional.cross_entropy(
                 logits.flatten(0, 1), targets.to(model.device).flatten(), ignore_index=IGNORED
@@ -237,14 +234,13 @@ def _scripted_examples(
         raise ConfigError(f"{at}: the script made no conversation")
     examples: list[ExamplePair] = []
     for number, pair in enumerate(pairs):
-        both: list[MaskedIds] = []
+        known, both = [tool.name for tool in pair.tools], list[MaskedIds]()
         for name, messages in (("worked", pair.worked), ("hasty", pair.hasty)):
             try:
-                tools = [tool.name for tool in pair.tools]
                 calls = [call for m in messages for call in m.get("tool_calls") or ()]
                 for called in (call["function"]["name"] for call in calls):
-                    if called not in tools:
-                        raise ValueError(f"calls {called!r}; the tools are {', '.join(tools)}")
+                    if called not in known:
+                        raise ValueError(f"calls {called!r}; the tools are {', '.join(known)}")
                 ids, learned = conversation_ids(
                     tokenizer,
                     messages,
@@ -252,10 +248,8 @@ def _scripted_examples(
                     thinking=source.thinking,
                     tools_in_thinking=tools_in_thinking,
                 )
-                if len(ids) > (max_context or math.inf):
-                    raise ValueError(
-                        f"has {len(ids)} tokens, more than model.tiny.max_context = {max_context}"
-                    )
+                if max_context is not None and len(ids) > max_context:
+                    raise ValueError(f"{len(ids)} tokens, model.tiny.max_context = {max_context}")
             # A template may raise any of these for malformed messages.
             except (LookupError, TypeError, AttributeError, ValueError, TemplateError) as error:
                 raise ConfigError(
@@ -273,7 +267,7 @@ def _question_examples(
     import reasoning_gym  # noqa: PLC0415
 
     # reasoning_gym seeds entry i with seed + i, so run seeds must be at least `count` apart.
-    first = curriculum.seed * max(SEED_STRIDE, count)
+    first = curriculum.seed * max(_SEED_STRIDE, count)
     first = 2**31 + first % 2**30 if source.task in _NUMPY_SEEDED else _DATA_SEED + first
     params = {**source.params, "seed": first, "size": count}
     entries = [
@@ -299,11 +293,11 @@ def _question_examples(
     assert isinstance(template, str)
     before, after = template.split(_MARKER)
 
-    def encode(texts: list[str]) -> list[tuple[int, ...]]:
-        return [tuple(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    def encode(texts: list[str]) -> list[list[int]]:
+        return tokenizer(texts, add_special_tokens=False)["input_ids"]  # pyright: ignore
 
-    def masked(prompt: tuple[int, ...], answer: tuple[int, ...]) -> MaskedIds:
-        return MaskedIds(prompt + answer, (False,) * len(prompt) + (True,) * len(answer))
+    def masked(prompt: list[int], answer: list[int]) -> MaskedIds:
+        return MaskedIds(prompt + answer, [False] * len(prompt) + [True] * len(answer))
 
     prompts = encode([f"{before}{entry['question']}{after}" for entry in entries])
     if source.thinking:
@@ -335,11 +329,10 @@ def _batches(
             order += epoch
         batch, order = order[: config.batch_size], order[config.batch_size :]
         rows = [
-            example.worked if worked else example.hasty
-            for example, worked in (
-                (examples[index], worked_only or rng.random() < config.worked_fraction)
-                for index in batch
-            )
+            examples[index].worked
+            if worked_only or rng.random() < config.worked_fraction
+            else examples[index].hasty
+            for index in batch
         ]
         longest = max(len(row.ids) for row in rows)
         tokens = np.full((len(rows), longest), tokenizer.pad_token_id, np.int64)

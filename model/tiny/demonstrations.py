@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import deepcopy
 from hashlib import sha256
@@ -19,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from keel.configs.schema import Config, ConfigError, SourceConfig
 from keel.model.tiny.tokenizer import THINK_END, THINK_START, TURN_END
+from keel.rl.futures import on_thread
 from keel.rl.turns import Message, ToolSpec
 
 _MAX_RATIO = 100
@@ -53,8 +52,18 @@ def demonstrate(config: Config, source: str, count: int) -> Sequence[ScriptedPai
     def run() -> list[Any]:
         return list(islice(script(count, seed=config.run.seed, arguments=arguments), limit + 1))
 
+    seconds = config.model.tiny.cold_start.max_seconds
+    result = on_thread(run, "demonstrations")
     with _script_errors(config_of):
-        pairs = _run_with_timeout(run, config.model.tiny.cold_start.max_seconds)
+        try:
+            pairs = result.result(seconds)
+        except TimeoutError:
+            if result.done():  # raised by the script
+                raise
+            raise TimeoutError(
+                f"no conversations within model.tiny.cold_start.max_seconds = {seconds:g}. The "
+                "script and its environment must terminate"
+            ) from None
         if len(pairs) > limit:
             raise ValueError(f"made more than {limit} conversations, {count} were requested")
         if wrong := [pair for pair in pairs if not isinstance(pair, ScriptedPair)]:
@@ -79,7 +88,7 @@ def script_digest(source: SourceConfig) -> str:
         return ""
     target = source.environment.target.rpartition(":")[0]
     file = target if target.endswith(".py") else f"{target.replace('.', '/')}.py"
-    environment = Path(source.environment.folder).absolute() / file
+    environment = Path(source.environment.folder, file).absolute()
     contents = [path.read_bytes() if path.is_file() else b"" for path in (script, environment)]
     return sha256(b"\0".join(contents)).hexdigest()
 
@@ -106,28 +115,6 @@ def _script_errors(source: SourceConfig) -> Generator[None]:
             f"data.sources[{source.name}].environment.demonstrations = "
             f"{source.environment.demonstrations!r}: {type(error).__name__}: {error}"
         ) from error
-
-
-def _run_with_timeout(run: Callable[[], list[Any]], seconds: float) -> list[Any]:
-    """Run a user's script on a daemon thread. The thread is abandoned after `seconds`."""
-    result: Future[list[Any]] = Future()
-
-    def settle() -> None:
-        try:
-            result.set_result(run())
-        except BaseException as error:  # raised to the caller
-            result.set_exception(error)
-
-    threading.Thread(target=settle, name="demonstrations", daemon=True).start()
-    try:
-        return result.result(seconds)
-    except TimeoutError:
-        if result.done():  # raised by the script
-            raise
-        raise TimeoutError(
-            f"no conversations within model.tiny.cold_start.max_seconds = {seconds:g}. The script "
-            "and its environment must terminate"
-        ) from None
 
 
 def conversation_ids(
