@@ -215,10 +215,14 @@ def get(ref: Any, *, seconds: float) -> Any:
 def wait(refs: Sequence[Any], *, seconds: float | Deadline) -> tuple[list[Any], list[Any]]:
     """Call `ray.wait` with a deadline. Returns as soon as one of `refs` is ready, or at the
     deadline."""
+
+    def wait_for(seconds: float) -> tuple[list[Any], list[Any]]:
+        return ray.wait(list(refs), timeout=seconds)
+
     deadline = seconds if isinstance(seconds, Deadline) else Deadline(seconds)
     remaining = deadline.remaining()
     while True:
-        poll = partial(ray.wait, list(refs), timeout=min(remaining, 1.0))
+        poll = partial(wait_for, min(remaining, 1.0))
         # A raylet that was stopped answers after it resumes, if it does.
         ready, pending = bounded(poll, remaining + _GRACE_S, "report which calls are done")
         remaining = deadline.remaining()

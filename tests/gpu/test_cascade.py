@@ -12,18 +12,11 @@ import torch
 from torch import Tensor
 
 from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
-from tests.rollout import interpreted
 
 # The functions load vLLM, which stays out of a run that skips them.
 # ruff: noqa: PLC0415
 pytestmark = KERNELS
 PAGE = 16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def triton() -> None:
-    if INTERPRETED:
-        interpreted.lend_triton()
 
 
 @dataclass
@@ -109,55 +102,58 @@ def planned(cache: Cache, queries: int = 4, keys: int = 2) -> tuple[list[int], l
     return scratch.leader.tolist(), scratch.shared.tolist()
 
 
-def test_rows_of_a_group_are_a_segment() -> None:
-    leaders, shared = planned(groups(4, 1, 3))
-    assert leaders == [0, 0, 0, 0, 4, 5, 5, 5]
-    assert shared == [96, 96, 96, 96, 0, 96, 96, 96]
+def wide(cache: Cache, width: int) -> Cache:
+    cache.width = width
+    return cache
 
 
-def test_groups_sharing_less_stay_separate() -> None:
-    leaders, shared = planned(groups(3, 3, common=5 * PAGE, prompt=12 * PAGE))
-    assert leaders == [0, 0, 0, 3, 3, 3]
-    assert shared == [192] * 6
-
-
-def test_rows_keep_their_decoded_token() -> None:
+def two_rows(stale: bool = False) -> Cache:
+    """Two rows with the same blocks. The second begins with the whole first one, or has blocks that
+    the first one no longer uses."""
+    if stale:
+        return Cache(rows=[[3] * 8, [3] * 8], lengths=[2 * PAGE, 8 * PAGE], used=4)
     cache = Cache()
-    shared = cache.add(6 * PAGE)
-    cache.add(6 * PAGE, shared)
-    assert planned(cache)[1] == [80, 80]
+    cache.add(6 * PAGE, cache.add(6 * PAGE))
+    return cache
 
 
-def test_stale_blocks_are_not_compared() -> None:
-    cache = Cache()
-    cache.rows, cache.lengths, cache.used = [[3] * 8, [3] * 8], [2 * PAGE, 8 * PAGE], 4
-    assert planned(cache)[1] == [0, 0]
+@pytest.mark.parametrize(
+    ("cache", "leaders", "shared"),
+    [
+        (groups(4, 1, 3), [0, 0, 0, 0, 4, 5, 5, 5], [96, 96, 96, 96, 0, 96, 96, 96]),
+        (groups(3, 3, common=5 * PAGE, prompt=12 * PAGE), [0, 0, 0, 3, 3, 3], [192] * 6),
+        (two_rows(), None, [80, 80]),  # each row keeps its decoded token
+        (two_rows(stale=True), None, [0, 0]),
+        (groups(40), [8 * (row // 8) for row in range(40)], None),
+        (wide(groups(2, prompt=200 * PAGE), 220), None, [3200, 3200]),
+    ],
+    ids=["group", "less in common", "decoded token", "stale blocks", "many rows", "long prompt"],
+)
+def test_plans(cache: Cache, leaders: list[int] | None, shared: list[int] | None) -> None:
+    ours = planned(cache)
+    assert ours[0] == (leaders or ours[0])
+    assert ours[1] == (shared or ours[1])
 
 
-def test_attention_of_groups_that_begin_anywhere() -> None:
-    check(groups(3, 10, 1, 6))
+@pytest.mark.parametrize(
+    ("cache", "queries", "keys"),
+    [
+        (groups(3, 10, 1, 6), 4, 2),
+        (groups(1, 1, 1, 1, 1), 4, 2),
+        (groups(21), 4, 2),  # larger than a tile
+        (wide(groups(2, prompt=70 * PAGE), 100), 4, 2),  # cut into many shares
+        *((groups(5, 2), *heads) for heads in ((2, 2), (7, 1), (16, 2), (6, 2))),
+    ],
+)
+def test_attention(cache: Cache, queries: int, keys: int) -> None:
+    check(cache, queries, keys)
 
 
-def test_attention_of_rows_that_share_nothing() -> None:
-    check(groups(1, 1, 1, 1, 1))
-
-
-@pytest.mark.parametrize(("queries", "keys"), [(2, 2), (7, 1), (16, 2), (6, 2)])
-def test_heads(queries: int, keys: int) -> None:
-    check(groups(5, 2), queries, keys)
-
-
-def test_rows_that_are_nobodys_are_zero() -> None:
+def test_rows_without_a_request_are_zero() -> None:
     cache = groups(3)
     for _ in range(2):
         cache.rows.append([])
         cache.lengths.append(0)
-    check(cache)
-
-
-def test_long_rows_are_cut_into_many_shares() -> None:
-    cache = groups(2, prompt=70 * PAGE)
-    cache.width = 100
     check(cache)
 
 
@@ -170,20 +166,4 @@ def test_rows_are_cut_by_their_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.Heads(4, 2, 64, PAGE).splits(8) == (1, 4)
     cache = groups(4, 1, 3, prompt=14 * PAGE)
     cache.add(7 * PAGE)
-    cache.width = 40
-    check(cache)
-
-
-def test_segments_end_with_their_rows() -> None:
-    leaders, _ = planned(groups(40))
-    assert leaders == [8 * (row // 8) for row in range(40)]
-
-
-def test_long_prompts_are_compared_to_their_end() -> None:
-    cache = groups(2, prompt=200 * PAGE)
-    cache.width = 220
-    assert planned(cache)[1] == [3200, 3200]
-
-
-def test_a_group_larger_than_a_tile() -> None:
-    check(groups(21))
+    check(wide(cache, 40))

@@ -13,19 +13,12 @@ import torch
 from torch import Tensor
 
 from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
-from tests.rollout import interpreted
 
 # The functions load vLLM, which stays out of a run that skips them.
 # ruff: noqa: PLC0415
 pytestmark = KERNELS
 VOCABULARY = 10_001
 """Not a multiple of anything."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def triton() -> None:
-    if INTERPRETED:
-        interpreted.lend_triton()
 
 
 def truncated(sizes: list[int], *, values: int = 0) -> Tensor:
@@ -103,24 +96,21 @@ def check(
             assert found.tolist() == finite.tolist()
 
 
-@pytest.mark.parametrize("record", [True, False])
-def test_few_ids_come_with_the_step(record: bool) -> None:
-    check(truncated([1, 8, 3, 40, 17, 64, 65]), top_k=128, record=record)
-
-
-def test_greedy_rows() -> None:
-    check(truncated([8, 30, 8, 200]), top_k=100, temperatures=[0, 1, 1, 0])
-
-
-def test_rows_in_prefill_have_no_sample() -> None:
-    check(truncated([4, 6, 2]), top_k=8, unread=(1,))
-    check(truncated([4, 6, 2]), top_k=8, unread=(0, 1, 2))
-
-
-def test_greedy_ties_take_the_lowest_id() -> None:
-    for top_k in (8, 200, 512):
-        check(truncated([12, 190, 300], values=3), top_k=top_k, temperatures=[0, 0, 0])
-        check(truncated([12, 190, 300], values=1), top_k=top_k)
+@pytest.mark.parametrize(
+    ("sizes", "values", "top_k", "options"),
+    [
+        ([1, 8, 3, 40, 17, 64, 65], 0, 128, {"record": True}),
+        ([1, 8, 3, 40, 17, 64, 65], 0, 128, {"record": False}),
+        ([8, 30, 8, 200], 0, 100, {"temperatures": [0, 1, 1, 0]}),
+        ([4, 6, 2], 0, 8, {"unread": (1,)}),  # in prefill
+        ([4, 6, 2], 0, 8, {"unread": (0, 1, 2)}),
+        # Greedy ties take the lowest id.
+        *(([12, 190, 300], 3, top_k, {"temperatures": [0, 0, 0]}) for top_k in (8, 200, 512)),
+        *(([12, 190, 300], 1, top_k, {}) for top_k in (8, 200, 512)),
+    ],
+)
+def test_rows_equal_vllms(sizes: list[int], values: int, top_k: int, options: Any) -> None:
+    check(truncated(sizes, values=values), top_k=top_k, **options)
 
 
 def test_nan_rows_are_flagged() -> None:
@@ -144,23 +134,6 @@ def test_nan_rows_are_flagged() -> None:
     assert ((drawn.tokens >= 0) & (drawn.tokens < VOCABULARY)).all()
 
 
-def mixed_parameters() -> list[Any]:
-    from vllm import SamplingParams
-
-    return [
-        SamplingParams(seed=1, logprobs=0, top_k=8),
-        SamplingParams(seed=2, logprobs=0, top_k=300, temperature=0.7),
-        SamplingParams(seed=3, logprobs=0, top_k=40, top_p=0.9, temperature=1.3),
-        SamplingParams(seed=4, logprobs=0, top_k=512, top_p=0.5),
-        SamplingParams(seed=5, logprobs=0, top_k=200, min_p=0.05),
-        SamplingParams(seed=6, logprobs=0, temperature=0),
-        SamplingParams(seed=7, logprobs=0, temperature=0.9),
-        SamplingParams(seed=8, top_k=20),
-        SamplingParams(seed=9, logprobs=2, top_k=20),
-        SamplingParams(seed=10, logprobs=0, top_k=20, logit_bias={5: 3.0}),
-    ]
-
-
 @pytest.mark.parametrize(
     ("requests", "ours"),
     [
@@ -175,10 +148,10 @@ def mixed_parameters() -> list[Any]:
 @pytest.mark.parametrize("record", [True, False])
 def test_the_sampler_does_what_vllms_does(requests: list[int], ours: bool, record: bool) -> None:
     from keel.rollout.vllm_fast import sampler as kept_sampler
-    from tests.gpu.sampling_parts import PROMPT, make_batch, make_runner
+    from tests.gpu.sampling_parts import PROMPT, make_batch, make_runner, sampling_requests
 
     theirs, mine = (
-        make_runner(mixed_parameters(), VOCABULARY, DEVICE, record=record) for _ in range(2)
+        make_runner(sampling_requests(), VOCABULARY, DEVICE, record=record) for _ in range(2)
     )
     assert kept_sampler.install(mine)
     generator = torch.Generator().manual_seed(len(requests))
@@ -219,9 +192,9 @@ def test_reused_slots_take_the_new_sampling() -> None:
     from vllm import SamplingParams
 
     from keel.rollout.vllm_fast import sampler as kept_sampler
-    from tests.gpu.sampling_parts import PROMPT, make_batch, make_runner
+    from tests.gpu.sampling_parts import PROMPT, make_batch, make_runner, sampling_requests
 
-    theirs, mine = (make_runner(mixed_parameters(), 500, DEVICE, record=True) for _ in range(2))
+    theirs, mine = (make_runner(sampling_requests(), 500, DEVICE, record=True) for _ in range(2))
     assert kept_sampler.install(mine)
     logits = 4 * torch.randn((2, 500), generator=torch.Generator().manual_seed(7))
     written: list[bool] = []

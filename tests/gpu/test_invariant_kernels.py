@@ -14,7 +14,6 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from keel.model.attention import Segments, attend
 from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
-from tests.rollout import interpreted
 
 pytestmark = KERNELS
 
@@ -24,10 +23,8 @@ HALF = torch.float16 if INTERPRETED else torch.bfloat16
 on_a_gpu = pytest.mark.skipif(INTERPRETED, reason="needs a GPU: vLLM's own kernels")
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture
 def kernels() -> Any:
-    if INTERPRETED:
-        interpreted.lend_triton()
     from keel.model.batch_invariant import kernels  # noqa: PLC0415
 
     return kernels

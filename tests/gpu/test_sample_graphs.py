@@ -13,32 +13,12 @@ import pytest
 import torch
 
 from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
-from tests.rollout import interpreted
 
 # The functions load vLLM, which stays out of a run that skips them.
 # ruff: noqa: PLC0415
 pytestmark = KERNELS
 VOCABULARY, HIDDEN = 10_001, 64
 GRAPH = pytest.mark.skipif(INTERPRETED, reason="no NVIDIA GPU is visible (CUDA graphs)")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def triton() -> None:
-    if INTERPRETED:
-        interpreted.lend_triton()
-
-
-def parameters() -> list[Any]:
-    from vllm import SamplingParams
-
-    return [
-        SamplingParams(seed=1, logprobs=0, top_k=8),
-        SamplingParams(seed=2, logprobs=0, top_k=300, temperature=0.7),
-        SamplingParams(seed=3, logprobs=0, top_k=40, top_p=0.9, temperature=1.3),
-        SamplingParams(seed=4, logprobs=0, top_k=300, top_p=0.5),
-        SamplingParams(seed=5, logprobs=0, top_k=200, top_p=0.8),
-        SamplingParams(seed=6, logprobs=0, temperature=0),
-    ]
 
 
 def test_rows_are_gathered_and_the_rest_padded() -> None:
@@ -65,11 +45,16 @@ class Bench:
     """Model runner with the fields that sampling reads."""
 
     def __init__(self, *, record: bool = True) -> None:
+        from vllm import SamplingParams
+
         from keel.rollout.vllm_fast import sampler
-        from tests.gpu.sampling_parts import make_runner
+        from tests.gpu.sampling_parts import make_runner, sampling_requests
 
         torch.manual_seed(0)
-        self.runner = make_runner(parameters(), VOCABULARY, DEVICE, record=record)
+        requests = sampling_requests()[:6]
+        requests[3] = SamplingParams(seed=4, logprobs=0, top_k=300, top_p=0.5)
+        requests[4] = SamplingParams(seed=5, logprobs=0, top_k=200, top_p=0.8)
+        self.runner = make_runner(requests, VOCABULARY, DEVICE, record=record)
         assert sampler.install(self.runner)
         head = torch.randn(HIDDEN, VOCABULARY, device=DEVICE)
         self.fixed = torch.zeros(16, HIDDEN, device=DEVICE)

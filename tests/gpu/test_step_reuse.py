@@ -17,7 +17,6 @@ import torch
 from keel.configs.schema import SamplingConfig
 from keel.rl.types import Trajectory
 from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
-from tests.rollout import interpreted
 from tests.rollout.remote_engine import engine_spec, prompts, running_engine
 from tests.rollout.tiny_model import make_model
 
@@ -25,12 +24,6 @@ from tests.rollout.tiny_model import make_model
 # ruff: noqa: PLC0415
 pytestmark = KERNELS
 REQUESTS, PAGE, BLOCKS, MOST = 300, 16, 9, 400
-
-
-@pytest.fixture(scope="module", autouse=True)
-def triton() -> None:
-    if INTERPRETED:
-        interpreted.lend_triton()
 
 
 class Fields:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
-from tests.rollout import interpreted
+from tests.gpu.marks import DEVICE, KERNELS
 
 pytestmark = KERNELS
 
@@ -17,8 +16,6 @@ pytestmark = KERNELS
 @pytest.mark.parametrize("count", [1, 4096, 10_007])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_sums_are_those_of_float32(count: int, dtype: torch.dtype) -> None:
-    if INTERPRETED:
-        interpreted.lend_triton()
     from keel.trainer.engine.grad_kernels import add  # noqa: PLC0415
 
     around = 5  # neighbours must not change, as in DeepSpeed's flat buffers

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.gpu.marks import DEVICE, INTERPRETED, KERNELS
-from tests.rollout import interpreted
 
 # The functions load vLLM, which stays out of a run that skips them.
 # ruff: noqa: PLC0415
@@ -21,12 +20,6 @@ VOCABULARY = 10_001
 """Not a multiple of anything."""
 ROUNDING = 1e-6
 """Largest error of a sum of probabilities against top_p."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def triton() -> None:
-    if INTERPRETED:
-        interpreted.lend_triton()
 
 
 def normal(rows: int, vocabulary: int = VOCABULARY, *, spread: float = 3.0) -> Tensor:
