@@ -175,7 +175,17 @@ class SearchTasksConfig(Section):
     """Folder with text, HTML and JSONL files."""
     index: str = ""
     """Folder for the search index. Empty: in the user's cache folder."""
-    count: int = knob(100, ge=1)
+    library: str = ""
+    """Function (`module:name`) that returns a library, such as an adapter to a search API. It
+    replaces `corpus`."""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Arguments of the `library` function."""
+    entities: str = ""
+    """Text file with one entity per line to start from. Empty: rare names in the corpus."""
+    prompts: str = ""
+    """JSONL file of prompts with a rubric (`prompt`, `criteria`). Those that search helps to answer
+    become tasks."""
+    count: int = knob(100, ge=0)
     """Number of entities to start from, with at most one question each."""
     languages: tuple[str, ...] = ("en",)
     """ISO 639-1 codes of the languages for questions, which are used in turn."""
@@ -296,7 +306,14 @@ class SynthesisConfig(Section):
     def _check_search(self) -> None:
         search = self.search
         self.require(
-            bool(search.corpus), "search.corpus", "must name a folder of text, HTML or JSONL"
+            bool(search.corpus) != bool(search.library),
+            "search.corpus",
+            "must name a folder of text, HTML or JSONL, unless search.library is set",
+        )
+        self.require(
+            not (search.library and search.count) or bool(search.entities),
+            "search.entities",
+            "must name a file, as search.library cannot list its entities",
         )
         for name, changes in (
             *(

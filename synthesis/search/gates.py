@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from keel.agents.environments.search.documents import squeeze, terms
+from keel.agents.environments.search.documents import Library, squeeze, terms
 from keel.agents.environments.search.environment import Search, quote_fault
 from keel.agents.environments.search.index import SearchIndex
 from keel.rewards.language.share import detected
@@ -93,7 +93,7 @@ def check_chain(evidence: Sequence[Evidence], search: Search, index: SearchIndex
         )
 
 
-def check_answer(draft: Draft, index: SearchIndex, *, depth: int) -> None:
+def check_answer(draft: Draft, library: Library, *, depth: int) -> None:
     """Check that the answer appears in the evidence but is not given away.
 
     It must appear neither in the question nor in the first result of a search for the question.
@@ -107,7 +107,7 @@ def check_answer(draft: Draft, index: SearchIndex, *, depth: int) -> None:
     if any(one in squeeze(draft.question) for one in spellings):
         raise Rejected("own words", "the question contains its answer")
     if depth > 1:
-        for hit in index.search(draft.question, 1):
+        for hit in library.search(draft.question, 1):
             if spellings[0] in squeeze(hit.snippet):
                 raise Rejected("own words", "a search for the question itself shows the answer")
 

@@ -1,4 +1,5 @@
-"""`family: search` of `keel synthesize`: create search questions and open requests.
+"""`family: search` of `keel synthesize`: create search questions and open requests, and select
+existing prompts that search helps to answer.
 
 A question has a rule that checks the answer, and an open request has a rubric.
 
@@ -8,6 +9,7 @@ recipe.yaml   part of a training recipe: the source that reads these tasks
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -16,10 +18,12 @@ from typing import Any, NamedTuple, Self
 
 import yaml
 
-from keel.agents.environments.search.environment import Search
+from keel.agents.environments.search.documents import Library
+from keel.agents.environments.search.environment import Search, named_library
 from keel.agents.environments.search.index import SearchIndex, ensure_index
 from keel.configs.sections.base import ConfigError
 from keel.configs.synthesis import SearchTasksConfig
+from keel.rewards.judge.rubric import Rubric
 from keel.rl.seeds import seed_of
 from keel.synthesis.author import Author
 from keel.synthesis.ledger import Rejected
@@ -81,36 +85,53 @@ class SearchPipeline:
         self._verifier = another(config.verifier) if config.verifier else author
         self._kept, self._written = AcceptedQuestions(), set[str]()
         self._starts: dict[str, Start] = {}
+        self._prompts: dict[str, dict[str, Any]] = {}
         self.keys: Sequence[str] = ()
 
     async def __aenter__(self) -> Self:
-        """Open the corpus. Raises ConfigError if it cannot be used."""
+        """Open the corpus or the library. Raises ConfigError if it cannot be used."""
         config = self._config
         value = Path(config.index).expanduser() if config.index else None
+        library: Library
         try:
-            path = ensure_index(Path(config.corpus), value, without=[self._file])
-            index = SearchIndex(path)
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"search.corpus = {config.corpus}: {error}") from error
-        self._desk = Workspace(index=index, config=config)
-        self._starts = self._drawn(index)
-        self.keys = list(self._starts)
+            if config.library:
+                library = named_library(config.library, config.options)
+                arguments: dict[str, Any] = {
+                    "library": config.library,
+                    "options": dict(config.options),
+                }
+            else:
+                path = ensure_index(Path(config.corpus), value, without=[self._file])
+                library = SearchIndex(path)
+                corpus = Path(config.corpus).expanduser().absolute()
+                arguments = {"corpus": str(corpus), "index": str(path.absolute())}
+        except Exception as error:  # a user's function raises anything
+            where = "library" if config.library else "corpus"
+            value = getattr(config, where)
+            raise ConfigError(f"search.{where} = {value}: {error}") from error
+        self._desk = Workspace(library=library, config=config)
+        self._starts = self._drawn(library)
+        self._prompts = self._given_prompts()
+        self.keys = [*self._starts, *self._prompts]
         self._read_kept()
-        snippet = yaml.safe_dump(self._recipe(path), sort_keys=False, allow_unicode=True)
+        snippet = yaml.safe_dump(self._recipe(arguments), sort_keys=False, allow_unicode=True)
         (self._folder / "recipe.yaml").write_text(snippet, encoding="utf-8")
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._desk.index.close()
+        if isinstance(self._desk.library, SearchIndex):
+            self._desk.library.close()
 
     async def make(self, key: str) -> None:
         if key in self._written:  # written, but not in the ledger
             return
-        start = self._starts[key]
-        line = await (self._helpful(start) if start.open else self._question(start, key))
+        if key in self._prompts:
+            line = await self._filtered(self._prompts[key])
+        else:
+            start = self._starts[key]
+            line = await (self._helpful(start) if start.open else self._question(start, key))
+            line["provenance"] |= {"entity": start.entity, "language": start.language}
         line["provenance"] |= {
-            "entity": start.entity,
-            "language": start.language,
             "authors": sorted({one.author.name for one in self._answerers} | {self._author.name}),
             "verifier": self._verifier.name,
         }
@@ -124,12 +145,13 @@ class SearchPipeline:
         self._written.add(key)
 
     async def _question(self, start: Start, key: str) -> dict[str, Any]:
-        config, index = self._config, self._desk.index
+        config, library = self._config, self._desk.library
 
         def gate(draft: Draft, search: Search) -> None:
             check_evidence(draft.evidence, search, depth=config.depth, breadth=config.breadth)
-            check_chain(draft.evidence, search, index)
-            check_answer(draft, index, depth=config.depth)
+            if isinstance(library, SearchIndex):  # others do not know which terms are rare
+                check_chain(draft.evidence, search, library)
+            check_answer(draft, library, depth=config.depth)
             check_language(draft.question, start.language)
             self._kept.check(draft.question, draft.answer, documents_of(draft.evidence))
 
@@ -169,7 +191,9 @@ class SearchPipeline:
             self._kept.check(request.text, "", documents_of(request.evidence))
 
         request = await write_request(self._desk, self._author, start.entity, start.language, gate)
-        scores = await check_gain(self._desk, self._author, self._verifier, request)
+        scores = await check_gain(
+            self._desk, self._author, self._verifier, request.text, request.spec
+        )
         return {
             "prompt": request.text,
             "criteria": request.spec["criteria"],
@@ -181,21 +205,54 @@ class SearchPipeline:
             },
         }
 
+    async def _filtered(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a task from `search.prompts`. Raises Rejected if search does not help."""
+        spec = {"kind": "rubric", **{k: task[k] for k in ("criteria", "reference") if k in task}}
+        scores = await check_gain(self._desk, self._author, self._verifier, task["prompt"], spec)
+        return {**task, "environment": {"evidence": []}, "provenance": {"scores": scores}}
+
+    def _given_prompts(self) -> dict[str, dict[str, Any]]:
+        """Read `search.prompts`. Raises ConfigError if a line is no prompt with a rubric."""
+        prompts: dict[str, dict[str, Any]] = {}
+        name = self._config.prompts
+        try:
+            lines = Path(name).expanduser().read_bytes().split(b"\n") if name else []
+            for line in filter(None, lines):
+                task: dict[str, Any] = json.loads(line)
+                if not isinstance(task["prompt"], str):
+                    raise TypeError("`prompt` must be text")
+                Rubric.parse({"kind": "rubric", "criteria": task["criteria"]})
+                task.pop("id", None)
+                prompts[f"prompt/{hashlib.blake2b(line, digest_size=6).hexdigest()}"] = task
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"search.prompts = {name}: each line must have `prompt` and `criteria`: {error!r}"
+            ) from error
+        return prompts
+
     @property
     def _file(self) -> Path:
         return self._folder / "tasks.jsonl"
 
-    def _drawn(self, index: SearchIndex) -> dict[str, Start]:
+    def _drawn(self, library: Library) -> dict[str, Start]:
         """Return a starting point for each task key."""
         config = self._config
-        entities = rare_entities(
-            index, count=config.count, most_documents=config.most_documents, seed=self._seed
-        )
+        entities: list[str] = []
+        if config.entities:
+            try:
+                text = Path(config.entities).expanduser().read_text("utf-8")
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"search.entities = {config.entities}: {error}") from error
+            entities = [*dict.fromkeys(filter(None, map(str.strip, text.splitlines())))]
+            entities = entities[: config.count]
+        elif isinstance(library, SearchIndex):
+            entities = rare_entities(
+                library, count=config.count, most_documents=config.most_documents, seed=self._seed
+            )
         if len(entities) < config.count:
             raise ConfigError(
-                f"search.count = {config.count}: the corpus has {len(entities)} entities in at "
-                f"most search.most_documents = {config.most_documents} documents; lower count, or "
-                "raise most_documents"
+                f"search.count = {config.count}: there are {len(entities)} entities; lower count, "
+                "add some to search.entities, or raise search.most_documents"
             )
         starts: dict[str, Start] = {}
         drawn = {True: 0, False: 0}
@@ -225,21 +282,16 @@ class SearchPipeline:
                 task["environment"]["evidence"],
             )
 
-    def _recipe(self, index: Path) -> dict[str, Any]:
+    def _recipe(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         config = self._config
-        arguments = {
-            "corpus": str(Path(config.corpus).expanduser().absolute()),
-            "index": str(index.absolute()),
-            "results": config.results,
-            "page_characters": config.page_characters,
-        }
+        sizes = {"results": config.results, "page_characters": config.page_characters}
         source = {
             "name": "search",
             "source": "jsonl",
             "path": str(self._file.absolute()),
             "environment": {
                 "target": "keel.agents.environments.search.environment:Search",
-                "arguments": arguments,
+                "arguments": {**arguments, **sizes},
             },
             "rewards": {"correct": 0.9, "citations": 0.1},
         }

@@ -112,27 +112,21 @@ async def write_request(
 
 
 async def check_gain(
-    desk: Workspace,
-    author: Author,
-    judge: Author,
-    request: OpenRequest,
+    desk: Workspace, author: Author, judge: Author, text: str, spec: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Return the mean scores of answers written with and without tools.
+    """Return the mean scores of answers to the request `text`, written with and without tools.
 
     Raises Rejected if the difference is below `search.least_gain`.
     """
     answerers = [Answerer(author=author, system="", tools=tools) for tools in (True, False)]
     with_tools, without = await gather_or_cancel(
-        *(answer(desk, one, request.text, at_length=True) for one in answerers)
+        *(answer(desk, one, text, at_length=True) for one in answerers)
     )
     if not with_tools:
         raise Rejected("gain", "the agent with tools has no answer")
-    rubric = Rubric.parse(request.spec)
+    rubric = Rubric.parse(spec)
     better, worse = await gather_or_cancel(
-        *(
-            _score(judge, rubric, request.text, text, desk.config.passes)
-            for text in (with_tools, without)
-        )
+        *(_score(judge, rubric, text, reply, desk.config.passes) for reply in (with_tools, without))
     )
     if better - worse < desk.config.least_gain:
         raise Rejected(

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.agents.env_runtime.tool_objects import Tool, methods_of
+from keel.agents.environments.search.documents import Library
 from keel.agents.environments.search.environment import Search
-from keel.agents.environments.search.index import SearchIndex
 from keel.agents.types import ToolResult
 from keel.configs.synthesis import SearchTasksConfig
 from keel.rewards.judge.untrusted import as_json, fenced, inert, new_fence
@@ -44,7 +44,7 @@ is not accepted.
 class Workspace:
     """The corpus and settings shared by all agents of a pipeline."""
 
-    index: SearchIndex
+    library: Library
     config: SearchTasksConfig
 
     async def work(
@@ -66,7 +66,7 @@ class Workspace:
         call fails.
         """
         search = Search(
-            ready=self.index,
+            ready=self.library,
             results=self.config.results,
             page_characters=self.config.page_characters,
             cite=False,

@@ -218,10 +218,15 @@ def prepare(
     return {**arguments, "index": str(path.absolute())}, [path.absolute()]
 
 
+def named_library(library: str, options: Mapping[str, Any]) -> Library:
+    """Call the function `library` (`module:name`) with `options`, and return its library."""
+    module, _, name = library.partition(":")
+    return cast(Library, getattr(import_module(module), name)(**options))
+
+
 def _library(corpus: str, index: str, library: str, options: Mapping[str, Any]) -> Library:
     if library:
-        module, _, name = library.partition(":")
-        return cast(Library, getattr(import_module(module), name)(**options))
+        return named_library(library, options)
     if corpus:
         return SearchIndex(ensure_index(Path(corpus), Path(index) if index else None))
     return SearchIndex(Path(index))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from keel.data.jsonl import load_jsonl
 from keel.rewards.checks import check_spec
 from keel.synthesis.ledger import Rejected
 from tests.synthesis.search.agents import EVIDENCE, Agents, World, world_of
+from tests.waiting import PATIENCE_S
 
 REQUEST = "Explain to a visitor how the bridge, its designer and the society are connected."
 CRITERIA = [
@@ -36,7 +38,7 @@ def made(folder: Path, *, by_memory: str = "missed", **changes: Any) -> World:
         async with world.pipeline as pipeline:
             await pipeline.make(pipeline.keys[0])
 
-    asyncio.run(asyncio.wait_for(make(), 30))
+    asyncio.run(asyncio.wait_for(make(), PATIENCE_S))
     return world
 
 
@@ -62,3 +64,28 @@ def test_request_with_rubric(tmp_path: Path) -> None:
 def test_gates_refuse_requests(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
     with pytest.raises(Rejected, match=why.partition(":")[0]):
         made(tmp_path, **changes)
+
+
+def test_prompts_that_search_helps_to_answer_are_selected(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    criteria = [{"name": "good", "text": "It is right.", "weight": 1.0}]
+    texts = ("Needs search.", "Needs none.")
+    lines = [json.dumps({"prompt": text, "criteria": criteria}) for text in texts]
+    prompts.write_text("\n".join(lines))
+    agents = Agents(
+        answers=["With tools.", "From memory.", "Also good.", "Also good."],
+        judged={"With tools.": "met", "From memory.": "missed", "Also good.": "met"},
+    )
+    world = world_of(tmp_path, agents, count=0, prompts=str(prompts))
+
+    async def make() -> None:
+        async with world.pipeline as pipeline:
+            helped, other = pipeline.keys
+            await pipeline.make(helped)
+            with pytest.raises(Rejected, match="gain"):
+                await pipeline.make(other)
+
+    asyncio.run(asyncio.wait_for(make(), PATIENCE_S))
+    (line,) = world.lines
+    assert (line["prompt"], line["criteria"]) == (texts[0], criteria)
+    assert line["provenance"]["scores"] == {"with_tools": 1.0, "without": 0.0}

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
+from keel.agents.environments.search.environment import Search
+from keel.agents.environments.search.index import SearchIndex, ensure_index
 from keel.configs.schema import EnvironmentConfig, SourceConfig
 from keel.data.jsonl import load_jsonl
 from keel.rewards.checks import check_spec
 from keel.rewards.rules.verifiers import verifier_for
 from keel.synthesis.ledger import Rejected
 from keel.synthesis.search.question import accepts, normalize_answer, rule_of
+from tests.agents.environments.search.corpus import write_corpus
 from tests.synthesis.search.agents import (
     EVIDENCE,
     QUESTION,
@@ -63,6 +66,33 @@ def test_synthesized_task_is_trainable(tmp_path: Path) -> None:
         ("Tobias Wrenfield is one of many", 0.0),
     ):
         assert verify(said) == right, said
+
+
+def open_corpus(folder: str) -> SearchIndex:
+    """The library that a test names."""
+    return SearchIndex(Path(folder))
+
+
+def test_library_and_entities_replace_the_corpus(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus")
+    index = ensure_index(tmp_path / "corpus", tmp_path / "index")
+    entities = tmp_path / "entities.txt"
+    entities.write_text("Corvane Society\n\nOakford\n")
+    world = made(
+        world_of(
+            tmp_path,
+            corpus="",
+            library=f"{__name__}:open_corpus",
+            options={"folder": str(index)},
+            entities=str(entities),
+        )
+    )
+    (line,) = world.lines
+    assert line["provenance"]["entity"] == "Corvane Society"
+    recipe = yaml.safe_load((world.folder / "recipe.yaml").read_text())
+    (settings,) = recipe["data"]["sources"]
+    (hit, *_) = Search(**settings["environment"]["arguments"]).search("Corvane").splitlines()
+    assert "society.html" in hit
 
 
 def test_agents_work_blind(tmp_path: Path) -> None:

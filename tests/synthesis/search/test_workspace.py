@@ -25,7 +25,7 @@ def desk(tmp_path: Path) -> Workspace:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "<|im_start|>.txt").write_text(HOSTILE)
     index = SearchIndex(ensure_index(tmp_path / "corpus", tmp_path / "index"))
-    return Workspace(index=index, config=SearchTasksConfig(corpus=str(tmp_path), most_turns=9))
+    return Workspace(library=index, config=SearchTasksConfig(corpus=str(tmp_path), most_turns=9))
 
 
 def test_no_control_token_reaches_an_agent(desk: Workspace) -> None:
