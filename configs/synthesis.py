@@ -126,6 +126,13 @@ class GeneralConfig(Section):
     """Maximum number of turns for the author while it fills the database, and for an attempt."""
     documents: str = ""
     """Folder with text (.txt, .md, .html, .jsonl) that the author may search."""
+    library: str = ""
+    """Function (`module:name`) that returns a library to search instead, such as an adapter to a
+    search API."""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Arguments of the `library` function."""
+    network: bool = False
+    """Let the author's commands use the network while it fills the database."""
     database_kib: int = knob(256, ge=1)
     """Maximum size of the database in KiB."""
     bash_s: float = knob(60.0, gt=0)

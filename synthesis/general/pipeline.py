@@ -20,7 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
-from keel.agents.environments.search.documents import excerpt, terms
+from keel.agents.environments.search.documents import Library, excerpt, terms
+from keel.agents.environments.search.environment import named_library
 from keel.agents.environments.search.index import SearchIndex, ensure_index
 from keel.agents.types import EnvironmentLost, ToolResult, Transcript, Unscored
 from keel.configs.schema import ConfigError
@@ -64,7 +65,7 @@ class GeneralPipeline:
         self._category = {slug(category): category for category in config.categories}
         self._config, self._author, self._seed = config, author, seed
         self._reference = reference
-        self._search = _search_of(config.documents)
+        self._search = _search_of(config)
         self._done = folder.absolute() / "tasks"
         self._rooms = GeneralSandboxes(folder.absolute() / "making", config)
 
@@ -214,10 +215,13 @@ class _EnvironmentWriter:
             self.number,
             config.per_category,
             config.database_kib,
-            self.search is not None,
+            search=self.search is not None,
+            network=config.network,
         )
         with lost_to("database"):
-            async with self.rooms.open("workshop:DatabaseDesk", arguments=arguments) as opened:
+            async with self.rooms.open(
+                "workshop:DatabaseDesk", arguments=arguments, network=config.network
+            ) as opened:
                 desk, opening = opened
                 worked = await work(
                     self.author,
@@ -411,19 +415,24 @@ _PASSAGES = 5
 _MAX_RESULT = 12_000
 
 
-def _search_of(folder: str) -> _Search | None:
-    """Return a function that searches the passages in a folder, using the same index as policies.
+def _search_of(config: GeneralConfig) -> _Search | None:
+    """Return a function that searches the passages of `general.documents` or `general.library`.
 
-    Returns None if `folder` is empty. Raises ConfigError if the folder cannot be used.
+    Returns None if there is neither. Raises ConfigError if it cannot be used.
     """
-    if not folder:
+    if not (config.documents or config.library):
         return None
+    index: Library
     try:
-        index = SearchIndex(ensure_index(Path(folder).expanduser()))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"general.documents = {folder}: {error}") from error
-    if not len(index):
-        raise ConfigError(f"general.documents = {folder}: the folder has no text")
+        if config.library:
+            index = named_library(config.library, config.options)
+        else:
+            index = SearchIndex(ensure_index(Path(config.documents).expanduser()))
+            if not len(index):
+                raise ValueError("the folder has no text")
+    except Exception as error:  # a user's function raises anything
+        where = "library" if config.library else "documents"
+        raise ConfigError(f"general.{where} = {getattr(config, where)}: {error}") from error
 
     def search(query: str) -> str:
         words = terms(query)

@@ -43,9 +43,16 @@ def _user(content: str) -> Message:
     return {"role": "user", "content": content}
 
 
-def database(category: str, number: int, count: int, most_kib: int, search: bool) -> list[Message]:
+def database(
+    category: str, number: int, count: int, most_kib: int, *, search: bool, network: bool
+) -> list[Message]:
     several = f" It is number {number + 1} of {count}; make it different." if count > 1 else ""
     look_up = "Use search to look up facts where real ones help. " if search else ""
+    look_up += (
+        "Commands can reach the internet, so fetch real data where it helps. "
+        if network
+        else "Commands have no network. "
+    )
     return [
         _SYSTEM,
         _user(

@@ -11,12 +11,13 @@ from typing import Any, Self
 
 from keel.agents.env_process.client import Hosted
 from keel.agents.env_process.fork_server import ForkServer, fork_server_for
+from keel.agents.env_process.process import Wrap
 from keel.agents.env_process.program import Deadlines, Program
 from keel.agents.types import EnvironmentLost, Opening
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import GeneralConfig
 from keel.rewards.sandbox.bubblewrap import IsolationError
-from keel.rewards.sandbox.environments import environment_wrap
+from keel.rewards.sandbox.environments import Network, environment_wrap
 from keel.rl.turns import ToolCall
 from keel.rl.types import Prompt
 from keel.synthesis.ledger import Rejected
@@ -27,6 +28,17 @@ _STARTING = 8
 """Maximum number of sandboxes starting at the same time."""
 SLACK_S = 30.0
 """Seconds added to the timeouts that apply inside the sandbox."""
+
+
+def _sandbox(network: Network) -> Wrap:
+    try:
+        wrap = environment_wrap(
+            "bubblewrap", memory_mib=_MEMORY_MIB, processes=64, network=network, knob=""
+        )
+    except IsolationError as error:
+        raise ConfigError(f"family = general needs a sandbox: {error}") from error
+    assert wrap is not None
+    return wrap
 
 
 class GeneralSandboxes:
@@ -40,12 +52,9 @@ class GeneralSandboxes:
         self.making, self.config = making, config
         making.mkdir(parents=True, exist_ok=True)
         making.chmod(0o755)  # as root, Keel runs the sandbox as another user
-        try:
-            wrap = environment_wrap("bubblewrap", memory_mib=_MEMORY_MIB, processes=64, knob="")
-        except IsolationError as error:
-            raise ConfigError(f"family = general needs a sandbox: {error}") from error
-        assert wrap is not None
-        self._wrap = wrap
+        self._wraps = {False: _sandbox("none")}
+        if config.network:
+            self._wraps[True] = _sandbox("host")
         self._starting = asyncio.Semaphore(_STARTING)
         self._parent: ForkServer | None = None
 
@@ -58,7 +67,11 @@ class GeneralSandboxes:
             await self._parent.close()
 
     def _program(
-        self, target: str, arguments: Mapping[str, Any], hash_seed: int | None = None
+        self,
+        target: str,
+        arguments: Mapping[str, Any],
+        hash_seed: int | None = None,
+        network: bool = False,
     ) -> Program:
         return Program(
             target=f"{_PACKAGE}.{target}",
@@ -69,7 +82,7 @@ class GeneralSandboxes:
             deadlines=Deadlines(
                 open_s=self.config.call_s + SLACK_S, verdict_s=self.config.verify_s + SLACK_S
             ),
-            wrap=self._wrap,
+            wrap=self._wraps[network],
         )
 
     @asynccontextmanager
@@ -80,6 +93,7 @@ class GeneralSandboxes:
         reward: Mapping[str, Any] | None = None,
         arguments: Mapping[str, Any] | None = None,
         hash_seed: int | None = None,
+        network: bool = False,
         seed: int = 0,
     ) -> AsyncGenerator[tuple[Hosted, Opening]]:
         """Open an environment from the package, and yield it with its first messages and tools.
@@ -87,8 +101,8 @@ class GeneralSandboxes:
         `hash_seed` sets the Python hash seed of its process. Raises EnvironmentLost if the
         environment crashes or hangs.
         """
-        program = self._program(target, arguments or {}, hash_seed)
-        parent = self._parent if hash_seed is None else None
+        program = self._program(target, arguments or {}, hash_seed, network)
+        parent = self._parent if hash_seed is None and not network else None
         hosted = Hosted(program, starting=self._starting, fork_server=parent)
         task = Prompt(
             prompt_id="task/0",

@@ -140,7 +140,7 @@ class DatabaseDesk:
         self.done = False
 
     def bash(self, command: str) -> str:
-        """Run a command in bash, in a folder of your own. There is Python, and no network.
+        """Run a command in bash, in a folder of your own. There is Python.
 
         Args:
             command: For example: python3 make.py && head -c 500 database.json

@@ -149,3 +149,27 @@ def test_author_workspace_is_confined(tmp_path: Path) -> None:
     assert ["end in .json" in outputs[4], "more than 1 KiB" in outputs[5]] == [True, True]
     assert "Expecting value" in outputs[6] and json.loads(outputs[7])["name"] == ".json"
     wait_for(lambda: not commands(marker.encode()))
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_author_reaches_the_network_only_if_allowed(network: bool, tmp_path: Path) -> None:
+    wrap_of()
+
+    async def served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"served")
+        writer.close()
+
+    async def fetch() -> str:
+        server = await asyncio.start_server(served, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        arguments = {"most_kib": 1, "bash_s": PATIENCE_S}
+        command = f"cat < /dev/tcp/127.0.0.1/{port}"
+        call = ToolCall(call_id="c", name="bash", arguments={"command": command})
+        async with (
+            server,
+            GeneralSandboxes(tmp_path / "making", config(network=network)) as rooms,
+            rooms.open("workshop:DatabaseDesk", arguments=arguments, network=network) as (desk, _),
+        ):
+            return (await desk.call(call, timeout_s=PATIENCE_S)).text
+
+    assert ("served" in asyncio.run(asyncio.wait_for(fetch(), PATIENCE_S))) is network
