@@ -19,7 +19,7 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -72,21 +72,13 @@ Runs = Mapping[str, Sequence[ElementRun]]
 """Maps each parameter on a rank to its runs of elements, in order."""
 
 
-class _Source(NamedTuple):
-    rank: int
-    tensor: int
-    offset: int
-    count: int
-    into: int
-    """Index in the requested piece at which these elements belong."""
-
-
 class _Share(NamedTuple):
     pieces: list[list[_StatePiece]]
     """The pieces in each of the rank's tensors."""
     steps: dict[int, float]
     """Adam's step count for each tensor that has one."""
-    runs: Runs
+    ends: dict[str, int]
+    """The end of each parameter's elements on the rank, in the original model."""
 
 
 class Checkpoints:
@@ -137,7 +129,7 @@ class Checkpoints:
         shares = _all_gather(self._share())
         try:
             self._read(folder / _OPTIMIZER, shares)
-        except (ValueError, KeyError, OSError) as error:
+        except (ValueError, KeyError, OSError, SafetensorError) as error:
             raise ValueError(f"checkpoint {folder}: {error}") from error
         path = folder / f"random_rank_{dist.get_rank()}.pt"
         if path.exists():  # not if this run has more ranks
@@ -151,10 +143,29 @@ class Checkpoints:
         masters = self._masters()
         states = [self._adam.state.get(master.tensor, {}) for master in masters]
         steps = {n: float(state["step"]) for n, state in enumerate(states) if "step" in state}
-        return _Share(_pieces(masters, self._runs), steps, self._runs)
+        ends: dict[str, int] = {}
+        for run in chain.from_iterable(self._runs.values()):
+            ends[run.whole] = max(ends.get(run.whole, 0), run.into + run.count)
+        return _Share(self._pieces(masters), steps, ends)
+
+    def _pieces(self, masters: Sequence[Master]) -> list[list[_StatePiece]]:
+        """Return the pieces in each tensor of master weights."""
+        return [
+            [
+                _StatePiece(
+                    run.whole, run.into + begin - run.start, end - begin, number, at + begin - start
+                )
+                for name, start, count, at, _ in master.parts
+                for run in self._runs[name]
+                for begin in (max(start, run.start),)
+                for end in (min(start + count, run.start + run.count),)
+                if begin < end
+            ]
+            for number, master in enumerate(masters)
+        ]
 
     def _write(self, folder: Path, shares: Sequence[_Share]) -> list[Path]:
-        rank, chosen = dist.get_rank(), _choose_writers([share.pieces for share in shares])
+        rank, chosen = dist.get_rank(), _choose_writers(shares)
         content: dict[str, Tensor] = {}
         for number, master in enumerate(self._masters()):
             if number in chosen[rank]:
@@ -165,32 +176,51 @@ class Checkpoints:
         files = [folder / f"rank_{rank}.safetensors"]
         _write_tensors(files[0], content)
         if rank == 0:
+            ranks = [
+                {
+                    "steps": {n: step for n, step in share.steps.items() if n in numbers},
+                    "pieces": [piece for n in sorted(numbers) for piece in share.pieces[n]],
+                }
+                for share, numbers in zip(shares, chosen, strict=True)
+            ]
+            _check_complete((piece for rank in ranks for piece in rank["pieces"]), _sizes(shares))
             files.append(folder / INDEX)
-            files[1].write_text(json.dumps(_index(shares, chosen, loss_scale(self._engine))))
+            files[1].write_text(
+                json.dumps({"ranks": ranks, "loss_scale": loss_scale(self._engine)})
+            )
         return files
 
     def _read(self, folder: Path, shares: Sequence[_Share]) -> None:
         index = json.loads((folder / INDEX).read_text())
-        written = [[_StatePiece(*piece) for piece in rank["pieces"]] for rank in index["ranks"]]
-        _check_same_model(chain.from_iterable(written), _sizes_of(_runs(shares)))
-        lookup = _PieceIndex(written)
+        written: dict[str, list[tuple[int, int, _StatePiece]]] = {}
+        """The start, rank and description of each parameter's pieces, in order."""
+        for rank, content in enumerate(index["ranks"]):
+            for piece in (_StatePiece(*values) for values in content["pieces"]):
+                written.setdefault(piece.parameter, []).append((piece.start, rank, piece))
+        for pieces in written.values():
+            pieces.sort()
+        _check_same_model(written, _sizes(shares))
         steps = [{int(n): step for n, step in rank["steps"].items()} for rank in index["ranks"]]
-        files: dict[int, _TensorFile] = {}
+        files: dict[int, Any] = {}
         masters = self._masters()
         with torch.no_grad(), replacing_masters(self._engine, masters, stage=self._stage):
-            for master, pieces in zip(masters, _pieces(masters, self._runs), strict=True):
-                sources = [(piece, source) for piece in pieces for source in lookup.find(piece)]
+            for master, pieces in zip(masters, self._pieces(masters), strict=True):
+                sources = [
+                    source
+                    for piece in pieces
+                    for source in _sources(piece, written[piece.parameter])
+                ]
                 tensors = {_MASTER: master.flat}
-                taken = [s[t] for _, (r, t, *_) in sources for s in (steps[r],) if t in s]
+                taken = [steps[s.rank][s.tensor] for s in sources if s.tensor in steps[s.rank]]
                 if taken:
                     tensors |= self._new_moments(master.tensor, max(taken))
-                for piece, (rank, tensor, offset, count, into) in sources:
+                for rank, tensor, offset, into, count in sources:
                     if rank not in files:
-                        files[rank] = _TensorFile(folder / f"rank_{rank}.safetensors")
+                        files[rank] = safe_open(folder / f"rank_{rank}.safetensors", framework="pt")
                     for kind, whole in tensors.items():
-                        if (name := f"{kind}.{tensor}") in files[rank].names:
-                            target = whole[piece.offset + into :][:count]
-                            target.copy_(files[rank].read(name, offset, count))
+                        if kind == _MASTER or tensor in steps[rank]:
+                            values = files[rank].get_slice(f"{kind}.{tensor}")
+                            whole[into:][:count].copy_(values[offset : offset + count])
         set_loss_scale(self._engine, index["loss_scale"])
 
     def _masters(self) -> list[Master]:
@@ -204,119 +234,84 @@ class Checkpoints:
         return {moment: tensor.view(-1) for moment, tensor in moments.items()}
 
 
-def _pieces(masters: Sequence[Master], runs: Runs) -> list[list[_StatePiece]]:
-    return [
-        [
-            _StatePiece(
-                run.whole, run.into + begin - run.start, end - begin, number, at + begin - start
-            )
-            for name, start, count, at, _ in master.parts
-            for run in runs[name]
-            for begin in (max(start, run.start),)
-            for end in (min(start + count, run.start + run.count),)
-            if begin < end
-        ]
-        for number, master in enumerate(masters)
-    ]
-
-
-def _index(
-    shares: Sequence[_Share], chosen: Sequence[set[int]], scale: Mapping[str, float]
-) -> dict[str, Any]:
-    ranks = [
-        {
-            "steps": {number: step for number, step in share.steps.items() if number in numbers},
-            "pieces": [piece for number in sorted(numbers) for piece in share.pieces[number]],
-        }
-        for share, numbers in zip(shares, chosen, strict=True)
-    ]
-    pieces = (piece for rank in ranks for piece in rank["pieces"])
-    if wrong := _uncovered(pieces, _sizes_of(_runs(shares))):
-        raise RuntimeError(f"the trainer's ranks do not hold {wrong[0]} exactly once")
-    return {"ranks": ranks, "loss_scale": dict(scale)}
-
-
-def _runs(shares: Sequence[_Share]) -> set[ElementRun]:
-    return {run for share in shares for runs in share.runs.values() for run in runs}
-
-
-def _choose_writers(ranks: Sequence[Sequence[Sequence[_StatePiece]]]) -> list[set[int]]:
+def _choose_writers(shares: Sequence[_Share]) -> list[set[int]]:
     """Choose which tensors each rank writes. If several ranks have the same tensor, only the first
-    one writes it. Padding is not written. `ranks` holds the pieces by rank and tensor."""
+    one writes it. Padding is not written."""
     seen: set[tuple[_StatePiece, ...]] = {()}
     chosen: list[set[int]] = []
-    for tensors in ranks:
-        contents = [tuple(piece._replace(tensor=0) for piece in pieces) for pieces in tensors]
+    for share in shares:
+        contents = [tuple(piece._replace(tensor=0) for piece in pieces) for pieces in share.pieces]
         chosen.append({number for number, pieces in enumerate(contents) if pieces not in seen})
         seen.update(contents)
     return chosen
 
 
-def _sizes_of(runs: Iterable[ElementRun]) -> dict[str, int]:
-    parts = {(run.whole, run.into): run.count for run in runs}
+def _sizes(shares: Sequence[_Share]) -> dict[str, int]:
     sizes: dict[str, int] = {}
-    for (whole, _), count in parts.items():
-        sizes[whole] = sizes.get(whole, 0) + count
+    for name, end in chain.from_iterable(share.ends.items() for share in shares):
+        sizes[name] = max(sizes.get(name, 0), end)
     return sizes
 
 
-def _uncovered(pieces: Iterable[_StatePiece], sizes: Mapping[str, int]) -> list[str]:
+def _check_complete(pieces: Iterable[_StatePiece], sizes: Mapping[str, int]) -> None:
+    """Raise RuntimeError unless the pieces cover each parameter exactly once."""
     reached = dict.fromkeys(sizes, 0)
-    wrong: set[str] = set()
     for name, start, count, *_ in sorted(pieces):
-        if start != reached.get(name):
-            wrong.add(name)
-        reached[name] = start + count
-    return sorted(wrong | {name for name, end in reached.items() if end != sizes.get(name)})
+        if start != reached[name]:
+            raise RuntimeError(f"the trainer's ranks do not hold {name} exactly once")
+        reached[name] += count
+    if short := [name for name, size in sizes.items() if reached[name] != size]:
+        raise RuntimeError(f"the trainer's ranks do not hold {short[0]} exactly once")
 
 
-def _check_same_model(pieces: Iterable[_StatePiece], sizes: Mapping[str, int]) -> None:
-    written: dict[str, int] = {}
-    for name, _, count, *_ in pieces:
-        written[name] = written.get(name, 0) + count
+def _check_same_model(
+    written: Mapping[str, Sequence[tuple[int, int, _StatePiece]]], sizes: Mapping[str, int]
+) -> None:
     for name in sorted(written.keys() | sizes.keys()):
-        if (before := written.get(name, 0)) != (now := sizes.get(name, 0)):
+        before, now = sum(p.count for *_, p in written.get(name, ())), sizes.get(name, 0)
+        if before != now:
             raise ValueError(
                 f"{name} has {before:,} elements here, but {now:,} in this model: the checkpoint "
                 "is of another model, or other parameters were trained"
             )
 
 
-class _PieceIndex:
-    def __init__(self, ranks: Sequence[Iterable[_StatePiece]]) -> None:
-        """`ranks` holds the pieces that each rank has written."""
-        by_name: dict[str, list[tuple[int, int, _StatePiece]]] = {}
-        for rank, pieces in enumerate(ranks):
-            for piece in pieces:
-                by_name.setdefault(piece.parameter, []).append((piece.start, rank, piece))
-        self._by_name = {name: sorted(pieces) for name, pieces in by_name.items()}
+class _Source(NamedTuple):
+    """Consecutive elements in a tensor that a rank has written, and where they belong."""
 
-    def find(self, request: _StatePiece) -> Iterator[_Source]:
-        """Yield where to read each part of a piece. Raises ValueError if elements are missing."""
-        pieces = self._by_name.get(request.parameter, [])
-        at, end = request.start, request.start + request.count
-        place = bisect_right(pieces, at, key=lambda entry: entry[0]) - 1
-        while at < end:
-            start, rank, piece = (
-                pieces[place] if 0 <= place < len(pieces) else (at, 0, _StatePiece("", 0, 0, 0, 0))
-            )
-            count = min(start + piece.count, end) - at
-            if start > at or count <= 0:
-                raise ValueError(f"elements {at:,} to {end:,} of {request.parameter} are missing")
-            yield _Source(rank, piece.tensor, piece.offset + at - start, count, at - request.start)
-            at, place = at + count, place + 1
+    rank: int
+    tensor: int
+    offset: int
+    into: int
+    """Index of the first element in the requested tensor."""
+    count: int
+
+
+def _sources(
+    piece: _StatePiece, written: Sequence[tuple[int, int, _StatePiece]]
+) -> Iterator[_Source]:
+    """Yield where to read each part of a piece. `written` holds the pieces of its parameter."""
+    end = piece.start + piece.count
+    first = bisect_right(written, piece.start, key=lambda entry: entry[0]) - 1
+    for start, rank, source in written[first:]:
+        at = max(start, piece.start)
+        if at >= end:
+            return
+        count = min(start + source.count, end) - at
+        offset, into = source.offset + at - start, piece.offset + at - piece.start
+        yield _Source(rank, source.tensor, offset, into, count)
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write flat float32 tensors to a safetensors file, copying one block at a time through host
     memory. The `safetensors` package would need all tensors in host memory at once."""
-    header: dict[str, object] = {}
-    at = 0
-    for name, tensor in tensors.items():
-        size = 4 * tensor.numel()
-        header[name] = {"dtype": "F32", "shape": [len(tensor)], "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header).encode()
+    ends = [0, *accumulate(4 * tensor.numel() for tensor in tensors.values())]
+    text = json.dumps(
+        {
+            name: {"dtype": "F32", "shape": [tensor.numel()], "data_offsets": offsets}
+            for (name, tensor), offsets in zip(tensors.items(), pairwise(ends), strict=True)
+        }
+    ).encode()
     text += b" " * (-len(text) % 8)
     longest = max((len(tensor) for tensor in tensors.values()), default=0)
     on_gpu = any(tensor.is_cuda for tensor in tensors.values())
@@ -331,19 +326,6 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
                     file.write(staged.numpy().data)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-class _TensorFile:
-    def __init__(self, path: Path) -> None:
-        try:
-            self._file = safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path}: cannot be read ({error})") from error
-        self.names = frozenset(self._file.keys())
-
-    def read(self, name: str, start: int, count: int) -> Tensor:
-        """Return [count] elements of a tensor, beginning at index `start`."""
-        return self._file.get_slice(name)[start : start + count]
 
 
 def _all_gather(value: T) -> list[T]:
