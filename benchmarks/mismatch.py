@@ -155,8 +155,7 @@ def scores(
 
     from keel.model.load import load_policy  # noqa: PLC0415
     from keel.rl.packing import pack  # noqa: PLC0415
-    from keel.trainer.engine.layer_compile import compile_layers  # noqa: PLC0415
-    from keel.trainer.engine.policy import Inputs, PolicyNetwork  # noqa: PLC0415
+    from keel.trainer.engine.policy import Inputs, PolicyNetwork, compile_layers  # noqa: PLC0415
 
     network = PolicyNetwork(
         load_policy(str(folder), arm.trainer),

@@ -22,7 +22,7 @@ from benchmarks.synthetic import SyntheticEngine, draw_micro_batch, with_even_ro
 from benchmarks.training.cases import Case, estimates, model_of
 from keel.model.load import ModelFacts, facts_of
 from keel.rl.packing import TrainBatch
-from keel.trainer.engine import layer_compile
+from keel.trainer.engine import policy
 from keel.trainer.placement.hardware import GpuSpec
 from keel.trainer.placement.memory import GIB
 from keel.trainer.placement.step_time import body_parameters
@@ -115,7 +115,7 @@ def run(job: Job) -> None:
     file = dist.FileStore  # pyright: ignore[reportPrivateImportUsage]
     store = file(job.store, job.ranks) if job.ranks > 1 else None
     if job.small:
-        layer_compile.BACKEND = "aot_eager"  # the same graphs without compiling C++
+        policy.BACKEND = "aot_eager"  # the same graphs without compiling C++
         torch.set_num_threads(1)
     for _, cases in groupby(job.cases, lambda case: case.engine):
         engine: TimedEngine | None = None

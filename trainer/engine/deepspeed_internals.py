@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -61,10 +60,8 @@ _KERNEL_ELEMENTS = 2**16
 def sum_in_one_pass(optimizer: Any) -> None:
     """Make DeepSpeed's bfloat16 optimizer add each gradient directly to its float32 sum. This moves
     10 instead of 18 bytes per parameter, and the sums are bit-identical."""
-    optimizer.__class__ = _summing(type(optimizer))
+    base: Any = type(optimizer)
 
-
-def _summing(base: Any) -> Any:
     class SummingOptimizer(base):
         @torch.no_grad()
         def _update_hp_grad(
@@ -90,7 +87,7 @@ def _summing(base: Any) -> Any:
             lp._hp_grad = total
             self.fp32_groups_has_gradients[group_idx][param_idx] = True
 
-    return SummingOptimizer
+    optimizer.__class__ = SummingOptimizer
 
 
 # Memory held between two steps
@@ -316,17 +313,6 @@ WEIGHTS = ("w1", "w2", "w3")
 """The names that AutoEP uses for the gate, down and up projections."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OriginalNames:
-    """The names that Transformers uses for the modules and weights of a MoE block."""
-
-    router: str
-    shared_experts: str
-    shared_experts_gate: str
-    gate_and_up: str
-    down: str
-
-
 def expert_layers(model: nn.Module) -> dict[str, Any]:
     """Return AutoEP's layers, which have replaced the MoE blocks, keyed by module name."""
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer  # noqa: PLC0415
@@ -334,17 +320,23 @@ def expert_layers(model: nn.Module) -> dict[str, Any]:
     return {name: m for name, m in model.named_modules() if isinstance(m, AutoEPMoELayer)}
 
 
-def original_names(layer: Any) -> _OriginalNames:
+def original_names(layer: Any) -> dict[str, str]:
+    """Map the names of an AutoEP layer's modules and experts to their names in Transformers, where
+    gate and up projections are fused."""
     from deepspeed.module_inject.auto_ep_presets.registry import get_preset  # noqa: PLC0415
 
     preset: Any = get_preset(layer.model_family)
-    return _OriginalNames(
-        router=preset.router_pattern,
-        shared_experts=preset.shared_experts_pattern,
-        shared_experts_gate=preset.shared_experts_gate_pattern,
-        gate_and_up=f"{preset.experts_pattern}.{preset.expert_w1}",
-        down=f"{preset.experts_pattern}.{preset.expert_w2}",
-    )
+    gate, down, up = WEIGHTS
+    fused = f"{preset.experts_pattern}.{preset.expert_w1}"
+    return {
+        "router.gate": preset.router_pattern,
+        "router": preset.router_pattern,
+        "shared_experts": preset.shared_experts_pattern,
+        "shared_experts_gate": preset.shared_experts_gate_pattern,
+        f"experts.{gate}": fused,
+        f"experts.{up}": fused,
+        f"experts.{down}": f"{preset.experts_pattern}.{preset.expert_w2}",
+    }
 
 
 def split_experts(

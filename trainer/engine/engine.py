@@ -42,7 +42,6 @@ from keel.trainer.engine.checkpoint import Checkpoints
 from keel.trainer.engine.deepspeed_internals import sum_in_one_pass, trainable, whole_shape
 from keel.trainer.engine.expert_parallel import ExpertLayers
 from keel.trainer.engine.export import export_model
-from keel.trainer.engine.layer_compile import compile_layers
 from keel.trainer.engine.objectives import (
     LOSSES,
     SplitGaps,
@@ -58,6 +57,7 @@ from keel.trainer.engine.policy import (
     PolicyNetwork,
     ReferencePolicy,
     References,
+    compile_layers,
     indexer_weight,
     recorded_routes,
     seen_tokens,

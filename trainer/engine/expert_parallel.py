@@ -74,54 +74,45 @@ class ExpertLayers:
         """Return a module's own tensors, unsharded and under the names they had before AutoEP. This
         gathers the experts from all ranks, so all ranks must call it for the same modules in the
         same order."""
-        names = list(part)
-        layer = self._find(names[0])
+        prefix, layer = self._find(next(iter(part)))
         if layer is None:
             return dict(part)
-        prefix, module = layer
-        original = original_names(module)
-        if names[0].startswith(f"{prefix}.experts."):
+        names = original_names(layer)
+        if next(iter(part)).startswith(f"{prefix}.experts."):
             # w1, w3 [E/P, F, H] and w2 [E/P, H, F] of this rank → fused tensors of all E.
-            group = layer_group(module)
+            group = layer_group(layer)
             gate, down, up = (_gather(part[f"{prefix}.experts.{w}"], group) for w in WEIGHTS)
             return {
-                f"{prefix}.{original.gate_and_up}": torch.cat([gate, up], dim=1),
-                f"{prefix}.{original.down}": down,
+                f"{prefix}.{names[f'experts.{WEIGHTS[0]}']}": torch.cat([gate, up], dim=1),
+                f"{prefix}.{names[f'experts.{WEIGHTS[1]}']}": down,
             }
-        cut = len(prefix) + 1
-        return {f"{prefix}.{_renamed(name[cut:], module)}": part[name] for name in names}
+        return {_renamed(name, prefix, names): tensor for name, tensor in part.items()}
 
     def runs(self, name: str, shape: Sequence[int]) -> list[ElementRun]:
         """Map one of this rank's parameters, which has this `shape`, to the original model. Returns
         where its elements belong in the parameters of the model before AutoEP."""
         count = math.prod(shape)
-        layer = self._find(name)
+        prefix, layer = self._find(name)
         if layer is None:
             return [ElementRun(0, count, name, 0)]
-        prefix, module = layer
-        local = name.removeprefix(f"{prefix}.")
+        names, local = original_names(layer), name.removeprefix(f"{prefix}.")
         if not local.startswith("experts."):
-            return [ElementRun(0, count, f"{prefix}.{_renamed(local, module)}", 0)]
-        names = original_names(module)
-        first = dist.get_rank(layer_group(module)) * shape[0]  # this rank's first expert
+            return [ElementRun(0, count, _renamed(name, prefix, names), 0)]
+        first = dist.get_rank(layer_group(layer)) * shape[0]  # this rank's first expert
         gate, down, _ = (f"experts.{w}" for w in WEIGHTS)
-        each = count // shape[0]
+        whole, each = f"{prefix}.{names[local]}", count // shape[0]
         if local == down:
-            return [ElementRun(0, count, f"{prefix}.{names.down}", first * each)]
+            return [ElementRun(0, count, whole, first * each)]
         row = 0 if local == gate else 1  # an expert's gate projection precedes its up projection
-        whole = f"{prefix}.{names.gate_and_up}"
         return [
             ElementRun(e * each, each, whole, (2 * (first + e) + row) * each)
             for e in range(shape[0])
         ]
 
-    def _find(self, name: str) -> tuple[str, Any] | None:
-        parts = name.split(".")
-        for length in range(len(parts) - 1, 0, -1):
-            prefix = ".".join(parts[:length])
-            if prefix in self._layers:
-                return prefix, self._layers[prefix]
-        return None
+    def _find(self, name: str) -> tuple[str, Any]:
+        """Return the AutoEP layer that a parameter belongs to, if any, and its module's name."""
+        found = (each for each in self._layers.items() if name.startswith(f"{each[0]}."))
+        return next(found, ("", None))
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
@@ -152,17 +143,11 @@ def by_expert_group(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
     return groups
 
 
-def _renamed(local: str, layer: Any) -> str:
-    names = original_names(layer)
-    for autoep, original in (
-        ("router.gate.", names.router),
-        ("router.", names.router),
-        ("shared_experts.", names.shared_experts),
-        ("shared_experts_gate.", names.shared_experts_gate),
-    ):
-        if local.startswith(autoep):
-            return f"{original}.{local.removeprefix(autoep)}"
-    return local
+def _renamed(name: str, prefix: str, names: Mapping[str, str]) -> str:
+    for autoep, original in names.items():
+        if name.startswith(start := f"{prefix}.{autoep}."):
+            return f"{prefix}.{original}.{name.removeprefix(start)}"
+    return name
 
 
 def _gather(share: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -37,7 +37,8 @@ from keel.model.sparse.attention import (
     use_sparse_attention,
 )
 from keel.model.tiny.build import default_cache_dir
-from keel.model.torch_internals import to_device
+from keel.model.torch_internals import specialise_and_recompute, to_device
+from keel.model.trainable import decoder_layers
 from keel.model.transformers_internals import disable_dropout, fix_long_rope
 from keel.model.ulysses import WHOLE, Slice
 from keel.rl.packing import Loss, MicroBatch, TrainBatch
@@ -45,6 +46,8 @@ from keel.rl.types import NO_ROUTE, TokenNumbers
 from keel.trainer.engine.zero import initialize
 
 Attention = Literal["sparse", "warm-up", "dense"]
+BACKEND = "inductor"
+"""The backend for torch.compile. On a CPU it needs a C++ compiler, and compiling takes minutes."""
 
 
 def use_flash4(config: Config, model: PreTrainedModel, device: torch.device) -> tuple[bool, str]:
@@ -280,6 +283,24 @@ class PolicyNetwork(nn.Module):
         none = hidden.new_zeros(2, dtype=torch.float32)
         held = torch.stack(sparse.held).sum(0) if sparse.held else none
         return *scores, log_mass, indexer_loss, held
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Make each decoder layer compile when it is first called. The graph works for any number of
+    tokens.
+
+    A whole layer becomes one graph. With several graphs, launching them would take longer than the
+    GPU needs for a small micro-batch. MoE blocks are not compiled, because their shapes depend on
+    the routing and Keep Routing hooks into them. Attention is not compiled either, unless it uses
+    flash attention.
+    """
+    routers = set(router_modules(model))
+    for block in model.modules():
+        if routers & set(block.children()):
+            block.forward = torch.compiler.disable(block.forward)
+    specialise_and_recompute()
+    for layer in decoder_layers(model):
+        layer.compile(backend=BACKEND, dynamic=True)
 
 
 class ReferencePolicy:

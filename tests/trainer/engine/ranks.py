@@ -102,12 +102,12 @@ class Ranks:
         self._store = store
 
     def engine(self, config: Config, model: str = "untied", **read: Any) -> TrainerEngine:
-        from keel.trainer.engine import layer_compile  # noqa: PLC0415  (loads transformers)
+        from keel.trainer.engine import policy  # noqa: PLC0415  (loads transformers)
         from keel.trainer.engine.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
 
         if not torch.cuda.is_available():
             # The same graphs and gradients without compiling C++ for minutes.
-            layer_compile.BACKEND = "aot_eager"
+            policy.BACKEND = "aot_eager"
         assert "mlflow" not in sys.modules, "DeepSpeed would import it"
         return TrainerEngine(
             str(self.folder / model),
