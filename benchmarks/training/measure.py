@@ -145,7 +145,7 @@ def run(job: Job) -> None:
 
 
 def measure(engine: TimedEngine, case: Case, facts: ModelFacts, job: Job) -> dict[str, Any]:
-    device = engine._device
+    device = engine.device
     batch, kept_ids = step_batch(case, facts, device)
     with adapted(engine, case):
         free()

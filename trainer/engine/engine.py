@@ -50,9 +50,8 @@ from keel.trainer.engine.objectives import (
     mass_share,
     sharing_metrics,
 )
-from keel.trainer.engine.offload import make_offload
+from keel.trainer.engine.offload import NoOffload, Offload
 from keel.trainer.engine.policy import (
-    BasePolicy,
     Inputs,
     PolicyNetwork,
     ReferencePolicy,
@@ -115,8 +114,8 @@ class TrainerEngine:
         check_libraries()
         # While a rank sends weights and waits for an engine, the others wait for it.
         timeout_s = trainer.timeout_s + config.sending_timeout_s
-        self._device = join_ranks(rank, world_size, store, timeout_s=timeout_s)
-        dtype = compute_dtype(config, self._device)
+        self.device = join_ranks(rank, world_size, store, timeout_s=timeout_s)
+        dtype = compute_dtype(config, self.device)
         torch.manual_seed(config.run.seed)
         self._stage = zero_stage(trainer, dtype)
         self._scaled = dtype == torch.float16
@@ -136,14 +135,14 @@ class TrainerEngine:
         self._replays = bool(routers) and config.algorithm.keep_routing
         if trainer.activation_checkpointing:
             self.recompute(keep_attention=trainer.keeps_attention)
-        options = deepspeed_config(trainer, dtype, self._device, network.model)
+        options = deepspeed_config(trainer, dtype, self.device, network.model)
         self._adam: torch.optim.AdamW
 
         def make_adam(_: object) -> torch.optim.AdamW:
-            self._adam = adam_for(network, trainer, self._device)
+            self._adam = adam_for(network, trainer, self.device)
             return self._adam
 
-        self._engine = initialize(network.train(), options, self._device, make_adam)
+        self._engine = initialize(network.train(), options, self.device, make_adam)
         if trainer.compile:
             compile_layers(network.model)
         # Hooks would break compiled layers.
@@ -156,18 +155,18 @@ class TrainerEngine:
 
         def freeze(model: PreTrainedModel, *, replays: bool) -> ReferencePolicy:
             frozen.append(self._make_network(model))
-            policy = ReferencePolicy(frozen[-1], self._device, sharded, replays=replays)
+            policy = ReferencePolicy.frozen(frozen[-1], self.device, sharded, replays=replays)
             if trainer.compile:
                 compile_layers(frozen[-1].model)
             return policy
 
-        initial: ReferencePolicy | BasePolicy | None = None
+        initial: ReferencePolicy | None = None
         if config.data.uses_initial_model:
             replays = self._replays and config.algorithm.ref_routing == "replay"
             if config.model.lora.enabled:
-                initial = BasePolicy(network, replays=replays)
+                initial = ReferencePolicy.base(network, replays=replays)
             else:
-                device = "cpu" if sharded else self._device
+                device = "cpu" if sharded else self.device
                 initial = freeze(twin(outline, load, device), replays=replays)
                 if outline:
                     copy_weights(network, frozen[0], stage=self._stage)
@@ -178,37 +177,29 @@ class TrainerEngine:
         self._sums_apart = dtype == torch.bfloat16 and sums_in_float32("bfloat16", trainer)
         if self._sums_apart:
             sum_in_one_pass(self._engine.optimizer)
-        self._offload = make_offload(self._engine, nn.ModuleList(frozen), self._device, config)
+        self._offload: Offload | NoOffload = NoOffload()
+        if config.rollout.time_share:
+            self._offload = Offload(self._engine, nn.ModuleList(frozen), self.device, config)
         runs = {name: experts.runs(name, whole_shape(p)) for name, p in trainable(network.model)}
         self._checkpoints = Checkpoints(
-            self._engine, self._adam, network.model, runs, stage=self._stage, device=self._device
+            self._engine, self._adam, network.model, runs, stage=self._stage, device=self.device
         )
         # Groups made meanwhile would have PyTorch's default.
         limit_all_groups(timeout_s)
-        self._steps, self._version, self._updated = 0, 0, False
+        self.steps = 0
+        """The number of rollout batches trained on so far."""
+        self.version = 0
+        """The number of optimizer steps so far, including skipped ones."""
+        self._updated = False
         self.tokens: dict[int, TokenNumbers] = {}
         """Per-token numbers from the last step, keyed by segment. They cover the segments that will
         be saved to disk."""
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def version(self) -> int:
-        """The number of optimizer steps so far, including skipped ones."""
-        return self._version
 
     @property
     def gave_up(self) -> str:
         """Why the run must stop after too many non-finite gradients in a row. Empty while training
         can continue."""
         return self._skips.gave_up
-
-    @property
-    def steps(self) -> int:
-        """The number of rollout batches trained on so far."""
-        return self._steps
 
     # Training
 
@@ -217,12 +208,12 @@ class TrainerEngine:
         `gave_up` is set."""
         self.findings, self.tokens, self._updated = [], {}, False
         config = self._config
-        lr = learning_rate(self._steps + 1, config.trainer, total_steps=config.run.steps)
+        lr = learning_rate(self.steps + 1, config.trainer, total_steps=config.run.steps)
         for group in self._adam.param_groups:
             group["lr"] = lr
         updates = [self._update(batch) for batch in batches if not self.gave_up]
         metrics = of_updates(updates)
-        self._steps += 1
+        self.steps += 1
         return {**metrics, "lr": Mean(lr, 1)} if self._rank == 0 else metrics
 
     def recover(self) -> bool:
@@ -256,7 +247,7 @@ class TrainerEngine:
         if not batch.signal and (algorithm.skip_uniform_groups or not auxiliary):
             # Momentum and weight decay would move the weights, so Adam does not step. The version
             # counts, so that engines and trainer agree on it.
-            self._version += 1
+            self.version += 1
             counts: dict[str, Metric] = {
                 "train/skipped_steps": Sum(0.0),
                 "train/skipped_no_signal": Sum(1.0),
@@ -264,7 +255,7 @@ class TrainerEngine:
             return counts if self._rank == 0 else {}
         pending: list[Callable[[], dict[str, Metric]]] = []
         self._offload.before_gradients()
-        split = SplitGaps.begun(batch, self._device, self._score)
+        split = SplitGaps.begun(batch, self.device, self._score)
         for index, micro_batch in enumerate(batch.micro_batches, 1):
             self._engine.set_gradient_accumulation_boundary(index == len(batch.micro_batches))
             pending.append(self._accumulate(micro_batch, batch, split))
@@ -273,8 +264,8 @@ class TrainerEngine:
         parts = [metrics() for metrics in pending]
         if algorithm.mask_delta is not None:
             parts.append(split.metrics())
-        self._version += 1
-        skipped = self._skips.count(norm, self._version)
+        self.version += 1
+        skipped = self._skips.count(norm, self.version)
         if skipped and (self.gave_up or not self._scaled):
             self._examine(batch)
         if self._rank == 0:
@@ -290,7 +281,7 @@ class TrainerEngine:
         """Repeat a skipped step with tracing, to find the tokens that caused it. Weights and
         gradients do not change."""
         self._offload.before_gradients()
-        split = SplitGaps.begun(batch, self._device, self._score)
+        split = SplitGaps.begun(batch, self.device, self._score)
         tracer = NanTracer(self._traced_layers)
         self._engine.set_gradient_accumulation_boundary(False)
         for micro_batch in batch.micro_batches:
@@ -313,7 +304,7 @@ class TrainerEngine:
         """Run the forward and backward pass for one micro-batch. Returns a function that waits for
         the device and returns the metrics."""
         config = self._config
-        inputs = Inputs.of(micro_batch, self._device, self._part, probes=config.algorithm.probes)
+        inputs = Inputs.of(micro_batch, self.device, self._part, probes=config.algorithm.probes)
         reference = self._references.logp(inputs)
         with self._replay(inputs) as replay:
             logp, entropy, log_mass, indexers, held = self._engine(inputs=inputs)
@@ -358,7 +349,7 @@ class TrainerEngine:
     def _score(self, batch: MicroBatch) -> tuple[Inputs, Tensor, Tensor]:
         """Run a forward pass without gradients. Returns the inputs, the [R] log-probabilities and
         the [2] `held` (see `PolicyNetwork`)."""
-        inputs = Inputs.of(batch, self._device, self._part)
+        inputs = Inputs.of(batch, self.device, self._part)
         with torch.no_grad(), self._replay(inputs):
             logp, *_, held = self._engine(inputs=inputs)
         return inputs, whole_sequences(inputs, logp, None)[0], held
@@ -409,14 +400,14 @@ class TrainerEngine:
         """Write everything that `load` needs. Returns the files that this rank wrote and synced to
         disk."""
         self._offload.load(state=True)
-        return self._checkpoints.save(folder, {"steps": self._steps, "version": self._version})
+        return self._checkpoints.save(folder, {"steps": self.steps, "version": self.version})
 
     def load(self, folder: Path) -> None:
         """Restore a saved state in a new engine. If the layout of ranks has changed, sums may be
         taken in a different order."""
         self._offload.load(state=True)
         progress = self._checkpoints.load(folder)
-        self._steps, self._version = progress["steps"], progress["version"]
+        self.steps, self.version = progress["steps"], progress["version"]
 
     def _note(self, line: str) -> None:
         if line and line not in self.notes:
@@ -424,6 +415,6 @@ class TrainerEngine:
             _LOG.warning(line)
 
     def _make_network(self, model: PreTrainedModel) -> PolicyNetwork:
-        flash4, note = use_flash4(self._config, model, self._device)
+        flash4, note = use_flash4(self._config, model, self.device)
         self._note(note)
         return PolicyNetwork.of(model, self._config, flash4=flash4)

@@ -59,10 +59,6 @@ class _Buffer:
         self._offloaded: list[tuple[UntypedStorage, int]] = []
 
     @property
-    def host_bytes(self) -> int:
-        return sum(len(block) for _, blocks in self._copies.values() for block in blocks)
-
-    @property
     def offloaded_bytes(self) -> int:
         return sum(size for _, size in self._offloaded)
 
@@ -113,10 +109,8 @@ class _Buffer:
             torch.cuda.synchronize(self._device)
 
 
-class _NoOffload:
+class NoOffload:
     """Replaces `Offload` on a rank that does not share its GPU with an engine. Does nothing."""
-
-    host_bytes = 0
 
     def offload(self, *, weights: bool) -> None: ...
     def load(self, *, state: bool = False) -> None: ...
@@ -135,35 +129,29 @@ class Offload:
     """
 
     def __init__(
-        self,
-        engine: DeepSpeedEngine,
-        reference: nn.Module | None,
-        device: torch.device,
-        *,
-        room: float,
-        limit: float = math.inf,
-        activations: float = math.inf,
-        update_bytes: float = 0.0,
+        self, engine: DeepSpeedEngine, reference: nn.Module, device: torch.device, config: Config
     ) -> None:
-        """All sizes are bytes of device memory. `room` is how much this rank may keep while an
-        engine samples; if it is infinite, only scratch memory is offloaded. `limit` is how much of
-        the GPU may be in use in total. `activations` and `update_bytes` are the planned needs of
-        the passes and of an update."""
         self._module: Any = engine.module
         self._optimizer: Any = engine.optimizer
-        self._reference, self._device, self._room, self._limit = reference, device, room, limit
+        self._reference, self._device = reference, device
+        gpu = device.type == "cuda"
+        planned = trainer_memory(config, facts_of(self._module.model.config), gpu=gpu).parts
+        # All sizes are bytes of device memory.
+        self._room = room(config, device)
+        """How much this rank may keep while an engine samples. If it is infinite, only scratch
+        memory is offloaded."""
+        self._limit = config.run.gpu_gib * GIB or math.inf
+        """How much of the GPU may be in use in total."""
+        self._activations = sum(planned.get(name, 0.0) for name in (*STEP_PARTS, "gathered"))
+        """The planned need of the passes, or the largest need measured so far."""
+        self._update_bytes = update_copy_bytes(config, planned, gpu=gpu)
+        self._before = 0
         self._weights = _Buffer(device, "changing")
         self._state = _Buffer(device, "changing")
         self._rest = _Buffer(device, "changing")
         self._frozen = _Buffer(device, "constant")
         self._buckets = _Buffer(device, "scratch")
         self._gradients = _Buffer(device, "zeros")
-        self._activations, self._update_bytes, self._before = activations, update_bytes, 0
-
-    @property
-    def host_bytes(self) -> int:
-        buffers = (self._weights, self._state, self._rest, self._frozen)
-        return sum(buffer.host_bytes for buffer in buffers)
 
     def offload(self, *, weights: bool) -> None:
         """Free memory until this rank uses at most `room`. The model's weights are offloaded last,
@@ -172,7 +160,7 @@ class Offload:
         self._buckets.offload(buckets(self._optimizer))
         drop_gathered(self._optimizer)
         parts = [
-            (self._frozen, self._reference_weights()),
+            (self._frozen, [*weights_of(self._reference)]),
             (self._rest, other_state(self._module, self._optimizer)),
             (self._state, self._optimizer_state()),
             (self._weights, [*weights_of(self._module)]),
@@ -222,7 +210,7 @@ class Offload:
         if need + SPARE > self._free():
             drop_gathered(self._optimizer)
             self._buckets.offload(buckets(self._optimizer))
-            self._frozen.offload(self._reference_weights())
+            self._frozen.offload(weights_of(self._reference))
         self._empty_cache()  # avoids fragments left by activations
         self._state.load()
 
@@ -233,9 +221,6 @@ class Offload:
 
     def _optimizer_state(self) -> list[Tensor]:
         return optimizer_state(self._module, self._optimizer)
-
-    def _reference_weights(self) -> list[Tensor]:
-        return [*weights_of(self._reference)] if self._reference is not None else []
 
     def _reserved(self, tensors: Iterable[Tensor]) -> float:
         if self._device.type != "cuda":
@@ -254,26 +239,6 @@ class Offload:
     def _empty_cache(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def make_offload(
-    engine: DeepSpeedEngine, reference: nn.Module | None, device: torch.device, config: Config
-) -> Offload | _NoOffload:
-    """Create the `Offload` for this rank, or a `_NoOffload` if `rollout.time_share` is off."""
-    if not config.rollout.time_share:
-        return _NoOffload()
-    module: Any = engine.module
-    gpu = device.type == "cuda"
-    planned = trainer_memory(config, facts_of(module.model.config), gpu=gpu)
-    return Offload(
-        engine,
-        reference,
-        device,
-        room=room(config, device),
-        limit=config.run.gpu_gib * GIB or math.inf,
-        activations=sum(planned.parts.get(name, 0.0) for name in (*STEP_PARTS, "gathered")),
-        update_bytes=update_copy_bytes(config, planned.parts, gpu=gpu),
-    )
 
 
 def room(config: Config, device: torch.device) -> float:

@@ -309,19 +309,39 @@ class ReferencePolicy:
     def __init__(
         self,
         network: PolicyNetwork,
+        forward: Callable[..., tuple[Tensor, ...]],
+        *,
+        replays: bool = False,
+    ) -> None:
+        """`forward` calls the network. With `replays`, tokens go to the experts that the engine
+        recorded."""
+        self.network, self._forward, self._replays = network, forward, replays
+
+    @classmethod
+    def frozen(
+        cls,
+        network: PolicyNetwork,
         device: torch.device,
         sharded: Mapping[str, Any] | None,
         *,
         replays: bool = False,
-    ) -> None:
-        """Under ZeRO-3 or expert parallelism, `sharded` is DeepSpeed's configuration. Otherwise it
-        is None, and each rank has a full copy. With `replays`, tokens go to the experts that the
-        engine recorded."""
-        self.network, self._replays = network.eval().requires_grad_(False), replays
+    ) -> Self:
+        """Create a reference with its own network. Under ZeRO-3 or expert parallelism, `sharded` is
+        DeepSpeed's configuration. Otherwise it is None, and each rank has a full copy."""
+        network.eval().requires_grad_(False)
         network.replays = False  # uses its own indexers
-        self._forward: Callable[..., tuple[Tensor, ...]] = (
-            network.to(device) if sharded is None else initialize(network, sharded, device)
-        )
+        forward = network.to(device) if sharded is None else initialize(network, sharded, device)
+        return cls(network, forward, replays=replays)
+
+    @classmethod
+    def base(cls, network: PolicyNetwork, *, replays: bool) -> Self:
+        """Create a reference from a policy that trains with LoRA: its network without adapters."""
+
+        def forward(*, inputs: Inputs) -> tuple[Tensor, ...]:
+            with adapters_off(network.model):
+                return network(inputs=inputs)
+
+        return cls(network, forward, replays=replays)
 
     @torch.no_grad()
     def logp(self, inputs: Inputs) -> Tensor:
@@ -333,27 +353,10 @@ class ReferencePolicy:
         return logp
 
 
-class BasePolicy:
-    """The reference policy when training with LoRA: the trained network without its adapters."""
-
-    def __init__(self, network: PolicyNetwork, *, replays: bool) -> None:
-        self.network, self._replays = network, replays
-
-    @torch.no_grad()
-    def logp(self, inputs: Inputs) -> Tensor:
-        """See `ReferencePolicy.logp`."""
-        replays = self._replays and inputs.loss == "grpo"
-        routes = recorded_routes(self.network, inputs) if replays else nullcontext()
-        with adapters_off(self.network.model), routes:
-            return self.network(inputs=inputs)[0]
-
-
 class References:
     """The reference models for the KL terms, indexed as in `DataConfig.references`."""
 
-    def __init__(
-        self, models: Sequence[ReferencePolicy | BasePolicy | None], *, together: bool
-    ) -> None:
+    def __init__(self, models: Sequence[ReferencePolicy | None], *, together: bool) -> None:
         """Set `together` if the weights are sharded, so that every rank calls every model."""
         self._models, self._together = models, together
 

@@ -25,9 +25,9 @@ with heavy_imports():
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
     from tests.trainer.engine import (  # noqa: F401
-        compiled_scenarios,
-        expert_scenarios,
-        reshard_scenarios,
+        test_engine_compiled,
+        test_expert_parallel,
+        test_resharding,
     )
 
 # No profiler marks around DeepSpeed's functions.

@@ -136,7 +136,9 @@ class Ranks:
             results.append(self.merged(engine.step([self.batch(groups, config)])))
             if config.rollout.time_share:
                 self.published(engine)
-                waits = engine._offload.host_bytes > 500_000
+                offload: Any = engine._offload
+                kinds = (offload._weights, offload._state, offload._rest, offload._frozen)
+                waits = sum(kind.offloaded_bytes for kind in kinds) > 500_000
                 assert waits == config.trainer.offload_while_sampling, config.trainer
         return results
 

@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from keel.rl.metrics import values
+from tests.trainer.engine import test_expert_parallel as experts
+from tests.trainer.engine import test_windows as windows
 from tests.trainer.engine.batches import write_model
-from tests.trainer.engine.compiled_scenarios import FAMILY, SCENARIOS, run_compiled_rank
-from tests.trainer.engine.expert_scenarios import write_family
-from tests.trainer.engine.scenarios import results_of, run_all, same
+from tests.trainer.engine.scenarios import (
+    TIGHT,
+    Scenario,
+    results_of,
+    run_all,
+    run_rank,
+    same,
+    training,
+)
+from tests.trainer.engine.test_expert_parallel import write_family
 
 pytestmark = pytest.mark.e2e
+
+FAMILY = "qwen3_moe"
+SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
+    1: {
+        "compiled": training(0, tokens=TIGHT, compile=True, agents=True),
+        "plain": training(0),
+        "prompted": windows.prompted(0, kl_coef=0.1),
+        "prompted, compiled": windows.prompted(0, kl_coef=0.1, compile=True),
+        FAMILY: experts.training(0),
+    },
+    2: {
+        "stage 2 sequence recomputed offloaded compiled asleep": training(
+            2,
+            sequence_parallel=2,
+            tokens=TIGHT,
+            activation_checkpointing=True,
+            offload_optimizer=True,
+            compile=True,
+            sleep=True,
+        ),
+        f"{FAMILY}, compiled, stage 1": experts.training(1, compile=True),
+    },
+}
+
+
+def run_compiled_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
+    run_rank(rank, world_size, port, folder, SCENARIOS)
+
+
 TWO_RANKS = "stage 2 sequence recomputed offloaded compiled asleep"
 EXPERTS = f"{FAMILY}, compiled, stage 1"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,229 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from keel.rl.metrics import values
-from tests.trainer.engine.expert_scenarios import (
-    FAMILIES,
-    SAVED_AFTER,
-    SCENARIOS,
-    STAGES,
-    run_expert_rank,
-    write_family,
+from keel.rl.metrics import Metric, values
+from tests.trainer.engine.batches import LAYERS, TOP_K, VOCABULARY, Rollouts, write_tokenizer
+from tests.trainer.engine.scenarios import (
+    TIGHT,
+    Ranks,
+    Result,
+    Scenario,
+    make_config,
+    reading,
+    results_of,
+    run_all,
+    run_rank,
+    same,
 )
-from tests.trainer.engine.scenarios import results_of, run_all, same
 
 pytestmark = pytest.mark.e2e
+
+EXPERTS = 12
+"""More than ten rows of the hidden size, so that ZeRO-3 shards routers, too."""
+STEPS = 3
+SAVED_AFTER = 1
+STAGES = (0, 1, 2, 3)
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": TOP_K,
+    "norm_topk_prob": True,
+    "initializer_range": 0.1,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": EXPERTS, "mlp_only_layers": [1], "head_dim": 16},
+    "deepseek_v3": {
+        "n_routed_experts": EXPERTS,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.7,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    },
+    "deepseek_v2": {
+        "n_routed_experts": EXPERTS,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 1.7,
+        "norm_topk_prob": False,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    },
+    "qwen2_moe": {
+        "num_experts": EXPERTS,
+        "mlp_only_layers": [1],
+        "shared_expert_intermediate_size": 32,
+        "norm_topk_prob": False,
+    },
+    "mixtral": {"num_local_experts": EXPERTS, "num_hidden_layers": LAYERS - 1},
+}
+FAMILIES["deepseek_v2 greedy"] = {**FAMILIES["deepseek_v2"], "topk_method": "greedy"}
+"""Routes over all experts, despite its configured groups."""
+
+
+def write_family(folder: Path, family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family.split()[0], **{**_SIZES, **FAMILIES[family]})
+    )
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.1)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+def train(ranks: Ranks, engine: Any, config: Any, steps: range, **groups: Any) -> list[Any]:
+    """Metrics of each step over all ranks. Step 1 has too few groups, so some ranks get padding."""
+    results: list[dict[str, Metric]] = []
+    for step in steps:
+        rollouts = Rollouts(step, ranks.folder, experts=EXPERTS)
+        batch = ranks.batch(rollouts.groups(1 if step == 1 else 2, 3, **groups), config)
+        results.append(ranks.merged(engine.step([batch])))
+    return results
+
+
+def configure(ranks: Ranks, stage: int, **changes: Any) -> Any:
+    """Expert parallelism 2 with at least two ranks."""
+    size = min(2, ranks.world_size)
+    options = {"expert_parallel": size, "tokens": TIGHT, "mask_delta": 0.3, **changes}
+    return make_config(ranks.world_size, stage, **options)
+
+
+def training(
+    stage: int,
+    family: str = "qwen3_moe",
+    *,
+    resume: bool = False,
+    **changes: Any,
+) -> Scenario:
+    """Publish, train, publish, export. resume: also from a checkpoint."""
+
+    def run(ranks: Ranks) -> Result:
+        config = configure(ranks, stage, **changes)
+        engine = ranks.engine(config, family)
+        before = ranks.published(engine)
+        metrics = train(ranks, engine, config, range(SAVED_AFTER))
+        folder = ranks.folder / f"{ranks.world_size}-{next(ranks.serial)}"
+        if ranks.rank == 0:
+            folder.mkdir()
+        if resume:
+            engine.save(folder)
+        metrics += train(ranks, engine, config, range(SAVED_AFTER, STEPS))
+        result = {"before": before, "after": ranks.published(engine), "metrics": metrics}
+        engine.export(folder / "exported")
+        result["exported"] = folder / "exported"
+        if resume:
+            later = ranks.engine(config, family)
+            later.load(folder)
+            result["loaded"] = (later.steps, later.version)
+            train(ranks, later, config, range(SAVED_AFTER, STEPS))
+            result["resumed"] = ranks.published(later)
+        return result
+
+    return run
+
+
+def referenced(stage: int, **changes: Any) -> Scenario:
+    """One step with a KL term whose update reveals the gradient g, and a second step.
+
+    Adam's update is g / (|g| + ε), here with ε = 1 and a learning rate of 1.
+    """
+
+    def run(ranks: Ranks) -> Result:
+        options = {"lr": 1.0, "eps": 1.0, "warmup_steps": 0, "weight_decay": 0.0, "grad_clip": 0.0}
+        config = configure(ranks, stage, kl_coef=0.1, **options, **changes)
+        engine = ranks.engine(config, "qwen3_moe")
+        before = ranks.published(engine)
+        metrics = train(ranks, engine, config, range(1), kl_coef=0.1)
+        after = ranks.published(engine)
+        updates = {name: before[name] - after[name] for name in after}
+        gradients = {name: update / (1 - update.abs()) for name, update in updates.items()}
+        metrics += train(ranks, engine, config, range(1, 2), kl_coef=0.1)
+        return {"gradients": gradients, "metrics": metrics}
+
+    return run
+
+
+def skipping(stage: int) -> Scenario:
+    """One expert of one rank is NaN, so all ranks skip the step."""
+
+    def run(ranks: Ranks) -> Result:
+        config = configure(ranks, stage)
+        engine = ranks.engine(config, "qwen3_moe")
+        expert = engine._network.model.get_decoder().layers[0].mlp.experts
+        if ranks.rank == 1:
+            expert.w1.data[0] = torch.nan
+        metrics = train(ranks, engine, config, range(1))
+        return {"metrics": metrics, "after": ranks.published(engine)}
+
+    return run
+
+
+def starting(family: str) -> Scenario:
+    """Publish without training."""
+
+    def run(ranks: Ranks) -> Result:
+        return {"before": ranks.published(ranks.engine(configure(ranks, 0), family))}
+
+    return run
+
+
+SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
+    1: {
+        "qwen3_moe": training(0),
+        "deepseek_v3": training(0, "deepseek_v3"),
+        "deepseek_v2 greedy": training(0, "deepseek_v2 greedy"),
+        "live reference": referenced(0),
+        "replayed reference": referenced(0, ref_routing="replay"),
+    },
+    2: {
+        **{f"qwen3_moe, stage {s}": training(s, resume=True) for s in STAGES},
+        "deepseek_v3, stage 3, recomputed": training(
+            3, "deepseek_v3", activation_checkpointing=True
+        ),
+        "live reference, stage 2": referenced(2),
+        "replayed reference, stage 3": referenced(3, ref_routing="replay"),
+        "live reference, sequence, stage 3": referenced(3, sequence_parallel=2),
+        "deepseek_v2 greedy, stage 1": training(1, "deepseek_v2 greedy"),
+        "deepseek_v3, sequence, stage 2": training(2, "deepseek_v3", sequence_parallel=2),
+        "qwen3_moe, offloaded, stage 2": training(2, offload_optimizer=True, resume=True),
+        "qwen3_moe, asleep, stage 3": training(3, sleep=True),
+        "skipping, stage 2": skipping(2),
+        **{f"read, stage {s}": reading(s, model="qwen3_moe", expert_parallel=2) for s in (1, 3)},
+        **{f"weights of {f}": starting(f) for f in ("deepseek_v2", "mixtral", "qwen2_moe")},
+    },
+    4: {
+        "qwen3_moe, 4 ranks, stage 2": training(2, resume=True),
+        "qwen3_moe, 4 ranks, stage 3": training(3),
+        "qwen3_moe, 4 ranks, sequence, stage 3": training(3, sequence_parallel=4),
+    },
+}
+
+
+def run_expert_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
+    run_rank(rank, world_size, port, folder, SCENARIOS)
+
+
 SPREAD = {**SCENARIOS[2], **SCENARIOS[4]}
 TRAINED = [name for name in SPREAD if name.split(",")[0] in FAMILIES]
 RESUMED = [

@@ -2,25 +2,139 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests.trainer.engine.batches import write_model
-from tests.trainer.engine.lone_scenarios import (
-    AT_THE_END,
-    BUCKETS,
-    DOUBLED,
-    RESULTS,
-    SMALL,
-    WINDOW,
-    run,
-)
+from keel.rl.metrics import values
+from keel.rl.packing import TrainBatch, pack
+from tests.buckets import unpack_bucket
+from tests.trainer.engine.batches import Rollouts, write_model
+from tests.trainer.engine.ranks import ROOMY, TIGHT, make_config
 from tests.trainer.engine.scenarios import run_all
+from tests.trainer.engine.skipping import with_nan
 
 pytestmark = pytest.mark.e2e
+
+RESULTS = "lone.pt"
+BUCKETS = {"1 offloaded": (1, True), "3": (3, False)}
+SMALL = 1000
+"""Elements of a bucket that is smaller than a tensor."""
+AT_THE_END = {"2 offloaded": 2}
+DOUBLED = (1, 3)
+WINDOW = 3
+
+
+@contextmanager
+def computing(dtype: torch.dtype) -> Iterator[pytest.MonkeyPatch]:
+    """Compute in `dtype`, as on a GPU; DeepSpeed refuses float16 on most CPUs."""
+    from deepspeed.accelerator import get_accelerator  # noqa: PLC0415
+
+    from keel.trainer.engine import engine  # noqa: PLC0415  (loads DeepSpeed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+        patch.setattr(engine, "compute_dtype", lambda *_: dtype)
+        yield patch
+
+
+def built(folder: Path, config: Any) -> Any:
+    from keel.trainer.engine.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
+
+    return TrainerEngine(str(folder), config)
+
+
+def one_batch(folder: Path, step: int, tokens: int) -> TrainBatch:
+    (batch,) = pack(Rollouts(step, folder).groups(2, 3), ranks=1, micro_batch_tokens=tokens)
+    return batch
+
+
+def trained(folder: Path, stage: int, *, offload: bool) -> tuple[dict[str, Tensor], int]:
+    """Weights after two steps, and the largest number of bucket elements."""
+    from keel.trainer.engine.deepspeed_internals import buckets  # noqa: PLC0415  (loads DeepSpeed)
+
+    config = make_config(1, stage, dtype="bfloat16", tokens=TIGHT, offload_optimizer=offload)
+    engine, most = built(folder, config), 0
+
+    def look(_: Tensor) -> None:
+        nonlocal most
+        held = buckets(engine._engine.optimizer)
+        most = max(most, sum(one.untyped_storage().nbytes() // 4 for one in held))
+
+    for parameter in engine._network.parameters():
+        parameter.register_hook(look)
+    for step in range(2):
+        engine.step([one_batch(folder, step, TIGHT)])
+    sent = [unpack_bucket(bucket) for bucket in engine.publish(50_000)]
+    return {name: one.clone() for bucket in sent for name, one in bucket}, most
+
+
+def scaled(folder: Path, scale: float, *, stage: int, lr: float) -> Any:
+    config = make_config(
+        1,
+        stage,
+        dtype="float16",
+        warmup_steps=0,
+        lr=lr,
+        weight_decay=0.0,
+        beta1=0.0,  # Adam's first moment is the gradient
+        grad_clip=100.0,
+        offload_optimizer=stage == 2,
+    )
+    engine = built(folder, replace(config, run=replace(config.run, steps=100)))
+    engine._engine.optimizer.loss_scaler.cur_scale = scale
+    return engine
+
+
+def at_the_end(folder: Path, stage: int) -> dict[str, Any]:
+    """A bad step between good ones, then bad ones until the run gives up."""
+    engine, good = scaled(folder, 4096.0, stage=stage, lr=1e-2), one_batch(folder, 0, ROOMY)
+    bad = with_nan(good)
+    first = [values(engine.step([batch])) for batch in (good, bad, good)]
+    later: list[dict[str, float]] = []
+    while not engine.gave_up and len(later) < 30:
+        later.append(values(engine.step([bad])))
+    findings = [str(values_) for values_ in engine.findings]
+    return {"first": first, "later": later, "gave up": engine.gave_up, "findings": findings}
+
+
+def doubled(folder: Path, stage: int) -> list[dict[str, float]]:
+    """Scale after each step, the reported norm, and the norm of Adam's gradient."""
+    engine, batch = scaled(folder, 256.0, stage=stage, lr=1e-12), one_batch(folder, 0, ROOMY)
+    values_: list[dict[str, float]] = []
+    for _ in range(8):
+        metrics = values(engine.step([batch]))
+        moments = [state["exp_avg"] for state in engine._adam.state.values()]
+        taken = sum(float((one**2).sum()) for one in moments) ** 0.5
+        scale, norm = metrics["train/loss_scale"], metrics["grad_norm"]
+        values_.append({"scale": scale, "norm": norm, "taken": taken})
+    return values_
+
+
+def run(rank: int, world_size: int, port: int, folder: Path) -> None:
+    from keel.trainer.engine import zero  # noqa: PLC0415  (loads DeepSpeed)
+
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    with computing(torch.float16):
+        for name, stage in AT_THE_END.items():
+            results[f"end {name}"] = at_the_end(folder, stage)
+    with computing(torch.float16) as patch:
+        patch.setattr(zero, "SCALE_WINDOW", WINDOW)
+        for stage in DOUBLED:
+            results[f"doubled {stage}"] = doubled(folder, stage)
+    with computing(torch.bfloat16) as patch:
+        whole = {n: trained(folder, stage, offload=off) for n, (stage, off) in BUCKETS.items()}
+        patch.setattr(zero, "bucket_elements", lambda _: SMALL)
+        for name, (stage, offload) in BUCKETS.items():
+            results[f"bucket {name}"] = whole[name], trained(folder, stage, offload=offload)
+    torch.save(results, folder / RESULTS)
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ def test_policy_replays_selections_and_reference_does_not() -> None:
         network = PolicyNetwork(theirs(), temperature=1.0)
         inputs = Inputs.of(batch, device)
         if reference:
-            return ReferencePolicy(network, device, None).logp(inputs)
+            return ReferencePolicy.frozen(network, device, None).logp(inputs)
         logp, _, _, indexers, _ = network.train()(inputs=inputs)
         assert indexers.requires_grad and indexers > 0
         return logp.detach()

@@ -2,20 +2,217 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.utils import counters
 
+from keel.configs.schema import AlgorithmConfig, Config
+from keel.rl.buffer import split_updates
 from keel.rl.metrics import values
-from tests.trainer.engine import lesson_scenarios
-from tests.trainer.engine.batches import write_dense, write_model, write_sparse
-from tests.trainer.engine.scenarios import results_of, run_all, same
-from tests.trainer.engine.window_scenarios import SCENARIOS, run_window_rank
+from keel.rl.packing import TrainBatch
+from keel.rl.sft import SftExample, pack_sft, supervised_segment
+from tests.trainer.engine.batches import (
+    VOCABULARY,
+    Rollouts,
+    write_dense,
+    write_model,
+    write_sparse,
+)
+from tests.trainer.engine.scenarios import (
+    TIGHT,
+    Ranks,
+    Result,
+    Scenario,
+    make_config,
+    results_of,
+    run_all,
+    run_rank,
+    same,
+)
 
 pytestmark = pytest.mark.e2e
+
+LESSON_STEPS = 2
+HELDOUT = 99
+"""Seed."""
+WARM_UP: Mapping[str, str] = {"model": "sparse", "attention": "warm-up"}
+"""Only indexers learn."""
+
+
+def lessons(seed: int) -> list[SftExample]:
+    """Five conversations of one to three contexts, most with several trained spans."""
+    random = np.random.default_rng(seed)
+
+    def segment(name: str) -> object:
+        length = int(random.integers(4, 14))
+        output = random.random(length) < 0.6
+        output[0], output[-1] = False, True
+        return supervised_segment(name, random.integers(0, VOCABULARY, length), output)
+
+    return [
+        SftExample(
+            prompt_id=f"c{number}",
+            segments=tuple(segment(f"c{number}") for _ in range(random.integers(1, 4))),  # pyright: ignore
+        )
+        for number in range(5)
+    ]
+
+
+def supervised(config: Config) -> Config:
+    """Disable clipping, which hides large gradients; a large eps preserves small ones."""
+    trainer = replace(config.trainer, grad_clip=0.0, warmup_steps=0, eps=1e-2)
+    return replace(config, algorithm=AlgorithmConfig(mask_delta=None), trainer=trainer)
+
+
+def learning(stage: int, *, model: str = "untied", **changes: object) -> Scenario:
+    """Held-out loss before and after two steps, metrics, and weights."""
+
+    def run(ranks: Ranks) -> Result:
+        config = supervised(make_config(ranks.world_size, stage, **changes))  # pyright: ignore
+        engine, trainer = ranks.engine(config, model), config.trainer
+        local = ranks.rank // trainer.sequence_parallel
+
+        def packed(seed: int):
+            return pack_sft(
+                lessons(seed), ranks=trainer.groups, micro_batch_tokens=trainer.micro_batch_tokens
+            )[local]
+
+        def measured() -> dict[str, float]:
+            return values(ranks.merged(engine.score(packed(HELDOUT))))
+
+        before = measured()
+        metrics = [
+            values(ranks.merged(engine.step([packed(step)]))) for step in range(LESSON_STEPS)
+        ]
+        return {
+            "heldout": [before, measured()],
+            "metrics": metrics,
+            "after": ranks.published(engine),
+        }
+
+    return run
+
+
+LESSON_SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
+    1: {
+        "warm-up": learning(0, **WARM_UP),
+        "lessons": learning(0),
+        "lessons unpacked": learning(0, tokens=1),
+        "lessons recomputed": learning(0, activation_checkpointing=True),
+    },
+    2: {
+        "warm-up stage 3": learning(3, tokens=TIGHT, **WARM_UP),
+        **{f"lessons stage {stage}": learning(stage, tokens=TIGHT) for stage in (1, 2)},
+        "lessons stage 3 sequence": learning(3, sequence_parallel=2, tokens=TIGHT),
+    },
+}
+
+STEPS = 3
+WINDOWS = 9
+PROMPT, HALF = 24, 96
+"""Tokens of a shared prompt, and of a micro-batch: three trajectories that share it, or two."""
+FEW = 40
+"""Tokens of micro-batches of two or three windows."""
+MASK_DELTA = 0.01
+"""Drops some of these trajectories."""
+
+
+def training(
+    stage: int,
+    *,
+    updates: int = 1,
+    model: str = "untied",
+    kl_coef: float = 0.0,
+    windows: int = WINDOWS,
+    prompt: int = 0,
+    **changes: Any,
+) -> Scenario:
+    def run(ranks: Ranks) -> Result:
+        config = make_config(
+            ranks.world_size, stage, mask_delta=MASK_DELTA, kl_coef=kl_coef, **changes
+        )
+        engine = ranks.engine(config, model)
+        counters.clear()
+        metrics, scored, split, shared = [], [], [], []
+        for step in range(STEPS):
+            # Step 1 has too few groups for all ranks, so some get padding.
+            rollouts = Rollouts(step, ranks.folder / "untied", windows=windows, prompt=prompt)
+            groups = rollouts.groups(1 if step == 1 else 2, 3, kl_coef=kl_coef)
+            batches = [ranks.batch(part, config) for part in split_updates(groups, updates)]
+            passes: list[Any] = [None] * ranks.world_size
+            dist.all_gather_object(passes, [len(batch.scored_first) for batch in batches])
+            scored.append(passes)
+            shared.append([any_shared(batch) for batch in batches])
+            split.append([batch.split_sequences for batch in batches])
+            metrics.append(ranks.merged(engine.step(batches)))
+        after = ranks.published(engine)
+        return {
+            "after": after,
+            "metrics": metrics,
+            "scored": scored,
+            "split": split,
+            "shared": shared,
+            "graphs": counters["stats"]["unique_graphs"],
+        }
+
+    return run
+
+
+def any_shared(batch: TrainBatch) -> bool:
+    return any(one.follows is not None for one in batch.micro_batches)
+
+
+def prompted(stage: int, *, share_prompts: bool = True, **changes: Any) -> Scenario:
+    """Trajectories of one window with a long shared prompt."""
+    changes |= {"windows": 1, "prompt": PROMPT, "share_prompts": share_prompts}
+    return training(stage, tokens=HALF, **changes)
+
+
+SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
+    1: {
+        "whole": training(0),
+        "whole, updates": training(0, updates=2),
+        "whole, reference": training(0, kl_coef=0.1),
+        "whole, dense": training(0, model="dense"),
+        "whole, tight": training(0, tokens=FEW),
+        "whole, prompted": prompted(0, share_prompts=False, kl_coef=0.1),
+        "prompted, alone": prompted(0, kl_coef=0.1),
+    },
+    2: {
+        **{f"whole, stage {stage}": training(stage, tokens=FEW) for stage in (0, 2)},
+        "updates, stage 3": training(3, tokens=FEW, updates=2),
+        "reference, stage 1": training(1, tokens=FEW, kl_coef=0.1),
+        "dense, stage 3, sequence": training(3, tokens=FEW, model="dense", sequence_parallel=2),
+        "prompted, stage 1, sequence": prompted(1, kl_coef=0.1, sequence_parallel=2),
+        "prompted, stage 3, recomputed": prompted(3, kl_coef=0.1, activation_checkpointing=True),
+        "prompted, stage 1, experts": prompted(1, kl_coef=0.1, expert_parallel=2),
+        "whole, stage 1, sequence": training(1, tokens=FEW, sequence_parallel=2),
+        "whole, stage 2, asleep, recomputed": training(
+            2, tokens=FEW, sleep=True, activation_checkpointing=True
+        ),
+        "whole, stage 3, recomputed": training(3, tokens=FEW, activation_checkpointing=True),
+        "whole, stage 3, experts": training(3, tokens=FEW, expert_parallel=2),
+    },
+    4: {"whole, stage 3, 4 ranks, sequence": training(3, tokens=FEW, sequence_parallel=2)},
+}
+
+
+ALL = {size: {**local, **LESSON_SCENARIOS.get(size, {})} for size, local in SCENARIOS.items()}
+"""Including supervised scenarios, in the same processes."""
+
+
+def run_window_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
+    run_rank(rank, world_size, port, folder, ALL)
+
+
 WHOLE = ("whole", "whole, updates", "whole, reference", "whole, dense")
 PROMPTED = "whole, prompted"
 OTHERS = [name for size in SCENARIOS.values() for name in size if name not in (*WHOLE, PROMPTED)]
@@ -78,7 +275,7 @@ def test_all_ranks_score_equally_often(results: dict[str, Any], name: str) -> No
 
 LESSONS = [
     name
-    for size in lesson_scenarios.SCENARIOS.values()
+    for size in LESSON_SCENARIOS.values()
     for name in size
     if name not in ("lessons", "warm-up")
 ]
@@ -105,7 +302,7 @@ def test_sft_matches_transformers(folder: Path, results: dict[str, Any]) -> None
 
     def loss(seed: int) -> Tensor:
         total, count = torch.zeros(()), 0
-        for lesson in lesson_scenarios.lessons(seed):
+        for lesson in lessons(seed):
             for segment in lesson.segments:
                 ids = torch.from_numpy(segment.token_ids_T).long()[None]
                 labels = ids.where(torch.from_numpy(segment.trainable_T), -100)
@@ -125,9 +322,7 @@ def test_sft_matches_transformers(folder: Path, results: dict[str, Any]) -> None
     )
     engine_result = results["lessons"]
     with torch.no_grad():
-        assert engine_result["heldout"][0]["nll"] == pytest.approx(
-            float(loss(lesson_scenarios.HELDOUT)), rel=1e-5
-        )
+        assert engine_result["heldout"][0]["nll"] == pytest.approx(float(loss(HELDOUT)), rel=1e-5)
     for step, metrics in enumerate(engine_result["metrics"]):
         theirs = loss(step)
         assert metrics["loss"] == pytest.approx(float(theirs.detach()), rel=1e-5)
@@ -137,6 +332,4 @@ def test_sft_matches_transformers(folder: Path, results: dict[str, Any]) -> None
         adam.zero_grad()
     same(engine_result["after"], dict(checkpoint_tensors(model)), atol=1e-5)
     with torch.no_grad():
-        assert engine_result["heldout"][1]["nll"] == pytest.approx(
-            float(loss(lesson_scenarios.HELDOUT)), rel=1e-5
-        )
+        assert engine_result["heldout"][1]["nll"] == pytest.approx(float(loss(HELDOUT)), rel=1e-5)
