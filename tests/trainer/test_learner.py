@@ -133,29 +133,23 @@ def test_lost_sender_fails_every_engine(
     assert isinstance(two.exception(PATIENCE_S), EngineError)
 
 
-def one_batch() -> TrainBatch:
-    pair = [trajectory(segment(s, 5), sibling=s) for s in (0, 1)]
-    return pack([scored(pair, [0.0, 1.0])], ranks=1, micro_batch_tokens=64)[0]
-
-
 def test_deadline_scales_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(2, 1)
-    waited: list[StepDeadline] = []
-    learner = Ranks(monkeypatch, (1, StepReport(version=3, metrics={}))).learner(config)
-    learner._config = replace(config, trainer=replace(config.trainer, ranks=1))
+    learner = Ranks(monkeypatch, (1, StepReport(version=3, metrics={}))).learner(make_config(1, 1))
     monkeypatch.setattr(ray_timeouts, "put", lambda value: value)
     monkeypatch.setattr(ray_timeouts, "call", lambda *_, **__: 0)
-    wait = Learner._wait
+    pair = [trajectory(segment(s, 5), sibling=s) for s in (0, 1)]
+    waited, wait = list[float](), learner._wait
 
-    def noted(self: Learner, refs: Sequence[Any], limit: StepDeadline) -> list[Any]:
-        waited.append(limit)
-        return wait(self, refs, limit)
+    def noted(refs: Sequence[Any], limit: StepDeadline) -> list[Any]:
+        waited.append(limit.seconds)
+        return wait(refs, limit)
 
-    monkeypatch.setattr(Learner, "_wait", noted)
+    monkeypatch.setattr(learner, "_wait", noted)
     for steps in (1, 4):
         learner._deadlines = StepDeadlines(600.0, 0.0)
-        assert learner.train([[one_batch()] * steps]).version == 3
-    assert [limit.seconds for limit in waited] == [600, 2400]
+        (batch,) = pack([scored(pair, [0.0, 1.0])], ranks=1, micro_batch_tokens=64)
+        assert learner.train([[batch] * steps]).version == 3
+    assert waited == [600, 2400]
 
 
 def scored_first(config: Config) -> list[list[int]]:

@@ -1,7 +1,8 @@
-"""The loop against fakes: order of events, metrics, stopping, resuming, empty batches."""
+"""The loop against fakes: order of events, stops, failures and resumes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 
 from keel.configs.schema import AlgorithmConfig, Config, DataConfig, RunConfig, SourceConfig
+from keel.rl.futures import failed
 from keel.rl.metrics import Mean, Metric, Sum
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, StepResult, Trajectory
 from keel.trainer.guard import Saver
 from keel.trainer.loop import Parts, train
+from tests.data.test_stream import stream
 from tests.rl.rollouts import prompt
 
 SOURCE = SourceConfig(name="sums", source="reasoning_gym", task="chain_sum", size=10)
@@ -55,20 +58,13 @@ class FakeRun:
     """All parts of a run in one object, which records events."""
 
     def __init__(
-        self,
-        *,
-        empty: bool = False,
-        stop_after: int | None = None,
-        version: int = 0,
-        easy: Sequence[str] = (),
-        empty_eval: bool = False,
+        self, *, stop_after: int | None = None, version: int = 0, easy: Sequence[str] = ()
     ):
         self.events: list[str] = []
         self.records: dict[int, Mapping[str, Metric]] = {}
         self.version, self.engine_version = version, 0
-        self.empty, self.stop_after, self.asked = empty, stop_after, 0
+        self.empty, self.stop_after, self.asked = False, stop_after, 0
         self.easy, self.unfinished, self.unwritable = easy, list[str](), list[int]()
-        self.empty_eval, self.partial = empty_eval, (1.0, 0.0)
         self.went_wrong: dict[str, Any] = {}
 
     def take(self, n: int) -> Sequence[Prompt]:
@@ -82,7 +78,7 @@ class FakeRun:
     def sampled(self, p: Prompt, purpose: str) -> Group:
         if self.events[-1:] != [f"{purpose}@{self.engine_version}"]:
             self.events.append(f"{purpose}@{self.engine_version}")
-        if self.empty or (self.empty_eval and purpose == "eval"):
+        if self.empty:
             return Group(prompt=p, trajectories=(), dropped=("late", "late"))
         both = tuple(answer(p.prompt_id, i, self.engine_version) for i in range(2))
         return Group(prompt=p, trajectories=both)
@@ -97,9 +93,8 @@ class FakeRun:
         return {"judge/calls": Sum(3)}
 
     def scored(self, group: Group) -> ScoredGroup:
-        first, second = self.partial
         right = group.prompt.prompt_id in self.easy
-        correct = [first, 1.0 if right else second][: len(group.trajectories)]
+        correct = [1.0, float(right)][: len(group.trajectories)]
         rewards = np.array(correct, np.float32)
         return ScoredGroup(
             group=group,
@@ -146,8 +141,7 @@ class FakeRun:
     def hurry(self) -> bool:
         return False
 
-    def leave(self) -> bool:
-        return False
+    leave = hurry
 
     def whole(self, error: Exception) -> bool:
         return True
@@ -262,3 +256,197 @@ def test_giving_up_saves_no_checkpoint() -> None:
         world.run(config(checkpoint_every=1, eval_every=1))
     assert world.events[-2:] == ["step@1", "keep@1 p0,p1: a token"]
     assert "reward/mean" in world.records[1] and "loss" in world.records[1]
+
+
+class Hurried(FakeRun):
+    """Preempted after event `when`; later requests never finish."""
+
+    def __init__(self, when: str, **changes: Any) -> None:
+        super().__init__(**changes)
+        self.when = when
+        self.given_up: list[Future[Any]] = []
+
+    def hurry(self) -> bool:
+        return self.when in self.events
+
+    def submit(self, what: Any, purpose: str) -> Future[Any]:
+        answer = super().submit(what, purpose)
+        if self.hurry():
+            self.given_up.append(answer := Future())
+        return answer
+
+    def push(self, version: int) -> Future[None]:
+        update = super().push(version)
+        return Future() if self.hurry() else update
+
+    def stop(self) -> bool:
+        return self.hurry()
+
+
+@pytest.mark.parametrize(
+    ("when", "saved", "reached"),
+    [
+        ("eval@0", [], 0),
+        ("train@0", [], 0),  # nothing to save before the first step
+        ("step@1", ["save@1"], 1),  # saved, without pushing its weights
+        ("update@1", ["save@1"], 1),
+        ("train@1", ["save@1"], 1),  # aborted: the step before it is saved
+        ("eval@2", ["save@2"], 2),
+        ("save@2", ["save@2"], 2),
+        ("train@2", ["save@2"], 2),  # saved already
+    ],
+)
+def test_abort_saves_the_last_trained_step(when: str, saved: list[str], reached: int) -> None:
+    world = Hurried(when)
+    assert world.run(config(steps=9, eval_every=2, checkpoint_every=2)) == reached
+    assert [event for event in world.events if event.startswith("save")] == saved
+    assert sorted(world.records) == list(range(reached + 1)) if when != "eval@0" else [0]
+    # Prompts of cancelled completions are repeated.
+    if when == "train@1":
+        assert world.unfinished == ["p2", "p3"]
+    assert all(future.cancelled() for future in world.given_up)
+
+
+class Asked(FakeRun):
+    """Interrupted by Ctrl-C during an evaluation that never ends."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+
+    def leave(self) -> bool:
+        return self.when in self.events
+
+    def stop(self) -> bool:
+        return self.leave()
+
+    def submit(self, what: Any, purpose: str) -> Future[Any]:
+        answer = super().submit(what, purpose)
+        return Future() if self.leave() and purpose == "eval" else answer
+
+
+@pytest.mark.parametrize(("when", "saved"), [("eval@0", []), ("eval@2", ["save@2"])])
+def test_stop_cuts_evaluations_short(when: str, saved: list[str]) -> None:
+    world = Asked(when)
+    assert world.run(config(steps=9, eval_every=2)) == int(when[-1])
+    assert [event for event in world.events if event.startswith("save")] == saved
+    assert not world.evaluated(int(when[-1]))
+
+
+@pytest.mark.parametrize("start", [2, 3])
+def test_cut_evaluation_is_made_up_for(start: int) -> None:
+    cut_off = Hurried(f"eval@{start}")
+    changed = config(steps=3, eval_every=2)
+    assert cut_off.run(changed) == start and not cut_off.evaluated(start)
+    world = FakeRun(version=start)
+    world.records.update({start: cut_off.records[start]})
+    assert world.run(changed, start=start) == 3
+    assert world.events[:2] == [f"update@{start}", f"eval@{start}"]
+    assert world.evaluated(start) and world.evaluated(3)
+    assert world.asked == (0 if start == 3 else world.asked)
+
+
+class Failing(FakeRun):
+    """Engines or rewards fail after event `when`."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+
+    def whole(self, error: Exception) -> bool:
+        self.events.append(f"asked about {error}")
+        return True
+
+    def submit(self, what: Any, purpose: str) -> Future[Any]:
+        answer = super().submit(what, purpose)
+        return failed(RuntimeError("all is over")) if self.when in self.events else answer
+
+    def push(self, version: int) -> Future[None]:
+        update = super().push(version)
+        return failed(RuntimeError("all is over")) if self.when in self.events else update
+
+
+@pytest.mark.parametrize(
+    ("when", "saved", "recorded"),
+    [
+        ("train@0", [], 0),  # there is nothing to save
+        ("step@1", ["save@1"], 1),  # its weights are not pushed
+        ("train@1", ["save@1"], 1),
+        ("eval@2", ["save@2"], 2),
+        ("train@2", ["save@2"], 2),  # before step 2 is evaluated
+        ("train@3", ["save@2", "save@3"], 3),
+    ],
+)
+def test_engine_errors_leave_a_checkpoint(when: str, saved: list[str], recorded: int) -> None:
+    world = Failing(when)
+    with pytest.raises(RuntimeError, match="all is over") as raised:
+        world.run(config(steps=9, eval_every=2, checkpoint_every=2))
+    assert [event for event in world.events if event.startswith("save")] == saved
+    assert sorted(world.records) == list(range(recorded + 1))
+    message = f"Rerun the same command to resume from step {recorded}"
+    assert getattr(raised.value, "__notes__", []) == [message] * (recorded > 0)
+    assert len([event for event in world.events if event.startswith("asked")]) == 1
+
+
+def test_prompts_of_an_empty_batch_repeat() -> None:
+    class Empty(FakeRun):
+        def step(self, groups: Any) -> Any:
+            self.empty = True
+            return super().step(groups)
+
+    world = Empty()
+    with pytest.raises(RuntimeError, match="none of 2 groups has a completion") as raised:
+        world.run(config(steps=9, eval_every=5))
+    assert world.events[-1] == "save@1" and world.unfinished == ["p2", "p3"]
+    assert "resume from step 1" in raised.value.__notes__[0]
+
+
+class CountedRun(FakeRun):
+    """Takes its prompts from a stream, and counts what happens to them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.stream, self.cursor = stream(), dict[str, Any]()
+        self.drawn, self.trained, self.filtered = (Counter[str]() for _ in range(3))
+
+    def take(self, n: int) -> Sequence[Prompt]:
+        prompts = self.stream.take(n)
+        self.drawn.update(prompt.prompt_id for prompt in prompts)
+        return prompts
+
+    def state(self, unfinished: Sequence[Prompt]) -> Mapping[str, Any]:
+        return self.stream.state(unfinished)
+
+    def record(
+        self,
+        step: int,
+        metrics: Mapping[str, Metric],
+        groups: Sequence[ScoredGroup],
+        discarded: Sequence[ScoredGroup] = (),
+    ) -> None:
+        super().record(step, metrics, groups, discarded)
+        self.trained.update(group.group.prompt.prompt_id for group in groups)
+        self.filtered.update(group.group.prompt.prompt_id for group in discarded)
+
+    def save(self, step: int, cursor: Mapping[str, Any]) -> bool:
+        self.cursor = dict(cursor)
+        return super().save(step, cursor)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+@pytest.mark.parametrize("easy", [(), ("a/1", "a/3", "b/2"), ("a/0", "a/1", "a/2", "a/3", "a/4")])
+def test_resumed_run_loses_and_repeats_no_prompt(lag: int, easy: tuple[str, ...]) -> None:
+    """Also with groups sampled ahead, and with filtered groups of a batch that is not full yet."""
+    algorithm = {"max_lag": lag, "filter_groups": "correct", "max_refills": 2.0}
+    first = CountedRun(easy=easy, stop_after=3)
+    first.run(config(algorithm, steps=8))
+    second = CountedRun(easy=easy, version=3)
+    second.stream.restore(first.cursor)
+    second.run(config(algorithm, steps=8), start=3)
+    assert first.trained.total() == 6 and second.trained.total() == 10
+    assert len(first.cursor["unfinished"]) == 2 * (lag + 1) or easy, "sampled ahead"
+    for run, drawn in ((first, first.drawn), (second, second.drawn)):
+        ends = run.trained + run.filtered + Counter(run.cursor["unfinished"])
+        assert not ends - drawn, "a prompt was trained on twice"
+        # Filtered groups of a batch that was never full are not reported.
+        assert set(drawn - ends) <= set(easy), "a prompt was lost"

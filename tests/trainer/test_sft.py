@@ -56,25 +56,18 @@ class Ranks:
         self.version = 0
         self.learned: list[list[int]] = []
         """Tokens of each step's conversations."""
-        self.named: list[list[str]] = []
-        self.found: tuple[str, ...] = ()
-        self.scored: Callable[[int], object] = lambda version: None
 
     def train(
         self, shares: Sequence[Sequence[TrainBatch]], lessons: Sequence[SftExample], /
     ) -> StepResult:
-        self.named.append([lesson.prompt_id for lesson in lessons])
         rows = [row for share in shares for batch in share for row in batch.micro_batches]
         self.learned.append(sorted(int(n) + 1 for row in rows for n in row.sequence_tokens_S))
         self.version += 1
-        return StepResult(version=self.version, metrics={"loss": Sum(1.0)}, findings=self.found)
+        return StepResult(version=self.version, metrics={"loss": Sum(1.0)})
 
     def score(
         self, shares: Sequence[Mapping[str, TrainBatch]], hurry: Callable[[], bool], /
     ) -> dict[str, Metric]:
-        self.scored(self.version)
-        if hurry():
-            return {}
         return {f"{name}/nll": Mean(4.0 - self.version, 2) for name in shares[0]}
 
 
@@ -88,10 +81,6 @@ class Run:
         self.batches = sft.Batches(stream(examples), config.sft, epoch=len(examples))
         self.steps: dict[int, dict[str, float]] = {}
         self.saved: dict[int, Mapping[str, Any]] = {}
-        self.said: list[str] = []
-        self.failing: set[int] = set()
-        self.hurry_after = 99
-        self.attempt: Any = None
 
     def begin(self, activity: str) -> None: ...
     def reach(self, done: int, total: int, unit: str) -> None: ...
@@ -109,12 +98,8 @@ class Run:
         return any(name.startswith("eval/") for name in self.steps.get(step, {}))
 
     def save(self, step: int, cursor: Mapping[str, Any]) -> bool:
-        if step not in self.failing:
-            self.saved[step] = json.loads(json.dumps(cursor))
-        return step not in self.failing
-
-    def hurry(self) -> bool:
-        return self.ranks.version >= self.hurry_after
+        self.saved[step] = json.loads(json.dumps(cursor))
+        return True
 
     def fit(self, heldout: Sequence[SftExample] = (), *, start: int = 0) -> int:
         parts = sft.SftParts(
@@ -123,10 +108,8 @@ class Run:
             journal=self,
             heldout={"h": heldout} if heldout else {},
             save=self.save,
-            should_stop=lambda: len(self.steps) > self.stop_after or self.hurry(),
-            say=self.said.append,
-            should_abort=self.hurry,
-            attempt=self.attempt,
+            should_stop=lambda: len(self.steps) > self.stop_after,
+            say=print,
         )
         return sft.fit(parts, self.config, start=start)
 
@@ -210,38 +193,35 @@ def recipe(folder: Path, **source: Any) -> str:
     return str(path)
 
 
-def test_heldout_prompts_are_not_trained_on(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    questions = [{"prompt": f"What is  {i}?", "answer": str(i)} for i in range(12)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in questions))
-    prompts = {"name": "asked", "source": "jsonl", "path": str(path), "holdout": 5}
-    whole = json.dumps({"sources": [prompts]})
-    task = prepare_sft(recipe(tmp_path, holdout=0), [f"data={whole}"])
+@pytest.mark.parametrize("kind", ["chats", "template", "trajectories"])
+def test_heldout_prompts_are_not_trained_on(tmp_path: Path, kind: str) -> None:
+    """Whether the recipe renders them with a template, or an environment has sampled them."""
+
+    def write(name: str, lines: Sequence[Any]) -> str:
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return str(tmp_path / name)
+
+    path = write("p.jsonl", [{"prompt": f"What is  {i}?", "answer": str(i)} for i in range(12)])
+    prompts = {"name": "asked", "source": "jsonl", "path": path, "holdout": 5}
+    if kind == "template":
+        prompts["template"] = "boxed"
+    knobs = [f"data={json.dumps({'sources': [prompts]})}"]
+    if kind == "trajectories":
+        said = {"role": "assistant", "content": "Go on."}
+        rows = [
+            {
+                "id": f"asked/{1 + i}",
+                "parts": {"correct": 1.0},
+                "messages": [{"role": "user", "content": f"Room {i}."}, said],
+            }
+            for i in range(12)
+        ]
+        sampled = {"name": "chats", "source": "trajectories", "path": write("t.jsonl", rows)}
+        knobs.append(f"sft.sources={json.dumps([sampled])}")
+    task = prepare_sft(recipe(tmp_path, holdout=0), knobs)
     report = task.lessons.report["chats"]
     assert (report.learned, report.left_out) == (7, {"held out by data.sources": 5})
     assert task.config.data.sources == () and task.config.algorithm.mask_delta is None
-    # The recipe renders them with a template.
-    framed = json.dumps({"sources": [{**prompts, "template": "boxed"}]})
-    report = prepare_sft(recipe(tmp_path, holdout=0), [f"data={framed}"]).lessons.report["chats"]
-    assert (report.learned, report.left_out) == (7, {"held out by data.sources": 5})
-    # Trajectories of the same prompts from an environment.
-    path = tmp_path / "sampled.jsonl"
-    trajectories = [
-        {
-            "id": f"asked/{1 + i}",
-            "parts": {"correct": 1.0},
-            "messages": [
-                {"role": "user", "content": f"Room {i}."},
-                {"role": "assistant", "content": "Go on."},
-            ],
-        }
-        for i in range(12)
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in trajectories))
-    sampled = [{"name": "own", "source": "trajectories", "path": str(path)}]
-    knobs = [f"data={whole}", f"sft.sources={json.dumps(sampled)}"]
-    report = prepare_sft(recipe(tmp_path, holdout=0), knobs).lessons.report["own"]
-    assert (report.learned, report.left_out) == (7, {"held out by data.sources": 5})
 
 
 @pytest.mark.parametrize(

@@ -142,10 +142,14 @@ class Ranks:
                 assert waits == config.trainer.offload_while_sampling, config.trainer
         return results
 
-    def merged(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    def all(self, mine: object) -> list[Any]:
+        """Return a value of each rank."""
         everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, metrics)
-        return merge(everyone)
+        dist.all_gather_object(everyone, mine)
+        return everyone
+
+    def merged(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        return merge(self.all(metrics))
 
     def published(self, engine: TrainerEngine) -> dict[str, Tensor]:
         buckets = list(engine.publish(50_000))

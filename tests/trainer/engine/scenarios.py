@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from torch._dynamo.utils import counters
 from keel.configs.schema import ConfigError
 from keel.model.load import checkpoint_tensors, load_policy
 from keel.model.routing.routers import router_modules
+from keel.rl.metrics import values
 from tests.forked import forked_from
 from tests.ports import free_ports
 from tests.trainer.engine.batches import Rollouts
@@ -101,27 +103,25 @@ def referenced(stage: int, **changes: Any) -> Scenario:
     return run
 
 
-def reading(stage: int, **changes: Any) -> Scenario:
+def reading(
+    stage: int, *, model: str = "untied", outlined: bool = True, given: bool = False, **changes: Any
+) -> Scenario:
     """Count how often each rank reads the model, and compare policy and reference with its files.
 
     Unset weights are NaN. A second engine fails to read on the last reading rank. outlined: the
     model has an outline. given: rank 0 has read the model already.
     """
-    outlined, settings = changes.pop("outlined", True), changes.pop("given", False)
-    model = changes.pop("model", "untied")
 
     def run(ranks: Ranks) -> Result:
         from keel.trainer.engine import engine as module  # noqa: PLC0415  (loads DeepSpeed)
         from keel.trainer.engine import weights as sent  # noqa: PLC0415
         from keel.trainer.engine.expert_parallel import ExpertLayers  # noqa: PLC0415
-        from keel.trainer.engine.weights import Weights  # noqa: PLC0415
         from keel.trainer.placement.memory import reading_ranks  # noqa: PLC0415
 
         config = make_config(ranks.world_size, stage, kl_coef=0.1, **changes)
-        path = str(ranks.folder / model)
-        whole = load_policy(path, torch.float32)
+        whole = load_policy(path := str(ranks.folder / model), torch.float32)
         routers = len(router_modules(whole)) if config.trainer.expert_parallel > 1 else 0
-        selected = dict(checkpoint_tensors(whole))
+        expected = dict(checkpoint_tensors(whole))
         read, blind = list[str](), list[int]()
 
         def load(path: str, dtype: torch.dtype) -> Any:
@@ -133,31 +133,26 @@ def reading(stage: int, **changes: Any) -> Scenario:
         def unset(shape: tuple[int, ...], *, dtype: torch.dtype) -> Any:
             return torch.full(shape, torch.nan, dtype=dtype)
 
-        def of_all(mine: object) -> list[Any]:
-            values_: list[Any] = [None] * ranks.world_size
-            dist.all_gather_object(values_, mine)
-            return values_
-
         def equal(network: Any) -> bool:
             spread = ExpertLayers(network.model, expected=routers)
-            here = Weights(network.model, spread, stage=stage).named(torch.float32)
-            values_ = {name: torch.equal(tensor, selected[name]) for name, tensor in here}
-            return values_.keys() == selected.keys() and all(values_.values())
+            here = sent.Weights(network.model, spread, stage=stage).named(torch.float32)
+            matches = {name: torch.equal(tensor, expected[name]) for name, tensor in here}
+            return matches.keys() == expected.keys() and all(matches.values())
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "load_policy", load)
             patch.setattr(sent, "torch", SimpleNamespace(empty=unset, device=torch.device))
             if not outlined:
-                patch.setattr("keel.trainer.engine.weights.outline", lambda _: b"")
-            had = load_policy(path, torch.float32) if settings and ranks.rank == 0 else None
+                patch.setattr(sent, "outline", lambda _: b"")
+            had = load_policy(path, torch.float32) if given and ranks.rank == 0 else None
             engine = ranks.engine(config, model, read=had)
             assert engine._references._models[0] is not None
-            times = of_all(len(read))
-            same = of_all((equal(engine._network), equal(engine._references._models[0].network)))
+            times = ranks.all(len(read))
+            same = ranks.all((equal(engine._network), equal(engine._references._models[0].network)))
             blind += range(reading_ranks(config.trainer))[-1:]  # the last that reads
             with pytest.raises((ConfigError, OSError, RuntimeError)) as error:
                 ranks.engine(config, model)
-        return {"times": times, "same": same, "refused": of_all(repr(error.value))}
+        return {"times": times, "same": same, "refused": ranks.all(repr(error.value))}
 
     return run
 
@@ -251,20 +246,16 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
 
 
 def run_rank(
-    rank: int,
-    world_size: int,
-    port: int,
-    folder: Path,
-    scenarios: Mapping[int, Mapping[str, Scenario]] = SCENARIOS,
+    rank: int, world_size: int, port: int, folder: Path, module: str, attribute: str
 ) -> None:
-    """Run the scenarios for this number of ranks; rank 0 writes the results."""
+    """Run the module's scenarios for this number of ranks; rank 0 writes the results."""
     os.environ["LOCAL_RANK"] = "0"
     torch.set_num_threads(1)
     patience = timedelta(seconds=2 * PATIENCE_S)
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timeout=patience)
     ranks = Ranks(rank, world_size, store, folder)
     results: Result = {}
-    for name, scenario in scenarios[world_size].items():
+    for name, scenario in getattr(import_module(module), attribute)[world_size].items():
         # DeepSpeed collects garbage often; exclude all objects that exist already.
         gc.collect()
         gc.freeze()
@@ -273,16 +264,10 @@ def run_rank(
         torch.save(results, folder / f"results-{world_size}.pt")
 
 
-def results_of(folder: Path, sizes: Iterable[int]) -> Result:
-    """Results by scenario, once all processes have ended."""
-    values_: Result = {}
-    for size in sizes:
-        values_ |= torch.load(folder / f"results-{size}.pt", weights_only=False)
-    return values_
-
-
-def run_all(run: Callable[..., None], sizes: Collection[int], folder: Path) -> None:
-    """Execute `run` on every rank of each world size, all at the same time."""
+def run_all(folder: Path, module: str, attribute: str = "SCENARIOS") -> Result:
+    """Run a module's scenarios on each number of ranks, all at the same time. Returns the results
+    by scenario."""
+    sizes: list[int] = [*getattr(import_module(module), attribute)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -291,7 +276,11 @@ def run_all(run: Callable[..., None], sizes: Collection[int], folder: Path) -> N
         forked_from("tests.trainer.engine.preloaded")
         running = [
             mp.start_processes(
-                run, (size, port, folder), nprocs=size, join=False, start_method="forkserver"
+                run_rank,
+                (size, port, folder, module, attribute),
+                nprocs=size,
+                join=False,
+                start_method="forkserver",
             )
             for size, port in zip(sizes, free_ports(len(sizes)), strict=True)
         ]
@@ -299,6 +288,10 @@ def run_all(run: Callable[..., None], sizes: Collection[int], folder: Path) -> N
             assert context is not None
             while not context.join(timeout=120):
                 pass
+    results: Result = {}
+    for size in sizes:
+        results |= torch.load(folder / f"results-{size}.pt", weights_only=False)
+    return results
 
 
 def same(actual: dict[str, Any], expected: dict[str, Any], *, atol: float) -> None:
@@ -308,3 +301,13 @@ def same(actual: dict[str, Any], expected: dict[str, Any], *, atol: float) -> No
         torch.testing.assert_close(
             actual[name], tensor, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def same_training(
+    actual: Result, expected: Result, *, atol: float = 1e-5, rel: float = 1e-4, abs: float = 1e-6
+) -> None:
+    """Compare the weights after training and the metrics of each step."""
+    same(actual["after"], expected["after"], atol=atol)
+    assert actual.get("version") == expected.get("version")
+    for one, other in zip(actual["metrics"], expected["metrics"], strict=True):
+        assert values(one) == pytest.approx(values(other), rel=rel, abs=abs, nan_ok=True)

@@ -84,10 +84,8 @@ def skipping(stage: int, *, bfloat16: bool = False, **trainer: Any) -> Any:
 
 def findings_of(ranks: Ranks, findings: Sequence[Any], groups: Sequence[ScoredGroup]) -> list[str]:
     """Findings of all ranks."""
-    everyone: list[Any] = [None] * ranks.world_size
-    torch.distributed.all_gather_object(everyone, findings)
-    findings_by_rank = (finding for findings in everyone for finding in findings)
-    return list(describe_findings(list(findings_by_rank), groups))
+    everyone = [finding for rank in ranks.all(findings) for finding in rank]
+    return list(describe_findings(everyone, groups))
 
 
 def without_signal(stage: int) -> Any:

@@ -13,13 +13,7 @@ from safetensors.torch import load_file
 from keel.rl.metrics import values
 from tests.trainer.engine.batches import write_dense, write_model, write_sparse
 from tests.trainer.engine.ranks import SAVED_AFTER, STAGES, STEPS
-from tests.trainer.engine.scenarios import (
-    SCENARIOS,
-    results_of,
-    run_all,
-    run_rank,
-    same,
-)
+from tests.trainer.engine.scenarios import SCENARIOS, run_all, same, same_training
 
 pytestmark = pytest.mark.e2e
 TWO_RANKS = [name for name in SCENARIOS[2] if name.startswith("stage")]
@@ -35,13 +29,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "tied", tied=True)
     write_dense(folder / "dense")
     write_sparse(folder / "sparse")
-    run_all(run_rank, SCENARIOS, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Any]:
-    return results_of(folder, SCENARIOS)
+    return run_all(folder, "tests.trainer.engine.scenarios")
 
 
 @pytest.mark.parametrize(
@@ -73,21 +66,14 @@ def model_of(name: str) -> str:
 @pytest.mark.parametrize("name", [*TWO_RANKS, "accumulated", *RECOMPUTED])
 def test_layout_does_not_change_the_result(results: dict[str, Any], name: str) -> None:
     plain, other = results[f"plain {model_of(name)}".removesuffix(" untied")], results[name]
-    same(other["after"], plain["after"], atol=1e-5)
-    assert other["version"] == plain["version"] == STEPS
-    for expected, actual in zip(plain["metrics"], other["metrics"], strict=True):
-        assert values(actual) == pytest.approx(values(expected), rel=1e-4, abs=1e-6, nan_ok=True)
+    assert plain["version"] == STEPS
+    same_training(other, plain)
 
 
 def test_mass_penalty_is_equal_on_any_layout(results: dict[str, Any]) -> None:
     plain, held = results["plain"], results["masses held"]
     for layout in ("accumulated", "stage 3 sequence"):
-        other = results[f"masses held, {layout}"]
-        same(other["after"], held["after"], atol=1e-5)
-        for expected, actual in zip(held["metrics"], other["metrics"], strict=True):
-            assert values(actual) == pytest.approx(
-                values(expected), rel=1e-4, abs=1e-6, nan_ok=True
-            )
+        same_training(results[f"masses held, {layout}"], held)
     assert not torch.equal(held["after"]["lm_head.weight"], plain["after"]["lm_head.weight"])
     last = values(held["metrics"][-1])
     assert last["sampling/mass_shortfall"] > 0
@@ -130,24 +116,18 @@ def test_resume_is_exact(results: dict[str, Any], name: str) -> None:
     assert "lm_head.weight" in result["refused"]
 
 
-def assert_identical(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    same(found["after"], expected["after"], atol=0)
-    for one, other in zip(found["metrics"], expected["metrics"], strict=True):
-        assert values(one) == pytest.approx(values(other), rel=0, abs=0, nan_ok=True)
-
-
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("how", ["offloaded", "stays"])
 def test_offloading_changes_nothing(results: dict[str, Any], stage: int, how: str) -> None:
     awake, offloaded = (results[f"bfloat16 {stage}"][key] for key in ("awake", how))
-    assert_identical(offloaded, awake)
+    same_training(offloaded, awake, atol=0, rel=0, abs=0)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("how", ["partly", "lacking", "crowded"])
 def test_crowded_gpu_learns_the_same(results: dict[str, Any], stage: int, how: str) -> None:
     awake, found = (results[f"crowded {stage}"][key] for key in ("awake", how))
-    assert_identical(found, awake)
+    same_training(found, awake, atol=0, rel=0, abs=0)
     gradients, update, sampling = (found[key] for key in ("gradients", "update", "sampling"))
     whole = results[f"crowded {stage}"]["crowded"]
     state = max(away["state"] for away in whole["gradients"])

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from keel.rl.metrics import values
 from tests.trainer.engine import test_expert_parallel as experts
 from tests.trainer.engine import test_windows as windows
 from tests.trainer.engine.batches import write_model
-from tests.trainer.engine.scenarios import (
-    TIGHT,
-    Scenario,
-    results_of,
-    run_all,
-    run_rank,
-    same,
-    training,
-)
+from tests.trainer.engine.scenarios import TIGHT, Scenario, run_all, same_training, training
 from tests.trainer.engine.test_expert_parallel import write_family
 
 pytestmark = pytest.mark.e2e
@@ -49,27 +39,17 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
 }
 
 
-def run_compiled_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
-    run_rank(rank, world_size, port, folder, SCENARIOS)
-
-
 TWO_RANKS = "stage 2 sequence recomputed offloaded compiled asleep"
 EXPERTS = f"{FAMILY}, compiled, stage 1"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Run every scenario once."""
     folder = tmp_path_factory.mktemp("compiled")
     write_model(folder / "untied")
     write_family(folder / FAMILY, FAMILY)
-    run_all(run_compiled_rank, SCENARIOS, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def results(folder: Path) -> dict[str, Any]:
-    return results_of(folder, SCENARIOS)
+    return run_all(folder, __name__)
 
 
 def test_layers_compile_once_for_all_lengths(results: dict[str, Any]) -> None:
@@ -90,7 +70,4 @@ def test_layers_compile_once_for_all_lengths(results: dict[str, Any]) -> None:
 def test_compiled_layers_learn_the_same(
     results: dict[str, Any], name: str, plain: str, atol: float, rel: float
 ) -> None:
-    same(results[name]["after"], results[plain]["after"], atol=atol)
-    assert results[name].get("version") == results[plain].get("version")
-    for expected, actual in zip(results[plain]["metrics"], results[name]["metrics"], strict=True):
-        assert values(actual) == pytest.approx(values(expected), rel=rel, abs=1e-6, nan_ok=True)
+    same_training(results[name], results[plain], atol=atol, rel=rel)

@@ -20,10 +20,9 @@ from tests.trainer.engine.scenarios import (
     Scenario,
     make_config,
     reading,
-    results_of,
     run_all,
-    run_rank,
     same,
+    same_training,
 )
 
 pytestmark = pytest.mark.e2e
@@ -169,7 +168,7 @@ def referenced(stage: int, **changes: Any) -> Scenario:
         updates = {name: before[name] - after[name] for name in after}
         gradients = {name: update / (1 - update.abs()) for name, update in updates.items()}
         metrics += train(ranks, engine, config, range(1, 2), kl_coef=0.1)
-        return {"gradients": gradients, "metrics": metrics}
+        return {"after": gradients, "metrics": metrics}
 
     return run
 
@@ -230,10 +229,6 @@ SCENARIOS: Mapping[int, Mapping[str, Scenario]] = {
 }
 
 
-def run_expert_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
-    run_rank(rank, world_size, port, folder, SCENARIOS)
-
-
 SPREAD = {**SCENARIOS[2], **SCENARIOS[4]}
 TRAINED = [name for name in SPREAD if name.split(",")[0] in FAMILIES]
 RESUMED = [
@@ -249,26 +244,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
     for family in FAMILIES:
         write_family(folder / family, family)
-    run_all(run_expert_rank, SCENARIOS, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Any]:
-    return results_of(folder, SCENARIOS)
-
-
-def same_metrics(actual: list[Any], expected: list[Any]) -> None:
-    for one, other in zip(actual, expected, strict=True):
-        assert values(one) == pytest.approx(values(other), rel=1e-4, abs=1e-6, nan_ok=True)
+    return run_all(folder, __name__)
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_training_equals_one_process(results: dict[str, Any], name: str) -> None:
     """After clipped steps, so the global gradient norm counts, too."""
     plain = results[name.split(",")[0]]
-    same(results[name]["after"], plain["after"], atol=1e-5)
-    same_metrics(results[name]["metrics"], plain["metrics"])
+    same_training(results[name], plain)
     assert values(plain["metrics"][0])["grad_norm"] > 0.05
     assert 0 < values(plain["metrics"][-1])["routing/overlap"] < 1
     moved = [not torch.equal(plain["after"][n], old) for n, old in plain["before"].items()]
@@ -278,10 +266,9 @@ def test_training_equals_one_process(results: dict[str, Any], name: str) -> None
 @pytest.mark.parametrize("name", [name for name in SPREAD if "reference" in name])
 def test_gradients_equal_one_process(results: dict[str, Any], name: str) -> None:
     plain = results[name.split(",")[0]]
-    same(results[name]["gradients"], plain["gradients"], atol=1e-5)
-    large = [gradient.abs().max() > 1e-3 for gradient in plain["gradients"].values()]
+    same_training(results[name], plain)
+    large = [gradient.abs().max() > 1e-3 for gradient in plain["after"].values()]
     assert sum(large) > 0.8 * len(large)
-    same_metrics(results[name]["metrics"], plain["metrics"])
 
 
 @pytest.mark.parametrize("name", ["replayed reference", "replayed reference, stage 3"])

@@ -12,21 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from keel.configs.schema import Config
 from keel.rl.metrics import values
-from keel.rl.packing import TrainBatch, pack
-from tests.buckets import unpack_bucket
+from keel.rl.packing import TrainBatch
 from tests.trainer.engine.batches import Rollouts, write_model
-from tests.trainer.engine.ranks import ROOMY, TIGHT, make_config
-from tests.trainer.engine.scenarios import run_all
+from tests.trainer.engine.ranks import TIGHT, make_config
+from tests.trainer.engine.scenarios import Ranks, run_all, same
 from tests.trainer.engine.skipping import with_nan
 
 pytestmark = pytest.mark.e2e
 
-RESULTS = "lone.pt"
-BUCKETS = {"1 offloaded": (1, True), "3": (3, False)}
+BUCKETS = ((1, True), (3, False))
+"""ZeRO stages, and whether the optimizer is offloaded."""
 SMALL = 1000
 """Elements of a bucket that is smaller than a tensor."""
-AT_THE_END = {"2 offloaded": 2}
 DOUBLED = (1, 3)
 WINDOW = 3
 
@@ -44,23 +43,16 @@ def computing(dtype: torch.dtype) -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def built(folder: Path, config: Any) -> Any:
-    from keel.trainer.engine.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
-
-    return TrainerEngine(str(folder), config)
+def one_batch(ranks: Ranks, step: int, config: Config) -> TrainBatch:
+    return ranks.batch(Rollouts(step, Path()).groups(2, 3), config)
 
 
-def one_batch(folder: Path, step: int, tokens: int) -> TrainBatch:
-    (batch,) = pack(Rollouts(step, folder).groups(2, 3), ranks=1, micro_batch_tokens=tokens)
-    return batch
-
-
-def trained(folder: Path, stage: int, *, offload: bool) -> tuple[dict[str, Tensor], int]:
+def trained(ranks: Ranks, stage: int, *, offload: bool) -> tuple[dict[str, Tensor], int]:
     """Weights after two steps, and the largest number of bucket elements."""
     from keel.trainer.engine.deepspeed_internals import buckets  # noqa: PLC0415  (loads DeepSpeed)
 
     config = make_config(1, stage, dtype="bfloat16", tokens=TIGHT, offload_optimizer=offload)
-    engine, most = built(folder, config), 0
+    engine, most = ranks.engine(config), 0
 
     def look(_: Tensor) -> None:
         nonlocal most
@@ -70,12 +62,11 @@ def trained(folder: Path, stage: int, *, offload: bool) -> tuple[dict[str, Tenso
     for parameter in engine._network.parameters():
         parameter.register_hook(look)
     for step in range(2):
-        engine.step([one_batch(folder, step, TIGHT)])
-    sent = [unpack_bucket(bucket) for bucket in engine.publish(50_000)]
-    return {name: one.clone() for bucket in sent for name, one in bucket}, most
+        engine.step([one_batch(ranks, step, config)])
+    return ranks.published(engine), most
 
 
-def scaled(folder: Path, scale: float, *, stage: int, lr: float) -> Any:
+def scaled(ranks: Ranks, scale: float, *, stage: int, lr: float) -> tuple[Any, TrainBatch]:
     config = make_config(
         1,
         stage,
@@ -87,14 +78,14 @@ def scaled(folder: Path, scale: float, *, stage: int, lr: float) -> Any:
         grad_clip=100.0,
         offload_optimizer=stage == 2,
     )
-    engine = built(folder, replace(config, run=replace(config.run, steps=100)))
+    engine: Any = ranks.engine(replace(config, run=replace(config.run, steps=100)))
     engine._engine.optimizer.loss_scaler.cur_scale = scale
-    return engine
+    return engine, one_batch(ranks, 0, config)
 
 
-def at_the_end(folder: Path, stage: int) -> dict[str, Any]:
+def at_the_end(ranks: Ranks) -> dict[str, Any]:
     """A bad step between good ones, then bad ones until the run gives up."""
-    engine, good = scaled(folder, 4096.0, stage=stage, lr=1e-2), one_batch(folder, 0, ROOMY)
+    engine, good = scaled(ranks, 4096.0, stage=2, lr=1e-2)
     bad = with_nan(good)
     first = [values(engine.step([batch])) for batch in (good, bad, good)]
     later: list[dict[str, float]] = []
@@ -104,9 +95,9 @@ def at_the_end(folder: Path, stage: int) -> dict[str, Any]:
     return {"first": first, "later": later, "gave up": engine.gave_up, "findings": findings}
 
 
-def doubled(folder: Path, stage: int) -> list[dict[str, float]]:
+def doubled(ranks: Ranks, stage: int) -> list[dict[str, float]]:
     """Scale after each step, the reported norm, and the norm of Adam's gradient."""
-    engine, batch = scaled(folder, 256.0, stage=stage, lr=1e-12), one_batch(folder, 0, ROOMY)
+    engine, batch = scaled(ranks, 256.0, stage=stage, lr=1e-12)
     values_: list[dict[str, float]] = []
     for _ in range(8):
         metrics = values(engine.step([batch]))
@@ -117,43 +108,37 @@ def doubled(folder: Path, stage: int) -> list[dict[str, float]]:
     return values_
 
 
-def run(rank: int, world_size: int, port: int, folder: Path) -> None:
+def alone(ranks: Ranks) -> dict[str, Any]:
     from keel.trainer.engine import zero  # noqa: PLC0415  (loads DeepSpeed)
 
-    torch.set_num_threads(1)
     results: dict[str, Any] = {}
-    with computing(torch.float16):
-        for name, stage in AT_THE_END.items():
-            results[f"end {name}"] = at_the_end(folder, stage)
     with computing(torch.float16) as patch:
+        results["end"] = at_the_end(ranks)
         patch.setattr(zero, "SCALE_WINDOW", WINDOW)
-        for stage in DOUBLED:
-            results[f"doubled {stage}"] = doubled(folder, stage)
+        results |= {f"doubled {stage}": doubled(ranks, stage) for stage in DOUBLED}
     with computing(torch.bfloat16) as patch:
-        whole = {n: trained(folder, stage, offload=off) for n, (stage, off) in BUCKETS.items()}
+        whole = [trained(ranks, stage, offload=offload) for stage, offload in BUCKETS]
         patch.setattr(zero, "bucket_elements", lambda _: SMALL)
-        for name, (stage, offload) in BUCKETS.items():
-            results[f"bucket {name}"] = whole[name], trained(folder, stage, offload=offload)
-    torch.save(results, folder / RESULTS)
+        small = [trained(ranks, stage, offload=offload) for stage, offload in BUCKETS]
+    return {**results, "buckets": list(zip(whole, small, strict=True))}
+
+
+SCENARIOS = {1: {"alone": alone}}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder: Path = tmp_path_factory.mktemp("lone")
-    write_model(folder)
-    run_all(run, [1], folder)
-    return torch.load(folder / RESULTS, weights_only=True)
+    folder = tmp_path_factory.mktemp("lone")
+    write_model(folder / "untied")
+    return run_all(folder, __name__)["alone"]
 
 
-@pytest.mark.parametrize("name", AT_THE_END)
-def test_run_gives_up_at_the_smallest_scale(results: dict[str, Any], name: str) -> None:
-    values_ = results[f"end {name}"]
+def test_run_gives_up_at_the_smallest_scale(results: dict[str, Any]) -> None:
+    values_ = results["end"]
     assert [step["train/loss_scale"] for step in values_["first"]] == [4096, 2048, 2048]
-    skipped = [step["train/skipped_steps"] for step in values_["first"]]
-    assert skipped == [0, 1, 0]
+    assert [step["train/skipped_steps"] for step in values_["first"]] == [0, 1, 0]
     assert len(values_["later"]) == 16 and values_["later"][-1]["train/loss_scale"] == 1
-    assert "16 optimizer steps" in values_["gave up"]
-    assert values_["findings"]
+    assert "16 optimizer steps" in values_["gave up"] and values_["findings"]
 
 
 @pytest.mark.parametrize("stage", DOUBLED)
@@ -166,11 +151,10 @@ def test_doubled_scale_does_not_halve_the_gradient(results: dict[str, Any], stag
     assert [step["taken"] for step in steps] == pytest.approx(norms, rel=1e-2)
 
 
-@pytest.mark.parametrize("name", BUCKETS)
-def test_buckets_may_be_smaller_than_a_tensor(results: dict[str, Any], name: str) -> None:
-    (whole, most), (small, less) = results[f"bucket {name}"]
+@pytest.mark.parametrize("index", range(len(BUCKETS)))
+def test_buckets_may_be_smaller_than_a_tensor(results: dict[str, Any], index: int) -> None:
+    (whole, most), (small, less) = results["buckets"][index]
     assert 0 < most <= 2 * sum(tensor.numel() for tensor in whole.values())
     assert max(tensor.numel() for tensor in whole.values()) > SMALL
     assert 0 < less <= 2 * SMALL
-    assert small.keys() == whole.keys()
-    assert all(torch.equal(small[name], tensor) for name, tensor in whole.items())
+    same(small, whole, atol=0)

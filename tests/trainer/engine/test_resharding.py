@@ -12,15 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from keel.rl.metrics import values
-from tests.trainer.engine.scenarios import (
-    Ranks,
-    Result,
-    Scenario,
-    results_of,
-    run_all,
-    run_rank,
-    same,
-)
+from tests.trainer.engine.scenarios import Ranks, Result, Scenario, run_all, same
 from tests.trainer.engine.test_expert_parallel import configure, train, write_family
 
 pytestmark = pytest.mark.e2e
@@ -144,14 +136,6 @@ LOADS: Mapping[int, Mapping[str, Scenario]] = {
 }
 
 
-def run_saves(rank: int, world_size: int, port: int, folder: Path) -> None:
-    run_rank(rank, world_size, port, folder, SAVES)
-
-
-def run_loads(rank: int, world_size: int, port: int, folder: Path) -> None:
-    run_rank(rank, world_size, port, folder, LOADS)
-
-
 PAIRS = [(layout, other) for layout, others in MOVES.items() for other in others]
 
 
@@ -164,10 +148,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(folder: Path) -> dict[str, Any]:
     """Run all saving scenarios, then all loading ones."""
     write_family(folder / MODEL, MODEL)
-    run_all(run_saves, SAVES, folder)
-    values_ = results_of(folder, SAVES)
-    run_all(run_loads, LOADS, folder)
-    return values_ | results_of(folder, LOADS)
+    return run_all(folder, __name__, "SAVES") | run_all(folder, __name__, "LOADS")
 
 
 @pytest.mark.parametrize(("layout", "other"), PAIRS, ids=lambda pair: str(pair))

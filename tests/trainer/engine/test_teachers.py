@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from keel.rl.metrics import values
 from keel.rl.packing import pack
 from keel.rl.types import ScoredGroup
 from tests.trainer.engine.batches import Rollouts, write_dense
-from tests.trainer.engine.ranks import TIGHT, make_config
+from tests.trainer.engine.scenarios import TIGHT, Ranks, make_config, run_all
 
 pytestmark = pytest.mark.e2e
 
@@ -39,31 +37,26 @@ def in_domain(groups: list[ScoredGroup], domain: str) -> list[ScoredGroup]:
     ]
 
 
-def kl_of(folder: Path, teachers: dict[str, str], domains: list[str]) -> float:
+def kl_of(ranks: Ranks, teachers: dict[str, str], domains: str) -> float:
     """Return the KL metric of one step on a group of each domain."""
-    from keel.trainer.engine.engine import TrainerEngine  # noqa: PLC0415  (loads DeepSpeed)
     from keel.trainer.worker import pack_shares  # noqa: PLC0415
 
-    config = config_for(teachers)
-    engine = TrainerEngine(str(folder / "student"), config)
-    groups: list[ScoredGroup] = []
+    config, groups = config_for(teachers), list[ScoredGroup]()
     for number, domain in enumerate(domains):
-        drawn = Rollouts(number, folder / "student").groups(1, 4, kl_coef=1.0)
-        groups += in_domain(drawn, domain)
+        groups += in_domain(Rollouts(number, Path()).groups(1, 4, kl_coef=1.0), domain)
     ((batch,),) = pack_shares(groups, config)
-    return values(engine.step([batch]))["kl/ref"]
+    return values(ranks.engine(config, "student").step([batch]))["kl/ref"]
 
 
-def run(folder: str) -> dict[str, float]:
-    path = Path(folder)
-    teachers = {"a": str(path / "teacher"), "b": str(path / "student"), "c": ""}
+def compared(ranks: Ranks) -> dict[str, float]:
+    teachers = {"a": str(ranks.folder / "teacher"), "b": str(ranks.folder / "student"), "c": ""}
     return {
-        "a": kl_of(path, teachers, ["a"]),
-        "b": kl_of(path, teachers, ["b"]),
-        "c": kl_of(path, teachers, ["c"]),
-        "alone": kl_of(path, {"a": teachers["a"]}, ["a"]),
-        "mixed": kl_of(path, teachers, ["a", "b", "c"]),
+        **{domains: kl_of(ranks, teachers, domains) for domains in ("a", "b", "c", "abc")},
+        "alone": kl_of(ranks, {"a": teachers["a"]}, "a"),
     }
+
+
+SCENARIOS = {1: {"compared": compared}}
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +64,7 @@ def kl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     folder = tmp_path_factory.mktemp("teachers")
     write_dense(folder / "student")
     write_other(folder / "teacher")
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(run, str(folder)).result()
+    return run_all(folder, __name__)["compared"]
 
 
 def write_other(folder: Path) -> None:
@@ -90,7 +82,7 @@ def write_other(folder: Path) -> None:
 def test_each_domain_is_compared_with_its_teacher(kl: dict[str, float]) -> None:
     assert kl["a"] == kl["alone"] > 1e-3
     assert kl["b"] == kl["c"] == 0.0, "the student itself, as a teacher and as the initial model"
-    assert 0 < kl["mixed"] < kl["a"]
+    assert 0 < kl["abc"] < kl["a"]
 
 
 def test_teachers_need_a_coefficient_and_agree_per_domain() -> None:
@@ -103,25 +95,23 @@ def test_teachers_need_a_coefficient_and_agree_per_domain() -> None:
     assert data.references == ("", "t", "u") and not data.uses_initial_model
 
 
-def test_teachers_of_untrained_domains_are_not_loaded(tmp_path: Path) -> None:
+def test_teachers_of_untrained_domains_are_not_loaded() -> None:
     from keel.trainer.worker import pack_shares  # noqa: PLC0415
 
-    write_dense(tmp_path / "student")
     config = config_for({"a": "t", "b": "u"})
     sources = tuple(replace(each, holdout=2) for each in config.data.sources)
     config = replace(config, data=replace(config.data, sources=sources, train_on=("b",)))
     assert config.data.references == ("", "u")
-    groups = in_domain(Rollouts(0, tmp_path / "student").groups(1, 3, kl_coef=1.0), "b")
+    groups = in_domain(Rollouts(0, Path()).groups(1, 3, kl_coef=1.0), "b")
     ((batch,),) = pack_shares(groups, config)
     kinds = [micro.reference_S for micro in batch.micro_batches]
     assert all(kind is not None and set(kind) == {1} for kind in kinds)
 
 
-def test_packing_keeps_references(tmp_path: Path) -> None:
-    write_dense(tmp_path / "student")
+def test_packing_keeps_references() -> None:
     groups: list[Any] = []
     for number, domain in enumerate(("a", "b")):
-        groups += in_domain(Rollouts(number, tmp_path / "student").groups(1, 3), domain)
+        groups += in_domain(Rollouts(number, Path()).groups(1, 3), domain)
     options: dict[str, Any] = {"ranks": 1, "micro_batch_tokens": 4096}
     (batch,) = pack(groups, references={"a": 0, "b": 2}, **options)
     (micro,) = batch.micro_batches

@@ -32,9 +32,7 @@ from tests.trainer.engine.scenarios import (
     Result,
     Scenario,
     make_config,
-    results_of,
     run_all,
-    run_rank,
     same,
 )
 
@@ -209,10 +207,6 @@ ALL = {size: {**local, **LESSON_SCENARIOS.get(size, {})} for size, local in SCEN
 """Including supervised scenarios, in the same processes."""
 
 
-def run_window_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
-    run_rank(rank, world_size, port, folder, ALL)
-
-
 WHOLE = ("whole", "whole, updates", "whole, reference", "whole, dense")
 PROMPTED = "whole, prompted"
 OTHERS = [name for size in SCENARIOS.values() for name in size if name not in (*WHOLE, PROMPTED)]
@@ -232,8 +226,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Any]:
     """Run every scenario once."""
-    run_all(run_window_rank, SCENARIOS, folder)
-    return results_of(folder, SCENARIOS)
+    return run_all(folder, __name__, "ALL")
 
 
 @pytest.mark.parametrize("name", OTHERS)
