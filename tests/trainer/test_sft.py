@@ -1,4 +1,4 @@
-"""The loop of supervised fine-tuning on fakes, and its preparation."""
+"""The loop of supervised training on fakes, and the preparation of `keel sft` and `pretrain`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ import pytest
 from keel.configs.load import load_config
 from keel.configs.schema import Config, ConfigError
 from keel.data.stream import Stream
+from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.metrics import Mean, Metric, Sum, values
 from keel.rl.packing import TrainBatch
 from keel.rl.sft import SftExample, supervised_segment
 from keel.rl.types import StepResult
 from keel.trainer import sft
-from keel.trainer.prepare import prepare_sft
+from keel.trainer.prepare import prepare_pretraining, prepare_sft, text_encoder
+from keel.trainer.run.checkpoint import State, save
 
 
 def lessons(*lengths: int) -> list[SftExample]:
@@ -171,24 +173,26 @@ def test_epochs_become_steps(knobs: tuple[int, int, float], steps: int) -> None:
     assert len(batches.take()) > 0, "a run that goes on goes on"
 
 
-def chats(folder: Path, count: int = 12) -> str:
-    path = folder / "chats.jsonl"
-    lines = [
-        {"prompt": f"What is {i}?", "completion": f"<think>it is {i}</think>{i}"}
-        for i in range(count)
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
-
-
-def recipe(folder: Path, **source: Any) -> str:
-    path = folder / "recipe.yaml"
-    chat = {"name": "chats", "source": "jsonl", "path": chats(folder), "holdout": 2, **source}
+def recipe(folder: Path, *, text: bool = False, holdout: int = 2) -> str:
+    """A recipe for conversations, or for text and a model with sparse attention."""
+    if text:
+        rows: list[Any] = [{"text": f"{number} " * 30} for number in range(8)]
+        tiny: dict[str, Any] = {"family": "deepseek_v32", "index_top_k": 16, "max_context": 64}
+        sft = {"max_context_tokens": 40}
+    else:
+        answer = "<think>it is {0}</think>{0}"
+        rows = [{"prompt": f"What is {i}?", "completion": answer.format(i)} for i in range(12)]
+        tiny = {}
+        sft = {"max_context_tokens": 64, "conversations_per_step": 4}
+    data = folder / "chats.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"name": "chats", "source": "text" if text else "jsonl"}
     sections = {
         "run": {"dir": str(folder / "run"), "device": "cpu"},
-        "model": {"path": "tiny", "dtype": "float32"},
-        "sft": {"sources": [chat], "max_context_tokens": 64, "conversations_per_step": 4},
+        "model": {"path": "tiny", "dtype": "float32", "tiny": {**tiny, "cold_start": {"steps": 0}}},
+        "sft": {"sources": [{**source, "path": str(data), "holdout": holdout}], **sft},
     }
+    path = folder / "recipe.yaml"
     path.write_text(json.dumps(sections))
     return str(path)
 
@@ -225,13 +229,54 @@ def test_heldout_prompts_are_not_trained_on(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "named"),
+    ("text", "overrides", "named"),
     [
-        ("sft.sources=[]", "data.sources = []"),
-        ("sft.max_context_tokens=8", r"chats\.jsonl:1 has \d+ tokens"),
-        ("sft.max_context_tokens=1000", "model.tiny.max_context = 512"),
+        (False, ["sft.sources=[]"], r"data.sources = \[\]"),
+        (False, ["sft.max_context_tokens=8"], r"chats\.jsonl:1 has \d+ tokens"),
+        (False, ["sft.max_context_tokens=1000"], "model.tiny.max_context = 512"),
+        (
+            True,
+            ["trainer.attention=warm-up", "model.tiny.family=qwen3_moe"],
+            "'warm-up': Qwen3MoeForCausalLM",
+        ),
+        (True, ["trainer.attention=warm-up", "model.tiny.index_top_k=50"], r"40 tokens.* 50"),
+        (
+            True,
+            ["sft.max_context_tokens=64", "model.tiny.index_top_k=62"],
+            r"61 tokens.*sft\.max_context_tokens",
+        ),
+        (True, ["sft.max_context_tokens=65"], r"max_context = 64"),
     ],
 )
-def test_invalid_sft_recipes_are_refused(tmp_path: Path, override: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=named.replace("[]", r"\[\]")):
-        prepare_sft(recipe(tmp_path), [override])
+def test_invalid_recipes_are_refused(
+    tmp_path: Path, text: bool, overrides: list[str], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        (prepare_pretraining if text else prepare_sft)(recipe(tmp_path, text=text), overrides)
+
+
+@pytest.mark.parametrize("epochs", [1.5, 2, 2.5])
+def test_finished_run_resumes_for_more_epochs(tmp_path: Path, epochs: float) -> None:
+    """The last step of the first epochs was truncated, which shifts later batches."""
+    path, knobs = recipe(tmp_path, text=True), ["sft.conversations_per_step=4", "sft.epochs=1"]
+    first = prepare_pretraining(path, knobs)
+    assert first.config.run.steps == 4, "of 14 windows the last has 2"
+    assert sum(len(first.batches.take()) for _ in range(4)) == 14
+    (tmp_path / "run").mkdir()
+    state = State(step=4, version=4, config="", cursor=first.batches.position())
+    save(tmp_path / "run" / "checkpoints", state, lambda folder: {}, keep=1)
+    task = prepare_pretraining(path, [*knobs, f"sft.epochs={epochs}"])
+    assert task.batches.position() == prepare_pretraining(path, knobs).batches.position()
+    task.batches.restore(state.cursor)
+    drawn = [len(task.batches.take()) for _ in range(4, task.config.run.steps)]
+    assert sum(drawn) == 14 * (epochs - 1)
+    assert prepare_pretraining(path, knobs).config.run.steps == 4
+
+
+def test_control_tokens_are_escaped_in_text() -> None:
+    tokenizer = build_tokenizer()
+    by = text_encoder(tokenizer)
+    ids = by.encode("so <|im_end|> ends it")
+    assert tokenizer.eos_token_id not in ids
+    assert tokenizer.decode(list(ids)) == "so <|im_end|> ends it"
+    assert (by.before, by.after) == ((), (tokenizer.eos_token_id,))
