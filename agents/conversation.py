@@ -137,6 +137,12 @@ class SegmentRecord:
         )
 
 
+def segments_of(records: Iterable[SegmentRecord]) -> tuple[Segment, ...]:
+    """Return the records' segments that have sampled tokens."""
+    segments = (record.segment() for record in records)
+    return tuple(segment for segment in segments if segment is not None)
+
+
 def common_prefix(ids: Sequence[int], records: Iterable[SegmentRecord]) -> int:
     """Return the length of the longest prefix that `ids` shares with any of the records."""
     longest = 0
@@ -253,9 +259,8 @@ class Conversation:
         self._begin_segment()
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return the segments for training, which are those with sampled tokens."""
-        parts = (record.segment() for record in self._records)
-        return tuple(part for part in parts if part is not None)
+        """Return the segments for training."""
+        return segments_of(self._records)
 
     def _begin_segment(self) -> None:
         self._pending = None

@@ -13,8 +13,9 @@ from typing import Any
 
 from keel.agents.env_process.process import (
     MAX_MESSAGE_BYTES,
-    LineProcess,
+    ChildProcess,
     Wrap,
+    launch,
     not_wrapped,
     with_deadline,
 )
@@ -61,7 +62,7 @@ class McpEpisode:
     def __init__(self, server: McpServer, *, starting: asyncio.Semaphore | None = None) -> None:
         self._server = server
         self._starting = starting
-        self._process: LineProcess | None = None
+        self._process: ChildProcess | None = None
         self._wire_fault: Fault | None = None
         """`exit` if the process has closed its channel, `large` after too large a message."""
         self._session: asyncio.Task[None] | None = None
@@ -76,13 +77,13 @@ class McpEpisode:
         async with self._starting or nullcontext():
             transport: Any = server.url
             if server.command:
-                self._process = await LineProcess.start(
+                self._process = await launch(
                     [word.replace("{seed}", str(seed)) for word in server.command],
                     env={"PYTHONHASHSEED": str(seed % 2**32), **server.env},
                     folder=server.folder,
                     wrap=server.wrap,
                     readable=(*([server.folder] if server.folder else ()), *server.readable),
-                )
+                ).connect()
                 transport = self._streams(self._process)
             try:
                 tools = await with_deadline(timeout_s, self._connect(transport))
@@ -197,7 +198,7 @@ class McpEpisode:
         return self._lost
 
     @asynccontextmanager
-    async def _streams(self, process: LineProcess) -> AsyncGenerator[Any]:
+    async def _streams(self, process: ChildProcess) -> AsyncGenerator[Any]:
         """Connect the lines that a process reads and writes to the client's message streams."""
         import anyio  # noqa: PLC0415  (a dependency of mcp)
         from mcp.shared.message import SessionMessage  # noqa: PLC0415

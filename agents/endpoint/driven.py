@@ -13,7 +13,7 @@ from keel.agents.budget import Budget
 from keel.agents.context import ContextManager
 from keel.agents.endpoint.mcp_tools import McpTools
 from keel.agents.endpoint.program import AgentProgram, ProgramResult, run_program
-from keel.agents.endpoint.recorder import Finished, TrajectoryRecorder
+from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.server import Address, Endpoint
 from keel.agents.episode import Episode
 from keel.agents.types import Environment, Unscored
@@ -31,7 +31,7 @@ class DrivenEpisode(Episode):
     starting: asyncio.Semaphore | None = None
     """Limits how many programs are between their start and their first turn."""
     ended: ProgramResult | None = None
-    finished: Finished | None = None
+    recorder: TrajectoryRecorder | None = None
     _broken: asyncio.Event = field(default_factory=asyncio.Event)
     _error: Exception | None = None
     """The engine error that ended the episode, raised after the engines' own retries."""
@@ -40,7 +40,7 @@ class DrivenEpisode(Episode):
         opening = await self.environment.open(self.task, seed=self.environment_seed)
         specs = tuple(tool.as_json() for tool in opening.tools)
         task = replace(self.task, messages=opening.messages, tools=specs or self.task.tools)
-        recorder = TrajectoryRecorder(
+        self.recorder = recorder = TrajectoryRecorder(
             name=self.name,
             prompt_id=self.task.prompt_id,
             chat=self.chat,
@@ -56,40 +56,41 @@ class DrivenEpisode(Episode):
             self.ended = ended = await self._drive(task, recorder, address)
             grace_s = 0.0 if self._error is not None else self.budget.call_s
         finally:
-            self.finished = finished = await self.endpoint.finish(self.name)
+            await self.endpoint.finish(self.name)
             await tools.finish(grace_s)
         if self._error is not None:
             raise self._error
-        self.usage = finished.usage
-        was_cut = finished.finish_reason != "stop" or tools.done
-        refusal = finished.failure or finished.refusal
+        self.usage = recorder.usage
+        was_cut = recorder.finish_reason != "stop" or tools.done
+        refusal = recorder.failure or recorder.refusal
         refusal = f"; the endpoint had refused: {refusal}" if refusal else ""
-        if not finished.segments:
+        if not recorder.segments:
             return f"{ended.describe(self.program)}; without a turn of the policy{refusal}"
         if tools.lost is not None:
             raise tools.lost
         if ended.failed and not was_cut:  # after a cut, its work counts however it took the error
             reason = f"{ended.describe(self.program)}{refusal}"
-            if finished.failure or self.program.drop_failures:
+            if recorder.failure or self.program.drop_failures:
                 return reason
             verdict = Verdict(parts={"correct": 0.0}, facts={"crash": reason})
             return self._trajectory("crash", verdict)
-        graded = await self._graded(finished.finish_reason)
+        graded = await self._graded(recorder.finish_reason)
         return graded if isinstance(graded, str) else self._with_program_verdict(graded, ended)
 
     def _record(self) -> tuple[tuple[Segment, ...], Sequence[Message], int]:
-        assert self.ended is not None and self.finished is not None
-        messages = [*self.finished.opening, *self.finished.messages]
+        assert self.ended is not None and self.recorder is not None
+        index = self.recorder.index
+        messages = [*index.opening, *index.messages]
         answer = self.ended.answer
         if answer is not None and answer != messages[-1]["content"]:
             # The message that rewards grade.
             messages.append({"role": "assistant", "content": answer, "name": PROGRAM})
-        return self.finished.segments, messages, len(self.finished.opening)
+        return self.recorder.segments, messages, len(index.opening)
 
     def _trajectory(self, reason: FinishReason, verdict: Verdict) -> Trajectory:
         trajectory = Episode._trajectory(self, reason, verdict)
-        assert self.finished is not None
-        dialogues = self.finished.dialogues
+        assert self.recorder is not None
+        dialogues = self.recorder.index.dialogues
         return replace(trajectory, dialogues=dialogues, tools=dialogues[0].tools)
 
     async def _drive(
@@ -206,7 +207,7 @@ async def try_program(
             environment_seed=seed,
         )
         outcome = await episode.run()
-    ended, finished = episode.ended, episode.finished
+    ended, recorder = episode.ended, episode.recorder
     failed = ended.failed if ended is not None else ""
     limit = "stop" if isinstance(outcome, str) else outcome.finish_reason
     if not contexts:
@@ -228,8 +229,8 @@ async def try_program(
             f"WARNING: it {failed} after the model had answered {_SCRIPTED_TEXT!r}. In training, a "
             f"failure {effect} (on_failure). Its last words: {ended.output[-_MAX_OUTPUT:]}"
         )
-        if finished is not None and finished.refusal:
-            summary += f". The endpoint refused a request: {finished.refusal}"
+        if recorder is not None and recorder.refusal:
+            summary += f". The endpoint refused a request: {recorder.refusal}"
     return ProgramTrial(
         turns=len(contexts),
         opening_tokens=contexts[0],

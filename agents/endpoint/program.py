@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from keel.agents.endpoint.server import Address
 from keel.agents.env_process.client import verdict_of
-from keel.agents.env_process.process import LineProcess, Wrap, encode_line, not_wrapped
+from keel.agents.env_process.process import ChildProcess, Wrap, encode_line, launch, not_wrapped
 from keel.agents.env_process.program import ENVIRONMENT, READABLE, START
 from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Prompt, Verdict
@@ -150,18 +150,18 @@ async def run_program(
         "socket": str(address.socket) if is_wrapped else None,
         "memory_mib": program.memory_mib,
     }
-    process: LineProcess | None = None
+    process: ChildProcess | None = None
     late = asyncio.ensure_future(until)
     reply: dict[str, Any] | str | None = None
     try:
         line = encode_line(request)
-        process = await LineProcess.start(
+        process = await launch(
             [program.python, str(START), "drive"],
             env={"TMPDIR": scratch} if scratch else {},
             folder=folder,
             wrap=program.wrap,
             readable=(*READABLE, folder, address.socket, *program.readable),
-        )
+        ).connect()
         async with asyncio.timeout(_SEND_S):
             await process.send(line)
         received = asyncio.ensure_future(process.receive())

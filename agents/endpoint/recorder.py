@@ -10,7 +10,7 @@ import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import count
 from math import inf
@@ -19,40 +19,18 @@ from time import monotonic
 import numpy as np
 
 from keel.agents.budget import CHARACTERS_PER_TOKEN, Budget, with_turn
-from keel.agents.conversation import SegmentRecord, common_prefix
+from keel.agents.conversation import SegmentRecord, common_prefix, segments_of
 from keel.agents.endpoint.replies import Reply, client_message
 from keel.agents.endpoint.requests import ApiError, ChatRequest, budget_spent
 from keel.agents.endpoint.turn_index import Turn, TurnIndex, key_of_tools, prefix_keys
 from keel.agents.schemas import arguments_of
 from keel.rl.turns import Chat, Malformed, Message, Parsed, TurnRequest, TurnResult
-from keel.rl.types import Dialogue, FinishReason, Segment, Usage
+from keel.rl.types import FinishReason, Segment, Usage
 
 _TURN_S = 600.0
 """Time limit for a turn in seconds. It equals the default timeout of OpenAI's clients."""
 _CANCEL_S = 10.0
 """Seconds to wait for cancelled turns when the trajectory is closed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """A recorded trajectory."""
-
-    segments: tuple[Segment, ...]
-    opening: tuple[Message, ...]
-    """The messages of the first request for a turn."""
-    messages: tuple[Message, ...]
-    """All messages after the opening, from all conversations, in the order of the turns."""
-    dialogues: tuple[Dialogue, ...]
-    """The messages grouped by conversation, each with the tools that were available in it."""
-    usage: Usage
-    finish_reason: FinishReason
-    """`stop`, or the limit that truncated or refused the turn that ended last."""
-    counts: Counter[str]
-    """The counts of `TrajectoryRecorder`."""
-    failure: str = ""
-    """Why an engine or the endpoint failed to answer a request, or "" if none failed."""
-    refusal: str = ""
-    """The reason for the last refused request."""
 
 
 class TrajectoryRecorder:
@@ -79,7 +57,7 @@ class TrajectoryRecorder:
         self._thinking, self._seed = thinking, seed
         self._budget, self._turn_s = budget, turn_s
         self._records: list[SegmentRecord] = []
-        self._turns = TurnIndex(chat, thinking=thinking)
+        self.index = TurnIndex(chat, thinking=thinking)
         self._checked_tools = {key_of_tools(())}
         self._draws: dict[str, set[int]] = {}
         """Gives each sample from the same context a different number and therefore its own seed."""
@@ -143,7 +121,7 @@ class TrajectoryRecorder:
             remaining_s = began + open_s - monotonic()
             if self._idle_since is not None:
                 limit_s, action = self._budget.timeout_s, "end"
-                remaining_s = self._budget.remaining_s(self._with_idle())
+                remaining_s = self._budget.remaining_s(self.usage)
             if remaining_s <= 0 and not self._sampling:  # turns have their own deadline
                 self._timed_out = self._timed_out or self._idle_since is not None
                 return f"did not {action} within {limit_s:g} s"
@@ -152,33 +130,41 @@ class TrajectoryRecorder:
                 async with asyncio.timeout(None if self._sampling else remaining_s):
                     await self._changed.wait()
 
-    async def finish(self) -> Finished:
-        """Cancel the turns being sampled, close the recorder and return the trajectory."""
-        self._usage, self._idle_since = self._with_idle(), None
+    async def finish(self) -> None:
+        """Cancel the turns being sampled and close the recorder."""
+        self._usage, self._idle_since = self.usage, None
         self._closed = True
         self._changed.set()
         for task in (pending := list(self._sampling)):
             task.cancel()
         if pending:
             await asyncio.wait(pending, timeout=_CANCEL_S)
-        segments = (record.segment() for record in self._records)
-        return Finished(
-            segments=tuple(segment for segment in segments if segment is not None),
-            opening=self._turns.opening,
-            messages=self._turns.after_opening,
-            dialogues=self._turns.dialogues,
-            usage=replace(
-                self._usage,
-                contexts_extended=self.counts["extended"],
-                contexts_branched=self.counts["branched"],
-                contexts_rendered=self.counts["rendered"],
-                contexts_refused=self.counts["refused"],
-            ),
-            finish_reason="deadline" if self._timed_out else self._ended,
-            counts=self.counts,
-            failure=self.failure,
-            refusal=self.refusal,
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return segments_of(self._records)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """All messages after the opening, from all conversations, in the order of the turns."""
+        return self.index.messages
+
+    @property
+    def usage(self) -> Usage:
+        idle_s = 0.0 if self._idle_since is None else monotonic() - self._idle_since
+        return replace(
+            self._usage,
+            tools_s=self._usage.tools_s + idle_s,
+            contexts_extended=self.counts["extended"],
+            contexts_branched=self.counts["branched"],
+            contexts_rendered=self.counts["rendered"],
+            contexts_refused=self.counts["refused"],
         )
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """`stop`, or the limit that truncated or refused the turn that ended last."""
+        return "deadline" if self._timed_out else self._ended
 
     async def _turn(self, request: ChatRequest) -> Reply:
         self._check_open()
@@ -193,7 +179,7 @@ class TrajectoryRecorder:
         if tools_key not in self._checked_tools:
             await request.check_tools()
             self._checked_tools.add(tools_key)
-        before, ids = self._turns.find_context(request, keys, tools_key, self._growing)
+        before, ids = self.index.find_context(request, keys, tools_key, self._growing)
         limit = await self._admit(len(ids), request.max_tokens)
         # No await between here and the sampling, so no other turn extends the same record.
         record, how = SegmentRecord(self._prompt_id, ids), "branched" if before else "rendered"
@@ -233,7 +219,7 @@ class TrajectoryRecorder:
             in_thinking=parsed.inside,
         )
         verbatim = len(message.get("tool_calls", ())) == len(parsed.calls)
-        self._turns.add(request, keys, turn, verbatim=verbatim)
+        self.index.add(request, keys, turn, verbatim=verbatim)
         self._usage = with_turn(self._usage, result, repeated=repeated)
         if message.get("tool_calls"):
             self._count_calls(request, parsed)
@@ -253,7 +239,7 @@ class TrajectoryRecorder:
             async with asyncio.timeout(self._turn_s):
                 while True:
                     self._check_open()
-                    usage = self._with_idle()
+                    usage = self.usage
                     sampled = sum(record.sampled_tokens for record in self._records)
                     limit, room = self._budget.room(
                         replace(usage, turns=usage.turns + len(self._sampling)),
@@ -282,7 +268,7 @@ class TrajectoryRecorder:
                 self.name,
                 max_tokens=limit,
                 seed=int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1,
-                timeout_s=self._budget.remaining_s(self._with_idle()),
+                timeout_s=self._budget.remaining_s(self.usage),
                 stop_ids=self._chat.stop_ids,
             ),
             token_ids_T=context_T,
@@ -290,7 +276,7 @@ class TrajectoryRecorder:
         task = asyncio.ensure_future(self._sample(request))
         self._sampling[task] = limit
         draws.add(draw)
-        self._usage, began = self._with_idle(), monotonic()
+        self._usage, began = self.usage, monotonic()
         self._idle_since = None
         self.begun.set()
         try:
@@ -323,12 +309,6 @@ class TrajectoryRecorder:
         except ValueError as error:
             raise _engine_failed(str(error)) from error
         return result
-
-    def _with_idle(self) -> Usage:
-        if self._idle_since is None:
-            return self._usage
-        spent_s = monotonic() - self._idle_since
-        return replace(self._usage, tools_s=self._usage.tools_s + spent_s)
 
     def _count_calls(self, request: ChatRequest, parsed: Parsed) -> None:
         valid = [call for call in parsed.calls if not isinstance(call, Malformed)]

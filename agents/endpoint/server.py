@@ -17,7 +17,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from keel.agents.endpoint import anthropic, replies
 from keel.agents.endpoint.mcp_tools import McpTools
-from keel.agents.endpoint.recorder import Finished, TrajectoryRecorder
+from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.requests import ApiError, ChatRequest, load_object, read_request
 from keel.agents.env_runtime.processes import socket_folder
 
@@ -148,12 +148,13 @@ class Endpoint:
             tools_url=f"{url}/mcp/{key}" if tools is not None else "",
         )
 
-    async def finish(self, name: str) -> Finished:
-        """Close the endpoint for the trajectory `name` and return the recorded trajectory."""
+    async def finish(self, name: str) -> TrajectoryRecorder:
+        """Close the endpoint for the trajectory `name` and return its recorder."""
         for place, trajectory in self._open.items():
             if name in (place, trajectory.recorder.name):
                 del self._open[place]
-                return await trajectory.recorder.finish()
+                await trajectory.recorder.finish()
+                return trajectory.recorder
         raise KeyError(name)
 
     def _accept(self) -> web.RequestHandler:

@@ -56,14 +56,14 @@ class TurnIndex:
         """Turns, keyed by all messages up to and including the turn."""
         self.opening: tuple[Message, ...] = ()
         """The messages of the first request for a turn."""
-        self._messages: list[Message] = []
+        self._recorded: list[Message] = []
         self._keys: set[str] = set()
         """The prefix keys of all messages in `_messages`."""
         self._dialogues: list[_OpenDialogue] = []
 
     @property
-    def after_opening(self) -> tuple[Message, ...]:
-        return tuple(self._messages[len(self.opening) :])
+    def messages(self) -> tuple[Message, ...]:
+        return tuple(self._recorded[len(self.opening) :])
 
     @property
     def dialogues(self) -> tuple[Dialogue, ...]:
@@ -85,8 +85,8 @@ class TurnIndex:
             if key not in self._keys:
                 self._keys.add(key)
                 author = {"name": PROGRAM} if message["role"] == "assistant" else {}
-                self._messages.append({**message, **author})
-        self._messages.append(turn.message)
+                self._recorded.append({**message, **author})
+        self._recorded.append(turn.message)
         key = extend_key(keys[-1], turn.message)
         self._keys.add(key)
         self._turns.append(turn)

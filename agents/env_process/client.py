@@ -14,8 +14,9 @@ from pydantic import BaseModel, Field, ValidationError
 from keel.agents.env_process.fork_server import ForkServer, reply_fault
 from keel.agents.env_process.process import (
     MAX_MESSAGE_BYTES,
-    LineProcess,
+    ChildProcess,
     encode_line,
+    launch,
     not_wrapped,
     with_deadline,
 )
@@ -49,7 +50,7 @@ class Hosted:
         self._program = program
         self._starting = starting
         self._fork_server = fork_server
-        self._process: LineProcess | None = None
+        self._process: ChildProcess | None = None
         self._arguments: Arguments | None = None
         self._lost: EnvironmentLost | None = None
         self._closed = False
@@ -74,13 +75,13 @@ class Hosted:
         if self._fork_server is not None:
             self._process = await self._fork_server.fork(extra_env)
         if self._process is None:
-            self._process = await LineProcess.start(
+            self._process = await launch(
                 [program.python, str(START)],
                 env={**ENVIRONMENT, **extra_env, **program.env},
                 folder=program.where,
                 wrap=program.wrap,
                 readable=program.needed,
-            )
+            ).connect()
         request = {
             "do": "open",
             "target": program.target,

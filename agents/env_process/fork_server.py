@@ -10,19 +10,15 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from keel.agents.env_process.process import (
     REAP_S,
-    Child,
+    ChildProcess,
     ForkingWrap,
-    LimitCheck,
-    LineProcess,
-    OutputTail,
-    OwnedProcess,
     launch,
     not_wrapped,
     open_channel,
@@ -66,21 +62,22 @@ class ForkServer:
             self._sandbox = cast(ForkingWrap, program.wrap)
             if self._inner is None:
                 self.disabled_reason = "this machine cannot sandbox a forked process"
-        self._server: _Server | None = None
-        self._gate = asyncio.Lock()
+        self._process: ChildProcess | None = None
+        self._request_id = 0
+        self._gate, self._asking = asyncio.Lock(), asyncio.Lock()
         self._cleanups: set[asyncio.Task[Any]] = set()
 
-    async def fork(self, env: Mapping[str, str]) -> LineProcess | None:
+    async def fork(self, env: Mapping[str, str]) -> ChildProcess | None:
         """Fork a process with `env` added to its variables, or return None if the caller must start
         one. Raises EnvironmentLost if loading or forking fails."""
-        task = asyncio.create_task(self._fork(env))
+        task = asyncio.create_task(self._fork_episode(env))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
 
             async def end_result() -> None:
                 (result,) = await asyncio.gather(task, return_exceptions=True)
-                if isinstance(result, LineProcess):
+                if isinstance(result, ChildProcess):
                     await result.end()
 
             cleanup = asyncio.create_task(end_result())
@@ -88,24 +85,23 @@ class ForkServer:
             cleanup.add_done_callback(self._cleanups.discard)
             raise
 
-    async def _fork(self, env: Mapping[str, str]) -> LineProcess | None:
+    async def _fork_episode(self, env: Mapping[str, str]) -> ChildProcess | None:
         async with self._gate:
-            if self._server is None and not self.disabled_reason:
+            if self._process is None and not self.disabled_reason:
                 await self._start()
-            if self._server is None:
+            if self._process is None:
                 return None
-            watch = None if self._sandbox is None else partial(self._sandbox.hold, inside=True)
             try:
-                forked = await self._server.fork(self._inner, env, watch)
+                process = await self._fork(self._process, env)
             except _CannotFork as error:  # the machine lacked a resource; the next fork may succeed
                 raise _fork_failed(error) from error
             except (OSError, EOFError, ValueError) as error:
                 raise await self._lost(error) from error
-        return await LineProcess.attach(*forked)
+        return await process.connect()
 
     async def _start(self) -> None:
         program = self._program
-        child, channel, stderr = launch(
+        self._process = process = launch(
             [program.python, str(START), "fork-server"],
             socket.SOCK_SEQPACKET,
             env={**ENVIRONMENT, **program.env},
@@ -113,8 +109,6 @@ class ForkServer:
             wrap=program.wrap if self._sandbox is None else self._sandbox.parent,
             readable=program.needed,
         )
-        timeout_s = program.deadlines.open_s
-        self._server = server = _Server(child, channel, OutputTail(stderr), timeout_s)
         openenv = program.kind in ("auto", "openenv")
         load = {
             "do": "load",
@@ -125,32 +119,31 @@ class ForkServer:
         }
         try:
             if self._sandbox is not None:
-                await self._check_isolation(server, self._sandbox)
-                child.limit = self._sandbox.hold(child.pid, inside=False)
-            reply, _ = await server.ask(load)
+                await self._check_isolation(process, self._sandbox)
+                process.limit = self._sandbox.hold(process.pid, inside=False)
+            reply, _ = await self._ask(process, load)
             if (fault := reply_fault(reply, program.memory_mib)) is not None:
                 raise await self._lost(None, *fault)
-            if child.limit is not None:
-                child.limit()  # each forked process has its own memory limit
+            if process.limit is not None:
+                process.limit()  # each forked process has its own memory limit
         except (OSError, EOFError, ValueError) as error:
             raise await self._lost(error) from error
         except BaseException as error:
-            self._server = None
-            await server.end()
+            self._process = None
+            await process.end()
             if not isinstance(error, _CannotFork):
                 raise
             self.disabled_reason = str(error)
 
-    async def _check_isolation(self, server: _Server, sandbox: ForkingWrap) -> None:
+    async def _check_isolation(self, process: ChildProcess, sandbox: ForkingWrap) -> None:
         try:
-            forked = await server.fork(self._inner, {}, None, run=sandbox.probe)
-            process = await LineProcess.attach(*forked)
-            ending = await process.end(within_s=self._program.deadlines.open_s)
-            result = process.output or ending
+            attempt = await self._fork(process, {}, run=sandbox.probe)
+            ending = await attempt.end(within_s=self._program.deadlines.open_s)
+            result = attempt.output or ending
         except _CannotFork as error:
             result = str(error)
         except (EOFError, OSError):
-            lost = await server.lost("exit", "open", "")
+            lost = await process.lost("exit", "open", "")
             result = f"{lost.detail}: {lost.output}"
         if result != "isolated":
             raise _CannotFork(f"a sandbox for a forked process does not work here: {result}")
@@ -158,12 +151,12 @@ class ForkServer:
     async def _lost(
         self, error: Exception | None, fault: Fault = "exit", message: str = ""
     ) -> EnvironmentLost:
-        server, self._server = self._server, None
-        assert server is not None
+        process, self._process = self._process, None
+        assert process is not None
         if isinstance(error, TimeoutError):
             fault = "hang"
             message = f"open did not end within {self._program.deadlines.open_s:g} s"
-        lost = await server.lost(fault, "open", message)
+        lost = await process.lost(fault, "open", message)
         message = f"{self._program.target}: {lost.detail}"
         return EnvironmentLost(lost.fault, "open", message, lost.output)
 
@@ -171,79 +164,29 @@ class ForkServer:
         """Stop the server and every process that it has forked."""
         self.disabled_reason = self.disabled_reason or "closed"
         async with self._gate:
-            server, self._server = self._server, None
-            if server is not None:
-                await server.end()
+            process, self._process = self._process, None
+            if process is not None:
+                await process.end()
         await asyncio.gather(*self._cleanups, return_exceptions=True)
 
-
-class _CannotFork(Exception):
-    """Raised if forking is impossible. The message contains the reason."""
-
-
-class _Server(OwnedProcess):
-    """The process of the fork server, which handles one request at a time."""
-
-    def __init__(
-        self, child: Child, control: socket.socket, output: OutputTail, timeout_s: float
-    ) -> None:
-        super().__init__(child, output, control.close)
-        self._control, self._timeout_s = control, timeout_s
-        self._request_id = 0
-        self._gate = asyncio.Lock()
-
-    async def ask(
-        self, request: dict[str, Any], *fds: int, timeout_s: float | None = None
-    ) -> tuple[dict[str, Any], list[int]]:
-        """Send a request with `fds`, and return its reply with the received file descriptors."""
-        async with self._gate:
-            self._request_id += 1
-            line = json.dumps({"id": self._request_id, **request}).encode()
-            socket.send_fds(self._control, [line], fds)
-            reply, received = await with_deadline(timeout_s or self._timeout_s, self._receive())
-        if "cannot" in reply:
-            raise _CannotFork(str(reply["cannot"]))
-        return reply, received
-
-    async def _receive(self) -> tuple[dict[str, Any], list[int]]:
-        loop = asyncio.get_running_loop()
-        while True:
-            ready = asyncio.Event()
-            loop.add_reader(self._control, ready.set)
-            try:
-                await ready.wait()
-            finally:
-                loop.remove_reader(self._control)
-            line, fds, _, _ = socket.recv_fds(self._control, _REPLY_BYTES, 1)
-            if not line:
-                raise EOFError
-            reply = json.loads(line)
-            if reply["id"] == self._request_id:
-                return reply, fds
-            for fd in fds:  # reply to a request that timed out
-                os.close(fd)
-
-    async def fork(
-        self,
-        inner: Mapping[str, Any] | None,
-        env: Mapping[str, str],
-        watch: Callable[[int], LimitCheck] | None,
-        *,
-        run: str | None = None,
-    ) -> tuple[Child, socket.socket, int]:
-        """Fork a process and return the arguments for `LineProcess.attach`."""
-        request = {"do": "fork", "inner": inner, "env": dict(env), "run": run}
+    async def _fork(
+        self, server: ChildProcess, env: Mapping[str, str], *, run: str | None = None
+    ) -> ChildProcess:
+        """Fork a process, which executes `run` instead of an episode if it is set."""
+        request = {"do": "fork", "inner": self._inner, "env": dict(env), "run": run}
         try:
             with open_channel(socket.SOCK_STREAM) as (ours, theirs, stderr, write_end):
-                reply, fds = await self.ask(request, theirs.fileno(), write_end)
-                reap = partial(self._reap, reply["is"]["pid"])
+                reply, fds = await self._ask(server, request, theirs.fileno(), write_end)
+                reap = partial(self._reap, server, reply["is"]["pid"])
+                limit = None
                 try:
                     if not fds:  # the kernel drops descriptors that do not fit
                         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                     text = Path(f"/proc/self/fdinfo/{fds[0]}").read_text()
                     match = re.search(r"^Pid:\s+(\d+)$", text, re.MULTILINE)
                     pid = int(match[1]) if match else -1  # in this process's namespace
-                    limit = watch(pid) if watch is not None else None
+                    if self._sandbox is not None and run is None:
+                        limit = self._sandbox.hold(pid, inside=True)
                 except OSError:
                     for fd in fds:
                         os.close(fd)
@@ -254,14 +197,57 @@ class _Server(OwnedProcess):
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
             raise _fork_failed(error) from error
-        return Child(pid, fds[0], reap, "" if limit is None else "inside", limit), ours, stderr
+        sandbox = "" if limit is None else "inside"
+        return ChildProcess(
+            pid, ours, stderr, pidfd=fds[0], status=reap, sandbox=sandbox, limit=limit
+        )
 
-    async def _reap(self, pid: int) -> int | None:
+    async def _reap(self, server: ChildProcess, pid: int) -> int | None:
         try:
-            reply, _ = await self.ask({"do": "reap", "pid": pid}, timeout_s=REAP_S)
+            reply, _ = await self._ask(server, {"do": "reap", "pid": pid}, timeout_s=REAP_S)
             return reply["is"]["status"]
         except (_CannotFork, TimeoutError, EOFError, OSError, LookupError):
             return None  # the server has ended
+
+    async def _ask(
+        self,
+        server: ChildProcess,
+        request: dict[str, Any],
+        *fds: int,
+        timeout_s: float | None = None,
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Send a request with `fds`, and return its reply with the received file descriptors."""
+        async with self._asking:
+            self._request_id += 1
+            line = json.dumps({"id": self._request_id, **request}).encode()
+            socket.send_fds(server.channel, [line], fds)
+            limit_s = timeout_s or self._program.deadlines.open_s
+            reply, received = await with_deadline(limit_s, self._receive(server.channel))
+        if "cannot" in reply:
+            raise _CannotFork(str(reply["cannot"]))
+        return reply, received
+
+    async def _receive(self, channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
+        loop = asyncio.get_running_loop()
+        while True:
+            ready = asyncio.Event()
+            loop.add_reader(channel, ready.set)
+            try:
+                await ready.wait()
+            finally:
+                loop.remove_reader(channel)
+            line, fds, _, _ = socket.recv_fds(channel, _REPLY_BYTES, 1)
+            if not line:
+                raise EOFError
+            reply = json.loads(line)
+            if reply["id"] == self._request_id:
+                return reply, fds
+            for fd in fds:  # reply to a request that timed out
+                os.close(fd)
+
+
+class _CannotFork(Exception):
+    """Raised if forking is impossible. The message contains the reason."""
 
 
 def _fork_failed(error: Exception) -> EnvironmentLost:

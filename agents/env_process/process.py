@@ -100,29 +100,107 @@ def not_wrapped(
     return nullcontext(_Bare(command))
 
 
-class Child:
-    """A process of an episode, reaped by `status` only after its descendants are dead, so that its
-    PID is not reused earlier. `sandbox` says if it is a sandbox's `outer` process, which exits
-    last, or the first process `inside` its PID namespace, with which all others end."""
+class ChildProcess:
+    """A process of an episode, with its channel and the end of its standard error.
+
+    It is used on one event loop, for one exchange at a time. `status` reaps it only after its
+    descendants are dead, so that its PID is not reused earlier. `sandbox` says if it is a sandbox's
+    `outer` process, which exits last, or the first process `inside` its PID namespace, with which
+    all others end.
+    """
 
     def __init__(
         self,
         pid: int,
+        channel: socket.socket,
+        stderr: int,
+        *,
         pidfd: int,
         status: Callable[[], Awaitable[int | None]],
         sandbox: Literal["", "outer", "inside"] = "",
         limit: LimitCheck | None = None,
     ) -> None:
-        self.pid, self.limit = pid, limit
-        self.limit_hit = ""
-        """The limit that ended the sandbox, or "" if none did. Set by `reap`."""
-        self.orphaned = False
-        """True if the fork server had already died when the process was to be reaped."""
+        self.pid, self.channel, self.limit = pid, channel, limit
         self._pidfd, self._status, self._sandbox = pidfd, status, sandbox
+        self._output = OutputTail(stderr)
+        self._close: Callable[[], None] = channel.close
+        self._end: asyncio.Task[str] | None = None
+        self._limit_hit = ""
+        self._orphaned = False
+        """True if the fork server had already died when the process was to be reaped."""
         # Kills it at interpreter exit if an abandoned event loop never closed it.
         self._finalizer = weakref.finalize(self, _kill_abandoned, pid, pidfd)
 
-    async def gone(self, within_s: float) -> bool:
+    async def connect(self) -> ChildProcess:
+        """Prepare the channel for `send` and `receive`, and return this process."""
+        try:
+            self._reader, self._writer = await asyncio.open_unix_connection(
+                sock=self.channel, limit=MAX_MESSAGE_BYTES
+            )
+        except BaseException:  # cancelled
+            await asyncio.shield(self.end())
+            raise
+        self._close = self._writer.transport.abort
+        return self
+
+    async def send(self, line: bytes) -> None:
+        """Send a line. Raises OSError if the process has closed its channel."""
+        self._writer.write(line)
+        await self._writer.drain()
+
+    async def receive(self) -> dict[str, Any] | str:
+        """Return the next message, or its text if it is not a JSON object. Raises ValueError if it
+        is too long, and EOFError at the end of the channel."""
+        line = await self._reader.readline()
+        if not line.endswith(b"\n"):
+            raise EOFError
+        with suppress(ValueError, RecursionError):
+            message = json.loads(line)
+            if isinstance(message, dict):
+                return cast(dict[str, Any], message)
+        return line.decode(errors="replace").strip()
+
+    @property
+    def output(self) -> str:
+        """The last part of the process's standard error."""
+        return self._output.text()
+
+    async def lost(self, fault: Fault, during: str, message: str) -> EnvironmentLost:
+        """Kill the process, and return an error with the cause and the last part of its output."""
+        ending = await self.end(_EXIT_S if fault == "exit" else 0.0)
+        if fault == "exit":
+            fault = "crash" if ending.startswith("was ended") else "exit"
+            message = ending
+        if self._orphaned:
+            during, message = "parent", "the process that it was forked from has ended"
+        if self._limit_hit:
+            fault, message = "memory", self._limit_hit
+        return EnvironmentLost(fault, during, message, self.output)
+
+    async def end(self, within_s: float = 0.0) -> str:
+        """Kill the process and its descendants after up to `within_s` seconds, and return how it
+        ended."""
+        if self._end is None:
+            self._end = asyncio.create_task(self._shut_down(within_s))
+        return await asyncio.shield(self._end)
+
+    async def _shut_down(self, within_s: float) -> str:
+        try:
+            exited = await self._gone(within_s)
+        finally:
+            self._kill()
+        status = await self._reap()
+        await self._output.drain(0.2)
+        self._output.close()
+        self._close()
+        if not exited or status is None:
+            return "closed its output"
+        number = -status if status < 0 else status - 128  # 128 + n from a sandbox's first process
+        if number in set(signal.Signals):
+            return f"was ended by {signal.Signals(number).name}"
+        return f"was ended by signal {number}" if status < 0 else f"exited with status {status}"
+
+    async def _gone(self, within_s: float) -> bool:
         """Wait up to `within_s` seconds for the process to exit, without reaping it."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
@@ -134,8 +212,7 @@ class Child:
             pause_s = min(2 * pause_s, 0.05)
         return True
 
-    def kill(self) -> None:
-        """Kill the process and its descendants."""
+    def _kill(self) -> None:
         try:
             signal.pidfd_send_signal(self._pidfd, 0)
         except ProcessLookupError:  # reaped by a parent that has exited; so are its children
@@ -148,20 +225,19 @@ class Child:
         if self._sandbox != "outer":
             _kill(signal.pidfd_send_signal, self._pidfd)
 
-    async def reap(self) -> int | None:
-        """Reap the process after `kill` and return its exit status, or None if it is unknown."""
+    async def _reap(self) -> int | None:
         deadline = time.monotonic() + REAP_S
-        while not (gone := await self.gone(0.05)) and time.monotonic() < deadline:
-            self.kill()  # a sandbox that was still starting
+        while not (gone := await self._gone(0.05)) and time.monotonic() < deadline:
+            self._kill()  # a sandbox that was still starting
         if self._sandbox == "outer":
             _kill(os.killpg, self.pid)
         try:
             status = await self._status() if gone else None
-            self.orphaned = gone and status is None
+            self._orphaned = gone and status is None
             return status
         finally:
             if self.limit is not None:
-                self.limit_hit = self.limit()
+                self._limit_hit = self.limit()
             if self._finalizer.detach():
                 os.close(self._pidfd)
 
@@ -206,118 +282,6 @@ async def with_deadline(timeout_s: float, work: Coroutine[Any, Any, Result]) -> 
             task.exception()  # mark as retrieved, or asyncio logs it
 
 
-class OwnedProcess:
-    """A child process and the last part of its standard error. `close` closes its channel."""
-
-    def __init__(self, child: Child, output: OutputTail, close: Callable[[], None]) -> None:
-        self.child = child
-        self._output, self._close = output, close
-        self._end: asyncio.Task[str] | None = None
-
-    @property
-    def pid(self) -> int:
-        return self.child.pid
-
-    @property
-    def output(self) -> str:
-        """The last part of the process's standard error."""
-        return self._output.text()
-
-    async def lost(self, fault: Fault, during: str, message: str) -> EnvironmentLost:
-        """Kill the process, and return an error with the cause and the last part of its output."""
-        ending = await self.end(_EXIT_S if fault == "exit" else 0.0)
-        if fault == "exit":
-            fault = "crash" if ending.startswith("was ended") else "exit"
-            message = ending
-        if self.child.orphaned:
-            during, message = "parent", "the process that it was forked from has ended"
-        if self.child.limit_hit:
-            fault, message = "memory", self.child.limit_hit
-        return EnvironmentLost(fault, during, message, self.output)
-
-    async def end(self, within_s: float = 0.0) -> str:
-        """Kill the process and its descendants after up to `within_s` seconds, and return how it
-        ended."""
-        if self._end is None:
-            self._end = asyncio.create_task(self._shut_down(within_s))
-        return await asyncio.shield(self._end)
-
-    async def _shut_down(self, within_s: float) -> str:
-        try:
-            exited = await self.child.gone(within_s)
-        finally:
-            self.child.kill()
-        status = await self.child.reap()
-        await self._output.drain(0.2)
-        self._output.close()
-        self._close()
-        if not exited or status is None:
-            return "closed its output"
-        number = -status if status < 0 else status - 128  # 128 + n from a sandbox's first process
-        if number in set(signal.Signals):
-            return f"was ended by {signal.Signals(number).name}"
-        return f"was ended by signal {number}" if status < 0 else f"exited with status {status}"
-
-
-class LineProcess(OwnedProcess):
-    """A child process and its channel, on one event loop and for one exchange at a time."""
-
-    def __init__(
-        self,
-        child: Child,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        output: OutputTail,
-    ) -> None:
-        super().__init__(child, output, writer.transport.abort)
-        self._reader, self._writer = reader, writer
-
-    @staticmethod
-    async def start(
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        folder: Path | None,
-        wrap: Wrap = not_wrapped,
-        readable: Sequence[Path] = (),
-    ) -> LineProcess:
-        """Start a process. Raises EnvironmentLost if the program cannot be run."""
-        child, channel, stderr = launch(
-            command, socket.SOCK_STREAM, env=env, folder=folder, wrap=wrap, readable=readable
-        )
-        return await LineProcess.attach(child, channel, stderr)
-
-    @staticmethod
-    async def attach(child: Child, channel: socket.socket, stderr: int) -> LineProcess:
-        """Wrap a running process with its channel and the pipe of its standard error."""
-        output = OutputTail(stderr)
-        try:
-            reader, writer = await asyncio.open_unix_connection(
-                sock=channel, limit=MAX_MESSAGE_BYTES
-            )
-        except BaseException:  # cancelled
-            await asyncio.shield(OwnedProcess(child, output, channel.close).end())
-            raise
-        return LineProcess(child, reader, writer, output)
-
-    async def send(self, line: bytes) -> None:
-        """Send a line. Raises OSError if the process has closed its channel."""
-        self._writer.write(line)
-        await self._writer.drain()
-
-    async def receive(self) -> dict[str, Any] | str:
-        """Return the next message, or its text if it is not a JSON object. Raises ValueError if it
-        is too long, and EOFError at the end of the channel."""
-        line = await self._reader.readline()
-        if not line.endswith(b"\n"):
-            raise EOFError
-        with suppress(ValueError, RecursionError):
-            message = json.loads(line)
-            if isinstance(message, dict):
-                return cast(dict[str, Any], message)
-        return line.decode(errors="replace").strip()
-
-
 @contextmanager
 def open_channel(
     kind: socket.SocketKind,
@@ -340,15 +304,15 @@ def open_channel(
 
 def launch(
     command: Sequence[str],
-    kind: socket.SocketKind,
+    kind: socket.SocketKind = socket.SOCK_STREAM,
     *,
     env: Mapping[str, str],
     folder: Path | None,
-    wrap: Wrap,
-    readable: Sequence[Path],
-) -> tuple[Child, socket.socket, int]:
-    """Start a process with one end of a socket pair as its standard input and output. Returns the
-    process, the other end and the pipe of its standard error."""
+    wrap: Wrap = not_wrapped,
+    readable: Sequence[Path] = (),
+) -> ChildProcess:
+    """Start a process whose channel is its standard input and output. Raises EnvironmentLost if the
+    program cannot be run, and OSError if this process has run out of file descriptors."""
     inherited = {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
     with open_channel(kind) as (ours, theirs, stderr, write_end), ExitStack() as undo:
         try:
@@ -375,8 +339,10 @@ def launch(
     async def status() -> int | None:
         return process.poll()
 
-    child = Child(process.pid, pidfd, status, "" if limit is None else "outer", limit)
-    return child, ours, stderr
+    sandbox = "" if limit is None else "outer"
+    return ChildProcess(
+        process.pid, ours, stderr, pidfd=pidfd, status=status, sandbox=sandbox, limit=limit
+    )
 
 
 class OutputTail:

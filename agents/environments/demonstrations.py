@@ -125,10 +125,9 @@ def _wrong_plan(world: World, task: TripTask, draw: random.Random) -> str:
         plan: list[dict[str, str]] = []
         for day, date in enumerate(task.dates):
             fields = {"time": date, "city": (task.cities or world.cities)[day]}
-            for key in task.keys:
-                if key not in fields:
-                    fields[key] = draw.choice(list(world.places(key.rpartition("_")[2])))
-            plan.append({key: fields[key] for key in task.keys})
+            for key in task.place_keys:
+                fields[key] = draw.choice(list(world.places[key.rpartition("_")[2]]))
+            plan.append({key: fields[key] for key in task.level.keys})
         answer = written(task, plan)
         if not all(checks(world, task, answer).values()):
             return answer

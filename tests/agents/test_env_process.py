@@ -186,8 +186,8 @@ async def test_descendants_end_with_the_environment(how: str, forked: bool) -> N
     gone = helpers[:1] if how == "exit" else helpers
     wait_for(lambda: not any(map(alive, gone)), f"the end of the helpers: {how}")
     if server is not None:
-        assert server._server is not None
-        assert not descendants(server._server.child.pid)
+        assert server._process is not None
+        assert not descendants(server._process.pid)
         await server.close()
     for pid in filter(alive, helpers):
         os.kill(pid, signal.SIGKILL)
@@ -300,7 +300,7 @@ async def test_shared_state_disables_forking() -> None:
         spec = counter(how)
         async with forking(spec) as server, opened(spec, server) as environment:
             assert not (await look(environment))["forked"], how
-            assert server.disabled_reason and server._server is None
+            assert server.disabled_reason and server._process is None
 
 
 @pytest.mark.parametrize(

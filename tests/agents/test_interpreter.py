@@ -13,12 +13,7 @@ import pytest
 from keel.agents.env_process.client import Hosted
 from keel.agents.env_process.program import KEEL, Program
 from keel.agents.env_runtime.processes import descendants
-from keel.agents.environments.interpreter import (
-    CELL_S,
-    ENDING_S,
-    put_files,
-    split_call_time,
-)
+from keel.agents.environments.interpreter import CELL_S, ENDING_S, put_files, split_call_time
 from keel.configs.schema import Config, DataConfig, EnvironmentConfig, SourceConfig
 from keel.configs.sections.agents import AgentsConfig
 from keel.data.jsonl import load_jsonl

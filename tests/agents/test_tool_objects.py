@@ -29,16 +29,7 @@ from keel.agents.env_runtime.type_schemas import docstring_parts, schema_of, val
 from keel.agents.schemas import Arguments
 from keel.rl.turns import ToolCall, ToolSpec
 from keel.rl.types import Verdict
-from tests.agents.episodes import (
-    HERE,
-    TASK,
-    asynchronous,
-    episode,
-    program,
-    run,
-    transcript,
-    use,
-)
+from tests.agents.episodes import HERE, TASK, asynchronous, episode, program, run, transcript, use
 
 
 class Size(Enum):

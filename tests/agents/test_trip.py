@@ -7,7 +7,6 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ from keel.agents.environments.trip.tasks import (
     KEYS,
     LEVELS,
     REPORT,
-    Size,
+    Band,
     TripTask,
     World,
     make_world,
@@ -26,7 +25,9 @@ from keel.agents.environments.trip.tasks import (
 from tests.rollout.chat.families import chat_of
 
 DATES = ("2025-10-01", "2025-10-02", "2025-10-03")
-SMALL = Size(cities=3, hotels=2, restaurants=2, attractions=2, long_names=False, routes=0.7)
+SMALL = replace(
+    LEVELS[4], cities=3, hotels=2, restaurants=2, attractions=2, long_names=False, routes=0.7
+)
 
 
 def right(world: World, task: TripTask, answer: str) -> bool:
@@ -35,7 +36,7 @@ def right(world: World, task: TripTask, answer: str) -> bool:
 
 def solution(seed: int, level: int) -> tuple[World, TripTask, str]:
     world, task = make_task(seed, LEVELS[level])
-    trip = Trip(ready=(world, task, LEVELS[level]))
+    trip = Trip(ready=(world, task))
     assert answers(trip, solve(task)) and trip._submitted is not None
     return world, task, trip._submitted
 
@@ -53,8 +54,9 @@ def test_every_task_is_solvable_with_its_tools(level: int) -> None:
 
 def choices(world: World, dates: Sequence[str]) -> dict[str, Sequence[str]]:
     """Return values of the right kind for each key of a day."""
-    kinds = (dates, world.cities, world.hotels, world.restaurants, world.attractions)
-    return dict(zip(KEYS, (*map(tuple, kinds), tuple(world.restaurants)), strict=True))
+    names = {kind: tuple(places) for kind, places in world.places.items()}
+    given = {"time": dates, "city": world.cities}
+    return {key: given.get(key) or names[key.rpartition("_")[2]] for key in KEYS}
 
 
 def by_hand(world: World, task: TripTask, plan: Sequence[dict[str, str]]) -> bool:
@@ -63,30 +65,33 @@ def by_hand(world: World, task: TripTask, plan: Sequence[dict[str, str]]) -> boo
     before = task.start
     for number, day in enumerate(plan):
         city = day["city"]
-        hotel = world.hotels[day["hotel"]]
-        sight = world.attractions[day["afternoon_attraction"]]
-        lunch = world.restaurants[day["afternoon_restaurant"]]
-        dinner = world.restaurants[day["evening_restaurant"]]
+        hotel, lunch, sight, dinner = (
+            world.places[key.rpartition("_")[2]][day[key]] for key in KEYS[2:]
+        )
         for place in (hotel, sight, lunch, dinner):
-            if place.city != city or place.name in seen:
+            if place["city"] != city or place["name"] in seen:
                 return False
-            seen.append(place.name)
+            seen.append(place["name"])
         if city in seen or city == task.start:
             return False
         seen.append(city)
-        if task.connected and (before, city) not in world.routes:
+        if task.level.connected and (before, city) not in world.routes:
             return False
         before = city
-        if task.dry and sight.outdoor and world.weather[city, task.dates[number]] == "rain":
+        if (
+            task.level.dry
+            and sight["outdoor"]
+            and world.weather[city, task.dates[number]] == "rain"
+        ):
             return False
         if number != task.rule_day:
             continue
-        meals, best = lunch.price + dinner.price, max(lunch.rating, dinner.rating)
-        worst = min(lunch.rating, dinner.rating)
-        if hotel.price >= 800:
-            good = meals < 350 and worst >= 4.0 and sight.ticket < 120
-        elif hotel.price >= 500:
-            good = best >= 4.0 and sight.ticket < 180
+        meals = lunch["price"] + dinner["price"]
+        worst, best = sorted((lunch["rating"], dinner["rating"]))
+        if hotel["price"] >= 800:
+            good = meals < 350 and worst >= 4.0 and sight["ticket"] < 120
+        elif hotel["price"] >= 500:
+            good = best >= 4.0 and sight["ticket"] < 180
         else:
             good = best >= 3.2
         if not good:
@@ -94,21 +99,22 @@ def by_hand(world: World, task: TripTask, plan: Sequence[dict[str, str]]) -> boo
     return True
 
 
-@pytest.mark.parametrize("fields", [{"connected": True}, {"dry": True}, {"start": ""}])
-def test_verifier_and_solver_match_brute_force(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("rule", ["connected", "dry", ""])
+def test_verifier_and_solver_match_brute_force(rule: str) -> None:
     """Tries every one-day plan in a small world, with places in any city."""
     possible = 0
     for seed in range(2):
-        world = make_world(seed, SMALL, DATES)
-        task = replace(make_task(0, LEVELS[4])[1], dates=DATES[:1], rule_day=0, bands=REPORT)
-        task = replace(task, **({"start": world.cities[0]} | fields))
+        level = replace(SMALL, **({rule: True} if rule else {}))
+        world = make_world(seed, level, DATES)
+        task = replace(make_task(0, LEVELS[4])[1], level=level, dates=DATES[:1], rule_day=0)
+        task = replace(task, start=world.cities[0] if rule else "")
         good = 0
         for values in itertools.product(*choices(world, task.dates).values()):
             plan = [dict(zip(KEYS, values, strict=True))]
             expected = by_hand(world, task, plan)
             assert all(judge(world, task, plan).values()) == expected, plan
             good += expected
-        trip = Trip(ready=(world, task, LEVELS[4]))
+        trip = Trip(ready=(world, task))
         assert answers(trip, solve(task)) == (good > 0)
         possible += good > 0
         if good:
@@ -136,7 +142,7 @@ def test_malformed_answers_are_wrong(level: int) -> None:
     assert all(right(world, task, one) for one in (f"{answer} ", f"\n{answer}\n"))
     junk = ["", "[]", "{}", "null", "[[]]", "[1, 2, 3]", "[" * 5000, "x" * 30_000, "the first", ","]
     junk += [f"My answer: {answer}", f"```json\n{answer}\n```", answer[: len(answer) // 2]]
-    if not task.plain:
+    if not task.level.plain:
         plan: list[dict[str, str]] = json.loads(answer)
         junk += [
             json.dumps(plan[:-1]),
@@ -154,39 +160,42 @@ def test_malformed_answers_are_wrong(level: int) -> None:
 
 def test_bounds_match_the_task_text() -> None:
     """ "At least" includes the bound; "below" and "less than" exclude it."""
+
+    def holds(band: Band, meals: list[tuple[int, float]], ticket: int) -> bool:
+        places = [{"price": price, "rating": rating} for price, rating in meals]
+        return band_holds(band, places, ticket)
+
     dear, middle, cheap = REPORT
     bands = [band_of(REPORT, price) for price in (199, 200, 499, 500, 799, 800)]
     assert bands == [None, cheap, cheap, middle, middle, dear]
-    assert band_holds(dear, [(175, 4.0), (174, 4.0)], 119)
-    assert not band_holds(dear, [(175, 4.0), (175, 4.0)], 119)
-    assert not band_holds(dear, [(175, 4.0), (174, 3.9)], 119)
-    assert not band_holds(dear, [(175, 4.0), (174, 4.0)], 120)
-    assert band_holds(cheap, [(900, 3.2), (900, 1.0)], 900)
-    assert not band_holds(cheap, [(1, 3.1), (1, 3.1)], 0)
+    assert holds(dear, [(175, 4.0), (174, 4.0)], 119)
+    assert not holds(dear, [(175, 4.0), (175, 4.0)], 119)
+    assert not holds(dear, [(175, 4.0), (174, 3.9)], 119)
+    assert not holds(dear, [(175, 4.0), (174, 4.0)], 120)
+    assert holds(cheap, [(900, 3.2), (900, 1.0)], 900)
+    assert not holds(cheap, [(1, 3.1), (1, 3.1)], 0)
 
 
 def test_level_zero_matches_brute_force() -> None:
     """Tries every two-letter name, and other forms of each. Only the first submission counts."""
     for seed in range(10):
         world, task, answer = solution(seed, 0)
-        trip = Trip(ready=(world, task, LEVELS[0]))
+        trip = Trip(ready=(world, task))
         assert task.cities is not None and task.hotel_at_most is not None
         assert len(trip.get_all_hotels_by_city(task.cities[0])) == len("Ab 200\n") * 3 - 1
         good = 0
         for name in sorted(a + b for a in "BDFGKLMNPRSTVZ" for b in "aeiou"):
-            hotel = world.hotels.get(name)
-            expected = (
-                hotel is not None
-                and hotel.city == task.cities[0]
-                and hotel.price <= task.hotel_at_most
-            )
+            hotel = world.places["hotel"].get(name, {"city": ""})
+            expected = hotel["city"] == task.cities[0] and hotel["price"] <= task.hotel_at_most
             assert right(world, task, name) == expected, name
             good += expected
             for other in (f"{name}, {name}", f"{name}\n{name}", name.lower(), f'["{name}"]'):
                 assert not right(world, task, other)
         assert 1 <= good <= 2
         assert trip.verdict()[0] == {"correct": 0.0, "share": 0.0, "progress": 0.5}
-        trip.submit_result(next(name for name in world.hotels if not right(world, task, name)))
+        trip.submit_result(
+            next(name for name in world.places["hotel"] if not right(world, task, name))
+        )
         trip.submit_result(answer)
         parts, facts = trip.verdict()
         assert parts["correct"] == 0.0 and 0 < parts["share"] < 1 and facts["not met"]
@@ -201,7 +210,7 @@ def test_careful_demonstrations_succeed_and_hasty_ones_fail(level: int) -> None:
         seed = (1 << 20) * 1_000_000 + number
         assert one.worked[0] == one.hasty[0] and one.tools
         for messages, expected in ((one.worked, 1.0), (one.hasty, 0.0)):
-            trip = Trip(ready=(*make_task(seed, LEVELS[level]), LEVELS[level]))
+            trip = Trip(ready=make_task(seed, LEVELS[level]))
             for message in messages:
                 if message["role"] == "assistant":
                     call = message["tool_calls"][0]["function"]

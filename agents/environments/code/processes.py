@@ -53,12 +53,7 @@ def _reap_zombies() -> None:
 
 
 def run(
-    command: list[str],
-    *,
-    env: Mapping[str, str],
-    folder: str,
-    within_s: float,
-    stdin: bytes = b"",
+    command: list[str], *, env: Mapping[str, str], folder: str, within_s: float, stdin: bytes = b""
 ) -> tuple[int | None, str]:
     """Run a command and return its exit status, None after its deadline, and its output."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as source:

@@ -89,10 +89,7 @@ class General:
             return {"correct": 0.0, "share": 0.0}, {"submitted": True, "verifier": met}
         share = sum(met.values()) / len(met)
         unmet = [name for name, ok in met.items() if not ok]
-        return {"correct": float(not unmet), "share": share}, {
-            "submitted": True,
-            "not met": unmet,
-        }
+        return {"correct": float(not unmet), "share": share}, {"submitted": True, "not met": unmet}
 
     def close(self) -> None:
         if self._tools is not None:

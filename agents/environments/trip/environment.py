@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from keel.agents.env_runtime.tool_objects import text_of
 from keel.agents.environments.trip.plans import Calls, checks, judge, solve
 from keel.agents.environments.trip.tasks import (
+    KINDS,
     LEVELS,
     MEALS,
     Level,
@@ -28,7 +28,7 @@ class Trip:
     """An environment in which the policy plans one trip. The prompt's `reward` selects the task, as
     in `{"trip": {"level": 0, "seed": 17}}`, or else `level` and the episode's seed."""
 
-    def __init__(self, level: int = 0, ready: tuple[World, TripTask, Level] | None = None) -> None:
+    def __init__(self, level: int = 0, ready: tuple[World, TripTask] | None = None) -> None:
         if not 0 <= level < len(LEVELS):
             raise ValueError(f"trip: level = {level}, there are 0 to {len(LEVELS) - 1}")
         self._of = level
@@ -40,15 +40,14 @@ class Trip:
     def opening(self, task: Mapping[str, Any], seed: int) -> str:
         default = {"level": self._of, "seed": seed}
         named: Mapping[str, int] = task.get("reward", {}).get("trip", default)
-        level = LEVELS[named["level"]]
-        self._begin(*make_task(named["seed"], level), level)
+        self._begin(*make_task(named["seed"], LEVELS[named["level"]]))
         return self._task.text()
 
-    def _begin(self, world: World, task: TripTask, level: Level) -> None:
-        self._world, self._task, self._level = world, task, level
+    def _begin(self, world: World, task: TripTask) -> None:
+        self._world, self._task = world, task
         self._submitted: str | None = None
         self._seen: set[tuple[str, str]] = set()
-        self.offered = level.tools
+        self.offered = task.level.tools
 
     def get_all_attractions_by_city(self, city: str) -> Any:
         """All attractions of a city."""
@@ -68,15 +67,15 @@ class Trip:
 
     def get_city_by_attraction(self, attraction: str) -> str:
         """The city that an attraction is in."""
-        return self._one("attraction", attraction).city
+        return self._one("attraction", attraction)["city"]
 
     def get_city_by_hotel(self, hotel: str) -> str:
         """The city that a hotel is in."""
-        return self._one("hotel", hotel).city
+        return self._one("hotel", hotel)["city"]
 
     def get_city_by_restaurant(self, restaurant: str) -> str:
         """The city that a restaurant is in."""
-        return self._one("restaurant", restaurant).city
+        return self._one("restaurant", restaurant)["city"]
 
     def get_city_transport(self, city: str) -> list[str]:
         """How to get about inside a city."""
@@ -88,7 +87,7 @@ class Trip:
         Args:
             info_keywords: Of city, ticket, rating, outdoor.
         """
-        return _facts(asdict(self._one("attraction", attraction)), info_keywords)
+        return _facts(self._one("attraction", attraction), info_keywords)
 
     def get_infos_by_city(self, info_keywords: list[str], city: str) -> dict[str, Any]:
         """Facts about a city.
@@ -98,8 +97,8 @@ class Trip:
         """
         name = self._city(city)
         known: dict[str, Any] = {
-            f"{kind}s": sum(place.city == name for place in self._world.places(kind).values())
-            for kind in ("hotel", "restaurant", "attraction")
+            f"{kind}s": sum(place["city"] == name for place in self._world.places[kind].values())
+            for kind in KINDS
         }
         return _facts({**known, "transport": self._world.transport[name]}, info_keywords)
 
@@ -109,7 +108,7 @@ class Trip:
         Args:
             info_keywords: Of city, price, rating.
         """
-        return _facts(asdict(self._one("hotel", hotel)), info_keywords)
+        return _facts(self._one("hotel", hotel), info_keywords)
 
     def get_infos_by_restaurant(self, info_keywords: list[str], restaurant: str) -> dict[str, Any]:
         """Facts about a restaurant.
@@ -117,12 +116,12 @@ class Trip:
         Args:
             info_keywords: Of city, price, rating, cuisine.
         """
-        return _facts(asdict(self._one("restaurant", restaurant)), info_keywords)
+        return _facts(self._one("restaurant", restaurant), info_keywords)
 
     def get_inter_city_transport(self, from_city: str, to_city: str) -> list[dict[str, Any]]:
         """The connections from one city to another; an empty list if there is none."""
         route = self._world.routes.get((self._city(from_city), self._city(to_city)))
-        return [] if route is None else [asdict(route)]
+        return [] if route is None else [route]
 
     def get_weather_by_city_date(self, city: str, date: str) -> dict[str, str]:
         """The weather in a city on a day of the journey (YYYY-MM-DD)."""
@@ -152,8 +151,7 @@ class Trip:
     def _progress(self, share: float) -> float:
         """Return the share of the required steps: to submit, and to request each list that is
         needed."""
-        task = self._task
-        kinds = [kind for kind in ("hotel", "restaurant", "attraction") if task.asks_for(kind)]
+        task, kinds = self._task, self._task.kinds
         if task.cities is None:
             looked, needed = {kind for kind, _ in self._seen} & set(kinds), len(kinds)
         else:
@@ -163,27 +161,27 @@ class Trip:
 
     def _listed(self, kind: str, city: str) -> Any:
         self._seen.add((kind, self._city(city)))
-        matches = [place for place in self._world.places(kind).values() if place.city == city]
-        if self._level.plain:
+        matches = [place for place in self._world.places[kind].values() if place["city"] == city]
+        if self._task.level.plain:
             price = "ticket" if kind == "attraction" else "price"
-            return "\n".join(f"{one.name} {getattr(one, price)}" for one in matches)
-        if not self._level.listing:
-            return [place.name for place in matches]
-        return [{k: v for k, v in asdict(place).items() if k != "city"} for place in matches]
+            return "\n".join(f"{one['name']} {one[price]}" for one in matches)
+        if not self._task.level.listing:
+            return [place["name"] for place in matches]
+        return [{k: v for k, v in place.items() if k != "city"} for place in matches]
 
     def _city(self, name: str) -> str:
         if name not in self._world.cities:
             raise LookupError(f"there is no city {name!r}")
         return name
 
-    def _one(self, kind: str, name: str) -> Any:
-        if name not in (places := self._world.places(kind)):
+    def _one(self, kind: str, name: str) -> dict[str, Any]:
+        if name not in (places := self._world.places[kind]):
             raise LookupError(f"there is no {kind} {name!r}")
         return places[name]
 
 
 def _facts(known: dict[str, Any], keywords: Sequence[str]) -> dict[str, Any]:
-    known.pop("name", None)
+    known = {word: fact for word, fact in known.items() if word != "name"}
     unknown = [word for word in keywords if word not in known]
     if unknown:
         raise LookupError(f"nothing is known of {unknown[0]!r}; there are {', '.join(known)}")
@@ -194,7 +192,7 @@ def make_task(seed: int, level: Level) -> tuple[World, TripTask]:
     """Draw a task from a seed. It can be solved with its tools, and most random plans fail."""
     for attempt in range(_MAX_TRIES):
         world, task = draw_task(seed * _MAX_TRIES + attempt, level)
-        trip = Trip(ready=(world, task, level))
+        trip = Trip(ready=(world, task))
         solved = answers(trip, solve(task)) and trip.verdict()[0]["correct"] == 1.0
         if solved and not _anything_goes(world, task):
             return world, task
@@ -228,12 +226,12 @@ def a_plan(world: World, task: TripTask, draw: random.Random) -> list[dict[str, 
     plan: list[dict[str, str]] = []
     for date, city in zip(task.dates, cities, strict=True):
         hotels, restaurants, attractions = (
-            [one.name for one in world.places(kind).values() if one.city == city]
-            for kind in ("hotel", "restaurant", "attraction")
+            [one["name"] for one in world.places[kind].values() if one["city"] == city]
+            for kind in KINDS
         )
         meals = draw.sample(restaurants * 2, 2)
         day = {"time": date, "city": city, "hotel": draw.choice(hotels)}
         day |= dict(zip(MEALS, meals, strict=True))
         day["afternoon_attraction"] = draw.choice(attractions)
-        plan.append({key: day[key] for key in task.keys})
+        plan.append({key: day[key] for key in task.level.keys})
     return plan

@@ -25,12 +25,13 @@ def parse(task: TripTask, answer: str) -> list[dict[str, str]] | None:
     """Return the days of a plan, or None if the answer is malformed or has other keys."""
     if len(answer) > _MAX_CHARACTERS:
         return None
-    if task.plain:
+    keys = task.level.keys
+    if task.level.plain:
         lines = [line for line in answer.strip().splitlines() if line.strip()]
         words = [[word.strip() for word in line.split(",")] for line in lines]
-        if len(words) != len(task.dates) or any(len(day) != len(task.keys) for day in words):
+        if len(words) != len(task.dates) or any(len(day) != len(keys) for day in words):
             return None
-        return [dict(zip(task.keys, day, strict=True)) for day in words]
+        return [dict(zip(keys, day, strict=True)) for day in words]
     try:
         value = json.loads(answer)
     except (ValueError, RecursionError):
@@ -40,7 +41,7 @@ def parse(task: TripTask, answer: str) -> list[dict[str, str]] | None:
         return None
     for day in days:
         fields = cast(dict[str, Any], day) if isinstance(day, dict) else {}
-        if set(fields) != set(task.keys) or not all(isinstance(v, str) for v in fields.values()):
+        if set(fields) != set(keys) or not all(isinstance(v, str) for v in fields.values()):
             return None
     return days
 
@@ -51,39 +52,34 @@ def judge(world: World, task: TripTask, plan: Sequence[_Day]) -> dict[str, bool]
     if task.cities is not None:
         days = [{"city": city, **day} for city, day in zip(task.cities, days, strict=True)]
     met: dict[str, bool] = {}
-    if "time" in task.keys:
+    if "time" in task.level.keys:
         met["time"] = [day["time"] for day in days] == list(task.dates)
     cities = [day["city"] for day in days]
-    if "city" in task.keys:
+    if "city" in task.level.keys:
         as_named = task.cities is None or cities == list(task.cities)
         met["cities"] = as_named and all(c in world.cities and c != task.start for c in cities)
         met["no city twice"] = len(set(cities)) == len(cities)
-    if task.connected:
+    if task.level.connected:
         legs = zip((task.start, *cities), cities, strict=False)
         met["connections"] = all(leg in world.routes for leg in legs)
-    keys = [key for key in task.keys if key not in ("time", "city")]
     known = True
-    for key in keys:
-        places = world.places(key.rpartition("_")[2])
-        places_named = [places.get(day[key]) for day in days]
-        in_city = [
-            one is not None and one.city == day["city"]
-            for one, day in zip(places_named, days, strict=True)
-        ]
+    for key in task.place_keys:
+        places = world.places[key.rpartition("_")[2]]
+        in_city = [places.get(day[key], {}).get("city") == day["city"] for day in days]
         met[f"{key} in the city"] = all(in_city)
-        known = known and all(one is not None for one in places_named)
-    names = [day[key] for day in days for key in keys]
+        known = known and all(day[key] in places for day in days)
+    names = [day[key] for day in days for key in task.place_keys]
     if len(names) > 1:
         met["nothing twice"] = len(set(names)) == len(names)
     if task.hotel_at_most is not None:
         met["hotel's price"] = known and all(
-            world.hotels[day["hotel"]].price <= task.hotel_at_most for day in days
+            world.places["hotel"][day["hotel"]]["price"] <= task.hotel_at_most for day in days
         )
     if task.bands:
         met["rule"] = known and _rule(world, task.bands, days[task.rule_day])
-    if task.dry:
+    if task.level.dry:
         met["no rain"] = known and not any(
-            world.attractions[day["afternoon_attraction"]].outdoor
+            world.places["attraction"][day["afternoon_attraction"]]["outdoor"]
             and world.weather.get((day["city"], date)) == "rain"
             for date, day in zip(task.dates, days, strict=True)
         )
@@ -91,16 +87,10 @@ def judge(world: World, task: TripTask, plan: Sequence[_Day]) -> dict[str, bool]
 
 
 def _rule(world: World, bands: Sequence[Band], day: _Day) -> bool:
-    meals = [world.restaurants[day[key]] for key in MEALS if key in day]
-    ticket = (
-        world.attractions[day["afternoon_attraction"]].ticket
-        if "afternoon_attraction" in day
-        else 0
-    )
-    band = band_of(bands, world.hotels[day["hotel"]].price)
-    return band is not None and band_holds(
-        band, [(meal.price, meal.rating) for meal in meals], ticket
-    )
+    meals = [world.places["restaurant"][day[key]] for key in MEALS if key in day]
+    sight = world.places["attraction"].get(day.get("afternoon_attraction", ""), {"ticket": 0})
+    band = band_of(bands, world.places["hotel"][day["hotel"]]["price"])
+    return band is not None and band_holds(band, meals, sight["ticket"])
 
 
 def band_of(bands: Sequence[Band], price: int) -> Band | None:
@@ -111,11 +101,11 @@ def band_of(bands: Sequence[Band], price: int) -> Band | None:
     return None
 
 
-def band_holds(band: Band, meals: Sequence[tuple[int, float]], ticket: int) -> bool:
-    """Return whether a day's meals, as (price, rating), and ticket meet a price band."""
-    ratings = [rating for _, rating in meals]
+def band_holds(band: Band, meals: Sequence[Mapping[str, Any]], ticket: int) -> bool:
+    """Return whether a day's restaurants and ticket meet a price band."""
+    ratings = [meal["rating"] for meal in meals]
     return (
-        (band.meals_below is None or sum(price for price, _ in meals) < band.meals_below)
+        (band.meals_below is None or sum(meal["price"] for meal in meals) < band.meals_below)
         and (band.both_rated is None or all(rating >= band.both_rated for rating in ratings))
         and (band.one_rated is None or any(rating >= band.one_rated for rating in ratings))
         and (band.ticket_below is None or ticket < band.ticket_below)
@@ -145,7 +135,7 @@ def solve(task: TripTask) -> Calls:
     for route in routes:
         plan: list[dict[str, str]] = []
         for day, city in enumerate(route):
-            if task.connected:
+            if task.level.connected:
                 leg = (route[day - 1] if day else task.start, city)
                 if leg not in legs:
                     reply = yield (
@@ -171,20 +161,18 @@ def _day(
     task: TripTask, day: int, city: str, known: dict[tuple[str, str], list[dict[str, Any]]]
 ) -> Generator[tuple[str, dict[str, Any]], str, dict[str, str] | None]:
     """Return a plan for a day in a city that meets all requirements for that day, if any."""
-    keys = [key for key in task.keys if key not in ("time", "city")]
     lists: dict[str, list[dict[str, Any]]] = {}
-    for kind in _ABOUT:
-        if task.asks_for(kind):
-            if (kind, city) not in known:
-                known[kind, city] = yield from _all(kind, city, task.plain)
-            lists[kind] = known[kind, city]
+    for kind in task.kinds:
+        if (kind, city) not in known:
+            known[kind, city] = yield from _all(kind, city, task.level.plain)
+        lists[kind] = known[kind, city]
     sights: list[dict[str, Any]] = lists.get("attraction", [{"name": "", "ticket": 0}])
-    if task.dry:
+    if task.level.dry:
         weather = json.loads(
             (yield "get_weather_by_city_date", {"city": city, "date": task.dates[day]})
         )
         sights = [one for one in sights if not (one["outdoor"] and weather["weather"] == "rain")]
-    meals = [key for key in MEALS if key in keys]
+    meals = [key for key in MEALS if key in task.level.keys]
     for hotel in lists.get("hotel", []):
         if task.hotel_at_most is not None and hotel["price"] > task.hotel_at_most:
             continue
@@ -193,12 +181,11 @@ def _day(
             continue
         for sight in sights:
             for meal_places in permutations(lists.get("restaurant", []), len(meals)):
-                meal_facts = [(one["price"], one["rating"]) for one in meal_places]
-                if band is None or band_holds(band, meal_facts, sight["ticket"]):
+                if band is None or band_holds(band, meal_places, sight["ticket"]):
                     plan = {"time": task.dates[day], "city": city, "hotel": hotel["name"]}
                     plan["afternoon_attraction"] = sight["name"]
                     plan |= {key: one["name"] for key, one in zip(meals, meal_places, strict=True)}
-                    return {key: plan[key] for key in task.keys}
+                    return {key: plan[key] for key in task.level.keys}
     return None
 
 
@@ -222,6 +209,6 @@ def _all(
 
 def written(task: TripTask, plan: list[dict[str, str]]) -> str:
     """Return a plan as text that can be submitted."""
-    if task.plain:
-        return "\n".join(", ".join(day[key] for key in task.keys) for day in plan)
+    if task.level.plain:
+        return "\n".join(", ".join(day[key] for key in task.level.keys) for day in plan)
     return json.dumps(plan, ensure_ascii=False)

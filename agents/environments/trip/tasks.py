@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import datetime
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
@@ -15,49 +15,31 @@ _CUISINES = ("noodles", "seafood", "grill", "vegetarian", "dumplings")
 _INSIDE = ("bus", "tram", "metro", "bicycle")
 _BETWEEN = ("train", "coach", "ferry")
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
+_FIRST_DAY = datetime.date(2025, 10, 1)
+KINDS = ("hotel", "restaurant", "attraction")
+MEALS = ("afternoon_restaurant", "evening_restaurant")
+KEYS = ("time", "city", "hotel", MEALS[0], "afternoon_attraction", MEALS[1])
+"""The keys of a day in a plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hotel:
-    name: str
-    city: str
-    price: int
-    """Price per night in CNY."""
-    rating: float
+class Band:
+    """Requirements for a day whose hotel costs at least `low` and less than `high` CNY, None for no
+    requirement."""
+
+    low: int
+    high: int | None = None
+    meals_below: int | None = None
+    """The two restaurants together must cost less than this, in CNY."""
+    both_rated: float | None = None
+    one_rated: float | None = None
+    """Minimum rating that at least one restaurant must have."""
+    ticket_below: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restaurant:
-    name: str
-    city: str
-    price: int
-    """Price per person in CNY."""
-    rating: float
-    cuisine: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attraction:
-    name: str
-    city: str
-    ticket: int
-    """Ticket price in CNY."""
-    rating: float
-    outdoor: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """A connection between two cities in both directions."""
-
-    by: str
-    hours: float
-    price: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """The size of a world, and how it names and prices its places."""
+class Level:
+    """A level of difficulty: the size of its worlds, and the demands of its tasks."""
 
     cities: int
     hotels: int
@@ -70,76 +52,156 @@ class Size:
     """Difference between hotel prices, which start at 200 CNY."""
     routes: float = 1.0
     """Fraction of city pairs that are connected by a route."""
+    days: int = 1
+    keys: tuple[str, ...] = KEYS
+    """The keys that a plan must contain for each day."""
+    plain: bool = False
+    """True if lists have a line of name and price per place, and the answer one of names per day.
+    """
+    bands: tuple[Band, ...] = ()
+    """Price bands near which each task draws its bounds, or none to bound only the hotel's price.
+    """
+    fixed: bool = False
+    """True if the task names the city for each day."""
+    connected: bool = False
+    """True if there must be a route from each city to the next."""
+    dry: bool = False
+    """True if outdoor attractions are forbidden on rainy days."""
+    listing: bool = True
+    """True if lists contain prices and ratings as well as names."""
+    tools: tuple[str, ...] | None = None
+    """Names of the available tools. None means all tools."""
+
+
+REPORT = (
+    Band(low=800, meals_below=350, both_rated=4.0, ticket_below=120),
+    Band(low=500, high=800, one_rated=4.0, ticket_below=180),
+    Band(low=200, high=500, one_rated=3.2),
+)
+"""The price bands in the example of DeepSeek-V3.2 (2025), section 3.2.3."""
+_HOTELS = ("get_all_hotels_by_city", "submit_result")
+_LISTS = ("get_all_restaurants_by_city", "get_all_attractions_by_city")
+_FIRST = Level(
+    cities=2,
+    hotels=3,
+    restaurants=1,
+    attractions=1,
+    long_names=False,
+    price_step=100,
+    keys=("hotel",),
+    plain=True,
+    fixed=True,
+    tools=_HOTELS,
+)
+LEVELS = (
+    _FIRST,
+    replace(
+        _FIRST,
+        attractions=3,
+        keys=("hotel", "afternoon_attraction"),
+        bands=(Band(low=200, ticket_below=130),),
+        tools=(*_HOTELS, _LISTS[1]),
+    ),
+    Level(
+        cities=2,
+        hotels=3,
+        restaurants=3,
+        attractions=3,
+        long_names=False,
+        fixed=True,
+        bands=(
+            Band(low=500, both_rated=3.0, ticket_below=130),
+            Band(low=200, high=500, one_rated=3.5),
+        ),
+        tools=(*_HOTELS, *_LISTS),
+    ),
+    Level(
+        cities=4,
+        hotels=3,
+        restaurants=4,
+        attractions=3,
+        days=2,
+        bands=(*REPORT[:2], replace(REPORT[2], ticket_below=150)),
+    ),
+    Level(cities=7, hotels=4, restaurants=5, attractions=4, days=3, bands=REPORT),
+    Level(
+        cities=10,
+        hotels=4,
+        restaurants=5,
+        attractions=4,
+        routes=0.4,
+        days=3,
+        bands=REPORT,
+        connected=True,
+        dry=True,
+        listing=False,
+    ),
+)
+"""All levels. The first asks only for a hotel's name. The last exceeds the report's example."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     cities: tuple[str, ...]
-    hotels: dict[str, Hotel]
-    """Hotels, keyed by name. Restaurants and attractions are stored in the same way."""
-    restaurants: dict[str, Restaurant]
-    attractions: dict[str, Attraction]
-    routes: dict[tuple[str, str], Route]
+    places: dict[str, dict[str, dict[str, Any]]]
+    """The facts of each place by its kind (hotel, restaurant or attraction) and name. Prices and
+    tickets are in CNY, for a night or a person."""
+    routes: dict[tuple[str, str], dict[str, Any]]
     """Routes in both directions, keyed by (from, to)."""
     transport: dict[str, tuple[str, ...]]
     """Local transport in each city."""
     weather: dict[tuple[str, str], str]
     """Weather by city and date."""
 
-    def places(self, kind: str) -> Mapping[str, Any]:
-        """Return all places of a kind (hotel, restaurant or attraction), keyed by name."""
-        return getattr(self, f"{kind}s")
 
-
-def make_world(seed: int, size: Size, dates: tuple[str, ...]) -> World:
+def make_world(seed: int, level: Level, dates: tuple[str, ...]) -> World:
     """Draw a world from a seed. The same seed gives the same world on every machine."""
     draw = random.Random(f"world {seed}")
-    long = size.long_names
+    long = level.long_names
     names = _names(draw, long)
-    cities = tuple(next(names) for _ in range(size.cities))
-    hotels: dict[str, Hotel] = {}
-    restaurants: dict[str, Restaurant] = {}
-    attractions: dict[str, Attraction] = {}
-    max_price = 1000 if size.price_step == 100 else 1200  # coarse prices all have three digits
+    cities = tuple(next(names) for _ in range(level.cities))
+    places: dict[str, dict[str, dict[str, Any]]] = {kind: {} for kind in KINDS}
+    max_price = 1000 if level.price_step == 100 else 1200  # coarse prices all have three digits
     for city in cities:
-        for _ in range(size.hotels):
+        for _ in range(level.hotels):
             name = next(names) + (draw.choice((" Inn", " Hotel", " House")) if long else "")
-            price, rating = draw.randrange(200, max_price, size.price_step), _rating(draw)
-            hotels[name] = Hotel(name=name, city=city, price=price, rating=rating)
-        for _ in range(size.restaurants):
+            places["hotel"][name] = {
+                "name": name,
+                "city": city,
+                "price": draw.randrange(200, max_price, level.price_step),
+                "rating": _rating(draw),
+            }
+        for _ in range(level.restaurants):
             name = next(names) + (draw.choice((" Kitchen", " Table", " Diner")) if long else "")
-            restaurants[name] = Restaurant(
-                name=name,
-                city=city,
-                price=draw.randrange(30, 320, 5),
-                rating=_rating(draw),
-                cuisine=draw.choice(_CUISINES),
-            )
-        for _ in range(size.attractions):
+            places["restaurant"][name] = {
+                "name": name,
+                "city": city,
+                "price": draw.randrange(30, 320, 5),
+                "rating": _rating(draw),
+                "cuisine": draw.choice(_CUISINES),
+            }
+        for _ in range(level.attractions):
             outdoor = draw.random() < 0.5
             kind = draw.choice((" Lake", " Park", " Hill") if outdoor else (" Museum", " Hall"))
             name = next(names) + (kind if long else "")
-            attractions[name] = Attraction(
-                name=name,
-                city=city,
-                ticket=draw.randrange(0, 260, 10),
-                rating=_rating(draw),
-                outdoor=outdoor,
-            )
-    routes: dict[tuple[str, str], Route] = {}
+            places["attraction"][name] = {
+                "name": name,
+                "city": city,
+                "ticket": draw.randrange(0, 260, 10),
+                "rating": _rating(draw),
+                "outdoor": outdoor,
+            }
+    routes: dict[tuple[str, str], dict[str, Any]] = {}
     for one, other in permutations(cities, 2):
-        if one < other and draw.random() < size.routes:
-            route = Route(
-                by=draw.choice(_BETWEEN),
-                hours=draw.randrange(2, 20) / 2,
-                price=draw.randrange(40, 400, 10),
-            )
-            routes[one, other] = routes[other, one] = route
+        if one < other and draw.random() < level.routes:
+            routes[one, other] = routes[other, one] = {
+                "by": draw.choice(_BETWEEN),
+                "hours": draw.randrange(2, 20) / 2,
+                "price": draw.randrange(40, 400, 10),
+            }
     return World(
         cities=cities,
-        hotels=hotels,
-        restaurants=restaurants,
-        attractions=attractions,
+        places=places,
         routes=routes,
         transport={city: tuple(sorted(draw.sample(_INSIDE, 2))) for city in cities},
         weather={(city, date): draw.choice(_WEATHER) for city in cities for date in dates},
@@ -165,140 +227,40 @@ def _names(draw: random.Random, long: bool) -> Iterator[str]:
             yield name
 
 
-MEALS = ("afternoon_restaurant", "evening_restaurant")
-KEYS = ("time", "city", "hotel", MEALS[0], "afternoon_attraction", MEALS[1])
-"""The keys of a day in a plan."""
-_FIRST_DAY = datetime.date(2025, 10, 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Band:
-    """Requirements for a day whose hotel costs at least `low` and less than `high` CNY, None for no
-    requirement."""
-
-    low: int
-    high: int | None = None
-    """Upper bound in CNY. None means no bound."""
-    meals_below: int | None = None
-    """The two restaurants together must cost less than this, in CNY."""
-    both_rated: float | None = None
-    one_rated: float | None = None
-    """Minimum rating that at least one restaurant must have."""
-    ticket_below: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
-    """A level of difficulty."""
-
-    size: Size
-    days: int = 1
-    keys: tuple[str, ...] = KEYS
-    """The keys that a plan must contain for each day."""
-    plain: bool = False
-    """True if the answer is a comma-separated list of names instead of JSON."""
-    bands: tuple[Band, ...] = ()
-    """Price bands near which each task draws its bounds, or none to bound only the hotel's price.
-    """
-    fixed: bool = False
-    """True if the task names the city for each day."""
-    connected: bool = False
-    """True if there must be a route from each city to the next."""
-    dry: bool = False
-    """True if outdoor attractions are forbidden on rainy days."""
-    listing: bool = True
-    """True if lists contain prices and ratings as well as names."""
-    tools: tuple[str, ...] | None = None
-    """Names of the available tools. None means all tools."""
-
-
-REPORT = (
-    Band(low=800, meals_below=350, both_rated=4.0, ticket_below=120),
-    Band(low=500, high=800, one_rated=4.0, ticket_below=180),
-    Band(low=200, high=500, one_rated=3.2),
-)
-"""The price bands in the example of DeepSeek-V3.2 (2025), section 3.2.3."""
-_HOTELS = ("get_all_hotels_by_city", "submit_result")
-_LISTS = ("get_all_restaurants_by_city", "get_all_attractions_by_city")
-LEVELS = (
-    Level(
-        size=Size(
-            cities=2, hotels=3, restaurants=1, attractions=1, long_names=False, price_step=100
-        ),
-        keys=("hotel",),
-        plain=True,
-        fixed=True,
-        tools=_HOTELS,
-    ),
-    Level(
-        size=Size(
-            cities=2, hotels=3, restaurants=1, attractions=3, long_names=False, price_step=100
-        ),
-        keys=("hotel", "afternoon_attraction"),
-        plain=True,
-        fixed=True,
-        bands=(Band(low=200, ticket_below=130),),
-        tools=(*_HOTELS, "get_all_attractions_by_city"),
-    ),
-    Level(
-        size=Size(cities=2, hotels=3, restaurants=3, attractions=3, long_names=False),
-        fixed=True,
-        bands=(
-            Band(low=500, both_rated=3.0, ticket_below=130),
-            Band(low=200, high=500, one_rated=3.5),
-        ),
-        tools=(*_HOTELS, *_LISTS),
-    ),
-    Level(
-        size=Size(cities=4, hotels=3, restaurants=4, attractions=3),
-        days=2,
-        bands=(*REPORT[:2], replace(REPORT[2], ticket_below=150)),
-    ),
-    Level(size=Size(cities=7, hotels=4, restaurants=5, attractions=4), days=3, bands=REPORT),
-    Level(
-        size=Size(cities=10, hotels=4, restaurants=5, attractions=4, routes=0.4),
-        days=3,
-        bands=REPORT,
-        connected=True,
-        dry=True,
-        listing=False,
-    ),
-)
-"""All levels. The first asks only for a hotel's name. The last exceeds the report's example."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TripTask:
     """A plan for the policy to make. The prompt describes the task in full."""
 
+    level: Level
     dates: tuple[str, ...]
     start: str
     """City before the first day, or "" if the task names the cities."""
     cities: tuple[str, ...] | None
     """The city for each day, if the task fixes them."""
-    keys: tuple[str, ...]
-    plain: bool
     rule_day: int
     """Index of the day to which `bands` apply."""
     bands: tuple[Band, ...]
     hotel_at_most: int | None
-    connected: bool
-    dry: bool
 
-    def asks_for(self, kind: str) -> bool:
-        """Return whether the plan must name a hotel, a restaurant or an attraction (`kind`)."""
-        return any(kind in key for key in self.keys)
+    @property
+    def place_keys(self) -> list[str]:
+        """The keys of a day that name a place."""
+        return [key for key in self.level.keys if key not in ("time", "city")]
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of places that the plan must name."""
+        return [kind for kind in KINDS if any(kind in key for key in self.level.keys)]
 
     def text(self) -> str:
         """Return the description of the task for the policy."""
-        days, one_day = len(self.dates), len(self.dates) == 1
+        level, days, one_day = self.level, len(self.dates), len(self.dates) == 1
         span = self.dates[0] if one_day else f"{self.dates[0]} to {self.dates[-1]}"
-        keys = [key for key in self.keys if key not in ("time", "city")]
-        if self.cities is not None and keys == ["hotel"] and one_day:
+        if self.cities is not None and self.place_keys == ["hotel"] and one_day:
             most = self.hotel_at_most
             parts = [f"Find a hotel in {self.cities[0]} for at most {most} CNY."]
         elif self.cities is not None and one_day:
-            things = ", ".join(f"the {key.replace('_', ' ')}" for key in keys)
+            things = ", ".join(f"the {key.replace('_', ' ')}" for key in self.place_keys)
             parts = [f"Plan one day in {self.cities[0]} ({span}): {things}."]
         else:
             places = ""
@@ -311,11 +273,11 @@ class TripTask:
                 "a hotel, an afternoon restaurant, an afternoon attraction and an evening "
                 f"restaurant for each day.{places}"
             ]
-        if len(self.keys) > 1:
+        if len(level.keys) > 1:
             parts.append("Everything must be in that day's city, and nothing may come twice.")
-        if self.connected:
+        if level.connected:
             parts.append("Every city must have a transport connection from the one before it.")
-        if self.dry:
+        if level.dry:
             parts.append("Where it rains on the day, the attraction must not be outdoors.")
         day = "" if one_day else f" of day {self.rule_day + 1}"
         for band in self.bands:
@@ -329,13 +291,14 @@ class TripTask:
             text = ", ".join(text.format(value) for value, text in terms if value is not None)
             text = text or "anything"
             parts.append(f"If the hotel{day} costs at least {band.low} CNY{below}: {text}.")
-        if self.plain:
-            words = " and ".join(key.replace("_", " ") for key in self.keys)
-            parts.append(f"Submit the {words}{', separated by a comma' * (len(self.keys) > 1)}.")
+        if level.plain:
+            words = " and ".join(key.replace("_", " ") for key in level.keys)
+            parts.append(f"Submit the {words}{', separated by a comma' * (len(level.keys) > 1)}.")
         else:
             parts.append(
                 "Submit a JSON list with an object for each day, in order, with the keys "
-                f"{', '.join(self.keys)}; time is the date as YYYY-MM-DD, and the others are names."
+                f"{', '.join(level.keys)}; time is the date as YYYY-MM-DD, and the others are "
+                "names."
             )
         return " ".join(parts)
 
@@ -345,24 +308,22 @@ def draw_task(seed: int, level: Level) -> tuple[World, TripTask]:
     draw = random.Random(f"task {seed}")
     first = _FIRST_DAY + datetime.timedelta(days=draw.randrange(60))
     dates = tuple(str(first + datetime.timedelta(days=day)) for day in range(level.days))
-    world = make_world(seed, level.size, dates)
+    world = make_world(seed, level, dates)
     cities = draw.sample(world.cities, level.days if level.fixed else 1)
     at_most = None
     if not level.bands:  # at least one and at most half of the city's hotels are cheap enough
-        prices = sorted(one.price for one in world.hotels.values() if one.city == cities[0])
+        hotels = world.places["hotel"].values()
+        prices = sorted(one["price"] for one in hotels if one["city"] == cities[0])
         at_most = prices[draw.randrange(max(1, len(prices) // 2))]
     exact = level.bands == REPORT
     return world, TripTask(
+        level=level,
         dates=dates,
         start="" if level.fixed else cities[0],
         cities=tuple(cities) if level.fixed else None,
-        keys=level.keys,
-        plain=level.plain,
         rule_day=min(1, level.days - 1),
         bands=level.bands if exact else tuple(_varied(band, draw) for band in level.bands),
         hotel_at_most=at_most,
-        connected=level.connected,
-        dry=level.dry,
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from keel.agents.budget import Budget
-from keel.agents.endpoint.recorder import Finished, TrajectoryRecorder
+from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.replies import Reply
 from keel.agents.endpoint.requests import load_object, read_request
 from keel.agents.endpoint.server import Address, Endpoint
@@ -92,7 +92,7 @@ class Policy:
         )
 
 
-def check_law(policy: Policy, finished: Finished) -> None:
+def check_law(policy: Policy, finished: TrajectoryRecorder) -> None:
     """Assert that every sampled token is trained once, after exactly the ids that were sent."""
     trained: list[int] = []
     for segment in finished.segments:
@@ -143,13 +143,14 @@ async def ask(
 
 def record(
     policy: Any, work: Callable[[TrajectoryRecorder], Awaitable[object]], **settings: Any
-) -> Finished:
+) -> TrajectoryRecorder:
     """Run `work` with a recorder, check the law, and return what was recorded."""
 
-    async def recorded() -> Finished:
+    async def recorded() -> TrajectoryRecorder:
         recorder = recorder_of(policy, **settings)
         await work(recorder)
-        return await recorder.finish()
+        await recorder.finish()
+        return recorder
 
     finished = play(recorded())
     if isinstance(policy, Policy):

@@ -15,7 +15,7 @@ import pytest
 
 from keel.agents.endpoint.mcp_tools import McpTools
 from keel.agents.endpoint.program import AgentProgram, ProgramResult, run_program
-from keel.agents.endpoint.recorder import Finished
+from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.server import Endpoint
 from keel.rl.types import Prompt, Verdict
 from tests.agents.endpoint.kit import BUDGET, Policy, check_law, recorder_of
@@ -96,7 +96,7 @@ def test_openai_agents(python: str, tmp_path: Path) -> None:
         command=[python, "agent.py"], folder=tmp_path, env={"HOME": str(tmp_path)}
     )
 
-    async def work() -> tuple[ProgramResult, Finished]:
+    async def work() -> tuple[ProgramResult, TrajectoryRecorder]:
         async with Endpoint() as endpoint:
             recorder = recorder_of(policy, window=60_000, tokens=20_000, timeout_s=120.0)
             address = endpoint.add(recorder, McpTools(Sums(), [ADD], budget=BUDGET))

@@ -14,7 +14,7 @@ import pytest
 
 from keel.agents.endpoint.mcp_tools import McpTools
 from keel.agents.endpoint.program import AgentProgram, ProgramResult, command_of, run_program
-from keel.agents.endpoint.recorder import Finished
+from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.types import NoEnvironment, Unscored
 from keel.rewards.sandbox.runtime import runtime
@@ -55,7 +55,7 @@ def drive(
     policy: Policy | None = None,
     within_s: float = PATIENCE_S,
     **settings: Any,
-) -> tuple[ProgramResult, Finished]:
+) -> tuple[ProgramResult, TrajectoryRecorder]:
     """Run `python -c code arguments` to its end."""
     command = [sys.executable, "-S", "-c", code, *arguments]
     program = AgentProgram(**{"command": command, **settings})
@@ -64,7 +64,7 @@ def drive(
         await asyncio.sleep(within_s)
         return f"did not end within {within_s:g} s"
 
-    async def work() -> tuple[ProgramResult, Finished]:
+    async def work() -> tuple[ProgramResult, TrajectoryRecorder]:
         async with Endpoint() as endpoint:
             tools = McpTools(NoEnvironment(), [ADD], budget=BUDGET)
             address = endpoint.add(recorder_of(policy or Policy(["a", "b", "c"])), tools)

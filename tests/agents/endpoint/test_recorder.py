@@ -76,7 +76,7 @@ def test_twelve_turns_form_one_segment() -> None:
     assert text.count("<|im_start|>assistant") == 12 == finished.usage.turns
     assert (finished.usage.calls, finished.usage.failed_calls) == (12, 0)
     assert (finished.counts["extended"], finished.counts["rendered"]) == (11, 1)
-    roles = [message["role"] for message in (*finished.opening, *finished.messages)]
+    roles = [message["role"] for message in (*finished.index.opening, *finished.messages)]
     assert roles[:6] == ["system", "user", "assistant", "user", "assistant", "tool"]
 
 
@@ -128,7 +128,7 @@ def test_changed_tools_or_messages_fork() -> None:
     finished = record(Policy(["one", "two", "three", "four"]), work)
     assert (finished.counts["rendered"], finished.counts["extended"]) == (3, 1)
     assert [int(s.trainable_T.sum()) for s in finished.segments] == [3 + 1 + 4 + 1, 4, 6]
-    tools = [dialogue.tools[0]["function"]["name"] for dialogue in finished.dialogues]
+    tools = [dialogue.tools[0]["function"]["name"] for dialogue in finished.index.dialogues]
     assert tools == ["city", "hotel", "city"]
 
 
@@ -322,8 +322,8 @@ def test_saved_conversations_render_as_sampled(tmp_path: Path, thinking: bool) -
         sibling=0,
         segments=finished.segments,
         finish_reason=finished.finish_reason,
-        messages=(*finished.opening, *finished.messages),
-        dialogues=finished.dialogues,
+        messages=(*finished.index.opening, *finished.messages),
+        dialogues=finished.index.dialogues,
     )
     prompt = Prompt(
         prompt_id="p", domain="d", messages=(user("?"),), environment="e", thinking=thinking

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from keel.agents.endpoint import server
-from keel.agents.endpoint.recorder import Finished
+from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.server import Address, Endpoint
 from tests.agents.endpoint.kit import (
     CHAT,
@@ -75,7 +75,7 @@ async def streamed(client: Any, messages: Messages) -> dict[str, Any]:
 
 @pytest.mark.parametrize("thinking", [False, True])
 def test_stream_equals_whole_answer(thinking: bool) -> None:
-    async def work(stream: bool) -> tuple[Policy, Messages, Finished]:
+    async def work(stream: bool) -> tuple[Policy, Messages, TrajectoryRecorder]:
         policy = Policy(script)
         async with served(recorder_of(policy, thinking=thinking)) as (endpoint, _, client):
             messages = await agent(client, 6, stream=stream)
@@ -190,7 +190,7 @@ def host_and_path(address: Address) -> tuple[list[str], str]:
 def test_slow_request_is_the_programs_own_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_READ_S", 0.05)
 
-    async def work() -> Finished:
+    async def work() -> TrajectoryRecorder:
         async with served(recorder_of(Policy(["a"]))) as (endpoint, address, _):
             host, path = host_and_path(address)
             reader, writer = await asyncio.open_connection(*host)
@@ -217,7 +217,7 @@ def test_disconnect_before_the_answer_resends_it() -> None:
 
     policy = Unlucky(["one", "two"])
 
-    async def work() -> Finished:
+    async def work() -> TrajectoryRecorder:
         async with served(recorder_of(policy)) as (endpoint, address, client):
             (host, port), path = host_and_path(address)
             clients.append(socket.create_connection((host, int(port))))
@@ -311,7 +311,7 @@ def assemble(text: str) -> dict[str, Any]:
 def test_anthropic_tool_loop_extends_its_context(stream: bool, thinking: bool) -> None:
     policy = Policy(script)
 
-    async def work() -> Finished:
+    async def work() -> TrajectoryRecorder:
         async with served(recorder_of(policy, thinking=thinking)) as (endpoint, address, _):
             history: list[dict[str, Any]] = [user("Where to?")]
             for _ in range(6):
@@ -331,8 +331,8 @@ def test_anthropic_tool_loop_extends_its_context(stream: bool, thinking: bool) -
     finished = run(work())
     check_law(policy, finished)
     assert finished.counts["extended"] == (3 if thinking else 5)
-    assert [one["function"]["name"] for one in finished.dialogues[0].tools] == ["city"]
-    assert finished.opening[0] == {"role": "system", "content": "Be brief."}
+    assert [one["function"]["name"] for one in finished.index.dialogues[0].tools] == ["city"]
+    assert finished.index.opening[0] == {"role": "system", "content": "Be brief."}
     assert "Error: far" in CHAT.decode(policy.turns[-1][0])
 
 
