@@ -14,9 +14,8 @@ from typing import Any
 from keel.agents.env_process.process import (
     MAX_MESSAGE_BYTES,
     ChildProcess,
-    Wrap,
+    Sandbox,
     launch,
-    not_wrapped,
     with_deadline,
 )
 from keel.agents.env_process.program import Deadlines
@@ -41,7 +40,7 @@ class McpServer:
     readable: Sequence[Path] = ()
     """Paths that the server reads in a sandbox, besides `folder` and its interpreter."""
     deadlines: Deadlines = field(default_factory=Deadlines)
-    wrap: Wrap = not_wrapped
+    wrap: Sandbox | None = None
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):

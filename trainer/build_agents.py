@@ -19,7 +19,7 @@ from keel.agents.endpoint.program import AgentProgram, command_of
 from keel.agents.env_process.client import Hosted
 from keel.agents.env_process.fork_server import ForkServer, fork_server_for
 from keel.agents.env_process.os_limits import make_room
-from keel.agents.env_process.process import Wrap, not_wrapped
+from keel.agents.env_process.process import Sandbox
 from keel.agents.env_process.program import KEEL, Deadlines, Program
 from keel.agents.environments.interpreter import CELL_S, ENDING_S, split_call_time
 from keel.agents.episode import POLICY_PHASES
@@ -196,7 +196,7 @@ def environment_spec(config: Config, source: SourceConfig) -> Program | McpServe
     readable = tuple(map(Path, environment.readable))
     try:
         if not environment.target:
-            isolated = wrap(config, source) if environment.command else not_wrapped
+            isolated = wrap(config, source) if environment.command else None
             command, url = environment.command, environment.url
             return McpServer(command=command, url=url, readable=readable, wrap=isolated, **common)
         arguments, files, prepare = environment.arguments, (), None
@@ -306,7 +306,7 @@ def _agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
         command = command_of(environment.program, python=python, folder=folder)
         network = "loopback" if environment.network == "none" else "host"
         isolated = wrap(config, source, network=network)
-        local = runtime(command[0]).paths if isolated is not not_wrapped else ()
+        local = runtime(command[0]).paths if isolated else ()
         return AgentProgram(
             command=command,
             open_s=environment.open_s,
@@ -324,9 +324,9 @@ def _agent_program(config: Config, source: SourceConfig) -> AgentProgram | None:
         raise _invalid(source, error) from error
 
 
-def wrap(config: Config, source: SourceConfig, *, network: Network | None = None) -> Wrap:
-    """Return a function that runs an environment in isolation. `network` overrides the recipe's
-    setting. Raises ValueError if this machine cannot isolate the environment.
+def wrap(config: Config, source: SourceConfig, *, network: Network | None = None) -> Sandbox | None:
+    """Return a sandbox for an environment, or None if isolation is turned off. `network` overrides
+    the recipe's setting. Raises ValueError if this machine cannot isolate the environment.
 
     Code written by the policy can read every file that its environment can read. The run folder,
     the prompt files and the generators for procedural prompts contain answers, so they are hidden
@@ -342,14 +342,13 @@ def wrap(config: Config, source: SourceConfig, *, network: Network | None = None
             for path in runtime(environment.python or sys.executable).paths:
                 answers += path.glob("python3*/site-packages/reasoning_gym")
     named = {Path(path).resolve() for path in environment.readable}
-    isolated = environment_wrap(
+    return environment_wrap(
         environment.isolation,
         memory_mib=environment.memory_mib,
         network=network or environment.network,
         hidden=(Path(config.run.dir), *(path for path in answers if path.resolve() not in named)),
         knob=f"data.sources[{source.name}].environment.isolation",
     )
-    return isolated or not_wrapped
 
 
 def _prompt_files(config: Config) -> list[Path]:

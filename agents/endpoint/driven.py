@@ -14,7 +14,7 @@ from keel.agents.context import ContextManager
 from keel.agents.endpoint.mcp_tools import McpTools
 from keel.agents.endpoint.program import AgentProgram, ProgramResult, run_program
 from keel.agents.endpoint.recorder import TrajectoryRecorder
-from keel.agents.endpoint.server import Address, Endpoint
+from keel.agents.endpoint.server import Endpoint
 from keel.agents.episode import Episode
 from keel.agents.types import Environment, Unscored
 from keel.rl.turns import Chat, Message, TurnRequest, TurnResult
@@ -28,13 +28,10 @@ class DrivenEpisode(Episode):
 
     program: AgentProgram
     endpoint: Endpoint
-    starting: asyncio.Semaphore | None = None
+    starting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     """Limits how many programs are between their start and their first turn."""
     ended: ProgramResult | None = None
     recorder: TrajectoryRecorder | None = None
-    _broken: asyncio.Event = field(default_factory=asyncio.Event)
-    _error: Exception | None = None
-    """The engine error that ended the episode, raised after the engines' own retries."""
 
     async def _run(self) -> Trajectory | str:
         opening = await self.environment.open(self.task, seed=self.environment_seed)
@@ -44,22 +41,28 @@ class DrivenEpisode(Episode):
             name=self.name,
             prompt_id=self.task.prompt_id,
             chat=self.chat,
-            sample=self._sample_turn,
+            sample=self._sampled,
             thinking=self.task.thinking,
             seed=self.seed,
             budget=self.budget,
         )
         tools = McpTools(self.environment, opening.tools, budget=self.budget)
         address = self.endpoint.add(recorder, tools if opening.tools else None)
+        await self.starting.acquire()
+        begun = asyncio.create_task(recorder.begun.wait())
+        begun.add_done_callback(lambda _: self.starting.release())
+        late, seed = recorder.overdue(self.program.open_s), self.environment_seed
         grace_s = 0.0
         try:
-            self.ended = ended = await self._drive(task, recorder, address)
-            grace_s = 0.0 if self._error is not None else self.budget.call_s
+            ended = await run_program(self.program, task, address, seed=seed, until=late)
+            self.ended = ended
+            grace_s = 0.0 if recorder.error is not None else self.budget.call_s
         finally:
+            begun.cancel()
             await self.endpoint.finish(self.name)
             await tools.finish(grace_s)
-        if self._error is not None:
-            raise self._error
+        if recorder.error is not None:
+            raise recorder.error
         self.usage = recorder.usage
         was_cut = recorder.finish_reason != "stop" or tools.done
         refusal = recorder.failure or recorder.refusal
@@ -92,38 +95,6 @@ class DrivenEpisode(Episode):
         assert self.recorder is not None
         dialogues = self.recorder.index.dialogues
         return replace(trajectory, dialogues=dialogues, tools=dialogues[0].tools)
-
-    async def _drive(
-        self, task: Prompt, recorder: TrajectoryRecorder, address: Address
-    ) -> ProgramResult:
-        if self.starting is not None:
-            await self.starting.acquire()
-        begun = asyncio.create_task(recorder.begun.wait())
-        if self.starting is not None:
-            begun.add_done_callback(lambda _, release=self.starting.release: release())
-        until, seed = self._stop_reason(recorder), self.environment_seed
-        try:
-            return await run_program(self.program, task, address, seed=seed, until=until)
-        finally:
-            begun.cancel()
-
-    async def _stop_reason(self, recorder: TrajectoryRecorder) -> str:
-        broken = asyncio.create_task(self._broken.wait())
-        late = asyncio.create_task(recorder.overdue(self.program.open_s))
-        try:
-            await asyncio.wait({broken, late}, return_when=asyncio.FIRST_COMPLETED)
-            return "was ended with the engines" if self._broken.is_set() else late.result()
-        finally:
-            broken.cancel()
-            late.cancel()
-
-    async def _sample_turn(self, request: TurnRequest) -> TurnResult:
-        try:
-            return await self._sampled(request)
-        except Exception as error:
-            self._error = self._error or error
-            self._broken.set()
-            raise
 
     def _with_program_verdict(
         self, trajectory: Trajectory, ended: ProgramResult

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from keel.agents.endpoint.server import Address
-from keel.agents.env_process.client import verdict_of
-from keel.agents.env_process.process import ChildProcess, Wrap, encode_line, launch, not_wrapped
+from keel.agents.env_process.client import task_fields, verdict_of
+from keel.agents.env_process.process import ChildProcess, Sandbox, encode_line, launch
 from keel.agents.env_process.program import ENVIRONMENT, READABLE, START
 from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Prompt, Verdict
@@ -48,7 +48,7 @@ class AgentProgram:
     """Environment variables to set, in addition to the few that every program gets."""
     memory_mib: int | None = None
     """Address space limit for each process, in MiB. None means no limit."""
-    wrap: Wrap = not_wrapped
+    wrap: Sandbox | None = None
     """Puts the program into a sandbox in which it can still open sockets."""
     readable: Sequence[Path] = ()
     """Paths that the program reads in a sandbox, such as its interpreter and packages."""
@@ -123,16 +123,9 @@ async def run_program(
 ) -> ProgramResult:
     """Run a program until it exits or `until` returns a reason to stop it, then kill all its
     processes. Its result is the JSON in the file KEEL_VERDICT or in the last line of its output."""
-    is_wrapped = program.wrap is not not_wrapped
     folder = program.folder or Path.cwd()
-    scratch = "" if is_wrapped else tempfile.mkdtemp(prefix="keel-")  # a sandbox has its own
-    described: dict[str, Any] = {
-        "prompt_id": task.prompt_id,
-        "domain": task.domain,
-        "messages": [dict(message) for message in task.messages],
-        "tools": [dict(tool) for tool in task.tools],
-        **({"reward": dict(task.reward)} if program.tells_reward else {}),
-    }
+    scratch = "" if program.wrap else tempfile.mkdtemp(prefix="keel-")  # a sandbox has its own
+    reward = {"reward": dict(task.reward)} if program.tells_reward else {}
     prompts = [message["content"] for message in task.messages if message["role"] == "user"]
     request = {
         "command": list(program.command),
@@ -146,8 +139,8 @@ async def run_program(
             **program.env,
         },
         "prompt": str(prompts[-1] if prompts else task.messages[-1]["content"]),
-        "task": described,
-        "socket": str(address.socket) if is_wrapped else None,
+        "task": {**task_fields(task), **reward},
+        "socket": str(address.socket) if program.wrap else None,
         "memory_mib": program.memory_mib,
     }
     process: ChildProcess | None = None

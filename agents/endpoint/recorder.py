@@ -76,6 +76,8 @@ class TrajectoryRecorder:
         """True once the environment has ended the task. No more turns are sampled then."""
         self.failure = ""
         """Why the endpoint or an engine last failed to answer a request."""
+        self.error: BaseException | None = None
+        """The first error of an engine, raised after the engines' own retries."""
         self._closed = False
         self._idle_since: float | None = None
         """When the last turn ended. None before the first turn and while a turn is sampled."""
@@ -122,6 +124,8 @@ class TrajectoryRecorder:
             if self._idle_since is not None:
                 limit_s, action = self._budget.timeout_s, "end"
                 remaining_s = self._budget.remaining_s(self.usage)
+            if self.error is not None:
+                return "was ended with the engines"
             if remaining_s <= 0 and not self._sampling:  # turns have their own deadline
                 self._timed_out = self._timed_out or self._idle_since is not None
                 return f"did not {action} within {limit_s:g} s"
@@ -297,6 +301,8 @@ class TrajectoryRecorder:
             raise
         finally:
             task.cancel()
+            if task.done() and not task.cancelled():
+                self.error = self.error or task.exception()
             del self._sampling[task]
             self._changed.set()
             if not self._sampling:

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
@@ -256,15 +257,10 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     )
 
 
-_warned: set[str] = set()
-_MAX_WARNINGS = 50
-
-
+@lru_cache(maxsize=50)  # once per name
 def _warn_ignored(name: str, reason: str) -> None:
-    if name not in _warned and len(_warned) < _MAX_WARNINGS:
-        _warned.add(name)
-        message = "a program's request sets %s, which is ignored: %s"
-        logging.getLogger(__name__).warning(message, name[:64], reason)
+    message = "a program's request sets %s, which is ignored: %s"
+    logging.getLogger(__name__).warning(message, name[:64], reason)
 
 
 def _convert_messages(messages: Sequence[_Message]) -> list[dict[str, Any]]:

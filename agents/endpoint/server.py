@@ -91,8 +91,7 @@ class Endpoint:
         app.router.add_get("/t/{name}/v1/models/{model:.+}", self._models)
         app.router.add_post("/t/{name}/v1/chat/completions", self._chat)
         app.router.add_post("/t/{name}/v1/messages", self._chat)
-        app.router.add_post("/t/{name}/mcp/{key}", self._tools)
-        app.router.add_route("*", "/t/{name}/mcp/{key}", _post_only)
+        app.router.add_route("*", "/t/{name}/mcp/{key}", self._tools)
         app.router.add_route("*", "/{path:.*}", self._unknown)
         logger = logging.getLogger(f"{__name__}.http")
         logger.addFilter(_is_our_fault)
@@ -238,6 +237,8 @@ class Endpoint:
 
     async def _tools(self, request: web.Request) -> web.StreamResponse:
         """Handle a JSON-RPC message. MCP clients send no API key, so the URL contains it."""
+        if request.method != "POST":
+            raise web.HTTPMethodNotAllowed(request.method, ["POST"])
         place = self._authenticate(request, request.match_info["key"])
         if place.tools is None:
             raise ApiError(404, "there are no tools", code="unknown_url")
@@ -317,10 +318,6 @@ async def _send(
         await response.prepare(request)
     await response.write_eof()
     return response
-
-
-async def _post_only(request: web.Request) -> web.StreamResponse:
-    raise web.HTTPMethodNotAllowed(request.method, ["POST"])
 
 
 def _is_anthropic(request: web.Request) -> bool:

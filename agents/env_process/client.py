@@ -17,7 +17,6 @@ from keel.agents.env_process.process import (
     ChildProcess,
     encode_line,
     launch,
-    not_wrapped,
     with_deadline,
 )
 from keel.agents.env_process.program import ENVIRONMENT, START, Program
@@ -69,7 +68,7 @@ class Hosted:
             raise EnvironmentLost("closed", "open", "an environment serves one episode")
         program = self._program
         extra_env: dict[str, str] = {}
-        if program.wrap is not_wrapped:  # a sandbox has a private one
+        if program.wrap is None:  # a sandbox has a private one
             self._scratch = tempfile.mkdtemp(prefix="keel-")
             extra_env = {"TMPDIR": self._scratch, **program.env}
         if self._fork_server is not None:
@@ -91,10 +90,7 @@ class Hosted:
             "seed": seed,
             "memory_mib": program.memory_mib,
             "task": {
-                "prompt_id": task.prompt_id,
-                "domain": task.domain,
-                "messages": [dict(message) for message in task.messages],
-                "tools": [dict(tool) for tool in task.tools],
+                **task_fields(task),
                 "thinking": task.thinking,
                 "reward": dict(task.reward),
             },
@@ -217,6 +213,16 @@ class Hosted:
             message = f"{self._program.target}: {message}" if message else message
         self._lost = await self._process.lost(fault, during, message)
         return self._lost
+
+
+def task_fields(task: Prompt) -> dict[str, Any]:
+    """Return a task as JSON, without its reward."""
+    return {
+        "prompt_id": task.prompt_id,
+        "domain": task.domain,
+        "messages": [dict(message) for message in task.messages],
+        "tools": [dict(tool) for tool in task.tools],
+    }
 
 
 class _ChatMessage(BaseModel):

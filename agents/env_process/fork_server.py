@@ -13,14 +13,13 @@ import socket
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from keel.agents.env_process.process import (
     REAP_S,
     ChildProcess,
-    ForkingWrap,
+    Sandbox,
     launch,
-    not_wrapped,
     open_channel,
     with_deadline,
 )
@@ -53,15 +52,12 @@ class ForkServer:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._inner: Mapping[str, Any] | None = None
-        self._sandbox: ForkingWrap | None = None
+        self._sandbox = program.wrap
+        self._inner = program.wrap.inner if program.wrap else None
         self.disabled_reason = ""
         """Why episodes are not forked, or "" if they are."""
-        if program.wrap is not not_wrapped:
-            self._inner = getattr(program.wrap, "inner", None)
-            self._sandbox = cast(ForkingWrap, program.wrap)
-            if self._inner is None:
-                self.disabled_reason = "this machine cannot sandbox a forked process"
+        if program.wrap and self._inner is None:
+            self.disabled_reason = "this machine cannot sandbox a forked process"
         self._process: ChildProcess | None = None
         self._request_id = 0
         self._gate, self._asking = asyncio.Lock(), asyncio.Lock()
@@ -106,7 +102,7 @@ class ForkServer:
             socket.SOCK_SEQPACKET,
             env={**ENVIRONMENT, **program.env},
             folder=program.where,
-            wrap=program.wrap if self._sandbox is None else self._sandbox.parent,
+            wrap=self._sandbox and self._sandbox.parent,
             readable=program.needed,
         )
         openenv = program.kind in ("auto", "openenv")
@@ -135,7 +131,7 @@ class ForkServer:
                 raise
             self.disabled_reason = str(error)
 
-    async def _check_isolation(self, process: ChildProcess, sandbox: ForkingWrap) -> None:
+    async def _check_isolation(self, process: ChildProcess, sandbox: Sandbox) -> None:
         try:
             attempt = await self._fork(process, {}, run=sandbox.probe)
             ending = await attempt.end(within_s=self._program.deadlines.open_s)

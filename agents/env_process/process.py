@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
 
@@ -49,33 +48,19 @@ class SandboxLaunch(Protocol):
     @property
     def env(self) -> Mapping[str, str]: ...
 
-    def started(self, pid: int) -> LimitCheck | None:
-        """Start monitoring the outer process of a sandbox. Returns None if there is no sandbox."""
+    def started(self, pid: int) -> LimitCheck:
+        """Start monitoring the outer process of a sandbox."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Bare:
-    command: Sequence[str]
-    pass_fds: Sequence[int] = ()
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
+class Sandbox(Protocol):
+    """Puts processes into sandboxes that can read the system, the program and `readable`.
 
-    def started(self, pid: int) -> None:
-        return None
-
-
-class Wrap(Protocol):
-    """Puts a command into a sandbox that can read the system, the program and `readable`."""
-
-    def __call__(
-        self, command: Sequence[str], *, readable: Sequence[Path]
-    ) -> AbstractContextManager[SandboxLaunch]: ...
-
-
-class ForkingWrap(Protocol):
-    """A sandbox whose process may fork children that are isolated from each other. `inner` is the
-    argument of `env_runtime.isolate`, or None if this machine cannot isolate. `probe` is Python
-    code that tries to escape, and prints `isolated` if it fails."""
+    `parent` is for a process that forks children and isolates them from each other with `inner`,
+    the argument of `env_runtime.isolate`, or None if this machine does not allow that. `probe` is
+    Python code that tries to escape, and prints `isolated` if it fails. `hold` monitors the memory
+    of a forked child by its first process (`inside`), or of a sandbox by its outer process.
+    """
 
     @property
     def inner(self) -> Mapping[str, Any] | None: ...
@@ -83,21 +68,15 @@ class ForkingWrap(Protocol):
     @property
     def probe(self) -> str: ...
 
+    def __call__(
+        self, command: Sequence[str], *, readable: Sequence[Path]
+    ) -> AbstractContextManager[SandboxLaunch]: ...
+
     def parent(
         self, command: Sequence[str], *, readable: Sequence[Path]
     ) -> AbstractContextManager[SandboxLaunch]: ...
 
-    def hold(self, pid: int, *, inside: bool) -> LimitCheck:
-        """Monitor the memory of a sandbox by its outer process, or by its first process if
-        `inside`."""
-        ...
-
-
-def not_wrapped(
-    command: Sequence[str], *, readable: Sequence[Path]
-) -> AbstractContextManager[SandboxLaunch]:
-    """Run a command without a sandbox and with all permissions of the current user."""
-    return nullcontext(_Bare(command))
+    def hold(self, pid: int, *, inside: bool) -> LimitCheck: ...
 
 
 class ChildProcess:
@@ -308,7 +287,7 @@ def launch(
     *,
     env: Mapping[str, str],
     folder: Path | None,
-    wrap: Wrap = not_wrapped,
+    wrap: Callable[..., AbstractContextManager[SandboxLaunch]] | None = None,
     readable: Sequence[Path] = (),
 ) -> ChildProcess:
     """Start a process whose channel is its standard input and output. Raises EnvironmentLost if the
@@ -316,20 +295,20 @@ def launch(
     inherited = {name: os.environ[name] for name in _INHERITED_ENV if name in os.environ}
     with open_channel(kind) as (ours, theirs, stderr, write_end), ExitStack() as undo:
         try:
-            with wrap(command, readable=readable) as plan:
+            with wrap(command, readable=readable) if wrap else nullcontext() as sandbox:
                 process = subprocess.Popen(
-                    plan.command,
+                    sandbox.command if sandbox else command,
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     stderr=write_end,
-                    env={**inherited, **plan.env, **env},
+                    env={**inherited, **(sandbox.env if sandbox else {}), **env},
                     cwd=folder,
-                    pass_fds=plan.pass_fds,
+                    pass_fds=sandbox.pass_fds if sandbox else (),
                     start_new_session=True,
                 )
                 undo.callback(process.wait)
                 undo.callback(process.kill)
-                limit = plan.started(process.pid)
+                limit = sandbox.started(process.pid) if sandbox else None
         except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
             reason = f"cannot run {command[0]}: {error}"
             raise EnvironmentLost("start", "open", reason) from error
@@ -339,9 +318,9 @@ def launch(
     async def status() -> int | None:
         return process.poll()
 
-    sandbox = "" if limit is None else "outer"
+    place = "" if limit is None else "outer"
     return ChildProcess(
-        process.pid, ours, stderr, pidfd=pidfd, status=status, sandbox=sandbox, limit=limit
+        process.pid, ours, stderr, pidfd=pidfd, status=status, sandbox=place, limit=limit
     )
 
 

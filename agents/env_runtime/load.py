@@ -60,7 +60,15 @@ def load(target: str) -> Any:
         else:
             value = importlib.import_module(name)
     except Exception as error:  # a module may raise anything
-        raise InvalidEnvironment(_import_failure(name, error)) from error
+        outer, _, inner = name.rpartition(".")
+        cure = error_location(error)
+        if hasattr(sys.modules.get(outer), inner):
+            cure = f"write {outer}:{inner}"
+        elif isinstance(error, ModuleNotFoundError):
+            install = f"{sys.executable} -m pip install {str(error.name).partition('.')[0]}"
+            cure = f"looked in {', '.join(filter(None, sys.path))}; if it is a package: {install}"
+        message = f"{name} cannot be imported: {error_text(error)}; {cure}"
+        raise InvalidEnvironment(message) from error
     for part in filter(None, attribute.split(".")):
         if not hasattr(value, part):
             names = cast("dict[str, Any]", vars(value))
@@ -69,20 +77,6 @@ def load(target: str) -> Any:
         value = getattr(value, part)
     _loaded[target] = value
     return value
-
-
-def _import_failure(name: str, error: Exception) -> str:
-    outer, _, inner = name.rpartition(".")
-    if hasattr(sys.modules.get(outer), inner):
-        return f"{name} is not a module; write {outer}:{inner}"
-    location = error_location(error)
-    cure = f" ({location})" if location else ""
-    if isinstance(error, ModuleNotFoundError):
-        missing = str(error.name).partition(".")[0]
-        cure = f"; if it is a package: {sys.executable} -m pip install {missing}"
-        if f"{name}.".startswith(f"{error.name}."):
-            cure = f"; looked in {', '.join(filter(None, sys.path))}{cure}"
-    return f"{name} cannot be imported: {error_text(error)}{cure}"
 
 
 def _module_name(path: str) -> str:

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from keel.rewards.sandbox.bubblewrap import (
     SYSTEM_FILES,
@@ -70,7 +70,7 @@ def _limit_memory(pid: int, memory_mib: int | None, *, inside: bool = False) -> 
 @dataclass(frozen=True, slots=True)
 class SandboxLaunch:
     """The command line that starts a program in its sandbox. Implements
-    `keel.agents.env_process.process.Launch`."""
+    `keel.agents.env_process.process.SandboxLaunch`."""
 
     command: Sequence[str]
     pass_fds: Sequence[int]
@@ -79,14 +79,6 @@ class SandboxLaunch:
 
     def started(self, pid: int) -> Callable[[], str]:
         return _limit_memory(pid, self.memory_mib)
-
-
-class Wrap(Protocol):
-    """Prepares a sandbox for a command line."""
-
-    def __call__(
-        self, command: Sequence[str], *, readable: Sequence[Path]
-    ) -> AbstractContextManager[SandboxLaunch]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +267,7 @@ class EnvironmentSandbox:
 
 def environment_wrap(
     isolation: str, *, knob: str = "agents.isolation", **settings: Any
-) -> Wrap | None:
+) -> EnvironmentSandbox | None:
     """Return a sandbox for environments that has been tested on this machine. Returns None if
     isolation is turned off.
 

@@ -19,7 +19,7 @@ from keel.agents.types import EnvironmentLost
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import CodeTasksConfig
 from keel.rewards.sandbox.bubblewrap import IsolationError
-from keel.rewards.sandbox.environments import Wrap, environment_wrap
+from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap
 from keel.rl.turns import ToolCall
 from keel.rl.types import ENVIRONMENT, Prompt
 from keel.synthesis.code.candidate import Candidate
@@ -100,7 +100,7 @@ class CodeSandboxes:
         self.python = config.python or cast(Any, sys)._base_executable
         self._closed = self._wrap()
 
-    def _wrap(self, network: Literal["none", "host"] = "none", **more: Any) -> Wrap:
+    def _wrap(self, network: Literal["none", "host"] = "none", **more: Any) -> EnvironmentSandbox:
         try:
             wrap = environment_wrap(
                 "bubblewrap", memory_mib=self._config.memory_mib, network=network, knob="", **more
@@ -151,7 +151,9 @@ class CodeSandboxes:
         write(self.folder / "sealed" / name, seal(dict(instance), key))
         return {"kind": ENVIRONMENT, "instance": name, "key": key.hex()}
 
-    def _program(self, target: str, wrap: Wrap, readable: Sequence[Path] = ()) -> Program:
+    def _program(
+        self, target: str, wrap: EnvironmentSandbox, readable: Sequence[Path] = ()
+    ) -> Program:
         within_s = self._config.tests_s + AROUND_S
         return Program(
             target=f"{_PACKAGE}.{target}",

@@ -161,23 +161,10 @@ async def test_hidden_tests_and_answer_are_unreachable(tmp_path: Path) -> None:
 PATCHES_PYTEST = """
 import sys
 if "pytest" in sys.modules:
-    import _pytest.runner as r
-    was = r.pytest_runtest_makereport
     import _pytest.reports as reports
     made = reports.TestReport.from_item_and_call.__func__
     def fake(cls, item, call):
-        call.excinfo = None
-        return made(cls, item, call)
-    reports.TestReport.from_item_and_call = classmethod(fake)
-def total(numbers): return 0
-"""
-KNOWS_ITS_FILES = """
-import sys
-if "pytest" in sys.modules:
-    import _pytest.reports as reports
-    made = reports.TestReport.from_item_and_call.__func__
-    def fake(cls, item, call):
-        if item.nodeid.startswith("tests/test_adding.py"):
+        if item.nodeid.startswith(""):
             call.excinfo = None
         return made(cls, item, call)
     reports.TestReport.from_item_and_call = classmethod(fake)
@@ -233,7 +220,8 @@ echo 'raise SystemExit(0)' | tee pytest.py _pytest/__init__.py json/__init__.py
 """
 CHEATS = {
     "pytest patched": f"cat > adding.py <<'E'\n{PATCHES_PYTEST}E",
-    "pytest patched for files that are there": f"cat > adding.py <<'E'\n{KNOWS_ITS_FILES}E",
+    "pytest patched for files that are there": f"""cat > adding.py <<'E'
+{PATCHES_PYTEST.replace('"")', '"tests/test_adding.py")')}E""",
     "junit rewritten": f"cat > adding.py <<'E'\n{WRITES_JUNIT}E",
     "plugins": PLUGIN,
     "background": WATCHER,

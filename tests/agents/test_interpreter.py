@@ -20,7 +20,7 @@ from keel.data.jsonl import load_jsonl
 from keel.rewards.checks import check_spec
 from keel.rl.seeds import seed_of
 from keel.trainer.build_agents import environment_spec
-from tests.agents.episodes import PATIENT, TASK, alive, run, use
+from tests.agents.episodes import PATIENT, TASK, alive, asynchronous, run, use
 from tests.agents.sandboxes import wrap_of
 from tests.waiting import PATIENCE_S, wait_for, within_some
 
@@ -139,7 +139,8 @@ def source(tmp_path: Path, *lines: dict[str, Any], **arguments: Any) -> SourceCo
 
 @pytest.mark.e2e
 @needs_jupyter
-def test_an_episode_sees_files_but_no_answer(tmp_path: Path) -> None:
+@asynchronous
+async def test_an_episode_sees_files_but_no_answer(tmp_path: Path) -> None:
     wrap_of()  # skips without a sandbox
     line = {"prompt": "How many?", "answer": SECRET, "environment": {"files": ["sales.csv"]}}
     config = source(tmp_path, line, files=str(tmp_path / "files"))
@@ -148,24 +149,22 @@ def test_an_episode_sees_files_but_no_answer(tmp_path: Path) -> None:
     made = environment_spec(Config(data=DataConfig(sources=(config,))), config)
     assert isinstance(made, Program)
 
-    async def play() -> None:
-        environment = Hosted(made)
-        opening = await environment.open(item.prompt, seed=seed_of("x"))
-        system, question = opening.messages
-        assert "sales.csv (20 bytes)" in system["content"] and question["content"] == "How many?"
-        code = "import csv; sum(int(r['units']) for r in csv.DictReader(open('sales.csv')))"
-        assert await cell(environment, code) == "42"
-        assert await cell(environment, "open('sales.csv', 'w').write('mine')") == "4"
-        assert await cell(environment, THIEF) == "[]"
-        await environment.close()
-
-    run(play())
+    environment = Hosted(made)
+    opening = await environment.open(item.prompt, seed=seed_of("x"))
+    system, question = opening.messages
+    assert "sales.csv (20 bytes)" in system["content"] and question["content"] == "How many?"
+    code = "import csv; sum(int(r['units']) for r in csv.DictReader(open('sales.csv')))"
+    assert await cell(environment, code) == "42"
+    assert await cell(environment, "open('sales.csv', 'w').write('mine')") == "4"
+    assert await cell(environment, THIEF) == "[]"
+    await environment.close()
     assert (tmp_path / "files" / "sales.csv").read_text().startswith("day")
 
 
 @pytest.mark.e2e
 @needs_jupyter
-def test_task_generators_are_hidden_from_the_policy() -> None:
+@asynchronous
+async def test_task_generators_are_hidden_from_the_policy() -> None:
     """A visible generator would let the policy try seeds and read the answers."""
     wrap_of()  # skips without a sandbox
     maker = (KEEL / "examples" / "small" / "prices.py").resolve()
@@ -181,15 +180,12 @@ def test_task_generators_are_hidden_from_the_policy() -> None:
     made = environment_spec(Config(data=DataConfig(sources=(config,))), config)
     assert isinstance(made, Program)
 
-    async def play() -> None:
-        environment = Hosted(made)
-        await environment.open(TASK, seed=1)
-        code = f"""
+    environment = Hosted(made)
+    await environment.open(TASK, seed=1)
+    code = f"""
 import importlib.util, os
 found = [name for name in ("math", "reasoning_gym") if importlib.util.find_spec(name).origin]
 found + [path for path in [{str(maker)!r}] if os.path.exists(path)]
 """
-        assert await cell(environment, code) == "['math']"
-        await environment.close()
-
-    run(play())
+    assert await cell(environment, code) == "['math']"
+    await environment.close()

@@ -14,7 +14,7 @@ import pytest
 
 from keel.agents.env_process.client import Hosted
 from keel.agents.env_process.fork_server import fork_server_for
-from keel.agents.env_process.process import Wrap
+from keel.agents.env_process.process import Sandbox
 from keel.agents.env_runtime.processes import descendants
 from keel.agents.types import EnvironmentLost
 from keel.rewards.sandbox import environments
@@ -35,13 +35,13 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def small() -> Wrap:
+def small() -> Sandbox:
     return wrap_of(memory_mib=MEMORY_MIB, processes=PROCESSES, files_mib=FILES_MIB)
 
 
 @WAYS
 def test_attacks_fail(
-    small: Wrap, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Sandbox, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2hunter2")
     listener = socket.socket(socket.AF_UNIX)
@@ -101,7 +101,7 @@ def test_attacks_fail(
 
 @WAYS
 @asynchronous
-async def test_no_process_outlives_an_episode(small: Wrap, way: str) -> None:
+async def test_no_process_outlives_an_episode(small: Sandbox, way: str) -> None:
     async with parent_for(small, way) as parent:
         for how in ("close", "crash", "hang"):
             environment = attacker(small, parent)
@@ -121,7 +121,7 @@ async def test_no_process_outlives_an_episode(small: Wrap, way: str) -> None:
 
 @WAYS
 @asynchronous
-async def test_memory_limit_covers_all_processes(small: Wrap, way: str) -> None:
+async def test_memory_limit_covers_all_processes(small: Sandbox, way: str) -> None:
     async with parent_for(small, way) as parent:
         environment = attacker(small, parent)
         await environment.open(TASK, seed=3)
@@ -132,7 +132,7 @@ async def test_memory_limit_covers_all_processes(small: Wrap, way: str) -> None:
 
 
 @asynchronous
-async def test_forked_siblings_are_isolated(small: Wrap) -> None:
+async def test_forked_siblings_are_isolated(small: Sandbox) -> None:
     async with parent_for(small, "forked") as parent:
         one, other = attacker(small, parent), attacker(small, parent)
         await one.open(TASK, seed=3)
@@ -150,7 +150,7 @@ async def test_forked_siblings_are_isolated(small: Wrap) -> None:
 
 
 @asynchronous
-async def test_without_namespaces_episodes_are_started(small: Wrap, monkeypatch: Any) -> None:
+async def test_without_namespaces_episodes_are_started(small: Sandbox, monkeypatch: Any) -> None:
     """The filter refuses them, as on a machine that forbids user namespaces."""
     monkeypatch.setattr(environments, "FORKING", ())
     parent = fork_server_for(attackers(small))
@@ -163,7 +163,7 @@ async def test_without_namespaces_episodes_are_started(small: Wrap, monkeypatch:
     await parent.close()
 
 
-def test_sandbox_dies_with_keel(small: Wrap) -> None:
+def test_sandbox_dies_with_keel(small: Sandbox) -> None:
     code = (
         "import asyncio, os, signal\n"
         "from tests.agents import sandboxes as t\n"
@@ -183,7 +183,8 @@ def test_sandbox_dies_with_keel(small: Wrap) -> None:
 
 
 @WAYS
-def test_folder_permissions(tmp_path: Path, way: str) -> None:
+@asynchronous
+async def test_folder_permissions(tmp_path: Path, way: str) -> None:
     folders = {name: tmp_path / name for name in ("env", "data", "out", "env/run")}
     for folder in (tmp_path, *folders.values()):
         folder.mkdir(exist_ok=True)
@@ -202,37 +203,34 @@ def test_folder_permissions(tmp_path: Path, way: str) -> None:
     wrap = wrap_of(writable=(folders["out"],), hidden=hidden)
     options = {"kind": "functions", "folder": folders["env"], "readable": (folders["data"],)}
 
-    async def play() -> None:
-        spec = program(str(tmp_path / "alone.py"), wrap=wrap, **options)
-        parent = fork_server_for(spec) if way == "forked" else None
-        environment = Hosted(spec, fork_server=parent)
-        await environment.open(TASK, seed=3)
-        assert parent is None or not parent.disabled_reason
+    spec = program(str(tmp_path / "alone.py"), wrap=wrap, **options)
+    parent = fork_server_for(spec) if way == "forked" else None
+    environment = Hosted(spec, fork_server=parent)
+    await environment.open(TASK, seed=3)
+    assert parent is None or not parent.disabled_reason
 
-        async def answer(tool: str, path: Path | str) -> str:
-            return (await use(environment, tool, path=str(path))).text
+    async def answer(tool: str, path: Path | str) -> str:
+        return (await use(environment, tool, path=str(path))).text
 
-        assert await answer("read", ".") == "env"
-        assert await answer("read", folders["data"]) == await answer("read", "linked") == "data"
-        assert await answer("write", folders["out"]) == "ok"
-        assert await answer("look", folders["env/run"]) == "[]"
-        for closed in (".", folders["data"], folders["env/run"]):
-            assert "Read-only" in await answer("write", closed)
-        assert "No such file" in await answer("read", tmp_path)
-        assert "Permission" in await answer("read", "solved")
-        await environment.close()
-        if parent is not None:
-            await parent.close()
-
-    run(play())
+    assert await answer("read", ".") == "env"
+    assert await answer("read", folders["data"]) == await answer("read", "linked") == "data"
+    assert await answer("write", folders["out"]) == "ok"
+    assert await answer("look", folders["env/run"]) == "[]"
+    for closed in (".", folders["data"], folders["env/run"]):
+        assert "Read-only" in await answer("write", closed)
+    assert "No such file" in await answer("read", tmp_path)
+    assert "Permission" in await answer("read", "solved")
+    await environment.close()
+    if parent is not None:
+        await parent.close()
     assert (folders["out"] / "mine").read_text() == "x"
 
 
-def test_host_network_is_opt_in(small: Wrap) -> None:
+def test_host_network_is_opt_in(small: Sandbox) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
-        async def connected(wrap: Wrap) -> str:
+        async def connected(wrap: Sandbox) -> str:
             environment = Hosted(program("attacker:connect", wrap=wrap))
             try:
                 await environment.open(TASK, seed=3)

@@ -23,14 +23,15 @@ from keel.rewards.checks import check_spec
 from keel.rl.types import Verdict
 from keel.trainer.build_agents import environment_spec
 from tests.agents.environments.search.corpus import write_corpus
-from tests.agents.episodes import HERE, TASK, run, transcript, use
+from tests.agents.episodes import HERE, TASK, asynchronous, transcript, use
 from tests.agents.sandboxes import wrap_of
 
 SHIPPED = "keel.agents.environments"
 
 
 @pytest.mark.e2e
-def test_shipped_environments_run_concurrently() -> None:
+@asynchronous
+async def test_shipped_environments_run_concurrently() -> None:
     wrap = wrap_of()
 
     async def trip() -> None:
@@ -55,10 +56,7 @@ def test_shipped_environments_run_concurrently() -> None:
         assert (await environment.open(TASK, seed=3)).tools
         await environment.close()
 
-    async def play() -> None:
-        await asyncio.gather(trip(), server())
-
-    run(play())
+    await asyncio.gather(trip(), server())
 
 
 def recipe(folder: Path, tasks: Path) -> Config:
@@ -75,7 +73,8 @@ def recipe(folder: Path, tasks: Path) -> Config:
 
 
 @pytest.mark.e2e
-def test_search_can_read_only_the_index(tmp_path: Path) -> None:
+@asynchronous
+async def test_search_can_read_only_the_index(tmp_path: Path) -> None:
     wrap_of()  # skips without a sandbox
     write_corpus(tmp_path / "corpus")
     spec = {"evidence": ["bridge.md"]}
@@ -89,19 +88,16 @@ def test_search_can_read_only_the_index(tmp_path: Path) -> None:
     assert isinstance(made, Program)
     (tmp_path / "corpus").rename(tmp_path / "gone")
 
-    async def play() -> None:
-        environment = Hosted(made)
-        await environment.open(item.prompt, seed=1)
-        assert "Mirela Dancu" in (await use(environment, "search", query="Halvorsen")).text
-        assert (await use(environment, "open", document=str(tasks))).failed
-        await use(environment, "open", document="bridge.md")
-        answer = '<answer>Mirela Dancu</answer> [[bridge.md: "designed by the engineer"]]'
-        verdict = await environment.verdict(transcript({"role": "assistant", "content": answer}))
-        assert isinstance(verdict, Verdict)
-        assert verdict.parts == {"citations": 1.0, "evidence": 1.0}
-        await environment.close()
-
-    run(play())
+    environment = Hosted(made)
+    await environment.open(item.prompt, seed=1)
+    assert "Mirela Dancu" in (await use(environment, "search", query="Halvorsen")).text
+    assert (await use(environment, "open", document=str(tasks))).failed
+    await use(environment, "open", document="bridge.md")
+    answer = '<answer>Mirela Dancu</answer> [[bridge.md: "designed by the engineer"]]'
+    verdict = await environment.verdict(transcript({"role": "assistant", "content": answer}))
+    assert isinstance(verdict, Verdict)
+    assert verdict.parts == {"citations": 1.0, "evidence": 1.0}
+    await environment.close()
 
 
 def test_a_corpus_with_its_tasks_is_refused(tmp_path: Path) -> None:

@@ -67,7 +67,5 @@ def test_replaced_keywords_keep_their_meaning() -> None:
 def test_pattern_dialect_is_the_matching_engines() -> None:
     letters = {"pattern": r"^\p{L}+$"}  # valid in JSON schema's dialect, not in `re`
     assert check(letters, "Größe") == "" and check(letters, "a1")
-    assert complaint({"patternProperties": {r"^\p{Lu}": {"type": "integer"}}}, {"A": 1}) == ""
-    for broken in ("(", r"\p{None}"):
-        with pytest.raises(ValueError, match="tool f"):
-            check({"pattern": broken}, "a")
+    with pytest.raises(ValueError, match="tool f"):
+        check({"pattern": r"\p{None}"}, "a")

@@ -46,20 +46,6 @@ def dice() -> Iterator[None]:
     random.setstate(before)
 
 
-def test_right_moves_win(dice: None) -> None:
-    for name, options, moves in (
-        ("Mastermind-v0", {"code_length": 2, "num_numbers": 4}, None),
-        ("TowerOfHanoi-v0", {"num_disks": 2, "max_turns": 6}, ["A B", "A C", "B C"]),
-    ):
-        game = Game(name, options)
-        seen, _ = game.reset(seed=3)
-        assert seen == Game(name, options).reset(seed=3)[0]
-        game.reset(seed=3)
-        if moves is None:
-            moves = [" ".join(map(str, game._game.state.game_state["secret_code"]))]
-        assert sum(game.step(move)[1] for move in moves) == 1.0
-
-
 @pytest.mark.parametrize("name", ["GuessTheNumber-v0", "Mastermind-v0", "2048-v0-ultra-easy"])
 def test_lost_games_score_less(name: str, dice: None) -> None:
     game = Game(name)

@@ -210,12 +210,11 @@ def prepare(
     """Index the corpus before a run, outside the sandbox. Returns the arguments and the paths to
     read. The corpus must not contain a file from `without`."""
     arguments = dict(arguments)
-    if not (corpus := arguments.pop("corpus", "")):
-        path_text = arguments.get("index")
-        return arguments, [Path(str(path_text))] if path_text else []
-    path_text = str(arguments.get("index") or "")
-    path = ensure_index(Path(str(corpus)), Path(path_text) if path_text else None, without=without)
-    return {**arguments, "index": str(path.absolute())}, [path.absolute()]
+    path = Path(str(arguments["index"])) if arguments.get("index") else None
+    if corpus := arguments.pop("corpus", ""):
+        path = ensure_index(Path(str(corpus)), path, without=without).absolute()
+        arguments["index"] = str(path)
+    return arguments, [path] if path else []
 
 
 def named_library(library: str, options: Mapping[str, Any]) -> Library:

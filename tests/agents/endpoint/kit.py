@@ -18,6 +18,7 @@ from keel.agents.endpoint.replies import Reply
 from keel.agents.endpoint.requests import load_object, read_request
 from keel.agents.endpoint.server import Address, Endpoint
 from keel.rl.turns import TurnRequest, TurnResult
+from keel.rl.types import NO_ROUTE, SamplingMasks, Segment
 from tests.agents.episodes import result_of
 from tests.rollout.chat.families import CITY, chat_of, tokenizer_of
 from tests.waiting import PATIENCE_S
@@ -45,8 +46,8 @@ ids_of("The tokenizer starts threads at its first use, before any test counts th
 
 
 class Policy:
-    """Answers `script(context as text, turn)`. Every sampled token has a unique log-probability,
-    and every routes row has its turn and position."""
+    """Answers `script(context as text, turn)`. Every sampled token has a number as its version, and
+    in its log-probability and mask. Every routes row has its turn and position."""
 
     def __init__(
         self, script: Callable[[str, int], str] | Sequence[str], family: str = "tiny"
@@ -57,10 +58,12 @@ class Policy:
         self.turns: list[tuple[list[int], list[int]]] = []
         """(context, sampled ids) of each answered request."""
         self.numbers: dict[int, tuple[int, int]] = {}
-        """(turn, token) by the number encoded in the log-probability."""
+        """(turn, token) by number."""
         self.hold: asyncio.Event | None = None
         self.fail: Exception | None = None
         self.silent = False
+        self.plain = False
+        """True for an engine without routes and sampling masks."""
 
     async def __call__(self, request: TurnRequest) -> TurnResult:
         self.requests.append(request)
@@ -79,36 +82,48 @@ class Policy:
         sampled = [] if self.silent else sampled[: request.max_tokens]
         self.turns.append((context, sampled))
         first = len(self.numbers)
+        numbers = np.arange(first, first + len(sampled), dtype=np.int32)
         self.numbers |= {first + i: (turn, i) for i in range(len(sampled))}
         rows = range(request.routes_from, len(context) + len(sampled) - 1)
+        routes = np.array([[[turn, t]] for t in rows], np.int16).reshape(-1, 1, 2)
+        masks = SamplingMasks.from_lists([[n, n + 1] for n in numbers])
         return TurnResult(
             token_ids_N=np.array(sampled, np.int32),
-            logp_old_N=-np.arange(first, first + len(sampled), dtype=np.float32) / 1024,
-            version_N=np.full(len(sampled), turn, np.int32),
+            logp_old_N=-numbers.astype(np.float32) / 1024,
+            version_N=numbers,
             finish_reason="length" if cut else "stop",
-            routes_RLK=np.array([[[turn, t]] for t in rows], np.int16).reshape(-1, 1, 2),
+            routes_RLK=None if self.plain else routes,
+            sampling_mask=None if self.plain else masks,
             cached_tokens=7,
             sampling_s=0.5,
         )
 
 
-def check_law(policy: Policy, finished: TrajectoryRecorder) -> None:
+def check_law(policy: Policy, segments: Sequence[Segment]) -> None:
     """Assert that every sampled token is trained once, after exactly the ids that were sent."""
     trained: list[int] = []
-    for segment in finished.segments:
-        ids = segment.token_ids_T.tolist()
-        assert segment.routes_TLK is not None
-        for t in np.flatnonzero(segment.trainable_T).tolist():
-            number = round(float(-segment.logp_old_T[t]) * 1024)
+    for segment in segments:
+        ids, masks, routes = segment.token_ids_T.tolist(), segment.sampling_mask, segment.routes_TLK
+        assert (masks is None) == (routes is None) == policy.plain
+        for t in range(len(ids)):
+            if not segment.trainable_T[t]:
+                assert (segment.version_T[t], segment.logp_old_T[t]) == (-1, 0)
+                assert masks is None or not len(masks[t])
+                continue
+            number = int(segment.version_T[t])
+            assert segment.logp_old_T[t] == -number / 1024
             turn, place = policy.numbers[number]
             context, sampled = policy.turns[turn]
             assert ids[:t] == context + sampled[:place]
             assert ids[t] == sampled[place]
-            assert segment.version_T[t] == turn
+            assert masks is None or masks[t].tolist() == [number, number + 1]
             # The previous token's row comes from the same turn, at its own position.
-            assert segment.routes_TLK[t - 1, 0].tolist() == [turn, t - 1]
+            assert routes is None or routes[t - 1, 0].tolist() == [turn, t - 1]
             trained.append(number)
-        assert segment.routes_TLK[:-1, 0, 1].tolist() == list(range(len(ids) - 1))
+        assert segment.trainable_T[-1]
+        if routes is not None:
+            assert routes[:-1, 0, 1].tolist() == list(range(len(ids) - 1))
+            assert routes.dtype == np.int16 and (routes[-1] == NO_ROUTE).all()
     assert sorted(trained) == sorted(policy.numbers)
 
 
@@ -154,7 +169,7 @@ def record(
 
     finished = play(recorded())
     if isinstance(policy, Policy):
-        check_law(policy, finished)
+        check_law(policy, finished.segments)
     return finished
 
 

@@ -105,7 +105,7 @@ def test_openai_agents(python: str, tmp_path: Path) -> None:
             return ended, await endpoint.finish("p/0")
 
     ended, finished = run(work())
-    check_law(policy, finished)
+    check_law(policy, finished.segments)
     assert ended.verdict == Verdict(parts={"correct": 1.0}), (ended, finished.messages)
     counts = finished.counts
     assert (finished.usage.turns, len(finished.segments)) == (7, 3)

@@ -279,7 +279,6 @@ def trial(code: str, folder: Path, kind: str = "answer", **settings: Any) -> Pro
     [
         ("assert ask() == '\\\\boxed{0}'", 1, "ended well"),
         ("while True: ask()", 3, "(turns)"),
-        ("int(ask())", 1, "ValueError: invalid lit"),
         ("ask(); ask(response_format={'type': 'json_object'})", 1, "response_format"),
     ],
 )
@@ -294,11 +293,8 @@ def test_trial_reports_the_outcome(tmp_path: Path, code: str, turns: int, outcom
     ("code", "settings", "reason"),
     [
         ("import a_package.part", {}, "No module named 'a_package'"),
-        ("pass", {}, "OPENAI_BASE_URL"),
-        ("time.sleep(1000)", {"open_s": 0.3}, "open_s"),
         ("ask()", {"window": 8}, "agents.window"),
         ("ask()", {"kind": ENVIRONMENT}, "KEEL_VERDICT"),
-        ("messages.append({'role': 'tool'}); ask()", {}, "messages[1].tool_call_id"),
     ],
 )
 def test_trial_error_names_the_cause(

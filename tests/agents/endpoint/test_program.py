@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 
 from keel.agents.endpoint.mcp_tools import McpTools
-from keel.agents.endpoint.program import AgentProgram, ProgramResult, command_of, run_program
+from keel.agents.endpoint.program import (
+    AgentProgram,
+    ProgramResult,
+    _parse_result,
+    command_of,
+    run_program,
+)
 from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.types import NoEnvironment, Unscored
@@ -80,7 +86,7 @@ def test_program_is_recorded_and_gives_a_verdict() -> None:
     ended, finished = drive(LOOP + write, policy=policy)
     assert ended.verdict == Verdict(parts={"correct": 0.5}), ended
     assert ended.output == "last: three"
-    check_law(policy, finished)
+    check_law(policy, finished.segments)
     assert (finished.usage.turns, len(finished.segments)) == (3, 1)
 
 
@@ -125,27 +131,22 @@ def test_failure_is_described_with_last_output(code: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "verdict", "answer"),
+    ("reply", "verdict", "answer"),
     [
-        ('print(\'{"parts": {"correct": 7}}\')', Unscored, None),
-        ("import os\nopen(os.environ['KEEL_VERDICT'], 'w').write('yes')", Unscored, None),
-        ("print('done', 3)", type(None), None),
-        ("print('{\"answer\": 42}')", type(None), "42"),
+        ({"last": '{"parts": {"correct": 7}}'}, Unscored, None),
+        ({"last": "", "verdict": "yes"}, Unscored, None),
+        ({"last": "done 3"}, type(None), None),
+        ({"last": '{"answer": 42}'}, type(None), "42"),
     ],
 )
-def test_verdicts_and_answers_are_parsed(code: str, verdict: type, answer: str | None) -> None:
-    ended, _ = drive(code)
-    assert (type(ended.verdict), ended.answer, ended.failed) == (verdict, answer, "")
+def test_verdicts_and_answers_are_parsed(reply: Any, verdict: type, answer: str | None) -> None:
+    parsed = _parse_result(AgentProgram(command=["a"]), reply)
+    assert (type(parsed[0]), parsed[1]) == (verdict, answer)
 
 
 FUNCTIONS = """
 def answers(task): return task["messages"][0]["content"] + "!"
-def scores(prompt, seed, more=1): return {"correct": 1.0, "seed": seed / 10}, {"prompt": prompt}
-async def counts(whatever): return whatever["prompt_id"] == "p"
-def silent(): pass
 def prints(): print('{"answer": "it", "parts": {"correct": 1.0}}')
-def breaks(task): raise KeyError("no such key")
-def wants(problem, tools): return "it"
 """
 
 
@@ -208,5 +209,5 @@ def test_sandbox_reaches_only_its_endpoint() -> None:
         ended, finished = drive(LOOP + spy, place, wrap=wrap, readable=paths, policy=policy)
     facts = {"machine": "ConnectionRefusedError", "world": "OSError", "tools": 7}
     assert ended.verdict == Verdict(parts={"correct": 1.0}, facts=facts), ended
-    check_law(policy, finished)
+    check_law(policy, finished.segments)
     assert finished.usage.turns == 3

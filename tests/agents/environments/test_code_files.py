@@ -11,19 +11,10 @@ import pytest
 from keel.agents.environments.code.files import execute, number_lines
 
 
-@pytest.mark.parametrize(
-    ("text", "lines"),
-    [
-        ("a\nb", ["a", "b"]),
-        ("a\r\nb\r\n", ["a", "b"]),
-        ("a\n\n", ["a", ""]),
-        ("a\f\x1cb\u2028c\x85\nd", ["a\f\x1cb\u2028c\x85", "d"]),
-        ("", []),
-    ],
-)
-def test_lines_match_those_of_compilers(text: str, lines: list[str]) -> None:
-    expected = "\n".join(f"{n:6}\t{line}" for n, line in enumerate(lines, 1))
-    assert number_lines(text, 0, 0) == expected
+def test_lines_match_those_of_compilers() -> None:
+    assert number_lines("a\r\nb\r\n", 0, 0) == "     1\ta\n     2\tb"
+    assert number_lines("a\f\x1cb\u2028c\x85", 0, 0) == "     1\ta\f\x1cb\u2028c\x85"
+    assert number_lines("", 0, 0) == ""
 
 
 def test_a_failed_edit_keeps_the_file(tmp_path: Path) -> None:

@@ -73,8 +73,7 @@ def test_search_open_find(search: Search) -> None:
         ('Dancu [[bridge.md: "designed by the engineer Mirela Dancu"]].', 1.0),
         ("Dancu [[bridge.md: “Designed by the\nengineer — MIRELA Dancu”]].", 1.0),
         ("[[notes/beijing.txt: 「图书馆由建筑师林晓梅设计」]]", 1.0),
-        ("Dancu.", 0.0),
-        ("[[bridge.md]]", 0.0),
+        ("Dancu. [[bridge.md]]", 0.0),
         ('[[bridge.md: "a"]]', 0.0),
         ('[[bridge.md: "designed by the engineer John Smith"]]', 0.0),
         ('[[society.html: "The Corvane Society was founded in"]]', 0.0),  # not opened
