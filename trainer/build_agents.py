@@ -18,14 +18,20 @@ from keel.agents.endpoint.driven import try_program
 from keel.agents.endpoint.program import AgentProgram, command_of
 from keel.agents.env_process.client import Hosted
 from keel.agents.env_process.fork_server import ForkServer, fork_server_for
-from keel.agents.env_process.os_limits import make_room
 from keel.agents.env_process.process import Sandbox
 from keel.agents.env_process.program import KEEL, Deadlines, Program
 from keel.agents.environments.interpreter import CELL_S, ENDING_S, split_call_time
 from keel.agents.episode import POLICY_PHASES
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.probe import probe
-from keel.agents.runner import PURPOSES, EpisodeKind, EpisodeRunner, TurnSampler, environment_seed
+from keel.agents.runner import (
+    PURPOSES,
+    EpisodeKind,
+    EpisodeRunner,
+    TurnSampler,
+    environment_seed,
+    make_room,
+)
 from keel.agents.types import Environment, NoEnvironment, SystemPrompt, WithSystemPrompt
 from keel.configs.paths import data_path
 from keel.configs.schema import Config, ConfigError, SourceConfig

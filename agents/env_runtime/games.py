@@ -7,7 +7,7 @@ import re
 from typing import Any, cast
 
 from keel.agents.env_runtime.errors import EnvironmentGone, InvalidEnvironment
-from keel.agents.env_runtime.type_schemas import object_schema
+from keel.agents.env_runtime.tool_objects import object_schema
 
 _COLORED = re.compile(r"\x1b\[[0-9;]*m([^\x1b]*)\x1b\[0m")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")

@@ -10,8 +10,7 @@ from typing import Any
 from keel.agents.env_runtime import games
 from keel.agents.env_runtime import tool_objects as kinds
 from keel.agents.environments.textarena_game import Game
-from keel.agents.environments.trip.environment import Trip, make_task
-from keel.agents.environments.trip.plans import Calls, checks, solve, written
+from keel.agents.environments.trip.environment import Calls, Trip, checks, make_task, solve, written
 from keel.agents.environments.trip.tasks import LEVELS, TripTask, World
 from keel.rl.turns import Message, ToolSpec
 

@@ -20,7 +20,7 @@ from keel.agents.environments.general.author_code import SUBMIT, tools_of
 from keel.agents.environments.interpreter import Interpreter
 from keel.agents.environments.search.documents import Document, Hit
 from keel.agents.environments.search.environment import Search
-from keel.agents.environments.trip.plans import Calls
+from keel.agents.environments.trip.environment import Calls
 from keel.examples.small import pace, prices, towers
 from keel.rl.turns import Message
 from keel.synthesis.code.pipeline import PROMPT

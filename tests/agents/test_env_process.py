@@ -19,11 +19,12 @@ from typing import Any
 
 import pytest
 
-from keel.agents.env_process import os_limits, process
+from keel.agents.env_process import process
 from keel.agents.env_process.client import Hosted
 from keel.agents.env_process.fork_server import ForkServer, fork_server_for
 from keel.agents.env_process.program import Program
 from keel.agents.env_runtime.processes import descendants
+from keel.agents.runner import make_room
 from keel.agents.types import EnvironmentLost, Unscored
 from keel.rl.types import Verdict
 from tests.agents.episodes import (
@@ -346,10 +347,10 @@ def test_limit_on_open_files_is_raised() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(600, limits[1]), limits[1]))
-        os_limits.make_room(100)
+        make_room(100)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 812
         with pytest.raises(ValueError, match="open"):
-            os_limits.make_room(1 << 40)
+            make_room(1 << 40)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 

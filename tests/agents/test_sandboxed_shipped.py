@@ -13,8 +13,7 @@ import pytest
 
 from keel.agents.env_process.client import Hosted
 from keel.agents.env_process.program import KEEL, Program
-from keel.agents.environments.trip.environment import make_task
-from keel.agents.environments.trip.plans import solve
+from keel.agents.environments.trip.environment import make_task, solve
 from keel.agents.environments.trip.tasks import LEVELS
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.configs.schema import Config, ConfigError, DataConfig, EnvironmentConfig, SourceConfig

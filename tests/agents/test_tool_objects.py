@@ -22,10 +22,12 @@ from keel.agents.env_runtime.tool_objects import (
     Object,
     Tool,
     bind_arguments,
+    docstring_parts,
     methods_of,
     parameters_of,
+    schema_of,
+    value_of,
 )
-from keel.agents.env_runtime.type_schemas import docstring_parts, schema_of, value_of
 from keel.agents.schemas import Arguments
 from keel.rl.turns import ToolCall, ToolSpec
 from keel.rl.types import Verdict

@@ -11,8 +11,17 @@ from dataclasses import replace
 import pytest
 
 from keel.agents.environments.demonstrations import trip_demonstrations
-from keel.agents.environments.trip.environment import Trip, a_plan, answers, make_task
-from keel.agents.environments.trip.plans import band_holds, band_of, checks, judge, solve
+from keel.agents.environments.trip.environment import (
+    Trip,
+    a_plan,
+    answers,
+    band_holds,
+    band_of,
+    checks,
+    judge,
+    make_task,
+    solve,
+)
 from keel.agents.environments.trip.tasks import (
     KEYS,
     LEVELS,
