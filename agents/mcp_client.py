@@ -136,26 +136,15 @@ class McpEpisode:
             request = self._client.call_tool(call.name, dict(call.arguments))
             result = await with_deadline(timeout_s, request)
         except MCPError as error:
-            if await self._is_gone(error):
+            try:  # the client raises the same error if the server refuses the call or is gone
+                listing = self._client.list_tools(cache_mode="bypass")
+                await with_deadline(self._server.deadlines.reply_s, listing)
+            except Exception:
                 raise await self._lose("call", error, timeout_s) from error
             return ToolResult(text=f"{call.name}: {error}", failed=True)
         except Exception as error:
             raise await self._lose("call", error, timeout_s) from error
         return ToolResult(text=_text_of(result), failed=result.is_error)
-
-    async def _is_gone(self, error: Any) -> bool:
-        """Return whether the server is gone. The client raises the same error if it refuses a
-        request."""
-        from mcp_types import CONNECTION_CLOSED  # noqa: PLC0415
-
-        if self._process is not None or error.code == CONNECTION_CLOSED:
-            return self._process is None or self._wire_fault is not None
-        try:
-            listing = self._client.list_tools(cache_mode="bypass")
-            await with_deadline(self._server.deadlines.reply_s, listing)
-        except Exception:  # the client's own kinds
-            return True
-        return False
 
     async def reply(self, turn: Message) -> Message | None:
         return None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -22,12 +22,11 @@ from keel.agents.types import (
     Transcript,
     Unscored,
 )
-from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.turns import Message, ToolCall, ToolSpec, TurnRequest, TurnResult
-from keel.rl.types import Prompt, Trajectory, Verdict
+from keel.rl.types import Prompt, SamplingMasks, Trajectory, Verdict
 from keel.rollout.chat.chat import TemplateChat
-from keel.rollout.chat.encoding import Marks
 from tests.agents.episodes import result_of
+from tests.rollout.chat.families import chat_of, tokenizer_of
 from tests.waiting import PATIENCE_S
 
 END = "<|im_end|>"
@@ -41,67 +40,93 @@ ADD = ToolSpec(
         "additionalProperties": False,
     },
 )
-ROUTES = (2, 2)
-"""Layers and experts per token."""
+CHAT = chat_of("tiny")
 
 
-@cache
-def chat() -> TemplateChat:
-    return TemplateChat(build_tokenizer())
+def ids_of(text: str, family: str = "tiny") -> list[int]:
+    """Return ids as the policy would sample them; control texts become control tokens."""
+    return tokenizer_of(family).encode(text, add_special_tokens=False)
 
 
-@dataclass
+ids_of("The tokenizer starts threads at its first use, before any test counts them.")
+
+
 class Policy:
-    """Answers `script(turn, context as text)`; `finish` is the finish reason. Row t of the routes
-    is t + 100 * turn."""
+    """Answers `script(context as text, turn)`, where the turns of each conversation are counted.
 
-    script: Callable[[int, str], str]
-    requests: list[TurnRequest] = field(default_factory=list[TurnRequest])
-    seconds: float = 1.0
-    finish: Literal["stop", "length", "deadline"] = "stop"
+    Every sampled token has a number as its version, and in its log-probability and mask. Every
+    routes row has its turn, among all conversations, and its position.
+    """
+
+    def __init__(
+        self,
+        script: Callable[[str, int], str] | Sequence[str],
+        family: str = "tiny",
+        *,
+        seconds: float = 0.5,
+        finish: Literal["stop", "length"] = "stop",
+    ) -> None:
+        """family: of `tests.rollout.chat.families`, one whose turns end in <|im_end|>."""
+        self._script, self.family, self.seconds, self.finish = script, family, seconds, finish
+        self.requests: list[TurnRequest] = []
+        self.turns: list[tuple[list[int], list[int]]] = []
+        """(context, sampled ids) of each answered request."""
+        self.numbers: dict[int, tuple[int, int]] = {}
+        """(turn, token) by number."""
+        self.hold: asyncio.Event | None = None
+        self.fail: Exception | None = None
+        self.silent = False
+        self.plain = False
+        """True for an engine without routes and sampling masks."""
+        self._answered = Counter[str]()
 
     async def sample(self, request: TurnRequest) -> TurnResult:
         await asyncio.sleep(0)
+        self.requests.append(request)
+        if self.hold is not None:
+            await self.hold.wait()
         return self.say(request)
 
     def say(self, request: TurnRequest) -> TurnResult:
-        turn = len([r for r in self.requests if r.conversation == request.conversation])
-        self.requests.append(request)
-        text = self.script(turn, chat().decode(request.token_ids_T.tolist()))
-        ended = text.endswith(END)
-        ids = [*chat().encoder.encode(text.removesuffix(END), UNMARKED)]
-        ids = [*ids, chat().ends[END]] if ended else ids
-        cut = len(ids) > request.max_tokens
-        ids = ids[: request.max_tokens]
-        count = len(ids)
-        rows = np.arange(request.routes_from, max(len(request.token_ids_T) + count - 1, 0))
+        if self.fail is not None:
+            raise self.fail
+        context, count = request.token_ids_T.tolist(), self._answered[request.conversation]
+        text = (
+            self._script(chat_of(self.family).decode(context), count)
+            if callable(self._script)
+            else self._script[min(count, len(self._script) - 1)]
+        )
+        self._answered[request.conversation] += 1
+        sampled = ids_of(text + END * (self.finish == "stop"), self.family)
+        cut = len(sampled) > request.max_tokens
+        sampled = [] if self.silent else sampled[: request.max_tokens]
+        turn, first = len(self.turns), len(self.numbers)
+        self.turns.append((context, sampled))
+        numbers = np.arange(first, first + len(sampled), dtype=np.int32)
+        self.numbers |= {first + i: (turn, i) for i in range(len(sampled))}
+        rows = range(request.routes_from, len(context) + len(sampled) - 1)
+        routes = np.array([[[turn, t]] for t in rows], np.int16).reshape(-1, 1, 2)
+        masks = SamplingMasks.from_lists([[n, n + 1] for n in numbers])
         return TurnResult(
-            token_ids_N=np.array(ids, np.int32),
-            logp_old_N=np.full(count, -0.5, np.float32),
-            version_N=np.full(count, turn, np.int32),
+            token_ids_N=np.array(sampled, np.int32),
+            logp_old_N=-numbers.astype(np.float32) / 1024,
+            version_N=numbers,
             finish_reason="length" if cut else self.finish,
-            routes_RLK=np.broadcast_to(
-                (rows + 100 * turn)[:, None, None], (len(rows), *ROUTES)
-            ).astype(np.int16),
-            cached_tokens=request.routes_from // 16 * 16,
+            routes_RLK=None if self.plain else routes,
+            sampling_mask=None if self.plain else masks,
+            cached_tokens=7,
             sampling_s=self.seconds,
         )
 
-    def turns(self) -> Callable[..., Future[TurnResult]]:
-        """Return a `TurnSampler`."""
-
-        def ask(request: TurnRequest, purpose: str) -> Future[TurnResult]:
-            future: Future[TurnResult] = Future()
-            try:
-                future.set_result(self.say(request))
-            except Exception as error:
-                future.set_exception(error)
-            return future
-
-        return ask
-
-
-UNMARKED = Marks("", "")
+    def submit(self, request: TurnRequest, purpose: str) -> Future[TurnResult]:
+        """Sample a turn, as a `TurnSampler`."""
+        self.requests.append(request)
+        future: Future[TurnResult] = Future()
+        try:
+            future.set_result(self.say(request))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 @dataclass
@@ -176,7 +201,7 @@ def play(
     episode = Episode(
         environment=environment,
         task=replace(TASK, thinking=thinking),
-        chat=form or chat(),
+        chat=form or CHAT,
         sample=policy.sample,
         budget=budget,
         context=context,
@@ -187,8 +212,3 @@ def play(
         crash_is_failure=crash_is_failure,
     )
     return result_of(episode.run(), within_s=PATIENCE_S)
-
-
-def says(*turns: str) -> Policy:
-    """Return a policy that answers these turns in order."""
-    return Policy(lambda turn, _: turns[turn] + END)

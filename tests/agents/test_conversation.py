@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from keel.agents.conversation import Conversation, SegmentRecord
 from keel.rl.turns import Message
 from keel.rl.types import SamplingMasks
-from tests.agents.endpoint.kit import CHAT, Policy, check_law, play, script
-from tests.agents.scripted import ADD, says
+from tests.agents.endpoint.kit import check_law, script
+from tests.agents.scripted import ADD, CHAT, Policy
 
 USER: Message = {"role": "user", "content": "ab"}
 
@@ -26,7 +26,7 @@ def conversation_of(*, thinking: bool = False, tools: Any = ()) -> Conversation:
 
 
 def take_turn(conversation: Conversation, policy: Policy) -> None:
-    conversation.append(play(policy(conversation.request(max_tokens=99, seed=1))))
+    conversation.append(policy.say(conversation.request(max_tokens=99, seed=1)))
 
 
 TURNS = st.lists(
@@ -69,7 +69,7 @@ def test_tokens_are_trained_once_with_their_rows(
 )
 def test_incomplete_turn_is_refused(change: dict[str, Any]) -> None:
     conversation, policy = conversation_of(), Policy(["word"])
-    result = play(policy(conversation.request(max_tokens=9, seed=1)))
+    result = policy.say(conversation.request(max_tokens=9, seed=1))
     with pytest.raises(ValueError, match=next(iter(change))):
         conversation.append(replace(result, **change))
 
@@ -89,15 +89,15 @@ def test_turns_out_of_order_are_refused() -> None:
     old = record.request("p/0", max_tokens=9, seed=1, timeout_s=9.0)
     record.extend([1, 2, 3])
     with pytest.raises(ValueError):  # an older context
-        record.append(old, play(policy(old)))
+        record.append(old, policy.say(old))
 
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_question_after_a_result_is_rendered_with_it(restarted: bool) -> None:
     question: Message = {"role": "user", "content": "So far?"}
     result: Message = {"role": "tool", "content": "3", "tool_call_id": "call_0_0", "name": "add"}
-    conversation, policy = conversation_of(tools=(ADD,)), says("@add 1, 2", "Three.")
-    conversation.append(policy.say(conversation.request(max_tokens=99, seed=1)))
+    conversation, policy = conversation_of(tools=(ADD,)), Policy(["@add 1, 2"])
+    take_turn(conversation, policy)
     conversation.answer([result])
     if restarted:
         conversation.rewrite(conversation.view)

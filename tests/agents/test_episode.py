@@ -13,7 +13,7 @@ from keel.model.tiny.tokenizer import build_tokenizer
 from keel.rl.types import Trajectory, Verdict
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.encoding import Marks
-from tests.agents.scripted import BUDGET, END, Policy, Sums, chat, play, says
+from tests.agents.scripted import BUDGET, CHAT, END, Policy, Sums, play
 
 
 def completed(outcome: Trajectory | str) -> Trajectory:
@@ -26,7 +26,7 @@ def calls_of(sums: Sums) -> list[str]:
 
 
 def test_calls_run_until_the_final_answer() -> None:
-    policy, sums = says("@add 20, 20", "@add 40, 2", "42"), Sums()
+    policy, sums = Policy(["@add 20, 20", "@add 40, 2", "42"]), Sums()
     trajectory = completed(play(policy, sums))
     assert sums.log == [
         "open 7",
@@ -43,13 +43,13 @@ def test_calls_run_until_the_final_answer() -> None:
     assert trajectory.opening == 1
     usage = trajectory.usage
     assert usage is not None and (usage.turns, usage.calls, usage.failed_calls) == (3, 2, 0)
-    assert usage.sampling_s == 3 and 0 < usage.cached_tokens <= usage.repeated_tokens
+    assert usage.sampling_s == 1.5 and 0 < usage.cached_tokens <= usage.repeated_tokens
 
 
 @pytest.mark.parametrize("text", ["@add 1, ", "@add 1e999, 2"])
 def test_malformed_call_gets_an_error(text: str) -> None:
     sums = Sums()
-    trajectory = completed(play(says(text, "@mul 1, 2", "42"), sums))
+    trajectory = completed(play(Policy([text, "@mul 1, 2", "42"]), sums))
     assert not any("call add" in line for line in sums.log)
     usage = trajectory.usage
     assert usage is not None and (usage.calls, usage.failed_calls) == (2, 2)
@@ -59,7 +59,7 @@ def test_malformed_call_gets_an_error(text: str) -> None:
 
 def test_cut_call_is_never_run() -> None:
     sums = Sums()
-    policy = Policy(lambda turn, _: "@add 1, 2", finish="length")
+    policy = Policy(lambda _, turn: "@add 1, 2", finish="length")
     assert completed(play(policy, sums)).finish_reason == "length"
     assert sums.log == ["open 7", "verdict length", "close"]
 
@@ -74,7 +74,7 @@ def test_cut_call_is_never_run() -> None:
     ],
 )
 def test_spent_budget_ends_and_grades(change: dict[str, float], reason: str) -> None:
-    policy, sums = Policy(lambda turn, _: "@add 1, 2" + END), Sums()
+    policy, sums = Policy(lambda _, turn: "@add 1, 2"), Sums()
     budget = replace(replace(BUDGET, turns=50, tokens=10_000, window=10_000), **change)
     trajectory = completed(play(policy, sums, budget=budget))
     assert trajectory.finish_reason == reason
@@ -87,7 +87,7 @@ def test_spent_budget_ends_and_grades(change: dict[str, float], reason: str) -> 
 @pytest.mark.parametrize("is_failure", [False, True])
 def test_lost_environment_is_dropped_or_a_failure(phase: str, is_failure: bool) -> None:
     sums, phases = Sums(fails=phase), ("call", "reply") if is_failure else ()
-    outcome = play(says("@add 1, 2", "42"), sums, crash_is_failure=phases)
+    outcome = play(Policy(["@add 1, 2", "42"]), sums, crash_is_failure=phases)
     assert sums.log[-1] == "close"
     reason = f"environment, at {phase}: ended with SIGSEGV"
     if phase not in phases:
@@ -102,19 +102,19 @@ def test_lost_environment_is_dropped_or_a_failure(phase: str, is_failure: bool) 
 def test_failed_grading_is_never_a_zero() -> None:
     phases = ("call", "reply", "verdict")
     unscored = Unscored(reason="tests did not run")
-    assert isinstance(play(says("42"), Sums(grade=unscored), crash_is_failure=phases), str)
+    assert isinstance(play(Policy(["42"]), Sums(grade=unscored), crash_is_failure=phases), str)
     lost = Unscored(reason="environment, at verdict: ended with SIGKILL", fault="crash")
-    trajectory = completed(play(says("42"), Sums(grade=lost), crash_is_failure=phases))
+    trajectory = completed(play(Policy(["42"]), Sums(grade=lost), crash_is_failure=phases))
     assert trajectory.finish_reason == "crash" and trajectory.sampled_tokens > 0
     assert trajectory.verdict == Verdict(parts={"correct": 0.0}, facts={"crash": lost.reason})
-    assert isinstance(play(says("42"), Sums(grade=lost), crash_is_failure=("call",)), str)
+    assert isinstance(play(Policy(["42"]), Sums(grade=lost), crash_is_failure=("call",)), str)
     raised = replace(lost, fault="raised")  # by the grader's own code
-    assert isinstance(play(says("42"), Sums(grade=raised), crash_is_failure=phases), str)
+    assert isinstance(play(Policy(["42"]), Sums(grade=raised), crash_is_failure=phases), str)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no engine"), ValueError("exceeds the engine")])
 def test_engine_error_is_raised_and_the_environment_closed(error: Exception) -> None:
-    def fails(turn: int, _: str) -> str:
+    def fails(context: str, turn: int) -> str:
         raise error
 
     sums = Sums()
@@ -125,14 +125,14 @@ def test_engine_error_is_raised_and_the_environment_closed(error: Exception) -> 
 
 def test_oversized_text_is_cut_before_tokenization(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenizing 8 MiB would block the event loop of all episodes for ten seconds."""
-    longest, encode = [0], chat().encoder.encode
+    longest, encode = [0], CHAT.encoder.encode
 
     def measured(text: str, marks: Marks) -> list[int]:
         longest[0] = max(longest[0], len(text))
         return encode(text, marks)
 
-    monkeypatch.setattr(chat().encoder, "encode", measured)
-    trajectory = completed(play(says("@add 20, 20", "42"), Sums(words=10**6)))
+    monkeypatch.setattr(CHAT.encoder, "encode", measured)
+    trajectory = completed(play(Policy(["@add 20, 20", "42"]), Sums(words=10**6)))
     assert trajectory.finish_reason == "window"
     assert BUDGET.characters < longest[0] < BUDGET.characters + 500
     assert len(str(trajectory.messages[-1]["content"])) < BUDGET.characters + 50
@@ -144,11 +144,11 @@ def test_oversized_text_is_cut_before_tokenization(monkeypatch: pytest.MonkeyPat
 def test_full_context_is_rewritten(method: Method, window: int) -> None:
     turns = window // 20
 
-    def script(turn: int, context: str) -> str:
+    def script(context: str, turn: int) -> str:
         assert f"</think>\n\n{END}" not in context, "an empty turn in the context"
         if "Write down what is needed" in context.rpartition("<|im_start|>user")[2]:
-            return "Added a lot." + END
-        return ("42" if turn >= turns else f"@add {turn % 50}, 2") + END
+            return "Added a lot."
+        return "42" if turn >= turns else f"@add {turn % 50}, 2"
 
     policy, sums = Policy(script), Sums(words=4)
     context = ContextManager(method=method, window=window, most=9, summary_tokens=window // 3)
@@ -158,7 +158,7 @@ def test_full_context_is_rewritten(method: Method, window: int) -> None:
     assert trajectory.usage is not None and trajectory.usage.rewrites >= 1
     assert all(len(r.token_ids_T) < window for r in policy.requests)
     for segment in trajectory.segments:
-        text = chat().decode(segment.token_ids_T.tolist())
+        text = CHAT.decode(segment.token_ids_T.tolist())
         assert "Sum." in text.partition("<|im_start|>assistant")[0], "the opening is gone"
     summaries = sum("Added a lot." in str(m["content"]) for m in trajectory.messages)
     assert summaries == (2 * trajectory.usage.rewrites if method == "summary" else 0)
@@ -170,7 +170,9 @@ def test_truncate_keeps_texts_that_could_fit() -> None:
 
 
 def test_several_calls_in_one_thinking() -> None:
-    policy = says("<think>\nLet me add.\n@add 20, 20", "Two more.\n@add 40, 2", "Done.\n</think>42")
+    policy = Policy(
+        ["<think>\nLet me add.\n@add 20, 20", "Two more.\n@add 40, 2", "Done.\n</think>42"]
+    )
     sums = Sums()
     form = TemplateChat(build_tokenizer(), tools_in_thinking=True)
     trajectory = completed(play(policy, sums, thinking=True, form=form))

@@ -15,7 +15,7 @@ from keel.agents.runner import EpisodeKind, EpisodeRunner
 from keel.agents.types import Unscored
 from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import Purpose
-from tests.agents.scripted import BUDGET, END, NO_CONTEXT, TASK, Policy, Sums, chat, says
+from tests.agents.scripted import BUDGET, CHAT, NO_CONTEXT, TASK, Policy, Sums
 from tests.waiting import PATIENCE_S, wait_for
 
 
@@ -42,8 +42,8 @@ def running(
     """turns: a policy, or a `TurnSampler`."""
     with EpisodeRunner(
         {"sums": EpisodeKind(environment=factory or Factory(), budget=BUDGET, context=NO_CONTEXT)},
-        chat=chat(),
-        turns=turns.turns() if isinstance(turns, Policy) else turns,
+        chat=CHAT,
+        turns=turns.submit if isinstance(turns, Policy) else turns,
         seed=1,
         most_open=most_open,
     ) as runner:
@@ -53,7 +53,7 @@ def running(
 
 def test_repeated_prompt_draws_new_reproducible_seeds() -> None:
     def seeds(*, update: bool) -> list[set[int]]:
-        policy, draws = says("42"), []
+        policy, draws = Policy(["42"]), []
         with running(policy) as runner:
             for _ in range(2):
                 runner.submit(TASK, group_size=2, purpose="train").result(PATIENCE_S)
@@ -72,7 +72,7 @@ def test_resumed_run_sends_the_same_requests() -> None:
     prompts = [TASK, replace(TASK, prompt_id="s/2")]
 
     def requests_after(versions: Sequence[int]) -> list[Any]:
-        policy, factory = says("@add 40, 2", "42"), Factory()
+        policy, factory = Policy(["@add 40, 2", "42"]), Factory()
         with running(policy, factory) as runner:
             for version in versions:
                 runner.updating(version)
@@ -92,7 +92,7 @@ def test_resumed_run_sends_the_same_requests() -> None:
 def test_open_episodes_are_limited() -> None:
     counts: list[int] = []
     factory = Factory()
-    policy = Policy(lambda turn, _: counts.append(factory.open) or "42" + END)
+    policy = Policy(lambda _, turn: counts.append(factory.open) or "42")
     with running(policy, factory, most_open=3) as runner:
         groups = [runner.submit(TASK, group_size=4, purpose="train") for _ in range(4)]
         assert sum(len(group.result(PATIENCE_S).trajectories) for group in groups) == 16
@@ -101,7 +101,7 @@ def test_open_episodes_are_limited() -> None:
 
 def test_dropped_episode_keeps_its_siblings() -> None:
     made = iter([Sums(), Sums(fails="call"), Sums(grade=Unscored(reason="no tests")), Sums()])
-    with running(says("@add 40, 2", "42"), Factory(lambda: next(made))) as runner:
+    with running(Policy(["@add 40, 2", "42"]), Factory(lambda: next(made))) as runner:
         group = runner.submit(TASK, group_size=4, purpose="train").result(PATIENCE_S)
     assert [t.sibling for t in group.trajectories] == [0, 3]
     assert sorted(reason.partition(":")[0] for reason in group.dropped) == [
@@ -111,7 +111,7 @@ def test_dropped_episode_keeps_its_siblings() -> None:
 
 
 def test_engine_error_fails_the_group() -> None:
-    def fails(turn: int, _: str) -> str:
+    def fails(context: str, turn: int) -> str:
         raise ValueError("prompt s/1: too long")
 
     factory = Factory()

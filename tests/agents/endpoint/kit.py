@@ -1,8 +1,7 @@
-"""A scripted policy that speaks the tiny model's chat format, and the law of recording."""
+"""Requests and clients for a recorder, and the law of recording."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -17,14 +16,13 @@ from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.replies import Reply
 from keel.agents.endpoint.requests import load_object, read_request
 from keel.agents.endpoint.server import Address, Endpoint
-from keel.rl.turns import TurnRequest, TurnResult
-from keel.rl.types import NO_ROUTE, SamplingMasks, Segment
+from keel.rl.types import NO_ROUTE, Segment
 from tests.agents.episodes import result_of
-from tests.rollout.chat.families import CITY, chat_of, tokenizer_of
+from tests.agents.scripted import CHAT, Policy
+from tests.rollout.chat.families import CITY
 from tests.waiting import PATIENCE_S
 
 Messages = list[dict[str, Any]]
-CHAT = chat_of("tiny")
 BUDGET = Budget(window=6000, tokens=4000, turns=60, turn_tokens=300)
 TOOLS = [CITY.as_json()]
 
@@ -35,68 +33,6 @@ def user(text: str) -> dict[str, Any]:
 
 def result(call_id: str, text: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": text}
-
-
-def ids_of(text: str, family: str = "tiny") -> list[int]:
-    """Return ids as the policy would sample them; control texts become control tokens."""
-    return tokenizer_of(family).encode(text, add_special_tokens=False)
-
-
-ids_of("The tokenizer starts threads at its first use, before any test counts them.")
-
-
-class Policy:
-    """Answers `script(context as text, turn)`. Every sampled token has a number as its version, and
-    in its log-probability and mask. Every routes row has its turn and position."""
-
-    def __init__(
-        self, script: Callable[[str, int], str] | Sequence[str], family: str = "tiny"
-    ) -> None:
-        """family: of `tests.rollout.chat.families`, one whose turns end in <|im_end|>."""
-        self._script, self.family = script, family
-        self.requests: list[TurnRequest] = []
-        self.turns: list[tuple[list[int], list[int]]] = []
-        """(context, sampled ids) of each answered request."""
-        self.numbers: dict[int, tuple[int, int]] = {}
-        """(turn, token) by number."""
-        self.hold: asyncio.Event | None = None
-        self.fail: Exception | None = None
-        self.silent = False
-        self.plain = False
-        """True for an engine without routes and sampling masks."""
-
-    async def __call__(self, request: TurnRequest) -> TurnResult:
-        self.requests.append(request)
-        if self.hold is not None:
-            await self.hold.wait()
-        if self.fail is not None:
-            raise self.fail
-        context, turn = request.token_ids_T.tolist(), len(self.turns)
-        text = (
-            self._script(chat_of(self.family).decode(context), turn)
-            if callable(self._script)
-            else self._script[min(turn, len(self._script) - 1)]
-        )
-        sampled = ids_of(text + "<|im_end|>", self.family)
-        cut = len(sampled) > request.max_tokens
-        sampled = [] if self.silent else sampled[: request.max_tokens]
-        self.turns.append((context, sampled))
-        first = len(self.numbers)
-        numbers = np.arange(first, first + len(sampled), dtype=np.int32)
-        self.numbers |= {first + i: (turn, i) for i in range(len(sampled))}
-        rows = range(request.routes_from, len(context) + len(sampled) - 1)
-        routes = np.array([[[turn, t]] for t in rows], np.int16).reshape(-1, 1, 2)
-        masks = SamplingMasks.from_lists([[n, n + 1] for n in numbers])
-        return TurnResult(
-            token_ids_N=np.array(sampled, np.int32),
-            logp_old_N=-numbers.astype(np.float32) / 1024,
-            version_N=numbers,
-            finish_reason="length" if cut else "stop",
-            routes_RLK=None if self.plain else routes,
-            sampling_mask=None if self.plain else masks,
-            cached_tokens=7,
-            sampling_s=0.5,
-        )
 
 
 def check_law(policy: Policy, segments: Sequence[Segment]) -> None:
@@ -140,7 +76,7 @@ def recorder_of(
         name=name,
         prompt_id="p",
         chat=chat,
-        sample=policy,
+        sample=policy.sample if isinstance(policy, Policy) else policy,
         thinking=thinking,
         seed=3,
         budget=replace(BUDGET, **budget),

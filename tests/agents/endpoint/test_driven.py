@@ -26,7 +26,7 @@ from keel.rl.types import ENVIRONMENT, Group, Prompt, Purpose, Verdict
 from keel.trainer.build_agents import spoken_ids
 from tests.agents.endpoint import kit
 from tests.agents.episodes import held, more, run
-from tests.agents.scripted import BUDGET, END, NO_CONTEXT, Policy, Sums, chat, says
+from tests.agents.scripted import BUDGET, CHAT, NO_CONTEXT, Policy, Sums
 from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -118,8 +118,8 @@ def running(
                 )
                 for name, code in programs.items()
             },
-            chat=chat(),
-            turns=policy if callable(policy) else policy.turns(),
+            chat=CHAT,
+            turns=policy if callable(policy) else policy.submit,
             seed=1,
             most_open=64,
         ) as runner:
@@ -130,7 +130,7 @@ def running(
 
 
 def test_each_end_gives_a_trajectory_or_reason() -> None:
-    policy = Policy(lambda turn, _: f"word {turn}" + END, seconds=0.0)
+    policy = Policy(lambda _, turn: f"word {turn}", seconds=0.0)
     with running(policy, ENDS) as runner:
         groups = {
             name: played(runner, name, ENVIRONMENT if "judge" in name else "answer")
@@ -166,7 +166,7 @@ def test_each_end_gives_a_trajectory_or_reason() -> None:
 
 @pytest.mark.parametrize("fault", ["endpoint", "program"])
 def test_endpoint_failure_drops_the_trajectory(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = Policy(lambda turn, _: "word" + END)
+    policy = Policy(lambda _, turn: "word")
 
     def read(*arguments: Any, **options: Any) -> Any:
         if len(policy.requests) == 1:
@@ -182,15 +182,15 @@ def test_endpoint_failure_drops_the_trajectory(fault: str, monkeypatch: pytest.M
 
 
 def test_hanging_programs_meet_their_deadlines() -> None:
-    with running(says("word"), {"p": "ask(); time.sleep(1000)"}, seconds=1.5) as runner:
+    with running(Policy(["word"]), {"p": "ask(); time.sleep(1000)"}, seconds=1.5) as runner:
         (trajectory,) = played(runner, "p").trajectories
     assert (trajectory.finish_reason, trajectory.sampled_tokens > 0) == ("deadline", True)
-    with running(says(), {"p": "time.sleep(1000)"}, open_s=0.3) as runner:
+    with running(Policy([]), {"p": "time.sleep(1000)"}, open_s=0.3) as runner:
         assert "0.3 s" in played(runner, "p").dropped[0]
 
 
 def test_siblings_share_a_seed_and_are_recorded_exactly() -> None:
-    policy = Policy(lambda turn, _: f"word {turn}" + END)
+    policy = Policy(lambda _, turn: f"word {turn}")
     code = "ask(); ask(); print(json.dumps({'parts': {}, 'facts': {'s': os.environ['KEEL_SEED']}}))"
     with running(policy, {"p": code}) as runner:
         group = played(runner, "p", size=3, purpose="eval")
@@ -218,7 +218,7 @@ def test_environment_opens_the_task_and_grades() -> None:
         "print(json.dumps({'answer': ANSWER, 'parts': {'correct': 0}}))"
     )
     programs = {str(n): code.replace("ANSWER", f"'{n}'") for n in (42, 41, 40)}
-    with running(says("41"), programs, make, judges=False) as runner:
+    with running(Policy(["41"]), programs, make, judges=False) as runner:
         right, wrong, lost = (played(runner, name, ENVIRONMENT) for name in programs)
     verdicts = [group.trajectories[0].verdict for group in (right, wrong)]
     assert verdicts == [Verdict(parts={"correct": 1.0}), Verdict(parts={"correct": 0.0})]
@@ -227,7 +227,7 @@ def test_environment_opens_the_task_and_grades() -> None:
 
 
 def test_engine_error_fails_the_group() -> None:
-    def fails(turn: int, _: str) -> str:
+    def fails(context: str, turn: int) -> str:
         raise ValueError("too long")
 
     code = "try: ask()\nexcept SystemExit: time.sleep(1000)"

@@ -16,11 +16,10 @@ from keel.agents.endpoint.server import Endpoint
 from keel.agents.types import ToolResult
 from keel.rl.turns import ToolCall
 from keel.rl.types import ENVIRONMENT, Verdict
-from tests.agents.endpoint import kit
 from tests.agents.endpoint.kit import BUDGET, recorder_of
 from tests.agents.endpoint.test_driven import played, running
 from tests.agents.episodes import run
-from tests.agents.scripted import ADD, Sums, says
+from tests.agents.scripted import ADD, Policy, Sums
 from tests.waiting import PATIENCE_S, within_some
 
 pytestmark = pytest.mark.e2e
@@ -41,7 +40,7 @@ def test_mcp_client_lists_and_calls_tools() -> None:
     async def work() -> list[Any]:
         async with Endpoint() as endpoint:
             tools = McpTools(environment, [ADD], budget=BUDGET)
-            address = endpoint.add(recorder_of(kit.Policy(["a"])), tools)
+            address = endpoint.add(recorder_of(Policy(["a"])), tools)
             async with Client(address.tools_url) as client:
                 (tool,) = (await client.list_tools()).tools
                 results = [await client.call_tool("add", {"a": 40, "b": 2})]
@@ -67,7 +66,7 @@ def test_program_uses_tools_until_one_ends_the_task() -> None:
         "calls": CALL + "ask(call('add', a=1, b=2)['result']['content'][0]['text']); ask()",
         "ends": CALL + "ask(); call('add', a=98, b=1); print(call('add', a=1, b=1)); ask()",
     }
-    with running(says("a", "b"), programs, make, judges=False) as runner:
+    with running(Policy(["a", "b"]), programs, make, judges=False) as runner:
         calls, ends = (played(runner, name, ENVIRONMENT).trajectories[0] for name in programs)
     assert [m["content"] for m in calls.messages] == ["Sum.", "a", "3", "b"]
     assert [t.verdict for t in (calls, ends)] == [Verdict(parts={"correct": 0.5})] * 2
@@ -103,7 +102,9 @@ def test_abandoned_call_runs_to_its_end(tmp_path: Path, then: str, reason: str) 
         begun.unlink(missing_ok=True)
         environment = Slow(begun.touch, grade=Verdict(parts={"correct": 0.5}))
         settings = {"seconds": seconds, "judges": False}
-        with running(says("a", "b", "c"), {"p": code}, lambda: environment, **settings) as runner:
+        with running(
+            Policy(["a", "b", "c"]), {"p": code}, lambda: environment, **settings
+        ) as runner:
             group = played(runner, "p", ENVIRONMENT)
         assert not group.dropped
         assert (group.trajectories[0].finish_reason, environment.fails) == (reason, "")

@@ -202,8 +202,8 @@ def test_disconnect_before_the_answer_resends_it() -> None:
     clients: list[socket.socket] = []
 
     class Unlucky(Policy):
-        async def __call__(self, request: Any) -> Any:
-            sampled = await super().__call__(request)
+        async def sample(self, request: Any) -> Any:
+            sampled = await super().sample(request)
             if clients:
                 clients.pop().close()
             return sampled
