@@ -215,19 +215,17 @@ async def test_cancelled_opening_leaves_nothing(forked: bool) -> None:
         await server.close()
 
 
-def test_environment_sees_no_secrets_and_no_keel(monkeypatch: pytest.MonkeyPatch) -> None:
+@asynchronous
+async def test_environment_sees_no_secrets_and_no_keel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_API_KEY", "sesame")
 
-    async def play() -> dict[str, Any]:
-        async with episode(env={"SHOP": "1"}) as environment:
-            folder = Path(environment._scratch)
-            facts = json.loads((await use(environment, "look")).text)
-            assert facts["temporary"] == str(folder) and folder.is_dir()
-            (folder / "file").write_text("x")
-        assert not folder.exists()
-        return facts
-
-    facts = run(play())
+    async with episode(env={"SHOP": "1"}) as environment:
+        folder = Path(environment._scratch)
+        facts = json.loads((await use(environment, "look")).text)
+        assert facts["temporary"] == str(folder) and folder.is_dir()
+        (folder / "file").write_text("x")
+    assert not folder.exists()
+    facts = facts
     assert "SECRET_API_KEY" not in facts["environ"] and "SHOP" in facts["environ"]
     assert facts["heavy"] == [] and Path(facts["folder"]) == HERE
     allowed = ("keel", "keel.agents")
@@ -260,7 +258,8 @@ async def look(environment: Hosted) -> dict[str, Any]:
     return json.loads((await use(environment, "look")).text)
 
 
-def test_forked_episodes_share_only_the_import() -> None:
+@asynchronous
+async def test_forked_episodes_share_only_the_import() -> None:
     async def draws(server: ForkServer | None) -> list[str]:
         texts: list[str] = []
         for seed in (5, 5, 6):
@@ -269,28 +268,25 @@ def test_forked_episodes_share_only_the_import() -> None:
             await environment.close()
         return texts
 
-    async def play() -> None:
-        spec = counter()
-        async with forking(spec) as server:
-            async with opened(spec, server) as one, opened(spec, server) as other:
-                assert (await use(one, "see", word="a")).text == '["a"]'
-                assert (await use(other, "see", word="b")).text == '["b"]'
-                assert (await use(one, "see", word="c")).text == '["a", "c"]'
-                facts, other_facts = await look(one), await look(other)
-                assert facts["forked"] and facts["session"]
-                assert (facts["word"], other_facts["word"]) == ("c", "b")
-                assert facts["temporary"] == one._scratch != other_facts["temporary"]
-                # Its channel twice, its standard error, and nothing of the other's or the server's.
-                assert sorted(facts["files"]) == ["/dev/null", "pipe", "pipe", "socket", "socket"]
-                assert set(facts["inherited"]) <= {0, 1, 2}, "a tool's child could answer for it"
-                pids = [one._process.pid, other._process.pid]
-                assert len(set(pids)) == 2
-            assert not any(map(alive, pids))
-            forked = await draws(server)
-        assert forked == await draws(None)
-        assert forked[0] == forked[1] != forked[2]
-
-    run(play())
+    spec = counter()
+    async with forking(spec) as server:
+        async with opened(spec, server) as one, opened(spec, server) as other:
+            assert (await use(one, "see", word="a")).text == '["a"]'
+            assert (await use(other, "see", word="b")).text == '["b"]'
+            assert (await use(one, "see", word="c")).text == '["a", "c"]'
+            facts, other_facts = await look(one), await look(other)
+            assert facts["forked"] and facts["session"]
+            assert (facts["word"], other_facts["word"]) == ("c", "b")
+            assert facts["temporary"] == one._scratch != other_facts["temporary"]
+            # Its channel twice, its standard error, and nothing of the other's or the server's.
+            assert sorted(facts["files"]) == ["/dev/null", "pipe", "pipe", "socket", "socket"]
+            assert set(facts["inherited"]) <= {0, 1, 2}, "a tool's child could answer for it"
+            pids = [one._process.pid, other._process.pid]
+            assert len(set(pids)) == 2
+        assert not any(map(alive, pids))
+        forked = await draws(server)
+    assert forked == await draws(None)
+    assert forked[0] == forked[1] != forked[2]
 
 
 @asynchronous

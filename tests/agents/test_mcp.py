@@ -15,7 +15,7 @@ from keel.agents.env_process.program import Deadlines
 from keel.agents.mcp_client import McpEpisode, McpServer
 from keel.agents.types import EnvironmentLost, Opening, Unscored
 from keel.rl.types import Verdict
-from tests.agents.episodes import HERE, PATIENT, TASK, run, transcript, use
+from tests.agents.episodes import HERE, PATIENT, TASK, asynchronous, run, transcript, use
 from tests.waiting import LIMITS_S, PATIENCE_S, within_some
 
 pytestmark = pytest.mark.e2e
@@ -51,19 +51,18 @@ async def shop(environment: McpEpisode, opening: Opening) -> None:
     assert await environment.verdict(transcript()) == Verdict(parts={})
 
 
-def test_stdio_server() -> None:
-    async def play() -> None:
-        async with served() as (environment, opening):
-            await shop(environment, opening)
-            # Lines outside the protocol are skipped: greetings are common.
-            assert (await use(environment, "go_wrong", how="garbage")).text == "fine"
-        with pytest.raises(EnvironmentLost):
-            await use(environment, "buy", name="apple")
-        async with served(offered=["buy"]) as (environment, opening):
-            assert [tool.name for tool in opening.tools] == ["buy"]
-            assert (await use(environment, "go_wrong", how="exit")).failed
+@asynchronous
+async def test_stdio_server() -> None:
 
-    run(play())
+    async with served() as (environment, opening):
+        await shop(environment, opening)
+        # Lines outside the protocol are skipped: greetings are common.
+        assert (await use(environment, "go_wrong", how="garbage")).text == "fine"
+    with pytest.raises(EnvironmentLost):
+        await use(environment, "buy", name="apple")
+    async with served(offered=["buy"]) as (environment, opening):
+        assert [tool.name for tool in opening.tools] == ["buy"]
+        assert (await use(environment, "go_wrong", how="exit")).failed
 
 
 @pytest.mark.parametrize(
@@ -91,15 +90,16 @@ def test_failing_server_loses_the_environment(how: str, reason: str) -> None:
         ({"command": (), "url": "http://127.0.0.1:9/mcp"}, "start", "127.0.0.1:9"),
     ],
 )
-def test_unreachable_server_is_reported(settings: dict[str, Any], fault: str, reason: str) -> None:
-    async def play() -> None:
-        with pytest.raises(EnvironmentLost) as caught:
-            async with served(**settings):
-                pass
-        assert (caught.value.fault, caught.value.during) == (fault, "open")
-        assert reason in str(caught.value)
+@asynchronous
+async def test_unreachable_server_is_reported(
+    settings: dict[str, Any], fault: str, reason: str
+) -> None:
 
-    run(play())
+    with pytest.raises(EnvironmentLost) as caught:
+        async with served(**settings):
+            pass
+    assert (caught.value.fault, caught.value.during) == (fault, "open")
+    assert reason in str(caught.value)
 
 
 @contextmanager

@@ -40,7 +40,8 @@ def small() -> Sandbox:
 
 
 @WAYS
-def test_attacks_fail(
+@asynchronous
+async def test_attacks_fail(
     small: Sandbox, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2hunter2")
@@ -52,10 +53,6 @@ def test_attacks_fail(
     (tmp_path / "trajectories" / "one").touch()
     outside = [str(tmp_path / "trajectories"), str(HERE.parents[1] / ".git"), "/etc/ssh", "/home"]
     outside += ["/run", "/sys", "/var", str(HERE.parent / "rewards")]
-
-    async def play() -> None:
-        async with parent_for(small, way) as parent:
-            await attack(attacker(small, parent))
 
     async def attack(environment: Hosted) -> None:
         await environment.open(TASK, seed=3)
@@ -95,7 +92,8 @@ def test_attacks_fail(
         await environment.close()
         assert not sleeping(1001)
 
-    run(play())
+    async with parent_for(small, way) as parent:
+        await attack(attacker(small, parent))
     listener.close()
 
 

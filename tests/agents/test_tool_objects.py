@@ -31,7 +31,7 @@ from keel.agents.env_runtime.tool_objects import (
 from keel.agents.schemas import Arguments
 from keel.rl.turns import ToolCall, ToolSpec
 from keel.rl.types import Verdict
-from tests.agents.episodes import HERE, TASK, asynchronous, episode, program, run, transcript, use
+from tests.agents.episodes import HERE, TASK, asynchronous, episode, program, transcript, use
 
 
 class Size(Enum):
@@ -288,15 +288,13 @@ def test_runtime_needs_only_python_3_9() -> None:
 
 
 @pytest.mark.e2e
-def test_interpreter_without_keel(tmp_path: Path) -> None:
+@asynchronous
+async def test_interpreter_without_keel(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S "$@"\n')
     python.chmod(0o755)
     bare = subprocess.run([python, "-c", "import keel"], capture_output=True, cwd=tmp_path)
     assert b"ModuleNotFoundError" in bare.stderr
 
-    async def play() -> None:
-        async with episode(python=str(python)) as environment:
-            assert (await use(environment, "call")).text == "fine"
-
-    run(play())
+    async with episode(python=str(python)) as environment:
+        assert (await use(environment, "call")).text == "fine"

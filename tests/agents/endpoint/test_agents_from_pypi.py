@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 
 from keel.agents.endpoint.mcp_tools import McpTools
-from keel.agents.endpoint.program import AgentProgram, ProgramResult, run_program
-from keel.agents.endpoint.recorder import TrajectoryRecorder
+from keel.agents.endpoint.program import AgentProgram, run_program
 from keel.agents.endpoint.server import Endpoint
 from keel.rl.types import Prompt, Verdict
 from tests.agents.endpoint.kit import BUDGET, Policy, check_law, recorder_of
-from tests.agents.episodes import run
+from tests.agents.episodes import asynchronous
 from tests.agents.scripted import ADD, Sums
 
 pytestmark = pytest.mark.e2e
@@ -75,7 +74,8 @@ print(json.dumps({"parts": {"correct": float(outputs == ["It is far.", "As befor
 """
 
 
-def test_openai_agents(python: str, tmp_path: Path) -> None:
+@asynchronous
+async def test_openai_agents(python: str, tmp_path: Path) -> None:
     """Parallel calls, two concurrent sub-agents, then a streamed second run."""
 
     def script(context: str, turn: int) -> str:
@@ -96,15 +96,12 @@ def test_openai_agents(python: str, tmp_path: Path) -> None:
         command=[python, "agent.py"], folder=tmp_path, env={"HOME": str(tmp_path)}
     )
 
-    async def work() -> tuple[ProgramResult, TrajectoryRecorder]:
-        async with Endpoint() as endpoint:
-            recorder = recorder_of(policy, window=60_000, tokens=20_000, timeout_s=120.0)
-            address = endpoint.add(recorder, McpTools(Sums(), [ADD], budget=BUDGET))
-            late = recorder.overdue(program.open_s)
-            ended = await run_program(program, TASK, address, seed=5, until=late)
-            return ended, await endpoint.finish("p/0")
-
-    ended, finished = run(work())
+    async with Endpoint() as endpoint:
+        recorder = recorder_of(policy, window=60_000, tokens=20_000, timeout_s=120.0)
+        address = endpoint.add(recorder, McpTools(Sums(), [ADD], budget=BUDGET))
+        late = recorder.overdue(program.open_s)
+        ended = await run_program(program, TASK, address, seed=5, until=late)
+        (ended, finished) = ended, await endpoint.finish("p/0")
     check_law(policy, finished.segments)
     assert ended.verdict == Verdict(parts={"correct": 1.0}), (ended, finished.messages)
     counts = finished.counts

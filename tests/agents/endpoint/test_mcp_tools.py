@@ -18,7 +18,7 @@ from keel.rl.turns import ToolCall
 from keel.rl.types import ENVIRONMENT, Verdict
 from tests.agents.endpoint.kit import BUDGET, recorder_of
 from tests.agents.endpoint.test_driven import played, running
-from tests.agents.episodes import run
+from tests.agents.episodes import asynchronous, run
 from tests.agents.scripted import ADD, Policy, Sums
 from tests.waiting import PATIENCE_S, within_some
 
@@ -32,24 +32,22 @@ def call(name, until=None, **arguments):
 """
 
 
-def test_mcp_client_lists_and_calls_tools() -> None:
+@asynchronous
+async def test_mcp_client_lists_and_calls_tools() -> None:
     from mcp import Client  # noqa: PLC0415  (takes a second)
 
     environment = Sums()
 
-    async def work() -> list[Any]:
-        async with Endpoint() as endpoint:
-            tools = McpTools(environment, [ADD], budget=BUDGET)
-            address = endpoint.add(recorder_of(Policy(["a"])), tools)
-            async with Client(address.tools_url) as client:
-                (tool,) = (await client.list_tools()).tools
-                results = [await client.call_tool("add", {"a": 40, "b": 2})]
-                results.append(await client.call_tool("sub", {}))
-            assert (tool.name, tool.input_schema["required"]) == ("add", ["a", "b"])
-            await endpoint.finish("p/0")
-            return results
-
-    right, wrong = run(work())
+    async with Endpoint() as endpoint:
+        tools = McpTools(environment, [ADD], budget=BUDGET)
+        address = endpoint.add(recorder_of(Policy(["a"])), tools)
+        async with Client(address.tools_url) as client:
+            (tool,) = (await client.list_tools()).tools
+            results = [await client.call_tool("add", {"a": 40, "b": 2})]
+            results.append(await client.call_tool("sub", {}))
+        assert (tool.name, tool.input_schema["required"]) == ("add", ["a", "b"])
+        await endpoint.finish("p/0")
+        (right, wrong) = results
     assert (right.content[0].text, right.is_error) == ("42", False)
     assert (wrong.content[0].text, wrong.is_error) == ("no tool sub", True)
     assert environment.log[0] == "call add {'a': 40, 'b': 2}"

@@ -30,7 +30,7 @@ from tests.agents.endpoint.kit import (
     served,
     user,
 )
-from tests.agents.episodes import run
+from tests.agents.episodes import asynchronous, run
 from tests.waiting import PATIENCE_S
 
 
@@ -89,29 +89,26 @@ def test_stream_equals_whole_answer(thinking: bool) -> None:
         assert finished.counts["extended"] == (3 if thinking else 5)
 
 
-def test_concurrent_programs_have_separate_trajectories() -> None:
+@asynchronous
+async def test_concurrent_programs_have_separate_trajectories() -> None:
     policies = [Policy(script), Policy(["other"])]
 
-    async def work() -> None:
-        async with Endpoint() as endpoint:
-            addresses = [
-                endpoint.add(recorder_of(policy, name=f"p/{i}"))
-                for i, policy in enumerate(policies)
-            ]
-            clients = [client_of(address) for address in addresses]
-            await asyncio.gather(*(agent(client, 5) for client in clients))
-            with pytest.raises(openai.AuthenticationError):
-                await content_of(clients[0].with_options(api_key=addresses[1].api_key))
-            for i, policy in enumerate(policies):
-                finished = await endpoint.finish(f"p/{i}")
-                check_law(policy, finished.segments)
-                assert finished.usage.turns == 5 and len(finished.segments) == 1
-            with pytest.raises(openai.NotFoundError):
-                await content_of(clients[0])
-            for client in clients:
-                await client.close()
-
-    run(work())
+    async with Endpoint() as endpoint:
+        addresses = [
+            endpoint.add(recorder_of(policy, name=f"p/{i}")) for i, policy in enumerate(policies)
+        ]
+        clients = [client_of(address) for address in addresses]
+        await asyncio.gather(*(agent(client, 5) for client in clients))
+        with pytest.raises(openai.AuthenticationError):
+            await content_of(clients[0].with_options(api_key=addresses[1].api_key))
+        for i, policy in enumerate(policies):
+            finished = await endpoint.finish(f"p/{i}")
+            check_law(policy, finished.segments)
+            assert finished.usage.turns == 5 and len(finished.segments) == 1
+        with pytest.raises(openai.NotFoundError):
+            await content_of(clients[0])
+        for client in clients:
+            await client.close()
 
 
 def call_message(arguments: str) -> dict[str, Any]:
@@ -164,31 +161,29 @@ async def post(
         return answer.status, (await answer.json())
 
 
-def test_invalid_request_names_its_field() -> None:
+@asynchronous
+async def test_invalid_request_names_its_field() -> None:
     policy = Policy(["a"])
 
-    async def work() -> None:
-        async with served(recorder_of(policy, window=1 << 20)) as (_, address, _):
-            for change, name in WRONG:
-                body = {"model": "m", "messages": [user("a")], **change}
-                status, answer = await post(address, json.dumps(body).encode())
-                assert (status, answer["error"]["param"]) == (400, name), answer
-                assert answer["error"]["type"] == "invalid_request_error"
-            for body in (b"{", b"[]", b"[" * 100_000, b'{"n": NaN}', b"\xff"):
-                status, answer = await post(address, body)
-                assert (status, answer["error"]["code"]) == (400, "invalid_json")
-            packed = gzip.compress(b" " * (1 << 20))
-            status, answer = await post(address, packed, {"Content-Encoding": "gzip"})
-            assert (status, answer["error"]["code"]) == (400, "unsupported_encoding")
-            assert (await post(address, b" " * (server.MAX_REQUEST_BYTES + 1)))[0] == 413
-            for change in WRONG_FOR_ANTHROPIC:
-                body = {**BODY, "messages": [user("a")], **change}
-                status, text = await post_anthropic(address, body)
-                answer = json.loads(text)
-                assert (status, answer["type"]) == (400, "error")
-                assert answer["error"]["type"] == "invalid_request_error"
-
-    run(work())
+    async with served(recorder_of(policy, window=1 << 20)) as (_, address, _):
+        for change, name in WRONG:
+            body = {"model": "m", "messages": [user("a")], **change}
+            status, answer = await post(address, json.dumps(body).encode())
+            assert (status, answer["error"]["param"]) == (400, name), answer
+            assert answer["error"]["type"] == "invalid_request_error"
+        for body in (b"{", b"[]", b"[" * 100_000, b'{"n": NaN}', b"\xff"):
+            status, answer = await post(address, body)
+            assert (status, answer["error"]["code"]) == (400, "invalid_json")
+        packed = gzip.compress(b" " * (1 << 20))
+        status, answer = await post(address, packed, {"Content-Encoding": "gzip"})
+        assert (status, answer["error"]["code"]) == (400, "unsupported_encoding")
+        assert (await post(address, b" " * (server.MAX_REQUEST_BYTES + 1)))[0] == 413
+        for change in WRONG_FOR_ANTHROPIC:
+            body = {**BODY, "messages": [user("a")], **change}
+            status, text = await post_anthropic(address, body)
+            answer = json.loads(text)
+            assert (status, answer["type"]) == (400, "error")
+            assert answer["error"]["type"] == "invalid_request_error"
     assert not policy.requests
 
 
@@ -197,7 +192,8 @@ def host_and_path(address: Address) -> tuple[list[str], str]:
     return host.split(":"), path
 
 
-def test_disconnect_before_the_answer_resends_it() -> None:
+@asynchronous
+async def test_disconnect_before_the_answer_resends_it() -> None:
     """The client disconnects while the last token is sampled: the turn is recorded and unsent."""
     clients: list[socket.socket] = []
 
@@ -210,24 +206,21 @@ def test_disconnect_before_the_answer_resends_it() -> None:
 
     policy = Unlucky(["one", "two"])
 
-    async def work() -> TrajectoryRecorder:
-        async with served(recorder_of(policy)) as (endpoint, address, client):
-            (host, port), path = host_and_path(address)
-            clients.append(socket.create_connection((host, int(port))))
-            body = json.dumps({"model": "m", "messages": [user("a")]})
-            clients[0].sendall(
-                f"POST /{path}/chat/completions HTTP/1.1\r\nHost: x\r\n"
-                f"Authorization: Bearer {address.api_key}\r\nContent-Length: {len(body)}\r\n\r\n"
-                f"{body}".encode()
-            )
-            async with asyncio.timeout(PATIENCE_S):
-                while not policy.turns:
-                    await asyncio.sleep(0.01)
-            await asyncio.sleep(0.05)
-            assert await content_of(client, "a") == "one"
-            return await endpoint.finish("p/0")
-
-    finished = run(work())
+    async with served(recorder_of(policy)) as (endpoint, address, client):
+        (host, port), path = host_and_path(address)
+        clients.append(socket.create_connection((host, int(port))))
+        body = json.dumps({"model": "m", "messages": [user("a")]})
+        clients[0].sendall(
+            f"POST /{path}/chat/completions HTTP/1.1\r\nHost: x\r\n"
+            f"Authorization: Bearer {address.api_key}\r\nContent-Length: {len(body)}\r\n\r\n"
+            f"{body}".encode()
+        )
+        async with asyncio.timeout(PATIENCE_S):
+            while not policy.turns:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert await content_of(client, "a") == "one"
+        finished = await endpoint.finish("p/0")
     check_law(policy, finished.segments)
     assert (finished.counts["repeated"], finished.usage.turns) == (1, 1)
 
@@ -301,27 +294,25 @@ def assemble(text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("stream", "thinking"), [(False, True), (True, False)])
-def test_anthropic_tool_loop_extends_its_context(stream: bool, thinking: bool) -> None:
+@asynchronous
+async def test_anthropic_tool_loop_extends_its_context(stream: bool, thinking: bool) -> None:
     policy = Policy(script)
 
-    async def work() -> TrajectoryRecorder:
-        async with served(recorder_of(policy, thinking=thinking)) as (endpoint, address, _):
-            history: list[dict[str, Any]] = [user("Where to?")]
-            for _ in range(6):
-                request = {**BODY, "messages": history, "stream": stream}
-                status, text = await post_anthropic(address, request)
-                message = assemble(text) if stream else json.loads(text)
-                assert status == 200 and message["usage"]["input_tokens"] > 0
-                calls = [block for block in message["content"] if block["type"] == "tool_use"]
-                assert message["stop_reason"] == ("tool_use" if calls else "end_turn")
-                history.append({"role": "assistant", "content": message["content"]})
-                block = {"type": "tool_result", "content": "far", "is_error": True}
-                results = [{**block, "tool_use_id": call["id"]} for call in calls]
-                text_block = {"type": "text", "text": "Go on."}
-                history.append({"role": "user", "content": results or [text_block]})
-            return await endpoint.finish("p/0")
-
-    finished = run(work())
+    async with served(recorder_of(policy, thinking=thinking)) as (endpoint, address, _):
+        history: list[dict[str, Any]] = [user("Where to?")]
+        for _ in range(6):
+            request = {**BODY, "messages": history, "stream": stream}
+            status, text = await post_anthropic(address, request)
+            message = assemble(text) if stream else json.loads(text)
+            assert status == 200 and message["usage"]["input_tokens"] > 0
+            calls = [block for block in message["content"] if block["type"] == "tool_use"]
+            assert message["stop_reason"] == ("tool_use" if calls else "end_turn")
+            history.append({"role": "assistant", "content": message["content"]})
+            block = {"type": "tool_result", "content": "far", "is_error": True}
+            results = [{**block, "tool_use_id": call["id"]} for call in calls]
+            text_block = {"type": "text", "text": "Go on."}
+            history.append({"role": "user", "content": results or [text_block]})
+        finished = await endpoint.finish("p/0")
     check_law(policy, finished.segments)
     assert finished.counts["extended"] == (3 if thinking else 5)
     assert [one["function"]["name"] for one in finished.index.dialogues[0].tools] == ["city"]
