@@ -32,15 +32,11 @@ class SegmentRecord:
 
     def __init__(self, prompt_id: str, context: Sequence[int]) -> None:
         self._prompt_id = prompt_id
-        self._ids = list(context)
+        self.ids = list(context)
         self._turns: list[tuple[int, TurnResult]] = []
         """The position of each turn's first sampled token, and the turn's result."""
         self._rows = 0
         """The number of positions for which routes have been received."""
-
-    @property
-    def ids(self) -> Sequence[int]:
-        return self._ids
 
     @property
     def turns(self) -> int:
@@ -62,7 +58,7 @@ class SegmentRecord:
         """Return the request for the next turn."""
         return TurnRequest(
             conversation=conversation,
-            token_ids_T=np.array(self._ids, np.int32),
+            token_ids_T=np.array(self.ids, np.int32),
             max_tokens=max_tokens,
             seed=seed,
             timeout_s=timeout_s,
@@ -73,7 +69,7 @@ class SegmentRecord:
     def append(self, request: TurnRequest, result: TurnResult) -> None:
         """Record a turn. Raises ValueError if its result is incomplete or belongs to another
         request."""
-        context, sampled = len(self._ids), len(result.token_ids_N)
+        context, sampled = len(self.ids), len(result.token_ids_N)
         name, routes = f"conversation {request.conversation}", result.routes_RLK
         if len(request.token_ids_T) != context or request.routes_from != self._rows:
             raise ValueError(f"{name}: a turn of an older context")
@@ -89,19 +85,19 @@ class SegmentRecord:
         if self._turns and (routes is None) != (self._turns[0][1].routes_RLK is None):
             raise ValueError(f"{name}: only some of its turns have routes")
         self._turns.append((context, result))
-        self._ids += result.token_ids_N.tolist()
+        self.ids += result.token_ids_N.tolist()
         self._rows = rows
 
     def drop_extension(self) -> None:
         """Remove everything after the last turn from the context."""
         start, result = self._turns[-1]
-        del self._ids[start + len(result.token_ids_N) :]
+        del self.ids[start + len(result.token_ids_N) :]
 
     def extend(self, ids: Sequence[int]) -> None:
         """Extend the context to `ids`, which must start with it."""
-        if list(ids[: len(self._ids)]) != self._ids:
+        if list(ids[: len(self.ids)]) != self.ids:
             raise ValueError(f"conversation of {self._prompt_id}: an extension changes earlier ids")
-        self._ids += ids[len(self._ids) :]
+        self.ids += ids[len(self.ids) :]
 
     def segment(self) -> Segment | None:
         """Return the segment up to its last sampled token, or None if no token was sampled."""
@@ -128,7 +124,7 @@ class SegmentRecord:
             routes = np.concatenate([rows, np.full((1, *rows.shape[1:]), NO_ROUTE, np.int16)])
         return Segment(
             prompt_id=self._prompt_id,
-            token_ids_T=np.array(self._ids[:tokens], np.int32),
+            token_ids_T=np.array(self.ids[:tokens], np.int32),
             trainable_T=trainable,
             logp_old_T=logp,
             version_T=versions,

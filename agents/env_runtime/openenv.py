@@ -6,7 +6,8 @@ import importlib
 import json
 import re
 import sys
-from typing import Any, Callable, cast, get_args, get_type_hints  # noqa: UP035  (Python 3.9)
+from contextlib import suppress
+from typing import Any, Callable, cast, get_type_hints  # noqa: UP035  (Python 3.9)
 
 from keel.agents.env_runtime.errors import EnvironmentGone, InvalidEnvironment, error_text
 from keel.agents.env_runtime.games import scaled_score
@@ -152,15 +153,10 @@ class WrappedObject:
 
 
 def _action_class(kind: Any) -> Any:
-    try:
-        candidates: list[Any] = [get_type_hints(kind.step).get("action")]
-    except Exception:  # a hint may be any expression
-        candidates = []
-    for base in (one for each in kind.__mro__ for one in getattr(each, "__orig_bases__", ())):
-        candidates += get_args(base)[:1]
-    for one in candidates:
-        if hasattr(one, "model_json_schema") and one.__name__ != "Action":
-            return one
+    with suppress(Exception):  # a hint may be any expression
+        action: Any = get_type_hints(kind.step).get("action")
+        if hasattr(action, "model_json_schema") and action.__name__ != "Action":
+            return action
     raise InvalidEnvironment(
         f"{kind.__name__}: `step` has no type hint for its action. Name the class among the "
         'arguments: `"action": "my_env.models:MyAction"`'
