@@ -29,6 +29,14 @@ _BANDS = (0.25, 0.75, 2.0)
 """The upper bounds of the score bands for wrong, partly right and right proofs."""
 
 
+def verification_messages(problem: str, solution: str) -> list[dict[str, Any]]:
+    """Return the messages that ask a model to verify a proof."""
+    return [
+        {"role": "system", "content": _INSTRUCTIONS},
+        {"role": "user", "content": f"{problem}\n\n## Solution\n{solution}"},
+    ]
+
+
 def _graded(path: Path) -> Iterator[tuple[str, str, float]]:
     """Yield the problem, solution and score of each proof in a file written by `keel eval`.
 
@@ -70,10 +78,7 @@ def _tasks(proofs: Iterator[tuple[str, str, float]], each: int) -> Iterator[dict
         taken[problem, band] += 1
         yield {
             "id": key,
-            "messages": [
-                {"role": "system", "content": _INSTRUCTIONS},
-                {"role": "user", "content": f"{problem}\n\n## Solution\n{solution}"},
-            ],
+            "messages": verification_messages(problem, solution),
             "reward": {
                 "kind": "verification",
                 "problem": problem,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +16,11 @@ from keel.data.eval_store import asked_of
 from keel.data.jsonl import load_jsonl
 from keel.examples.proofs.__main__ import main
 from keel.examples.proofs.refine import Refine
+from keel.examples.proofs.search import SearchLimits, search
 from keel.rewards.checks import check_spec
+from keel.rl.turns import Message, ToolSpec
 from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
+from keel.synthesis.author import AuthorReply
 
 
 def answer(score: str, solution: str = "QED") -> str:
@@ -29,6 +34,46 @@ def test_until_the_policy_finds_nothing_to_mend() -> None:
     assert "has score 0.5" in str(refine.reply(answer("0.5")))
     assert refine.reply(answer("1")) is None
     assert refine.verdict((), "stop") == {"claimed": 1.0, "revised": 0.6}
+
+
+class Prover:
+    """Writes better proofs in each round. Its verifications find a flaw until the third."""
+
+    name = "prover"
+
+    def __init__(self) -> None:
+        self.requests: dict[str, list[str]] = {"proof": [], "verification": []}
+
+    async def ask(
+        self, messages: Sequence[Message], *, purpose: str, tools: Sequence[ToolSpec] = ()
+    ) -> AuthorReply:
+        text = str(messages[-1]["content"])
+        self.requests[purpose].append(text)
+        if purpose == "proof":
+            version = 1 + max((n for n in range(9) if f"Version {n}." in text), default=0)
+            # A claimed score of 1 does not end the search.
+            return AuthorReply(content=answer("1", f"Version {version}."))
+        seen = sum(other == text for other in self.requests["verification"])
+        score = "1" if "Version 3." in text else ("1", "0.5")[seen % 2]
+        return AuthorReply(content=f"Review {seen} of it.\n\\boxed{{{score}}}")
+
+
+def test_search_refines_until_every_verification_accepts() -> None:
+    prover = Prover()
+    limits = SearchLimits(pool=3, best=2, children=1, verifications=4, reviews=1, rounds=5)
+    result = asyncio.run(search(prover, "Show it.", limits))
+    assert result == {
+        "proof": "Version 3.",
+        "score": 1.0,
+        "solved": True,
+        "rounds": 2,
+        "proofs": 3 + 2 + 2,
+    }
+    assert len(prover.requests["verification"]) == 4 * result["proofs"]
+    refinements = prover.requests["proof"][3:]
+    assert all("Version" in text and text.count("Review ") == 1 for text in refinements)
+    few = asyncio.run(search(Prover(), "Show it.", replace(limits, rounds=1)))
+    assert few["rounds"] == 1 and not few["solved"] and 0.5 < few["score"] < 1
 
 
 def evaluation(folder: Path, *graded: tuple[str, float], error: float = 0.0) -> Path:

@@ -1,0 +1,212 @@
+"""Generate, verify and refine proofs of one model with a pool of candidates.
+
+    python -m keel.examples.proofs.search problems.jsonl --out proofs.jsonl \
+        --base-url http://localhost:8000/v1 --model NAME
+
+This is the search of DeepSeekMath-V2 (2025), section 2.3, with which DeepSeek-V3.2 was evaluated on
+proofs. The model writes a pool of proofs, and each proof is verified by several separate requests.
+In each round, the best proofs are rewritten, each with the evaluations that found most flaws, and
+the new proofs join the pool. The search for a problem ends when all verifications of a proof give
+it a score of 1, or after the last round. Lines of the output are never written twice, so the same
+command resumes an interrupted search.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keel.configs.schema import ConfigError
+from keel.configs.synthesis import AuthorConfig, CostConfig
+from keel.examples.proofs.__main__ import verification_messages
+from keel.rewards.judge.proof import INSTRUCTIONS, Evaluation, read_evaluation, read_proof
+from keel.rl.turns import Message
+from keel.synthesis.author import Author, AuthorLost, EndpointAuthor, SynthesisBudget
+from keel.synthesis.tool_loop import gather_or_cancel
+
+_REFINE = """{problem}
+
+Here is a solution and what reviewers found. Fix every flaw that is real, and write a complete new \
+solution in the requested form.
+
+{solution}
+
+## Reviews
+
+{reviews}"""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchLimits:
+    """Sizes of the search for one problem."""
+
+    pool: int = 16
+    """Number of proofs in the first round."""
+    best: int = 4
+    """Number of proofs that are refined per round."""
+    children: int = 2
+    """Number of new proofs from each of them."""
+    verifications: int = 8
+    """Number of separate verifications per proof."""
+    reviews: int = 2
+    """Maximum number of evaluations shown to the model when it refines a proof."""
+    rounds: int = 8
+    """Maximum number of rounds of refinement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A proof with its verifications."""
+
+    solution: str
+    evaluations: tuple[Evaluation, ...]
+
+    @property
+    def score(self) -> float:
+        """Mean score from 0 to 1."""
+        return sum(one.score for one in self.evaluations) / len(self.evaluations)
+
+
+async def search(author: Author, problem: str, limits: SearchLimits) -> dict[str, Any]:
+    """Search for a proof of `problem`. Returns the best one with its score, whether every
+    verification gave it 1, and the number of rounds and proofs. Raises AuthorLost."""
+    pool: list[Candidate] = []
+    requests = [problem] * limits.pool
+    rounds = 0
+    while True:
+        proofs = await gather_or_cancel(*(_proof(author, text) for text in requests))
+        new = await gather_or_cancel(
+            *(_verified(author, problem, proof, limits) for proof in proofs if proof)
+        )
+        pool = [*(candidate for candidate in new if candidate.evaluations), *pool]
+        pool.sort(key=lambda candidate: -candidate.score)  # of equal scores, the newest first
+        solved = bool(pool) and pool[0].score == 1
+        if solved or rounds == limits.rounds:
+            break
+        rounds += 1
+        requests = [
+            _refinement(problem, candidate, limits.reviews)
+            for candidate in pool[: limits.best]
+            for _ in range(limits.children)
+        ] or [problem] * limits.pool
+    return {
+        "proof": pool[0].solution if pool else None,
+        "score": pool[0].score if pool else None,
+        "solved": solved,
+        "rounds": rounds,
+        "proofs": len(pool),
+    }
+
+
+async def _proof(author: Author, request: str) -> str | None:
+    messages: list[Message] = [
+        {"role": "system", "content": INSTRUCTIONS},
+        {"role": "user", "content": request},
+    ]
+    reply = await author.ask(messages, purpose="proof")
+    proof = read_proof(reply.content.strip())
+    return None if reply.cut or isinstance(proof, str) else proof.solution
+
+
+async def _verified(author: Author, problem: str, solution: str, limits: SearchLimits) -> Candidate:
+    messages = verification_messages(problem, solution)
+    replies = await gather_or_cancel(
+        *(author.ask(messages, purpose="verification") for _ in range(limits.verifications))
+    )
+    read = [read_evaluation(reply.content) for reply in replies if not reply.cut]
+    return Candidate(solution, tuple(one for one in read if isinstance(one, Evaluation)))
+
+
+def _refinement(problem: str, candidate: Candidate, most: int) -> str:
+    worst = sorted(candidate.evaluations, key=lambda one: one.score)[:most]
+    reviews = "\n\n---\n\n".join(one.text for one in worst)
+    return _REFINE.format(problem=problem, solution=candidate.solution, reviews=reviews)
+
+
+def read_problems(path: Path) -> dict[str, str]:
+    """Read a JSONL file of `prompt` and optionally `id`. Raises ValueError naming a bad line."""
+    problems: dict[str, str] = {}
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if line.strip():
+            try:
+                row: Mapping[str, Any] = json.loads(line)
+                problems[str(row.get("id", number))] = row["prompt"]
+            except (ValueError, KeyError, AttributeError) as error:
+                raise ValueError(f"{path}:{number}: needs a `prompt`: {error!r}") from error
+    return problems
+
+
+async def _search_all(
+    author: Author, problems: Mapping[str, str], limits: SearchLimits, out: Path, at_once: int
+) -> int:
+    slots = asyncio.Semaphore(at_once)
+    solved = 0
+
+    async def one(name: str, problem: str) -> None:
+        nonlocal solved
+        async with slots:
+            result = await search(author, problem, limits)
+        solved += result["solved"]
+        line = json.dumps({"id": name, "prompt": problem, **result}, ensure_ascii=False)
+        with out.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+    await gather_or_cancel(*(one(name, problem) for name, problem in problems.items()))
+    return solved
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m keel.examples.proofs.search")
+    parser.add_argument("problems", type=Path, help="JSONL file with a `prompt` per line")
+    parser.add_argument("--out", type=Path, required=True, help="JSONL file for the best proofs")
+    parser.add_argument("--base-url", required=True, help="an OpenAI-compatible endpoint")
+    parser.add_argument("--model", required=True, help="the model's name at the endpoint")
+    parser.add_argument("--max-tokens", type=int, default=32_768, help="per reply (32768)")
+    parser.add_argument("--at-once", type=int, default=4, help="problems searched together (4)")
+    limits, helps = (
+        SearchLimits(),
+        {
+            "pool": "proofs in the first round",
+            "best": "proofs refined per round",
+            "children": "new proofs from each of them",
+            "verifications": "verifications per proof",
+            "reviews": "reviews shown when a proof is refined",
+            "rounds": "rounds of refinement",
+        },
+    )
+    for name, text in helps.items():
+        value: int = getattr(limits, name)
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"{text} ({value})")
+    given = parser.parse_args(arguments)
+    try:
+        limits = SearchLimits(**{name: getattr(given, name) for name in helps})
+        problems = read_problems(given.problems)
+        done = (
+            {json.loads(line)["id"] for line in given.out.read_bytes().splitlines()}
+            if (given.out.exists())
+            else set[str]()
+        )
+        config = AuthorConfig(
+            base_url=given.base_url,
+            model=given.model,
+            max_tokens=given.max_tokens,
+            max_concurrent=64,
+        )
+        author = EndpointAuthor(config, SynthesisBudget(CostConfig(), [], lambda _: None))
+        rest = {name: text for name, text in problems.items() if name not in done}
+        solved = asyncio.run(_search_all(author, rest, limits, given.out, given.at_once))
+    except (OSError, ValueError, ConfigError, AuthorLost) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{solved} of {len(rest)} problems have a proof that every verification accepts")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
