@@ -25,8 +25,8 @@ from keel.rewards.compose import (
 from keel.rewards.custom import TextTrajectory, is_function, prompt_fields, sees_group
 from keel.rewards.failure_budget import FailureBudget, to_standard_error
 from keel.rewards.judge.results import Counts, Failed, Judged
-from keel.rewards.judge.rubric import REFUSAL as REFUSAL_SPEC
 from keel.rewards.judge.service import JudgeService
+from keel.rewards.judge.specs import REFUSAL as REFUSAL_SPEC
 from keel.rewards.judge.specs import is_judged
 from keel.rewards.length import LengthRule, with_length
 from keel.rewards.rules.verifiers import keeps_format

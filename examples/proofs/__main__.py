@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from keel.rewards.judge.proof import read_proof
+from keel.rewards.judge.specs import read_proof
 from keel.rewards.text import final_text
 
 _INSTRUCTIONS = r"""You check the solution of a problem in mathematics. Go through its key steps \

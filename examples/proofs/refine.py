@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keel.rewards.judge.proof import read_proof
+from keel.rewards.judge.specs import read_proof
 
 _REVISE = """Your solution has score {score:g} by your own evaluation, so it is not finished. Fix \
 the flaws that the evaluation names, look for further ones, and write the whole response again, in \

@@ -1,32 +1,29 @@
-"""Sends requests to the judge's endpoint, and limits their number, duration, size and cost."""
+"""Sends requests to the judge's endpoint, caches the replies, and limits the number, duration and
+size of requests."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
 import json
+import logging
 import os
 import random
 import re
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import openai
 from openai import APIConnectionError, AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
 from keel.configs.sections.rewards import JudgeConfig
-from keel.rewards.judge.cache import ChatLog, MemoryCache, SqliteCache
 from keel.rewards.judge.prompts import BadReply, Question
-from keel.rewards.judge.results import (
-    Counts,
-    FailureKind,
-    JudgeStopped,
-    ServedJudge,
-    Unjudged,
-)
+from keel.rewards.judge.results import Counts, FailureKind, JudgeStopped, ServedJudge, Unjudged
 from keel.rewards.judge.untrusted import new_fence, size
 from keel.rl.metrics import Mean
 
@@ -45,8 +42,70 @@ _TOO_LONG = re.compile(
 _MAX_TOKENS = 1 << 32
 """Larger token counts in a reply are assumed to be wrong and are ignored."""
 _MAX_REPLY_BYTES = 16 << 20
+_CACHE_FILE = "judge.sqlite"
+_BUSY_TIMEOUT_S = 5.0
+"""How long to wait if another process is writing to the cache."""
+_MAX_REPLIES = 250_000
+"""The maximum number of replies to keep in memory. Typical replies take about 256 MiB in total."""
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class ReplyCache:
+    """Keeps replies in a SQLite file, which several runs can share, or in memory.
+
+    Each entry is written in one transaction, so a killed run cannot leave a partial entry. Read and
+    write errors are logged and count as cache misses.
+    """
+
+    def __init__(self, folder: str) -> None:
+        """Open the file in `folder`, which must be on a local disk. An empty `folder` means memory.
+
+        Raises ValueError if the folder cannot be used.
+        """
+        self._in_memory = not folder
+        try:
+            path = Path(folder).expanduser()
+            if folder:
+                path.mkdir(parents=True, exist_ok=True)
+            # Opened by the driver, then used by the judge's thread alone.
+            self._db = sqlite3.connect(
+                path / _CACHE_FILE if folder else ":memory:",
+                timeout=_BUSY_TIMEOUT_S,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute(
+                "CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT NOT NULL)"
+            )
+        except (OSError, sqlite3.Error) as error:
+            raise ValueError(
+                f"rewards.judge.cache_dir = {folder!r} cannot be used ({error}); name a writable "
+                f"folder, or delete {_CACHE_FILE} in it"
+            ) from error
+
+    def get(self, key: str) -> str | None:
+        row = self._execute("SELECT reply FROM replies WHERE key = ?", key)
+        return str(row[0]) if row else None
+
+    def put(self, key: str, reply: str) -> None:
+        self._execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", key, reply)
+        if self._in_memory:
+            newest = "SELECT max(rowid) FROM replies"
+            self._execute(f"DELETE FROM replies WHERE rowid <= ({newest}) - {_MAX_REPLIES}")
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _execute(self, statement: str, *values: str) -> tuple[str] | None:
+        try:
+            return self._db.execute(statement, values).fetchone()
+        except sqlite3.Error as error:
+            log.warning("the judge's cache fails and is bypassed: %s", error)
+            return None
 
 
 class JudgeEndpoint:
@@ -83,9 +142,18 @@ class JudgeEndpoint:
         self._url: str = settings.base_url
         self._client = None if server else self._connect(settings.base_url)
         self._locating = asyncio.Lock()
-        folder = settings.cache_dir
-        self._cache = SqliteCache(folder) if folder else MemoryCache()
-        self._chats = ChatLog(settings.chats)
+        self._cache = ReplyCache(settings.cache_dir)
+        self._chats = None
+        if settings.chats:
+            try:
+                file = Path(settings.chats).expanduser()
+                file.parent.mkdir(parents=True, exist_ok=True)
+                self._chats = file.open("ab", buffering=0)
+            except OSError as error:
+                raise ValueError(
+                    f"rewards.judge.chats = {settings.chats!r} cannot be written ({error}); name "
+                    "another file"
+                ) from error
         self._slots = asyncio.Semaphore(settings.max_concurrent)
         self._in_flight: dict[str, asyncio.Task[str]] = {}
         self._stopped = ""
@@ -127,7 +195,8 @@ class JudgeEndpoint:
         if self._client:
             await self._client.close()
         self._cache.close()
-        self._chats.close()
+        if self._chats:
+            self._chats.close()
 
     def _connect(self, url: str) -> AsyncOpenAI:
         timeout_s = self._settings.timeout_s
@@ -164,7 +233,7 @@ class JudgeEndpoint:
                     messages = question.messages(new_fence())
                     content = await self._call(question, messages)
                     self._cache.put(key, content)
-                    self._chats.add(messages, content)
+                    self._log_chat(messages, content)
                     return content
                 except Unjudged as error:
                     attempt += 1
@@ -174,6 +243,17 @@ class JudgeEndpoint:
                     pause = self._backoff_s * 2 ** min(attempt - 1, _MAX_DOUBLINGS)
                     pause *= random.uniform(0.5, 1.5)
                     await asyncio.sleep(min(max(pause, error.after_s), _MAX_PAUSE_S))
+
+    def _log_chat(self, messages: list[dict[str, str]], reply: str) -> None:
+        """Append a request and its reply as a chat for `keel sft`. Several runs can share the
+        file, because each line is written in a single call."""
+        if self._chats is None:
+            return
+        chat = {"messages": [*messages, {"role": "assistant", "content": reply}]}
+        try:
+            self._chats.write(f"{json.dumps(chat, ensure_ascii=False)}\n".encode())
+        except OSError as error:
+            log.warning("rewards.judge.chats cannot be written: %s", error)
 
     async def _call(self, question: Question[Any], messages: list[dict[str, str]]) -> str:
         settings = self._settings
@@ -250,13 +330,14 @@ class JudgeEndpoint:
             raise BadReply("not a chat completion") from error
         usage = completion.get("usage")
         if isinstance(usage, Mapping):
-            prompt, reply = (
-                count if type(count) is int and 0 <= count <= _MAX_TOKENS else 0
-                for key in ("prompt_tokens", "completion_tokens")
-                for count in [cast(Mapping[str, Any], usage).get(key)]
-            )
-            self.counts.prompt_tokens += prompt
-            self.counts.reply_tokens += reply
+            counts = cast(Mapping[str, Any], usage)
+            for key, field in (
+                ("prompt_tokens", "prompt_tokens"),
+                ("completion_tokens", "reply_tokens"),
+            ):
+                count = counts.get(key)
+                if type(count) is int and 0 <= count <= _MAX_TOKENS:
+                    setattr(self.counts, field, getattr(self.counts, field) + count)
         if finish == "length":
             limit = self._settings.max_reply_tokens
             raise BadReply(f"cut off after rewards.judge.max_reply_tokens = {limit}")

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import yaml
 from rich.console import Console
@@ -37,7 +36,7 @@ _MAX_ROWS = 50
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerToJudge:
+class _Answer:
     """An answer from the input file, with its prompt."""
 
     prompt: Prompt
@@ -45,7 +44,7 @@ class AnswerToJudge:
     thinking: str
 
 
-def read_answers(path: Path, rubric: Path | None = None) -> list[AnswerToJudge]:
+def read_answers(path: Path, rubric: Path | None = None) -> list[_Answer]:
     """Read the answers from a JSONL file. Lines without criteria use the rubric in the file
     `rubric`.
 
@@ -63,7 +62,7 @@ def read_answers(path: Path, rubric: Path | None = None) -> list[AnswerToJudge]:
             judged_spec(common)
         except (yaml.YAMLError, ValueError) as error:
             raise ValueError(f"{rubric}: {error}") from error
-    answers: list[AnswerToJudge] = []
+    answers: list[_Answer] = []
     for number, line in enumerate(_read_text(path).split("\n"), start=1):
         if line.strip():
             try:
@@ -75,7 +74,7 @@ def read_answers(path: Path, rubric: Path | None = None) -> list[AnswerToJudge]:
     return answers
 
 
-def _answer(line: str, number: str, common: Mapping[str, Any] | None) -> AnswerToJudge:
+def _answer(line: str, number: str, common: Mapping[str, Any] | None) -> _Answer:
     record: Any = json.loads(line)
     if not isinstance(record, dict):
         raise ValueError("must be an object")
@@ -107,7 +106,7 @@ def _answer(line: str, number: str, common: Mapping[str, Any] | None) -> AnswerT
         raise ValueError("`messages` must be a list of messages with `role` and `content`")
     label = str(fields.get("id", number))
     prompt = Prompt(prompt_id=label, domain="judge", messages=tuple(turns), reward=reward)
-    return AnswerToJudge(prompt, fields["answer"], fields.get("thinking", ""))
+    return _Answer(prompt, fields["answer"], fields.get("thinking", ""))
 
 
 def _read_text(path: Path) -> str:
@@ -117,41 +116,48 @@ def _read_text(path: Path) -> str:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-class _ShowProgress(Protocol):
-    """Opens a progress display for `total` answers, or for an unknown number if `total` is 0.
-
-    To update the display, set the attribute `done` of the context.
-    """
-
-    def __call__(self, what: str, *, total: int = 0) -> AbstractContextManager[Any]: ...
-
-
 def _show_nothing(what: str, *, total: int = 0) -> AbstractContextManager[Any]:
     return nullcontext(SimpleNamespace(done=0.0))
 
 
 def judge_answers(
-    answers: Sequence[AnswerToJudge],
+    answers: Sequence[_Answer],
     settings: JudgeConfig,
     out: Path,
     console: Console,
     *,
     server: ServedJudge | None = None,
-    show: _ShowProgress = _show_nothing,
+    show: Callable[..., AbstractContextManager[Any]] = _show_nothing,
 ) -> int:
     """Judge all answers, write the results to `out` as JSON lines, and print a table.
 
-    The results have the same order as the answers. Returns the number of answers that could not be
-    judged. Raises ValueError if the judge cannot be used. Raises JudgeStopped if the judge stops
-    early, in which case `out` contains the results so far.
+    `show(what, total=…)` opens a progress display, whose attribute `done` is updated. Returns the
+    number of answers that could not be judged. Raises ValueError if the judge cannot be used, and
+    JudgeStopped if it stops early, in which case `out` contains the results so far.
     """
     with JudgeService(settings, server=server) as judge:
         with show("starting the judge" if server else "connecting to the judge"):
             judge.check_reachable()
+        try:
+            file = out.open("w", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"{out} cannot be written: {error}") from error
         console.print(f"{len(answers)} answers, judged by", Text(settings.model), highlight=False)
         futures = [judge.submit_text(a.prompt, a.answer, thinking=a.thinking) for a in answers]
-        with show("judging", total=len(answers)) as progress:
-            results = _write(answers, futures, out, progress)
+        results: list[Judged | Failed] = []
+        with show("judging", total=len(answers)) as progress, file:
+            for answer, future in zip(answers, futures, strict=True):
+                result = future.result()
+                line: dict[str, Any] = {"id": answer.prompt.prompt_id}
+                if isinstance(result, Judged):
+                    line |= {"score": result.value, "parts": dict(result.parts)}
+                    line["verdicts"] = [asdict(verdict) for verdict in result.verdicts]
+                else:
+                    line |= {"score": None, "failed": asdict(result)}
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                results.append(result)
+                progress.done = len(results)
         counts = judge.counts()
     console.print(_table(answers, results))
     judged = [result for result in results if isinstance(result, Judged)]
@@ -177,34 +183,7 @@ def _by_kind(counts: Mapping[FailureKind, int]) -> str:
     return f" ({text})" if text else ""
 
 
-def _write(
-    answers: Sequence[AnswerToJudge],
-    futures: Sequence[Future[Judged | Failed]],
-    out: Path,
-    progress: Any,
-) -> list[Judged | Failed]:
-    results: list[Judged | Failed] = []
-    try:
-        file = out.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{out} cannot be written: {error}") from error
-    with file:
-        for answer, future in zip(answers, futures, strict=True):
-            result = future.result()
-            line: dict[str, Any] = {"id": answer.prompt.prompt_id}
-            if isinstance(result, Judged):
-                line |= {"score": result.value, "parts": dict(result.parts)}
-                line["verdicts"] = [asdict(verdict) for verdict in result.verdicts]
-            else:
-                line |= {"score": None, "failed": asdict(result)}
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            results.append(result)
-            progress.done = len(results)
-    return results
-
-
-def _table(answers: Sequence[AnswerToJudge], results: Sequence[Judged | Failed]) -> Table:
+def _table(answers: Sequence[_Answer], results: Sequence[Judged | Failed]) -> Table:
 
     def printable(text: str) -> Text:
         # A judge may quote an answer with escape sequences.

@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from jsonschema import Draft202012Validator
 
@@ -166,38 +166,32 @@ The material has two entries: "solution" and "evaluation". The second may also h
 by the author of the first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """A verifier's evaluation of a proof, with its score."""
+class Verification(NamedTuple):
+    """A verifier's evaluation of a proof, with its score: 0, 0.5 or 1."""
 
     evaluation: str
     flaws: tuple[str, ...]
     score: float
-    """The verifier's score for the proof: 0, 0.5 or 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class MetaCheck:
-    """The result of checking whether the flaws that an evaluation claims are real."""
+class MetaCheck(NamedTuple):
+    """A check of whether the flaws that an evaluation claims are real, with its score: 0, 0.5 or
+    1."""
 
     analysis: str
     score: float
-    """How well the claimed flaws hold up: 0, 0.5 or 1."""
 
 
 def rubric_question(
     task: Sequence[Mapping[str, Any]],
     criteria: Mapping[str, str],
     reference: str,
-    answer: str,
-    *,
-    thinking: str | None = None,
+    material: Mapping[str, str],
 ) -> Question[Mapping[str, tuple[float, str]]]:
     """Return a question that asks which criteria an answer meets.
 
-    `criteria` maps IDs to texts, and their order is kept. The reply is parsed into a score and a
-    reason for each ID. If `thinking` is given, the criteria apply to the thinking instead of the
-    answer.
+    `criteria` maps IDs to texts, and the reply is parsed into a score and a reason for each ID. If
+    `material` contains thinking, the criteria apply to it instead of the answer.
     """
     instructions = _RUBRIC.format(
         task=_task(task),
@@ -211,19 +205,15 @@ def rubric_question(
         reply = _read(schema, content)
         return {key: (_VERDICTS[reply[key]["verdict"]], reply[key]["reason"]) for key in criteria}
 
-    if thinking is None:
-        return Question(instructions, {"answer": answer}, schema, read)
-    material = {"thinking": thinking, "answer": answer}
-    return Question(instructions + _THINKING, material, schema, read)
+    about = _THINKING if "thinking" in material else ""
+    return Question(instructions + about, material, schema, read)
 
 
 def verify_question(
     task: Sequence[Mapping[str, Any]], reference: str, solution: str
 ) -> Question[Verification]:
-    """Return a question that asks the judge to find the flaws in a proof and to score it.
-
-    See DeepSeekMath-V2 (2025), section 2.1.
-    """
+    """Return a question that asks the judge to find the flaws in a proof and to score it
+    (DeepSeekMath-V2, section 2.1)."""
     flaws = {"type": "array", "items": _TEXT}
     schema = _object({"evaluation": _TEXT, "flaws": flaws, "score": _choice(SCORES)})
 
@@ -241,10 +231,8 @@ def verify_question(
 def meta_question(
     task: Sequence[Mapping[str, Any]], solution: str, evaluation: str
 ) -> Question[MetaCheck]:
-    """Return a question that asks whether the flaws claimed in an evaluation are real.
-
-    See DeepSeekMath-V2 (2025), section 2.1.
-    """
+    """Return a question that asks whether the flaws claimed in an evaluation are real
+    (DeepSeekMath-V2, section 2.1)."""
     schema = _object({"analysis": _TEXT, "score": _choice(SCORES)})
 
     def read(content: str) -> MetaCheck:

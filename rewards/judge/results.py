@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Self
-
-from pydantic import BaseModel, ConfigDict, ValidationError
+from typing import Literal, Protocol
 
 from keel.rl.metrics import Mean, Metric, Sum
 
@@ -136,25 +134,3 @@ class ServedJudge(Protocol):
         if the server does not start.
         """
         ...
-
-
-class Spec(BaseModel):
-    """The fields that every reward spec for a judge may have."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    kind: str = ""
-    environment: Any = None
-    columns: Any = None
-
-    @classmethod
-    def parse(cls, spec: Mapping[str, Any]) -> Self:
-        """Parse a reward spec. Raises ValueError with the name of the invalid field."""
-        try:
-            return cls.model_validate(dict(spec))
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            given = repr(first["input"])[:100]
-            raise ValueError(
-                f"{spec.get('kind')}: {where and f'{where}: '}{first['msg']}, is {given}"
-            ) from error

@@ -8,39 +8,17 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TypeVar, cast
+from functools import partial
+from typing import Any
 
 from keel.configs.sections.rewards import JudgeConfig
 from keel.rewards.failure_budget import FailureRate
-from keel.rewards.judge.prompts import (
-    MetaCheck,
-    Verification,
-    meta_question,
-    rubric_question,
-    verify_question,
-)
-from keel.rewards.judge.proof import (
-    Evaluation,
-    Proof,
-    ProofSample,
-    ProofSpec,
-    read_evaluation,
-    read_proof,
-)
-from keel.rewards.judge.results import (
-    Counts,
-    Failed,
-    Judged,
-    ServedJudge,
-    Unjudged,
-)
-from keel.rewards.judge.rubric import Rubric, Sample
+from keel.rewards.judge.prompts import rubric_question
+from keel.rewards.judge.results import Counts, Failed, Judged, ServedJudge, Unjudged
 from keel.rewards.judge.specs import judged_spec
 from keel.rewards.judge.untrusted import size, tail
 from keel.rewards.text import blank, final_text, outside_think, thinking_text
 from keel.rl.types import Prompt, Trajectory
-
-T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 10.0
 _LONG = 0.1
@@ -96,7 +74,8 @@ class JudgeService:
         """Test the judge with one small request. Raises ValueError if the request fails, and
         JudgeStopped if this run's own server does not start."""
         task = [{"role": "user", "content": "Name a colour."}]
-        question = rubric_question(task, {"c1": "The answer names a colour."}, "", "Blue.")
+        criteria, material = {"c1": "The answer names a colour."}, {"answer": "Blue."}
+        question = rubric_question(task, criteria, "", material)
         asked = self._endpoint.ask(question, fresh=True)
         try:
             asyncio.run_coroutine_threadsafe(asked, self._loop).result()
@@ -142,35 +121,25 @@ class JudgeService:
             spec = judged_spec(prompt.reward)
         except ValueError as error:
             raise ValueError(f"prompt {prompt.prompt_id}: {error}") from error
-        final = outside_think(answer)
-        parsed = None
-        if not isinstance(spec, Rubric):
-            parsed = (read_proof if isinstance(spec, ProofSpec) else read_evaluation)(final)
-        limit = self._settings.max_characters
-        reason = ""
+        limit, final = self._settings.max_characters, outside_think(answer)
+        parsed = spec.read(final)
+        reason = f"the answer {parsed}" if isinstance(parsed, str) else ""
         if size(final) > limit:
             reason = f"the answer has {size(final)} characters, above max_characters = {limit}"
         elif blank(final):
             reason = "there is no answer"
-        elif isinstance(parsed, str):
-            reason = f"the answer {parsed}"
         if reason:
             self._counts.judged += 1
             self._counts.unasked += 1
             return spec.missed(reason)
+        thinking = tail(thinking, limit)
+
+        def judge_sample(number: int) -> Awaitable[Any]:
+            ask = partial(self._endpoint.ask, sample=number)
+            return spec.sample(ask, prompt.messages, parsed, thinking, number)
+
         try:
-            if isinstance(spec, Rubric):
-                result = await self._rubric(spec, prompt, final, thinking)
-            elif isinstance(spec, ProofSpec):
-                result = await self._proof(spec, prompt, cast(Proof, parsed))
-            else:
-                evaluation = cast(Evaluation, parsed)
-                problem = [{"role": "user", "content": spec.problem}]
-                question = meta_question(problem, spec.proof, evaluation.text)
-                checks = await self._samples(
-                    lambda sample: self._endpoint.ask(question, sample=sample)
-                )
-                result = spec.judged(evaluation, checks)
+            result = spec.judged(parsed, await self._samples(judge_sample))
         except Unjudged as error:
             # A completion too long for the context is the policy's fault, not the judge's.
             if error.kind == "too_long" and size(final) + error.thinking > limit * _LONG:
@@ -179,54 +148,10 @@ class JudgeService:
             return self._count(Failed(error.kind, str(error)))
         return self._count(result)
 
-    async def _rubric(self, rubric: Rubric, prompt: Prompt, answer: str, thinking: str) -> Judged:
-        thinking = tail(thinking, self._settings.max_characters)
-
-        async def judge_sample(sample: int) -> Sample:
-            calls = rubric.questions(prompt.messages, answer, thinking, sample=sample)
-            replies = await asyncio.gather(
-                *(self._endpoint.ask(question, sample=sample) for _, question in calls),
-                return_exceptions=True,
-            )
-            # Errors other than Unjudged first, then the call without the thinking.
-            failures = [reply for reply in replies if isinstance(reply, BaseException)]
-            if failures:
-                raise min(failures, key=lambda failure: isinstance(failure, Unjudged))
-            verdicts: dict[str, tuple[float, str]] = {}
-            for (criteria, _), reply in zip(calls, replies, strict=True):
-                assert not isinstance(reply, BaseException)
-                verdicts |= rubric.named(criteria, reply)
-            return verdicts
-
-        return rubric.judged(await self._samples(judge_sample))
-
-    async def _proof(self, spec: ProofSpec, prompt: Prompt, proof: Proof) -> Judged:
-        task = prompt.messages
-
-        async def verify(sample: int) -> tuple[Verification, MetaCheck | None]:
-            question = verify_question(task, spec.reference or "", proof.solution)
-            verification = await self._endpoint.ask(question, sample=sample)
-            if verification.score == 1:
-                return verification, None
-            flaws = "\n".join(f"{n}. {flaw}" for n, flaw in enumerate(verification.flaws, 1))
-            text = f"{verification.evaluation}\n\nFlaws:\n{flaws}\n\nScore: {verification.score:g}"
-            check = meta_question(task, proof.solution, text)
-            return verification, await self._endpoint.ask(check, sample=sample)
-
-        async def judge_sample(sample: int) -> ProofSample:
-            self_question = meta_question(task, proof.solution, proof.evaluation)
-            (verification, check), self_check = await asyncio.gather(
-                verify(sample), self._endpoint.ask(self_question, sample=sample)
-            )
-            return ProofSample(verification, check, self_check)
-
-        return spec.judged(proof, await self._samples(judge_sample))
-
-    async def _samples(self, judge_sample: Callable[[int], Awaitable[T]]) -> list[T]:
+    async def _samples(self, judge_sample: Callable[[int], Awaitable[Any]]) -> list[Any]:
+        """Judge an answer several times. More than half of the samples must succeed."""
         count = self._settings.samples
-        results = await asyncio.gather(
-            *(judge_sample(i) for i in range(count)), return_exceptions=True
-        )
+        results = await asyncio.gather(*map(judge_sample, range(count)), return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
         for failure in failures:
             if not isinstance(failure, Unjudged):

@@ -1,18 +1,381 @@
-"""Parses the reward specs that need a judge model."""
+"""Reward specs that need a judge model: rubrics, refusals, proofs and evaluations of proofs.
+
+A proof is rewarded as in DeepSeekMath-V2 (2025). The policy writes a proof Y and its own evaluation
+Z, which ends in a score s'. A verifier gives the proof a score s. A meta-check scores whether the
+flaws claimed in an evaluation are real. The reward is
+
+    R = R_format · (α · R_Y + (1 − α) · R_Z),    R_Z = (1 − |s' − R_Y|) · R_meta(Z)
+
+as in section 2.2, with α = 0.76. A policy that admits a flaw earns more than one that claims to be
+right, and less than one that repairs the flaw.
+
+In the paper, R_Y = s, and the verifier is trained against a meta-verifier. Here any model can be
+the verifier. Its criticism is therefore meta-checked too, as in the paper's automatic labelling
+(section 2.3). Only confirmed flaws reduce the reward: R_Y = 1 − m · (1 − s), where m is the
+meta-check of the verifier's evaluation.
+
+A policy can also be trained as a verifier (section 2.1). It then evaluates the proof in its prompt,
+whose score s is known:
+
+    R = R_format · (1 − |s' − s|) · R_meta
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import asyncio
+import math
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
-from keel.rewards.judge.proof import ProofSpec, VerificationSpec
-from keel.rewards.judge.rubric import Refusal, Rubric
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-JudgedSpec = Rubric | ProofSpec | VerificationSpec
-KINDS: dict[str, Callable[[Mapping[str, Any]], JudgedSpec]] = {
+from keel.rewards.judge.prompts import (
+    SCORES,
+    MetaCheck,
+    Question,
+    Verification,
+    meta_question,
+    rubric_question,
+    verify_question,
+)
+from keel.rewards.judge.results import CriterionVerdict, Judged, Unjudged
+from keel.rewards.text import BOXED, marked_answer
+
+_Ask = Callable[[Question[Any]], Awaitable[Any]]
+_Task = Sequence[Mapping[str, Any]]
+_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Spec(BaseModel):
+    """A reward spec for a judge. It parses an answer, samples judgements of it, and combines them
+    into a reward."""
+
+    model_config = _STRICT
+    kind: str = ""
+    environment: Any = None
+    columns: Any = None
+
+    @classmethod
+    def parse(cls, spec: Mapping[str, Any]) -> Self:
+        """Parse a reward spec. Raises ValueError with the name of the invalid field."""
+        try:
+            return cls.model_validate(dict(spec))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            value = repr(first["input"])[:100]
+            raise ValueError(
+                f"{spec.get('kind')}: {where and f'{where}: '}{first['msg']}, is {value}"
+            ) from error
+
+    def read(self, answer: str) -> Any:
+        """Parse an answer for `sample`. Returns the reason as text if it is malformed."""
+        raise NotImplementedError
+
+    async def sample(self, ask: _Ask, task: _Task, answer: Any, thinking: str, number: int) -> Any:
+        """Judge a parsed answer once. Raises Unjudged if `ask` does."""
+        raise NotImplementedError
+
+    def judged(self, answer: Any, samples: Sequence[Any]) -> Judged:
+        """Compute the reward from several samples."""
+        raise NotImplementedError
+
+    def missed(self, reason: str) -> Judged:
+        """Return the result of an answer that scores 0 without being judged."""
+        raise NotImplementedError
+
+
+# --- Rubrics ---
+
+
+class Criterion(BaseModel):
+    """A single requirement that the judge checks in an answer."""
+
+    model_config = _STRICT
+    name: str = Field(pattern=r"\S")
+    text: str = Field(pattern=r"\S")
+    weight: float = Field(gt=0, allow_inf_nan=False)
+    """The criterion's share of the reward. All weights in a rubric sum to 1."""
+    thinking: bool = False
+    """If set, the criterion applies to the thinking instead of the answer."""
+
+
+_SUM_TOLERANCE = 1e-3
+"""How far the sum of the weights may be from 1. It allows three weights of 0.333."""
+_Verdicts = Mapping[str, tuple[float, str]]
+"""Maps each criterion to a score and a reason."""
+
+
+class Rubric(Spec):
+    """Criteria for an answer. The answer can meet each one fully (1), partly (0.5) or not at all
+    (0)."""
+
+    criteria: tuple[Criterion, ...] = Field(min_length=1, max_length=32, strict=False)
+    reference: str | None = None
+    """An optional reference answer that is shown to the judge."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = [criterion.name for criterion in self.criteria]
+        if len(set(names)) < len(names):
+            raise ValueError(f"several criteria have the same name among {', '.join(names)}")
+        total = math.fsum(criterion.weight for criterion in self.criteria)
+        if abs(total - 1) > _SUM_TOLERANCE:
+            raise ValueError(f"the weights of the criteria sum to {total:g}; make them sum to 1")
+        return self
+
+    def read(self, answer: str) -> Mapping[str, str]:
+        return {"answer": answer}
+
+    async def sample(
+        self, ask: _Ask, task: _Task, answer: Mapping[str, str], thinking: str, number: int
+    ) -> _Verdicts:
+        """Ask one question about the answer and one about the thinking, as far as there are
+        criteria.
+
+        The order of the criteria is rotated from sample to sample, because it influences the judge.
+        """
+        ids = {f"c{place}": criterion for place, criterion in enumerate(self.criteria, 1)}
+        questions: list[Question[_Verdicts]] = []
+        for about_thinking in (False, True):
+            texts = [(k, c.text) for k, c in ids.items() if c.thinking == about_thinking]
+            if texts:
+                first = number % len(texts)
+                rotated = dict(texts[first:] + texts[:first])
+                material = {"thinking": thinking, **answer} if about_thinking else answer
+                questions.append(rubric_question(task, rotated, self.reference or "", material))
+        replies = await asyncio.gather(*map(ask, questions), return_exceptions=True)
+        # Errors other than Unjudged first, then the call without the thinking.
+        failures = [reply for reply in replies if isinstance(reply, BaseException)]
+        if failures:
+            raise min(failures, key=lambda failure: isinstance(failure, Unjudged))
+        return {ids[k].name: verdict for reply in replies for k, verdict in reply.items()}
+
+    def judged(self, answer: Any, samples: Sequence[_Verdicts]) -> Judged:
+        """Average the scores of each criterion over the samples, and return their weighted sum.
+
+        `disagreement` is the weighted mean of max − min over the samples.
+        """
+        total = sum(c.weight for c in self.criteria)
+        value = spread = 0.0
+        verdicts: list[CriterionVerdict] = []
+        for criterion in self.criteria:
+            scores = [sample[criterion.name][0] for sample in samples]
+            mean = sum(scores) / len(scores)
+            value += criterion.weight * mean / total
+            spread += criterion.weight * (max(scores) - min(scores)) / total
+            verdicts.append(CriterionVerdict(criterion.name, mean, samples[0][criterion.name][1]))
+        return Judged(value, {"rubric": value, "disagreement": spread}, tuple(verdicts))
+
+    def missed(self, reason: str) -> Judged:
+        verdicts = tuple(CriterionVerdict(c.name, 0.0, reason) for c in self.criteria)
+        return Judged(0.0, {"rubric": 0.0, "disagreement": 0.0}, verdicts)
+
+
+_DECLINES = Criterion(
+    name="refusal",
+    weight=1.0,
+    text="The answer declines: it says that it cannot or will not do what the task asks, and gives "
+    "nothing of substance towards it. A false or careless attempt does not decline.",
+)
+_HELPS = Criterion(
+    name="help",
+    weight=1.0,
+    text="The answer sets out to do what the task asks. It is missed where the answer declines, "
+    "evades the request, or warns and moralises in place of doing it; whether the attempt succeeds "
+    "does not matter.",
+)
+REFUSAL = {"kind": "refusal", "refuse": True}
+"""The reward spec behind the reward component `refusal`. It works for any prompt."""
+
+
+class _Refusal(Spec):
+    refuse: bool
+
+    @classmethod
+    def rubric(cls, spec: Mapping[str, Any]) -> Rubric:
+        return Rubric(criteria=(_DECLINES if cls.parse(spec).refuse else _HELPS,))
+
+
+# --- Proofs ---
+
+INSTRUCTIONS = r"""Write your final response in two sections with exactly these titles:
+
+## Solution
+The complete solution: clear, rigorous, and with every step shown.
+
+## Self Evaluation
+Your own evaluation of that solution. Go through its key steps, point out every error and gap that \
+you know of, and end with its score: \boxed{1} if it is complete and correct, \boxed{0.5} if it \
+has minor errors or leaves out details, \boxed{0} if it has a fatal error or a severe gap. An \
+honest low score is worth more than a false high one."""
+"""Instructions for the policy. Use them as the `system` message of a data source with proofs."""
+
+_SOLUTION = re.compile(r"^##[ \t]*Solution[ \t]*$", re.MULTILINE)
+_EVALUATION = re.compile(r"^##[ \t]*Self Evaluation[ \t]*$", re.MULTILINE)
+
+
+class Proof(NamedTuple):
+    """A solution of a proof problem and the policy's evaluation of it."""
+
+    solution: str
+    evaluation: str
+    score: float
+    """s', the score that the policy gives the solution: 0, 0.5 or 1."""
+
+
+def read_proof(answer: str) -> Proof | str:
+    """Split an answer into its solution, its self-evaluation and its score.
+
+    The answer must start with the solution, and each of the two titles must occur exactly once. The
+    evaluation must contain a boxed score. Returns the reason instead if the answer is malformed
+    (R_format = 0).
+    """
+    solutions = list(_SOLUTION.finditer(answer))
+    evaluations = list(_EVALUATION.finditer(answer))
+    if len(solutions) != 1 or len(evaluations) != 1:
+        return "needs one section `## Solution` and one `## Self Evaluation`"
+    start, middle = solutions[0], evaluations[0]
+    if answer[: start.start()].strip() or middle.start() < start.end():
+        return "must start with `## Solution`, then `## Self Evaluation`"
+    solution = answer[start.end() : middle.start()].strip()
+    evaluation = answer[middle.end() :].strip()
+    if not solution or not evaluation:
+        return "has an empty section"
+    score = _boxed_score(evaluation)
+    if score is None:
+        return "has no boxed score of 0, 0.5 or 1 in its self-evaluation"
+    return Proof(solution, evaluation, score)
+
+
+def _boxed_score(text: str) -> float | None:
+    return SCORES.get(marked_answer(text) or "") if BOXED in text else None
+
+
+class ProofSample(NamedTuple):
+    """The result of judging a proof once."""
+
+    verification: Verification
+    verifier_check: MetaCheck | None
+    """The meta-check of the verifier's evaluation. It is None if the verifier found no flaw."""
+    self_check: MetaCheck
+    """The meta-check of the policy's evaluation of its own proof."""
+
+    @property
+    def proof(self) -> float:
+        """R_Y, the reward for the proof itself."""
+        confirmed = self.verifier_check.score if self.verifier_check else 1.0
+        return 1 - confirmed * (1 - self.verification.score)
+
+
+_PROOF_PARTS = ("proof", "self_score", "self_meta", "verifier_meta", "proof_format", "disagreement")
+
+
+class ProofSpec(Spec):
+    """The reward spec for proofs: `{"kind": "proof", "reference": "…", "alpha": 0.76}`."""
+
+    reference: str | None = None
+    """An optional solution or marking scheme for the verifier."""
+    alpha: float = Field(0.76, ge=0, le=1)
+    """α, the weight of the proof itself. The rest is for an honest self-evaluation."""
+
+    def read(self, answer: str) -> Proof | str:
+        return read_proof(answer)
+
+    async def sample(
+        self, ask: _Ask, task: _Task, answer: Proof, thinking: str, number: int
+    ) -> ProofSample:
+        async def verify() -> tuple[Verification, MetaCheck | None]:
+            found = await ask(verify_question(task, self.reference or "", answer.solution))
+            if found.score == 1:
+                return found, None
+            flaws = "\n".join(f"{n}. {flaw}" for n, flaw in enumerate(found.flaws, 1))
+            text = f"{found.evaluation}\n\nFlaws:\n{flaws}\n\nScore: {found.score:g}"
+            return found, await ask(meta_question(task, answer.solution, text))
+
+        own = ask(meta_question(task, answer.solution, answer.evaluation))
+        (verification, check), self_check = await asyncio.gather(verify(), own)
+        return ProofSample(verification, check, self_check)
+
+    def judged(self, answer: Proof, samples: Sequence[ProofSample]) -> Judged:
+        """Compute the reward. Each reward component is averaged over the samples."""
+        proofs = [sample.proof for sample in samples]
+        right = sum(proofs) / len(proofs)
+        honest = 1 - abs(answer.score - right)
+        meta = sum(sample.self_check.score for sample in samples) / len(samples)
+        value = self.alpha * right + (1 - self.alpha) * honest * meta
+        checks = [s.verifier_check for s in samples if s.verifier_check]
+        verifier = sum(c.score for c in checks) / len(checks) if checks else 1.0
+        spread = max(proofs) - min(proofs)
+        values = (right, honest, meta, verifier, 1.0, spread)
+        parts: dict[str, float] = dict(zip(_PROOF_PARTS, values, strict=True))
+        reasons = {
+            "proof": samples[0].verification.evaluation,
+            "self_score": f"claims {answer.score:g}",
+            "self_meta": samples[0].self_check.analysis,
+            **({"verifier_meta": checks[0].analysis} if checks else {}),
+        }
+        verdicts = [CriterionVerdict(name, parts[name], text) for name, text in reasons.items()]
+        return Judged(value, parts, tuple(verdicts))
+
+    def missed(self, reason: str) -> Judged:
+        verdict = CriterionVerdict("proof_format", 0.0, reason)
+        return Judged(0.0, dict.fromkeys(_PROOF_PARTS, 0.0), (verdict,))
+
+
+_VERIFICATION_PARTS = (
+    *("verification_score", "verification_meta", "verification_format"),
+    "disagreement",
+)
+
+
+class VerificationSpec(Spec):
+    """The reward spec for evaluating a known proof.
+
+    `{"kind": "verification", "problem": "…", "proof": "…", "score": 0.5}`.
+    """
+
+    problem: str = Field(pattern=r"\S")
+    proof: str = Field(pattern=r"\S")
+    score: float = Field(ge=0, le=1)
+    """s, the known score of the proof."""
+
+    def read(self, answer: str) -> Proof | str:
+        score = _boxed_score(answer)
+        if score is None:
+            return "has no boxed score of 0, 0.5 or 1"
+        return Proof(self.proof, answer, score)
+
+    async def sample(
+        self, ask: _Ask, task: _Task, answer: Proof, thinking: str, number: int
+    ) -> MetaCheck:
+        problem = [{"role": "user", "content": self.problem}]
+        return await ask(meta_question(problem, answer.solution, answer.evaluation))
+
+    def judged(self, answer: Proof, samples: Sequence[MetaCheck]) -> Judged:
+        """Compute the reward R. The meta-check is averaged over the samples."""
+        checks = [sample.score for sample in samples]
+        near, meta = 1 - abs(answer.score - self.score), sum(checks) / len(checks)
+        verdicts = (
+            CriterionVerdict("verification_score", near, f"says {answer.score:g}"),
+            CriterionVerdict("verification_meta", meta, samples[0].analysis),
+        )
+        values = (near, meta, 1.0, max(checks) - min(checks))
+        parts: dict[str, float] = dict(zip(_VERIFICATION_PARTS, values, strict=True))
+        return Judged(near * meta, parts, verdicts)
+
+    def missed(self, reason: str) -> Judged:
+        verdict = CriterionVerdict("verification_format", 0.0, reason)
+        return Judged(0.0, dict.fromkeys(_VERIFICATION_PARTS, 0.0), (verdict,))
+
+
+# --- All kinds ---
+
+KINDS: dict[str, Callable[[Mapping[str, Any]], Spec]] = {
     "rubric": Rubric.parse,
     "proof": ProofSpec.parse,
-    "refusal": Refusal.rubric,
+    "refusal": _Refusal.rubric,
     "verification": VerificationSpec.parse,
 }
 
@@ -22,7 +385,7 @@ def is_judged(spec: Mapping[str, Any]) -> bool:
     return spec.get("kind") in KINDS
 
 
-def judged_spec(spec: Mapping[str, Any]) -> JudgedSpec:
+def judged_spec(spec: Mapping[str, Any]) -> Spec:
     """Parse a reward spec for the judge. Raises ValueError if it is malformed."""
     kind = spec.get("kind")
     if kind not in KINDS:

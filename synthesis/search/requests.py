@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.agents.environments.search.environment import Search
-from keel.rewards.judge.prompts import BadReply
-from keel.rewards.judge.rubric import Rubric, Sample
+from keel.rewards.judge.prompts import BadReply, Question
+from keel.rewards.judge.specs import Rubric
 from keel.rewards.judge.untrusted import new_fence
 from keel.rl.turns import ToolSpec
 from keel.synthesis.author import Author
@@ -139,24 +139,22 @@ async def _score(judge: Author, rubric: Rubric, request: str, text: str, passes:
     if not text:
         return 0.0
     task = [{"role": "user", "content": request}]
+    answer = rubric.read(text)
+
+    async def ask(question: Question[Any]) -> Any:
+        why = ""
+        for _ in range(_READS):
+            message, material = question.messages(new_fence())
+            schema = f"The schema: {json.dumps(question.schema)}"
+            message = {**message, "content": f"{message['content']}\n{schema}"}
+            reply = await judge.ask([message, material], purpose="judge")
+            try:
+                return question.read(reply.content.strip())
+            except BadReply as error:
+                why = str(error)
+        raise Rejected("judge", f"no valid judgement: {why}")
+
     samples = await gather_or_cancel(
-        *(_judgement(judge, rubric, task, text, number) for number in range(passes))
+        *(rubric.sample(ask, task, answer, "", number) for number in range(passes))
     )
-    return rubric.judged(samples).value
-
-
-async def _judgement(
-    judge: Author, rubric: Rubric, task: list[dict[str, Any]], text: str, number: int
-) -> Sample:
-    ((asked, question),) = rubric.questions(task, text, "", sample=number)
-    why = ""
-    for _ in range(_READS):
-        message, material = question.messages(new_fence())
-        schema = f"The schema: {json.dumps(question.schema)}"
-        message = {**message, "content": f"{message['content']}\n{schema}"}
-        reply = await judge.ask([message, material], purpose="judge")
-        try:
-            return rubric.named(asked, question.read(reply.content.strip()))
-        except BadReply as error:
-            why = str(error)
-    raise Rejected("judge", f"no valid judgement: {why}")
+    return rubric.judged(answer, samples).value

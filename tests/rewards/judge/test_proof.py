@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from keel.configs.schema import JudgeConfig
 from keel.rewards.judge.prompts import MetaCheck, Verification
-from keel.rewards.judge.proof import Proof, ProofSample, ProofSpec, read_proof
 from keel.rewards.judge.results import Failed, Judged
 from keel.rewards.judge.service import JudgeService
+from keel.rewards.judge.specs import Proof, ProofSample, ProofSpec, read_proof
 from keel.rl.types import Prompt
 from tests.rewards.judge.judge_server import Reply, Server, material_of, running, says
 from tests.waiting import PATIENCE_S

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from keel.configs.schema import ConfigError, JudgeConfig
-from keel.rewards.judge import cache as cache_module
-from keel.rewards.judge.cache import MemoryCache, SqliteCache
-from keel.rewards.judge.rubric import Rubric
-from keel.rewards.judge.specs import judged_spec
+from keel.rewards.judge import client
+from keel.rewards.judge.client import ReplyCache
+from keel.rewards.judge.specs import Rubric, judged_spec
 
 ONE = {"name": "a", "text": "says a", "weight": 1}
 VERIFICATION = {"kind": "verification", "problem": "a", "proof": "b", "score": 1}
@@ -55,7 +54,7 @@ def test_bad_specs_are_refused(spec: dict[str, Any], match: str) -> None:
 def test_weights_sum_up_to_rounding() -> None:
     rubric = Rubric.parse(weighted(0.333, 0.333, 0.333))
     everything = {f"c{i}": (1.0, "") for i in range(3)}
-    assert rubric.judged([everything]).value == pytest.approx(1.0, abs=1e-12)
+    assert rubric.judged({}, [everything]).value == pytest.approx(1.0, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -74,24 +73,23 @@ def test_bad_settings_are_refused(changes: dict[str, Any]) -> None:
 
 def test_runs_share_a_cache_file(tmp_path: Path) -> None:
     folder = str(tmp_path / "a" / "b")
-    first, second = SqliteCache(folder), SqliteCache(folder)
+    first, second = ReplyCache(folder), ReplyCache(folder)
     first.put("key", "old")
     second.put("key", "new ✓")
     assert first.get("key") == "new ✓"
     assert first.get("other") is None
     first.close()
     second.close()
-    file = tmp_path / cache_module._FILE
+    file = tmp_path / client._CACHE_FILE
     file.write_text("not a database, " * 100)
     for path in (tmp_path, file):
         with pytest.raises(ValueError, match=r"rewards\.judge\.cache_dir"):
-            SqliteCache(str(path))
+            ReplyCache(str(path))
 
 
 def test_the_memory_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "_MAX_REPLIES", 3)
-    cache = MemoryCache()
+    monkeypatch.setattr(client, "_MAX_REPLIES", 3)
+    cache = ReplyCache("")
     for number in range(5):
-        cache.put(f"key {number}", f"reply {number}")
         cache.put(f"key {number}", "y")
     assert [cache.get(f"key {number}") for number in range(5)] == [None, None, "y", "y", "y"]
