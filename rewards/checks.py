@@ -30,10 +30,7 @@ _CODE_ERRORS = ("NameError", "ImportError", "ModuleNotFoundError")
 
 
 def check_spec(spec: Mapping[str, Any]) -> None:
-    """Check that a reward spec is valid, without running anything.
-
-    Raises ValueError if it is not.
-    """
+    """Check a reward spec without running anything. Raises ValueError if it is not valid."""
     kind = spec.get("kind")
     if kind in (ENVIRONMENT, FUNCTIONS):
         return
@@ -55,11 +52,10 @@ def check_spec(spec: Mapping[str, Any]) -> None:
 def try_functions(
     prompts: Sequence[Prompt], weights: Mapping[str, float], *, timeout_s: float
 ) -> dict[str, str]:
-    """Try each of the user's reward functions on the first prompt.
+    """Try each of the user's reward functions on made-up completions of the first prompt.
 
-    A worker calls each function twice with a sample completion, which contains the right answer if
-    the prompt has one. The first call may load a model, but the second must finish within
-    `timeout_s`. A function that scores a whole group gets a group of two completions.
+    A worker calls each function twice: the first call may load a model, and the second must finish
+    within `timeout_s`. A function that scores a whole group gets two completions.
 
     Returns one message for each function. A failure is only reported in its message, because the
     sample may not suit the function. Raises ValueError for errors that every completion would
@@ -69,7 +65,12 @@ def try_functions(
     if not names or not prompts:
         return {}
     prompt = prompts[0]
-    texts = [sample_completion(prompt, wrong=wrong).dumps() for wrong in (False, True)]
+    answer = prompt.reward.get("answer")
+    if isinstance(entry := prompt.reward.get("entry"), Mapping):
+        answer = cast(Mapping[str, Any], entry).get("answer")
+    right = answer if isinstance(answer, str) and answer else "The result is 42."
+    gives_up = "I have tried it in two ways, and they do not agree. I do not know."
+    texts = [_sample(prompt, text).dumps() for text in (right, gives_up)]
     pool = WorkerPool(1, timeout_s=timeout_s)
     messages: dict[str, str] = {}
     try:
@@ -97,21 +98,10 @@ def try_functions(
     return messages
 
 
-def sample_completion(prompt: Prompt, *, wrong: bool = False) -> TextTrajectory:
-    """Return a made-up completion for testing reward functions.
-
-    It contains the right answer if the prompt has one. If `wrong` is set, it gives up without an
-    answer.
-    """
-    answer = prompt.reward.get("answer")
-    if isinstance(entry := prompt.reward.get("entry"), Mapping):
-        answer = cast(Mapping[str, Any], entry).get("answer")
-    text = answer if isinstance(answer, str) and answer else "The result is 42."
-    if wrong:
-        text = "I have tried it in two ways, and they do not agree. I do not know."
-    thinking = "Let me think about it. The question is clear."
+def _sample(prompt: Prompt, text: str) -> TextTrajectory:
     message: dict[str, Any] = {"role": "assistant", "content": text, "raw": text}
     if prompt.thinking:
+        thinking = "Let me think about it. The question is clear."
         raw = f"<think>{thinking}</think>{text}"
         message |= {"reasoning_content": thinking, "raw": raw}
     return TextTrajectory(
@@ -122,12 +112,10 @@ def sample_completion(prompt: Prompt, *, wrong: bool = False) -> TextTrajectory:
 def check_prompts(
     prompts: Sequence[Prompt], weights: Mapping[str, float], *, code: CodeSettings
 ) -> str:
-    """Check that a source's prompts fit its reward weights, and run reference solutions on the
-    tests.
+    """Check that a source's prompts fit its reward weights, and run reference solutions.
 
     Returns a summary of the reference runs, or "" if the source has no programming tasks. Raises
-    ValueError with the name of the first bad prompt. Also raises ValueError if this machine cannot
-    isolate programs.
+    ValueError with the name of the first bad prompt, or if this machine cannot isolate programs.
     """
     kinds = {str(prompt.reward.get("kind")): prompt for prompt in reversed(prompts)}
     for kind, first in kinds.items():

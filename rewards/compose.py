@@ -59,11 +59,10 @@ class Score:
 def check_weights(
     weights: Mapping[str, Mapping[str, float]], environments: Collection[str] = ()
 ) -> None:
-    """Check that every reward component in `weights` exists, and that user functions can be loaded.
+    """Check that the reward components of each domain exist and that functions can be loaded.
 
-    `weights` maps each domain to its reward components and their weights. `environments` contains
-    the domains whose environments define their own components. Raises ValueError if a component is
-    unknown or a function cannot be loaded.
+    `environments` contains the domains whose environments define their own components. Raises
+    ValueError if a component is unknown or a function cannot be loaded.
     """
     for domain, parts in weights.items():
         for name in parts:
@@ -82,11 +81,8 @@ def check_weights(
 
 
 def unknown_parts(weights: Mapping[str, float], known: Collection[str]) -> str:
-    """Check that an environment returned every reward component with a weight.
-
-    `known` contains the components that it did return. Returns an error message about the first one
-    that is missing, or "".
-    """
+    """Return an error message about the first weighted component that is not among those that an
+    environment returned (`known`), or ""."""
     for name in weights:
         if not is_function(name) and name not in PARTS and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -99,10 +95,7 @@ def unknown_parts(weights: Mapping[str, float], known: Collection[str]) -> str:
 
 
 def check_parts(kind: str, weights: Mapping[str, float]) -> None:
-    """Check that the reward components in `weights` are available for prompts of this `kind`.
-
-    Raises ValueError if one is not.
-    """
+    """Raise ValueError if a reward component is not available for prompts of this `kind`."""
     if kind == FUNCTIONS and not _function_weights(weights):
         raise ValueError(
             "has none of `answer`, `criteria`, `tests`, `refuse` and `reward`, and no function in "
@@ -122,19 +115,14 @@ def _function_weights(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def mean_of_functions(parts: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Return the weighted mean of all user functions with a positive weight.
-
-    It is the score of prompts that are graded only by functions.
-    """
+    """Return the weighted mean of all user functions with a positive weight. It is the score of
+    prompts that are graded only by functions."""
     positive = _function_weights(weights)
     return sum(weight * parts[name] for name, weight in positive.items()) / sum(positive.values())
 
 
 def compose_cut_off(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
-    """Compute the reward of a truncated completion.
-
-    The completion counts as wrong, and its reward is at most 0.
-    """
+    """Compute the reward of a truncated completion. It counts as wrong and earns at most 0."""
     score = compose({**parts, "correct": 0.0}, weights)
     return replace(score, value=min(0.0, score.value))
 

@@ -27,12 +27,12 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
@@ -112,21 +112,19 @@ def passing(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
     The blocks cannot be nested. Raises ValueError if two functions have the same name or if a
     function cannot be pickled.
     """
-    pickles: dict[str, bytes] = {}
-    for function in functions:
-        name = named(function)
-        if name in pickles:
-            raise ValueError(f"reward {name}: two functions have this name; rename one")
-        try:
-            pickles[name] = cloudpickle.dumps(function)  # pyright: ignore[reportUnknownMemberType]
-        except Exception as error:  # captured objects may raise anything when pickled
-            raise ValueError(
-                f"reward {name}: the function cannot be pickled ({error}). Create such objects "
-                "at the first call and keep them in a global"
-            ) from error
     with TemporaryDirectory() as folder:
-        for name, data in pickles.items():
-            Path(folder, f"{name}.pkl").write_bytes(data)
+        for function in functions:
+            name = named(function)
+            path = Path(folder, f"{name}.pkl")
+            if path.exists():
+                raise ValueError(f"reward {name}: two functions have this name; rename one")
+            try:
+                path.write_bytes(cloudpickle.dumps(function))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+            except Exception as error:  # captured objects may raise anything when pickled
+                raise ValueError(
+                    f"reward {name}: the function cannot be pickled ({error}). Create such objects "
+                    "at the first call and keep them in a global"
+                ) from error
         os.environ[FOLDER] = folder
         try:
             yield
@@ -135,15 +133,12 @@ def passing(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
 
 
 @functools.cache
-def _load(path: Path) -> Any:
-    """Load a pickled function. Each process loads it only once, so its globals persist between
-    calls."""
+def _unpickled(path: Path) -> Any:
+    """Load a pickled function once per process, so that its globals persist between calls."""
     return pickle.loads(path.read_bytes())  # written by `passing` in our own process
 
 
-def passed(name: str) -> Any:
-    """Return the function that was given to `keel.train` and that the recipe calls `name`. Raises
-    ValueError if it is not available."""
+def _passed(name: str) -> Any:
     folder = os.environ.get(FOLDER)
     path = Path(folder or ".", f"{name}.pkl")
     is_plain = name.removeprefix(PREFIX).isidentifier()  # a recipe may hold any path
@@ -153,7 +148,7 @@ def passed(name: str) -> Any:
             "the function into a module and name it as module.function"
         )
     try:
-        return _load(path)
+        return _unpickled(path)
     except Exception as error:  # unpickling imports modules, which may raise anything
         raise ValueError(
             f"reward {name!r} cannot be unpickled: {type(error).__name__}: {error}"
@@ -162,13 +157,10 @@ def passed(name: str) -> Any:
 
 # --- Loading ---
 
-_Function = Callable[[Any, Any], Any]
 _FOREIGN = frozenset(
     "prompts completions queries responses solution_str data_source ground_truth".split()  # noqa: SIM905
 )
 """Parameter names of reward functions written for TRL, verl or OpenRLHF."""
-_ROUNDING = 1e-6
-"""How far rounding may push a reward below 0 or above 1. For example, 0.1 * 3 / 0.3 is above 1."""
 
 
 def is_function(part: str) -> bool:
@@ -176,30 +168,24 @@ def is_function(part: str) -> bool:
     return "." in part
 
 
-def load_function(name: str) -> _Function:
+def load_function(name: str) -> Callable[[Any, Any], Any]:
     """Import a user's function by its dotted name. The working directory is searched as well.
     Raises ValueError if the function cannot be imported or called as `name(prompt, trajectory)`."""
-    function = passed(name) if name.startswith(PREFIX) else _imported(name)
-    where = _location(function)
-    label = f"reward {name!r}{where and f' ({where})'}"
-    if inspect.isclass(function):
-        raise ValueError(f"{label} is a class; create an instance in the module and name that")
-    if any(inspect.isasyncgenfunction(f) for f in (function, type(function).__call__)):
-        raise ValueError(f"{label} is an async generator; return the number instead")
-    names = _parameters(function)
-    swapped = "prompt" in names[1:2] and names[0] in ("trajectory", "trajectories")
+    function = _passed(name) if name.startswith(PREFIX) else _imported(name)
     try:
+        names = _parameters(function)
         inspect.signature(function, follow_wrapped=False).bind("prompt", "trajectory")
+        swapped = "prompt" in names[1:2] and names[0] in ("trajectory", "trajectories")
         if swapped or (names[:1] != ["prompt"] and not _FOREIGN.isdisjoint(names[:2])):
             raise TypeError("the parameters are others")
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
+        where = _location(function)
         raise ValueError(
-            f"{label} must take one prompt and one trajectory ({error}). Define it with the "
-            "parameters (prompt, trajectory), or (prompt, trajectories) for a whole group"
+            f"reward {name!r}{where and f' ({where})'} must take one prompt and one trajectory "
+            f"({error}). Define it with the parameters (prompt, trajectory), or (prompt, "
+            "trajectories) for a whole group"
         ) from error
-    except ValueError:
-        pass  # some built-in functions have no signature
-    return cast(_Function, function)
+    return function
 
 
 def _imported(name: str) -> Callable[..., Any]:
@@ -229,10 +215,7 @@ def _imported(name: str) -> Callable[..., Any]:
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
-    try:
-        return list(inspect.signature(function, follow_wrapped=False).parameters)
-    except ValueError:  # some built-in functions have none
-        return []
+    return list(inspect.signature(function, follow_wrapped=False).parameters)
 
 
 def _location(function: Callable[..., Any]) -> str:
@@ -248,6 +231,9 @@ def sees_group(name: str) -> bool:
 
 
 # --- Calling ---
+
+_ROUNDING = 1e-6
+"""How far rounding may push a reward below 0 or above 1. For example, 0.1 * 3 / 0.3 is above 1."""
 
 
 def prompt_fields(prompt: Any) -> dict[str, Any]:
@@ -297,33 +283,27 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
             raise exited.with_traceback(error.__traceback__) from error
 
     def number(value: Any) -> float:
-        if value is None:
-            raise BadReward("returned None; check for a path without `return`", _location(reward))
-        try:
-            if issubclass(type(value), (str, bytes, bytearray)):  # `float` would parse these
-                raise TypeError
-            score = float(value)
-        except (TypeError, ValueError):
-            score = math.nan
+        score = math.nan
+        # `float` would parse text.
+        if value is not None and not issubclass(type(value), (str, bytes, bytearray)):
+            with suppress(TypeError, ValueError):
+                score = float(value)
         if not -_ROUNDING <= score <= 1.0 + _ROUNDING:
-            text = f"returned a {type(value).__name__} ({str(value)[:50]!r}); return a number "
             raise BadReward(
-                text + "from 0 to 1, since the recipe holds its weight", _location(reward)
+                f"returned a {type(value).__name__} ({str(value)[:50]!r}); return a number from 0 "
+                "to 1 on every path, since the recipe holds its weight",
+                _location(reward),
             )
         return min(max(score, 0.0), 1.0)
 
     def verify_group(text: str) -> dict[str, float]:
         trajectories = tuple(map(TextTrajectory.loads, json.loads(text)))
         values = call(trajectories)
-        try:
-            if issubclass(type(values), (str, bytes, Mapping, Set)):  # iterable, but not numbers
-                raise TypeError
-            values = list(values)
-        except TypeError:
-            values = []
+        is_list = not issubclass(type(values), (str, bytes, Mapping, Set))
+        values = list(values) if is_list and isinstance(values, Iterable) else []
         if len(values) != len(trajectories):
-            wanted = f"a list of {len(trajectories)} numbers, one for each trajectory"
-            raise BadReward(f"must return {wanted}", _location(reward))
+            expected = f"a list of {len(trajectories)} numbers, one for each trajectory"
+            raise BadReward(f"must return {expected}", _location(reward))
         scores = {str(index): number(value) for index, value in enumerate(values)}
         return {"correct": math.fsum(scores.values()) / len(scores), **scores}
 

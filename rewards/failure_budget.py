@@ -50,11 +50,8 @@ class FailureBudget:
     """Counts and reports the reward errors of a run. It is thread-safe."""
 
     def __init__(self, max_fraction: float, report: Callable[[str], None]) -> None:
-        """Set the failure limit and the function that prints reports.
-
-        A function may fail on at most the fraction `max_fraction` of its completions. `report` is
-        called with each line to print.
-        """
+        """Set the fraction of completions on which a function may fail, and the function that
+        prints each line of a report."""
         self._max_fraction = max_fraction
         self.report = report
         self._rates: dict[str, FailureRate] = {}
@@ -64,12 +61,10 @@ class FailureBudget:
     def record(
         self, name: str, prompt_id: str, errors: Sequence[tuple[str, str]], *, counted: bool
     ) -> None:
-        """Record the error of each completion of a prompt, with its location. The error is "" for a
-        completion without one.
+        """Record the error ("" for none) and its location for each completion of a prompt.
 
-        Set `counted` if `name` is a user's function. Errors of other verifiers are reported but
-        never stop the run, because they usually come from completions that cannot be parsed. Raises
-        RewardStopped if a counted function has failed too often.
+        Raises RewardStopped if `counted` is set and the function has failed too often. Verifiers
+        are not counted, because they usually fail on completions that cannot be parsed.
         """
         lines: list[str] = []
         stop = ""
@@ -116,8 +111,7 @@ def dump_location(dump: str) -> str:
 
 
 def _innermost(frames: list[tuple[str, int, str]]) -> str:
-    """Format the first frame that belongs neither to Keel's rewards nor to a library. If there is
-    none, format the first frame of all."""
+    """Format the first frame outside Keel's rewards and libraries, or the first of all."""
     libraries = (_PACKAGE + os.sep, "<frozen", *_LIBRARIES)
     own = [frame for frame in frames if not frame[0].startswith(libraries)] or frames
     return format_location(*own[0]) if own else ""

@@ -11,17 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from keel.rewards.compose import (
-    ERROR,
-    LANGUAGE_PARTS,
-    REFUSAL,
-    Score,
-    check_parts,
-    check_weights,
-    compose,
-    compose_cut_off,
-    mean_of_functions,
-)
+from keel.rewards import compose
+from keel.rewards.compose import ERROR, LANGUAGE_PARTS, REFUSAL, Score
 from keel.rewards.custom import TextTrajectory, is_function, prompt_fields, sees_group
 from keel.rewards.failure_budget import FailureBudget, to_standard_error
 from keel.rewards.judge.results import Counts, Failed, Judged
@@ -61,68 +52,10 @@ class _Draft:
     """Why the trajectory is dropped from its group, or "" if it is kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A source of reward components for a group: a verifier, judge, function or environment.
-
-    Call `add_to` once all `futures` are done. It adds the results to the drafts, and raises
-    ValueError if the input is invalid.
-    """
-
-    add_to: Callable[[Sequence[_Draft]], None]
-    futures: Sequence[Future[Any]] = ()
-
-
-def _environment_source(*, graded: bool) -> _Source:
-    def add_to(drafts: Sequence[_Draft]) -> None:
-        for draft in drafts:
-            if draft.trajectory.verdict is not None:
-                draft.parts = {**draft.trajectory.verdict.parts, ERROR: 0.0}
-        if not graded and any("correct" not in draft.parts for draft in drafts):
-            raise ValueError(
-                "its environment's verdict has no part `correct`, and nothing else grades it. "
-                "Return one from the environment, or give the prompts something to be judged by"
-            )
-
-    return _Source(add_to)
-
-
-def _judge_source(futures: Sequence[Future[Judged | Failed]], *, refusal: bool = False) -> _Source:
-    prefix = f"{REFUSAL}: " if refusal else ""
-
-    def add_to(drafts: Sequence[_Draft]) -> None:
-        for draft, future in zip(drafts, futures, strict=True):
-            result = future.result()
-            if isinstance(result, Failed):
-                reason = f"the judge failed ({result.kind}): {result.reason}"
-                draft.dropped = draft.dropped or reason
-                continue
-            parts = {"correct": result.value, **result.parts}
-            draft.parts |= {REFUSAL: result.value} if refusal else parts
-            for verdict in result.verdicts:
-                draft.notes[prefix + verdict.name] = f"{verdict.score:g}: {verdict.reason}"
-
-    return _Source(add_to, futures)
-
-
-def _function_mean_source(weights: Mapping[str, float]) -> _Source:
-    def add_to(drafts: Sequence[_Draft]) -> None:
-        for draft in drafts:
-            draft.parts["correct"] = mean_of_functions(draft.parts, weights)
-
-    return _Source(add_to)
-
-
-def _format_source(*, thinking: bool) -> _Source:
-    def add_to(drafts: Sequence[_Draft]) -> None:
-        for draft in drafts:
-            if draft.trajectory.verdict is None:
-                text, finished = raw_text(draft.trajectory.messages), not draft.trajectory.cut
-                draft.parts["format"] = float(
-                    keeps_format(text, thinking=thinking, finished=finished)
-                )
-
-    return _Source(add_to)
+_Drafts = Sequence[_Draft]
+_Source = tuple[Sequence[Future[Any]], Callable[[_Drafts], None]]
+"""A source of reward components: its futures, and a function that adds their results to the drafts
+once all are done. The function raises ValueError if the input is invalid."""
 
 
 class Scorer:
@@ -143,20 +76,15 @@ class Scorer:
         log: Path | None = None,
         say: Callable[[str], None] = to_standard_error,
     ) -> None:
-        """Check the weights and start the worker processes. Raises ValueError if a component is
-        unknown.
+        """Check the weights and start the worker processes.
 
-        `weights` maps each domain to its reward components and their weights. `lengths` maps
-        domains to their length rules. If `workers` is 0, completions are scored in this process and
-        without a deadline. `timeout_s` is the time limit for one completion. `code` contains the
-        fields of `CodeConfig`.
-
-        `judge` scores rubrics and proofs, and the caller must close it. `max_failure_fraction` is a
-        field of `RewardsConfig`. `environments` contains the domains whose environments define
-        their own components. Workers write their output to files in the folder `log`, or to
-        standard error if it is None. `say` is called with each line of an error report.
+        `weights` maps each domain to its reward components and their weights, and `lengths` to its
+        length rule. `environments` contains the domains whose environments define their own
+        components. `workers`, `timeout_s`, `code` and `log` are those of `WorkerPool`. The caller
+        must close `judge`. `say` is called with each line of an error report. Raises ValueError if
+        a component is unknown.
         """
-        check_weights(weights, environments)
+        compose.check_weights(weights, environments)
         self._weights = weights
         self._scale: Literal["none", "std"] = scale
         names = {name for parts in weights.values() for name in parts if is_function(name)}
@@ -185,12 +113,11 @@ class Scorer:
             sources = self._sources(group)
         except ValueError as error:
             return failed(ValueError(f"prompt {group.prompt.prompt_id} {error}"))
-        futures = [future for source in sources for future in source.futures]
+        futures = [future for some, _ in sources for future in some]
         return when_all(futures, lambda: self._scored(group, sources, purpose))
 
     def score(self, groups: Iterable[Group], purpose: Purpose = "train") -> list[ScoredGroup]:
-        """Score all groups and return them in the same order. The time limit applies to each
-        completion."""
+        """Score all groups and return them in the same order."""
         futures = [self.submit(group, purpose) for group in groups]
         return [future.result() for future in futures]
 
@@ -219,21 +146,20 @@ class Scorer:
                 f"has no rewards for its domain {prompt.domain!r}; data.sources defines "
                 f"{', '.join(self._weights)}"
             )
-        check_parts(str(kind), weights)
+        compose.check_parts(str(kind), weights)
         sources: list[_Source] = []
         if prompt.environment:
-            sources.append(_environment_source(graded=kind != ENVIRONMENT))
+            sources.append(((), lambda drafts: _add_verdicts(drafts, graded=kind != ENVIRONMENT)))
         if is_judged(prompt.reward):
-            sources.append(_judge_source([self._ask(prompt, t) for t in trajectories]))
+            sources.append(self._judged(prompt, trajectories))
         elif kind not in (ENVIRONMENT, FUNCTIONS):
             label = (str(prompt.reward.get(key, "")) for key in ("kind", "task", "match"))
             name = f"correct ({' '.join(filter(None, label))})"
             futures = self._verify(prompt, trajectories)
-            sources.append(self._verifier_source("correct", group, futures, name))
+            sources.append(self._verified("correct", group, futures, name))
         if REFUSAL in weights:
             declining = replace(prompt, reward=REFUSAL_SPEC)
-            asked = [self._ask(declining, trajectory) for trajectory in trajectories]
-            sources.append(_judge_source(asked, refusal=True))
+            sources.append(self._judged(declining, trajectories, refusal=True))
         for name in weights:
             if is_function(name):
                 future = self._call(name, group)
@@ -246,15 +172,48 @@ class Scorer:
                 future = self._pool.submit(spec, texts)
             else:
                 continue
-            sources.append(self._verifier_source(name, group, [future], name))
-        if kind == FUNCTIONS:
-            sources.append(_function_mean_source(weights))
-        return [*sources, _format_source(thinking=prompt.thinking)]
+            sources.append(self._verified(name, group, [future], name))
 
-    def _verifier_source(
+        def finish(drafts: _Drafts) -> None:
+            for draft in drafts:
+                if kind == FUNCTIONS:
+                    draft.parts["correct"] = compose.mean_of_functions(draft.parts, weights)
+                if draft.trajectory.verdict is None:
+                    text, finished = raw_text(draft.trajectory.messages), not draft.trajectory.cut
+                    kept = keeps_format(text, thinking=prompt.thinking, finished=finished)
+                    draft.parts["format"] = float(kept)
+
+        return [*sources, ((), finish)]
+
+    def _judged(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], *, refusal: bool = False
+    ) -> _Source:
+        if self._judge is None:
+            raise ValueError("needs a judge; set rewards.judge.base_url and model")
+        futures = [
+            self._judge.submit(replace(prompt, messages=_opening(prompt, one)), one)
+            for one in trajectories
+        ]
+        prefix = f"{REFUSAL}: " if refusal else ""
+
+        def add_to(drafts: _Drafts) -> None:
+            for draft, future in zip(drafts, futures, strict=True):
+                result: Judged | Failed = future.result()
+                if isinstance(result, Failed):
+                    reason = f"the judge failed ({result.kind}): {result.reason}"
+                    draft.dropped = draft.dropped or reason
+                    continue
+                parts = {"correct": result.value, **result.parts}
+                draft.parts |= {REFUSAL: result.value} if refusal else parts
+                for verdict in result.verdicts:
+                    draft.notes[prefix + verdict.name] = f"{verdict.score:g}: {verdict.reason}"
+
+        return futures, add_to
+
+    def _verified(
         self, part: str, group: Group, futures: Sequence[Future[list[VerifierScore]]], name: str
     ) -> _Source:
-        def add_to(drafts: Sequence[_Draft]) -> None:
+        def add_to(drafts: _Drafts) -> None:
             scores = [score for future in futures for score in future.result()]
             errors = [(score.error, score.at) for score in scores]
             counted = is_function(part)
@@ -265,7 +224,7 @@ class Scorer:
                     draft.parts[ERROR] = 1.0
                     draft.notes[part] = f"error: {score.error}"
 
-        return _Source(add_to, futures)
+        return futures, add_to
 
     def _call(self, name: str, group: Group) -> Future[list[VerifierScore]]:
         spec = {"kind": "function", "name": name, "prompt": prompt_fields(group.prompt)}
@@ -280,12 +239,6 @@ class Scorer:
             return [replace(result, score=score, parts={}) for score in scores]
 
         return when_all([whole], split)
-
-    def _ask(self, prompt: Prompt, trajectory: Trajectory) -> Future[Judged | Failed]:
-        if self._judge is None:
-            raise ValueError("needs a judge; set rewards.judge.base_url and model")
-        prompt = replace(prompt, messages=_opening(prompt, trajectory))
-        return self._judge.submit(prompt, trajectory)
 
     def _verify(
         self, prompt: Prompt, trajectories: Sequence[Trajectory]
@@ -302,8 +255,8 @@ class Scorer:
         rule = self._lengths.get(group.prompt.domain, LengthRule())
         drafts = [_Draft(trajectory) for trajectory in group.trajectories]
         try:
-            for source in sources:
-                source.add_to(drafts)
+            for _, add_to in sources:
+                add_to(drafts)
             for draft in drafts:
                 _finish(draft, weights)
         except ValueError as error:
@@ -317,7 +270,8 @@ class Scorer:
             if cut and rule.truncated == "drop" and purpose == "train":
                 draft.dropped = draft.dropped or CUT_OFF
             if not draft.dropped:
-                score = compose_cut_off if cut and rule.truncated == "zero" else compose
+                zero = cut and rule.truncated == "zero"
+                score = compose.compose_cut_off if zero else compose.compose
                 scores.append(score(draft.parts, weights))
         remaining = [draft for draft in drafts if not draft.dropped]
         trajectories = tuple(draft.trajectory for draft in remaining)
@@ -337,6 +291,17 @@ class Scorer:
             advantages_G=advantages.numpy(),
             left_out=tuple(draft.trajectory for draft in drafts if draft.dropped),
             notes_G=notes if any(notes) else (),
+        )
+
+
+def _add_verdicts(drafts: _Drafts, *, graded: bool) -> None:
+    for draft in drafts:
+        if draft.trajectory.verdict is not None:
+            draft.parts = {**draft.trajectory.verdict.parts, ERROR: 0.0}
+    if not graded and any("correct" not in draft.parts for draft in drafts):
+        raise ValueError(
+            "its environment's verdict has no part `correct`, and nothing else grades it. Return "
+            "one from the environment, or give the prompts something to be judged by"
         )
 
 

@@ -26,10 +26,6 @@ class Brief:
         return 0.25
 
 
-async def stream(prompt: Any, trajectory: Any) -> Any:
-    yield 1.0
-
-
 def alone(trajectory: Any) -> float:
     return 1.0
 

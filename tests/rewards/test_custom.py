@@ -97,8 +97,8 @@ def test_a_group_function_must_return_a_list(values: Any) -> None:
     ("name", "hint"),
     [
         *(("no_keel_rewards.polite", ""), (f"{MINE}.polit", "")),
-        *((f"{MINE}:polite.x", ""), (f"{MINE}.Brief", "class")),
-        *((f"{MINE}.functools", ""), (f"{MINE}.stream", "generator")),
+        *((f"{MINE}:polite.x", ""), (f"{MINE}.Brief", "prompt, trajectory")),
+        (f"{MINE}.functools", ""),
         *((".polite", ""), ("..", ""), ("../../etc/passwd.x", ""), ("exiting_rewards.x", "")),
         ("broken_rewards.x", "nothing_of_this_name"),
         *((f"{MINE}.{name}", "prompt, trajectory") for name in ("alone", "trl")),

@@ -36,7 +36,7 @@ def place(name: str, line: int) -> str:
 
 FAILING = [
     ("raises", 1, "TypeError"),
-    ("none", 0, "BadReward: returned None"),
+    ("none", 0, "BadReward: returned a NoneType"),
     ("later", 1, "TypeError"),
     ("leaves", 1, "exit(3)"),
 ]
