@@ -68,15 +68,12 @@ def load_dataset(
     check_reward: _CheckReward = lambda spec: None,
     hub_answers: Callable[[], bool] = lambda: True,
 ) -> Dataset:
-    """Read every source and set its held-out prompts aside.
+    """Read every source, use each distinct question once, and set the held-out prompts aside.
 
-    Each distinct question is used only once, because procedural generators repeat themselves. A
-    question held out by one source is not used for training in any other.
-
-    `count_tokens` returns the length of a prompt rendered with its chat template. `check_reward`
-    raises ValueError for an invalid reward spec. `hub_answers` is described in `load_jsonl`. Raises
-    ConfigError if a source cannot be read or has too few distinct questions, or if a prompt is too
-    long (under `long_prompts: error`).
+    A question held out by one source is not used for training in any other. `count_tokens` returns
+    the length of a rendered prompt. `check_reward` and `hub_answers` are those of `load_jsonl`.
+    Raises ConfigError if a source cannot be read or has too few distinct questions, or if a prompt
+    is too long (under `long_prompts: error`).
     """
 
     def load(source: SourceConfig) -> Loaded:
@@ -211,8 +208,7 @@ def _filter_by_pass_rate(split: _Split, source: SourceConfig) -> None:
 
 
 def source_warnings(config: Config, dataset: Dataset) -> list[str]:
-    """Return warnings about unused columns, and about sources so small that a batch contains the
-    same prompt twice."""
+    """Return warnings about unused columns, and about prompts that occur twice in a batch."""
     lines: list[str] = []
     for source in config.data.sources:
         report, knob = dataset.report[source.name], f"data.sources[{source.name}]"

@@ -44,9 +44,9 @@ class _Candidate:
 def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list[str]:
     """Write the selected completions to `out`, one per line, and return a report for the user.
 
-    `sampled` maps each specialist to the folder where `keel eval` stored its completions for the
-    training prompts. Raises ConfigError if a folder cannot be read, a named reward part does not
-    occur, or no completion is left.
+    `sampled` maps each specialist to its `keel eval` folder for the training prompts. Raises
+    ConfigError if a folder cannot be read, a named reward part does not occur, or no completion is
+    left.
     """
     least, most = config.least_parts, config.most_parts
     bounds = [(n, least.get(n, -math.inf), most.get(n, math.inf)) for n in {**least, **most}]
@@ -93,8 +93,7 @@ def select(sampled: Mapping[str, Path], config: SelectConfig, out: Path) -> list
 
 
 def _candidates(sampled: Mapping[str, Path], least: float) -> Iterator[_Candidate]:
-    """Yield all completions, ordered by specialist and then by prompt. Raises ConfigError if a
-    folder cannot be read."""
+    """Yield all completions, ordered by specialist and then by prompt."""
     for specialist, folder in sampled.items():
         for request in read_evaluation(folder):
             for sample in request.samples:
@@ -120,10 +119,8 @@ def _balanced(
     balance: float,
     counts: Mapping[_Kind, Counter[str]],
 ) -> list[_Candidate]:
-    """Limit each kind to `balance` times as many completions as the rarest kind has.
-
-    First completions for each prompt are kept before further ones.
-    """
+    """Limit each kind to `balance` times as many completions as the rarest kind has, the first ones
+    for each prompt first."""
     sizes = Counter(one.kind for _, one in chosen)
     if not balance or not sizes:
         return [one for _, one in chosen]

@@ -102,17 +102,13 @@ def asked_of(
 ) -> Asked:
     """Collect the completions for one prompt.
 
-    `answer` returns a completion's final answer in a comparable form, or "" if it is missing.
-    `thinking` returns all of its thinking. `tokenizer` is a digest of the policy's tokenizer, if
-    known.
+    `answer` returns a completion's final answer in a comparable form, or "", and `thinking` returns
+    all of its thinking. `tokenizer` is a digest of the policy's tokenizer, if known.
     """
 
     def messages_and_record(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
-        """Return the messages and the record of a completion.
-
-        The record stores the prompt's messages as `asked`. For an agent program it contains all of
-        the program's conversations instead.
-        """
+        """Return the messages and the record of a completion. The record stores the prompt's
+        messages as `asked`, or all conversations of an agent program."""
         record = trajectory_record(prompt, trajectory, tokenizer=tokenizer)
         if trajectory.dialogues:
             return {"messages": [dict(m) for m in trajectory.messages], "record": record}
@@ -180,11 +176,8 @@ class EvaluationFolder:
     """The result folder of one evaluation. It is a context manager that locks the folder."""
 
     def __init__(self, config: Config, policy: str, name: str) -> None:
-        """Choose the folder without opening it.
-
-        `policy` is a readable name for the model. `name` is the folder's name under `run.dir`/eval.
-        It is ignored if `eval.dir` is set.
-        """
+        """Choose the folder `eval.dir`, or `name` under `run.dir`/eval, without opening it.
+        `policy` is a readable name for the model."""
         self._given = bool(config.eval.dir)
         under = Path(config.run.dir).expanduser() / "eval" / name
         self.path = Path(config.eval.dir).expanduser() if self._given else under
@@ -200,9 +193,7 @@ class EvaluationFolder:
 
     def __enter__(self) -> Self:
         """Resume an unfinished evaluation with the same settings, or start one in a new folder.
-
-        Raises ConfigError if neither is possible.
-        """
+        Raises ConfigError if neither is possible."""
         while True:
             with ExitStack() as stack:
                 folder = stack.enter_context(WorkFolder(self.path, "eval.dir", "evaluation"))
@@ -228,10 +219,8 @@ class EvaluationFolder:
         self._opened.close()
 
     def waiting(self, variant: str, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts that have not been sampled in this variant yet.
-
-        Raises ConfigError if a prompt with the same ID but different text was already sampled.
-        """
+        """Return the prompts that have not been sampled in this variant yet. Raises ConfigError if
+        one was sampled with the same ID but different text."""
         known = {one.id: one.digest for one in self.asked if one.variant == variant}
         for prompt in prompts:
             if known.get(prompt.prompt_id, digest_of(prompt)) != digest_of(prompt):

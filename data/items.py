@@ -30,16 +30,13 @@ class Item:
     @property
     def question(self) -> str:
         """Return a digest of the question that ignores ID, source, template, system message and
-        white space.
-
-        Prompts with the same question all go to training or all to evaluation.
-        """
+        white space. Prompts with the same question all go to training or all to evaluation."""
         return _question(self.bare or self.prompt.messages)
 
     @property
     def questions(self) -> frozenset[str]:
-        """Return the digests of the question with and without its template, since another source
-        may contain either."""
+        """Return the digests of the question with and without its template. Other sources may
+        contain either."""
         templated = {_question(self.prompt.messages)} if self.bare else set[str]()
         return frozenset({self.question, *templated})
 
@@ -80,11 +77,8 @@ def malformed(lines: Sequence[str], knob: str) -> ConfigError:
 def with_source_system(
     source: SourceConfig, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any], ...]:
-    """Prepend the source's system messages to a prompt.
-
-    For a source with an environment, the system template is not added here. `keel.agents.episode`
-    adds it later, because it knows the tools.
-    """
+    """Prepend the source's system messages to a prompt. `keel.agents.episode` adds the system
+    template of a source with an environment later, because it knows the tools."""
     template = "none" if source.environment.enabled else source.system_template
     return with_system(system_prompt(template), with_system(source.system, messages))
 

@@ -60,9 +60,8 @@ def load_jsonl(
     """Read up to `source.size` prompts from `source.path`. A size of 0 reads all of them.
 
     `check_reward` raises ValueError for an invalid reward spec. If `hub_answers` returns False, the
-    hub cannot be reached and its local cache is read instead. Raises ConfigError if the file is
-    missing or contains no prompt. Malformed lines also raise ConfigError with their locations,
-    unless `on_bad_line: skip` is set.
+    hub's local cache is read. Raises ConfigError if the file is missing or has no prompt, or for
+    malformed lines, unless `on_bad_line: skip` is set.
     """
     knob = f"data.sources[{source.name}]"
     if source.source == "jsonl":
@@ -194,7 +193,7 @@ def _knob(source: SourceConfig) -> str:
 
 
 def _messages(row: KeyedRow, columns: Columns, source: SourceConfig) -> list[dict[str, Any]]:
-    """Return a row's messages. The list is empty if the row has no prompt but the source has a
+    """Return a row's messages, or an empty list if the row has no prompt but the source has a
     template."""
     record = row.known
     prompt = record.get("prompt")
@@ -216,11 +215,8 @@ def _messages(row: KeyedRow, columns: Columns, source: SourceConfig) -> list[dic
 def _in_template(
     row: KeyedRow, columns: Columns, messages: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Insert the last message, which must be the user's, into the source's template.
-
-    If there are no messages, the filled template becomes the user message. Raises BadLine if that
-    fails.
-    """
+    """Insert the last message, which must be the user's, into the source's template. Without
+    messages, the filled template becomes the user message."""
     if not messages:
         return [{"role": "user", "content": columns.fill_template(row, None)}]
     *before, last = messages

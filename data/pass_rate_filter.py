@@ -49,11 +49,8 @@ class FilterFolder:
     def __init__(
         self, config: Config, prompts: Mapping[str, Sequence[Prompt]], policy: str
     ) -> None:
-        """Prepare the folder without opening it.
-
-        `prompts` maps each training source to the prompts to sample. `policy` is a readable name
-        for the model.
-        """
+        """Prepare the folder without opening it. `prompts` maps each training source to the prompts
+        to sample. `policy` is a readable name for the model."""
         run = Path(config.run.dir).expanduser()
         self.path = Path(config.filter.dir).expanduser() if config.filter.dir else run / "filter"
         self._table_path = self.path / "pass_rates.jsonl"
@@ -73,11 +70,8 @@ class FilterFolder:
         self._number = 0  # running total of kept prompts: progress is logged after each prompt
 
     def __enter__(self) -> Self:
-        """Lock the folder and read the pass rates already stored in it.
-
-        Raises ConfigError if the folder cannot be written, is in use, or was created with a
-        different policy, different settings or different prompts.
-        """
+        """Lock the folder and read the pass rates already in it. Raises ConfigError if it cannot be
+        written, is in use, or has another policy, other settings or other prompts."""
         with ExitStack() as stack:
             folder = stack.enter_context(WorkFolder(self.path, "filter.dir", "filter"))
             if changed := folder.changed(self._settings):

@@ -45,13 +45,12 @@ class PassRate:
 
     @property
     def known(self) -> bool:
-        """Return whether at least one completion has a score. Otherwise a pass rate of 0 means
-        nothing."""
+        """Whether any completion has a score. Otherwise a pass rate of 0 means nothing."""
         return self.unscored < self.samples
 
     def within(self, least: float, most: float) -> bool:
-        """Return whether the prompt was solved at least once and its pass rate lies in the training
-        range."""
+        """Return whether the prompt was solved at least once and its pass rate is within the
+        bounds."""
         return self.passes > 0 and least <= self.rate <= most
 
     def line(self) -> dict[str, Any]:
@@ -82,11 +81,8 @@ def digest_of(prompt: Prompt) -> str:
 
 
 def read_pass_rates(path: Path) -> dict[str, PassRate]:
-    """Read the table.
-
-    If an ID occurs several times, the last line is used. An incomplete last line is ignored. Raises
-    ValueError with the file and line number of any other malformed line.
-    """
+    """Read the table. The last line of an ID counts, and an incomplete last line is ignored. Raises
+    ValueError with the file and line number of a malformed line."""
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -43,11 +43,8 @@ hundred thousand words."""
 
 
 def load_reasoning_gym(source: SourceConfig, *, seed: int) -> Loaded:
-    """Generate items 0 to size − 1 of a task.
-
-    The seed is `params.seed` if set, otherwise the run's seed. Item i does not depend on `size`.
-    Raises ConfigError for an unknown task or option.
-    """
+    """Generate items 0 to size − 1 of a task. The seed is `params.seed` if set, otherwise the
+    run's. Item i does not depend on `size`. Raises ConfigError for an unknown task or option."""
     knob = f"data.sources[{source.name}]"
     if source.task in REFUSED_TASKS:
         raise ConfigError(f"{knob}.task = {source.task!r}: {REFUSED_TASKS[source.task]}")
@@ -57,11 +54,8 @@ def load_reasoning_gym(source: SourceConfig, *, seed: int) -> Loaded:
 
 
 def build_task(task: str, params: Mapping[str, Any], size: int, seed: int, knob: str) -> Any:
-    """Build a reasoning_gym dataset with `size` entries.
-
-    A seed in `params` takes precedence. Raises ConfigError, naming the setting `knob`, for an
-    unknown task or option.
-    """
+    """Build a reasoning_gym dataset with `size` entries. A seed in `params` takes precedence.
+    Raises ConfigError, naming the setting `knob`, for an unknown task or option."""
     # Imported late: it takes a second and builds a hundred tasks.
     from reasoning_gym.factory import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
         DATASETS,  # pyright: ignore[reportUnknownVariableType]
@@ -131,11 +125,8 @@ def _describe(error: Exception) -> str:
 
 
 def load_episodes(source: SourceConfig) -> Loaded:
-    """Return prompts for tasks 0 to size − 1 of an environment that opens the conversation itself.
-
-    The message in each prompt only names the task. The environment must replace it;
-    `keel.agents.probe` rejects an environment that does not.
-    """
+    """Return prompts that only name tasks 0 to size − 1 of an environment, which opens the
+    conversation itself. `keel.agents.probe` rejects an environment that does not."""
     names = [f"{source.name}/{index}" for index in range(source.size)]
     prompts = [
         Prompt(
@@ -155,10 +146,9 @@ def load_episodes(source: SourceConfig) -> Loaded:
 def to_jsonable(value: Any, path: str = "value") -> Any:
     """Encode a Python value as JSON data without loss.
 
-    Verifiers distinguish types: a grid of tuples is not a grid of lists, and `{1: …}` is not `{"1":
-    …}`. Such values are therefore encoded like `{"~tuple": […]}`, and
-    `keel.rewards.code.call_driver` decodes them. Raises TypeError with the path to an unsupported
-    value.
+    Verifiers distinguish `(1,)` from `[1]` and `{1: …}` from `{"1": …}`. Such values are encoded
+    like `{"~tuple": […]}`, and `keel.rewards.code.call_driver` decodes them. Raises TypeError with
+    the path to an unsupported value.
     """
 
     def each(items: Any) -> list[Any]:

@@ -22,12 +22,9 @@ from keel.rl.evaluation import pass_at_k, passed
 
 
 def _summary(asked: Sequence[Asked], pass_at: Sequence[int], submissions: int) -> dict[str, Any]:
-    """Summarize the completions for a set of prompts.
-
-    `pass_at` lists the values of k for pass@k and maj@k. If every completion has turns, they are
-    also used for fewest@k. No k may exceed the number of completions per prompt. `submissions` is
-    passed to `contest_score`. If it is 0, that score is omitted.
-    """
+    """Summarize the completions for a set of prompts, with pass@k and maj@k for each k in
+    `pass_at`, fewest@k if every completion has turns, and `contest_score` unless `submissions` is
+    0."""
     samples = [sample for one in asked for sample in one.samples]
     tokens = [sample["tokens"] for sample in samples]
     passes, numbers = [one.passes for one in asked], [one.number for one in asked]
@@ -85,7 +82,7 @@ def contest_score(samples: Sequence[Mapping[str, Any]], submissions: int) -> flo
 def results(
     asked: Sequence[Asked], pass_at: Sequence[int], submissions: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """Return a summary for each variant and set. `_sets_of` defines the sets."""
+    """Return a summary for each variant and set (`_sets_of`)."""
     result: dict[str, dict[str, Any]] = {}
     for variant in dict.fromkeys(one.variant for one in asked):
         chosen = [one for one in asked if one.variant == variant]
@@ -97,20 +94,15 @@ def results(
 
 
 def domains_to_show(domain_of: Mapping[str, str]) -> list[str]:
-    """Return the domains, except those that consist of a single source with the same name.
-
-    `domain_of` maps each source to its domain.
-    """
+    """Return the domains that do not just consist of a source with the same name. `domain_of` maps
+    each source to its domain."""
     domains = {d: {s for s in domain_of if domain_of[s] == d} for d in domain_of.values()}
     return sorted(domain for domain, sources in domains.items() if sources != {domain})
 
 
 def _sets_of(asked: Sequence[Asked]) -> dict[str, list[int]]:
-    """Group the prompts into sets and return the prompt indices for each set.
-
-    There is a set for each source, one for each domain with several sources (`domain …`), and
-    `all`.
-    """
+    """Return the prompt indices of each source, of each domain with several sources, and of
+    `all`."""
     domain_of = {one.source: one.domain for one in asked}
     sets = {s: [n for n, one in enumerate(asked) if one.source == s] for s in domain_of}
     for domain in domains_to_show(domain_of):
@@ -148,8 +140,7 @@ def table(result: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align the columns of a text table. The first column is left-aligned, the others
-    right-aligned."""
+    """Align the columns of a text table, the first one left and the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -163,11 +154,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def compared(
     first: Sequence[Asked], second: Sequence[Asked]
 ) -> dict[str, dict[str, tuple[int, Difference]]]:
-    """Compare pass@1 on the prompts shared by two evaluations, for each variant and set.
-
-    Each entry contains the number of pairs and the difference. Raises ValueError if no prompt is
-    shared, or if prompts with the same name differ.
-    """
+    """Compare pass@1 on the prompts shared by two evaluations: the number of pairs and the
+    difference for each variant and set. Raises ValueError if no prompt is shared, or if prompts
+    with the same name differ."""
     earlier = {(one.variant, one.id): one for one in first}
     pairs = [(earlier[key], one) for one in second if (key := (one.variant, one.id)) in earlier]
     if not pairs:
@@ -260,11 +249,8 @@ class Difference:
 
 
 def paired_difference(first_P: Sequence[float], second_P: Sequence[float]) -> Difference:
-    """Compare two measurements on the same prompts.
-
-    The result is deterministic. Raises ValueError if the measurements are empty or differ in
-    length.
-    """
+    """Compare two measurements on the same prompts. The result is deterministic. Raises ValueError
+    if they are empty or differ in length."""
     if len(first_P) != len(second_P) or not len(first_P):
         raise ValueError(f"{len(first_P)} and {len(second_P)} measurements are no pairs")
     d_P = np.asarray(second_P, float) - np.asarray(first_P, float)
@@ -287,7 +273,7 @@ def majority_at_k(answers: Sequence[str], right: str, k: int) -> float:
     al., 2023).
 
     Tied answers share the probability, and empty answers do not count. The result is exact if k is
-    the number of answers. Otherwise it is averaged over `_VOTES` seeded draws. Raises ValueError
+    the number of answers, and averaged over `_VOTES` seeded draws otherwise. Raises ValueError
     unless 1 ≤ k ≤ the number of answers.
     """
     if not 1 <= k <= len(answers):
@@ -300,12 +286,11 @@ def majority_at_k(answers: Sequence[str], right: str, k: int) -> float:
 
 
 def fewest_steps_at_k(steps: Sequence[int | None], right: Sequence[bool], k: int) -> float:
-    """Compute the probability that, among k trajectories, the finished one with the fewest steps is
-    correct.
+    """Compute the probability that the finished one of k trajectories with the fewest steps is
+    correct: Parallel-fewest-step from DeepSeek-V3.2 (2025), section 4.4.
 
-    This is Parallel-fewest-step from DeepSeek-V3.2 (2025), section 4.4. The result is exact. Ties
-    are broken uniformly, and k unfinished trajectories count as wrong. `steps` is None for an
-    unfinished trajectory. Raises ValueError unless 1 ≤ k ≤ the number of trajectories.
+    The result is exact. Ties are broken uniformly, and k unfinished trajectories (None in `steps`)
+    count as wrong. Raises ValueError unless 1 ≤ k ≤ the number of trajectories.
     """
     total = len(steps)
     if len(right) != total or not 1 <= k <= total:

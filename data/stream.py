@@ -21,10 +21,10 @@ T = TypeVar("T", bound=_Streamed)
 class Stream(Generic[T]):
     """An endless stream of prompts or conversations from weighted sources.
 
-    Each source yields every prompt once per epoch, in a new order for each epoch. The sources are
-    interleaved so that at any time the number of prompts from each source is within one of its
-    share (slightly more with three or more sources). The position can therefore be stored as one
-    count per source. A batch that spans two epochs may contain the same prompt twice.
+    Each source yields every prompt once per epoch, in a new order. The sources are interleaved so
+    that the number of prompts from each is within one of its share (slightly more with three or
+    more sources), and the position is one count per source. A batch that spans two epochs may
+    contain the same prompt twice.
     """
 
     def __init__(
@@ -35,11 +35,8 @@ class Stream(Generic[T]):
         seed: int,
         content: Callable[[T], str],
     ) -> None:
-        """Create the stream at its beginning.
-
-        `weights` are relative, and sources with weight 0 are skipped. `content` returns the text of
-        a prompt. This text must not have changed when a run resumes.
-        """
+        """Create the stream at its beginning. Sources with weight 0 are skipped. `content` returns
+        the text of a prompt, which must not have changed when a run resumes."""
         self._content = content
         self._sources = {name: tuple(sources[name]) for name in sources if weights[name] > 0}
         total = sum(weights[name] for name in self._sources)
@@ -64,10 +61,8 @@ class Stream(Generic[T]):
         return [self._requeued.popleft() if self._requeued else self._next() for _ in range(n)]
 
     def state(self, unfinished: Sequence[T] = ()) -> dict[str, Any]:
-        """Return the position as JSON data.
-
-        The `unfinished` prompts have already been taken. They come first after a restore.
-        """
+        """Return the position as JSON data. The `unfinished` prompts have already been taken, and
+        come first after a restore."""
         return {
             "drawn": dict(self._drawn),
             "unfinished": [prompt.prompt_id for prompt in (*unfinished, *self._requeued)],
@@ -75,10 +70,8 @@ class Stream(Generic[T]):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position.
-
-        Raises ValueError that lists the differences if the prompts, weights or seed have changed.
-        """
+        """Continue from a saved position. Raises ValueError if the prompts, weights or seed have
+        changed."""
         current, saved = self._current_identity(), dict(state["dataset"])
         if changed := [key for key in current | saved if current.get(key) != saved.get(key)]:
             differences = "; ".join(
@@ -93,10 +86,8 @@ class Stream(Generic[T]):
         self._requeued = deque(known[prompt_id] for prompt_id in state["unfinished"])
 
     def _current_identity(self) -> dict[str, Any]:
-        """Return a digest of each source's data.
-
-        It shows whether a saved position is still valid.
-        """
+        """Return a digest of each source's data, which shows whether a saved position is still
+        valid."""
         if self._identity is None:
             self._identity = {"seed": self._seed}
             for name, prompts in self._sources.items():
@@ -116,11 +107,8 @@ class Stream(Generic[T]):
         return self._order(name, epoch)[position]
 
     def _order(self, name: str, epoch: int) -> tuple[T, ...]:
-        """Return a source's prompts in the order for `epoch`.
-
-        They are sorted by a seeded hash, so that the order does not depend on the Python or numpy
-        version.
-        """
+        """Return a source's prompts in the order for `epoch`. A seeded hash makes it independent of
+        Python and numpy versions."""
         cached = self._orders.get(name)
         if cached is None or cached[0] != epoch:
             key = f"{self._seed}/{name}/{epoch}/"

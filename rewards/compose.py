@@ -128,11 +128,8 @@ def compose_cut_off(parts: Mapping[str, float], weights: Mapping[str, float]) ->
 
 
 def compose(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
-    """Compute the reward as the weighted sum of its components.
-
-    Components without a weight are kept for the metrics. If the terms cancel except for rounding
-    errors, the reward is exactly 0. Otherwise the error could become an advantage.
-    """
+    """Compute the reward as the weighted sum of its components. If the terms cancel except for
+    rounding errors, it is exactly 0, because an error could become an advantage."""
     terms = [weight * parts[name] for name, weight in weights.items()]
     value = sum(terms)
     if abs(value) <= _ROUNDING * max(map(abs, terms), default=0.0):

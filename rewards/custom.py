@@ -107,11 +107,8 @@ def named(function: Callable[..., Any]) -> str:
 
 @contextmanager
 def passing(functions: Sequence[Callable[..., Any]]) -> Generator[None]:
-    """Make `functions` available to worker processes that start inside the `with` block.
-
-    The blocks cannot be nested. Raises ValueError if two functions have the same name or if a
-    function cannot be pickled.
-    """
+    """Make `functions` available to worker processes that start inside the `with` block. Raises
+    ValueError if two functions have the same name or if a function cannot be pickled."""
     with TemporaryDirectory() as folder:
         for function in functions:
             name = named(function)
@@ -259,12 +256,11 @@ class BadReward(ValueError):
 
 
 def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float]]:
-    """Build a verifier that calls a user's function. The verifier takes the output of
+    """Build a verifier that calls the function `spec["name"]` on the output of
     `TextTrajectory.dumps()`.
 
-    `spec` contains the `name` of the function and a `prompt` converted by `prompt_fields`. If
-    `spec["group"]` is true, the verifier takes a JSON list of trajectories instead. It then returns
-    `{"correct": mean, "0": …, "1": …}` with the score of each trajectory.
+    If `spec["group"]` is true, the verifier takes a JSON list of trajectories instead. It then
+    returns `{"correct": mean, "0": …, "1": …}` with the score of each trajectory.
     """
     # Imports numpy, which workers of runs without user functions do not need.
     from keel.rl.types import Prompt  # noqa: PLC0415

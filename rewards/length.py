@@ -66,10 +66,8 @@ class LengthRule:
 
     @staticmethod
     def from_knobs(knobs: Mapping[str, Any], *, limit: int) -> LengthRule:
-        """Create the rule from the fields of `LengthConfig`.
-
-        The argument `limit` is used if the field `limit` is 0.
-        """
+        """Create the rule from the fields of `LengthConfig`. `limit` is used if the field `limit`
+        is 0."""
         fields = dict(knobs)
         fields["limit"] = fields["limit"] or limit
         fields["margin"] = fields["margin"] or max(1, fields["limit"] // 5)
@@ -93,11 +91,8 @@ class LengthRule:
     def adjustment(
         self, rewards_G: Floats, correct_G: Floats, tokens_G: NDArray[np.int64]
     ) -> Floats:
-        """Return the amounts to add to the rewards, [G].
-
-        `rewards_G` contains the rewards before the adjustment. `correct_G` contains the component
-        `correct` of each reward, from 0 to 1.
-        """
+        """Return the amounts to add to the rewards, [G]. `correct_G` contains the component
+        `correct` of each reward, from 0 to 1."""
         right = correct_G >= self.correct_threshold
         every = np.ones_like(right)
         if self.may_outweigh:

@@ -102,12 +102,11 @@ class Scorer:
     def submit(self, group: Group, purpose: Purpose = "train") -> Future[ScoredGroup]:
         """Start scoring all trajectories of a group.
 
-        If a verifier fails on a completion, its reward component is 0, and the component `error` is
-        1. A completion that the judge could not score is dropped from the group. During training, a
-        truncated completion is dropped too if the length rule of the domain says so.
-
-        The future raises ValueError if the domain has no weights or the reward spec is malformed.
-        It raises JudgeStopped or RewardStopped if too many completions could not be scored.
+        If a verifier fails on a completion, its component is 0 and the component `error` is 1. A
+        completion that the judge could not score is dropped, and in training a truncated one if the
+        length rule says so. The future raises ValueError if the domain has no weights or the reward
+        spec is malformed, and JudgeStopped or RewardStopped if too many completions could not be
+        scored.
         """
         try:
             sources = self._sources(group)
@@ -306,10 +305,8 @@ def _add_verdicts(drafts: _Drafts, *, graded: bool) -> None:
 
 
 def _finish(draft: _Draft, weights: Mapping[str, float]) -> None:
-    """Check that a draft has every reward component with a weight.
-
-    If the episode crashed, fill in the worst values instead.
-    """
+    """Check that a draft has every component with a weight, or fill in the worst values after a
+    crash."""
     if draft.trajectory.finish_reason == "crash":
         parts = {name: float(weight < 0) for name, weight in weights.items()}
         draft.parts, draft.dropped = {**parts, "correct": 0.0, ERROR: 0.0}, ""

@@ -39,10 +39,7 @@ def final_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def outside_think(text: str) -> str:
-    """Return the text after the last `</think>` and before any later `<think>`.
-
-    White space around it is removed.
-    """
+    """Return the stripped text after the last `</think>` and before any later `<think>`."""
     return text.rpartition(THINK.close)[2].partition(THINK.open)[0].strip()
 
 
@@ -75,20 +72,15 @@ def thinking_text(messages: Sequence[Mapping[str, Any]]) -> str:
 def every_turn(
     of: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Apply `of` to each turn of the policy, and return the results joined as paragraphs.
-
-    `of` is `final_text` or `thinking_text`. Tool calls and messages of other roles are left out.
-    """
+    """Apply `final_text` or `thinking_text` to each turn of the policy, and join the results as
+    paragraphs."""
     turns = [message for message in messages if message.get("role") == "assistant"]
     return "\n\n".join(filter(None, (of([message]) for message in turns)))
 
 
 def marked_answer(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{…}`. If there is none, return that of the last
-    `<answer>`.
-
-    Returns None if nothing is marked or the last box is not closed.
-    """
+    r"""Return the content of the last `\boxed{…}`, or else of the last `<answer>`. Returns None if
+    nothing is marked or the last box is not closed."""
     start = text.rfind(BOXED)
     if start >= 0:
         return _braced(text, start + len(BOXED))

@@ -49,10 +49,8 @@ _Placed = tuple[str, dict[str, Any]]
 def read_rows(
     source: ConversationsConfig, hub_answers: Callable[[], bool] = lambda: True
 ) -> ReadSource:
-    """Read chats from a file, a folder or a dataset on the hub.
-
-    Raises ConfigError with the file and line of a malformed row, unless `on_bad_line: skip` is set.
-    """
+    """Read chats from a file, a folder or a dataset on the hub. Raises ConfigError with the place
+    of a malformed row, unless `on_bad_line: skip` is set."""
     knob = f"sft.sources[{source.name}]"
     check_keys(source.columns, KNOWN, knob)
     if source.source == "jsonl":
@@ -84,13 +82,12 @@ def _keyed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
 
 
 def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSource:
-    """Read the trajectories whose reward meets the source's condition.
+    """Read the trajectories of a run (`trajectories/`) or an evaluation (`samples.jsonl`) whose
+    reward meets the source's condition.
 
-    They come from a run (`trajectories/`) or an evaluation (`samples.jsonl`). A trajectory is
-    rendered again from its messages if it was sampled with a different tokenizer, in a different
-    mode or without the source's system message. `tokenizer` is a digest of the learner's tokenizer.
-    Raises ConfigError under the same conditions as `read_rows`, and also if there is nothing to
-    read.
+    A trajectory is rendered again from its messages if it was sampled with a tokenizer other than
+    the learner's (`tokenizer`, a digest), in a different mode or without the source's system
+    message. Raises ConfigError as `read_rows` does, and also if there is nothing to read.
     """
     path, knob = data_path(source.path), f"sft.sources[{source.name}].path"
     if not path.is_dir():
@@ -105,10 +102,8 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSou
     mode = {"as-written": None, "with": True, "without": False}[source.thinking]
 
     def is_learnable(conversation: Mapping[str, Any]) -> bool:
-        """Return whether a conversation has an assistant message to train on.
-
-        Malformed conversations are kept here and rejected later.
-        """
+        """Return whether a conversation has an assistant message to train on. Malformed ones are
+        rejected later."""
         messages = conversation.get("messages")
         return not isinstance(messages, list) or any(
             not isinstance(m, dict) or (m.get("role") == "assistant" and m.get("weight") != 0)
@@ -145,10 +140,8 @@ def _read(
     rows: Iterable[tuple[str, R]],
     records: Callable[[str, R], Iterable[_Placed]],
 ) -> ReadSource:
-    """Read conversations from `rows`, which come with their locations.
-
-    `records` extracts the conversations from a row and may raise BadLine.
-    """
+    """Read conversations from `rows` with their locations. `records` extracts them from a row and
+    may raise BadLine."""
     # With a limit per prompt, `size` applies after it.
     size = 0 if source.most_per_prompt else source.size
     strict = source.on_bad_line == "error"
@@ -187,8 +180,8 @@ def _example(at: str, record: Mapping[str, Any], source: ConversationsConfig) ->
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files in a run or evaluation folder, ordered by step. Files unpacked by `keel
-    report` are omitted."""
+    """Return the files in a run or evaluation folder by step, without those unpacked by `keel
+    report`."""
     samples = folder / "samples.jsonl"
     if samples.is_file():
         return [samples]
@@ -208,8 +201,8 @@ def _evaluated(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _drop_reason(record: Mapping[str, Any], source: ConversationsConfig) -> str:
-    """Return why a trajectory is not used for training, or "" if it is used. Raises BadLine if it
-    is malformed."""
+    """Return why a trajectory is not used for training, or "". Raises BadLine if it is
+    malformed."""
     parts = record.get("parts")
     if not isinstance(parts, dict) or "messages" not in record:
         raise BadLine("is not a trajectory: it needs `messages` and the `parts` of its reward")

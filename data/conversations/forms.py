@@ -47,10 +47,10 @@ def conversation_of(
 ) -> tuple[list[Message], list[int]]:
     """Read the conversation on a line and decide which of its messages to train on.
 
-    `system` is the source's system message. It is added to conversations that have none. If
-    `rendered` is True, the chat template will produce the tokens, so every message to train on
-    needs content. Otherwise the tokens are already known, and a message may consist of just an
-    end-of-turn token or a malformed call. Raises BadLine if the conversation cannot be read.
+    `system` is added to conversations without a system message. If `rendered` is True, the chat
+    template will produce the tokens, so every message to train on needs content. Otherwise a
+    message may consist of just an end-of-turn token or a malformed call. Raises BadLine if the
+    conversation cannot be read.
     """
     forms = [key for key in _FORMS if key in record]
     if len(forms) != 1 or (forms == ["prompt"] and "completion" not in record):
@@ -91,8 +91,7 @@ def conversation_of(
 
 
 def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a line's tools in the format that chat templates expect. Raises BadLine if they are
-    malformed."""
+    """Return a line's tools in the format that chat templates expect."""
     value = record.get("tools") or []
     if isinstance(value, str):
         value = _json(value, "tools")
@@ -110,10 +109,7 @@ def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def thinking_of(record: Mapping[str, Any], messages: Sequence[Message], mode: str) -> bool:
-    """Return whether to render a line in thinking mode.
-
-    `mode` is the source's setting. Raises BadLine if the line's `thinking` is not true or false.
-    """
+    """Return whether to render a line in thinking mode. `mode` is the source's setting."""
     value = record.get("thinking")
     if value is not None and not isinstance(value, bool):
         raise BadLine(f"`thinking` must be true or false, is {kind_of(value)}")
@@ -135,8 +131,7 @@ def unread_of(record: Mapping[str, Any], known: frozenset[str] = KNOWN) -> froze
 
 
 def entries_of(value: Any, key: str) -> list[tuple[dict[str, Any], str]]:
-    """Return the messages in a list, with their locations for error messages. Raises BadLine if one
-    is malformed."""
+    """Return the messages in a list, with their locations for error messages."""
     if not isinstance(value, list) or not value:
         raise BadLine(f"`{key}` must be a list of at least one message, is {kind_of(value)}")
     entries = [(m, f"{key}[{place}]") for place, m in enumerate(cast(list[Any], value))]
@@ -198,10 +193,7 @@ def _message(entry: Mapping[str, Any], at: str) -> dict[str, Any]:
 
 
 def text_of(value: Any, at: str) -> str:
-    """Return a message's content as text.
-
-    The content may be text, a list of text parts, or null. Raises BadLine for anything else.
-    """
+    """Return a message's content as text. It may be text, a list of text parts, or null."""
     if value is None:
         return ""
     if isinstance(value, list):
@@ -219,7 +211,7 @@ def text_of(value: Any, at: str) -> str:
 
 
 def calls_of(calls: Any, at: str) -> list[dict[str, Any]]:
-    """Return a message's tool calls with parsed arguments. Raises BadLine if they are malformed."""
+    """Return a message's tool calls with parsed arguments."""
     parsed: list[dict[str, Any]] = []
     for call, place in entries_of(calls, at):
         function = _object(call.get("function", call), f"{place}.function")
@@ -236,8 +228,8 @@ def calls_of(calls: Any, at: str) -> list[dict[str, Any]]:
 def _name_results(messages: Sequence[dict[str, Any]]) -> None:
     """Assign an ID to every tool call, and give every result the ID and name of its call.
 
-    A result without an ID answers the first open call, or the first open call with the same name if
-    it has a name. Raises BadLine if a result matches no call.
+    A result without an ID answers the first open call, or the first open call with its name. Raises
+    BadLine if a result matches no call.
     """
     open_calls: dict[str, str] = {}
     for place, message in enumerate(messages):

@@ -101,17 +101,14 @@ def load_lessons(
     reserved: Collection[str] = (),
     reserved_ids: Collection[str] = (),
 ) -> Lessons:
-    """Read every source and split off its held-out conversations.
+    """Read every source without duplicates and split off its held-out conversations.
 
-    Duplicates are removed. A question that one source holds out is not trained on in any other
-    source. If a document is too long for the held-out set, only its last windows are held out.
-
-    `reserved` contains the questions (`Example.question`) of the recipe's held-out prompts.
-    `reserved_ids` contains the IDs of those prompts. The IDs are needed because an environment may
-    change the first message, but a trajectory still names its prompt. `tokenizer` is a digest of
-    the model's tokenizer, `solve` is described in `_worked_solutions`, and `encoded` tokenizes text
-    sources. If `hub_answers` returns False, only previously downloaded files are read and no hub is
-    contacted.
+    A question that one source holds out is not trained on in any other. If a document is too long
+    for the held-out set, only its last windows are held out. `reserved` contains the questions of
+    the recipe's held-out prompts, and `reserved_ids` their IDs, because an environment may change
+    the first message. `tokenizer` is a digest of the model's tokenizer, `solve` is described in
+    `_worked_solutions`, and `encoded` tokenizes text sources. If `hub_answers` returns False, no
+    hub is contacted.
 
     Raises ConfigError if a source is empty or cannot be read, or if a conversation cannot be
     rendered with the chat template or is too long (under `long_conversations: error`).
@@ -180,10 +177,7 @@ def load_lessons(
 
 
 def _content_of(lesson: SftExample) -> str:
-    """Return text that identifies a conversation.
-
-    A resumed run compares it to detect changed data.
-    """
+    """Return text that identifies a conversation, so that a resumed run detects changed data."""
     tokens = hashlib.blake2b(digest_size=16)
     for segment in lesson.segments:
         tokens.update(segment.token_ids_T.tobytes())
@@ -252,8 +246,7 @@ def _held(source: ConversationsConfig, part: _Part, seed: int) -> set[str]:
 
     Whole questions and documents are taken in a seeded order as long as they fit. The remaining
     places are filled with the end of one more document, or with the remaining question that has the
-    fewest conversations. Raises ConfigError if the source has fewer than `holdout` conversations or
-    windows.
+    fewest conversations.
     """
     missing = source.holdout
     if missing > len(part.usable):
@@ -293,11 +286,8 @@ _Solve = Callable[[str, Mapping[str, Any]], Mapping[str, Any] | None]
 
 
 def _worked_solutions(source: ConversationsConfig, solve: _Solve, *, seed: int) -> ReadSource:
-    """Generate `source.size` questions and keep those with a known solution.
-
-    The seed is `params.seed` if set, otherwise the run's seed. Raises ConfigError if reasoning_gym
-    rejects the task, or if no question has a known solution.
-    """
+    """Generate `source.size` questions and keep those with a known solution. The seed is
+    `params.seed` if set, otherwise the run's."""
     knob = f"sft.sources[{source.name}]"
     task_seed = _SEED_OFFSET + seed * _SEED_STRIDE
     entries = list(build_task(source.task, source.params, source.size, task_seed, knob))

@@ -67,11 +67,8 @@ class Encoded:
 
 
 def read_text(source: ConversationsConfig, by: Encoded, *, window: int) -> ReadSource:
-    """Read the documents in `source.path` and return them as windows of at most `window` tokens.
-
-    Raises ConfigError if there is no text. A malformed document also raises ConfigError with its
-    file and line, unless `on_bad_line: skip` is set.
-    """
+    """Read the documents in `source.path` as windows of at most `window` tokens. Raises ConfigError
+    if there is no text, or for a malformed document, unless `on_bad_line: skip` is set."""
     knob = f"sft.sources[{source.name}]"
     files, others = _files(data_path(source.path), f"{knob}.path")
     examples: list[Example] = []
@@ -98,10 +95,8 @@ def read_text(source: ConversationsConfig, by: Encoded, *, window: int) -> ReadS
 
 
 def made_texts(source: ConversationsConfig, by: Encoded, *, seed: int) -> ReadSource:
-    """Generate `source.size` texts of one window each. Only the predictable digits are trained on.
-
-    Each predictable digit is tokenized separately, so it is one token with any tokenizer.
-    """
+    """Generate `source.size` texts of one window each. Only the predictable digits are trained on,
+    and each is tokenized separately, so it is one token with any tokenizer."""
     try:
         texts = list(retrieval_texts(source.size, length=source.length, seed=seed, **source.params))
     except ValueError as error:
@@ -126,11 +121,9 @@ def made_texts(source: ConversationsConfig, by: Encoded, *, seed: int) -> ReadSo
 def retrieval_texts(
     count: int, *, length: int, seed: int, letters: int = len(_KEYS), digits: int = 10
 ) -> Iterator[str]:
-    """Generate `count` texts of `length` characters.
-
-    They use the first `letters` letters and the first `digits` digits. Raises ValueError if the
-    length is too short for them, or if there are not that many letters or digits.
-    """
+    """Generate `count` texts of `length` characters from the first `letters` letters and the first
+    `digits` digits. Raises ValueError if the length is too short or there are not that many letters
+    or digits."""
     if length < 16:
         raise ValueError(f"length = {length}: must be at least 16")
     for name, value, most in (("letters", letters, len(_KEYS)), ("digits", digits, 10)):
@@ -156,10 +149,7 @@ def answers(text: str) -> list[int]:
 
 
 def _files(path: Path, knob: str) -> tuple[list[Path], list[str]]:
-    """Return the files to read and the names of the folder's other files.
-
-    Hidden files are ignored.
-    """
+    """Return the files to read and the names of the other files. Hidden files are ignored."""
     files = [path]
     if path.is_dir():
         every = [file for file in sorted(path.rglob("*")) if file.is_file()]
@@ -180,8 +170,7 @@ def _is_whole(file: Path) -> bool:
 
 
 def _documents(file: Path, knob: str) -> Iterator[tuple[str, str | BadLine]]:
-    """Yield each document's location and its text. A malformed document yields an error instead of
-    text."""
+    """Yield each document's location and its text, or an error for a malformed document."""
     if _is_whole(file):
         check_file(file, knob)
         try:
@@ -209,8 +198,7 @@ def _documents(file: Path, knob: str) -> Iterator[tuple[str, str | BadLine]]:
 def _windows(
     at: str, document: str, tokens: Sequence[int], unlearned: int, size: int
 ) -> Iterator[Example]:
-    """Split a document into windows. The first `unlearned` tokens of the document are not trained
-    on."""
+    """Split a document into windows. Its first `unlearned` tokens are not trained on."""
     name = digest(document)
     step = max(1, size - 1)
     for index, start in enumerate(range(0, len(tokens) - 1, step)):

@@ -37,10 +37,8 @@ class Example:
 
     @property
     def question(self) -> str:
-        """Return a digest of the first question, computed like `keel.data.items.Item.question`.
-
-        Conversations with the same question all go to training or all to evaluation.
-        """
+        """Return a digest of the first question, like `keel.data.items.Item.question`.
+        Conversations with the same question all go to training or all to evaluation."""
         if self.document:
             return self.document
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
@@ -52,7 +50,7 @@ class Example:
 
     @property
     def content(self) -> str:
-        """Return a digest of the whole conversation. It is used to find duplicates."""
+        """Return a digest of the whole conversation, which finds duplicates."""
         if self.document:
             return f"{self.document}/{self.window}"
         whole = [list(self.messages), self.tools, self.trained, self.thinking]

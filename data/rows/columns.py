@@ -113,11 +113,8 @@ class Columns:
         return f"`{key}`" if name == key else f"`{key}` ({self._knob}.columns.{key} = {name!r})"
 
     def fill_template(self, row: KeyedRow, prompt: str | None) -> str:
-        """Fill in the source's template from a row.
-
-        If `prompt` is given, it replaces `{prompt}`. Raises BadLine with the name of a missing
-        column.
-        """
+        """Fill in the source's template from a row. If `prompt` is given, it replaces `{prompt}`.
+        Raises BadLine with the name of a missing column."""
 
         def replacement(match: re.Match[str]) -> str:
             if match[1]:
@@ -154,10 +151,8 @@ def picked(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, A
 
 
 def _look_up(record: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column, given its name or a dotted path into an object.
-
-    Returns `_MISSING` if the row does not have it.
-    """
+    """Return the value of a column, given its name or a dotted path into an object, or
+    `_MISSING`."""
     if name in record or "." not in name:
         return record.get(name, _MISSING)
     value: Any = record
@@ -169,8 +164,7 @@ def _look_up(record: Mapping[str, Any], name: str) -> Any:
 
 
 def _parse_cell(key: str, value: Any) -> Any:
-    """Decode a table cell. Cells for keys other than text hold JSON. Raises BadLine if it is
-    invalid."""
+    """Decode a table cell. Cells for keys other than text hold JSON."""
     if key in _PARSED and isinstance(value, str):
         value = parse_json(key, value.lower() if value in ("True", "False") else value)
     return without_nulls(value)

@@ -42,8 +42,7 @@ _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\..+")
 
 
 class FilesNotFound(ValueError):
-    """Raised if the split or subset has no files, or if several subsets exist and none was
-    chosen."""
+    """Raised if the split or subset has no files, or if one of several subsets must be chosen."""
 
 
 class _Source(Protocol):
@@ -64,11 +63,8 @@ class _Source(Protocol):
 def files_of(
     source: _Source, hub_answers: Callable[[], bool], sources: str = "data.sources"
 ) -> list[Path]:
-    """Return a source's files in order.
-
-    `sources` is the setting that contains the source. If nothing matches, raises ConfigError that
-    lists the existing alternatives.
-    """
+    """Return a source's files in order. `sources` is the setting that contains the source. Raises
+    ConfigError that lists the existing alternatives if nothing matches."""
     knob = f"{sources}[{source.name}]"
     try:
         if source.source == "hub":
@@ -88,10 +84,8 @@ def files_of(
 
 
 def choose_files(names: Iterable[str], split: str, subset: str) -> list[str]:
-    """Return the files for a subset and a split. The default split is train.
-
-    Raises FilesNotFound if there are none.
-    """
+    """Return the files for a subset and a split, train by default. Raises FilesNotFound if there
+    are none."""
     subsets: dict[str, list[str]] = {}
     for name in sorted(names):
         *folders, file = PurePosixPath(name).parts
@@ -153,8 +147,8 @@ def _list_files(folder: Path) -> list[str]:
 
 
 def _saved(folder: Path, split: str) -> list[Path]:
-    """Return the files in a folder written by `save_to_disk`. For any other folder the list is
-    empty."""
+    """Return the files in a folder written by `save_to_disk`, or an empty list for any other
+    folder."""
     try:
         if (index := folder / "dataset_dict.json").is_file():
             splits: list[str] = json.loads(index.read_text("utf-8"))["splits"]
@@ -171,8 +165,7 @@ def _saved(folder: Path, split: str) -> list[Path]:
 
 
 def _of_hub(source: _Source, hub_answers: Callable[[], bool]) -> list[Path]:
-    """Return a dataset's files, downloading them if they are not cached. Raises FilesNotFound if
-    there are none."""
+    """Return a dataset's files, downloading them if they are not cached."""
     repo: dict[str, Any] = {"repo_id": source.path, "repo_type": "dataset"}
     try:
         if not hub_answers():
@@ -202,7 +195,7 @@ def _names(repo: str, revision: str | None) -> list[str]:
 
 
 def _from_cache(source: _Source, repo: dict[str, Any]) -> list[Path]:
-    """Return the files from the newest cached revision. Raises FilesNotFound if there are none."""
+    """Return the files from the newest cached revision."""
     problem = "it was not downloaded before"
     cache = Path(constants.HF_HUB_CACHE) / f"datasets--{source.path.replace('/', '--')}"
     for revision in (constants.DEFAULT_REVISION, _CONVERTED):

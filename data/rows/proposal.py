@@ -161,8 +161,7 @@ def _kind(path: str) -> Kind:
 
 
 def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten nested objects by adding keys with dotted names such as
-    `reward_model.ground_truth`."""
+    """Add the values of nested objects under dotted names such as `reward_model.ground_truth`."""
     inner = {
         f"{name}.{key}": each
         for name, value in record.items()

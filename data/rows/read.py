@@ -89,10 +89,8 @@ def check_file(path: Path, knob: str) -> None:
 
 
 def lines_of(path: Path, knob: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the non-blank lines with their numbers.
-
-    Raises ConfigError, naming the setting `knob`, if the file cannot be read.
-    """
+    """Yield the non-blank lines with their numbers. Raises ConfigError, naming the setting `knob`,
+    if the file cannot be read."""
     check_file(path, knob)
     try:
         with open_file(path) as file:
@@ -108,10 +106,10 @@ def lines_of(path: Path, knob: str) -> Iterator[tuple[int, bytes]]:
 def object_of(
     line: bytes, *, replace_surrogates: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parse a line as an object and return it twice: parsed, and with numbers as written.
+    """Parse a line as an object and return it twice: parsed, and with numbers as written, because
+    `match: exact` distinguishes 0.10 from 0.1.
 
-    The second form is needed because `match: exact` distinguishes 0.10 from 0.1. If
-    `replace_surrogates` is set, lone surrogates, which a policy may sample, become replacement
+    If `replace_surrogates` is set, lone surrogates, which a policy may sample, become replacement
     characters, as in tokenizers (`keel.rollout.chat.encoding`). Raises BadLine if the line is not
     an object.
     """
@@ -148,8 +146,7 @@ def _checked(record: Any) -> dict[str, Any]:
 
 
 def rows_of_lines(path: Path, knob: str) -> Iterator[Row]:
-    """Yield the rows of a JSON-lines file with any file name. Raises ConfigError if it cannot be
-    read."""
+    """Yield the rows of a JSON-lines file with any file name."""
     for number, line in lines_of(path, knob):
         at = f"{path}:{number}"
         try:
@@ -218,12 +215,8 @@ def _json_rows(path: Path, knob: str) -> Iterator[Row]:
 
 
 def _sheet_rows(path: Path, delimiter: str) -> Iterator[Row]:
-    """Yield the rows of a CSV file with the lines on which they begin.
-
-    The separator may be `;`, which spreadsheets use where the comma is the decimal mark. Raises
-    ConfigError for malformed quotes, because an unclosed quote would turn the rest of the file into
-    one cell.
-    """
+    """Yield the rows of a CSV file with the lines on which they begin. The separator may be `;`,
+    which spreadsheets use where the comma is the decimal mark."""
     csv.field_size_limit(1 << 30)
     with open_file(path) as file:
         lines = (line.decode("utf-8-sig", "replace") for line in file)

@@ -21,16 +21,12 @@ _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
 def same_value(expected: Any, value: Any, tolerance: float | None = None) -> bool:
-    """Return whether two values are equal. Both are in the JSON form of
-    `keel.rewards.code.call_driver`.
+    """Return whether two values in the JSON form of `keel.rewards.code.call_driver` are equal.
 
-    A list equals a tuple with the same items. Sets and dicts are compared in any order. A number
-    never equals a boolean.
-
-    Two integers must be exactly equal. Otherwise numbers may differ by `tolerance`, either
-    absolutely or relative to the expected number. If the expected number is an integer, the
-    tolerance is only absolute. Values that need more than `_MAX_COMPARISONS` comparisons count as
-    different.
+    A list equals a tuple, sets and dicts have no order, and a number never equals a boolean. Two
+    integers must be exactly equal. Other numbers may differ by `tolerance`, absolutely or, unless
+    the expected number is an integer, relative to it. Values that need more than `_MAX_COMPARISONS`
+    comparisons count as different.
     """
     return _Comparison(tolerance).same(expected, value)
 
@@ -56,11 +52,8 @@ class _Comparison:
         return all(map(self.same, left, right))
 
     def _same_unordered(self, expected: list[Any], value: list[Any]) -> bool:
-        """Return whether two collections contain equal items, in any order.
-
-        Sorting usually puts equal items at the same position. If rounding has changed the order,
-        each item is matched with the first remaining item that equals it.
-        """
+        """Sorting usually puts equal items at the same position. If rounding has changed the order,
+        each item is matched with the first remaining item that equals it."""
         expected, value = sorted(expected, key=_sort_key), sorted(value, key=_sort_key)
         pairs = zip(expected, value, strict=True)
         differing = [i for i, (one, two) in enumerate(pairs) if not self.same(one, two)]

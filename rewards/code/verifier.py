@@ -90,12 +90,9 @@ class CodeVerdict:
 def verify_code(
     spec: Mapping[str, Any], answer_text: str, settings: CodeSettings | None = None
 ) -> CodeVerdict:
-    """Run the last code block of an answer on the hidden tests, and return the verdict. Code in the
-    thinking is ignored.
-
-    Raises ValueError if the spec is malformed, IsolationError (a ValueError) if this machine cannot
-    isolate programs, and RuntimeError if the sandbox itself fails.
-    """
+    """Run the last code block of an answer, outside its thinking, on the hidden tests. Raises
+    ValueError if the spec is malformed or this machine cannot isolate programs, and RuntimeError if
+    the sandbox itself fails."""
     settings = settings or CodeSettings()
     task = read_task(spec)
     sandbox = open_sandbox(settings.isolation)
@@ -122,11 +119,8 @@ def check_outputs(spec: Mapping[str, Any], settings: CodeSettings, *, name: str)
 
 
 def check_reference(spec: Mapping[str, Any], settings: CodeSettings, *, name: str) -> None:
-    """Run the `reference` solution of a spec on the tests, if it has one.
-
-    Error messages refer to the prompt as `name`. Raises ValueError if the spec is malformed or the
-    solution fails a test.
-    """
+    """Run the `reference` solution of a spec, if it has one, on the tests. Raises ValueError if the
+    spec is malformed or the solution fails a test."""
     try:
         task = read_task(spec)
     except ValueError as error:

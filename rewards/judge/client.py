@@ -53,17 +53,12 @@ log = logging.getLogger(__name__)
 
 
 class ReplyCache:
-    """Keeps replies in a SQLite file, which several runs can share, or in memory.
-
-    Each entry is written in one transaction, so a killed run cannot leave a partial entry. Read and
-    write errors are logged and count as cache misses.
-    """
+    """Keeps replies in a SQLite file, which several runs can share, or in memory. Read and write
+    errors are logged and count as cache misses."""
 
     def __init__(self, folder: str) -> None:
-        """Open the file in `folder`, which must be on a local disk. An empty `folder` means memory.
-
-        Raises ValueError if the folder cannot be used.
-        """
+        """Open the file in `folder`, which must be on a local disk, or use memory if it is empty.
+        Raises ValueError if the folder cannot be used."""
         self._in_memory = not folder
         try:
             path = Path(folder).expanduser()
@@ -109,20 +104,18 @@ class ReplyCache:
 
 
 class JudgeEndpoint:
-    """Sends questions to an OpenAI-compatible endpoint and caches the replies.
-
-    Use it from one event loop only.
-    """
+    """Sends questions to an OpenAI-compatible endpoint from one event loop, and caches the
+    replies."""
 
     def __init__(
         self, settings: JudgeConfig, *, server: ServedJudge | None = None, backoff_s: float = 0.5
     ) -> None:
         """Open the cache and the HTTP client.
 
-        If `server` is given, it replaces `settings.base_url`. Its URL is looked up before the first
+        If `server` is given, its URL replaces `settings.base_url`. It is looked up before the first
         call, and again after each call that gets no answer. `backoff_s` is the pause before the
-        first retry, and each further retry doubles it. Raises ValueError if the endpoint or its key
-        is missing, or if a file cannot be used.
+        first retry; it doubles with each further one. Raises ValueError if the endpoint, its key or
+        a file cannot be used.
         """
         if not (settings.base_url or server) or not settings.model:
             raise ValueError(
@@ -165,12 +158,9 @@ class JudgeEndpoint:
         return JudgeStopped(self._stopped)
 
     async def ask(self, question: Question[T], *, sample: int = 0, fresh: bool = False) -> T:
-        """Return the judge's reply to a question.
-
-        Each question is sent only once per `sample`. Later calls get the cached reply, unless
-        `fresh` is set. Raises Unjudged if all attempts failed, and JudgeStopped if no more calls
-        are allowed.
-        """
+        """Return the judge's reply to a question. Later calls with the same `sample` get the cached
+        reply, unless `fresh` is set. Raises Unjudged if all attempts failed, and JudgeStopped if no
+        more calls are allowed."""
         s = self._settings
         key = question.key(s.model, s.temperature, s.max_reply_tokens, dict(s.extra), sample)
         cached = None if fresh else self._cache.get(key)
@@ -392,11 +382,10 @@ def _certificates(*, trust_env: bool) -> Any:
 
 
 def bounded_http(*, trust_env: bool = True) -> DefaultAsyncHttpxClient:
-    """Return an HTTP client for `AsyncOpenAI(http_client=…)` that limits the size of replies.
+    """Return an HTTP client that limits the size of replies, for `AsyncOpenAI(http_client=…)`.
 
-    The client does not follow redirects, because the redirected requests would not be counted and
-    could reach addresses that the recipe does not name. If `trust_env` is set, it uses the proxies
-    from the environment.
+    It does not follow redirects, which could reach addresses that the recipe does not name. If
+    `trust_env` is set, it uses the proxies from the environment.
     """
     return DefaultAsyncHttpxClient(
         trust_env=trust_env,

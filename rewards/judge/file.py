@@ -46,10 +46,7 @@ class _Answer:
 
 def read_answers(path: Path, rubric: Path | None = None) -> list[_Answer]:
     """Read the answers from a JSONL file. Lines without criteria use the rubric in the file
-    `rubric`.
-
-    Raises ValueError with the file and line number if a line cannot be judged.
-    """
+    `rubric`. Raises ValueError with the file and line number if a line cannot be judged."""
     common: Mapping[str, Any] | None = None
     if rubric is not None:
         try:

@@ -188,11 +188,9 @@ def rubric_question(
     reference: str,
     material: Mapping[str, str],
 ) -> Question[Mapping[str, tuple[float, str]]]:
-    """Return a question that asks which criteria an answer meets.
-
-    `criteria` maps IDs to texts, and the reply is parsed into a score and a reason for each ID. If
-    `material` contains thinking, the criteria apply to it instead of the answer.
-    """
+    """Return a question that asks which criteria (ID: text) an answer meets. The reply is parsed
+    into a score and a reason for each ID. If `material` contains thinking, the criteria apply to
+    it."""
     instructions = _RUBRIC.format(
         task=_task(task),
         reference=_reference(reference),

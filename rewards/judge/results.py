@@ -46,12 +46,8 @@ class Failed:
 
 
 class Unjudged(Exception):
-    """Raised if a call to the judge gave no usable result. The judge service turns it into
-    `Failed`.
-
-    `after_s` is how long the endpoint asks to wait before a retry. `thinking` is the number of
-    characters of thinking in the request.
-    """
+    """Raised if a call to the judge gave no usable result. `after_s` is how long the endpoint asks
+    to wait, and `thinking` the number of characters of thinking in the request."""
 
     def __init__(
         self, kind: FailureKind, reason: str, *, retry: bool, after_s: float = 0, thinking: int = 0
@@ -128,9 +124,6 @@ class ServedJudge(Protocol):
         ...
 
     def url(self) -> str:
-        """Return the server's URL. The server is started or restarted if necessary.
-
-        The call blocks until the server is ready, and any thread may make it. Raises RuntimeError
-        if the server does not start.
-        """
+        """Return the server's URL. Starts or restarts the server if necessary, and blocks until it
+        is ready. Raises RuntimeError if it does not start."""
         ...

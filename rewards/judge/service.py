@@ -33,12 +33,8 @@ class JudgeService:
     def __init__(
         self, settings: JudgeConfig, *, server: ServedJudge | None = None, backoff_s: float = 0.5
     ) -> None:
-        """Open the judge's endpoint and start the thread.
-
-        If `server` is given, it is a server that this run owns, and it replaces `base_url`.
-        `backoff_s` is the pause before the first retry. Raises ValueError with the name of a
-        setting that cannot be used.
-        """
+        """Open the judge's endpoint (`keel.rewards.judge.client.JudgeEndpoint`) and start the
+        thread. Raises ValueError with the name of a setting that cannot be used."""
         # Imported late: few runs have a judge, and openai takes more than a second to load.
         from keel.rewards.judge.client import JudgeEndpoint  # noqa: PLC0415
 
@@ -59,11 +55,11 @@ class JudgeService:
     def submit_text(
         self, prompt: Prompt, answer: str, *, thinking: str = ""
     ) -> Future[Judged | Failed]:
-        """Start judging an answer by the spec in `prompt.reward`. Every request has a deadline.
+        """Start judging an answer by the spec in `prompt.reward`.
 
         Only criteria that apply to the thinking see `thinking`. Thinking inside `answer` is
-        removed. The future raises ValueError if the spec is malformed. It raises JudgeStopped if
-        the call limit is reached or too many completions could not be judged.
+        removed. The future raises ValueError if the spec is malformed, and JudgeStopped if the call
+        limit is reached or too many completions could not be judged.
         """
         if self._closed:
             raise RuntimeError("the judge is closed")

@@ -132,10 +132,7 @@ class Rubric(Spec):
         self, ask: _Ask, task: _Task, answer: Mapping[str, str], thinking: str, number: int
     ) -> _Verdicts:
         """Ask one question about the answer and one about the thinking, as far as there are
-        criteria.
-
-        The order of the criteria is rotated from sample to sample, because it influences the judge.
-        """
+        criteria. Their order is rotated from sample to sample, because it influences the judge."""
         ids = {f"c{place}": criterion for place, criterion in enumerate(self.criteria, 1)}
         questions: list[Question[_Verdicts]] = []
         for about_thinking in (False, True):
@@ -154,9 +151,7 @@ class Rubric(Spec):
 
     def judged(self, answer: Any, samples: Sequence[_Verdicts]) -> Judged:
         """Average the scores of each criterion over the samples, and return their weighted sum.
-
-        `disagreement` is the weighted mean of max − min over the samples.
-        """
+        `disagreement` is the weighted mean of max − min over the samples."""
         total = sum(c.weight for c in self.criteria)
         value = spread = 0.0
         verdicts: list[CriterionVerdict] = []
@@ -226,12 +221,9 @@ class Proof(NamedTuple):
 
 
 def read_proof(answer: str) -> Proof | str:
-    """Split an answer into its solution, its self-evaluation and its score.
-
-    The answer must start with the solution, and each of the two titles must occur exactly once. The
-    evaluation must contain a boxed score. Returns the reason instead if the answer is malformed
-    (R_format = 0).
-    """
+    """Split an answer into its solution, its self-evaluation and its score. The solution must come
+    first, and each of the two titles must occur exactly once. Returns the reason instead if the
+    answer is malformed (R_format = 0)."""
     solutions = list(_SOLUTION.finditer(answer))
     evaluations = list(_EVALUATION.finditer(answer))
     if len(solutions) != 1 or len(evaluations) != 1:

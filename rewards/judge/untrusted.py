@@ -28,10 +28,8 @@ _ESCAPED = re.compile(
 
 
 def as_json(value: Any) -> str:
-    """Encode a value as one line of JSON that cannot contain chat-template tokens.
-
-    All characters in the result are visible.
-    """
+    """Encode a value as one line of JSON with only visible characters and no chat-template
+    tokens."""
     return _ESCAPED.sub(_escape, json.dumps(value, ensure_ascii=False))
 
 

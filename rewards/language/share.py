@@ -70,12 +70,8 @@ them."""
 
 
 def language(spec: Mapping[str, Any]) -> Callable[[str], float]:
-    """Build a verifier that measures how much of a trajectory is in the language of its prompt.
-
-    The verifier takes the output of `TextTrajectory.dumps()` and covers all turns. `spec` contains
-    the text of the `prompt`. Its field `of` selects what to measure: "answer", "thinking", or
-    "both" for their mean.
-    """
+    """Build a verifier that measures how much of a trajectory, over all turns, is in the language
+    of `spec["prompt"]`. `spec["of"]` selects "answer", "thinking", or "both" for their mean."""
     prompt, of = str(spec["prompt"]), str(spec["of"])
     _detector()  # loaded before the deadline of the first completion starts
 

@@ -59,16 +59,14 @@ def _exclusions(choice: str) -> re.Pattern[str]:
 
 
 def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    r"""Build a verifier that checks whether a completion selects the right choice.
+    r"""Build a verifier that checks whether a completion selects the choice `spec["answer"]`, a
+    letter or a text.
 
-    In `spec`, `answer` is the letter or the text of the right choice. `choices` is a list of texts,
-    which get the letters A, B and so on, or an object that maps letters to texts. Without
-    `choices`, only letters are recognized.
-
-    The verifier first looks at marked text (`\boxed{}`, `<answer>`), then at the text after "answer
-    is" or "answer:", then at the last line, and finally at the whole text. A completion that names
-    two different choices is wrong. Raises ValueError if the choices are malformed or the answer is
-    not among them.
+    `choices` is a list of texts, which get the letters A, B and so on, or an object that maps
+    letters to texts. Without `choices`, only letters are recognized. The verifier reads the marked
+    text (`\boxed{}`, `<answer>`), else the text after "answer is" or "answer:", else the last line,
+    else the whole text. A completion that names two choices is wrong. Raises ValueError if the
+    choices are malformed or the answer is not among them.
     """
     texts = _texts(spec.get("choices"))
     letters = set(texts) if texts else set(string.ascii_uppercase)
@@ -153,10 +151,8 @@ def _texts(choices: Any) -> dict[str, str]:
 
 
 def _standing_alone(text: str) -> str:
-    """Build a pattern that matches a text only if it is not part of a longer word or number.
-
-    For example, it does not find the choice 5 in 2.5, -5, 5 %, 5!, <5 or a fraction.
-    """
+    """Build a pattern that matches a text only if it is not part of a longer word or number. It
+    does not find the choice 5 in 2.5, -5, 5 %, 5!, <5 or a fraction."""
     if not text[0].isdigit() and not text[-1].isdigit():
         return rf"(?<!\w){re.escape(text)}(?!\w)"
     before = r"(?<![\w+±√^<>{×·-])(?<!\d[.,/:*])(?<![<>*×·+]\s)(?<!\\cdot)(?<!\\cdot\s)(?<!\\times)"

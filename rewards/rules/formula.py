@@ -69,10 +69,8 @@ class Formula:
     imaginary: bool = False
 
     def at(self, point: int) -> Value | None:
-        """Return the value at a sample point.
-
-        Returns None if the formula is undefined there or the value is too large.
-        """
+        """Return the value at a sample point, or None if the formula is undefined or too large
+        there."""
         try:
             value = self.node(point)
             if 0 < abs(value) < _digit(10 - _context.dps):  # rounding errors shrink with precision
@@ -337,10 +335,8 @@ class _Reader:
 
 
 def _coordinate(point: int, name: str) -> Value:
-    """Return the value of a symbol at a sample point, derived from the symbol's name.
-
-    It is positive at points 0 and 3.
-    """
+    """Return the value of a symbol at a sample point, drawn from its name and positive at points 0
+    and 3."""
     drawn = crc32(f"{point} {name}".encode())
     sign = -1 if point % 3 and drawn >> 8 & 1 else 1
     return _context.mpf(sign * (3 * (drawn % 100_003) + 50_000)) / 150_000

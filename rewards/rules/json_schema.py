@@ -19,10 +19,9 @@ def schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
     r"""Build a verifier that checks whether an answer is valid under the JSON schema in
     `spec["answer"]`.
 
-    If the whole answer can be parsed as JSON, it is checked. Otherwise the verifier checks the
-    marked text (`\boxed{}`, `<answer>`, `<json>`) or the last fenced code block that can be parsed.
-    Formats are checked too, except for IRIs. References must stay within the schema, and nothing is
-    downloaded. Raises ValueError if the schema is invalid.
+    The whole answer is checked if it is JSON, else the marked text (`\boxed{}`, `<answer>`,
+    `<json>`) or the last fenced code block that is. Formats are checked too, except for IRIs.
+    Nothing is downloaded. Raises ValueError if the schema is invalid.
     """
     # Imported late: this takes a fifth of a second.
     from jsonschema import Draft202012Validator, SchemaError  # noqa: PLC0415

@@ -111,11 +111,9 @@ def _worked_out(text: str) -> Answer:
 
 
 class Number(NamedTuple):
-    """A rational number, and how it was written.
-
-    `form` is integer, decimal, fraction, ratio or scientific. `lowest` is set if a fraction is in
-    lowest terms. `unit` contains the words after the number, in the singular.
-    """
+    """A rational number, and how it was written: its `form` is integer, decimal, fraction, ratio or
+    scientific. `lowest` is set if a fraction is in lowest terms. `unit` contains the words after
+    the number, in the singular."""
 
     value: Fraction
     form: str = "integer"
@@ -130,11 +128,8 @@ class Number(NamedTuple):
 
 
 class Several(NamedTuple):
-    """Several values in brackets.
-
-    `opening` is usually the opening bracket. It is "," for a list without brackets, "∨" for
-    alternatives, and "matrix" for the rows of a matrix.
-    """
+    """Several values in brackets. `opening` is the opening bracket, "," for a list without
+    brackets, "∨" for alternatives, or "matrix" for the rows of a matrix."""
 
     opening: str
     closing: str
@@ -363,9 +358,11 @@ _DISTANCE = re.compile(r"\|\s*(\d*)\s*[A-Za-z]\s*([+-][^|]*)?\|")
 
 
 def _inequality(sides: tuple[str, ...], signs: str) -> Region | None:
-    r"""Parse an inequality in one variable, such as `1 < x < 2`, `x \ne 3` or `|2x - 1| < 3`.
+    r"""Parse an inequality in one variable, such as `1 < x < 2`, `x \ne 3` or `
 
-    Returns None for other inequalities.
+    2x - 1
+
+     < 3`.
     """
     if signs[0] in ">≥":
         sides, signs = sides[::-1], signs.translate(_FLIPPED)[::-1]
@@ -418,12 +415,8 @@ def _outside(region: Region) -> Region:
 
 
 def _combined(rule: Callable[[list[bool]], bool], regions: Sequence[Region]) -> Region | None:
-    """Combine several regions into one.
-
-    `rule` decides whether a number is in the result. It gets one bool per region, which says
-    whether the region contains the number. Returns None if the end of an interval contains a
-    symbol, or if there are too many ends.
-    """
+    """Combine several regions into one. `rule` decides by one bool per region whether a number is
+    in the result. Returns None if an end contains a symbol, or if there are too many ends."""
     cuts = sorted((cut for region in regions for cut in region.cuts), key=lambda cut: cut[:2])
     if len(cuts) > 2 * _MOST_ITEMS or any(cut[2].names for cut in cuts):
         return None
@@ -574,10 +567,7 @@ _EQUIVALENT_FORMS = {"ratio": "fraction", "fraction": "ratio", "scientific": "de
 
 def _same_number(gold: Number, given: Answer, tolerance: float | None) -> bool:
     """Return whether an answer equals the number `gold` and is itself written as a number.
-
-    An answer in scientific notation is accepted only if `gold` is written in that way too or as a
-    decimal.
-    """
+    Scientific notation is accepted only for a scientific or decimal `gold`."""
     if isinstance(given, Formula):
         right = formula.number(gold.share)
         value = given.constant()

@@ -112,12 +112,9 @@ _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)
 
 
 def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
-    """Build the verifier for a task. It gives partial credit of at most `MOST_PARTIAL`.
-
-    An answer gets full marks if its score is exactly 1 and it contains no extra text. Every task
-    gives a score of 1 to its own answers. `spec` contains the name of the `task`, the options of
-    its generator as `params`, and the `entry`.
-    """
+    """Build the verifier for an `entry` of a `task` whose generator has the options `params`. An
+    answer gets full marks if its score is exactly 1 and it contains no extra text, and at most
+    `MOST_PARTIAL` otherwise."""
     task = str(spec.get("task"))
     entry_data = from_jsonable(spec.get("entry"))
     entry = cast(dict[str, Any], entry_data if isinstance(entry_data, dict) else {})
@@ -145,10 +142,8 @@ def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
 
 @lru_cache(maxsize=64)
 def _score_answer(task: str, params: str) -> Callable[[str, Any], float]:
-    """Return the `score_answer` method of a task with these options.
-
-    The result is cached, because some tasks load a dictionary.
-    """
+    """Return the `score_answer` method of a task. It is cached, because some tasks load a
+    dictionary."""
     from reasoning_gym.factory import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
         DATASETS,  # pyright: ignore[reportUnknownVariableType]
     )
@@ -165,9 +160,8 @@ def _score_answer(task: str, params: str) -> Callable[[str, Any], float]:
 def _may_be_verified(task: str, answer: str, right: str) -> bool:
     """Return whether it is safe to pass an answer to the verifier of a task.
 
-    The whole right answer is always safe, but parts of it may not be. For example, if sympy could
-    not solve an integral, the right answer contains `Integral`. A policy could then just repeat the
-    question in that form.
+    The whole right answer is always safe, but its parts may not be: an integral that sympy could
+    not solve contains `Integral`, and a policy could repeat the question in that form.
     """
     if right and normalise(answer) == normalise(right):
         return True

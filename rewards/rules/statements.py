@@ -265,10 +265,8 @@ _OPERATOR = re.compile(
 
 
 def boxes(text: str, marked: str) -> list[str]:
-    """Return the last marked answer, and all earlier ones that no later word corrects.
-
-    The list is empty if the words around the last answer deny it.
-    """
+    """Return the last marked answer and all earlier ones that no later word corrects, or an empty
+    list if the words around the last one deny it."""
     start = text.rfind(BOXED)
     if start < 0:
         return [marked]
@@ -294,11 +292,8 @@ def _claim(text: str) -> tuple[str, bool]:
 
 
 def statements(text: str, *, exclaims: bool) -> list[str]:
-    """Return the possible answers in a text without marks. The list is empty if the text expresses
-    doubt.
-
-    Set `exclaims` if a final "!" may be a factorial.
-    """
+    """Return the possible answers in a text without marks, or an empty list if it expresses doubt.
+    Set `exclaims` if a final "!" may be a factorial."""
     text = text if exclaims else text.rstrip("! ")
     text = _DISPLAY.sub(lambda match: f" ${' '.join(match[0].strip()[2:-2].split())}$", text)
     text = SIGNED_WORD.sub("-", text)

@@ -40,12 +40,8 @@ _MATCH_TIMEOUT_S = 0.5
 def verifier_for(
     spec: Mapping[str, Any], code: CodeSettings | None = None, *, ready: bool = True
 ) -> Verifier:
-    """Build the verifier for a reward spec, or for a reward component that measures the whole
-    trajectory.
-
-    If `ready` is False, the spec is checked, but the verifier is not prepared for use (see
-    `mathematical`). Raises ValueError if the spec is malformed.
-    """
+    """Build the verifier for a reward spec, or for a reward component of a whole trajectory.
+    `ready` is passed to `mathematical`. Raises ValueError if the spec is malformed."""
     kind = spec.get("kind")
     if kind == "function":
         return function(spec)
@@ -147,12 +143,11 @@ _MATCHES: dict[str, Callable[[Mapping[str, Any]], Callable[[str], bool]]] = {
 
 
 def keeps_format(raw: str, *, thinking: bool, finished: bool) -> bool:
-    """Return whether a completion is finished and well formed.
+    """Return whether a completion is finished, is not blank, marks at most one answer, and has
+    exactly one closed think block before the answer, or none without thinking.
 
-    With thinking, it must have exactly one closed think block before the answer. Without thinking,
-    it must have none. The answer must not be blank, and at most one answer may be marked. `raw` is
-    the sampled text. It may lack the opening `<think>`, because many chat templates put it at the
-    end of the prompt.
+    `raw` is the sampled text. It may lack the opening `<think>`, because many chat templates put it
+    at the end of the prompt.
     """
     final = outside_think(raw)
     if not finished or blank(final) or max(final.count(BOXED), final.count("</answer>")) > 1:

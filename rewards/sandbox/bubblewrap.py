@@ -27,11 +27,10 @@ class IsolationError(ValueError):
 
 
 def namespaces(root: bool, *, network: bool = False) -> list[str]:
-    """Return the bubblewrap arguments that run the program in new namespaces without capabilities.
+    """Return the arguments that run a program in new namespaces without capabilities.
 
-    If `root` is set, bubblewrap itself runs as root. It then keeps the capabilities that it needs
-    to switch to another user, and drops them afterwards (see `unprivileged`). If `network` is set,
-    the program can use the machine's network.
+    If `root` is set, bubblewrap itself runs as root and keeps the capabilities to switch to another
+    user (see `unprivileged`). If `network` is set, the program can use the machine's network.
     """
     words = ["--die-with-parent", "--new-session", "--hostname", "sandbox"]
     words += ["--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
@@ -75,25 +74,12 @@ def make_folders(folders: Iterable[str]) -> list[str]:
     return words
 
 
-def hide(folders: Iterable[str]) -> list[str]:
-    """Return the arguments that cover mounted folders with empty, read-only ones."""
-    words: list[str] = []
-    for folder in folders:
-        words += ["--perms", "0555", "--size", "4096", "--tmpfs", folder, "--remount-ro", folder]
-    return words
-
-
 def package_folders(folders: Iterable[str]) -> list[str]:
-    """Return the folders with Python packages in the given library folders. These packages include
-    Keel itself and its tasks."""
-    paths = [
-        str(path)
-        for folder in folders
-        for name in ("site-packages", "dist-packages")
-        for path in Path(folder).glob(f"python3*/{name}")
-        if path.is_dir() and not path.is_symlink()
-    ]
-    return sorted(dict.fromkeys(paths))
+    """Return the folders with Python packages in library folders. They include Keel's own."""
+    paths = [path for folder in folders for path in Path(folder).glob("python3*/*-packages")]
+    names = ("site-packages", "dist-packages")
+    found = (p for p in paths if p.name in names and p.is_dir() and not p.is_symlink())
+    return sorted({*map(str, found)})
 
 
 def devices(names: Sequence[str] = (*DEVICES, "zero")) -> list[str]:
@@ -194,8 +180,6 @@ os._exit(0)
 
 
 def probe(*, network: str, processes: int, strict: bool) -> str:
-    """Return Python code that tries to break out of the sandbox. It prints `isolated` if it cannot.
-
-    Set `strict` for sandboxes that run programs. Those have no /proc and allow no sockets.
-    """
+    """Return Python code that tries to break out of the sandbox, and prints `isolated` if it
+    cannot. Set `strict` for sandboxes of programs, which have no /proc and no sockets."""
     return f"STRICT, NETWORK, PROCESSES = {strict!r}, {network!r}, {processes!r}{_PROBE}"

@@ -20,29 +20,16 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from keel.rewards.sandbox.bubblewrap import (
-    SYSTEM_FILES,
-    TMP,
-    IsolationError,
-    devices,
-    make_folders,
-    memory_file,
-    namespaces,
-    private_folder,
-    probe,
-    system,
-    tool,
-    unprivileged,
-)
-from keel.rewards.sandbox.processes import MEMORY_LIMITER
+from keel.rewards.sandbox import bubblewrap
+from keel.rewards.sandbox.bubblewrap import TMP, IsolationError, make_folders, private_folder, tool
+from keel.rewards.sandbox.processes import hold
 from keel.rewards.sandbox.runtime import runtime
 from keel.rewards.sandbox.seccomp import FORKING, LOCAL, NETWORK, seccomp_filter
 
-_Isolation = Literal["bubblewrap", "none-i-trust-the-environments"]
+_ISOLATIONS = ("bubblewrap", "none-i-trust-the-environments")
 Network = Literal["none", "loopback", "host"]
 """No network, a private loopback interface without a connection to other machines, or the host's
 network."""
@@ -60,13 +47,6 @@ _CURE = (
 )
 
 
-def _limit_memory(pid: int, memory_mib: int | None, *, inside: bool = False) -> Callable[[], str]:
-    if memory_mib is None:
-        return lambda: ""
-    MEMORY_LIMITER.hold(pid, memory_mib, inside=inside)
-    return partial(MEMORY_LIMITER.release, pid)
-
-
 @dataclass(frozen=True, slots=True)
 class SandboxLaunch:
     """The command line that starts a program in its sandbox. Implements
@@ -78,7 +58,7 @@ class SandboxLaunch:
     memory_mib: int | None
 
     def started(self, pid: int) -> Callable[[], str]:
-        return _limit_memory(pid, self.memory_mib)
+        return hold(pid, self.memory_mib)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +101,8 @@ class EnvironmentSandbox:
     def __call__(
         self, command: Sequence[str], *, readable: Sequence[Path]
     ) -> AbstractContextManager[SandboxLaunch]:
-        """Prepare a sandbox for a command line.
-
-        Raises FileNotFoundError if the program does not exist, and PermissionError if the user
-        inside the sandbox cannot read or write a folder.
-        """
+        """Prepare a sandbox for a command line. Raises FileNotFoundError if the program does not
+        exist, and PermissionError if the user inside the sandbox cannot read or write a folder."""
         return self._launch(command, readable, forking=False)
 
     def parent(
@@ -136,10 +113,8 @@ class EnvironmentSandbox:
 
     @property
     def inner(self) -> Mapping[str, Any] | None:
-        """Settings that isolate a forked process as if it had been started in a separate sandbox.
-
-        None if this machine does not allow the mounts that this requires.
-        """
+        """Settings that isolate a forked process like a separate sandbox, or None if this machine
+        does not allow the mounts."""
         if not self.mounts:
             return None
         return {
@@ -154,15 +129,11 @@ class EnvironmentSandbox:
     def probe(self) -> str:
         """Return Python code that tries to break out of the sandbox. It prints `isolated` if it
         cannot."""
-        return probe(network=self.network, processes=self.processes, strict=False)
+        return bubblewrap.probe(network=self.network, processes=self.processes, strict=False)
 
     def hold(self, pid: int, *, inside: bool) -> Callable[[], str]:
-        """Limit the memory of a sandbox. See `MemoryLimiter.hold` for the arguments.
-
-        Returns a function that removes the limit. That function returns why the sandbox was killed,
-        or "" if it was not.
-        """
-        return _limit_memory(pid, self.memory_mib, inside=inside)
+        """Limit the memory of a sandbox (`keel.rewards.sandbox.processes.hold`)."""
+        return hold(pid, self.memory_mib, inside=inside)
 
     def _seccomp(self, *permitted: str) -> bytes:
         sockets = LOCAL if self.network == "none" else NETWORK
@@ -177,9 +148,9 @@ class EnvironmentSandbox:
         program = runtime(command[0])
         # If the machine runs out of memory, the kernel kills an episode before an engine.
         words = [tool("choom"), "-n", "1000", "--", tool("bwrap"), "--as-pid-1"]
-        words += [*namespaces(root, network=host), *system()]
+        words += [*bubblewrap.namespaces(root, network=host), *bubblewrap.system()]
         words += private_folder(TMP, self.files_mib)
-        words += make_folders(["/etc"]) + SYSTEM_FILES
+        words += make_folders(["/etc"]) + bubblewrap.SYSTEM_FILES
         for path in _LANGUAGE_FILES:
             words += ["--ro-bind-try", path, path]
         if host:
@@ -198,12 +169,14 @@ class EnvironmentSandbox:
             words += ["--dev", "/dev", *private_folder("/dev/shm", self.files_mib)]
             words += ["--remount-ro", "/dev"]
         else:
-            words += [*make_folders(["/dev"]), *devices(), "--symlink", TMP, "/dev/shm"]
+            words += [*make_folders(["/dev"]), *bubblewrap.devices(), "--symlink", TMP, "/dev/shm"]
         with ExitStack() as stack:
-            fd = memory_file(stack, self._seccomp(*FORKING) if forking else self._seccomp())
+            filter = self._seccomp(*FORKING) if forking else self._seccomp()
+            fd = bubblewrap.memory_file(stack, filter)
             words += ["--remount-ro", "/", "--seccomp", str(fd), "--"]
-            words += ["/bin/sh", "-c", mount_proc + '"$@"; exit $?', "sh", *unprivileged(root)]
-            words += [*self._limit_command(root, forking), program.executable, *command[1:]]
+            words += ["/bin/sh", "-c", mount_proc + '"$@"; exit $?', "sh"]
+            words += [*bubblewrap.unprivileged(root), *self._limit_command(root, forking)]
+            words += [program.executable, *command[1:]]
             env = {
                 "HOME": TMP,
                 "TMPDIR": TMP,
@@ -213,10 +186,8 @@ class EnvironmentSandbox:
             yield SandboxLaunch(words, (fd,), env, None if forking else self.memory_mib)
 
     def _mount_folders(self, readable: Sequence[Path], root: bool) -> list[str]:
-        """Return the arguments that mount readable and writable folders and cover hidden ones.
-
-        If several settings apply to a path, the one for the deepest folder wins.
-        """
+        """Return the arguments that mount readable and writable folders and cover hidden ones. The
+        setting for the deepest folder wins."""
         binds: dict[Path, str] = {}
         for path in _with_targets(readable):
             if path in _RESERVED:
@@ -268,16 +239,15 @@ class EnvironmentSandbox:
 def environment_wrap(
     isolation: str, *, knob: str = "agents.isolation", **settings: Any
 ) -> EnvironmentSandbox | None:
-    """Return a sandbox for environments that has been tested on this machine. Returns None if
-    isolation is turned off.
+    """Return a sandbox for environments that has been tested on this machine, or None if isolation
+    is turned off.
 
     `settings` are the fields of `EnvironmentSandbox`. `knob` is the name of the setting in error
     messages, or "" if isolation cannot be turned off. Raises IsolationError if this machine does
     not support isolation, and ValueError if a setting is invalid.
     """
-    if isolation not in get_args(_Isolation):
-        known = ", ".join(get_args(_Isolation))
-        raise IsolationError(f"{knob} = {isolation!r} must be one of {known}")
+    if isolation not in _ISOLATIONS:
+        raise IsolationError(f"{knob} = {isolation!r} must be one of {', '.join(_ISOLATIONS)}")
     if isolation != "bubblewrap":
         return None
     problem = ""

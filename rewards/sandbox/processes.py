@@ -13,9 +13,10 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -39,12 +40,8 @@ class ProcessUsage:
 
 
 def usage(root: int, *, include_root: bool = True) -> ProcessUsage:
-    """Measure the processes below `root`, and `root` itself if `include_root` is set.
-
-    All values are zero once `root` has exited. In a sandbox, orphans stay in the tree because the
-    first process of the PID namespace adopts them. Raises OSError if this process cannot open more
-    files or the kernel is out of memory.
-    """
+    """Measure the processes below `root`, and `root` itself if `include_root` is set. All values
+    are zero once `root` has exited. Raises OSError if this process is out of files or memory."""
     resident = ticks = processes = 0
     for pid, fields, tasks in _walk(root):
         if pid == root and not include_root:
@@ -80,11 +77,8 @@ def _stat(name: str) -> list[bytes]:
 
 
 def kill_descendants(root: int, within_s: float) -> None:
-    """Kill all processes below `root`. The process `root` must be stopped.
-
-    If a sandbox is killed while it starts, `root` adopts its child. Children that have exited stay
-    visible, because a stopped `root` does not reap them.
-    """
+    """Kill all processes below `root`, which must be stopped, so that it does not reap them
+    meanwhile."""
     end, previous = time.monotonic() + within_s, dict[int, bool]()
     while time.monotonic() < end:
         current = _descendants(root)
@@ -116,11 +110,7 @@ _subreaper_lock = threading.Lock()
 @contextmanager
 def subreaper() -> Generator[None]:
     """Make this process adopt orphaned descendants inside the `with` block
-    (PR_SET_CHILD_SUBREAPER).
-
-    Otherwise the first process of the machine adopts them. In many containers that process never
-    reaps its children.
-    """
+    (PR_SET_CHILD_SUBREAPER). In many containers, the first process never reaps them."""
     global _subreapers
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     with _subreaper_lock:
@@ -137,11 +127,8 @@ def subreaper() -> Generator[None]:
 
 
 def reap(pid: int, within_s: float) -> bool:
-    """Wait for a process to exit, and reap it if it is a child of this process. Returns False on
-    timeout.
-
-    The first process of a PID namespace exits only after all other processes in it.
-    """
+    """Wait for a process to exit, and reap it if it is a child. Returns False on timeout. The first
+    process of a PID namespace exits only after all others in it."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -178,11 +165,9 @@ class MemoryLimiter:
         self._thread: threading.Thread | None = None
 
     def hold(self, pid: int, memory_mib: int, *, inside: bool = False) -> None:
-        """Limit the memory of all processes below `pid`, which is the outer process of a sandbox.
-
-        If `inside` is set, `pid` is instead the first process in a forked sandbox. That process is
-        a copy of its parent, so its own memory does not count.
-        """
+        """Limit the memory of all processes below `pid`, the outer process of a sandbox. If
+        `inside` is set, `pid` is the first process in a forked sandbox, whose own memory does not
+        count."""
         with self._lock:
             limit = self._limits[pid] = _Limit(memory_mib, inside)
             with suppress(OSError):  # then at the first poll
@@ -238,11 +223,8 @@ class MemoryLimiter:
 
 
 def _kill_sandbox(pid: int, *, inside: bool) -> None:
-    """Kill the first process inside the sandbox, which ends all other processes in it.
-
-    The outer process then reaps that process and exits. Raises OSError if the children of the outer
-    process cannot be read.
-    """
+    """Kill the first process inside a sandbox, which ends all others in it and then the outer
+    process."""
     with suppress(FileNotFoundError, ProcessLookupError):
         if inside:
             os.kill(pid, signal.SIGKILL)
@@ -262,4 +244,16 @@ def _start_time(pid: int) -> bytes:
     return b"" if fields[0] in (b"Z", b"X") else fields[19]
 
 
-MEMORY_LIMITER = MemoryLimiter()
+_LIMITER = MemoryLimiter()
+
+
+def hold(pid: int, memory_mib: int | None, *, inside: bool = False) -> Callable[[], str]:
+    """Limit a sandbox's memory with this process's `MemoryLimiter`. None means no limit.
+
+    Returns a function that removes the limit. That function returns why the sandbox was killed, or
+    "" if it was not.
+    """
+    if memory_mib is None:
+        return lambda: ""
+    _LIMITER.hold(pid, memory_mib, inside=inside)
+    return partial(_LIMITER.release, pid)

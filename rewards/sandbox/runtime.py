@@ -9,9 +9,9 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 _QUERY = (
     "import json, sys;"
@@ -25,8 +25,7 @@ _MAX_LINKS = 40
 _PYTHON = re.compile(r"python[0-9.]*t?")
 
 
-@dataclass(frozen=True, slots=True)
-class SandboxRuntime:
+class _Runtime(NamedTuple):
     """An executable, and the paths that it reads."""
 
     executable: str
@@ -38,12 +37,9 @@ class SandboxRuntime:
 
 
 @lru_cache(maxsize=64)
-def runtime(program: str) -> SandboxRuntime:
+def runtime(program: str) -> _Runtime:
     """Find the files that a Python interpreter, a script with a `#!` line or another executable
-    needs.
-
-    Raises FileNotFoundError if the program does not exist.
-    """
+    needs. Raises FileNotFoundError if the program does not exist."""
     executable = shutil.which(program)
     if executable is None:
         raise FileNotFoundError(f"there is no program {program}")
@@ -59,10 +55,10 @@ def runtime(program: str) -> SandboxRuntime:
             words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
         if words:
             paths += runtime(words[0]).paths
-    return SandboxRuntime(str(path), paths)
+    return _Runtime(str(path), paths)
 
 
-def _python(path: Path) -> SandboxRuntime:
+def _python(path: Path) -> _Runtime:
     # Without `site`: nothing from the environment runs outside the sandbox.
     command = [str(path), "-I", "-S", "-c", _QUERY]
     env = {name: os.environ[name] for name in ("HOME", "PATH") if name in os.environ}
@@ -84,7 +80,7 @@ def _python(path: Path) -> SandboxRuntime:
         if (folder / name).exists()
         for part in _names(folder / name)
     ]
-    return SandboxRuntime(executable, tuple(dict.fromkeys([*paths, *_names(Path(executable))])))
+    return _Runtime(executable, tuple(dict.fromkeys([*paths, *_names(Path(executable))])))
 
 
 def _names(path: Path) -> Iterator[Path]:

@@ -21,34 +21,17 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, Literal, cast, get_args
+from typing import BinaryIO, NamedTuple
 
-from keel.rewards.sandbox.bubblewrap import (
-    DEVICES,
-    PROGRAMS,
-    SYSTEM_FILES,
-    TMP,
-    IsolationError,
-    devices,
-    hide,
-    make_folders,
-    memory_file,
-    namespaces,
-    package_folders,
-    private_folder,
-    probe,
-    system,
-    tool,
-    unprivileged,
-)
+from keel.rewards.sandbox import bubblewrap
+from keel.rewards.sandbox.bubblewrap import TMP, IsolationError
 from keel.rewards.sandbox.processes import reap, subreaper
 from keel.rewards.sandbox.seccomp import seccomp_filter
 from keel.rewards.sandbox.watch import FIRST_PROCESS, GRACE_S, Limits, SandboxOutcome, Watch
 
-_Isolation = Literal["bubblewrap", "none-i-trust-the-answers"]
+_ISOLATIONS = ("bubblewrap", "none-i-trust-the-answers")
 
 _BOX = "/box"
 _KNOB = "rewards.code.isolation"
@@ -69,51 +52,39 @@ _ENVIRONMENT = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Python:
-    """The Python interpreter that programs use. It is the one that this process's environment is
-    based on."""
+class _Python(NamedTuple):
+    """The Python interpreter that programs use: the one under this process's environment."""
 
     executable: str
     parts: tuple[str, ...]
-    """Files and folders to mount besides `PROGRAMS`."""
+    """Files and folders to mount besides `bubblewrap.PROGRAMS`."""
     hidden: tuple[str, ...]
-    """Package folders inside the mounted folders. They are hidden because they may contain tasks
-    with answers."""
+    """Package folders inside the mounted folders, which may contain tasks with answers."""
 
-    @staticmethod
-    def current() -> _Python:
-        prefix = Path(sys.base_prefix).resolve()
-        executable = prefix / f"bin/python{sys.version_info.major}.{sys.version_info.minor}"
-        libraries = [prefix / "lib", prefix / "lib64"]
-        shared = [Path("/usr", folder) for folder in PROGRAMS]
-        parts = [
-            str(path)
-            for path in (executable, *libraries)
-            if path.exists() and not any(path.is_relative_to(folder) for folder in shared)
-        ]
-        mounted = [str(path) for path in (*libraries, *shared, Path("/lib"), Path("/lib64"))]
-        hidden = {os.path.realpath(path): path for path in package_folders(mounted)}
-        return _Python(str(executable), tuple(parts), tuple(hidden))
+
+def _python() -> _Python:
+    prefix = Path(sys.base_prefix).resolve()
+    executable = prefix / f"bin/python{sys.version_info.major}.{sys.version_info.minor}"
+    libraries = [prefix / "lib", prefix / "lib64"]
+    shared = [Path("/usr", folder) for folder in bubblewrap.PROGRAMS]
+    parts = [
+        str(path)
+        for path in (executable, *libraries)
+        if path.exists() and not any(path.is_relative_to(folder) for folder in shared)
+    ]
+    mounted = [str(path) for path in (*libraries, *shared, Path("/lib"), Path("/lib64"))]
+    hidden = {os.path.realpath(path): path for path in bubblewrap.package_folders(mounted)}
+    return _Python(str(executable), tuple(parts), tuple(hidden))
 
 
 class Sandbox:
-    """Runs programs under one kind of isolation, and holds no open resources.
+    """Runs programs under one kind of isolation. Create it with `open_sandbox`."""
 
-    Create it with `open_sandbox`.
-    """
-
-    def __init__(self, isolation: _Isolation) -> None:
-        self.isolation: _Isolation = isolation
-        self._python = _Python.current()
+    def __init__(self, isolation: str) -> None:
         self._isolated = isolation == "bubblewrap"
+        self._python = _python()
         self._root = os.geteuid() == 0
-        if self._isolated:
-            self._bwrap = tool("bwrap")
-            self._filter = seccomp_filter(platform.machine(), counted=True)
-        else:
-            self._setpriv = tool("setpriv")
-        self._prlimit = tool("prlimit")
+        self._filter = seccomp_filter(platform.machine(), counted=True) if self._isolated else b""
 
     def run(
         self,
@@ -127,58 +98,52 @@ class Sandbox:
     ) -> SandboxOutcome:
         """Run `command` in an empty, writable folder and return the outcome.
 
-        `files` maps file names to contents. The files are executable and in a read-only folder. In
-        `command`, `{box}` stands for that folder and `{python}` for the Python interpreter.
-
-        If `lines` is set, the run ends after that many lines of output. The wall-time limit then
-        applies to each line, and the CPU-time limit to all lines together. `within_s` is a limit on
-        the wall time of the whole run. Raises RuntimeError if the sandbox itself fails.
+        `files` are executable and in a read-only folder. In `command`, `{box}` stands for that
+        folder and `{python}` for the Python interpreter. If `lines` is set, the run ends after that
+        many lines of output; the wall-time limit then applies to each line. `within_s` limits the
+        wall time of the whole run. Raises RuntimeError if the sandbox itself fails.
         """
         with ExitStack() as stack:
-            box, folder = _BOX, None
-            if not self._isolated:
+            started, env, folder = time.monotonic(), dict(_ENVIRONMENT), None
+            status, status_end = _pipe(stack)
+            alive, alive_end = _pipe(stack)
+            fds: list[int] = []
+            if self._isolated:
+                stack.enter_context(subreaper())
+                fds += [status_end.fileno(), alive_end.fileno()]
+
+                def share(data: bytes) -> str:
+                    fds.append(bubblewrap.memory_file(stack, data))
+                    return str(fds[-1])
+
+                box, start = _BOX, self._bwrap_command(files, stdin, limits, share)
+                start += ["--json-status-fd", str(fds[0]), "--sync-fd", str(fds[1]), "--"]
+                start += bubblewrap.unprivileged(self._root)
+            else:
                 root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="keel-")))
                 box, folder = str(root / "box"), root / "tmp"
-                for name in ("box", "tmp"):
-                    (root / name).mkdir()
+                folder.mkdir()
+                (root / "box").mkdir()
                 for name, content in files.items():
                     (root / "box" / name).write_bytes(content)
                     (root / "box" / name).chmod(0o555)
+                env["HOME"] = str(folder)
+                # Dies with this process, as a sandbox does.
+                start = [bubblewrap.tool("setpriv"), "--pdeathsig", "KILL", "--"]
             words = [
                 word.replace("{box}", box).replace("{python}", self._python.executable)
                 for word in command
             ]
-            words = [*self._limit_command(limits, max(lines, 1)), *words]
-            if self._isolated:
-                stack.enter_context(subreaper())
-            started = time.monotonic()
-            status, status_end = _pipe(stack)
-            alive, alive_end = _pipe(stack)
-            fds = [status_end.fileno(), alive_end.fileno()]
-            if self._isolated:
-
-                def share(data: bytes) -> str:
-                    fds.append(memory_file(stack, data))
-                    return str(fds[-1])
-
-                words = [
-                    *self._bwrap_command(files, stdin, limits, share),
-                    *("--json-status-fd", str(fds[0]), "--sync-fd", str(fds[1]), "--"),
-                    *unprivileged(self._root),
-                    *words,
-                ]
-            else:  # dies with this process, as a sandbox does
-                words = [self._setpriv, "--pdeathsig", "KILL", "--", *words]
             process = stack.enter_context(
                 subprocess.Popen(
-                    words,
+                    [*start, *self._limit_command(limits, max(lines, 1)), *words],
                     cwd=folder,
-                    env=_ENVIRONMENT if folder is None else {**_ENVIRONMENT, "HOME": str(folder)},
-                    stdin=memory_file(stack, stdin),
+                    env=env,
+                    stdin=bubblewrap.memory_file(stack, stdin),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     bufsize=0,
-                    pass_fds=fds if self._isolated else (),
+                    pass_fds=fds,
                     start_new_session=True,
                 )
             )
@@ -198,7 +163,7 @@ class Sandbox:
     def _limit_command(self, limits: Limits, lines: int) -> list[str]:
         memory = limits.memory_mib << 20
         words = [
-            self._prlimit,
+            bubblewrap.tool("prlimit"),
             # A backstop: the watch counts all processes together.
             f"--cpu={math.ceil(limits.time_s * lines) + 1}",
             f"--fsize={limits.files_mib << 20}",
@@ -221,39 +186,36 @@ class Sandbox:
     ) -> list[str]:
         """Build the bubblewrap command. `share` passes data to bubblewrap and returns the file
         descriptor."""
-        words = [self._bwrap, *namespaces(self._root), *system(PROGRAMS)]
-        parents = [str(Path(part).parent) for part in self._python.parts]
-        words += make_folders(("/etc", "/dev", _BOX, *parents))
-        words += SYSTEM_FILES
-        for part in self._python.parts:
+        python = self._python
+        words = [bubblewrap.tool("bwrap"), *bubblewrap.namespaces(self._root)]
+        words += bubblewrap.system(bubblewrap.PROGRAMS)
+        parents = [str(Path(part).parent) for part in python.parts]
+        words += bubblewrap.make_folders(("/etc", "/dev", _BOX, *parents))
+        words += bubblewrap.SYSTEM_FILES
+        for part in python.parts:
             words += ["--ro-bind", part, part]
-        words += hide(self._python.hidden)
+        for name in python.hidden:
+            words += ["--perms", "0555", "--size", "4096", "--tmpfs", name, "--remount-ro", name]
         # Without /dev/zero: a shared mapping of it is memory that counts for no process.
-        words += devices(DEVICES)
+        words += bubblewrap.devices(bubblewrap.DEVICES)
         # A copy, since there is no /proc for the usual symbolic link.
         words += ["--perms", "0444", "--file", share(stdin), "/dev/stdin"]
         for name, content in files.items():
             words += ["--perms", "0555", "--file", share(content), f"{_BOX}/{name}"]
-        words += private_folder(TMP, limits.files_mib)
-        words += ["--remount-ro", "/", "--chdir", TMP, "--seccomp", share(self._filter)]
-        return words
+        words += bubblewrap.private_folder(TMP, limits.files_mib)
+        return [*words, "--remount-ro", "/", "--chdir", TMP, "--seccomp", share(self._filter)]
 
 
 @lru_cache(maxsize=2)
 def open_sandbox(isolation: str) -> Sandbox:
-    """Return a sandbox that has been tested on this machine by a probe that tries to break out of
-    it.
-
-    Raises IsolationError if this machine does not support `isolation`.
-    """
-    if isolation not in get_args(_Isolation):
-        known = ", ".join(get_args(_Isolation))
-        raise IsolationError(f"{_KNOB} = {isolation!r} must be one of {known}")
+    """Return a sandbox that a probe could not break out of on this machine. Raises IsolationError
+    if this machine does not support `isolation`."""
+    if isolation not in _ISOLATIONS:
+        raise IsolationError(f"{_KNOB} = {isolation!r} must be one of {', '.join(_ISOLATIONS)}")
     failure = f"{_KNOB} = {isolation!r} does not work here"
     try:
-        sandbox = Sandbox(cast(_Isolation, isolation))
-        isolated = sandbox.isolation == "bubblewrap"
-        source = probe(network="none", processes=4, strict=True) if isolated else ""
+        sandbox, isolated = Sandbox(isolation), isolation == "bubblewrap"
+        source = bubblewrap.probe(network="none", processes=4, strict=True) if isolated else ""
         outcome = sandbox.run(
             ["{python}", "-S", "{box}/probe.py"],
             files={"probe.py": source.encode()},

@@ -87,11 +87,10 @@ def seccomp_filter(
 ) -> bytes:
     """Return a classic BPF program for `bwrap --seccomp`.
 
-    `machine` is the value of `platform.machine()`. `sockets` lists the allowed socket families,
-    such as `LOCAL`. `permitted` lists calls to allow although they are usually refused, such as
-    `FORKING`. If `counted` is set, the filter also refuses calls that hide memory or CPU time from
-    measurement outside the sandbox. Raises ValueError if the call numbers for the machine are
-    unknown.
+    `sockets` lists the allowed socket families, and `permitted` calls to allow although they are
+    usually refused. If `counted` is set, the filter also refuses calls that hide memory or CPU time
+    from measurement outside the sandbox. Raises ValueError if the call numbers for the
+    `platform.machine()` are unknown.
     """
     if machine not in _MACHINES:
         raise ValueError(f"no system call table for {machine}, only {', '.join(_MACHINES)}")

@@ -81,10 +81,7 @@ class SandboxOutcome:
         return self.status == "exited" and self.exit_code == 0
 
     def why(self) -> str:
-        """Return a short message about why the run failed, or "" if it succeeded.
-
-        The message may quote the program.
-        """
+        """Return a short message about why the run failed, which may quote the program, or ""."""
         if self.status != "exited":
             return f"over its limit of {self.status}"
         if self.exit_code == 0:

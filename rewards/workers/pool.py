@@ -56,10 +56,8 @@ class VerifierScore:
 
 
 class WorkerPool:
-    """Verifies batches of completions in `workers` processes, or in this process if `workers` is 0.
-
-    All completions of a batch answer the same prompt, so a worker builds the verifier only once.
-    """
+    """Verifies batches of completions of one prompt in `workers` processes, or in this one if it is
+    0."""
 
     def __init__(
         self,
@@ -71,10 +69,9 @@ class WorkerPool:
     ) -> None:
         """Start the workers, which import their libraries in the background.
 
-        `timeout_s` is the time limit for one completion. It is not enforced if there are no worker
-        processes. `code` contains the fields of `keel.configs.schema.CodeConfig`; its
-        `completion_s` is the time limit for programs. Each worker writes its output to a file in
-        the folder `log`, or to standard error if `log` is None.
+        `timeout_s` is the time limit for one completion; it needs workers. `code` contains the
+        fields of `CodeConfig`; its `completion_s` is the limit for programs. Each worker prints to
+        a file in the folder `log`, or to standard error if it is None.
         """
         allow_long_integers()  # in tests of programs, which travel as JSON
         self._code = dict(code or {})
@@ -94,10 +91,8 @@ class WorkerPool:
     def submit(
         self, spec: Mapping[str, Any], completions: Sequence[str]
     ) -> Future[list[VerifierScore]]:
-        """Start scoring completions, and return a future with one result for each.
-
-        The future raises ValueError if the spec is malformed.
-        """
+        """Return a future with one result for each completion. It raises ValueError if the spec is
+        malformed."""
         return self._threads.submit(self._verify, spec, completions)
 
     def printed(self) -> bool:
@@ -298,10 +293,7 @@ class _Worker:
         return f"ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}"
 
     def _stop(self) -> str:
-        """Kill the process and its descendants.
-
-        Returns the location in the stack trace of the process, or "" if it is missing.
-        """
+        """Kill the process and its descendants. Returns the location in its stack trace, or ""."""
         process, self._process = self._process, None
         if process is None:
             return ""

@@ -49,11 +49,8 @@ _MEMORY_BYTES = 8 << 30
 
 
 def _limit_memory(extra: int | None) -> None:
-    """Allow `extra` more bytes of address space, or remove the limit if `extra` is None.
-
-    User functions have no limit, because they may load a model and GPU drivers reserve far more
-    address space than they use.
-    """
+    """Allow `extra` more bytes of address space, or any number if it is None. User functions have
+    no limit, because they may load a model and GPU drivers reserve more than they use."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = hard
     if extra is not None:

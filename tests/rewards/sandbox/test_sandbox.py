@@ -16,7 +16,7 @@ import yaml
 
 from keel.rewards.sandbox import sandbox as module
 from keel.rewards.sandbox.processes import _descendants, usage
-from keel.rewards.sandbox.sandbox import IsolationError, Sandbox, _Python, open_sandbox
+from keel.rewards.sandbox.sandbox import IsolationError, Sandbox, _python, open_sandbox
 from keel.rewards.sandbox.seccomp import _DENIED, seccomp_filter
 from keel.rewards.sandbox.watch import Limits, SandboxOutcome
 from tests.waiting import PATIENCE_S, wait_for, within_some
@@ -90,7 +90,7 @@ def test_a_run_ends_after_its_lines(either: Sandbox) -> None:
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attacks_are_refused(box: Sandbox, name: str) -> None:
     before = os.stat("/dev/null").st_mtime_ns
-    hidden = _Python.current().hidden
+    hidden = _python().hidden
     assert any(os.listdir(folder) for folder in hidden)
     ran = run(box, f"HIDDEN = {hidden!r}; ROOT = {str(ROOT)!r}\n{ATTACKS[name]}")
     assert ran.stdout == b"done\n", ran.why()
