@@ -27,7 +27,7 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -294,9 +294,10 @@ def function(spec: Mapping[str, Any]) -> Callable[[str], float | dict[str, float
 
     def verify_group(text: str) -> dict[str, float]:
         trajectories = tuple(map(TextTrajectory.loads, json.loads(text)))
-        values = call(trajectories)
-        is_list = not issubclass(type(values), (str, bytes, Mapping, Set))
-        values = list(values) if is_list and isinstance(values, Iterable) else []
+        result, values = call(trajectories), list[Any]()
+        if not issubclass(type(result), (str, bytes, Mapping, Set)):  # iterable, but no numbers
+            with suppress(TypeError):
+                values.extend(result)
         if len(values) != len(trajectories):
             expected = f"a list of {len(trajectories)} numbers, one for each trajectory"
             raise BadReward(f"must return {expected}", _location(reward))

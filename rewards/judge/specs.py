@@ -26,7 +26,7 @@ import asyncio
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -147,7 +147,8 @@ class Rubric(Spec):
         failures = [reply for reply in replies if isinstance(reply, BaseException)]
         if failures:
             raise min(failures, key=lambda failure: isinstance(failure, Unjudged))
-        return {ids[k].name: verdict for reply in replies for k, verdict in reply.items()}
+        verdicts = [cast(_Verdicts, reply) for reply in replies]
+        return {ids[k].name: verdict for one in verdicts for k, verdict in one.items()}
 
     def judged(self, answer: Any, samples: Sequence[_Verdicts]) -> Judged:
         """Average the scores of each criterion over the samples, and return their weighted sum.
