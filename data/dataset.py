@@ -31,8 +31,8 @@ class SourceReport:
     dropped: Mapping[str, int]
     """Number of prompts dropped for each reason."""
     notes: tuple[str, ...]
-    """One line for each malformed row, each prompt without a pass rate, and each entry of the
-    pass-rate table that matches no prompt."""
+    """One line for each malformed row, prompt without a pass rate, and pass rate without a
+    prompt."""
     unread: Mapping[str, str]
     """For each unused column, the location where it first occurred."""
 

@@ -32,8 +32,7 @@ class _Candidate:
     prompt: str
     tokens: int
     why_not: str
-    """The first reason from `_LEFT_OUT` that applies, or "" if the completion passes the first
-    checks."""
+    """The first reason from `_LEFT_OUT` that applies, or ""."""
     line: Mapping[str, Any]
     """The line to write for `keel sft` (`source: trajectories`).
 

@@ -145,8 +145,7 @@ def asked_of(
 
 
 def read_evaluation(folder: Path) -> list[Asked]:
-    """Read `samples.jsonl`. Raises ConfigError with the file and line number of a malformed
-    line."""
+    """Read `samples.jsonl`. Raises ConfigError with the file and line of a malformed line."""
     path = folder / "samples.jsonl"
     try:
         data = path.read_bytes()

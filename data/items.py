@@ -24,8 +24,7 @@ class Item:
     origin: str
     """Where the prompt comes from, for messages: `file:line`, or the task and index."""
     bare: tuple[Mapping[str, Any], ...] = ()
-    """The messages before the source's template is applied. Only set if the template adds nothing
-    else from the row."""
+    """The messages before the template, if it adds nothing else from the row."""
 
     @property
     def question(self) -> str:
@@ -35,8 +34,7 @@ class Item:
 
     @property
     def questions(self) -> frozenset[str]:
-        """Return the digests of the question with and without its template. Other sources may
-        contain either."""
+        """Return the digests of the question with and without its template."""
         templated = {_question(self.prompt.messages)} if self.bare else set[str]()
         return frozenset({self.question, *templated})
 

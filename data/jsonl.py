@@ -193,8 +193,7 @@ def _knob(source: SourceConfig) -> str:
 
 
 def _messages(row: KeyedRow, columns: Columns, source: SourceConfig) -> list[dict[str, Any]]:
-    """Return a row's messages, or an empty list if the row has no prompt but the source has a
-    template."""
+    """Return a row's messages, or an empty list if the template replaces a missing prompt."""
     record = row.known
     prompt = record.get("prompt")
     if "messages" in record and "prompt" in record:

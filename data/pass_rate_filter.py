@@ -43,8 +43,7 @@ _MAX_REASONS = 5
 
 
 class FilterFolder:
-    """The folder in which `keel filter` stores its results. It is a context manager that locks the
-    folder."""
+    """The folder in which `keel filter` stores its results. As a context manager, it is locked."""
 
     def __init__(
         self, config: Config, prompts: Mapping[str, Sequence[Prompt]], policy: str
@@ -194,8 +193,7 @@ class FilterFolder:
 
 
 def _line(prompt: Prompt, source: SourceConfig, rate: PassRate) -> str:
-    """Convert a prompt to a line for a `source: jsonl` with the same name, system message and
-    environment."""
+    """Convert a prompt to a line for a `source: jsonl` with the same settings."""
     record = {
         "id": prompt.prompt_id.removeprefix(f"{source.name}/"),
         "messages": [dict(message) for message in without_source_system(source, prompt.messages)],

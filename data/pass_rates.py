@@ -49,8 +49,7 @@ class PassRate:
         return self.unscored < self.samples
 
     def within(self, least: float, most: float) -> bool:
-        """Return whether the prompt was solved at least once and its pass rate is within the
-        bounds."""
+        """Return whether the prompt was solved at least once and its pass rate is within bounds."""
         return self.passes > 0 and least <= self.rate <= most
 
     def line(self) -> dict[str, Any]:

@@ -38,8 +38,7 @@ _GENERATOR_ERRORS = (
 )
 
 _CACHE: dict[str, Any] = {}
-"""Task datasets that have been built. They are cached because building one may mean filtering a
-hundred thousand words."""
+"""Built task datasets. Building one may mean filtering a hundred thousand words."""
 
 
 def load_reasoning_gym(source: SourceConfig, *, seed: int) -> Loaded:

@@ -101,8 +101,7 @@ def domains_to_show(domain_of: Mapping[str, str]) -> list[str]:
 
 
 def _sets_of(asked: Sequence[Asked]) -> dict[str, list[int]]:
-    """Return the prompt indices of each source, of each domain with several sources, and of
-    `all`."""
+    """Return the prompt indices of each source, each domain with several sources, and `all`."""
     domain_of = {one.source: one.domain for one in asked}
     sets = {s: [n for n, one in enumerate(asked) if one.source == s] for s in domain_of}
     for domain in domains_to_show(domain_of):
@@ -192,8 +191,7 @@ def compared_table(result: Mapping[str, Mapping[str, tuple[int, Difference]]]) -
 
 
 def compare(first: str, second: str) -> str:
-    """Compare two `keel eval` folders and return a table. Raises ConfigError if that is not
-    possible."""
+    """Compare two `keel eval` folders and return a table. Raises ConfigError if one is unusable."""
     before, after = (read_evaluation(Path(folder)) for folder in (first, second))
     try:
         lines = compared_table(compared(before, after))

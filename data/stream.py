@@ -70,7 +70,7 @@ class Stream(Generic[T]):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position. Raises ValueError if the prompts, weights or seed have
+        """Continue from a saved position. Raises ValueError if the data, weights or seed have
         changed."""
         current, saved = self._current_identity(), dict(state["dataset"])
         if changed := [key for key in current | saved if current.get(key) != saved.get(key)]:
@@ -86,8 +86,7 @@ class Stream(Generic[T]):
         self._requeued = deque(known[prompt_id] for prompt_id in state["unfinished"])
 
     def _current_identity(self) -> dict[str, Any]:
-        """Return a digest of each source's data, which shows whether a saved position is still
-        valid."""
+        """Return a digest of each source's data, which shows whether a saved position is valid."""
         if self._identity is None:
             self._identity = {"seed": self._seed}
             for name, prompts in self._sources.items():

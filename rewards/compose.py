@@ -14,8 +14,7 @@ LANGUAGE_PARTS = {
     "language_answer": "answer",
     "language_thinking": "thinking",
 }
-"""Maps each language component of a reward to the text that it measures. It is computed only if the
-recipe gives it a weight."""
+"""Maps each language component, which is computed if it has a weight, to the text it measures."""
 _RUBRIC = ("rubric", "disagreement")
 _PROOF = ("proof", "self_score", "self_meta", "verifier_meta", "proof_format", "disagreement")
 _VERIFICATION = ("verification_score", "verification_meta", "verification_format", "disagreement")
@@ -28,8 +27,7 @@ JUDGED_PARTS = {
 """Maps each kind of spec for the judge to its reward components. All kinds also have the component
 `correct`, which is the total score."""
 REFUSAL = "refusal"
-"""The reward component that is 1 if the judge finds that the completion declines the task. It is
-computed if the recipe gives it any weight, even 0."""
+"""The component that is 1 if the judge finds that the completion declines the task."""
 PARTS = (
     "correct",
     "format",
@@ -40,8 +38,7 @@ PARTS = (
 """Built-in reward components that a recipe can list in `data.sources[].rewards`. A recipe can also
 list functions there, whose names contain a dot."""
 ERROR = "error"
-"""The reward component that is 1 if a verifier crashed or timed out, and 0 otherwise. It is always
-present and never has a weight."""
+"""The component, never with a weight, that is 1 if a verifier crashed or timed out."""
 _ROUNDING = 1e-12
 """A reward smaller than this fraction of its largest term is treated as a rounding error."""
 

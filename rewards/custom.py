@@ -222,8 +222,7 @@ def _location(function: Callable[..., Any]) -> str:
 
 
 def sees_group(name: str) -> bool:
-    """Return whether a function scores a whole group at once. Raises ValueError if it cannot be
-    loaded."""
+    """Return whether a function, which must be loadable, scores a whole group at once."""
     return _parameters(load_function(name))[1:2] == ["trajectories"]
 
 
@@ -247,8 +246,7 @@ def prompt_fields(prompt: Any) -> dict[str, Any]:
 
 
 class BadReward(ValueError):
-    """Raised if a function returns something that is not a reward. `at` is the location of the
-    function."""
+    """Raised if the function at the location `at` returns something that is not a reward."""
 
     def __init__(self, message: str, at: str) -> None:
         super().__init__(message)
@@ -317,8 +315,7 @@ def _runner() -> asyncio.Runner:
 
 
 _LOOP_LOCK = threading.Lock()
-"""Lets only one thread use the event loop at a time. Without workers, several scorers share the
-loop."""
+"""Lets one thread at a time use the loop, which several scorers without workers share."""
 
 
 def _awaited(value: Awaitable[Any]) -> Any:

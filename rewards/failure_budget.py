@@ -37,7 +37,7 @@ class FailureRate:
         self._failed: deque[bool] = deque(maxlen=WINDOW)
 
     def add(self, failed: bool) -> str:
-        """Record one completion. Returns a summary if the failure rate is now too high, and ""
+        """Record one completion. Returns a summary if the failure rate is too high, and ""
         otherwise."""
         self._failed.append(failed)
         failures, total = sum(self._failed), len(self._failed)
@@ -99,8 +99,7 @@ def to_standard_error(text: str) -> None:
 
 
 def error_location(error: BaseException) -> str:
-    """Return the innermost frame of user code in an exception's traceback, such as
-    `my_rewards.py:12 in brief`."""
+    """Return the innermost frame of user code in a traceback, as `my_rewards.py:12 in brief`."""
     frames = traceback.extract_tb(error.__traceback__)
     return _innermost([(f.filename, f.lineno or 0, f.name) for f in reversed(frames)])
 

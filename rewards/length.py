@@ -37,8 +37,7 @@ Floats = NDArray[np.float64]
 KEPT_LEAD = 0.5
 """The fraction of its lead over wrong completions that a right completion always keeps."""
 _LENGTH, _LENGTH_COST = "length", "length_cost"
-"""Reward components for domains with a length rule: the adjustment of the reward, and the cost that
-it is computed from."""
+"""Reward components: the adjustment of the reward, and the cost that it is computed from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +65,7 @@ class LengthRule:
 
     @staticmethod
     def from_knobs(knobs: Mapping[str, Any], *, limit: int) -> LengthRule:
-        """Create the rule from the fields of `LengthConfig`. `limit` is used if the field `limit`
-        is 0."""
+        """Create the rule from the fields of `LengthConfig`, with `limit` as its default limit."""
         fields = dict(knobs)
         fields["limit"] = fields["limit"] or limit
         fields["margin"] = fields["margin"] or max(1, fields["limit"] // 5)
@@ -116,8 +114,7 @@ class LengthRule:
 def with_length(
     scores: Sequence[Score], trajectories: Sequence[Trajectory], rule: LengthRule
 ) -> list[Score]:
-    """Apply a length rule to the scores of a group. This adds the reward components `length` and
-    `length_cost`."""
+    """Apply a length rule to a group's scores, as the components `length` and `length_cost`."""
     tokens = np.array([trajectory.sampled_tokens for trajectory in trajectories], np.int64)
     crashed = np.array([each.finish_reason == "crash" for each in trajectories], np.bool_)
     tokens[crashed] = tokens.max(initial=0)  # a crash must not gain by being short

@@ -46,8 +46,7 @@ class _Draft:
     trajectory: Trajectory
     parts: dict[str, float] = field(default_factory=lambda: {ERROR: 0.0})
     notes: dict[str, str] = field(default_factory=dict[str, str])
-    """Maps each judged criterion to its score and reason, and each failed reward component to its
-    error."""
+    """The score and reason of each judged criterion, and the error of each failed component."""
     dropped: str = ""
     """Why the trajectory is dropped from its group, or "" if it is kept."""
 
@@ -305,8 +304,7 @@ def _add_verdicts(drafts: _Drafts, *, graded: bool) -> None:
 
 
 def _finish(draft: _Draft, weights: Mapping[str, float]) -> None:
-    """Check that a draft has every component with a weight, or fill in the worst values after a
-    crash."""
+    """Check that a draft has every weighted component, or fill in the worst after a crash."""
     if draft.trajectory.finish_reason == "crash":
         parts = {name: float(weight < 0) for name, weight in weights.items()}
         draft.parts, draft.dropped = {**parts, "correct": 0.0, ERROR: 0.0}, ""
@@ -332,8 +330,7 @@ def _opening(prompt: Prompt, trajectory: Trajectory) -> tuple[Mapping[str, Any],
 
 
 def _text(trajectory: Trajectory, *, sampled: bool = False) -> str:
-    """Serialize a trajectory for a worker. If `sampled` is set, leave out messages that an agent
-    program wrote itself."""
+    """Serialize a trajectory for a worker, without an agent program's own messages if `sampled`."""
     messages = trajectory.messages
     if sampled:
         ours = [m.get("role") == "assistant" and m.get("name") == PROGRAM for m in messages]

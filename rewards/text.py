@@ -27,8 +27,7 @@ def _last_turn(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def final_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the policy's last message with its thinking stripped, or "" if the thinking never
-    ended."""
+    """Return the policy's last message without its thinking, or "" if that never ended."""
     message = _last_turn(messages)
     raw = message.get("raw")
     text = str(message.get("content") or "")
@@ -44,8 +43,7 @@ def outside_think(text: str) -> str:
 
 
 def blank(text: str) -> bool:
-    """Return whether a text has no visible characters, only white space, control characters or
-    fillers."""
+    """Return whether a text has only white space, control characters or fillers."""
     return all(unicodedata.category(c)[0] in "ZC" or c in _INVISIBLE for c in text)
 
 
@@ -72,8 +70,7 @@ def thinking_text(messages: Sequence[Mapping[str, Any]]) -> str:
 def every_turn(
     of: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Apply `final_text` or `thinking_text` to each turn of the policy, and join the results as
-    paragraphs."""
+    """Apply `final_text` or `thinking_text` to each turn, and join the results as paragraphs."""
     turns = [message for message in messages if message.get("role") == "assistant"]
     return "\n\n".join(filter(None, (of([message]) for message in turns)))
 
@@ -90,8 +87,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def marked_answers(text: str) -> list[str]:
-    r"""Return the contents of all outermost `\boxed{…}`. If there are none, return those of all
-    `<answer>` tags."""
+    r"""Return the contents of all outermost `\boxed{…}`, or else of all `<answer>` tags."""
     boxes: list[str] = []
     starts: list[int] = []  # of the open braces' contents
     box_depth = -1  # of the outermost open box
@@ -119,15 +115,13 @@ def _braced(text: str, start: int) -> str | None:
 
 
 def answer_in(text: str) -> str:
-    r"""Return the answer marked with `\boxed{…}` or `<answer>`, or the whole text if nothing is
-    marked."""
+    r"""Return the answer marked with `\boxed{…}` or `<answer>`, or else the whole text."""
     marked = marked_answer(text)
     return text.strip() if marked is None else marked
 
 
 def normalise(text: str) -> str:
-    """Normalize Unicode and white space. Superscripts are preserved, so 10² becomes 10^2 and not
-    102."""
+    """Normalize Unicode and white space. 10² becomes 10^2 and not 102."""
     return " ".join(unicodedata.normalize("NFKC", raised(text)).split())
 
 

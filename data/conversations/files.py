@@ -102,8 +102,7 @@ def read_trajectories(source: ConversationsConfig, *, tokenizer: str) -> ReadSou
     mode = {"as-written": None, "with": True, "without": False}[source.thinking]
 
     def is_learnable(conversation: Mapping[str, Any]) -> bool:
-        """Return whether a conversation has an assistant message to train on. Malformed ones are
-        rejected later."""
+        """Return whether there is an assistant message to train on. Malformed ones fail later."""
         messages = conversation.get("messages")
         return not isinstance(messages, list) or any(
             not isinstance(m, dict) or (m.get("role") == "assistant" and m.get("weight") != 0)
@@ -140,8 +139,8 @@ def _read(
     rows: Iterable[tuple[str, R]],
     records: Callable[[str, R], Iterable[_Placed]],
 ) -> ReadSource:
-    """Read conversations from `rows` with their locations. `records` extracts them from a row and
-    may raise BadLine."""
+    """Read conversations from `rows` with their places. `records` splits a row and may raise
+    BadLine."""
     # With a limit per prompt, `size` applies after it.
     size = 0 if source.most_per_prompt else source.size
     strict = source.on_bad_line == "error"
@@ -180,8 +179,7 @@ def _example(at: str, record: Mapping[str, Any], source: ConversationsConfig) ->
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files in a run or evaluation folder by step, without those unpacked by `keel
-    report`."""
+    """Return the files of a run or evaluation by step, without those unpacked by `keel report`."""
     samples = folder / "samples.jsonl"
     if samples.is_file():
         return [samples]
@@ -201,8 +199,7 @@ def _evaluated(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _drop_reason(record: Mapping[str, Any], source: ConversationsConfig) -> str:
-    """Return why a trajectory is not used for training, or "". Raises BadLine if it is
-    malformed."""
+    """Return why a trajectory is not trained on, or "". Raises BadLine if it is malformed."""
     parts = record.get("parts")
     if not isinstance(parts, dict) or "messages" not in record:
         raise BadLine("is not a trajectory: it needs `messages` and the `parts` of its reward")

@@ -26,8 +26,7 @@ class Report:
     learned: int
     heldout: int
     tokens: int
-    """Total number of tokens in the training conversations, including context that is not trained
-    on."""
+    """Number of tokens in the training conversations, with those that are not trained on."""
     learned_tokens: int
     contexts: int
     longest: int

@@ -37,8 +37,7 @@ from keel.data.rows.read import (
 from keel.rl.sft import supervised_segment
 
 _WHOLE = (".txt", ".md")
-"""Extensions of files that are read as one document. In all other files (`KINDS`), each row is a
-document."""
+"""Extensions of files that are one document. In the others (`KINDS`), each row is a document."""
 _KEYS = string.ascii_lowercase
 _FILLER = ".,-~"
 _ASK = "?"

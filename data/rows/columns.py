@@ -151,8 +151,7 @@ def picked(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, A
 
 
 def _look_up(record: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column, given its name or a dotted path into an object, or
-    `_MISSING`."""
+    """Return the value of a column or a dotted path into an object, or `_MISSING`."""
     if name in record or "." not in name:
         return record.get(name, _MISSING)
     value: Any = record

@@ -84,8 +84,7 @@ def files_of(
 
 
 def choose_files(names: Iterable[str], split: str, subset: str) -> list[str]:
-    """Return the files for a subset and a split, train by default. Raises FilesNotFound if there
-    are none."""
+    """Return the files of a subset and a split (train by default), or raise FilesNotFound."""
     subsets: dict[str, list[str]] = {}
     for name in sorted(names):
         *folders, file = PurePosixPath(name).parts
@@ -147,8 +146,7 @@ def _list_files(folder: Path) -> list[str]:
 
 
 def _saved(folder: Path, split: str) -> list[Path]:
-    """Return the files in a folder written by `save_to_disk`, or an empty list for any other
-    folder."""
+    """Return the files in a folder written by `save_to_disk`, or an empty list."""
     try:
         if (index := folder / "dataset_dict.json").is_file():
             splits: list[str] = json.loads(index.read_text("utf-8"))["splits"]

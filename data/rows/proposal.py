@@ -54,8 +54,7 @@ class Proposal:
     """Maps keys to columns. Keys whose column has the same name are omitted."""
     answer_after: str
     judged: Judged
-    """How to judge completions: by a mathematical or textual answer, by a key in `JUDGED`, or not
-    at all."""
+    """How to judge completions: by a kind of answer, by a key in `JUDGED`, or not at all."""
     environment: bool
     """True if rows have an `environment`."""
     boxed: bool

@@ -15,8 +15,7 @@ from typing import Any, TypeGuard, cast
 _REL_TOLERANCE = 1e-9
 """The default tolerance for comparing floating-point numbers."""
 _MAX_COMPARISONS = 500_000
-"""The maximum number of comparisons for matching unordered items whose order was changed by
-rounding. Together they take a few tenths of a second."""
+"""The most comparisons of unordered items. They take a few tenths of a second."""
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
@@ -52,8 +51,7 @@ class _Comparison:
         return all(map(self.same, left, right))
 
     def _same_unordered(self, expected: list[Any], value: list[Any]) -> bool:
-        """Sorting usually puts equal items at the same position. If rounding has changed the order,
-        each item is matched with the first remaining item that equals it."""
+        """Match items by sorting, and those that rounding has moved one by one."""
         expected, value = sorted(expected, key=_sort_key), sorted(value, key=_sort_key)
         pairs = zip(expected, value, strict=True)
         differing = [i for i, (one, two) in enumerate(pairs) if not self.same(one, two)]
@@ -138,8 +136,7 @@ def _close_words(expected: str, value: str, tolerance: float) -> bool:
 
 
 def _items_of(value: Any) -> tuple[str, list[Any]]:
-    """Return the kind and the items of a collection. The kind is "" for other values, and "?" for a
-    malformed collection."""
+    """Return the kind ("" for no collection, "?" for a malformed one) and the items of a value."""
     if isinstance(value, list):
         return "~tuple", cast(list[Any], value)
     if not isinstance(value, dict):

@@ -19,20 +19,17 @@ from keel.rl.strict_json import allow_long_integers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Language:
-    """How to compile and run programs in one language. The commands have the form that
-    `Sandbox.run` expects."""
+    """How to compile and run programs in one language, as commands for `Sandbox.run`."""
 
     source: str
     """The name of the source file in `{box}`."""
     run: tuple[str, ...]
     compile: tuple[str, ...] = ()
-    """The command that compiles the source to the file `program`. At run time that file is in
-    `{box}`."""
+    """The command that compiles the source to the file `program`, later in `{box}`."""
     extra: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     """Other files to put in `{box}`."""
     calls: tuple[str, ...] = ()
-    """The command that calls functions (`keel.rewards.code.call_driver`). It is empty if the
-    language does not support calls."""
+    """The command that calls functions (`keel.rewards.code.call_driver`), if supported."""
 
 
 _LAUNCH = b"""
@@ -89,11 +86,9 @@ class CodeTask:
     language: Language
     tests: tuple[CodeTest, ...]
     partial: bool
-    """If set, the score is the fraction of tests that pass. Otherwise all tests must pass, and the
-    run ends at the first failure."""
+    """If set, the score is the fraction of tests that pass. Otherwise all tests must pass."""
     subtasks: Mapping[str, float]
-    """Maps each subtask to its share of the score. The program earns the share if it passes all
-    tests of the subtask. The shares sum to 1."""
+    """The share of the score for passing all tests of each subtask. The shares sum to 1."""
     reference: str | None
     tolerance: float | None
     limits: Mapping[str, Any]

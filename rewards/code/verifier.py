@@ -105,8 +105,7 @@ def verify_code(
 
 
 def check_outputs(spec: Mapping[str, Any], settings: CodeSettings, *, name: str) -> None:
-    """Check that every expected output is within the output limit for programs. Raises ValueError
-    if one is not."""
+    """Raise ValueError if an expected output exceeds the output limit for programs."""
     limit = settings.limits.output_kib
     task = read_task(spec)
     for index, test in enumerate(task.tests):
@@ -144,8 +143,7 @@ def _failed(task: CodeTask, results: Sequence[CaseResult]) -> set[str]:
 
 
 def _verdict(task: CodeTask, results: list[CaseResult], skipped: str = "not run") -> CodeVerdict:
-    """Compute the verdict from the test results. Tests without a result count as failed, with
-    `skipped` as the reason."""
+    """Compute the verdict. Tests without a result failed for the reason `skipped`."""
     results += [CaseResult(False, skipped)] * (len(task.tests) - len(results))
     passes, failed = [result.passed for result in results], _failed(task, results)
     parts = {f"{_SUBTASK}{k}": v * (k not in failed) for k, v in task.subtasks.items()}

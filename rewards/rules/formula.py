@@ -40,8 +40,7 @@ vec hat mathbf mathcal mathbb mathfrak overrightarrow tilde widehat dot overline
 r"""Commands such as `\vec` whose argument becomes part of a symbol's name."""
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _OPENS_FUNCTION = frozenset("fghEFGP")
-"""Letters that denote a function if a bracket follows them. Other letters form a product, as in
-`x(x+1)` and `n(n+1)`."""
+"""Letters that denote a function before a bracket. Others are factors, as in `x(x+1)`."""
 
 Value = Any
 """A number from mpmath."""
@@ -69,8 +68,7 @@ class Formula:
     imaginary: bool = False
 
     def at(self, point: int) -> Value | None:
-        """Return the value at a sample point, or None if the formula is undefined or too large
-        there."""
+        """Return the value at a sample point, or None if it is undefined or too large."""
         try:
             value = self.node(point)
             if 0 < abs(value) < _digit(10 - _context.dps):  # rounding errors shrink with precision
@@ -140,8 +138,7 @@ def read(text: str) -> Formula:
 
 
 class _Reader:
-    """A recursive-descent parser. Its parsing methods return a node for the text that they have
-    read."""
+    """A recursive-descent parser. Each method returns a node for the text that it has read."""
 
     def __init__(self, text: str) -> None:
         self.tokens = [(m.lastgroup or "", m[m.lastgroup or 0]) for m in _TOKEN.finditer(text)]
@@ -335,8 +332,8 @@ class _Reader:
 
 
 def _coordinate(point: int, name: str) -> Value:
-    """Return the value of a symbol at a sample point, drawn from its name and positive at points 0
-    and 3."""
+    """Return a symbol's value at a sample point, drawn from its name, positive at points 0 and
+    3."""
     drawn = crc32(f"{point} {name}".encode())
     sign = -1 if point % 3 and drawn >> 8 & 1 else 1
     return _context.mpf(sign * (3 * (drawn % 100_003) + 50_000)) / 150_000

@@ -24,8 +24,7 @@ from keel.rewards.rules.statements import plain, squeezed
 from keel.rewards.text import BOXED, marked_answer
 
 MAX_CHARACTERS = 2_048
-"""The maximum length of an answer in characters. Longer answers are wrong, unless the right answer
-is about as long."""
+"""The maximum length of an answer, unless the right answer is about as long."""
 _MOST_ITEMS = 64
 _PLACES = 6
 """The number of decimal places to compare. Numbers below 1e-5 are compared to as many digits."""
@@ -137,13 +136,12 @@ class Several(NamedTuple):
 
 
 Cut = tuple[float, bool, Formula]
-"""One end of an interval: its position, whether the cut lies just after that position, and its
-formula."""
+"""One end of an interval: its position, whether the cut lies just after it, and its formula."""
 
 
 class Region(NamedTuple):
-    """A set of real numbers. It extends from the first cut to the second, from the third to the
-    fourth, and so on."""
+    """A set of real numbers, from the first cut to the second, the third to the fourth, and so
+    on."""
 
     cuts: tuple[Cut, ...]
 
@@ -198,8 +196,7 @@ def _number(match: re.Match[str]) -> Number | str:
 
 
 def _ungrouped(text: str) -> list[Answer]:
-    """Parse `100,200` as a list, although `parse` reads it as one number. Returns an empty list if
-    no comma can separate groups of digits."""
+    """Parse `100,200`, which `parse` reads as one number, as a list. Returns [] without a comma."""
     spaced = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", ", ", text)
     return [] if spaced == text else [parse(spaced)]
 
@@ -210,8 +207,7 @@ _BEGIN = re.compile(
 
 
 def parse(text: str, depth: int = 0) -> Answer:
-    """Parse an answer that `plain` has normalized. The text is returned unchanged if any part of it
-    cannot be parsed."""
+    """Parse an answer that `plain` has normalized, or return it unchanged."""
     text, depth = text.strip(), depth + 1
     if match := _NUMBER.fullmatch(text):
         return _number(match)
@@ -238,8 +234,7 @@ _OPENING, _CLOSING = "([{⦃⟨", ")]}⦄⟩"
 
 
 def _split(text: str, marks: str) -> tuple[list[str], str]:
-    """Split a text at the given marks, except inside brackets. Returns the parts, and the marks
-    between them."""
+    """Split a text at the given marks outside brackets. Returns the parts and the marks."""
     parts, signs, depth, start = list[str](), "", 0, 0
     for match in re.finditer(rf"[(\[{{⦃⟨)\]}}⦄⟩{marks}]", text):
         if match[0] in _OPENING:
@@ -658,8 +653,7 @@ def _in_order(gold: Sequence[Answer], given: Sequence[Answer]) -> bool:
 
 
 def _in_any_order(gold: Sequence[Answer], given: Sequence[Answer], *, once: bool) -> bool:
-    """Return whether two lists contain the same items in any order. If `once` is set, repeated
-    items count once, as in a set."""
+    """Return whether two lists have the same items, each `once` as in a set if that is set."""
     remaining = list(given)
     for one in gold:
         place = next((n for n, two in enumerate(remaining) if _same_item(one, two)), None)
@@ -671,8 +665,8 @@ def _in_any_order(gold: Sequence[Answer], given: Sequence[Answer], *, once: bool
 
 
 def _same_names(gold: Several, given: Several) -> bool:
-    """Return whether several variables have the same values. If one side has no names, the order of
-    the values counts."""
+    """Return whether variables have the same values, or values the same order if one has no
+    names."""
     sides = gold.items, given.items
     named = [{item.name: item.value for item in side if _names(item)} for side in sides]
     if [*map(len, named)] == [*map(len, sides)]:

@@ -25,8 +25,7 @@ from keel.rewards.language.function_words import FUNCTION_WORDS, KEYWORDS
 from keel.rewards.text import WRAPPED, answer_in, normalise
 
 _MAX_CHARACTERS = 32_768
-"""The maximum length of an answer in characters. Longer answers are wrong, unless the right answer
-is about as long."""
+"""The maximum length of an answer, unless the right answer is about as long."""
 MOST_PARTIAL = 0.9
 """The maximum partial credit for an answer.
 
@@ -76,8 +75,7 @@ _SHAPES = {
         "tower_of_hanoi": rf"{_MOVE}(?:\s*\n\s*{_MOVE})*",
     }.items()
 }
-"""Patterns for tasks whose verifier ignores extra text. The whole answer must match, after `_bare`
-has stripped it."""
+"""Patterns that the whole `_bare` answer must match, for verifiers that ignore extra text."""
 _SPLIT_TASKS = frozenset({"polynomial_equations", "survo"})
 """Tasks whose verifiers ignore parts that are not numbers, such as `*7` in `*7 8 9*`."""
 
@@ -142,8 +140,7 @@ def reasoning_gym(spec: Mapping[str, Any]) -> Callable[[str], float]:
 
 @lru_cache(maxsize=64)
 def _score_answer(task: str, params: str) -> Callable[[str, Any], float]:
-    """Return the `score_answer` method of a task. It is cached, because some tasks load a
-    dictionary."""
+    """Return the `score_answer` method of a task. Some tasks load a dictionary."""
     from reasoning_gym.factory import (  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
         DATASETS,  # pyright: ignore[reportUnknownVariableType]
     )

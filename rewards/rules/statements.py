@@ -160,8 +160,7 @@ _RULES = [(re.compile(pattern), replacement) for pattern, replacement in _REPLAC
 
 
 def squeezed(text: str) -> str:
-    """Remove white space and redundant braces from a normalized answer, so that answers can be
-    compared."""
+    """Remove white space and redundant braces from a normalized answer."""
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\s|\{(?=\w\})|(?<=\{\w)\}", "", text)
     words = "\\" not in text and re.search(r"[^\W\d_]{2}", text)
@@ -208,8 +207,7 @@ def undressed(text: str) -> str:
 
 
 def spelled(text: str) -> str:
-    """Normalize how an answer is written, so that answers that look the same when typeset are
-    equal."""
+    """Normalize an answer, so that answers that look the same when typeset are equal."""
     text = _WRAPPED.sub(r" \1 ", text.replace("\\left", "").replace("\\right", ""))
     text = normalise(re.sub(r"[$\\]\s|[~$]", " ", text))
     if "\\" not in text and re.search(r"[^\W\d_]{2}", text):  # \Delta is not \delta, nor R r

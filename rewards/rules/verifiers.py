@@ -32,8 +32,7 @@ crash on hostile text, which is why `keel.rewards.workers.pool` runs it in a sep
 """
 
 _MAX_CHARACTERS = 32_768
-"""The maximum length of a text in characters. Longer texts are wrong, unless the right answer is
-about as long."""
+"""The maximum length of a text, unless the right answer is about as long."""
 _MATCH_TIMEOUT_S = 0.5
 
 
@@ -109,8 +108,7 @@ def _exact(spec: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _regex(spec: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Build a verifier that matches the whole answer with a regular expression. A timeout counts as
-    wrong."""
+    """Build a verifier that matches the whole answer. A timeout counts as wrong."""
     # Imported late to keep workers light.
     import regex as timed_regex  # noqa: PLC0415
 

@@ -17,8 +17,7 @@ SYSTEM_FILES = [
     for word in ("--ro-bind-try", name, name)
 ]
 PROGRAMS = ("bin", "include", "lib", "lib32", "lib64", "libexec", "libx32", "share/zoneinfo")
-"""The folders in /usr that programs and compilers need. Others are left out because they may
-contain answers."""
+"""The folders in /usr that programs and compilers need. Others may contain answers."""
 DEVICES = ("null", "full", "random", "urandom")
 
 
@@ -45,8 +44,7 @@ def namespaces(root: bool, *, network: bool = False) -> list[str]:
 
 
 def system(folders: Sequence[str] = ()) -> list[str]:
-    """Return the arguments that mount these folders in /usr read-only. Without any, all of /usr is
-    mounted."""
+    """Return the arguments that mount these folders in /usr, or all of /usr, read-only."""
     words = ["--ro-bind", "/usr", "/usr"]
     if folders:
         words = ["--perms", "0755", "--dir", "/usr"]
@@ -62,8 +60,7 @@ def system(folders: Sequence[str] = ()) -> list[str]:
 
 
 def make_folders(folders: Iterable[str]) -> list[str]:
-    """Return the arguments that create mount points. Only root could access implicitly created
-    ones."""
+    """Return the arguments that create mount points. Only root could access implicit ones."""
     words: list[str] = []
     created: set[str] = set()
     for folder in folders:

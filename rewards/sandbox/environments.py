@@ -31,8 +31,7 @@ from keel.rewards.sandbox.seccomp import FORKING, LOCAL, NETWORK, seccomp_filter
 
 _ISOLATIONS = ("bubblewrap", "none-i-trust-the-environments")
 Network = Literal["none", "loopback", "host"]
-"""No network, a private loopback interface without a connection to other machines, or the host's
-network."""
+"""No network, a private loopback interface, or the host's network."""
 
 _OPEN_FILES = 1024
 _PROBE_TIMEOUT_S = 30.0
@@ -49,8 +48,7 @@ _CURE = (
 
 @dataclass(frozen=True, slots=True)
 class SandboxLaunch:
-    """The command line that starts a program in its sandbox. Implements
-    `keel.agents.env_process.process.SandboxLaunch`."""
+    """The command line that starts a sandbox (`keel.agents.env_process.process.SandboxLaunch`)."""
 
     command: Sequence[str]
     pass_fds: Sequence[int]
@@ -68,8 +66,7 @@ class EnvironmentSandbox:
     network: Network = "none"
     """With `host`, environments can also reach this machine's local services."""
     memory_mib: int | None = 4096
-    """Limits the total resident memory of an episode's processes, and the address space of each
-    process. None means no limit."""
+    """Limits an episode's resident memory, and each process's address space, or nothing."""
     processes: int = 128
     """The maximum number of processes and threads."""
     files_mib: int = 256
@@ -113,8 +110,8 @@ class EnvironmentSandbox:
 
     @property
     def inner(self) -> Mapping[str, Any] | None:
-        """Settings that isolate a forked process like a separate sandbox, or None if this machine
-        does not allow the mounts."""
+        """Settings that isolate a forked process like a sandbox, or None if mounts are
+        forbidden."""
         if not self.mounts:
             return None
         return {
@@ -127,7 +124,7 @@ class EnvironmentSandbox:
 
     @property
     def probe(self) -> str:
-        """Return Python code that tries to break out of the sandbox. It prints `isolated` if it
+        """Python code that tries to break out of the sandbox, and prints `isolated` if it
         cannot."""
         return bubblewrap.probe(network=self.network, processes=self.processes, strict=False)
 

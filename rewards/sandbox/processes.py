@@ -23,8 +23,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _POLL_S = 0.1
 _CPU_SHARE = 0.1
-"""The maximum fraction of a core to spend on polling. With many sandboxes, each is polled less
-often."""
+"""The maximum fraction of a core to spend on polling. Many sandboxes are polled less often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +31,7 @@ class ProcessUsage:
     """The resources that a process tree uses at one point in time."""
 
     resident: int
-    """Resident memory in bytes. This is an upper bound, because a page that several processes share
-    is counted once for each of them."""
+    """Resident memory in bytes. A page that several processes share counts for each of them."""
     cpu_s: float
     """User and system time. It includes children that have exited and were reaped."""
     processes: int
@@ -71,14 +69,12 @@ def _walk(root: int) -> Iterator[tuple[int, list[bytes], list[str]]]:
 
 
 def _stat(name: str) -> list[bytes]:
-    """Return the fields of `/proc/…/stat` after the process name. The name itself may contain any
-    characters."""
+    """Return the fields of `/proc/…/stat` after the process name, which may be any text."""
     return Path(f"/proc/{name}/stat").read_bytes().rpartition(b") ")[2].split()
 
 
 def kill_descendants(root: int, within_s: float) -> None:
-    """Kill all processes below `root`, which must be stopped, so that it does not reap them
-    meanwhile."""
+    """Kill all processes below `root`, which must be stopped, so that it does not reap them."""
     end, previous = time.monotonic() + within_s, dict[int, bool]()
     while time.monotonic() < end:
         current = _descendants(root)
@@ -223,8 +219,7 @@ class MemoryLimiter:
 
 
 def _kill_sandbox(pid: int, *, inside: bool) -> None:
-    """Kill the first process inside a sandbox, which ends all others in it and then the outer
-    process."""
+    """Kill the first process inside a sandbox, which ends all others and the outer process."""
     with suppress(FileNotFoundError, ProcessLookupError):
         if inside:
             os.kill(pid, signal.SIGKILL)
@@ -235,8 +230,7 @@ def _kill_sandbox(pid: int, *, inside: bool) -> None:
 
 
 def _start_time(pid: int) -> bytes:
-    """Return the start time of a process, or b"" if it has exited. Raises OSError if it cannot be
-    read."""
+    """Return the start time of a process, or b"" if it has exited."""
     try:
         fields = _stat(str(pid))
     except (FileNotFoundError, ProcessLookupError):

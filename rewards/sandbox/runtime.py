@@ -19,8 +19,7 @@ _QUERY = (
 )
 _QUERY_TIMEOUT_S = 30.0
 _PARTS = ("bin", "lib", "lib64", "share", "ssl", "pyvenv.cfg")
-"""The parts of an interpreter's folder that are needed. The folder may also contain unrelated
-files."""
+"""The parts of an interpreter's folder that are needed. It may contain unrelated files."""
 _MAX_LINKS = 40
 _PYTHON = re.compile(r"python[0-9.]*t?")
 
@@ -29,11 +28,9 @@ class _Runtime(NamedTuple):
     """An executable, and the paths that it reads."""
 
     executable: str
-    """The absolute path. Symbolic links are not resolved, because a virtual environment is
-    recognized by the path of the link."""
+    """The absolute path. A virtual environment is recognized by the path of its link."""
     paths: tuple[Path, ...]
-    """The files and folders outside /usr that it reads. Those behind symbolic links are listed
-    under every name."""
+    """The files and folders outside /usr that it reads, under every name."""
 
 
 @lru_cache(maxsize=64)
@@ -84,8 +81,7 @@ def _python(path: Path) -> _Runtime:
 
 
 def _names(path: Path) -> Iterator[Path]:
-    """Yield a path, each symbolic link on the way to its target, and the target. Paths in /usr are
-    left out."""
+    """Yield a path, each symbolic link on the way to its target, and the target, outside /usr."""
     names, real = [path], path.resolve()
     while path.is_symlink() and len(names) < _MAX_LINKS:
         path = Path(os.path.normpath(path.parent / os.readlink(path)))

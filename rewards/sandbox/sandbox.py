@@ -184,8 +184,7 @@ class Sandbox:
         limits: Limits,
         share: Callable[[bytes], str],
     ) -> list[str]:
-        """Build the bubblewrap command. `share` passes data to bubblewrap and returns the file
-        descriptor."""
+        """Build the bubblewrap command. `share` passes data and returns the file descriptor."""
         python = self._python
         words = [bubblewrap.tool("bwrap"), *bubblewrap.namespaces(self._root)]
         words += bubblewrap.system(bubblewrap.PROGRAMS)

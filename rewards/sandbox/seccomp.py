@@ -41,8 +41,7 @@ shmctl 31 195; shmget 29 194; socket 41 198; swapoff 168 225; swapon 167 224; sy
 umount2 166 39; unshare 272 97; userfaultfd 323 282; vmsplice 278 75
 """)
 _UNKNOWN = 453
-"""The first call number after those in this table (Linux 6.6). If such a call is missing, C
-libraries fall back to older ones."""
+"""The first number after these tables (Linux 6.6). C libraries fall back to older calls."""
 _UNCOUNTED = _table("""
 ioprio_set 251 30; sched_setaffinity 203 122; sched_setattr 314 274; sched_setparam 142 118;
 sched_setscheduler 144 119; sendmmsg 307 269; sendmsg 46 211; setpriority 141 140;

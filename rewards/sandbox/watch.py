@@ -17,19 +17,16 @@ from keel.rewards.sandbox.bubblewrap import TMP
 from keel.rewards.sandbox.processes import kill_descendants, usage
 
 FIRST_PROCESS = re.compile(rb'"child-pid": (\d+)')
-"""Matches the PID of the first process in bubblewrap's status output. Programs cannot write to that
-output."""
+"""Matches the PID of the first process in bubblewrap's status, which programs cannot write."""
 Status = Literal["exited", "time", "memory", "output"]
 
 _POLL_S = 0.05
 _MAX_FILES = 16_384
-"""The maximum number of files in the private folder. Even an empty file takes a KiB of kernel
-memory."""
+"""The most files in the private folder. Even an empty one takes a KiB of kernel memory."""
 _MAX_OUTPUT = 64 << 20
 """The maximum number of bytes that a run may print in total."""
 _MAX_LIMIT = 1 << 24
-"""The upper bound for each limit, so that integers in the kernel do not overflow. For memory it is
-16 TiB."""
+"""The upper bound for each limit, against overflows in the kernel. For memory it is 16 TiB."""
 GRACE_S = 60.0
 """How long a killed run may take to exit."""
 
@@ -39,8 +36,7 @@ class Limits:
     """Resource limits for one run."""
 
     time_s: float = 2.0
-    """The CPU time of all processes together, in seconds. The wall-time limit is twice this plus
-    one second."""
+    """CPU seconds of all processes together. The wall-time limit is twice this plus one second."""
     memory_mib: int = 512
     """Limits the address space of each process, and the total resident memory of all processes."""
     processes: int = 8
@@ -48,8 +44,7 @@ class Limits:
     files_mib: int = 64
     """The maximum size of the private folder."""
     output_kib: int = 1024
-    """Limits standard output and standard error together. If lines are counted, the limit applies
-    to each line."""
+    """Limits standard output and error together, or for each line if lines are counted."""
 
     def __post_init__(self) -> None:
         for name in ("time_s", "memory_mib", "processes", "files_mib", "output_kib"):
@@ -121,8 +116,7 @@ class Watch:
         self._ignore_output = False
 
     def outcome(self, started: float, within_s: float) -> SandboxOutcome:
-        """Wait until the run has ended and return its outcome. Raises RuntimeError if it cannot be
-        killed."""
+        """Wait for the end of the run. Raises RuntimeError if it cannot be killed."""
         self._last_deadline = started + within_s
         self._deadline = min(started + self._limits.wall_s, self._last_deadline)
         try:

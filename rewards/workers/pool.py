@@ -56,7 +56,7 @@ class VerifierScore:
 
 
 class WorkerPool:
-    """Verifies batches of completions of one prompt in `workers` processes, or in this one if it is
+    """Verifies batches of completions of one prompt in `workers` processes, or in this one for
     0."""
 
     def __init__(
@@ -91,8 +91,8 @@ class WorkerPool:
     def submit(
         self, spec: Mapping[str, Any], completions: Sequence[str]
     ) -> Future[list[VerifierScore]]:
-        """Return a future with one result for each completion. It raises ValueError if the spec is
-        malformed."""
+        """Return a future with one result for each completion, or ValueError for a malformed
+        spec."""
         return self._threads.submit(self._verify, spec, completions)
 
     def printed(self) -> bool:
@@ -124,8 +124,7 @@ class WorkerPool:
 
 
 class _WorkerLost(Exception):
-    """Raised if a worker exited or stopped answering. `blameless` is set if no completion caused
-    it."""
+    """Raised if a worker was lost. `blameless` is set if no completion caused it."""
 
     def __init__(self, message: str, *, blameless: bool = False) -> None:
         super().__init__(message)
@@ -139,8 +138,7 @@ class _Worker:
         self._code, self._log = code, log
         self.log_start = self.log_size()
         self._dump = tempfile.TemporaryFile()  # noqa: SIM115
-        """The file to which a process writes its stack trace when it crashes or exceeds its
-        deadline."""
+        """The file for the stack trace of a process that crashes or exceeds its deadline."""
         self._timeout_s = 0.0
         self._called: set[str] = set()
         """The functions that the current process has already called."""
@@ -225,7 +223,7 @@ class _Worker:
     def _begin(
         self, spec: Mapping[str, Any], completions: Sequence[str], name: str, timeout_s: float
     ) -> float:
-        """Send a batch and wait until the verifier is built. Returns the time limit of the first
+        """Send a batch and wait for its verifier. Returns the time limit of the first
         completion."""
         if self._process is None or self._process.poll() is not None:
             self._stop()
