@@ -147,7 +147,7 @@ class _Worker:
         self._slow: set[str] = set()
         """Functions that timed out in their first call. They do not get `FIRST_CALL_S` again."""
         self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._socket = socket.socket()
         self._buffer = b""
         self._closed = False
 
@@ -193,19 +193,16 @@ class _Worker:
         scores: list[VerifierScore] = []
         reassignments = 0
         while len(scores) < len(completions):
-            remaining = completions[len(scores) :]
+            ready, first_s = False, timeout_s
             try:
-                first_s = self._begin(spec, remaining, name, timeout_s)
-            except _WorkerLost as lost:  # caused by the libraries or the machine
-                where = self._stop()
-                reassignments += 1
-                if lost.blameless and reassignments <= MAX_REASSIGNMENTS:
-                    continue
-                raise RuntimeError(
-                    f"a reward worker {lost}{where and f' ({where})'} while preparing for "
-                    f"{spec.get('kind')!r}; see {self._log or 'standard error'}"
-                ) from lost
-            try:
+                if self._process is None or self._process.poll() is not None:
+                    self._stop()
+                    self.start()
+                if name and name not in self._called and name not in self._slow:
+                    first_s = max(timeout_s, FIRST_CALL_S)
+                remaining = completions[len(scores) :]
+                self._begin(spec, remaining, {"first_s": first_s, "timeout_s": timeout_s})
+                ready = True
                 for number in range(len(remaining)):
                     self._timeout_s = timeout_s if number else first_s
                     scores.append(_score(self._receive(self._timeout_s + GRACE_S)))
@@ -213,35 +210,27 @@ class _Worker:
                     self._returned.add(name)
             except _WorkerLost as lost:
                 where = self._stop()
-                if name not in self._returned and "deadline" in str(lost):
+                if ready and name not in self._returned and "deadline" in str(lost):
                     self._slow.add(name)
                 reassignments += lost.blameless
-                if not lost.blameless or reassignments > MAX_REASSIGNMENTS:
-                    scores.append(VerifierScore(0.0, f"verifier {lost}", where))
+                if lost.blameless and reassignments <= MAX_REASSIGNMENTS:
+                    continue
+                if not ready:  # caused by the libraries or the machine
+                    raise RuntimeError(
+                        f"a reward worker {lost}{where and f' ({where})'} while preparing for "
+                        f"{spec.get('kind')!r}; see {self._log or 'standard error'}"
+                    ) from lost
+                scores.append(VerifierScore(0.0, f"verifier {lost}", where))
         return scores
 
     def _begin(
-        self, spec: Mapping[str, Any], completions: Sequence[str], name: str, timeout_s: float
-    ) -> float:
-        """Send a batch and wait for its verifier. Returns the time limit of the first
-        completion."""
-        if self._process is None or self._process.poll() is not None:
-            self._stop()
-            self.start()
-        first_s = timeout_s
-        if name and name not in self._called and name not in self._slow:
-            first_s = max(timeout_s, FIRST_CALL_S)
-        request = {
-            "spec": dict(spec),
-            "completions": list(completions),
-            "first_s": first_s,
-            "timeout_s": timeout_s,
-            "code": self._code,
-        }
-        assert self._socket is not None
+        self, spec: Mapping[str, Any], completions: Sequence[str], limits: Mapping[str, float]
+    ) -> None:
+        """Send a batch and wait until the verifier is built."""
+        request = {"spec": dict(spec), "completions": list(completions), "code": self._code}
         self._socket.settimeout(START_TIMEOUT_S)
         try:
-            self._socket.sendall(json.dumps(request).encode() + b"\n")
+            self._socket.sendall(json.dumps({**request, **limits}).encode() + b"\n")
             reply = self._receive(START_TIMEOUT_S)
         except OSError as error:
             raise _WorkerLost(self._exit_message()) from error
@@ -250,21 +239,15 @@ class _Worker:
             raise _WorkerLost(str(lost), blameless=lost.blameless or killed) from lost
         if "refused" in reply:
             raise ValueError(reply["refused"])
-        return first_s
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:
-        assert self._socket is not None
         end, stopped_polls = time.monotonic() + timeout_s, 0
         while b"\n" not in self._buffer:
             self._socket.settimeout(max(0.001, min(POLL_S, end - time.monotonic())))
             try:
                 data = self._socket.recv(1 << 16)
             except TimeoutError as error:
-                try:
-                    status = psutil.Process(self._process.pid).status() if self._process else ""
-                except psutil.NoSuchProcess:
-                    status = ""
-                stopped_polls = stopped_polls + 1 if status == psutil.STATUS_STOPPED else 0
+                stopped_polls = stopped_polls + 1 if self._is_stopped() else 0
                 if stopped_polls >= STOPPED_POLLS:
                     message = f"was stopped (SIGSTOP) in {stopped_polls} consecutive checks"
                     raise _WorkerLost(message, blameless=True) from error
@@ -278,6 +261,13 @@ class _Worker:
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
+
+    def _is_stopped(self) -> bool:
+        try:
+            status = psutil.Process(self._process.pid).status() if self._process else ""
+        except psutil.NoSuchProcess:
+            return False
+        return status == psutil.STATUS_STOPPED
 
     def _exit_message(self) -> str:
         if self._process is None:
@@ -300,8 +290,7 @@ class _Worker:
         kill_descendants(process.pid, GRACE_S)
         process.kill()
         process.wait(GRACE_S)
-        if self._socket is not None:
-            self._socket.close()
+        self._socket.close()
         self._dump.seek(0)
         dump = self._dump.read(1 << 16)
         self._dump.seek(0)
