@@ -123,11 +123,7 @@ def load_dataset(
 
 
 def _split(
-    loaded: Loaded,
-    source: SourceConfig,
-    config: DataConfig,
-    seed: int,
-    count_tokens: _CountTokens,
+    loaded: Loaded, source: SourceConfig, config: DataConfig, seed: int, count_tokens: _CountTokens
 ) -> _Split:
     by_question: dict[str, Item] = {}
     for item in loaded.items:

@@ -114,9 +114,7 @@ def _candidates(sampled: Mapping[str, Path], least: float) -> Iterator[_Candidat
 
 
 def _balanced(
-    chosen: Sequence[tuple[int, _Candidate]],
-    balance: float,
-    counts: Mapping[_Kind, Counter[str]],
+    chosen: Sequence[tuple[int, _Candidate]], balance: float, counts: Mapping[_Kind, Counter[str]]
 ) -> list[_Candidate]:
     """Limit each kind to `balance` times as many completions as the rarest kind has, the first ones
     for each prompt first."""

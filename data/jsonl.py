@@ -33,13 +33,7 @@ from keel.data.rows.read import BadLine, Row, kind_of, rows_of_files, rows_of_li
 from keel.rl.types import ENVIRONMENT, FUNCTIONS, Prompt
 
 _CheckReward = Callable[[Mapping[str, Any]], None]
-_MATCHES = {
-    "math": ("tolerance",),
-    "exact": (),
-    "choice": ("choices",),
-    "schema": (),
-    "regex": (),
-}
+_MATCHES = {"math": ("tolerance",), "exact": (), "choice": ("choices",), "schema": (), "regex": ()}
 """For each value of `match`, the keys that it uses in addition to `answer`."""
 _CODE_KEYS = (
     *("tests", "subtasks", "reference", "language", "partial"),

@@ -9,11 +9,7 @@ from dataclasses import dataclass, replace
 from keel.rewards.custom import is_function, load_function
 from keel.rl.types import FUNCTIONS
 
-LANGUAGE_PARTS = {
-    "language": "both",
-    "language_answer": "answer",
-    "language_thinking": "thinking",
-}
+LANGUAGE_PARTS = {"language": "both", "language_answer": "answer", "language_thinking": "thinking"}
 """Maps each language component, which is computed if it has a weight, to the text it measures."""
 _RUBRIC = ("rubric", "disagreement")
 _PROOF = ("proof", "self_score", "self_meta", "verifier_meta", "proof_format", "disagreement")

@@ -10,13 +10,7 @@ from typing import Any, TypeVar, cast
 
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, ConversationsConfig
-from keel.data.conversations.forms import (
-    KNOWN,
-    conversation_of,
-    thinking_of,
-    tools_of,
-    unread_of,
-)
+from keel.data.conversations.forms import KNOWN, conversation_of, thinking_of, tools_of, unread_of
 from keel.data.conversations.types import Example, ReadSource
 from keel.data.items import MAX_MALFORMED, malformed
 from keel.data.rows.columns import check_keys, parse_json, picked, without_nulls

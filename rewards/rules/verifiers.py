@@ -14,14 +14,7 @@ from keel.rewards.rules.json_schema import schema
 from keel.rewards.rules.maths import mathematical
 from keel.rewards.rules.reasoning_gym import reasoning_gym
 from keel.rewards.sandbox.sandbox import open_sandbox
-from keel.rewards.text import (
-    BOXED,
-    WRAPPED,
-    answer_in,
-    blank,
-    normalise,
-    outside_think,
-)
+from keel.rewards.text import BOXED, WRAPPED, answer_in, blank, normalise, outside_think
 from keel.rl.turns import THINK
 
 Verifier = Callable[[str], float | Mapping[str, float]]

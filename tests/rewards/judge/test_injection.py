@@ -16,14 +16,7 @@ from keel.rewards.judge.results import Judged
 from keel.rewards.judge.service import JudgeService
 from keel.rewards.judge.untrusted import as_json, fenced, new_fence
 from keel.rl.types import Prompt
-from tests.rewards.judge.judge_server import (
-    ORDER,
-    Server,
-    fence_of,
-    gullible,
-    material_of,
-    running,
-)
+from tests.rewards.judge.judge_server import ORDER, Server, fence_of, gullible, material_of, running
 from tests.waiting import PATIENCE_S
 
 CRITERIA = [{"name": "blue", "text": "says blue", "weight": 1}]

@@ -163,10 +163,7 @@ def test_malformed_answers_score_zero_unasked(server: Server, service: JudgeServ
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        *({"flaws": []}, {"flaws": "many"}, {"flaws": [3]}),
-        *({"score": 1}, {"score": "0.75"}),
-    ],
+    [*({"flaws": []}, {"flaws": "many"}, {"flaws": [3]}), *({"score": 1}, {"score": "0.75"})],
 )
 def test_malformed_verifications_fail(
     server: Server, service: JudgeService, wrong: dict[str, Any]

@@ -48,11 +48,7 @@ def pool(module: None) -> Iterator[WorkerPool]:
 
 def function(name: str) -> dict[str, object]:
     prompt = Prompt(prompt_id="p", domain="d", messages=({"role": "user", "content": "?"},))
-    return {
-        "kind": "function",
-        "name": f"{functions.NAME}.{name}",
-        "prompt": prompt_fields(prompt),
-    }
+    return {"kind": "function", "name": f"{functions.NAME}.{name}", "prompt": prompt_fields(prompt)}
 
 
 def tokens(count: int) -> str:
