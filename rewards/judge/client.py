@@ -320,14 +320,10 @@ class JudgeEndpoint:
             raise BadReply("not a chat completion") from error
         usage = completion.get("usage")
         if isinstance(usage, Mapping):
-            counts = cast(Mapping[str, Any], usage)
-            for key, field in (
-                ("prompt_tokens", "prompt_tokens"),
-                ("completion_tokens", "reply_tokens"),
-            ):
-                count = counts.get(key)
-                if type(count) is int and 0 <= count <= _MAX_TOKENS:
-                    setattr(self.counts, field, getattr(self.counts, field) + count)
+            tokens = cast(Mapping[str, Any], usage).get
+            prompt, reply = (tokens(key) for key in ("prompt_tokens", "completion_tokens"))
+            self.counts.prompt_tokens += _token_count(prompt)
+            self.counts.reply_tokens += _token_count(reply)
         if finish == "length":
             limit = self._settings.max_reply_tokens
             raise BadReply(f"cut off after rewards.judge.max_reply_tokens = {limit}")
@@ -338,6 +334,10 @@ class JudgeEndpoint:
         except UnicodeEncodeError as error:  # a lone surrogate, which the cache cannot store
             raise BadReply("not text") from error
         return content
+
+
+def _token_count(value: Any) -> int:
+    return value if type(value) is int and 0 <= value <= _MAX_TOKENS else 0
 
 
 # --- HTTP with bounded replies ---

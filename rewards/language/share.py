@@ -165,6 +165,7 @@ _NOT_WORDS = re.compile(
     r"https?://\S{1,300}|\\(?:begin|end)\{[A-Za-z]{1,20}\*?\}|\\[A-Za-z]+|</?[A-Za-z_]{1,20}>|(?<![^\W\d_])[A-Za-z](?![^\W\d_])"
     r"|\b[A-Z]{2,20}\b|\b\w{0,40}[\d_]\w{0,40}\b"
 )
+_NOT_WORDS_ROW = re.compile(rf"(?:{_NOT_WORDS.pattern})(?:\s*(?:{_NOT_WORDS.pattern}))*")
 _WORD = r"[\p{L}\p{M}]+"
 _RUN = regex.compile(rf"{_WORD}(?:['’]{_WORD})*(?:[ \t,]*[ \t]{_WORD}(?:['’]{_WORD})*)*")
 _LETTERS = regex.compile(_WORD)
@@ -231,32 +232,19 @@ def _prose_and_code(text: str) -> tuple[str, str]:
 
 
 def _without_identifiers(text: str) -> str:
-    """Remove identifiers, links and tags. Those that form text, like `DAS IST DIE ANTWORT`, are
-    kept."""
-    parts: list[str] = []
-    row: list[str] = []
-    end = 0
+    """Remove identifiers, links and tags, but not those that form text, as `DAS IST ES`."""
 
-    def finish() -> None:
-        words = " ".join(row)
-        is_text = len(row) >= _ASIDE_RUN and _is_running_text(words)
-        parts.append(f" {words} " if is_text else " ")
-        row.clear()
+    def words_in(row: re.Match[str]) -> str:
+        words: list[str] = []
+        for match in _NOT_WORDS.finditer(row[0]):
+            word = " ".join(_LETTERS.findall(match[0]))
+            known = match[0].startswith("\\") and match[0][1:] in COMMANDS
+            if len(word) > 1 and not known and not match[0].startswith("http"):
+                words.append(word)
+        joined = " ".join(words)
+        return f" {joined} " if len(words) >= _ASIDE_RUN and _is_running_text(joined) else " "
 
-    for match in _NOT_WORDS.finditer(text):
-        between = text[end : match.start()]
-        if between.strip():
-            if end:
-                finish()
-            parts.append(between)
-        end = match.end()
-        word = " ".join(_LETTERS.findall(match[0]))
-        known = match[0].startswith("\\") and match[0][1:] in COMMANDS
-        if len(word) > 1 and not known and not match[0].startswith("http"):
-            row.append(word)
-    if end:
-        finish()
-    return "".join([*parts, text[end:]])
+    return _NOT_WORDS_ROW.sub(words_in, text)
 
 
 def _running_text(text: str) -> Iterator[str]:

@@ -125,13 +125,13 @@ def choice(spec: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _texts(choices: Any) -> dict[str, str]:
+    """Return the text of each letter. Raises ValueError if the choices are malformed."""
     if choices is None:
         return {}
     if isinstance(choices, list):
         items = cast(list[Any], choices)
-        if len(items) > len(string.ascii_uppercase):
-            raise ValueError(f"choices has {len(items)} entries; at most 26 are supported")
-        choices = dict(zip(string.ascii_uppercase, items, strict=False))
+        letters = string.ascii_uppercase + "?" * len(items)  # an entry too many has no letter
+        choices = dict(zip(letters, items, strict=False))
     if not isinstance(choices, dict) or len(cast(dict[str, Any], choices)) < 2:
         raise ValueError(
             "choices must be a list of at least two texts, or an object from letters to texts"
@@ -139,9 +139,8 @@ def _texts(choices: Any) -> dict[str, str]:
     texts: dict[str, str] = {}
     for letter, value in cast(dict[str, Any], choices).items():
         if len(letter) != 1 or letter not in string.ascii_uppercase:
-            raise ValueError(f"choices has the key {letter!r}; use letters A to Z")
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        text = str(value) if number else value
+            raise ValueError(f"choices has the key {letter!r}; use at most 26 letters A to Z")
+        text = str(value) if type(value) in (int, float) else value
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"choices: {letter} must be non-empty text, is {text!r}")
         if _plain(text) in map(_plain, texts.values()):

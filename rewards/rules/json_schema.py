@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from keel.rewards.code.spec import code_blocks
 from keel.rewards.text import marked_answer
@@ -59,7 +59,7 @@ def schema(spec: Mapping[str, Any]) -> Callable[[str], bool]:
             return False
         for part in _parts(text.strip().lstrip("\ufeff").strip()):
             try:
-                value = json.loads(part, parse_constant=_refuse, object_pairs_hook=_once)
+                value = json.loads(part, parse_constant=_once, object_pairs_hook=_once)
             except (ValueError, RecursionError):
                 continue
             return bool(validator.is_valid(value))
@@ -100,11 +100,7 @@ def _references(value: Any) -> Iterator[str]:
             yield from _references(item)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) < len(pairs):  # parsers differ in which of two they use
-        raise ValueError("a key appears twice")
+def _once(pairs: list[tuple[str, Any]] | str) -> dict[str, Any]:
+    if isinstance(pairs, str) or len(dict(pairs)) < len(pairs):
+        raise ValueError("a key appears twice or there is a NaN, which parsers read differently")
     return dict(pairs)
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")

@@ -303,12 +303,11 @@ def _united(text: str, parts: list[str], marks: str, depth: int) -> Answer:
     return _combined(any, regions) or Several("∪", "", tuple(regions))
 
 
-def _member(text: str, parts: list[str], marks: str, depth: int) -> Answer:
-    return parse(parts[1], depth) if len(parts) == 2 and _NAME.fullmatch(parts[0]) else text
-
-
 def _concluded(text: str, parts: list[str], marks: str, depth: int) -> Answer:
-    concludes = re.search("[=<>≤≥]", parts[0]) or _constant(parts[0]) is not None
+    if marks[0] == "∈":
+        concludes = len(parts) == 2 and _NAME.fullmatch(parts[0])
+    else:
+        concludes = re.search("[=<>≤≥]", parts[0]) or _constant(parts[0]) is not None
     return parse(parts[-1], depth) if concludes else text
 
 
@@ -426,7 +425,7 @@ def _combined(rule: Callable[[list[bool]], bool], regions: Sequence[Region]) -> 
 _READERS: dict[str, Callable[[str, list[str], str, int], Answer]] = {
     ",;¦∧∨": _listed,
     "∪∖": _united,
-    "∈": _member,
+    "∈": _concluded,
     "→": _concluded,
     "=<>≤≥≠≈": _related,
 }

@@ -32,7 +32,6 @@ import sys
 import warnings
 from collections.abc import Mapping
 from io import TextIOWrapper
-from types import FrameType
 from typing import Any, cast
 
 from keel.rewards.code.verifier import CodeSettings
@@ -105,14 +104,10 @@ def _serve(connection: socket.socket) -> None:
                 send(reply)
 
 
-def _ignore(number: int, frame: FrameType | None) -> None:
-    pass
-
-
 def main() -> None:
     # A handler rather than SIG_IGN, which programs under test would inherit.
     for number in (signal.SIGINT, *PREEMPTION):
-        signal.signal(number, _ignore)
+        signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PREEMPTION)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     dump = int(sys.argv[2])
