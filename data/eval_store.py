@@ -20,6 +20,7 @@ from typing import Any, Self
 from keel.configs.diff import RESUMABLE_KNOBS, flatten_config
 from keel.configs.schema import Config, ConfigError
 from keel.configs.work_folder import WorkFolder
+from keel.data.items import read_records
 from keel.data.pass_rates import digest_of
 from keel.rl.evaluation import ERROR, passed
 from keel.rl.records import trajectory_record
@@ -146,21 +147,7 @@ def asked_of(
 
 def read_evaluation(folder: Path) -> list[Asked]:
     """Read `samples.jsonl`. Raises ConfigError with the file and line of a malformed line."""
-    path = folder / "samples.jsonl"
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read as an evaluation: {error}; name a folder of `keel eval`, such "
-            "as RUN/eval/step_000020"
-        ) from error
-    asked: list[Asked] = []
-    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
-        try:
-            asked.append(asked_in(json.loads(line.decode("utf-8", "surrogatepass"))))
-        except ValueError as error:
-            raise ConfigError(f"{path}:{number}: not a line of an evaluation: {error}") from error
-    return asked
+    return read_records(folder / "samples.jsonl", asked_in, "an evaluation (a folder of keel eval)")
 
 
 def asked_in(line: Any) -> Asked:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.configs.system_prompts import system_prompt, with_system
 from keel.rl.types import Prompt
 
+R = TypeVar("R")
 MAX_MALFORMED = 1000
 """Stop reading after this many malformed lines."""
 
@@ -70,6 +72,22 @@ def malformed(lines: Sequence[str], knob: str) -> ConfigError:
         return ConfigError(f"{lines[0]} ({knob}; {cure})")
     listed = "\n  ".join(first_of(lines, 5))
     return ConfigError(f"{knob}: {len(lines):,} malformed lines; {cure}:\n  {listed}")
+
+
+def read_records(path: Path, parse: Callable[[Any], R], kind: str) -> list[R]:
+    """Parse the lines of a file that Keel wrote, without an incomplete last line. Raises
+    ConfigError with the file and line number of a malformed line."""
+    records: list[R] = []
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read as {kind}: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(parse(json.loads(line.decode("utf-8", "surrogatepass"))))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path}:{number}: not a line of {kind}: {error}") from error
+    return records
 
 
 def with_source_system(

@@ -104,7 +104,7 @@ def _item(row: Row, columns: Columns, source: SourceConfig, check_reward: _Check
         reward = _reward(keyed, columns, source)
     used = {"reward"} if "reward" in record else set(reward)
     used |= {"id", "prompt", "messages", *(["environment"] if environment else [])}
-    if functions and (further := {**keyed.further, **columns.unused(keyed, used)}):
+    if functions and (further := columns.further(keyed, used)):
         if "reward" in record:  # kept by `keel filter`, it has its columns already
             further = {k: v for k, v in further.items() if k not in WRITTEN_BY_KEEL}
             further = {**reward.get("columns", {}), **further}

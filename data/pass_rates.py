@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.data.items import digest
+from keel.data.items import digest, read_records
 from keel.rl.evaluation import evaluation
 from keel.rl.types import Prompt, ScoredGroup
 
@@ -80,22 +80,14 @@ def digest_of(prompt: Prompt) -> str:
 
 
 def read_pass_rates(path: Path) -> dict[str, PassRate]:
-    """Read the table. The last line of an ID counts, and an incomplete last line is ignored. Raises
-    ValueError with the file and line number of a malformed line."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from error
-    rates: dict[str, PassRate] = {}
-    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
-        try:
-            record = json.loads(line.decode("utf-8", "surrogatepass"))
-            record.pop("pass_rate", None)
-            rate = PassRate(**record)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}:{number}: not a line of pass rates: {error}") from error
-        rates[rate.id] = rate
-    return rates
+    """Read the table, where the last line of an ID counts. Raises ConfigError as `read_records`
+    does."""
+
+    def parse(line: dict[str, Any]) -> PassRate:
+        line.pop("pass_rate", None)
+        return PassRate(**line)
+
+    return {rate.id: rate for rate in read_records(path, parse, "pass rates")}
 
 
 def check_same(prompt: Prompt, rate: PassRate, path: Path) -> None:

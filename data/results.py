@@ -185,8 +185,13 @@ def compared_table(result: Mapping[str, Mapping[str, tuple[int, Difference]]]) -
     for variant, sets in result.items():
         for name, (pairs, of) in sets.items():
             title = f"{variant}: {name}" if len(result) > 1 else name
-            interval = f"{of.low:+.3f} … {of.high:+.3f}"
-            rows.append([title, f"{pairs:,}", f"{of.mean:+.3f}", interval, f"{of.p:.4f}"])
+            cells = (
+                f"{pairs:,}",
+                f"{of.mean:+.3f}",
+                f"{of.low:+.3f} … {of.high:+.3f}",
+                f"{of.p:.4f}",
+            )
+            rows.append([title, *cells])
     return aligned(rows)
 
 

@@ -80,10 +80,10 @@ class Columns:
             of_table=row.written is None,
         )
 
-    def unused(self, row: KeyedRow, used: Collection[str]) -> dict[str, Any]:
-        """Return the columns whose keys are not in `used`. They have no meaning in this row."""
+    def further(self, row: KeyedRow, used: Collection[str]) -> dict[str, Any]:
+        """Return the columns without a key, or whose keys are not in `used` and mean nothing."""
         columns = {self._column[key]: value for key, value in row.known.items() if key not in used}
-        return {name: value for name, value in columns.items() if name in row.record}
+        return row.further | {name: v for name, v in columns.items() if name in row.record}
 
     def note_unread(self, row: KeyedRow, at: str) -> None:
         """Record the columns of a row that nothing uses."""
@@ -101,14 +101,12 @@ class Columns:
                 )
 
     def missing(self, key: str, row: KeyedRow) -> BadLine:
-        """Return the error to raise for a row that lacks a key."""
         return BadLine(
             f"has no {self.label(key)}, or it is empty; the row has {', '.join(row.record)}. Name "
             f"the column in {self._knob}.columns"
         )
 
     def label(self, key: str) -> str:
-        """Return a description of a key and its column for messages."""
         name = self._column[key]
         return f"`{key}`" if name == key else f"`{key}` ({self._knob}.columns.{key} = {name!r})"
 
