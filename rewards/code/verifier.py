@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from keel.rewards.code.compare import min_output, same_text, same_value
 from keel.rewards.code.spec import CodeTask, CodeTest, code_block, read_task
@@ -64,27 +64,15 @@ class CodeSettings:
         return CodeSettings(**settings, limits=Limits(**limits))
 
 
-@dataclass(frozen=True, slots=True)
-class CaseResult:
-    """The result of one test."""
-
-    passed: bool
-    reason: str = ""
-    """Why the test failed. It may quote the program's output."""
-
-
-@dataclass(frozen=True, slots=True)
-class CodeVerdict:
-    """The score of a program, from 0 to 1, and the result of each test in the order of the spec."""
+class CodeVerdict(NamedTuple):
+    """The score of a program, from 0 to 1."""
 
     score: float
-    per_test: tuple[CaseResult, ...]
-    reason: str = ""
-    """Why the first failed test failed, or "" if all tests passed."""
-    parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    failures: tuple[str, ...]
+    """Why each test failed, in the order of the spec, or "" if it passed. It may quote output."""
+    parts: Mapping[str, float]
     """Additional reward components. `samples` is 1 if the program passed every test that the task
-    shows. `subtask/NAME` is the share of the score that the program earned for a subtask. The
-    mapping is empty if the spec has neither."""
+    shows. `subtask/NAME` is the share of the score that the program earned for a subtask."""
 
 
 def verify_code(
@@ -118,52 +106,41 @@ def check_outputs(spec: Mapping[str, Any], settings: CodeSettings, *, name: str)
 
 
 def check_reference(spec: Mapping[str, Any], settings: CodeSettings, *, name: str) -> None:
-    """Run the `reference` solution of a spec, if it has one, on the tests. Raises ValueError if the
-    spec is malformed or the solution fails a test."""
-    try:
-        task = read_task(spec)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-    if task.reference is None:
-        return
-    sandbox = open_sandbox(settings.isolation)
-    verdict = _Attempt(task, task.reference, sandbox, settings).verdict()
-    for index, result in enumerate(verdict.per_test):
-        if not result.passed:
+    """Raise ValueError if the `reference` solution of a valid spec fails a test."""
+    task, sandbox = read_task(spec), open_sandbox(settings.isolation)
+    verdict = _Attempt(task, task.reference or "", sandbox, settings).verdict()
+    for index, failure in enumerate(verdict.failures):
+        if failure:
             raise ValueError(
-                f"{name}: its reference solution fails tests[{index}]: {result.reason}. Correct "
-                "the test or the solution"
+                f"{name}: its reference solution fails tests[{index}]: {failure}. Correct the test "
+                "or the solution"
             )
 
 
-def _failed(task: CodeTask, results: Sequence[CaseResult]) -> set[str]:
-    """Return the names of the subtasks with at least one failed test."""
-    pairs = zip(task.tests, results, strict=False)
-    return {test.subtask for test, result in pairs if not result.passed}
+def _failed_subtasks(task: CodeTask, failures: Sequence[str]) -> set[str]:
+    return {test.subtask for test, why in zip(task.tests, failures, strict=False) if why}
 
 
-def _verdict(task: CodeTask, results: list[CaseResult], skipped: str = "not run") -> CodeVerdict:
+def _verdict(task: CodeTask, failures: list[str], skipped: str = "not run") -> CodeVerdict:
     """Compute the verdict. Tests without a result failed for the reason `skipped`."""
-    results += [CaseResult(False, skipped)] * (len(task.tests) - len(results))
-    passes, failed = [result.passed for result in results], _failed(task, results)
-    parts = {f"{_SUBTASK}{k}": v * (k not in failed) for k, v in task.subtasks.items()}
+    failures += [skipped] * (len(task.tests) - len(failures))
+    failed = _failed_subtasks(task, failures)
     if task.subtasks:
         score = math.fsum(worth for name, worth in task.subtasks.items() if name not in failed)
     else:
-        score = sum(passes) / len(passes) if task.partial else float(all(passes))
-    shown = [result.passed for test, result in zip(task.tests, results, strict=True) if test.sample]
-    if shown:
-        parts = {_SAMPLES: float(all(shown)), **parts}
-    reason = next((result.reason for result in results if not result.passed), "")
-    return CodeVerdict(score, tuple(results), reason, parts)
+        score = failures.count("") / len(failures) if task.partial else float(not any(failures))
+    parts: dict[str, float] = {}
+    if shown := [why for test, why in zip(task.tests, failures, strict=True) if test.sample]:
+        parts[_SAMPLES] = float(not any(shown))
+    parts |= {f"{_SUBTASK}{k}": v * (k not in failed) for k, v in task.subtasks.items()}
+    return CodeVerdict(score, tuple(failures), parts)
 
 
 class _Attempt:
     """Compiles a program and runs it on its tests."""
 
     def __init__(self, task: CodeTask, code: str, sandbox: Sandbox, settings: CodeSettings) -> None:
-        self._task = task
-        self._sandbox = sandbox
+        self._task, self._sandbox = task, sandbox
         self._limits = task.within(settings.limits)
         self._deadline = time.monotonic() + settings.completion_s
         # A lone surrogate cannot be encoded; escaped, it is a syntax error.
@@ -175,83 +152,65 @@ class _Attempt:
         if task.language.compile:
             # The binary comes out through a pipe: no folder is shared with the sandbox.
             words = ["/bin/sh", "-c", '"$@" >&2 && exec cat program', "sh"]
-            outcome = self._sandbox.run(
-                [*words, *task.language.compile],
-                files=self._files,
-                limits=_COMPILE_LIMITS,
-                within_s=self._remaining(),
-            )
+            outcome = self._run([*words, *task.language.compile], limits=_COMPILE_LIMITS)
             if not outcome.ok:
                 return _verdict(task, [], f"does not compile: {outcome.why()}")
             self._files = {"program": outcome.stdout}
-        results: list[CaseResult] = []
-        while len(results) < len(task.tests):
-            test = task.tests[len(results)]
-            if results and not results[-1].passed and not task.partial and not task.subtasks:
+        failures: list[str] = []
+        while len(failures) < len(task.tests):
+            test = task.tests[len(failures)]
+            if any(failures[-1:]) and not task.partial and not task.subtasks:
                 break
-            if test.subtask and not test.sample and test.subtask in _failed(task, results):
-                results.append(CaseResult(False, "not run"))
+            if (
+                test.subtask
+                and not test.sample
+                and test.subtask in _failed_subtasks(task, failures)
+            ):
+                failures.append("not run")
             elif self._remaining() <= 0:
-                return _verdict(task, results, _OUT_OF_TIME)
+                return _verdict(task, failures, _OUT_OF_TIME)
             elif test.call:
-                results += self._call(len(results))
+                failures += self._call(len(failures))
             else:
-                results.append(self._run(test))
-        return _verdict(task, results)
+                outcome = self._run(task.language.run, stdin=test.stdin)
+                failures.append(outcome.why() or self._wrong_output(test, outcome.stdout))
+        return _verdict(task, failures)
 
-    def _remaining(self) -> float:
-        return self._deadline - time.monotonic()
-
-    def _run(self, test: CodeTest) -> CaseResult:
-        outcome = self._start(self._task.language.run, test.stdin)
-        if not outcome.ok:
-            return CaseResult(False, outcome.why())
+    def _wrong_output(self, test: CodeTest, stdout: bytes) -> str:
         try:
-            output = outcome.stdout.decode()
+            same = same_text(test.stdout, stdout.decode(), self._task.tolerance)
         except UnicodeDecodeError:
-            return CaseResult(False, "its output is not UTF-8")
-        if not same_text(test.stdout, output, self._task.tolerance):
-            return CaseResult(False, "wrong output")
-        return CaseResult(True)
+            return "its output is not UTF-8"
+        return "" if same else "wrong output"
 
-    def _call(self, start: int) -> list[CaseResult]:
+    def _call(self, start: int) -> list[str]:
+        """Run the tests from `start` on that call functions, up to the end of the process."""
         tests = list(takewhile(lambda test: test.call, self._task.tests[start:]))
         calls = json.dumps([[test.call, test.args, test.kwargs] for test in tests]).encode()
-        outcome = self._start(self._task.language.calls, calls, lines=len(tests))
-        results: list[CaseResult] = []
+        outcome = self._run(self._task.language.calls, stdin=calls, lines=len(tests))
+        failures: list[str] = []
         lines = outcome.stdout.split(b"\n")[:-1][: len(tests)]
         for test, line in zip(tests, lines, strict=False):
             if self._remaining() <= 0:  # parsing output takes time too
-                return [*results, CaseResult(False, _OUT_OF_TIME)]
-            kind, value = "unreadable", "something unreadable"
+                return [*failures, _OUT_OF_TIME]
+            kind, value, same = "unreadable", "something unreadable", False
             with suppress(ValueError, RecursionError):
                 reply: Any = json.loads(line)
                 if isinstance(reply, dict) and len(cast(dict[str, Any], reply)) == 1:
                     ((kind, value),) = cast(dict[str, Any], reply).items()
             if kind == "broken":
-                return [CaseResult(False, f"does not load: {value}"[:300])] * len(tests)
-            if kind != "returned":
-                results.append(CaseResult(False, f"raised {value}"[:300]))
-            elif self._returned(test, value):
-                results.append(CaseResult(True))
-            else:
-                results.append(CaseResult(False, "wrong value"))
-        if len(results) < len(tests):
-            results.append(CaseResult(False, outcome.why() or "ended before it returned"))
-        return results
+                return [f"does not load: {value}"[:300]] * len(tests)
+            with suppress(RecursionError):
+                same = kind == "returned" and same_value(test.returns, value, self._task.tolerance)
+            why = "wrong value" if kind == "returned" else f"raised {value}"[:300]
+            failures.append("" if same else why)
+        if len(failures) < len(tests):
+            failures.append(outcome.why() or "ended before it returned")
+        return failures
 
-    def _returned(self, test: CodeTest, value: Any) -> bool:
-        try:
-            return same_value(test.returns, value, self._task.tolerance)
-        except RecursionError:
-            return False
+    def _remaining(self) -> float:
+        return self._deadline - time.monotonic()
 
-    def _start(self, command: Sequence[str], stdin: bytes, lines: int = 0) -> SandboxOutcome:
-        return self._sandbox.run(
-            command,
-            files=self._files,
-            stdin=stdin,
-            limits=self._limits,
-            lines=lines,
-            within_s=self._remaining(),
-        )
+    def _run(self, command: Sequence[str], **options: Any) -> SandboxOutcome:
+        options = {"limits": self._limits, **options}
+        return self._sandbox.run(command, files=self._files, within_s=self._remaining(), **options)

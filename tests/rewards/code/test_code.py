@@ -42,19 +42,19 @@ def spec(*tests: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def passed(verdict: CodeVerdict) -> list[bool]:
-    return [result.passed for result in verdict.per_test]
+    return [not why for why in verdict.failures]
 
 
 def test_a_right_program_passes(settings: CodeSettings) -> None:
     verdict = verify_code(spec(ADD_STDIN, ADD_CALL, ADD_STDIN), answer(BOTH), settings)
-    assert (verdict.score, passed(verdict), verdict.reason) == (1.0, [True] * 3, "")
+    assert (verdict.score, passed(verdict), any(verdict.failures)) == (1.0, [True] * 3, False)
 
 
 def test_credit_is_all_or_nothing_or_partial(settings: CodeSettings) -> None:
     tests = (ADD_STDIN, {"stdin": "1 1\n", "stdout": "3"}, {"stdin": "1 2", "stdout": "3\n\n"})
     verdict = verify_code(spec(*tests), answer(SUM), settings)
-    assert (verdict.score, verdict.reason) == (0.0, "wrong output")
-    assert [result.reason for result in verdict.per_test] == ["", "wrong output", "not run"]
+    assert verdict.score == 0.0
+    assert list(verdict.failures) == ["", "wrong output", "not run"]
     verdict = verify_code(spec(*tests, partial=True), answer(SUM), settings)
     assert verdict.score == pytest.approx(2 / 3)
     assert passed(verdict) == [True, False, True]
@@ -84,9 +84,7 @@ def test_points_for_whole_subtasks(settings: CodeSettings) -> None:
     verdict = verify_code(task, small, settings)
     assert verdict.score == pytest.approx(0.3)
     assert verdict.parts == pytest.approx({"samples": 0, "subtask/small": 0.3, "subtask/large": 0})
-    assert [result.reason for result in verdict.per_test] == [
-        *("", "", "wrong output", "not run", "wrong output", "")
-    ]
+    assert list(verdict.failures) == [*("", "", "wrong output", "not run", "wrong output", "")]
 
 
 def test_a_call_that_ends_the_process_costs_itself_only(settings: CodeSettings) -> None:
@@ -109,7 +107,7 @@ class Solution:
         task = spec(*tests, partial=True, time_limit_s=limit_s)
         verdict = verify_code(task, answer(source), settings)
         assert passed(verdict) == [True, False, False, False, True]
-        assert "KeyError" in verdict.per_test[2].reason and "time" in verdict.per_test[3].reason
+        assert "KeyError" in verdict.failures[2] and "time" in verdict.failures[3]
 
     within_some(check, (0.4, 5.0, 30.0))
 
@@ -117,11 +115,11 @@ class Solution:
 def test_output_is_limited_per_call(settings: CodeSettings) -> None:
     calls = [{"call": "f", "args": [n], "returns": "a" * n} for n in [300_000] * 5]
     verdict = verify_code(spec(*calls), answer("def f(n): return 'a' * n"), settings)
-    assert verdict.score == 1.0, verdict.reason
+    assert verdict.score == 1.0, str(verdict.failures)
     calls = [{"call": "f", "args": [n], "returns": "a" * n} for n in (1, 1_200_000, 2)]
     verdict = verify_code(spec(*calls, partial=True), answer("def f(n): return 'a' * n"), settings)
     assert passed(verdict) == [True, False, True]
-    assert "output" in verdict.reason
+    assert "output" in str(verdict.failures)
 
 
 def test_sources(settings: CodeSettings) -> None:
@@ -129,12 +127,12 @@ def test_sources(settings: CodeSettings) -> None:
     read = "sys.stdin" if settings.isolation != "bubblewrap" else "open('/dev/stdin')"
     source = f"import sys\nprint({read}.read().strip(), __name__)\nexit(0)"
     verdict = verify_code(spec({"stdin": "é\n", "stdout": "é __main__"}), answer(source), settings)
-    assert verdict.score == 1.0, verdict.reason
+    assert verdict.score == 1.0, str(verdict.failures)
     verdict = verify_code(spec({"stdout": "1"}), answer("source\nprint(1)"), settings)
-    assert verdict.score == 0.0 and "NameError" in verdict.reason
+    assert verdict.score == 0.0 and "NameError" in str(verdict.failures)
     for source, why in (("def add(", "SyntaxError"), ("1 / 0", "Zero"), ("def f(): 1", "KeyError")):
         verdict = verify_code(spec(ADD_CALL, ADD_CALL, partial=True), answer(source), settings)
-        assert verdict.score == 0.0 and why in verdict.reason
+        assert verdict.score == 0.0 and why in str(verdict.failures)
 
 
 def test_calls_have_leetcodes_imports(settings: CodeSettings) -> None:
@@ -148,9 +146,9 @@ class Solution:
     expected = {"first": 1, "most": 4, "pow": 4, "inf": True, "at": 1}
     test = {"call": "Solution.least", "args": [[4, 1, 4], 2], "returns": expected}
     verdict = verify_code(spec(test), answer(source), settings)
-    assert verdict.score == 1.0, verdict.reason
+    assert verdict.score == 1.0, str(verdict.failures)
     printing = verify_code(spec({"stdout": "[]"}), answer("print(List)"), settings)
-    assert "NameError" in printing.reason, "programs must import"
+    assert "NameError" in str(printing.failures), "programs must import"
 
 
 def test_long_integers_work(settings: CodeSettings) -> None:
@@ -160,7 +158,7 @@ def test_long_integers_work(settings: CodeSettings) -> None:
         {"call": "f", "args": [large, -1], "returns": large},
     ]
     verdict = verify_code(spec(*tests, partial=True), answer("def f(a, b): return a + b"), settings)
-    assert passed(verdict) == [True, False], verdict.reason
+    assert passed(verdict) == [True, False], str(verdict.failures)
 
 
 def test_completion_time_bounds_all_tests(box: Sandbox) -> None:
@@ -170,8 +168,8 @@ def test_completion_time_bounds_all_tests(box: Sandbox) -> None:
         settings = CodeSettings(completion_s=completion_s, limits=Limits(time_s=1000.0))
         verdict = verify_code(task, answer("import time; time.sleep(1000)"), settings)
         assert verdict.score == 0.0
-        assert "limit of time" in verdict.per_test[0].reason
-        assert "completion" in verdict.per_test[-1].reason
+        assert "limit of time" in verdict.failures[0]
+        assert "completion" in verdict.failures[-1]
 
     within_some(check, (0.8, 5.0, 60.0))
 
@@ -182,7 +180,7 @@ def test_compiled_languages(box: Sandbox) -> None:
     text = f"```cpp\n{source}\n```"
     assert verify_code(spec(ADD_STDIN, ADD_STDIN, language="c++"), text, PATIENT).score == 1.0
     verdict = verify_code(spec(ADD_STDIN, language="c++"), "```\nint main() {\n```", PATIENT)
-    assert verdict.score == 0.0 and "compile" in verdict.reason
+    assert verdict.score == 0.0 and "compile" in str(verdict.failures)
 
 
 def test_the_program_in_the_answer_counts(box: Sandbox) -> None:
@@ -236,7 +234,7 @@ QUICK |= {"opening sockets", "reading the tests", "replacing equality", "replaci
 def test_hostile_programs_score_zero(name: str, box: Sandbox) -> None:
     verdict = verify_code(spec(ADD_STDIN, ADD_CALL, partial=True), answer(HOSTILE[name]), HURRIED)
     assert verdict.score == 0.0
-    assert all(result.reason for result in verdict.per_test)
+    assert all(verdict.failures)
 
 
 def test_hostile_programs_leave_nothing_behind(box: Sandbox) -> None:
