@@ -1,5 +1,5 @@
 """Validates the JSON schemas of tools before a run, and checks tool calls against them.
-(`keel.rewards.rules.json_schema` checks answers; no package may be imported by both.)"""
+(`keel.rewards.rules.verifiers` checks answers; no package may be imported by both.)"""
 
 from __future__ import annotations
 

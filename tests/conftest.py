@@ -130,7 +130,7 @@ def processes_are_for_marked_tests(request: pytest.FixtureRequest) -> Iterator[N
     """Fail unmarked tests that start a process, so that `make unit` stays fast."""
     STARTED.clear()
     marked = any(request.node.get_closest_marker(name) for name in ("e2e", "gpu"))
-    runtimes = sys.modules.get("keel.rewards.sandbox.runtime")
+    runtimes = sys.modules.get("keel.rewards.sandbox.environments")
     if runtimes is not None and not marked:  # else only the first test would start the probe
         runtimes.runtime.cache_clear()
     yield

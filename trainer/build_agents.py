@@ -41,8 +41,7 @@ from keel.data.dataset import Dataset
 from keel.data.rows.places import cached_places
 from keel.model.tiny.demonstrations import demonstrated, demonstrator
 from keel.rewards.compose import unknown_parts
-from keel.rewards.sandbox.environments import Network, environment_wrap
-from keel.rewards.sandbox.runtime import runtime
+from keel.rewards.sandbox.environments import Network, environment_wrap, runtime
 from keel.rl.turns import Chat
 from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from keel.rewards.sandbox.watch import Limits
+from keel.rewards.sandbox.sandbox import Limits
 from keel.rl.strict_json import allow_long_integers
 
 

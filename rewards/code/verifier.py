@@ -30,8 +30,7 @@ from typing import Any, NamedTuple, cast
 
 from keel.rewards.code.compare import min_output, same_text, same_value
 from keel.rewards.code.spec import CodeTask, CodeTest, code_block, read_task
-from keel.rewards.sandbox.sandbox import Sandbox, open_sandbox
-from keel.rewards.sandbox.watch import Limits, SandboxOutcome
+from keel.rewards.sandbox.sandbox import Limits, Sandbox, SandboxOutcome, open_sandbox
 from keel.rewards.text import outside_think
 
 _SAMPLES, _SUBTASK = "samples", "subtask/"

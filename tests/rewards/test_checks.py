@@ -9,7 +9,7 @@ import pytest
 from keel.rewards import checks
 from keel.rewards.checks import check_prompts, check_spec
 from keel.rewards.code.verifier import CodeSettings
-from keel.rewards.sandbox.watch import Limits
+from keel.rewards.sandbox.sandbox import Limits
 from keel.rl.types import Prompt
 from tests.waiting import PATIENCE_S
 

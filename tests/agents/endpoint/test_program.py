@@ -23,7 +23,7 @@ from keel.agents.endpoint.program import (
 from keel.agents.endpoint.recorder import TrajectoryRecorder
 from keel.agents.endpoint.server import Endpoint
 from keel.agents.types import NoEnvironment, Unscored
-from keel.rewards.sandbox.runtime import runtime
+from keel.rewards.sandbox.environments import runtime
 from keel.rl.types import Prompt, Verdict
 from tests.agents.endpoint.kit import BUDGET, Policy, check_law, recorder_of
 from tests.agents.episodes import alive, run

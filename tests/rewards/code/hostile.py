@@ -24,7 +24,7 @@ import yaml
 
 from keel.rewards.code.verifier import CodeSettings, verify_code
 from keel.rewards.sandbox.processes import subreaper
-from keel.rewards.sandbox.watch import Limits
+from keel.rewards.sandbox.sandbox import Limits
 
 ADD_STDIN = {"stdin": "20 22\n", "stdout": "42\n"}
 ADD_CALL = {"call": "add", "args": [20, 22], "returns": 42}

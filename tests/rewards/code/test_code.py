@@ -14,8 +14,7 @@ import pytest
 
 from keel.rewards.code import verifier as module
 from keel.rewards.code.verifier import CodeSettings, CodeVerdict, verify_code
-from keel.rewards.sandbox.sandbox import IsolationError, Sandbox, open_sandbox
-from keel.rewards.sandbox.watch import Limits
+from keel.rewards.sandbox.sandbox import IsolationError, Limits, Sandbox, open_sandbox
 from tests.rewards.code.hostile import ADD_CALL, ADD_STDIN, HOSTILE, HURRIED, SLEEPERS, answer
 from tests.waiting import PATIENCE_S, within_some
 

@@ -10,7 +10,7 @@ from keel.configs.schema import CodeConfig
 from keel.rewards.code.call_driver import _find, from_jsonable, to_jsonable
 from keel.rewards.code.spec import code_block, read_task
 from keel.rewards.code.verifier import CodeSettings
-from keel.rewards.sandbox.watch import Limits
+from keel.rewards.sandbox.sandbox import Limits
 from tests.rewards.code.hostile import ADD_CALL, ADD_STDIN
 
 BLOCKS = {

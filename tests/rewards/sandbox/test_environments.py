@@ -12,9 +12,8 @@ import pytest
 
 from keel.rewards.sandbox import processes
 from keel.rewards.sandbox.bubblewrap import IsolationError
-from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap
+from keel.rewards.sandbox.environments import EnvironmentSandbox, environment_wrap, runtime
 from keel.rewards.sandbox.processes import MemoryLimiter, ProcessUsage
-from keel.rewards.sandbox.runtime import runtime
 
 KNOB = "agents.environments.x.isolation"
 NO_ISOLATION = 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"'

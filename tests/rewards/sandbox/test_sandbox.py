@@ -16,9 +16,15 @@ import yaml
 
 from keel.rewards.sandbox import sandbox as module
 from keel.rewards.sandbox.processes import _descendants, usage
-from keel.rewards.sandbox.sandbox import IsolationError, Sandbox, _python, open_sandbox
+from keel.rewards.sandbox.sandbox import (
+    IsolationError,
+    Limits,
+    Sandbox,
+    SandboxOutcome,
+    _python,
+    open_sandbox,
+)
 from keel.rewards.sandbox.seccomp import _DENIED, seccomp_filter
-from keel.rewards.sandbox.watch import Limits, SandboxOutcome
 from tests.waiting import PATIENCE_S, wait_for, within_some
 
 ROOT = Path(__file__).parents[3]
@@ -126,7 +132,7 @@ def test_the_sandbox_dies_with_its_parent(box: Sandbox) -> None:
     mark = f"9{os.getpid()}"  # a unique sleep
     code = (
         "from keel.rewards.sandbox.sandbox import open_sandbox;"
-        "from keel.rewards.sandbox.watch import Limits;"
+        "from keel.rewards.sandbox.sandbox import Limits;"
         "open_sandbox('bubblewrap')"
         f".run(['/bin/sleep', '{mark}'], files={{}}, limits=Limits(time_s=1000))"
     )
@@ -229,7 +235,7 @@ def test_empty_files_count_as_memory(box: Sandbox) -> None:
 
 
 def test_total_output_is_bounded(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keel.rewards.sandbox.watch._MAX_OUTPUT", 4 << 20)
+    monkeypatch.setattr("keel.rewards.sandbox.sandbox._MAX_OUTPUT", 4 << 20)
     source = "while True: print('x' * 1_000_000, flush=True)"
     ran = run(box, source, lines=10**6)
     assert ran.status == "output" and len(ran.stdout) < 6 << 20
