@@ -87,7 +87,6 @@ class SandboxOutcome:
     """The exit status, or 128 + n after signal n. Only meaningful if the status is `exited`."""
     stdout: bytes
     stderr: bytes
-    wall_s: float
 
     @property
     def ok(self) -> bool:
@@ -107,25 +106,25 @@ class SandboxOutcome:
 
 
 class _Watch:
-    """Reads the output of a run, and kills the run if it exceeds a limit."""
+    """Reads the output of a run until it has printed `lines` lines, or until it exits if `lines` is
+    0, and kills the run if it exceeds a limit."""
 
     def __init__(
         self,
         process: subprocess.Popen[bytes],
-        status_fd: int,
-        alive_fd: int,
+        fds: Sequence[int],
         limits: Limits,
         lines: int,
+        deadline: float,
     ) -> None:
-        """Watch a run until it has printed `lines` lines, or until it exits if `lines` is 0."""
+        """`fds` are bubblewrap's status, and one that the first process inside keeps open."""
         assert process.stdout is not None and process.stderr is not None
-        self._process = process
-        self._limits = limits
-        self._lines = lines
+        self._process, self._limits, self._lines = process, limits, lines
         self._out, self._err = process.stdout.fileno(), process.stderr.fileno()
-        self._status_fd = status_fd
-        self._received = {fd: bytearray() for fd in (self._out, self._err, status_fd, alive_fd)}
-        self._deadline = self._last_deadline = math.inf
+        self._status_fd = fds[0]
+        self._received = {fd: bytearray() for fd in (self._out, self._err, *fds)}
+        self._last_deadline = deadline
+        self._deadline = min(time.monotonic() + limits.wall_s, deadline)
         self._status: Status = "exited"
         self._killed_deadline = math.inf
         self._counted_output = 0  # bytes of output up to the last counted line
@@ -133,10 +132,8 @@ class _Watch:
         self._max_output = max(_MAX_OUTPUT, limits.output_kib << 10)
         self._ignore_output = False
 
-    def outcome(self, started: float, within_s: float) -> SandboxOutcome:
+    def outcome(self) -> SandboxOutcome:
         """Wait for the end of the run. Raises RuntimeError if it cannot be killed."""
-        self._last_deadline = started + within_s
-        self._deadline = min(started + self._limits.wall_s, self._last_deadline)
         try:
             with selectors.DefaultSelector() as selector:
                 self._listen(selector)
@@ -148,7 +145,6 @@ class _Watch:
             exit_code=code if code >= 0 else 128 - code,
             stdout=bytes(self._received[self._out]),
             stderr=bytes(self._received[self._err]),
-            wall_s=time.monotonic() - started,
         )
 
     def first_process(self) -> int:
@@ -160,7 +156,7 @@ class _Watch:
         next_poll = time.monotonic() + _POLL_S
         for fd in self._received:
             selector.register(fd, selectors.EVENT_READ)
-        # The first process inside holds `alive_fd`; when it exits, so have all others.
+        # Until the last process inside has exited, which ends the first one too.
         while selector.get_map():
             now = time.monotonic()
             if now >= self._killed_deadline:
@@ -353,8 +349,9 @@ class Sandbox:
             )
             status_end.close()
             alive_end.close()
-            watch = _Watch(process, status.fileno(), alive.fileno(), limits, lines)
-            outcome = watch.outcome(started, within_s)
+            watched = (status.fileno(), alive.fileno())
+            watch = _Watch(process, watched, limits, lines, started + within_s)
+            outcome = watch.outcome()
             if self._isolated:
                 first = watch.first_process()
                 if not first and outcome.status == "exited":
