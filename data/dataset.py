@@ -51,7 +51,7 @@ class Dataset:
 
 @dataclass(slots=True)
 class _Split:
-    """Intermediate state of one source while the dataset is being loaded."""
+    """A source while the dataset is being loaded."""
 
     loaded: Loaded
     heldout: list[Item]

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from keel.configs.schema import ConfigError, ConversationsConfig, SftConfig
 from keel.data.conversations.files import read_rows, read_trajectories
@@ -23,21 +23,25 @@ from keel.rl.sft import SftExample
 class Report:
     """Counts of the conversations and tokens in a source."""
 
-    learned: int
+    lessons: Sequence[SftExample]
+    """The conversations to train on."""
     heldout: int
-    tokens: int
-    """Number of tokens in the training conversations, with those that are not trained on."""
-    learned_tokens: int
-    contexts: int
-    longest: int
     documents: int
     """Number of documents that the training windows come from (text sources only)."""
     sampled: int
     """Number of conversations that keep the exact tokens sampled by a policy."""
     left_out: Mapping[str, int]
     """Number of conversations left out for each reason."""
-    skipped: tuple[str, ...]
+    skipped: Sequence[str]
     unread: frozenset[str]
+
+    @property
+    def learned(self) -> int:
+        return len(self.lessons)
+
+    @property
+    def learned_tokens(self) -> int:
+        return sum(lesson.learned_tokens for lesson in self.lessons)
 
     def lines(self, name: str) -> Iterator[str]:
         """Return lines that describe the source `name` to the user."""
@@ -45,10 +49,12 @@ class Report:
         line = f"{name}: {self.learned:,} {kind} to learn from, {self.heldout:,} held out"
         if self.documents:
             line += f"; of {self.documents:,} documents"
-        if self.learned:
+        if self.lessons:
+            tokens = sum(lesson.total_tokens for lesson in self.lessons)
+            contexts = sum(len(lesson.segments) for lesson in self.lessons)
             line += (
-                f"; {self.learned_tokens:,} of {self.tokens:,} tokens learned, in "
-                f"{self.contexts:,} contexts of at most {self.longest:,}"
+                f"; {self.learned_tokens:,} of {tokens:,} tokens learned, in {contexts:,} contexts "
+                f"of at most {max(lesson.longest for lesson in self.lessons):,}"
             )
         if self.sampled:
             line += f"; {self.sampled:,} with the exact tokens that were sampled"
@@ -68,24 +74,21 @@ class Lessons:
     report: Mapping[str, Report]
 
 
-@dataclass(frozen=True, slots=True)
-class _Usable:
+class _Usable(NamedTuple):
     lesson: SftExample
+    example: Example
     question: str
     key: str
     """Identifies the unit that is held out as a whole: a question, or one window of a text."""
-    prompt_id: str
-    sampled: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
+class _Part(NamedTuple):
     """A source that has been read but not yet split."""
 
-    read: ReadSource
     usable: list[_Usable]
     left_out: Mapping[str, int]
-    skipped: tuple[str, ...]
+    skipped: list[str]
+    unread: frozenset[str]
 
 
 def load_lessons(
@@ -138,7 +141,7 @@ def load_lessons(
         kept = [
             one
             for one in not_held
-            if one.question not in reserved and one.prompt_id not in reserved_ids
+            if one.question not in reserved and one.example.prompt_id not in reserved_ids
         ]
         counts = {
             **part.left_out,
@@ -151,24 +154,19 @@ def load_lessons(
             raise ConfigError(
                 f"sft.sources[{source.name}]: nothing is left to learn from ({', '.join(whys)}). "
                 f"Add conversations, or lower holdout = {source.holdout}"
-                + "".join(f"; the first malformed one: {part.skipped[0]}" for _ in part.skipped[:1])
+                + "".join(f"; the first malformed one: {line}" for line in part.skipped[:1])
             )
-        lessons = [one.lesson for one in kept] if source.repeat > 0 else []
-        train[source.name] = lessons
+        train[source.name] = [one.lesson for one in kept] if source.repeat > 0 else []
         if own:
             heldout[source.name] = own
         report[source.name] = Report(
-            learned=len(lessons),
+            lessons=train[source.name],
             heldout=len(own),
-            tokens=sum(lesson.total_tokens for lesson in lessons),
-            learned_tokens=sum(lesson.learned_tokens for lesson in lessons),
-            contexts=sum(len(lesson.segments) for lesson in lessons),
-            longest=max((lesson.longest for lesson in lessons), default=0),
             documents=len({one.question for one in kept}) if source.is_text else 0,
-            sampled=sum(one.sampled for one in kept),
+            sampled=sum(bool(e.segments) and not e.document for _, e, _, _ in kept),
             left_out=counts,
             skipped=part.skipped,
-            unread=frozenset(key for one in part.read.examples for key in one.unread),
+            unread=part.unread,
         )
     shares = {s.name: s.repeat * len(train[s.name]) for s in config.sources}
     stream = Stream(train, weights=shares, seed=seed, content=_content_of)
@@ -226,10 +224,8 @@ def _part(
             long += 1
             continue
         taken[prompt].add(example.origin)
-        sampled = bool(example.segments) and not example.document
-        question = example.question
-        key = content if example.document else question
-        usable.append(_Usable(lesson, question, key, example.prompt_id, sampled))
+        key = content if example.document else example.question
+        usable.append(_Usable(lesson, example, example.question, key))
     left_out = {
         **read.unselected,
         "malformed": len(skipped),
@@ -237,7 +233,8 @@ def _part(
         f"beyond {most} of a prompt": beyond,
         "too long": long,
     }
-    return _Part(read=read, usable=usable, left_out=left_out, skipped=tuple(skipped))
+    unread = frozenset(key for example in read.examples for key in example.unread)
+    return _Part(usable, left_out, skipped, unread)
 
 
 def _held(source: ConversationsConfig, part: _Part, seed: int) -> set[str]:
