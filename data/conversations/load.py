@@ -43,6 +43,10 @@ class Report:
     def learned_tokens(self) -> int:
         return sum(lesson.learned_tokens for lesson in self.lessons)
 
+    @property
+    def longest(self) -> int:
+        return max((lesson.longest for lesson in self.lessons), default=0)
+
     def lines(self, name: str) -> Iterator[str]:
         """Return lines that describe the source `name` to the user."""
         kind = "windows" if self.documents else "conversations"
@@ -54,7 +58,7 @@ class Report:
             contexts = sum(len(lesson.segments) for lesson in self.lessons)
             line += (
                 f"; {self.learned_tokens:,} of {tokens:,} tokens learned, in {contexts:,} contexts "
-                f"of at most {max(lesson.longest for lesson in self.lessons):,}"
+                f"of at most {self.longest:,}"
             )
         if self.sampled:
             line += f"; {self.sampled:,} with the exact tokens that were sampled"
