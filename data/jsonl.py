@@ -20,16 +20,19 @@ way to judge completions. Keys that nothing uses are reported.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from keel.configs.paths import data_path
 from keel.configs.schema import ConfigError, SourceConfig
 from keel.data.conversations.forms import ROLES, calls_of, entries_of, text_of
 from keel.data.items import MAX_MALFORMED, Item, Loaded, malformed, with_source_system
-from keel.data.rows.columns import WRITTEN_BY_KEEL, Columns, KeyedRow, parse_json
+from keel.data.rows.columns import MISSING, check_keys, look_up, parse_json, picked, without_nulls
 from keel.data.rows.places import files_of
-from keel.data.rows.read import BadLine, Row, kind_of, rows_of_files, rows_of_lines
+from keel.data.rows.read import BadLine, kind_of, rows_of_files, rows_of_lines
+from keel.data.rows.read import Row as ReadRow
 from keel.rl.types import ENVIRONMENT, FUNCTIONS, Prompt
 
 _CheckReward = Callable[[Mapping[str, Any]], None]
@@ -44,6 +47,18 @@ _REWARD_KEYS = ("answer", "criteria", "tests", "refuse", "reward")
 _KNOWN = frozenset(
     ("id", "prompt", "messages", "match", "environment", *_REWARD_KEYS, *_CODE_KEYS)
 ) | frozenset(key for keys in _MATCHES.values() for key in keys)
+
+
+_WRITTEN_BY_KEEL = frozenset(("pass_rate", "provenance"))
+"""Columns that Keel writes but never reads."""
+_PARSED = frozenset(
+    (
+        *("messages", "choices", "tests", "subtasks", "criteria", "reward", "environment"),
+        *("tolerance", "partial", "refuse", "time_limit_s", "memory_mib"),
+    )
+)
+"""Keys whose values are not text. A table may store these values as JSON."""
+_PLACEHOLDER = re.compile(r"\{\{(\w[\w .-]*)\}\}|\{(\w[\w .-]*)\}")
 
 
 def load_jsonl(
@@ -62,14 +77,14 @@ def load_jsonl(
         rows = rows_of_lines(data_path(source.path), f"{knob}.path")
     else:
         rows = rows_of_files(files_of(source, hub_answers), f"{knob}.path")
-    columns, strict = Columns(source, _KNOWN), source.on_bad_line == "error"
+    reader, strict = _Reader(source, check_reward), source.on_bad_line == "error"
     items: dict[str, Item] = {}
     skipped: list[str] = []
     for count, row in enumerate(rows):
         if (source.size and count == source.size) or (strict and len(skipped) == MAX_MALFORMED):
             break
         try:
-            item = _item(row, columns, source, check_reward)
+            item = reader.item(row)
             name = item.prompt.prompt_id
             if name in items:
                 raise BadLine(f"id {name!r} is already used at {items[name].origin}")
@@ -83,139 +98,219 @@ def load_jsonl(
         if skipped:
             reason = f"all {len(skipped)} lines are malformed; {skipped[0]}"
         raise ConfigError(f"{knob}.path = {source.path!r}: {reason}")
-    columns.check_seen()
-    return Loaded(items=tuple(items.values()), skipped=tuple(skipped), unread=columns.unread)
+    for key, name in source.columns.items():
+        if name and key not in reader.seen:
+            raise ConfigError(
+                f"{knob}.columns.{key} = {name!r}: no row of {source.path} has this column"
+            )
+    return Loaded(items=tuple(items.values()), skipped=tuple(skipped), unread=reader.unread)
 
 
-def _item(row: Row, columns: Columns, source: SourceConfig, check_reward: _CheckReward) -> Item:
-    """Build a prompt from a row. Raises BadLine if the row is malformed."""
-    keyed = columns.keyed(row)
-    record = keyed.known
-    label = keyed.as_text.get("id", str(row.number))
-    if not isinstance(label, str) or not label:
-        raise BadLine(f"`id` must be text or a number, is {kind_of(label)}")
-    functions = any("." in part for part in source.rewards)
-    environment = source.name if source.environment.enabled else ""
-    if functions and not environment and not set(_REWARD_KEYS) & set(record):
-        if mapped := [key for key in _REWARD_KEYS if source.columns.get(key)]:
-            raise columns.missing(mapped[0], keyed)
-        reward: dict[str, Any] = {"kind": FUNCTIONS}
-    else:
-        reward = _reward(keyed, columns, source)
-    used = {"reward"} if "reward" in record else set(reward)
-    used |= {"id", "prompt", "messages", *(["environment"] if environment else [])}
-    if functions and (further := columns.further(keyed, used)):
-        if "reward" in record:  # kept by `keel filter`, it has its columns already
-            further = {k: v for k, v in further.items() if k not in WRITTEN_BY_KEEL}
-            further = {**reward.get("columns", {}), **further}
-        reward["columns"] = further
-    if environment and (value := record.get("environment")) is not None:
-        if not isinstance(value, dict):
-            raise BadLine(f"`environment` must be an object, is {kind_of(value)}")
-        reward["environment"] = value
-    bare = _messages(keyed, columns, source)
-    messages = _in_template(keyed, columns, bare) if source.template else bare
-    if not functions:
-        columns.note_unread(keyed, row.at)
-    try:
-        check_reward(reward)
-    except ValueError as error:
-        raise BadLine(str(error)) from error
-    prompt = Prompt(
-        prompt_id=f"{source.name}/{label}",
-        domain=source.domain_name,
-        messages=with_source_system(source, messages),
-        thinking=source.thinking,
-        reward=reward,
-        kl_coef=source.kl_coef,
-        environment=environment,
-        raw=source.raw,
-    )
-    # A template that adds nothing of the row leaves the question the same.
-    same = bool(source.template) and columns.only_prompt
-    return Item(prompt=prompt, origin=row.at, bare=tuple(bare) if same else ())
+class _Row(NamedTuple):
+    """A row whose columns have been mapped to keys."""
+
+    known: dict[str, Any]
+    as_text: dict[str, Any]
+    """Values of the known keys, with numbers written as in the file."""
+    further: dict[str, Any]
+    """Columns that are not mapped to any key."""
+    record: dict[str, Any]
+    """The whole row for use in templates, with numbers written as in the file."""
+    of_table: bool
 
 
-def _reward(row: KeyedRow, columns: Columns, source: SourceConfig) -> dict[str, Any]:
-    """Build a row's reward spec. It may be absent if an environment grades the row."""
-    record = row.known
-    graded = source.environment.grades
-    keys = [key for key in _REWARD_KEYS if key in record]
-    if not keys and graded:
-        return {"kind": ENVIRONMENT}
-    if len(keys) > 1:
-        raise BadLine(
-            f"has {' and '.join(f'`{key}`' for key in keys)}; keep one, or exclude a column by "
-            f"data.sources[{source.name}].columns: {{{keys[1]}: ''}}"
+class _Reader:
+    """Builds prompts from the rows of a source, and records the columns that nothing uses."""
+
+    def __init__(self, source: SourceConfig, check_reward: _CheckReward) -> None:
+        self._source, self._check_reward = source, check_reward
+        self._knob = f"data.sources[{source.name}]"
+        check_keys(source.columns, _KNOWN, self._knob)
+        self._column = {key: source.columns.get(key, key) for key in sorted(_KNOWN)}
+        self._taken = set(self._column.values())
+        names = (m[2] for m in _PLACEHOLDER.finditer(source.template_text) if m[2])
+        template = {name.partition(".")[0] for name in names}
+        self._used = template | {name.partition(".")[0] for name in self._taken if "." in name}
+        # A template that adds nothing of the row leaves the question the same.
+        only_prompt = template <= {"prompt", self._column["prompt"]}
+        self._keeps_question = bool(source.template) and only_prompt
+        self.seen: set[str] = set()
+        """The keys that occurred in the data."""
+        self.unread: dict[str, str] = {}
+        """For each unused column, the location where it first occurred."""
+
+    def item(self, read: ReadRow) -> Item:
+        """Build a prompt from a row. Raises BadLine if the row is malformed."""
+        source, row = self._source, self._keyed(read)
+        record = row.known
+        label = row.as_text.get("id", str(read.number))
+        if not isinstance(label, str) or not label:
+            raise BadLine(f"`id` must be text or a number, is {kind_of(label)}")
+        functions = any("." in part for part in source.rewards)
+        environment = source.name if source.environment.enabled else ""
+        if functions and not environment and not set(_REWARD_KEYS) & set(record):
+            if mapped := [key for key in _REWARD_KEYS if source.columns.get(key)]:
+                raise self._missing(mapped[0], row)
+            reward: dict[str, Any] = {"kind": FUNCTIONS}
+        else:
+            reward = self._reward(row)
+        used = {"reward"} if "reward" in record else set(reward)
+        used |= {"id", "prompt", "messages", *(["environment"] if environment else [])}
+        unused = {self._column[key]: value for key, value in record.items() if key not in used}
+        further = row.further | {name: v for name, v in unused.items() if name in row.record}
+        if functions and further:
+            if "reward" in record:  # kept by `keel filter`, it has its columns already
+                further = {k: v for k, v in further.items() if k not in _WRITTEN_BY_KEEL}
+                further = {**reward.get("columns", {}), **further}
+            reward["columns"] = further
+        if environment and (value := record.get("environment")) is not None:
+            if not isinstance(value, dict):
+                raise BadLine(f"`environment` must be an object, is {kind_of(value)}")
+            reward["environment"] = value
+        bare = self._messages(row)
+        messages = self._in_template(row, bare) if source.template else bare
+        for name in () if functions else row.further:
+            if name not in self._used and name not in _WRITTEN_BY_KEEL:
+                self.unread.setdefault(name, read.at)
+        try:
+            self._check_reward(reward)
+        except ValueError as error:
+            raise BadLine(str(error)) from error
+        prompt = Prompt(
+            prompt_id=f"{source.name}/{label}",
+            domain=source.domain_name,
+            messages=with_source_system(source, messages),
+            thinking=source.thinking,
+            reward=reward,
+            kl_coef=source.kl_coef,
+            environment=environment,
+            raw=source.raw,
         )
-    if keys == ["reward"]:
-        reward = record["reward"]
-        if not isinstance(reward, dict):
-            raise BadLine(f"`reward` must be an object, is {kind_of(reward)}")
-        kind = {"kind": ENVIRONMENT} if graded else {}
-        return {**kind, **cast(dict[str, Any], reward)}
-    if keys == ["tests"]:
-        return {"kind": "code", **{key: record[key] for key in _CODE_KEYS if key in record}}
-    if keys == ["criteria"]:
-        present = [key for key in ("criteria", "reference") if key in record]
-        return {"kind": "rubric", **{key: record[key] for key in present}}
-    if keys == ["refuse"]:
-        return {"kind": "refusal", "refuse": record["refuse"]}
-    match = record.get("match", "math")
-    if not isinstance(match, str) or match not in _MATCHES:
-        raise BadLine(f"`match` is {match!r}, must be one of {', '.join(_MATCHES)}")
-    if match == "schema":
-        answer = record.get("answer")
-        if isinstance(answer, str) and row.of_table:
-            answer = parse_json("answer", answer)
-        if not isinstance(answer, dict):
-            raise BadLine(f"`answer` must be a JSON schema, an object, is {kind_of(answer)}")
-    else:
-        answer = _text(row, row.as_text, "answer", columns)
-        if mark := source.answer_after:
-            answer = answer.rpartition(mark)[2].strip() if mark in answer else ""
-            if not answer:
-                raise BadLine(f"`answer` has nothing after {mark!r} ({_knob(source)}.answer_after)")
-    more = {key: record[key] for key in _MATCHES[match] if key in record}
-    if "choices" in more:
-        more["choices"] = row.as_text["choices"]
-    return {"kind": "answer", "answer": answer, "match": match, **more}
+        return Item(prompt=prompt, origin=read.at, bare=tuple(bare) if self._keeps_question else ())
 
+    def _keyed(self, row: ReadRow) -> _Row:
+        if isinstance(row.record, BadLine):
+            raise row.record
+        known = picked(row.record, self._column)
+        if row.written is not None:
+            as_text, record = picked(row.written, self._column), row.written
+        else:
+            known = {key: _parse_cell(key, v) for key, v in known.items() if v != ""}
+            as_text, record = _numbers_as_text(known), _numbers_as_text(row.record)
+        self.seen |= known.keys()
+        further = {key: row.record[key] for key in row.record if key not in self._taken}
+        return _Row(known, as_text, further, record, row.written is None)
 
-def _knob(source: SourceConfig) -> str:
-    return f"data.sources[{source.name}]"
+    def _missing(self, key: str, row: _Row) -> BadLine:
+        return BadLine(
+            f"has no {self._label(key)}, or it is empty; the row has {', '.join(row.record)}. Name "
+            f"the column in {self._knob}.columns"
+        )
 
+    def _label(self, key: str) -> str:
+        name = self._column[key]
+        return f"`{key}`" if name == key else f"`{key}` ({self._knob}.columns.{key} = {name!r})"
 
-def _messages(row: KeyedRow, columns: Columns, source: SourceConfig) -> list[dict[str, Any]]:
-    """Return a row's messages, or an empty list if the template replaces a missing prompt."""
-    record = row.known
-    prompt = record.get("prompt")
-    if "messages" in record and "prompt" in record:
-        raise BadLine("has both `prompt` and `messages`; keep one")
-    if "messages" in record or isinstance(prompt, list):
-        messages = _chat(record.get("messages", prompt))
-    elif "prompt" not in record and source.template:
-        return []
-    else:
-        messages = [{"role": "user", "content": _text(row, record, "prompt", columns)}]
-    if source.raw and (len(messages) != 1 or messages[0]["role"] != "user"):
-        raise BadLine(f"has a conversation, but {_knob(source)}.raw needs one text in `prompt`")
-    if source.system and messages[0]["role"] == "system":
-        raise BadLine(f"has a system message, but {_knob(source)}.system is set too")
-    return messages
+    def _text(self, row: _Row, values: dict[str, Any], key: str) -> str:
+        if key not in values:
+            raise self._missing(key, row)
+        value = values[key]
+        if not isinstance(value, str):
+            raise BadLine(f"{self._label(key)} must be text, is {kind_of(value)}")
+        if not value.strip():
+            raise BadLine(f"{self._label(key)} is empty")
+        return value
 
+    def _reward(self, row: _Row) -> dict[str, Any]:
+        """Build a row's reward spec. It may be absent if an environment grades the row."""
+        record, graded = row.known, self._source.environment.grades
+        keys = [key for key in _REWARD_KEYS if key in record]
+        if not keys and graded:
+            return {"kind": ENVIRONMENT}
+        if len(keys) > 1:
+            raise BadLine(
+                f"has {' and '.join(f'`{key}`' for key in keys)}; keep one, or exclude a column by "
+                f"{self._knob}.columns: {{{keys[1]}: ''}}"
+            )
+        if keys == ["reward"]:
+            reward = record["reward"]
+            if not isinstance(reward, dict):
+                raise BadLine(f"`reward` must be an object, is {kind_of(reward)}")
+            kind = {"kind": ENVIRONMENT} if graded else {}
+            return {**kind, **cast(dict[str, Any], reward)}
+        if keys == ["tests"]:
+            return {"kind": "code", **{key: record[key] for key in _CODE_KEYS if key in record}}
+        if keys == ["criteria"]:
+            present = [key for key in ("criteria", "reference") if key in record]
+            return {"kind": "rubric", **{key: record[key] for key in present}}
+        if keys == ["refuse"]:
+            return {"kind": "refusal", "refuse": record["refuse"]}
+        match = record.get("match", "math")
+        if not isinstance(match, str) or match not in _MATCHES:
+            raise BadLine(f"`match` is {match!r}, must be one of {', '.join(_MATCHES)}")
+        if match == "schema":
+            answer = record.get("answer")
+            if isinstance(answer, str) and row.of_table:
+                answer = parse_json("answer", answer)
+            if not isinstance(answer, dict):
+                raise BadLine(f"`answer` must be a JSON schema, an object, is {kind_of(answer)}")
+        else:
+            answer = self._text(row, row.as_text, "answer")
+            if mark := self._source.answer_after:
+                answer = answer.rpartition(mark)[2].strip() if mark in answer else ""
+                if not answer:
+                    raise BadLine(
+                        f"`answer` has nothing after {mark!r} ({self._knob}.answer_after)"
+                    )
+        more = {key: record[key] for key in _MATCHES[match] if key in record}
+        if "choices" in more:
+            more["choices"] = row.as_text["choices"]
+        return {"kind": "answer", "answer": answer, "match": match, **more}
 
-def _in_template(
-    row: KeyedRow, columns: Columns, messages: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Insert the last message, which must be the user's, into the source's template. Without
-    messages, the filled template becomes the user message."""
-    if not messages:
-        return [{"role": "user", "content": columns.fill_template(row, None)}]
-    *before, last = messages
-    if last["role"] != "user":
-        raise BadLine(f"ends with a message of the {last['role']}; a template needs the user's")
-    return [*before, {**last, "content": columns.fill_template(row, last["content"])}]
+    def _messages(self, row: _Row) -> list[dict[str, Any]]:
+        """Return a row's messages, or an empty list if the template replaces a missing prompt."""
+        record, source = row.known, self._source
+        prompt = record.get("prompt")
+        if "messages" in record and "prompt" in record:
+            raise BadLine("has both `prompt` and `messages`; keep one")
+        if "messages" in record or isinstance(prompt, list):
+            messages = _chat(record.get("messages", prompt))
+        elif "prompt" not in record and source.template:
+            return []
+        else:
+            messages = [{"role": "user", "content": self._text(row, record, "prompt")}]
+        if source.raw and (len(messages) != 1 or messages[0]["role"] != "user"):
+            raise BadLine(f"has a conversation, but {self._knob}.raw needs one text in `prompt`")
+        if source.system and messages[0]["role"] == "system":
+            raise BadLine(f"has a system message, but {self._knob}.system is set too")
+        return messages
+
+    def _in_template(self, row: _Row, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Fill in the template with the last message, which must be the user's, and the row."""
+        *before, last = messages or [{"role": "user", "content": None}]
+        if last["role"] != "user":
+            raise BadLine(f"ends with a message of the {last['role']}; a template needs the user's")
+
+        def replacement(match: re.Match[str]) -> str:
+            if match[1]:
+                return f"{{{match[1]}}}"
+            name = match[2]
+            value = look_up(row.record, name)
+            if name == "prompt" and last["content"] is not None:
+                value = last["content"]
+            elif value is MISSING:
+                value = row.as_text.get(name)
+            if value is MISSING or value is None:
+                if name == "prompt":
+                    raise self._missing("prompt", row)
+                raise BadLine(
+                    f"has no column {name!r} for {self._knob}.template; it has "
+                    f"{', '.join(row.record)} (write {{{{{name}}}}} for literal braces)"
+                )
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+        content = _PLACEHOLDER.sub(replacement, self._source.template_text)
+        return [*before, {**last, "content": content}]
 
 
 def _chat(messages: Any) -> list[dict[str, Any]]:
@@ -237,12 +332,17 @@ def _chat(messages: Any) -> list[dict[str, Any]]:
     return chat
 
 
-def _text(row: KeyedRow, values: dict[str, Any], key: str, columns: Columns) -> str:
-    if key not in values:
-        raise columns.missing(key, row)
-    value = values[key]
-    if not isinstance(value, str):
-        raise BadLine(f"{columns.label(key)} must be text, is {kind_of(value)}")
-    if not value.strip():
-        raise BadLine(f"{columns.label(key)} is empty")
-    return value
+def _parse_cell(key: str, value: Any) -> Any:
+    """Decode a table cell. Cells for keys other than text hold JSON."""
+    if key in _PARSED and isinstance(value, str):
+        value = parse_json(key, value.lower() if value in ("True", "False") else value)
+    return without_nulls(value)
+
+
+def _numbers_as_text(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _numbers_as_text(each) for key, each in cast(dict[str, Any], value).items()}
+    if isinstance(value, list):
+        return [_numbers_as_text(each) for each in cast(list[Any], value)]
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return json.dumps(value) if number else value
