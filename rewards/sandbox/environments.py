@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from keel.rewards.sandbox import bubblewrap
 from keel.rewards.sandbox.bubblewrap import TMP, IsolationError, make_folders, private_folder, tool
