@@ -25,7 +25,7 @@ from typing import Any
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import AuthorConfig, CostConfig
 from keel.examples.proofs.__main__ import verification_messages
-from keel.rewards.judge.proof import INSTRUCTIONS, Evaluation, read_evaluation, read_proof
+from keel.rewards.judge.specs import INSTRUCTIONS, Evaluation, read_evaluation, read_proof
 from keel.rl.turns import Message
 from keel.synthesis.author import Author, AuthorLost, EndpointAuthor, SynthesisBudget
 from keel.synthesis.tool_loop import gather_or_cancel

@@ -317,6 +317,20 @@ class ProofSpec(Spec):
         return Judged(0.0, dict.fromkeys(_PROOF_PARTS, 0.0), (verdict,))
 
 
+class Evaluation(NamedTuple):
+    """A policy's evaluation of the proof in its prompt."""
+
+    text: str
+    score: float
+    """s', the score that the policy gives the proof: 0, 0.5 or 1."""
+
+
+def read_evaluation(answer: str) -> Evaluation | str:
+    """Parse an evaluation. Returns the reason instead if it is malformed (R_format = 0)."""
+    score = _boxed_score(answer)
+    return "has no boxed score of 0, 0.5 or 1" if score is None else Evaluation(answer, score)
+
+
 _VERIFICATION_PARTS = (
     *("verification_score", "verification_meta", "verification_format"),
     "disagreement",
@@ -334,19 +348,16 @@ class VerificationSpec(Spec):
     score: float = Field(ge=0, le=1)
     """s, the known score of the proof."""
 
-    def read(self, answer: str) -> Proof | str:
-        score = _boxed_score(answer)
-        if score is None:
-            return "has no boxed score of 0, 0.5 or 1"
-        return Proof(self.proof, answer, score)
+    def read(self, answer: str) -> Evaluation | str:
+        return read_evaluation(answer)
 
     async def sample(
-        self, ask: _Ask, task: _Task, answer: Proof, thinking: str, number: int
+        self, ask: _Ask, task: _Task, answer: Evaluation, thinking: str, number: int
     ) -> MetaCheck:
         problem = [{"role": "user", "content": self.problem}]
-        return await ask(meta_question(problem, answer.solution, answer.evaluation))
+        return await ask(meta_question(problem, self.proof, answer.text))
 
-    def judged(self, answer: Proof, samples: Sequence[MetaCheck]) -> Judged:
+    def judged(self, answer: Evaluation, samples: Sequence[MetaCheck]) -> Judged:
         """Compute the reward R. The meta-check is averaged over the samples."""
         checks = [sample.score for sample in samples]
         near, meta = 1 - abs(answer.score - self.score), sum(checks) / len(checks)

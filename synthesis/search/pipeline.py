@@ -23,7 +23,7 @@ from keel.agents.environments.search.environment import Search, named_library
 from keel.agents.environments.search.index import SearchIndex, ensure_index
 from keel.configs.sections.base import ConfigError
 from keel.configs.synthesis import SearchTasksConfig
-from keel.rewards.judge.rubric import Rubric
+from keel.rewards.judge.specs import Rubric
 from keel.rl.seeds import seed_of
 from keel.synthesis.author import Author
 from keel.synthesis.ledger import Rejected

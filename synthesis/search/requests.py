@@ -139,15 +139,15 @@ async def _score(judge: Author, rubric: Rubric, request: str, text: str, passes:
     if not text:
         return 0.0
     task = [{"role": "user", "content": request}]
-    answer = rubric.read(text)
+    material = rubric.read(text)
 
     async def ask(question: Question[Any]) -> Any:
         why = ""
         for _ in range(_READS):
-            message, material = question.messages(new_fence())
+            system, user = question.messages(new_fence())
             schema = f"The schema: {json.dumps(question.schema)}"
-            message = {**message, "content": f"{message['content']}\n{schema}"}
-            reply = await judge.ask([message, material], purpose="judge")
+            system = {**system, "content": f"{system['content']}\n{schema}"}
+            reply = await judge.ask([system, user], purpose="judge")
             try:
                 return question.read(reply.content.strip())
             except BadReply as error:
@@ -155,6 +155,6 @@ async def _score(judge: Author, rubric: Rubric, request: str, text: str, passes:
         raise Rejected("judge", f"no valid judgement: {why}")
 
     samples = await gather_or_cancel(
-        *(rubric.sample(ask, task, answer, "", number) for number in range(passes))
+        *(rubric.sample(ask, task, material, "", number) for number in range(passes))
     )
-    return rubric.judged(answer, samples).value
+    return rubric.judged(material, samples).value
