@@ -188,7 +188,7 @@ class _Reader:
             if level < 1 and token in ("+", "-"):
                 node = _apply(_addition, node, self.expression(1))
             elif level < 2 and token in ("*", "/"):
-                operation = operator.mul if self.take() == "*" else operator.truediv
+                operation = operator.mul if self.take() == "*" else _quotient
                 node = _apply(operation, node, self.expression(3))
             elif level < 3 and self.starts_factor(argument=level == 2):
                 node = _apply(operator.mul, node, self.expression(3))
@@ -259,7 +259,7 @@ class _Reader:
         if name == "frac":
             if self.skip("{", "d"):
                 raise Unreadable("a derivative")
-            return _apply(operator.truediv, self.argument(), self.argument())
+            return _apply(_quotient, self.argument(), self.argument())
         if name == "sqrt":
             index = self.group() if self.token == "[" else _constant("2")
             return _apply(_root, self.argument(), index)
@@ -359,6 +359,10 @@ def _bounded(value: Value) -> Value:
     return value
 
 
+def _quotient(one: Value, two: Value) -> Value:
+    return one / two
+
+
 def _addition(one: Value, two: Value) -> Value:
     small, large = sorted((abs(one), abs(two)))
     # A larger one is a rounding error, as of the cosine of 90 degrees.
@@ -386,11 +390,15 @@ _BOUNDED = "exp sin cos tan sec csc cot sinh cosh tanh coth"
 _INVERTIBLE = "sin cos tan cot sec csc sinh cosh tanh"
 
 
+def _logarithm(value: Value, base: Value) -> Value:
+    return _context.log(value) / _context.log(base)
+
+
 _FUNCTIONS: dict[str, Callable[..., Value]] = {
     **{name: _within_bounds(name) for name in _BOUNDED.split()},
     **{f"arc{name}": _within_bounds(f"a{name}") for name in _INVERTIBLE.split()},
     "ln": _context.log,
-    "log": lambda value, base: _context.log(value) / _context.log(base),
+    "log": _logarithm,
 }
 
 INFINITE = Formula(lambda _: _context.inf, "∞")
