@@ -9,25 +9,15 @@ import ast
 import gzip
 import json
 import re
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
+from math import isfinite
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
-from keel.commands.report.shape import (
-    UNREADABLE,
-    Chunks,
-    ReportChunk,
-    ReportGroup,
-    RunData,
-    as_json,
-    listed,
-    loads,
-    number,
-    packed,
-)
 from keel.configs.diff import flatten_config
 from keel.configs.load import load_config
 from keel.configs.schema import (
@@ -54,6 +44,93 @@ _ENTRY = re.compile(r"\[[^\]]*\]")
 `data.sources[spiral].size`."""
 _PER_CHUNK = 20
 """Number of evaluation prompts that the page loads at a time."""
+_HEAD, _TAIL = 70, 50
+"""Number of characters to show from the beginning and from the end of a question in the list."""
+_UNREADABLE = (
+    *(OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError),
+    *(OverflowError, RecursionError),
+)
+"""Errors raised when a file is damaged, has unexpected contents, or no longer exists."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Group:
+    """An entry in the page's list of trajectories: the group of one prompt."""
+
+    step: int
+    chunk: str
+    """Name of the chunk that contains the trajectories."""
+    line: int
+    """Line number within the chunk, counted from 0."""
+    prompt: str
+    """ID of the prompt."""
+    question: str
+    """Beginning and end of the prompt's last message, on one line."""
+    domain: str
+    rewards: list[float]
+    tokens: list[int]
+    """Number of sampled tokens in each trajectory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Compressed JSON lines with one group per line. They are read on demand."""
+
+    read: Callable[[], bytes]
+    size: int
+    """Size in bytes, known before the chunk is read."""
+
+    def data(self) -> bytes:
+        """Read and return the chunk. Raises OSError if that fails for any reason."""
+        try:
+            return self.read()
+        except _UNREADABLE as error:
+            raise OSError(str(error)) from error
+
+
+Chunks = dict[str, _Chunk]
+
+
+@dataclass(slots=True, kw_only=True)
+class RunData:
+    """The data of a run or an evaluation that the page shows."""
+
+    name: str
+    kind: Literal["run", "evaluation"]
+    path: str
+    steps: list[int] = field(default_factory=list[int])
+    times: list[float] = field(default_factory=list[float])
+    """End time of each step in `steps`, in seconds since 1970."""
+    metrics: dict[str, list[float | None]] = field(default_factory=dict[str, list[float | None]])
+    """The values of each metric, one per step in `steps`. A missing value is None."""
+    events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Step, time, kind and text of each event."""
+    knobs: dict[str, str] = field(default_factory=dict[str, str])
+    """The value of each knob as JSON."""
+    changed: list[str] = field(default_factory=list[str])
+    """Names of the knobs that differ from their defaults."""
+    summary: dict[str, str] = field(default_factory=dict[str, str])
+    """Labels and texts of the table at the top of the page."""
+    groups: list[_Group] = field(default_factory=list[_Group])
+    notes: list[str] = field(default_factory=list[str])
+    """Descriptions of what is missing, and why."""
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """The run's total costs, by metric. Empty if none were recorded."""
+        return {
+            name: sum(filter(None, values))
+            for name, values in self.metrics.items()
+            if name.startswith("cost/")
+        }
+
+    def plain(self) -> dict[str, Any]:
+        """Convert to plain data. Each metric becomes its values and their positions in `steps`."""
+        metrics: dict[str, dict[str, list[Any]]] = {}
+        for name, values in self.metrics.items():
+            at = [place for place, value in enumerate(values) if value is not None]
+            metrics[name] = {"at": at, "values": [values[place] for place in at]}
+        return {**asdict(replace(self, metrics={})), "metrics": metrics}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +139,7 @@ class _StepFile:
 
     stamp: tuple[int, int] = (0, 0)
     """Modification time in nanoseconds and size in bytes when the file was read."""
-    groups: Sequence[ReportGroup] = ()
+    groups: Sequence[_Group] = ()
     as_is: bool = True
     """True if a browser can parse the file without changes."""
     wrong: str = ""
@@ -94,17 +171,17 @@ def _read_run(folder: Path, known: Known) -> tuple[RunData, Chunks]:
     run = RunData(name=folder.resolve().name, kind="run", path=str(folder))
     try:
         run.knobs = _as_json(load_config(folder / _CONFIG))
-    except (*UNREADABLE, ConfigError) as error:
+    except (*_UNREADABLE, ConfigError) as error:
         run.notes.append(f"{folder / _CONFIG}: no knobs can be read there ({error})")
     chosen: Mapping[str, Any] = {}
     if (folder / "chosen.json").exists():
-        chosen = loads((folder / "chosen.json").read_bytes())["values"]
+        chosen = _loads((folder / "chosen.json").read_bytes())["values"]
     run.changed = _changed(run.knobs, chosen)
     _read_metrics(folder / _METRICS, run)
     run.events = [
         {
-            "step": int(number(line.get("step")) or 0),
-            "time": number(line.get("time")) or 0.0,
+            "step": int(_number(line.get("step")) or 0),
+            "time": _number(line.get("time")) or 0.0,
             "kind": str(line.get("kind", "")),
             "text": str(line.get("text", "")),
         }
@@ -124,7 +201,7 @@ def _json_lines(path: Path, notes: list[str]) -> Iterator[Mapping[str, Any]]:
     """
     for at, text in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else (), 1):
         try:
-            value = loads(text)
+            value = _loads(text)
         except (ValueError, RecursionError):
             value = None
         if isinstance(value, dict):
@@ -176,11 +253,11 @@ def _read_metrics(path: Path, run: RunData) -> None:
     by_step: dict[int, dict[str, float | None]] = {}
     for line in _json_lines(path, run.notes):
         step = line.get("step")
-        if isinstance(step, int) and number(step) is not None:
+        if isinstance(step, int) and _number(step) is not None:
             values = by_step.setdefault(step, {})
             for name, value in line.items():
                 if values.get(name) is None:
-                    values[name] = number(value)
+                    values[name] = _number(value)
     run.steps = sorted(by_step)
     run.times = [by_step[step].get("time") or 0.0 for step in run.steps]
     names = sorted(set[str]().union(*by_step.values()) - {"step", "time"})
@@ -197,7 +274,7 @@ def _read_trajectories(folder: Path, run: RunData, known: Known) -> Chunks:
             continue
         run.groups += file.groups
         read = path.read_bytes if file.as_is else partial(_without_nan, path)
-        chunks[path.name] = ReportChunk(read, file.stamp[1])
+        chunks[path.name] = _Chunk(read, file.stamp[1])
     samples = run.knobs.get("data.sources") != "[]" and "sft/tokens" not in run.metrics
     if run.steps and run.steps[-1] > 0 and not chunks and samples:
         run.notes.append(
@@ -217,8 +294,8 @@ def _step_file(path: Path, known: _StepFile | None) -> _StepFile:
             return known
         lines = gzip.decompress(path.read_bytes()).decode().splitlines()
         step = int(path.name.partition(".")[0].removeprefix("step_"))
-        groups = [listed(loads(line), step, path.name, at) for at, line in enumerate(lines)]
-    except UNREADABLE as error:
+        groups = [_listed(_loads(line), step, path.name, at) for at, line in enumerate(lines)]
+    except _UNREADABLE as error:
         return _StepFile(stamp=stamp, wrong=str(error))
     as_is = not any(name in line for line in lines for name in ("NaN", "Infinity"))
     return _StepFile(stamp=stamp, groups=groups, as_is=as_is)
@@ -227,7 +304,7 @@ def _step_file(path: Path, known: _StepFile | None) -> _StepFile:
 def _without_nan(path: Path) -> bytes:
     """Return the contents of a trajectory file without numbers that browsers cannot parse."""
     lines = gzip.decompress(path.read_bytes()).decode().splitlines()
-    return packed([as_json(loads(line)) for line in lines])
+    return _packed([as_json(_loads(line)) for line in lines])
 
 
 def _summary(run: RunData, folder: Path) -> dict[str, str]:
@@ -276,9 +353,9 @@ def _read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
     """
     run = RunData(name=folder.resolve().name, kind="evaluation", path=str(folder))
     try:
-        settings: Mapping[str, Any] = loads((folder / "settings.json").read_bytes())
+        settings: Mapping[str, Any] = _loads((folder / "settings.json").read_bytes())
         run.knobs = {name: _from_repr(str(value)) for name, value in settings.items()}
-    except UNREADABLE as error:
+    except _UNREADABLE as error:
         run.notes.append(f"{folder / 'settings.json'}: cannot be read ({error})")
     run.changed = _changed(run.knobs, {})
     if not (folder / "results.json").exists():
@@ -286,10 +363,10 @@ def _read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
     path, asked, lines = folder / _SAMPLES, list[Asked](), list[str]()
     for at, line in enumerate(path.read_bytes().split(b"\n")[:-1]):  # the last is being written
         try:
-            one = asked_in(loads(line.decode("utf-8", "surrogatepass")))
+            one = asked_in(_loads(line.decode("utf-8", "surrogatepass")))
             group = _group_of(one)
-            run.groups.append(listed(group, 0, _chunk_name(at), at % _PER_CHUNK))
-        except UNREADABLE as error:
+            run.groups.append(_listed(group, 0, _chunk_name(at), at % _PER_CHUNK))
+        except _UNREADABLE as error:
             raise ConfigError(f"{path}:{at + 1}: no line of an evaluation: {error}") from error
         asked.append(one)
         lines.append(as_json(group))
@@ -301,8 +378,8 @@ def _read_evaluation(folder: Path) -> tuple[RunData, Chunks]:
             run.summary[label] = f"{interval}, {of['prompts']} prompts"
     chunks: Chunks = {}
     for first in range(0, len(lines), _PER_CHUNK):
-        data = packed(lines[first : first + _PER_CHUNK])
-        chunks[_chunk_name(first)] = ReportChunk(partial(bytes, data), len(data))
+        data = _packed(lines[first : first + _PER_CHUNK])
+        chunks[_chunk_name(first)] = _Chunk(partial(bytes, data), len(data))
     return run, chunks
 
 
@@ -343,3 +420,71 @@ def _group_of(asked: Asked) -> dict[str, Any]:
         "dropped": asked.missing,
         "trajectories": trajectories,
     }
+
+
+def _listed(group: Mapping[str, Any], step: int, chunk: str, line: int) -> _Group:
+    """Convert a line of a chunk to an entry in the list.
+
+    Raises one of `_UNREADABLE` if the line is not a group.
+    """
+    return _Group(
+        step=step,
+        chunk=chunk,
+        line=line,
+        prompt=str(group["prompt"]),
+        question=_question(group),
+        domain=str(group["domain"]),
+        rewards=[_number(one["reward"]) or 0.0 for one in group["trajectories"]],
+        tokens=[int(one["tokens"]) for one in group["trajectories"]],
+    )
+
+
+def _question(group: Mapping[str, Any]) -> str:
+    """Return the last message before the policy's first turn. For an episode, it is taken from the
+    transcript."""
+    messages = list(group.get("messages") or ())
+    for one in group["trajectories"]:
+        messages = messages or list(one.get("messages") or ())[: one.get("opening") or 0]
+    content: Any = (messages[-1].get("content") if messages else "") or ""
+    text = " ".join((content if isinstance(content, str) else as_json(content)).split())
+    return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]} … {text[-_TAIL:]}"
+
+
+def _loads(text: str | bytes) -> Any:
+    """Parse JSON written by Python. Numbers such as NaN become None.
+
+    Raises one of `_UNREADABLE` if the text cannot be parsed.
+    """
+    return json.loads(text, parse_constant=lambda _: None)
+
+
+def _number(value: object) -> float | None:
+    """Return `value` as a float, or None if it is not a finite number."""
+    try:
+        result = float(value) if isinstance(value, int | float) else None
+    except OverflowError:  # of hundreds of digits
+        return None
+    return result if result is not None and isfinite(result) else None
+
+
+def _packed(lines: list[str]) -> bytes:
+    """Compress JSON lines and return them as a chunk."""
+    return gzip.compress("".join(f"{line}\n" for line in lines).encode(), 6, mtime=0)
+
+
+def as_json(value: Any) -> str:
+    """Return ASCII JSON for browsers. Numbers that JSON cannot represent become null."""
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except ValueError:  # rare, and slow: every value is visited
+        return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in cast(dict[Any, Any], value).items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in cast(Sequence[Any], value)]
+    return value

@@ -17,8 +17,7 @@ from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
-from keel.commands.report.folders import read_folder
-from keel.commands.report.shape import Chunks, RunData, as_json
+from keel.commands.report.folders import Chunks, RunData, as_json, read_folder
 from keel.configs.schema import ConfigError
 from keel.data.results import aligned
 from keel.trainer.run.costs import cost_rows

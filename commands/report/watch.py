@@ -14,9 +14,8 @@ from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from keel.commands.report.folders import Known, read_folder
+from keel.commands.report.folders import Chunks, Known, RunData, read_folder
 from keel.commands.report.page import name_apart, page, state
-from keel.commands.report.shape import Chunks, RunData
 from keel.configs.schema import ConfigError
 
 HOST = "127.0.0.1"

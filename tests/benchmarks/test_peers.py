@@ -67,32 +67,6 @@ def test_every_arm_is_a_valid_recipe(workload: Workload, arm: str, tmp_path: Pat
     assert config.algorithm.prompts_per_step * config.algorithm.group_size == workload.sequences
 
 
-def test_partial_metrics_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    assert keel_grpo.read_steps(path) == []
-    lines: list[dict[str, Any]] = [{"step": 0, "time": 100.0}]
-    for step, at in ((1, 104.0), (2, 107.0)):
-        lines.append(
-            {
-                "step": step,
-                "time": at,
-                "time/step": 2.5,
-                "time/rollout": 1.5,
-                "time/train": 0.75,
-                "time/sync": 0.25,
-                "throughput/tokens_per_second": 200.0,
-                "sampling/kept_mean": 9.0,
-            }
-        )
-    path.write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 3, "ti')
-    first, second = keel_grpo.read_steps(path)
-    assert (first.seconds, second.seconds) == (4.0, 3.0)
-    assert second.tokens == 500
-    assert second.phases == {"rollout": 1.5, "reward": 0.0, "training": 0.75, "weights": 0.25}
-    assert second.notes == {"sampling/kept_mean": 9.0}
-    assert keel_grpo.started_at(path) == 100.0
-
-
 def test_completions_have_the_workloads_length(tmp_path: Path) -> None:
     shape = replace(SMALL.shape, hidden_size=256, head_dim=64, spread=0.06)
     workload = replace(SMALL, shape=shape, completion_tokens=32, ends_after=12, sharpness=8.0)

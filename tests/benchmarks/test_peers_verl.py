@@ -2,46 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-from pathlib import Path
-
-import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers import verl_attention, verl_grpo
-from benchmarks.peers.workload import SMALL, Workload
-
-
-@pytest.fixture
-def workload(tmp_path: Path) -> Workload:
-    messages = [{"role": "user", "content": "w1 w2"}]
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"messages": messages}) + "\n" for _ in range(3)))
-    return replace(SMALL, model='/a "model"', prompts=str(prompts))
-
-
-def test_all_that_has_to_be_equal_is(workload: Workload, tmp_path: Path) -> None:
-    made = verl_grpo.overrides(workload, verl_grpo.ARMS["verl"], folder=tmp_path, steps=4)
-    rollout, actor = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor."
-    assert [made[rollout + key] for key in ("n", "top_p", "top_k", "temperature")] == [
-        workload.group_size,
-        workload.top_p,
-        workload.top_k,
-        workload.temperature,
-    ]
-    assert made[actor + "optim.betas"] == [workload.beta1, workload.beta2]
-    assert made[actor + "optim.lr"] == workload.lr
-    assert made[actor + "kl_loss_coef"] == workload.kl_coef
-    assert made[actor + "ppo_mini_batch_size"] == made["data.train_batch_size"]
-    assert made["trainer.total_training_steps"] == 4
-    phrase = verl_grpo.words(made)
-    assert r'actor_rollout_ref.model.path="/a \"model\""' in phrase
-    assert "trainer.val_before_train=false" in phrase
-    assert "+ray_kwargs.ray_init.include_dashboard=false" in phrase
-    attention = f'"{verl_attention.NAME}"'
-    assert f"+actor_rollout_ref.model.override_config.attn_implementation={attention}" in phrase
+from benchmarks.peers import verl_attention
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:

@@ -58,47 +58,14 @@ def requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Config]:
     return configs
 
 
-@pytest.mark.parametrize(
-    ("rows", "knobs", "match"),
-    [
-        ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], {}, "row 2"),
-        ([{"question": "a", "answer": "1"}], {}, "no `prompt`"),
-        (
-            [{"question": "a", "answer": "1"}],
-            {"data.sources[prompts].columns": {"prompt": "wanted"}},
-            "data.sources[prompts].columns.prompt",
-        ),
-    ],
-)
-def test_errors_name_the_passed_row(
-    rows: list[dict[str, str]],
-    knobs: dict[str, Any],
-    match: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+def test_errors_name_the_passed_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def train(recipe: str, overrides: list[str], **_: Any) -> None:
         load_jsonl(load_config(recipe, overrides).data.sources[0])
 
     monkeypatch.setattr(api.main, "train", train)
-    with pytest.raises(ConfigError) as caught:
-        keel.train("quickstart", prompts=rows, knobs={"run.dir": tmp_path / "run", **knobs})
-    assert match in str(caught.value) and "keel.train(prompts=…)" in str(caught.value)
-    assert "prompts.jsonl" not in str(caught.value)
-
-
-class Table:
-    """Fake pandas table; iterating over it yields its columns."""
-
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self._rows, self.columns = rows, list(rows[0])
-
-    def to_dict(self, *, orient: str) -> list[dict[str, Any]]:
-        assert orient == "records"
-        return self._rows
-
-    def __iter__(self) -> Any:
-        return iter(self.columns)
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b"}]
+    with pytest.raises(ConfigError, match=r"keel\.train\(prompts=…\): row 2"):
+        keel.train("quickstart", prompts=rows, knobs={"run.dir": tmp_path / "run"})
 
 
 def rows_of(config: Config) -> list[dict[str, Any]]:
@@ -113,7 +80,8 @@ def test_rows_of_all_kinds_become_the_source(requests: list[Config], tmp_path: P
     assert requests[0].run.steps == 7
     assert run.metrics[1]["reward/mean"] == 0.5 and run.model is None
     assert run.folder == tmp_path / "run"
-    keel.train("quickstart", prompts=Table(ROWS[:1]), knobs=knobs)
+    table = SimpleNamespace(columns=["prompt"], to_dict=lambda orient: ROWS[:1])  # of pandas
+    keel.train("quickstart", prompts=table, knobs=knobs)
     assert rows_of(requests[1]) == ROWS[:1]
     turns = [{"role": "user", "content": "Hi."}]
     odd: list[Any] = [{"prompt": turns, "answer": "1", "score": np.float32(0.5)}]
@@ -135,9 +103,6 @@ def test_functions_have_weights_like_parts(requests: list[Config], tmp_path: Pat
     keel.train(recipe, rewards=[brief], knobs=[*knobs, "data.only=[spiral]"])
     (source,) = requests.pop(1).data.sources
     assert (source.name, source.rewards) == ("spiral", {"python.brief": 1.0})
-    renamed = [*knobs, "data.sources.1.name=gsm8k=a[1]", "data.only=['gsm8k=a[1]']"]
-    keel.train(recipe, rewards=[brief], knobs=renamed)
-    assert requests.pop(1).data.sources[0].rewards == {"python.brief": 1.0}
     generated: Any = (knob for knob in knobs)
     keel.train("quickstart", prompts=["Say hi."], rewards=[brief], knobs=generated)
     assert requests[1].data.sources[0].rewards == {"python.brief": 1.0}
@@ -189,7 +154,6 @@ def test_callbacks_can_stop_the_run() -> None:
     view.record(1, {"time/step": 2.0, "reward/mean": 0.5})
     assert not state.enough
     view.record(2, {"time/step": 2.0, "reward/mean": 0.5})
-    view.record(2, {"eval/sums/pass@1": 0.5})  # a late evaluation of a resumed run
     assert state.enough and steps == [1, 2]
 
 
@@ -248,10 +212,6 @@ def test_signal_raises_after_the_run(
 async def waits(step: int, numbers: Any) -> None: ...
 
 
-def yields(step: int, numbers: Any) -> Any:
-    yield 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
@@ -259,12 +219,10 @@ def yields(step: int, numbers: Any) -> Any:
         ({"prompts": ["Hi.", "a\ud800"]}, "row 2"),
         ({"holdout": 3}, r"holdout=…"),
         ({"prompts": ROWS, "holdout": -1}, r"\(holdout="),
-        ({"recipe": ""}, r"recipe=''"),
         ({"knobs": [("run.steps", 3)]}, r"knobs="),
         ({"knobs": {"run.steps": object()}}, r"knobs=run\.steps"),
         ({"rewards": {1: 0.5}}, r"rewards="),
         ({"rewards": {"correct": math.nan}}, "weight of correct"),
-        ({"rewards": {"mine": yields}}, "weight of mine"),
         ({"callbacks": [waits]}, r"callbacks="),
         ({"callbacks": lambda metrics: None}, r"callbacks="),
     ],

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -70,12 +68,3 @@ def test_signal_while_loading_ends_in_one_line(
     monkeypatch.setattr(cli, "heavy", lambda arguments: os.kill(os.getpid(), number))
     assert main(["check", "quickstart"]) == status
     assert capsys.readouterr().err == f"keel check: {message}"
-
-
-@pytest.mark.e2e
-def test_python_m_keel_is_the_command() -> None:
-    words = ["train", "quickstart", "trainer.lrr=1"]
-    command = [sys.executable, "-m", "keel", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2
-    assert done.stderr.startswith("keel train: override 'trainer.lrr=1'")

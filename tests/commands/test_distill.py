@@ -183,11 +183,8 @@ def test_links_run_in_order_and_resume(
     _, mixed = [one for one in keel.ran if one[0] == "train"][-1]
     assert mixed["model.path"] == str(tmp_path / "distilled" / "model")
     assert mixed["run.steps"] == "5" and "data.train_on" not in mixed
-    table = [
-        line.split() for line in output.splitlines() if line.startswith(("spelling", "spiral"))
-    ]
-    assert [len(line) for line in table[-2:]] == [7, 7]
-    assert "0.530 (0.400–0.800)" in output and (tmp_path / "report.md").exists()
+    report = (tmp_path / "report.md").read_text()
+    assert report in output and report.count("0.530 (0.400–0.800)") == 1
     before = len(keel.ran)
     same = recipe(tmp_path, select=SelectConfig(balance=2))
     assert distill(same, keel) == 0 and len(keel.ran) == before  # all is done
@@ -212,26 +209,18 @@ def test_specialists_teach_on_policy(tmp_path: Path) -> None:
 def test_invalid_links_are_refused_before_any_run(tmp_path: Path) -> None:
     keel = Keel()
     wrong = SpecialistConfig(name="a", sources=("speling",))
-    with pytest.raises(ConfigError, match=r"specialists\[a\].sources: .*no source 'speling'"):
-        distill(recipe(tmp_path, specialists=(wrong,)), keel)
-    wrong = SpecialistConfig(name="a", sources=("spelling",), overrides=("run.step=3",))
-    with pytest.raises(ConfigError, match=r"run.step"):
-        distill(recipe(tmp_path, specialists=(wrong,)), keel)
-    with pytest.raises(ConfigError, match=r"sft.epoch"):
-        distill(recipe(tmp_path, sft_overrides=("sft.epoch=3",)), keel)
-    with pytest.raises(ConfigError, match="spelling has no holdout"):
-        distill(recipe(tmp_path, overrides=("data.sources[spelling].holdout=0",)), keel)
-    with pytest.raises(ConfigError, match="specialists = "):
-        recipe(
-            tmp_path,
-            specialists=(
-                SpecialistConfig(name="a", sources=("spelling",)),
-                SpecialistConfig(name="b", sources=("spelling",)),
-            ),
-        )
+    misspelt = SpecialistConfig(name="a", sources=("spelling",), overrides=("run.step=3",))
     large = ("model.path=owner/model",)
-    with pytest.raises(ConfigError, match=r"trainer.lr = 0.0005 is for the tiny model"):
-        distill(recipe(tmp_path, overrides=large), keel)
+    cases: dict[str, dict[str, Any]] = {
+        "specialists": {"specialists": (wrong,)},
+        "run.step": {"specialists": (misspelt,)},
+        "sft.epoch": {"sft_overrides": ("sft.epoch=3",)},
+        "holdout": {"overrides": ("data.sources[spelling].holdout=0",)},
+        "trainer.lr": {"overrides": large},  # of the tiny model
+    }
+    for knob, changes in cases.items():
+        with pytest.raises(ConfigError, match=knob):
+            distill(recipe(tmp_path, **changes), keel)
     rate = ("trainer={lr: 1e-5}",)
     assert _checked(recipe(tmp_path, overrides=large, sft_overrides=rate))[0].trainer.lr == 1e-5
     assert keel.ran == []

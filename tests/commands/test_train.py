@@ -51,12 +51,9 @@ def test_check_prints_the_plan_and_starts_nothing(
         ("algorithm.group_size=1", "algorithm.group_size = 1"),
         ("algorithm.keep_sampling_mask=false", "algorithm.keep_sampling_mask"),
         ("algorithm.keep_routing=false", "mixture of experts"),
-        ("rollout.sampling.repetition_penalty=1.1", "without being recorded"),
         ("rollout.sampling.top_k=0", "rollout.sampling.top_k"),
         ("data.max_prompt_tokens=8", "prompt spelling/"),
         ("data.sources[spelling].task=spell_backwards", "spell_backward"),
-        ("data.sources[spelling].rewards={correctness: 1}", "correct"),
-        ("model.path=/nowhere", "/nowhere"),
         ("model.tokenizer=/nowhere", "model.tokenizer"),
         ("rollout.sampling.max_tokens=4096", "max_context"),
         ("rollout.tensor_parallel=2", "on a CPU an engine is one process"),
@@ -138,10 +135,6 @@ def test_own_model_is_planned_from_its_config(
     stand_in(tmp_path)
     code, _, err = run(capsys, "check", str(recipe), "rollout.sampling.max_tokens=400")
     assert (code, "has 300 tokens" in err) == (2, True), err
-    code, _, err = run(
-        capsys, "check", str(recipe), "rollout.sampling.max_tokens=9", "algorithm.keep_routing=no"
-    )
-    assert (code, "mixture of experts" in err) == (2, True), err
 
 
 def test_failed_export_is_repeated(

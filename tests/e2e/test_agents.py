@@ -90,7 +90,7 @@ def recipe(folder: Path) -> list[str]:
         f"run.dir={folder / 'run'}",
         f"run.steps={STEPS}",
         f"model.tiny.cache_dir={folder / 'cache'}",
-        "model.tiny.cold_start.steps=80",
+        "model.tiny.cold_start.steps=40",
         "model.tiny.cold_start.batch_size=40",
         "model.tiny.cold_start.questions=512",
         f"model.tiny.cold_start.max_seconds={DEADLINE_S}",

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from keel.commands.cli import main
 from keel.commands.reference import find_metric
 from keel.commands.report.folders import read_folder
+from keel.trainer.run.journal import EVENTS
 from keel.trainer.run.signals import PREEMPTED
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -159,7 +160,7 @@ def check_report(folder: Path, *, resumed: int, steps: int) -> None:
     run, chunks = read_folder(folder)
     assert not run.notes
     events = [(e["kind"], e["step"]) for e in run.events if e["kind"] != "alarm"]
-    assert {kind for kind, _ in events[:-1]} == {"frozen", "engine"}
+    assert {kind for kind, _ in events[:-1]} >= {"frozen", "engine", "resume"}
     assert events[-1] == ("resume", resumed)
     assert {group.step for group in run.groups} == set(range(1, steps + 1))
     for step in (1, resumed + 1):  # whose engines had exactly the trainer's weights
@@ -192,21 +193,26 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Running]]:
         run.kill()
 
 
-def test_preempted_start_leaves_no_process(
-    tmp_path: Path, cache: Path, start: Callable[[list[str]], Running]
+@pytest.mark.parametrize("fault", ["SIGTERM", "frozen raylet"])
+def test_failed_start_leaves_no_process(
+    fault: str, tmp_path: Path, cache: Path, start: Callable[[list[str]], Running]
 ) -> None:
-    run = start(small(tmp_path / "run", cache, steps=200))
+    run = start([*small(tmp_path / "run", cache, steps=200), "run.hang_timeout_s=5"])
     run.wait(lambda: "starting 1 engine" in run.output(), "Ray")
     below = run.below()
-    assert any("raylet" in words_of(process) for process in below)
-    run.signal_all(signal.SIGTERM)
-    output = run.finish(PREEMPTED)
-    assert "SIGTERM" in output and "Traceback" not in output and "*** SIG" not in output
+    raylet = next(p for p in below if "/raylet" in words_of(p).split(" ")[0])
+    if fault == "SIGTERM":
+        run.signal_all(signal.SIGTERM)
+        assert "SIGTERM" in run.finish(PREEMPTED)
+    else:
+        raylet.send_signal(signal.SIGSTOP)
+        assert f"(raylet) (process {raylet.pid} " in run.finish(1)
+    assert not any(t in run.output() for t in ("Traceback", "*** SIG", "state-dump"))
     _, alive = psutil.wait_procs(below, timeout=DEADLINE_S)
     assert not alive
 
 
-def test_run_survives_frozen_engine_interrupt_and_damage(
+def test_run_survives_frozen_processes_interrupt_and_damage(
     tmp_path: Path,
     cache: Path,
     start: Callable[[list[str]], Running],
@@ -225,9 +231,17 @@ def test_run_survives_frozen_engine_interrupt_and_damage(
     os.kill(engine, signal.SIGSTOP)
     after = len(metrics(folder)) + 3
     run.wait(lambda: len(metrics(folder)) >= after and f"process {engine}" in run.output(), "more")
+    # A frozen rank is replaced, and the run resumes from its checkpoint.
+    rank = next(p for p in run.below() if words_of(p).startswith("ray::TrainerWorker"))
+    rank.send_signal(signal.SIGSTOP)
+    events = folder / EVENTS
+    run.wait(lambda: '"kind": "resume"' in events.read_text(), "a restart")
+    since = metrics(folder)[-1]["step"]
+    run.wait(lambda: metrics(folder)[-1]["step"] > since, "a step after it")
     run.process.send_signal(signal.SIGINT)
     output = run.finish()
     assert re.search(rf"rollout engine 0 \(process {engine} on \S+\)", output)
+    assert f"trainer rank 0 (process {rank.pid} on " in output and "Traceback" not in output
     assert files_with_keys(tmp_path) == []
     first = metrics(folder)
     reached = first[-1]["step"]

@@ -37,10 +37,6 @@ def test_served_model_answers_and_leaves_no_process(tmp_path: Path) -> None:
     model = ensure_tiny_model(
         TinyModelConfig(cache_dir=str(tmp_path), cold_start=cold), Curriculum(seed=0)
     )
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "config.json").write_text("{}")
-    doomed = keel("serve", str(broken), "--port", "0")
     server = keel("serve", str(model), "--port", "0", "temperature=0.5", "max_model_len=128")
     try:
         assert server.stdout and server.stderr
@@ -62,12 +58,9 @@ def test_served_model_answers_and_leaves_no_process(tmp_path: Path) -> None:
         _, errors = server.communicate(timeout=PATIENCE_S)
         assert server.returncode == 0, errors
         assert gone(started)
-        _, errors = doomed.communicate(timeout=2 * PATIENCE_S)
-        assert doomed.returncode == 1 and "last lines of its log" in errors
     finally:
-        for process in (server, doomed):
-            process.kill()
-            process.wait(PATIENCE_S)
+        server.kill()
+        server.wait(PATIENCE_S)
 
 
 def test_judge_scores_answers(tmp_path: Path) -> None:

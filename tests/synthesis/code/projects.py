@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from keel.commands.synthesize import make_all
 from keel.configs.schema import ConfigError
 from keel.configs.synthesis import CodeSourceConfig, CodeTasksConfig
+from keel.examples.small.pace import PYTHON, SETUP, TEST
 from keel.synthesis.author import Author
 from keel.synthesis.code.candidate import Candidate
 from keel.synthesis.code.pipeline import CodePipeline
@@ -27,16 +27,6 @@ ISSUE = (
     "Totals of an empty list raise an error. (#7)\n\n"
     "`total([])` raises IndexError; it should be 0, as a sum of nothing is.\n\n"
     "Signed-off-by: A <a@example.org>\n"
-)
-# Uses pytest, as the default setup of the language needs the network.
-SETUP = f"""
-mkdir -p "$PREFIX/bin"
-printf '#!/bin/sh\\nexec {sys.executable} "$@"\\n' > "$PREFIX/bin/python"
-chmod +x "$PREFIX/bin/python"
-"""
-TEST = (
-    'export PYTHONPATH=$REPO; "$PREFIX/bin/python" -P -m pytest -p no:cacheprovider '
-    '-o addopts= -q --tb=no --continue-on-collection-errors --junitxml="$JUNIT/pytest.xml"'
 )
 BROKEN = "def total(numbers):\n    result = numbers[0]\n    for one in numbers[1:]:\n"
 BROKEN += "        result += one\n    return result\n"
@@ -75,14 +65,8 @@ def repository(folder: Path, *changes: tuple[str, Files]) -> Path:
 def source(folder: Path | None = None, **more: Any) -> CodeSourceConfig:
     # Our pytest plugins are slow.
     env = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    options = {
-        "name": "adding",
-        "env": env,
-        "git": str(folder or "x"),
-        "setup": SETUP,
-        "test": TEST,
-        **more,
-    }
+    scripts = {"setup": SETUP, "test": TEST}
+    options = {"name": "adding", "env": env, "git": str(folder or "x"), **scripts, **more}
     return CodeSourceConfig(**options)
 
 
@@ -101,13 +85,7 @@ def candidate(before: Files = BEFORE, after: Files = AFTER, **more: Any) -> Cand
 
 
 def config(*sources: CodeSourceConfig, **more: Any) -> CodeTasksConfig:
-    fields = {
-        "python": sys.executable,
-        "judge": False,
-        "setup_turns": 0,
-        "tests_s": PATIENCE_S,
-        **more,
-    }
+    fields = {"python": PYTHON, "judge": False, "setup_turns": 0, "tests_s": PATIENCE_S, **more}
     return CodeTasksConfig(sources=sources, **fields)
 
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from keel.agents.types import Transcript
 from keel.commands.synthesize import make_all
 from keel.rl.turns import Message, ToolCall, ToolSpec
 from keel.synthesis.author import AuthorReply, BudgetSpent
-from keel.synthesis.general.gates import general
 from keel.synthesis.general.pipeline import GeneralPipeline
-from keel.synthesis.general.sandboxes import GeneralSandboxes
 from keel.synthesis.ledger import Ledger
 from tests.agents.sandboxes import wrap_of
 from tests.synthesis.authors import ScriptedAuthor
@@ -164,28 +160,6 @@ def test_from_a_category_to_three_tasks(tmp_path: Path) -> None:
     assert "apples, figs and limes" in lookup[-1]["content"]
     attempt = next(messages for purpose, messages in author.asked if purpose == "attempt")
     assert attempt == [{"role": "user", "content": QUESTIONS[0]}]
-
-    async def played() -> list[Any]:
-        async with (
-            GeneralSandboxes(tmp_path / "out/making", config()) as rooms,
-            general(rooms, rooms.making / "again", 2) as (hosted, opening),
-        ):
-            names = [tool.name for tool in opening.tools]
-            answer = {"answer_text": '{"name": "melon", "price": 12}'}
-            calls = [("stalls", {}), ("price", {"name": "kiwi"}), ("submit_result", answer)]
-            replies = [
-                await hosted.call(ToolCall(call_id="c", name=n, arguments=a), timeout_s=PATIENCE_S)
-                for n, a in calls
-            ]
-            verdict = await hosted.verdict(Transcript(messages=(), finish_reason="stop"))
-            return [names, *((each.text, each.failed, each.done) for each in replies), verdict]
-
-    shutil.copytree(folder, tmp_path / "out/making/again")
-    names, stalls, kiwi, submitted, verdict = asyncio.run(played())
-    assert names == ["fruit", "price", "stalls", "submit_result"]
-    assert stalls == ('["east", "west"]', False, False)
-    assert kiwi == ("AuthorCodeFailed: LookupError: there is no 'kiwi'", True, False)
-    assert submitted[2] and verdict.parts == {"correct": 1.0, "share": 1.0}
 
 
 def test_sqlite_and_resume(tmp_path: Path) -> None:

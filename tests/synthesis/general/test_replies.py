@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keel.synthesis.author import AuthorReply
-from keel.synthesis.general.gates import EMPTY, MAX_MUTATIONS, mutations, plausible
+from keel.synthesis.general.gates import MAX_MUTATIONS, mutations, plausible
 from keel.synthesis.general.pipeline import renamed, sections
 from keel.synthesis.ledger import Rejected
 
@@ -38,15 +38,9 @@ def test_sections_of_a_reply() -> None:
     assert parts["verify"].endswith("== [1]\n")
     capitals = REPLY.replace("## verify", "## Verify")
     assert sections(AuthorReply(content=capitals), ("question", "solve", "verify")) == parts
-    for text, _ in (
-        (AuthorReply(content=REPLY, cut=True), "cut off, by author.max_tokens or the context"),
-        (
-            AuthorReply(content=REPLY.replace("verify:", "proof")),
-            "no section under a heading `## verify`",
-        ),
-    ):
+    for cut, text in ((True, REPLY), (False, REPLY.replace("verify:", "proof"))):
         with pytest.raises(Rejected):
-            sections(text, ("question", "solve", "verify"))
+            sections(AuthorReply(content=text, cut=cut), ("question", "solve", "verify"))
     with pytest.raises(Rejected):
         renamed("def solve(tools):\n    pass\ndef solve(tools):\n    pass", "solve", 0)
 
@@ -68,8 +62,6 @@ def test_mutations_reach_every_part() -> None:
         assert part in labels
     assert answer["days"][0] == {"hotel": "Inn", "price": 3}  # none of it was changed
     assert len(mutations({"long": list(range(500))})) == MAX_MUTATIONS
-    assert mutations("x")[-1] == ("the answer = ''", "")
     others = plausible(answer, ["Inn", "Park"], 1)
     assert others == plausible(answer, ["Inn", "Park"], 1) and answer not in others
     assert {one["days"][0]["hotel"] for one in others} == {"Inn", "Park"}
-    assert None in EMPTY and {} in EMPTY
