@@ -47,6 +47,7 @@ _STEP = (
 )
 Finding = tuple[str, str, str]
 """The result of a check: `ok`, `note` or `WRONG`, a description, and how to fix the problem."""
+_Look = Callable[[], Iterator[Finding]]
 
 
 def fine(words: str) -> Finding:
@@ -59,6 +60,11 @@ def note(words: str, cure: str) -> Finding:
 
 def wrong(words: str, cure: str) -> Finding:
     return "WRONG", words, cure
+
+
+def enough(words: str, cure: str, *, low: bool) -> Finding:
+    """Return a finding about a resource that may be low."""
+    return note(words, cure) if low else fine(words)
 
 
 def versions() -> Iterator[Finding]:
@@ -99,10 +105,8 @@ def processor() -> Iterator[Finding]:
     engine needs."""
     cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory()
     words = f"{cores} cores, {memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB free"
-    if cores < 2 or memory.available < _LEAST_MEMORY:
-        yield note(words, "the quickstart needs 2 cores and 6 GiB")
-    else:
-        yield fine(words)
+    low = cores < 2 or memory.available < _LEAST_MEMORY
+    yield enough(words, "the quickstart needs 2 cores and 6 GiB", low=low)
     if "avx2" not in Path("/proc/cpuinfo").read_text():
         yield wrong("no AVX2: vLLM's CPU engine does not start", "use another machine or a GPU")
 
@@ -139,11 +143,9 @@ def files() -> Iterator[Finding]:
     """Check shared memory, disk space, and the length of Ray's socket paths."""
     shared = shutil.disk_usage("/dev/shm")
     words = f"/dev/shm: {shared.free / _GIB:.1f} of {shared.total / _GIB:.1f} GiB free"
-    if shared.free < _LEAST_SHARED:
-        cure = "Ray keeps completions and weights there, else on disk: in a container start it with"
-        yield note(words, f"{cure} --shm-size=10g, or remove files of runs that are over")
-    else:
-        yield fine(words)
+    cure = "Ray keeps completions and weights there, else on disk: in a container start it with "
+    cure += "--shm-size=10g, or remove files of runs that are over"
+    yield enough(words, cure, low=shared.free < _LEAST_SHARED)
     temporary = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     for what, folder in (("this folder", Path.cwd()), ("RAY_TMPDIR or TMPDIR", Path(temporary))):
         try:
@@ -152,11 +154,8 @@ def files() -> Iterator[Finding]:
         except OSError as error:
             yield wrong(f"{what}, {folder}: {error.strerror}", "name another one")
             continue
-        words = f"{what}, {folder}: {free / _GIB:.0f} GiB free"
-        if free < _LEAST_DISK:
-            yield note(words, "checkpoints take twelve bytes a parameter and more")
-        else:
-            yield fine(words)
+        cure = "checkpoints take twelve bytes a parameter and more"
+        yield enough(f"{what}, {folder}: {free / _GIB:.0f} GiB free", cure, low=free < _LEAST_DISK)
     if len(os.fsencode(temporary)) > _LONGEST_FOLDER:
         cure = "set RAY_TMPDIR to a short path, such as /tmp/ray"
         yield wrong(f"{temporary} is too long for Ray's sockets below it", cure)
@@ -261,16 +260,7 @@ def verdict(metrics: Mapping[str, float], seconds: float) -> Finding:
     return fine(f"{words}: engine and trainer agree to {gap:.1g} nats")
 
 
-LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    versions,
-    processor,
-    gpus,
-    files,
-    network,
-    sandbox,
-    ray,
-    step,
-)
+LOOKS: tuple[_Look, ...] = (versions, processor, gpus, files, network, sandbox, ray, step)
 
 
 def doctor() -> int:
@@ -287,7 +277,7 @@ def doctor() -> int:
     return 1 if problems else 0
 
 
-def _findings(look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def _findings(look: _Look) -> Iterator[Finding]:
     engine = any(any(metadata.distributions(name=name)) for name in _ENGINES)
     if (look in (ray, step) and find_spec("ray") is None) or (look is step and not engine):
         return  # reported by `versions`

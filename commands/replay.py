@@ -116,7 +116,7 @@ def find_batch(folder: Path, step: int | None) -> Path:
 def nearest_checkpoint(checkpoints: Path, step: int) -> tuple[Path | None, str]:
     """Return the newest intact checkpoint before `step`, with a description of it.
 
-    The checkpoint is None if only the base model precedes the step.
+    Returns None with the description if only the base model precedes the step.
     """
     paths = [path for path in checkpoint.finished(checkpoints) if checkpoint.step_of(path) < step]
     newest = next((path for path in reversed(paths) if not checkpoint.problems(path)), None)

@@ -53,17 +53,23 @@ def find_model(folder: Path) -> ServedModel:
     A model from a run uses the sampling parameters of its recipe. Raises ConfigError if the folder
     is neither, or if the run has not exported a model yet.
     """
-    if (folder / "config.json").exists():
-        run = folder.resolve().parent
-        if not (run / "config.yaml").exists():
+    exported = (folder / "config.json").exists()
+    run, path = (folder.resolve().parent, folder) if exported else (folder, folder / "model")
+    if not (run / "config.yaml").exists():
+        if exported:
             return ServedModel(path=folder, name=folder.resolve().name)
-        return _of_run(run, folder)
-    if not (folder / "config.yaml").exists():
         raise ConfigError(
             f"{folder}: is neither a run folder (config.yaml) nor a model folder (config.json)"
         )
-    if (folder / "model" / "config.json").exists():
-        return _of_run(folder.resolve(), folder / "model")
+    if (path / "config.json").exists():
+        config = load_config(run / "config.yaml")
+        modes = {source.thinking for source in config.data.sources}
+        return ServedModel(
+            path=path,
+            name=run.resolve().name,
+            sampling={name: getattr(config.rollout.sampling, name) for name in SAMPLING},
+            thinking=modes.pop() if len(modes) == 1 else None,
+        )
     if newest := checkpoint.latest(folder / "checkpoints"):
         step = checkpoint.step_of(newest)
         raise ConfigError(
@@ -71,17 +77,6 @@ def find_model(folder: Path) -> ServedModel:
             f"again with run.steps={step}: it exports step {step} to {folder / 'model'} and ends"
         )
     raise ConfigError(f"{folder}: this run has neither a model nor a checkpoint yet")
-
-
-def _of_run(run: Path, model: Path) -> ServedModel:
-    config = load_config(run / "config.yaml")
-    modes = {source.thinking for source in config.data.sources}
-    return ServedModel(
-        path=model,
-        name=run.name,
-        sampling={name: getattr(config.rollout.sampling, name) for name in SAMPLING},
-        thinking=modes.pop() if len(modes) == 1 else None,
-    )
 
 
 def parse_options(words: Sequence[str]) -> dict[str, Any]:

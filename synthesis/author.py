@@ -221,13 +221,7 @@ class EndpointAuthor:
                     raise AuthorLost(f"{self.name} at {config.base_url}: {why}") from error
                 try:
                     reply, usage = _parsed(response.text)
-                except (
-                    ValueError,
-                    TypeError,
-                    LookupError,
-                    AttributeError,
-                    RecursionError,
-                ) as error:
+                except _NOT_A_COMPLETION as error:
                     took(used(completion=_bytes(response.text)))
                     raise AuthorLost(f"{self.name}: the reply is not a chat completion") from error
                 took(used(usage["prompt"] or most_prompt, usage["completion"]))

@@ -52,60 +52,35 @@ Give your reasons in a few words, then end with a line of JSON: {{"clear": 3, "s
 
 def check_change(candidate: Candidate, limits: CodeTasksConfig) -> None:
     """Check a change and its issue. Raises Rejected if a check fails."""
-    language, gold, trees = candidate.language, candidate.gold, (candidate.base, candidate.after)
+    language, gold, issue = candidate.language, candidate.gold, candidate.issue
+    trees = (candidate.base, candidate.after)
     sources = [path for path in gold if path.endswith(language.suffixes)]
     added, removed = _added_and_removed(candidate.patch(sources))
+    tested = any(candidate.after.get(path) for path in candidate.test_files())
     new_sources = any(path not in candidate.base for path in sources)
     build_files = any(matches(path, language.steers) for path in candidate.harness)
-    size = sum(len(entry[1]) for tree in trees for entry in tree.values())
-    every = {**gold, **candidate.harness}
-    issue = candidate.issue
-    for gate, failed, reason in (
-        (
-            "no tests",
-            not any(candidate.after.get(path) for path in candidate.test_files()),
-            "the change adds or changes no test",
-        ),
-        ("tests only", not sources, f"the change touches no {candidate.source.language} source"),
-        (
-            "tree",
-            size > 2 * limits.most_tree_mib << 20,
-            f"the repository is larger than {limits.most_tree_mib} MiB",
-        ),
-        (
-            "binary",
-            not all(is_text(tree.get(path)) for path in every for tree in trees),
-            "the change touches a binary file",
-        ),
-        (
-            "files",
-            len(gold) > limits.most_files,
-            f"the change touches more than {limits.most_files} files",
-        ),
-        (
-            "lines",
-            not 0 < len(added) + len(removed) <= limits.most_lines,
-            f"the change does not have 1 to {limits.most_lines} lines",
-        ),
-        (
-            "build",
-            language.build_names_sources and new_sources and build_files,
-            "a build file names a new source file",
-        ),
-        (
-            "issue",
-            not limits.least_issue <= len(issue) <= limits.most_issue,
-            f"the text does not have {limits.least_issue:,} to {limits.most_issue:,} characters",
-        ),
-        ("reveals", _PATCH.search(issue), "the issue contains a patch"),
-        ("reveals", _LINK.search(issue), "the issue links to a change"),
-    ):
-        if failed:
-            raise Rejected(gate, reason)
+    mib = sum(len(entry[1]) for tree in trees for entry in tree.values()) / 2**20
+    changed = (*gold, *candidate.harness)
+    text = all(is_text(tree.get(path)) for path in changed for tree in trees)
+    lines, names = len(added) + len(removed), language.build_names_sources
+    least, most = limits.least_issue, limits.most_issue
     telling = [line for one in added if len(line := one.strip()) >= _MIN_LINE]
-    most = limits.most_revealed
-    if telling and sum(line in issue for line in telling) / len(telling) > most:
-        raise Rejected("reveals", f"more than {most:.0%} of the change's lines are in the issue")
+    revealed = sum(line in issue for line in telling) / (len(telling) or 1)
+    for gate, passes, reason in (
+        ("no tests", tested, "the change adds or changes no test"),
+        ("tests only", sources, f"the change touches no {candidate.source.language} source"),
+        ("tree", mib <= 2 * limits.most_tree_mib, f"larger than {limits.most_tree_mib} MiB"),
+        ("binary", text, "the change touches a binary file"),
+        ("files", len(gold) <= limits.most_files, f"more than {limits.most_files} files change"),
+        ("lines", 0 < lines <= limits.most_lines, f"not 1 to {limits.most_lines} lines change"),
+        ("build", not (names and new_sources and build_files), "a build file names a new source"),
+        ("issue", least <= len(issue) <= most, f"it has not {least:,} to {most:,} characters"),
+        ("reveals", not _PATCH.search(issue), "the issue contains a patch"),
+        ("reveals", not _LINK.search(issue), "the issue links to a change"),
+        ("reveals", revealed <= limits.most_revealed, "the issue contains the change's lines"),
+    ):
+        if not passes:
+            raise Rejected(gate, reason)
 
 
 def _added_and_removed(patch: str) -> tuple[list[str], list[str]]:

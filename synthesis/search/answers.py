@@ -137,13 +137,10 @@ async def verify(
                 f"the verifier finds {changed[0]!r} {seen[0][changed[0]]} in pass 1 and "
                 f"{seen[-1][changed[0]]} in pass {number + 1}",
             )
-        for who, some, right in (
-            ("truth", truths, "right"),
-            ("candidate", candidates, "wrong"),
-        ):
-            for one in some:
-                if seen[-1][one] != right:
-                    raise Rejected(who, f"the verifier finds the answer {one!r} {seen[-1][one]}")
+        for one in (*truths, *candidates):
+            who, right = ("truth", "right") if one in truths else ("candidate", "wrong")
+            if seen[-1][one] != right:
+                raise Rejected(who, f"the verifier finds the answer {one!r} {seen[-1][one]}")
     return seen
 
 
