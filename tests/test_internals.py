@@ -56,7 +56,8 @@ def reached_for(path: Path) -> Iterator[str]:
     ours = {node.attr for node in nodes if own(node)}
     for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from filter(undisclosed, modules(node))
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield from filter(undisclosed, (prefix + alias.name for alias in node.names))
         elif isinstance(node, ast.Attribute):
             name = node.attr
             hidden = private(name) and name not in ours and name not in PUBLIC
@@ -70,17 +71,7 @@ def reached_for(path: Path) -> Iterator[str]:
 
 def own(node: ast.AST) -> bool:
     """Return True for an attribute of the enclosing class."""
-    return (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id in OWN
-    )
-
-
-def modules(node: ast.Import | ast.ImportFrom) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    return [f"{node.module}.{alias.name}" for alias in node.names]
+    return isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in OWN
 
 
 def undisclosed(module: str) -> bool:

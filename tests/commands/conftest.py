@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
+from keel.rl.types import Group, Prompt, ScoredGroup, Trajectory
+from tests.rl import rollouts
 
 
 @dataclass
@@ -40,13 +41,9 @@ class Fake:
             raise KeyboardInterrupt
         self.asked.append((prompt, size))
         late = size < 3
-        return ready(
-            Group(
-                prompt=prompt,
-                trajectories=tuple(trajectory(prompt, n) for n in range(size - late)),
-                dropped=("late: too slow",) * late,
-            )
-        )
+        made = tuple(trajectory(prompt, n) for n in range(size - late))
+        dropped = ("late: too slow",) * late
+        return ready(Group(prompt=prompt, trajectories=made, dropped=dropped))
 
     def score(self, group: Group, purpose: str) -> Future[ScoredGroup]:
         number = len(group.trajectories)
@@ -63,20 +60,11 @@ class Fake:
 
 
 def trajectory(prompt: Prompt, sibling: int) -> Trajectory:
-    segment = Segment(
-        prompt_id=prompt.prompt_id,
-        token_ids_T=np.arange(6, dtype=np.int32),
-        trainable_T=np.arange(6) > sibling,
-        logp_old_T=np.zeros(6, np.float32),
-        version_T=np.zeros(6, np.int32),
-    )
+    sampled = rollouts.segment(tokens=6, context=sibling + 1, name=prompt.prompt_id)
+    finish = "stop" if sibling else "length"
     message = {"role": "assistant", "content": f"so \\boxed{{ no {sibling}}}", "raw": ""}
-    return Trajectory(
-        prompt_id=prompt.prompt_id,
-        sibling=sibling,
-        segments=(segment,),
-        finish_reason="stop" if sibling else "length",
-        messages=(message,),
+    return replace(
+        rollouts.trajectory(sampled, sibling=sibling, finish=finish), messages=(message,)
     )
 
 

@@ -54,9 +54,8 @@ class Shell:
             folder.mkdir()
         head, dashboard, agent, client = free_ports(4)
         real = f'exec "{BIN}'
-        small = " ".join(
-            f"'{knob}'" for knob in (*SMALL, f"model.tiny.cache_dir={place / 'models'}")
-        )
+        knobs = (*SMALL, f"model.tiny.cache_dir={place / 'models'}")
+        small = " ".join(f"'{knob}'" for knob in knobs)
         ports = f"--port={head} --dashboard-port={dashboard} --num-cpus=2"
         ports += f" --dashboard-agent-listen-port={agent} --ray-client-server-port={client}"
         for name, body in {

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from keel.configs.schema import SourceConfig
@@ -19,8 +18,9 @@ from keel.examples.proofs.refine import Refine
 from keel.examples.proofs.search import SearchLimits, search
 from keel.rewards.checks import check_spec
 from keel.rl.turns import Message, ToolSpec
-from keel.rl.types import Group, Prompt, ScoredGroup, Segment, Trajectory
+from keel.rl.types import Prompt
 from keel.synthesis.author import AuthorReply
+from tests.rl.rollouts import scored, segment, trajectory
 
 
 def answer(score: str, solution: str = "QED") -> str:
@@ -87,30 +87,17 @@ def evaluation(folder: Path, *graded: tuple[str, float], error: float = 0.0) -> 
         ),
         reward={"kind": "proof"},
     )
-    segment = Segment(
-        prompt_id="proofs/1",
-        token_ids_T=np.arange(3, dtype=np.int32),
-        trainable_T=np.arange(3) > 0,
-        logp_old_T=np.zeros(3, np.float32),
-        version_T=np.zeros(3, np.int32),
-    )
-    trajectories = tuple(
-        Trajectory(
-            prompt_id="proofs/1",
-            sibling=n,
-            segments=(segment,),
-            finish_reason="stop",
+    proofs = [
+        replace(
+            trajectory(segment(name="proofs/1"), sibling=n),
             messages=({"role": "assistant", "content": text},),
         )
         for n, (text, _) in enumerate(graded)
-    )
-    scored = ScoredGroup(
-        group=Group(prompt=prompt, trajectories=trajectories),
-        rewards_G=np.zeros(len(graded), np.float32),
-        parts_G=tuple({"correct": s, "error": error, "proof": s} for _, s in graded),
-        advantages_G=np.zeros(len(graded), np.float32),
-    )
-    evaluated = asked_of("recipe", "proofs", prompt, [scored], lambda _: "", lambda _: "")
+    ]
+    parts = [{"correct": score, "error": error, "proof": score} for _, score in graded]
+    group = scored(proofs, [score for _, score in graded], parts=parts)
+    group = replace(group, group=replace(group.group, prompt=prompt))
+    evaluated = asked_of("recipe", "proofs", prompt, [group], lambda _: "", lambda _: "")
     folder.mkdir()
     (folder / "samples.jsonl").write_text(json.dumps(asdict(evaluated)) + "\n")
     return folder
