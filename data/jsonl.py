@@ -33,6 +33,7 @@ from keel.data.rows.columns import MISSING, check_keys, look_up, parse_json, pic
 from keel.data.rows.places import files_of
 from keel.data.rows.read import BadLine, kind_of, rows_of_files, rows_of_lines
 from keel.data.rows.read import Row as ReadRow
+from keel.rl.turns import USER_ROLES
 from keel.rl.types import ENVIRONMENT, FUNCTIONS, Prompt
 
 _CheckReward = Callable[[Mapping[str, Any]], None]
@@ -327,7 +328,7 @@ def _chat(messages: Any) -> list[dict[str, Any]]:
         if calls := message.get("tool_calls"):
             message["tool_calls"] = calls_of(calls, f"{at}.tool_calls")
         chat.append(message)
-    if chat[-1]["role"] not in ("user", "tool", "developer"):
+    if chat[-1]["role"] not in ("tool", *USER_ROLES):
         raise BadLine(f"the last message is the {chat[-1]['role']}'s, so nothing is to be answered")
     return chat
 

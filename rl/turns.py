@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # reward workers start without numpy
 Message = Mapping[str, Any]
 """A chat message with the keys `role` and `content`, and optionally `reasoning_content`,
 `tool_calls` and `tool_call_id`."""
+USER_ROLES = ("user", "developer")
+"""Roles whose messages end the policy's thinking, as in DeepSeek-V3.2's encoding."""
 MALFORMED = "malformed_call"
 """The tool name recorded for a tool call that could not be parsed."""
 

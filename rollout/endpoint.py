@@ -26,6 +26,7 @@ from keel.rl import strict_json
 from keel.rl.turns import (
     MALFORMED,
     THINK,
+    USER_ROLES,
     Malformed,
     Message,
     Parsed,
@@ -415,7 +416,7 @@ class EndpointTurns:
 
         Some endpoints reject tool results if this thinking is missing.
         """
-        users = [n for n, message in enumerate(messages) if message["role"] == "user"]
+        users = [n for n, message in enumerate(messages) if message["role"] in USER_ROLES]
         last = users[-1] if users else -1
         shown: list[Message] = []
         for n, message in enumerate(messages):

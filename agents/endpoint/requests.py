@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Va
 from keel.agents.budget import CHARACTERS_PER_TOKEN, Budget
 from keel.agents.schemas import arguments_of
 from keel.rl import strict_json
-from keel.rl.turns import Message, ToolSpec
+from keel.rl.turns import USER_ROLES, Message, ToolSpec
 from keel.rl.types import FinishReason
 
 MAX_TOOL_CHARACTERS = 256 << 10
@@ -196,7 +196,7 @@ class ChatRequest:
     @property
     def characters(self) -> int:
         """Length of the rendered request. Each message's markup counts as one token."""
-        users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        users = [i for i, message in enumerate(self.messages) if message["role"] in USER_ROLES]
         since = users[-1] if users else 0
         thoughts = (message.get("reasoning_content", "") for message in self.messages[since:])
         calls = [message["tool_calls"] for message in self.messages if "tool_calls" in message]
@@ -285,8 +285,7 @@ def _convert_messages(messages: Sequence[_Message]) -> list[dict[str, Any]]:
         names, results = {}, {}
         if message is None:
             break
-        role = "system" if message.role == "developer" else message.role
-        fields: dict[str, Any] = {"role": role, "content": message.text}
+        role, fields = message.role, dict[str, Any](role=message.role, content=message.text)
         if role == "assistant":
             reasoning = message.reasoning_content or message.reasoning
             if isinstance(reasoning, str):

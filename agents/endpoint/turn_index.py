@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from keel.agents.conversation import SegmentRecord
 from keel.agents.endpoint.requests import ApiError, ChatRequest
-from keel.rl.turns import Chat, Message, ToolSpec
+from keel.rl.turns import USER_ROLES, Chat, Message, ToolSpec
 from keel.rl.types import PROGRAM, Dialogue
 
 
@@ -122,7 +122,7 @@ class TurnIndex:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         new = messages[turns[-1] + 1 :] if turns else ()
         try:
-            if turns and all(message["role"] in ("tool", "user") for message in new):
+            if turns and all(message["role"] in ("tool", *USER_ROLES) for message in new):
                 last = messages[turns[-1]]
                 thought = last.get("reasoning_content")
                 recorded = self._by_messages.get(keys[turns[-1] + 1], ())
@@ -140,7 +140,8 @@ class TurnIndex:
                     ids = self._chat.extend(turn.ids, new, thinking=self._thinking)
                     if ids is not None:
                         return turn, ids
-            ids = self._render(self._as_recorded(messages, keys), request.tools)
+            messages = self._as_recorded(messages, keys)
+            ids = self._chat.opening(messages, request.tools, thinking=self._thinking)
         except (ValueError, StopIteration) as error:  # the second from texts with all our marks
             raise ApiError(400, f"messages: {error}", param="messages") from error
         # A turn that ended inside its thinking may have more thinking than the render shows.
@@ -161,16 +162,6 @@ class TurnIndex:
             turns = self._by_messages.get(key) if message["role"] == "assistant" else None
             recorded.append(turns[-1].message if turns else message)
         return recorded
-
-    def _render(self, messages: list[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        ids = self._chat.opening(messages, tools, thinking=self._thinking)
-        late = [i for i, m in enumerate(messages) if i and m["role"] == "system" and m["content"]]
-        others = [message for i, message in enumerate(messages) if i not in late]
-        if late and self._chat.opening(others, tools, thinking=self._thinking) == ids:
-            param = f"messages[{late[0]}].role"
-            reason = "the model's chat template does not show a system message at this place"
-            raise ApiError(400, f"{param}: {reason}; put it first", param=param)
-        return ids
 
 
 def prefix_keys(messages: Sequence[Message]) -> list[str]:

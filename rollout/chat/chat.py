@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
-from keel.rl.turns import THINK, Malformed, Message, Parsed, ToolCall, ToolSpec
+from keel.rl.turns import THINK, USER_ROLES, Malformed, Message, Parsed, ToolCall, ToolSpec
 from keel.rollout.chat.encoding import Encoder, Marks, free_marks, strings
 from keel.rollout.chat.parsing import ParsedTurn, Written, format_of
-from keel.rollout.chat.render import USER_ROLES, Renderer, call_message, check_developers, retained
+from keel.rollout.chat.render import Renderer, call_message, check_shown, retained
 from keel.rollout.chat.thinking import marks_of
 
 _MAX_SHOWN = 300
@@ -83,7 +83,7 @@ class TemplateChat:
         if tools:
             self.tool_modes.add(thinking)
         text, marks = self.text(messages, tools, thinking=thinking)
-        check_developers(messages, marks.remove(text))
+        check_shown(messages, marks.remove(text))
         ids = self.encoder.encode(text, marks)
         if not ids:
             raise ValueError(f"{self.renderer.name} renders the opening to nothing")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -12,11 +13,11 @@ from typing import Any
 from jinja2 import TemplateError
 
 from keel.model.hub import written_by_code
-from keel.rl.turns import Message
+from keel.rl.turns import USER_ROLES, Message
 from keel.rollout.chat.encoding import Encoder, Marks, free_marks
 
-USER_ROLES = ("user", "developer")
-"""Roles whose messages end the policy's thinking."""
+_DEVELOPER = re.compile("[\"']developer[\"']")
+"""Matches where a chat template compares a message's role with developer."""
 
 
 def retained(messages: Sequence[Message]) -> list[Message]:
@@ -150,11 +151,14 @@ def render(
 ) -> str:
     """Render a conversation with the chat template or with DeepSeek-V3.2's code.
 
-    If `speak` is set, the text ends with the start of the policy's turn. Errors from the template
-    are raised unchanged.
+    If `speak` is set, the text ends with the start of the policy's turn. A template that does not
+    know the role developer gets these messages as system messages. Errors from the template are
+    raised unchanged.
     """
     if written_by_code(tokenizer):
         return _deepseek_v32(messages, tools, thinking=thinking)
+    if not _DEVELOPER.search(str(tokenizer.chat_template)):
+        messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
     return tokenizer.apply_chat_template(
         messages,
         tools=list(tools) or None,
@@ -166,12 +170,16 @@ def render(
     )
 
 
-def check_developers(messages: Sequence[Mapping[str, Any]], text: str) -> None:
-    """Raise ValueError if a message with the role developer is missing from the rendered `text`."""
-    for message in messages:
-        if message["role"] == "developer" and str(message["content"]).strip() not in text:
+def check_shown(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Raise ValueError if the rendered `text` lacks a developer message, or a system message that
+    is not the first message."""
+    for number, message in enumerate(messages):
+        late = number > 0 and message["role"] == "system"
+        checked = late or message["role"] == "developer"
+        if checked and str(message["content"]).strip() not in text:
             raise ValueError(
-                "the chat template does not show messages of the role developer. Use system"
+                f"the model's chat template does not show message {number}, of the role "
+                f"{message['role']}, at this place; put it first"
             )
 
 

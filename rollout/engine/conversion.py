@@ -11,7 +11,7 @@ from keel.rl.seeds import seed_of
 from keel.rl.turns import THINK, ThinkingMarks
 from keel.rl.types import Prompt
 from keel.rollout.chat.parsing import Broken, read_harmony
-from keel.rollout.chat.render import check_developers, render
+from keel.rollout.chat.render import check_shown, render
 from keel.rollout.chat.thinking import HARMONY, HARMONY_CONTROLS
 
 _THINK_BLOCK = re.compile(f"{THINK.open}(.*?){THINK.close}", re.DOTALL)
@@ -43,7 +43,7 @@ def render_prompt(tokenizer: Any, prompt: Prompt, marks: ThinkingMarks = THINK) 
         messages = [dict(message) for message in prompt.messages]
         tools = [dict(tool) for tool in prompt.tools]
         text = render(tokenizer, messages, tools, thinking=prompt.thinking)
-        check_developers(messages, text)
+        check_shown(messages, text)
         token_ids = tokenizer.encode(text, add_special_tokens=False)
     if not token_ids:
         source = "tokenizer" if prompt.raw else "chat template"

@@ -1,4 +1,4 @@
-"""Counts what a run costs: GPU-hours, and FLOPs of the model.
+"""Computes the cost of a run in GPU-hours and in FLOPs of the model.
 
 A forward pass costs 2 FLOPs per active parameter and token, a backward pass twice as much, so that
 training costs the usual 6·N·D, as budgets of pre-training are stated. Attention scores, activation
@@ -21,10 +21,10 @@ HEADER = ("", "GPU-hours", "training FLOPs", "sampling FLOPs", "share of FLOPs")
 
 @dataclass(frozen=True, slots=True)
 class CostRates:
-    """What a second and a token cost."""
+    """Cost of a second and of a token."""
 
     gpus: int
-    """Number of GPUs that the run occupies, those of its own judge included."""
+    """Number of GPUs that the run occupies, including a judge's."""
     train_flops: float
     """FLOPs for a token that the trainer computes."""
     rollout_flops: float
@@ -42,7 +42,7 @@ class CostRates:
 
 
 def total_costs(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Add up the costs of steps or of runs. Other metrics are left out."""
+    """Add up the costs of steps or of runs. Other metrics are ignored."""
     totals: dict[str, float] = {}
     for part in parts:
         for name in (GPU_HOURS, *_TOKENS):
@@ -52,7 +52,7 @@ def total_costs(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def costs_of(folder: Path) -> dict[str, float]:
-    """Return the total costs of the run in `folder`, or an empty dict if there are none."""
+    """Return the total costs of the run in `folder`, or an empty dict without records."""
     return total_costs(json.loads(text) for _, text in metric_lines(folder / "metrics.jsonl"))
 
 

@@ -11,11 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keel.agents.endpoint.requests import read_request
 from keel.rl.turns import Message
+from keel.rl.types import Prompt
 from keel.rollout.chat.chat import TemplateChat
 from keel.rollout.chat.encoding import Marks
 from keel.rollout.chat.render import _deepseek_code, call_message, retained
+from keel.rollout.chat.render_given import render_given
 from keel.rollout.chat.template_checks import check_prefix_law
+from keel.rollout.engine.conversion import render_prompt
 from tests.rollout.chat.families import CITY, NAMES, PLAIN, WITHOUT_THINKING, chat_of, tokenizer_of
 
 USER = [{"role": "user", "content": "Where to?"}]
@@ -241,3 +245,20 @@ def test_thinking_is_retained_as_in_deepseeks_own_code(messages: list[dict[str, 
     assert [m for m in ours if m["role"] != "developer"] == [
         m for m in oracle if m["role"] != "developer"
     ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_developer_is_read_alike_by_prompts_lessons_and_the_endpoint(name: str) -> None:
+    chat = chat_of(name)
+    messages: list[Message] = [{"role": "developer", "content": "Be brief."}, *USER]
+    request = read_request({"messages": messages, "model": "policy"})
+    assert list(request.messages) == messages
+    prompt = Prompt(prompt_id="p", domain="d", messages=tuple(messages), thinking=False)
+    ids = chat.opening(request.messages, (), thinking=False)
+    assert ids == render_prompt(tokenizer_of(name), prompt).token_ids
+    said = {"role": "assistant", "content": "Rome."}
+    (lesson,) = render_given(chat, [*messages, said], (), thinking=False)
+    assert list(lesson.ids[: len(ids)]) == ids
+    as_system = chat.opening([{**messages[0], "role": "system"}, *USER], (), thinking=False)
+    # DeepSeek's encoding shows it as a user's message.
+    assert (ids == as_system) == (name != "deepseek-v3.2")
