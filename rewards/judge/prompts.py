@@ -120,7 +120,7 @@ _THINKING = """
 The material has two entries: "thinking", what the author thought before answering, and "answer". \
 These criteria are about the thinking; the answer is there for comparison."""
 
-_VERDICTS: Mapping[str, float] = {"met": 1.0, "partly": 0.5, "missed": 0.0}
+VERDICTS: Mapping[str, float] = {"met": 1.0, "partly": 0.5, "missed": 0.0}
 SCORES: Mapping[str, float] = {"0": 0.0, "0.5": 0.5, "1": 1.0}
 
 _SCALE = """\
@@ -196,12 +196,12 @@ def rubric_question(
         reference=_reference(reference),
         criteria="\n".join(as_json({"id": key, "text": text}) for key, text in criteria.items()),
     )
-    verdict = _object({"reason": _TEXT, "verdict": _choice(_VERDICTS)})
+    verdict = _object({"reason": _TEXT, "verdict": _choice(VERDICTS)})
     schema = _object(dict.fromkeys(criteria, verdict))
 
     def read(content: str) -> Mapping[str, tuple[float, str]]:
         reply = _read(schema, content)
-        return {key: (_VERDICTS[reply[key]["verdict"]], reply[key]["reason"]) for key in criteria}
+        return {key: (VERDICTS[reply[key]["verdict"]], reply[key]["reason"]) for key in criteria}
 
     about = _THINKING if "thinking" in material else ""
     return Question(instructions + about, material, schema, read)

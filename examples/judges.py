@@ -1,0 +1,92 @@
+"""Train a judge from labelled verdicts: `python -m keel.examples.judges LABELLED --out FILE`.
+
+Each line of LABELLED has the task, an answer, the criteria and the right verdict on each criterion:
+
+    {"prompt": "…", "answer": "…", "criteria": [{"name": "brief", "text": "…", "weight": 1}],
+     "verdicts": {"brief": "met"}, "reasons": {"brief": "optional"}}
+
+Each line of FILE asks the policy for verdicts with the same messages as a run's judge. It is meant
+for a source whose reward is `keel.examples.judges.agreement`. With `--sft`, it is instead a
+conversation for `keel sft`, which contains the reply.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from keel.rewards.judge.prompts import VERDICTS, BadReply, rubric_question
+from keel.rewards.judge.rubric import Criterion
+from keel.rl.types import Prompt, Trajectory
+
+
+def agreement(prompt: Prompt, trajectory: Trajectory) -> float:
+    """Return how well the policy's verdicts agree with the labels: the mean of 1 − |v − label| over
+    the criteria, where met is 1, partly 0.5 and missed 0. An invalid reply gets 0."""
+    labels: Mapping[str, str] = prompt.reward["columns"]["labels"]
+    question = rubric_question((), dict.fromkeys(labels, ""), "", "")
+    try:
+        reply = question.read(trajectory.answer.strip())
+    except BadReply:
+        return 0.0
+    return sum(1 - abs(reply[key][0] - VERDICTS[label]) for key, label in labels.items()) / len(
+        labels
+    )
+
+
+def _lines(path: Path, *, sft: bool) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row: dict[str, Any] = json.loads(line)
+            task: list[dict[str, Any]] = row["prompt"]
+            if isinstance(row["prompt"], str):
+                task = [{"role": "user", "content": row["prompt"]}]
+            criteria = [Criterion(**{"weight": 1.0, **one}) for one in row["criteria"]]
+            names = {f"c{place}": one.name for place, one in enumerate(criteria, start=1)}
+            texts = {key: one.text for key, one in zip(names, criteria, strict=True)}
+            labels = {key: str(row["verdicts"][name]) for key, name in names.items()}
+            if unknown := set(labels.values()) - set(VERDICTS):
+                raise ValueError(f"{unknown.pop()!r} is no verdict: {', '.join(VERDICTS)}")
+            question = rubric_question(task, texts, row.get("reference") or "", row["answer"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}:{number}: not a labelled answer: {error!r}") from error
+        digest = hashlib.sha256(line).hexdigest()
+        messages = question.messages(digest[:16])
+        if sft:
+            reasons: dict[str, Any] = row.get("reasons") or {}
+            reply = {
+                key: {"reason": str(reasons.get(name, "")), "verdict": labels[key]}
+                for key, name in names.items()
+            }
+            content = json.dumps(reply, ensure_ascii=False)
+            yield {"messages": [*messages, {"role": "assistant", "content": content}]}
+        else:
+            yield {"id": digest[:16], "messages": messages, "labels": labels}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m keel.examples.judges")
+    parser.add_argument("labelled", type=Path, help="JSONL file of labelled answers")
+    parser.add_argument("--out", type=Path, required=True, help="the JSONL file to write")
+    parser.add_argument("--sft", action="store_true", help="write conversations for keel sft")
+    given = parser.parse_args(arguments)
+    try:
+        lines = list(_lines(given.labelled, sft=given.sft))
+        with given.out.open("x", encoding="utf-8") as file:
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{len(lines):,} answers to judge in {given.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Judge training data from labelled verdicts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.configs.schema import SourceConfig
+from keel.data.jsonl import load_jsonl
+from keel.examples.judges import agreement, main
+from keel.rewards.checks import check_spec
+from tests.rewards.groups import trajectory
+
+ROW: dict[str, Any] = {
+    "prompt": "Name a river.",
+    "answer": "The Rhine, a long river.",
+    "criteria": [
+        {"name": "river", "text": "Names a river."},
+        {"name": "brief", "text": "Has one word."},
+    ],
+    "verdicts": {"river": "met", "brief": "missed"},
+}
+
+
+def reply(**verdicts: str) -> str:
+    return json.dumps({key: {"reason": "r", "verdict": v} for key, v in verdicts.items()})
+
+
+def written(folder: Path, *options: str, rows: tuple[dict[str, Any], ...] = (ROW,)) -> Path:
+    source, out = folder / "labelled.jsonl", folder / "out.jsonl"
+    source.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert main([str(source), "--out", str(out), *options]) == 0
+    return out
+
+
+def test_agreement_with_the_labels_is_the_reward(tmp_path: Path) -> None:
+    function = "keel.examples.judges.agreement"
+    source = SourceConfig(
+        name="judge",
+        source="jsonl",
+        path=str(written(tmp_path)),
+        rewards={"correct": 1.0, function: 1.0},
+    )
+    (item,) = load_jsonl(source, check_spec).items
+    assert "Names a river." in item.prompt.messages[0]["content"]
+    for text, reward in (
+        (reply(c1="met", c2="missed"), 1.0),
+        (reply(c1="partly", c2="missed"), 0.75),
+        (reply(c1="missed", c2="met"), 0.0),
+        (reply(c1="met"), 0.0),
+        ("met, missed", 0.0),
+    ):
+        assert agreement(item.prompt, trajectory(0, text)) == reward, text
+
+
+def test_conversations_end_in_the_labelled_verdicts(tmp_path: Path) -> None:
+    out = written(tmp_path, "--sft", rows=({**ROW, "reasons": {"brief": "Five words."}},))
+    (line,) = map(json.loads, out.read_text().splitlines())
+    assert [message["role"] for message in line["messages"]] == ["system", "user", "assistant"]
+    assert json.loads(line["messages"][-1]["content"]) == {
+        "c1": {"reason": "", "verdict": "met"},
+        "c2": {"reason": "Five words.", "verdict": "missed"},
+    }
+
+
+def test_bad_labels_are_named_with_their_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "labelled.jsonl"
+    bad = {**ROW, "verdicts": {"river": "yes", "brief": "met"}}
+    source.write_text(f"{json.dumps(ROW)}\n{json.dumps(bad)}\n")
+    assert main([str(source), "--out", str(tmp_path / "out.jsonl")]) == 2
+    assert f"{source}:2" in capsys.readouterr().err
