@@ -20,16 +20,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from keel.rewards.custom import TextTrajectory
 from keel.rewards.judge.prompts import VERDICTS, BadReply, rubric_question
-from keel.rewards.judge.rubric import Criterion
-from keel.rl.types import Prompt, Trajectory
+from keel.rewards.judge.specs import Criterion
+from keel.rl.types import Prompt
 
 
-def agreement(prompt: Prompt, trajectory: Trajectory) -> float:
+def agreement(prompt: Prompt, trajectory: TextTrajectory) -> float:
     """Return how well the policy's verdicts agree with the labels: the mean of 1 − |v − label| over
     the criteria, where met is 1, partly 0.5 and missed 0. An invalid reply gets 0."""
     labels: Mapping[str, str] = prompt.reward["columns"]["labels"]
-    question = rubric_question((), dict.fromkeys(labels, ""), "", "")
+    question = rubric_question((), dict.fromkeys(labels, ""), "", {})
     try:
         reply = question.read(trajectory.answer.strip())
     except BadReply:
@@ -48,13 +49,15 @@ def _lines(path: Path, *, sft: bool) -> Iterator[dict[str, Any]]:
             task: list[dict[str, Any]] = row["prompt"]
             if isinstance(row["prompt"], str):
                 task = [{"role": "user", "content": row["prompt"]}]
-            criteria = [Criterion(**{"weight": 1.0, **one}) for one in row["criteria"]]
+            criteria = [Criterion.model_validate({"weight": 1.0, **one}) for one in row["criteria"]]
             names = {f"c{place}": one.name for place, one in enumerate(criteria, start=1)}
             texts = {key: one.text for key, one in zip(names, criteria, strict=True)}
             labels = {key: str(row["verdicts"][name]) for key, name in names.items()}
             if unknown := set(labels.values()) - set(VERDICTS):
                 raise ValueError(f"{unknown.pop()!r} is no verdict: {', '.join(VERDICTS)}")
-            question = rubric_question(task, texts, row.get("reference") or "", row["answer"])
+            question = rubric_question(
+                task, texts, row.get("reference") or "", {"answer": row["answer"]}
+            )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}:{number}: not a labelled answer: {error!r}") from error
         digest = hashlib.sha256(line).hexdigest()

@@ -12,7 +12,7 @@ from keel.configs.schema import SourceConfig
 from keel.data.jsonl import load_jsonl
 from keel.examples.judges import agreement, main
 from keel.rewards.checks import check_spec
-from tests.rewards.groups import trajectory
+from keel.rewards.custom import TextTrajectory
 
 ROW: dict[str, Any] = {
     "prompt": "Name a river.",
@@ -53,7 +53,13 @@ def test_agreement_with_the_labels_is_the_reward(tmp_path: Path) -> None:
         (reply(c1="met"), 0.0),
         ("met, missed", 0.0),
     ):
-        assert agreement(item.prompt, trajectory(0, text)) == reward, text
+        assert (
+            agreement(
+                item.prompt,
+                TextTrajectory(({"role": "assistant", "content": text, "raw": text},), "stop", 1),
+            )
+            == reward
+        ), text
 
 
 def test_conversations_end_in_the_labelled_verdicts(tmp_path: Path) -> None:
