@@ -191,7 +191,7 @@ def packed(config: Config, ranks: int = 0, capacity: int = 0) -> tuple[int, int]
     """
     a, context = config.algorithm, config.max_context
     groups = -(-a.prompts_per_step // a.updates_per_batch)
-    shared = config.data.max_prompt_tokens if config.trainer.share_prompts else 0
+    shared = min(context, config.data.max_prompt_tokens) if config.trainer.share_prompts else 0
     ranks = ranks or config.trainer.groups
     count, tokens = estimate_packing(
         groups,
