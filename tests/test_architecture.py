@@ -118,7 +118,7 @@ WAITS = ("get", "put", "wait", "kill", "nodes", "init", "shutdown", "cancel")
 RAY_ITSELF = {
     "trainer/placement/nodes.py": {"init"},  # local cluster with deadlines, or wrapped in `bounded`
     "rollout/pool/ray_engines.py": {"cancel"},  # does not wait
-    "trainer/placement/node_monitor.py": {"remote"},  # on a background thread
+    "trainer/placement/watchdog.py": {"remote"},  # on a background thread
     "trainer/placement/ray_internals.py": {"nodes"},  # `cluster_nodes` bounds the wait
 }
 

@@ -26,9 +26,9 @@ from keel.trainer.placement import hardware as hardware_rules
 from keel.trainer.placement.choose import choose, yaml_value
 from keel.trainer.placement.hardware import Hardware, Node, allowed, place
 from keel.trainer.placement.layouts import Values, with_values
-from keel.trainer.placement.node_monitor import can_connect
 from keel.trainer.placement.nodes import cluster_nodes
 from keel.trainer.placement.oom_recovery import REDUCED_KNOBS, OomRecovery
+from keel.trainer.placement.watchdog import can_connect
 from keel.trainer.run import checkpoint
 from keel.trainer.run.journal import note
 from keel.trainer.run.progress import waiting

@@ -49,7 +49,6 @@ class NodeHealth:
 
     actors: Mapping[str, int]
     """The process id of each of the run's actors, keyed by actor name."""
-    host: str = ""
     messages: tuple[str, ...] = ()
     """New warnings, and messages about processes that were killed."""
     ray_failure: str = ""
@@ -146,32 +145,32 @@ class HangDetector:
         elapsed_s, messages = self._clock.elapsed(), list[str]()
         failures = [self._poll_ray(*item, elapsed_s, messages) for item in self._ray.items()]
         failure = next(filter(None, failures), "")
-        actors: dict[str, int] = {}
-        for pid, health in self._refresh_children().items():
-            if health.actor:
-                actors[health.actor] = pid
-                self._poll_actor(health, elapsed_s, messages)
+        actors = self._refresh_actors()
+        for actor in actors:
+            self._poll_actor(actor, elapsed_s, messages)
         if failure and has_exited(self._raylet):
             self.kill_all()  # a frozen actor would outlive its raylet
         return NodeHealth(
-            actors=actors, host=self._host, messages=tuple(messages), ray_failure=failure
+            actors={actor.actor: actor.process.pid for actor in actors},
+            messages=tuple(messages),
+            ray_failure=failure,
         )
 
     def kill_all(self) -> None:
         """Kill all of the run's actors on this node and their descendants, except this process."""
         processes: list[psutil.Process] = []
-        for actor, health in self._refresh_children().items():
-            if health.actor and actor != os.getpid():
-                for pid in (actor, *descendants(actor)):
+        for actor in self._refresh_actors():
+            if actor.process.pid != os.getpid():
+                for pid in (actor.process.pid, *descendants(actor.process.pid)):
                     with suppress(psutil.NoSuchProcess):
                         processes.append(psutil.Process(pid))
         kill(processes)
 
-    def _refresh_children(self) -> dict[int, _ProcessHealth]:
+    def _refresh_actors(self) -> list[_ProcessHealth]:
         self._children = _alive(self._children, children(self._raylet))
         for health in self._children.values():
             health.actor = health.actor or process_name(_mark(health.process), self._start)
-        return self._children
+        return [health for health in self._children.values() if health.actor]
 
     def _poll_ray(
         self, name: str, health: _ProcessHealth, elapsed_s: float, messages: list[str]

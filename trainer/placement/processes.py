@@ -27,9 +27,13 @@ class ThreadState:
     """Context switches so far. Empty if the kernel does not count them (such as gVisor)."""
 
 
+def _tasks(pid: int) -> Path:
+    return Path(psutil.PROCFS_PATH, str(pid), "task")
+
+
 def thread_state(pid: int, tid: int) -> ThreadState:
     """Read the state of one thread. Raises one of `EXITED` if it has exited."""
-    lines = Path(psutil.PROCFS_PATH, str(pid), "task", str(tid), "status").read_text().splitlines()
+    lines = (_tasks(pid) / str(tid) / "status").read_text().splitlines()
     fields = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
     state = fields.get("State", "")[:1]
     return ThreadState(
@@ -45,7 +49,7 @@ def thread_states(pid: int) -> dict[int, ThreadState]:
     Raises one of `EXITED` if the process has exited.
     """
     states: dict[int, ThreadState] = {}
-    for task in Path(psutil.PROCFS_PATH, str(pid), "task").iterdir():
+    for task in _tasks(pid).iterdir():
         with suppress(*EXITED):
             states[int(task.name)] = thread_state(pid, int(task.name))
     return states
@@ -54,7 +58,7 @@ def thread_states(pid: int) -> dict[int, ThreadState]:
 def children(pid: int) -> Iterator[int]:
     """Yield the ids of the child processes. The kernel may omit some if others are exiting."""
     with suppress(*EXITED):
-        for task in Path(psutil.PROCFS_PATH, str(pid), "task").iterdir():
+        for task in _tasks(pid).iterdir():
             with suppress(OSError):
                 yield from map(int, (task / "children").read_text().split())
 

@@ -22,8 +22,8 @@ _WORKER = "ray._private.worker"
 _DEATHS = ("Raylet is terminated", "A worker died or was killed", "The node with node id")
 _UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
 """Methods of Ray's `Node` class that start the autoscaler, the log monitor and the dashboard."""
-_PROGRAMS = Path(__file__).parent / "programs"
-AGENT, BOUND = _PROGRAMS / "no_agent.py", _PROGRAMS / "bound.py"
+STUBS = [sys.executable, "-I", "-S", str(Path(__file__).with_name("ray_stubs.py"))]
+"""Command line for the programs in `ray_stubs.py`."""
 
 
 def silence_ray() -> None:
@@ -155,9 +155,8 @@ def _without_agents(command: Sequence[str]) -> list[str]:
     dashboard, runtime = "--dashboard_agent_command", "--runtime_env_agent_command"
     if dashboard not in options:
         return list(command)
-    python = [sys.executable, "-I", "-S"]  # starts at once: only the standard library
-    stub = [*python, str(AGENT), options["--session_dir"], options["--node_id"]]
-    bound = subprocess.list2cmdline([*python, str(BOUND)])
+    stub = [*STUBS, "agent", options["--session_dir"], options["--node_id"]]
+    bound = subprocess.list2cmdline([*STUBS, "bound"])
     changed = {
         dashboard: f"{dashboard}={subprocess.list2cmdline(stub)}",
         runtime: f"{runtime}={bound} {options[runtime]}",

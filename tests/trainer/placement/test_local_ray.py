@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from keel.trainer.placement.ray_internals import AGENT, BOUND
+from keel.trainer.placement.ray_internals import STUBS
 from tests.waiting import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -90,25 +90,25 @@ def test_local_cluster_is_private_and_light(python: Path, tmp_path: Path) -> Non
 
 RAYLET = """
 import subprocess, sys
-agent = subprocess.Popen([sys.executable, "-I", "-S", *sys.argv[1:]])
+agent = subprocess.Popen(sys.argv[1:])
 print(agent.pid, flush=True)
 sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("program", [AGENT, BOUND])
-def test_programs_end_with_their_raylet(program: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", ["agent", "bound"])
+def test_programs_end_with_their_raylet(program: str, tmp_path: Path) -> None:
     waits = [sys.executable, "-c", "import time; time.sleep(1000)"]
-    arguments = [str(tmp_path), "7"] if program == AGENT else waits
+    arguments = [str(tmp_path), "7"] if program == "agent" else waits
     raylet = subprocess.Popen(
-        [sys.executable, "-c", RAYLET, str(program), *arguments],
+        [sys.executable, "-c", RAYLET, *STUBS, program, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     assert raylet.stdin and raylet.stdout
     agent = psutil.Process(int(raylet.stdout.readline()))
-    if program == AGENT:
+    if program == "agent":
         wait_for(lambda: len([*tmp_path.glob("*_port_7")]) == 3, "its ports")
         assert {path.read_text() for path in tmp_path.iterdir()} == {"-1"}
     else:

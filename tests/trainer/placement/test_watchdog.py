@@ -10,16 +10,16 @@ import pytest
 from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
 from keel.model import ray_timeouts
-from keel.trainer.placement import node_monitor, watchdog
+from keel.trainer.placement import watchdog
 from keel.trainer.placement.hang_detector import POLL_S, NodeHealth
-from keel.trainer.placement.node_monitor import (
+from keel.trainer.placement.watchdog import (
     ANSWER_S,
     CONNECT_S,
     PARTITION_S,
     ClusterMonitor,
     PartitionTimer,
+    Watchdog,
 )
-from keel.trainer.placement.watchdog import Watchdog
 from keel.trainer.run.restarts import WorkerLost
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -104,10 +104,10 @@ POLLS = 10
 class FakeNode:
     """A handle of a node monitor that returns scripted answers."""
 
-    def __init__(self, name: str, rank: int) -> None:
+    def __init__(self, rank: int) -> None:
         self.poll, self.requests = self, 0
         actors = {f"trainer rank {rank}": rank + 1, "node monitor": 9}
-        self.health = NodeHealth(actors=actors, host=name)
+        self.health = NodeHealth(actors=actors)
         self.error: Exception | None = None
 
     def remote(self) -> FakeNode:
@@ -117,7 +117,7 @@ class FakeNode:
 
 class Cluster:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.nodes = {name: FakeNode(f"host-{name}", rank) for rank, name in enumerate("abc")}
+        self.nodes = {name: FakeNode(rank) for rank, name in enumerate("abc")}
         self.alive, self.now = {"a": "host-a", "b": "host-b"}, 0.0
         self.gcs = threading.Event()
         self.gcs.set()
@@ -131,8 +131,8 @@ class Cluster:
             self.gcs.wait(PATIENCE_S)
             return dict(self.alive)
 
-        patch.setattr(node_monitor, "_alive_nodes", alive_nodes)
-        patch.setattr(node_monitor, "_create_monitor", lambda node, _: self.nodes[node])
+        patch.setattr(watchdog, "_alive_nodes", alive_nodes)
+        patch.setattr(watchdog, "_create_monitor", lambda node, _: self.nodes[node])
         patch.setattr(ray_timeouts, "get", answer)
         self.monitor = ClusterMonitor(100.0, lambda: self.now)
 
@@ -170,7 +170,7 @@ def test_silent_gcs_is_reported_then_fatal(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for answers in (True, False):  # it may answer again, and hang again
-        monkeypatch.setattr(node_monitor, "GCS_ANSWER_S", 0.01)
+        monkeypatch.setattr(watchdog, "GCS_ANSWER_S", 0.01)
         cluster.gcs.clear()
         healths = [cluster.poll(3600.0), *(cluster.poll() for _ in range(7))]
         (message,) = [line for health in healths for line in health.messages]
@@ -178,7 +178,7 @@ def test_silent_gcs_is_reported_then_fatal(
         assert not any(health.ray_failure for health in healths)
         if answers:
             cluster.gcs.set()
-            monkeypatch.setattr(node_monitor, "GCS_ANSWER_S", PATIENCE_S)
+            monkeypatch.setattr(watchdog, "GCS_ANSWER_S", PATIENCE_S)
             assert cluster.poll().messages == ()
     assert cluster.poll().ray_failure
     cluster.gcs.set()

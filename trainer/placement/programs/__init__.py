@@ -1,1 +1,0 @@
-"""Programs that wrap or replace slow parts of Ray, using only the standard library."""
