@@ -15,7 +15,6 @@ from keel.configs.auto import KNOBS
 from keel.configs.diff import flatten_config
 from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts
-from keel.trainer.placement.families import no_sharing
 from keel.trainer.placement.hardware import Hardware
 from keel.trainer.placement.layouts import TIE, Layout, LayoutSearch, Values, with_values
 from keel.trainer.placement.memory import GIB, engine_sequences, gib
@@ -102,14 +101,14 @@ def _reasons(search: LayoutSearch, best: Layout) -> dict[str, str]:
 
     Most reasons compare the layout with one that differs only in this knob.
     """
-    config, options = best.config, search.options
+    config = best.config
     share, size = config.rollout.gpu_memory_utilization, search.hardware.gpu_gib
     at_once, engine = engine_sequences(config), best.plan.engine.parts
     step = config.algorithm.prompts_per_step * config.algorithm.group_size
     placed = [each for each in search.candidates if each.shared != best.shared]
     apart = min(placed, key=lambda each: each.cost, default=None)
     table = {
-        "trainer.ranks": f"of {options.gpus} GPU(s)",
+        "trainer.ranks": f"of {search.gpus} GPU(s)",
         "rollout.engines": "one per rank" if best.shared else "on the GPUs without a rank",
         "rollout.colocated": f"{yaml_value(not best.shared)} {_against(best, apart)}",
         "rollout.gpu_memory_utilization": f"{gib(share * size * GIB)}: weights "
@@ -117,10 +116,10 @@ def _reasons(search: LayoutSearch, best: Layout) -> dict[str, str]:
         f"{min(at_once, best.plan.cached or 0)} of {at_once} sequences at full length",
         "rollout.max_num_seqs": f"a step has {step} sequences for {config.rollout.engines} "
         f"engine(s), which sample {at_once} at once",
-        "trainer.share_prompts": no_sharing(config, head_size=options.facts.head_size)
+        "trainer.share_prompts": search.no_sharing
         or "a prompt is computed once for its completions",
     }
-    if not options.compiles:
+    if not search.compiles:
         table["trainer.compile"] = "not measured for such a model"
     knobs = flatten_config(config)
     values = {knob: knobs[knob] for knob in search.open_knobs}
@@ -131,7 +130,7 @@ def _reasons(search: LayoutSearch, best: Layout) -> dict[str, str]:
         elif knob == "trainer.zero_stage":
             others = [knobs[knob] - 1 if knobs[knob] else 1]
         else:
-            tried = options.micro_batches(config.trainer.ranks)
+            tried = search.micro_batches(config.trainer.ranks)
             others = [each[knob] for each in reversed(tried) if each[knob] > knobs[knob]]
         table[knob] = "a larger one is not useful"
         for other in others[:1]:

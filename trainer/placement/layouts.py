@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from keel.configs.schema import Config, ConfigError, RolloutConfig, TrainerConfig
 from keel.configs.sections.trainer import LONG
@@ -39,7 +39,7 @@ from keel.trainer.placement.memory import (
     staying_gib,
     trainer_memory,
 )
-from keel.trainer.placement.plan import Plan, check_host_memory, make_plan, plan_on
+from keel.trainer.placement.plan import Plan, plan_on, plan_placed
 from keel.trainer.placement.step_time import COMPILE_S, sft_seconds
 
 Values = Mapping[str, Any]
@@ -76,13 +76,10 @@ _SEATS = ("trainer.ranks", "rollout.engines", "rollout.colocated", "rollout.time
 def with_values(config: Config, values: Values) -> Config:
     """Return a copy of the config with these `rollout` and `trainer` knobs set. Raises ConfigError
     if the values are invalid."""
-    rollout, trainer = list[Any](), list[Any]()
-    for item in values.items():
-        (rollout if item[0].startswith("rollout.") else trainer).append(item)
+    rollout = tuple(item for item in values.items() if item[0].startswith("rollout."))
+    trainer = tuple(item for item in values.items() if item[0].startswith("trainer."))
     return replace(
-        config,
-        rollout=_changed(config.rollout, tuple(rollout)),
-        trainer=_changed(config.trainer, tuple(trainer)),
+        config, rollout=_changed(config.rollout, rollout), trainer=_changed(config.trainer, trainer)
     )
 
 
@@ -92,221 +89,8 @@ def _changed(section: _Section, values: tuple[tuple[str, Any], ...]) -> _Section
     return replace(section, **local) if local else section
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The values that the search tries for each open knob."""
-
-    config: Config
-    open_knobs: frozenset[str]
-    facts: ModelFacts
-    hardware: Hardware
-
-    @property
-    def gpus(self) -> int:
-        """Total number of GPUs for engines and ranks."""
-        return sum(node.gpus for node in self.hardware.idle) - self.config.rewards.judge.gpus
-
-    def _open(self, values: Values) -> dict[str, Any]:
-        return {knob: value for knob, value in values.items() if knob in self.open_knobs}
-
-    def _either(self, knob: str, *, allowed: bool = True) -> list[Values]:
-        if knob not in self.open_knobs:
-            return [{}]
-        return [{knob: False}, {knob: True}] if allowed else [{knob: False}]
-
-    @cached_property
-    def placements(self) -> list[Values]:
-        """The numbers of ranks and engines to try, each with and without sharing GPUs."""
-        config, gpus = self.config, self.gpus
-        ranks_to_try, width = self._rank_counts(), config.rollout.tensor_parallel
-        if not config.data.sources:
-            return [self._open({"trainer.ranks": n}) for n in ranks_to_try]
-        is_open = "rollout.colocated" in self.open_knobs
-        seats: list[tuple[int, int, bool]] = []
-        for ranks in ranks_to_try:
-            if (is_open or config.rollout.colocated or gpus == 1) and width == 1:
-                # A single GPU is shared in any case, unless a judge has others.
-                seats.append((ranks, ranks, gpus > 1 or config.rewards.judge.gpus > 0))
-            if (is_open or not config.rollout.colocated) and gpus > 1:
-                seats.append((ranks, max(1, (gpus - ranks) // width), False))
-        values = [self._open(dict(zip(_SEATS, each, strict=False))) for each in seats]
-        return [dict(pairs) for pairs in {tuple(each.items()): None for each in values}]
-
-    def _rank_counts(self) -> list[int]:
-        """Return the numbers of ranks to try, largest first.
-
-        They include all GPUs, multiples of a sixteenth of them, and the GPUs left over by the
-        engines.
-        """
-        config, gpus = self.config, self.gpus
-        trainer, width = config.trainer, config.rollout.tensor_parallel
-        if "trainer.ranks" not in self.open_knobs:
-            return [trainer.ranks]
-        unit = math.lcm(trainer.expert_parallel, trainer.sequence_parallel)
-        most = self.step_sequences * trainer.sequence_parallel  # with more, some would be idle
-        counts = {*(gpus * part // 16 for part in range(1, 17)), gpus - width, min(most, gpus)}
-        if config.data.sources and "rollout.engines" not in self.open_knobs:
-            counts.add(gpus - config.rollout.engines * width)
-        elif width > 1:
-            counts |= {gpus - engines * width for engines in range(1, gpus // width)}
-        counts = {min(n, most) // unit * unit for n in counts}
-        return sorted((n for n in counts if n > 0), reverse=True) or [unit]
-
-    @property
-    def step_sequences(self) -> int:
-        """Number of sequences in an optimizer step, over all ranks."""
-        algorithm = self.config.algorithm
-        if not self.config.data.sources:
-            return self.config.sft.step_contexts
-        whole = algorithm.prompts_per_step * algorithm.group_size
-        return math.ceil(whole / algorithm.updates_per_batch)
-
-    def sampling(self, seats: Values, *, fewer: bool) -> list[Values]:
-        """Return values for the number of sequences that an engine samples at once, largest first.
-
-        They let the engines sample a step in one wave, in two, and so on. If `fewer` is set, the
-        list also has numbers so small that they need almost no memory.
-        """
-        knob, config = "rollout.max_num_seqs", self.config
-        if knob not in self.open_knobs or not config.data.sources:
-            return [{}]
-        engines = seats.get("rollout.engines", config.rollout.engines)
-        at_once = config.algorithm.prompts_per_step * config.algorithm.group_size
-        if config.with_agents:
-            at_once = max(at_once, config.agents.max_concurrent_episodes)
-        waves = [min(_MAX_SEQUENCES, 8 * math.ceil(at_once / engines / n / 8)) for n in _WAVES]
-        most = waves[0]
-        one = kv_token_bytes(config, self.facts) * config.max_context
-        if _EVAL_SEQUENCES * one <= _SMALL_CACHE * self.hardware.gpu_gib * GIB:
-            most = max(most, _EVAL_SEQUENCES)
-        less = (64, 32, 16, 8, 4, 2, 1) if fewer else ()
-        counts = {most, *waves, *(n for n in less if n <= most)}
-        return [{knob: n} for n in sorted(counts, reverse=True)]
-
-    @cached_property
-    def turns(self) -> list[Values]:
-        """Ways in which an engine and a rank can share a GPU: side by side, time-sharing, and
-        time-sharing with offloading."""
-        knobs = ("rollout.time_share", "trainer.offload_while_sampling")
-        if not self.config.data.sources:
-            return [{}]
-        fixed = (self.config.rollout.time_share, self.config.trainer.offload_while_sampling)
-        ways: list[dict[str, Any]] = [
-            dict(zip(knobs, way, strict=True))
-            for way in ((False, fixed[1]), (True, False), (True, True))
-        ]
-        closed = {k: v for k, v in zip(knobs, fixed, strict=True) if k not in self.open_knobs}
-        return [self._open(way) for way in ways if closed.items() <= way.items()]
-
-    def learning(self, ranks: int) -> Iterator[list[Values]]:
-        """Yield lists of trainer knob values to try.
-
-        Within a list, only the micro-batch size differs, and the largest comes first.
-        """
-        trainer, model = self.config.trainer, self.config.model
-        sizes = self.micro_batches(ranks)
-        # Sparse, batch-invariant and float32 attention use operators whose output cannot be kept.
-        keeps = self.config.max_context >= LONG and not (
-            model.batch_invariant or model.dtype == "float32" or self.facts.index_top_k > 0
-        )
-        recompute = "trainer.activation_checkpointing"
-        for stage in self._stages(ranks):
-            gathers = stage.get("trainer.zero_stage", trainer.zero_stage) == 3
-            for compiled, recomputed in product(
-                self._either("trainer.compile", allowed=self.compiles and not gathers),
-                self._either(recompute),
-            ):
-                worth = keeps and not gathers
-                worth = worth and recomputed.get(recompute, trainer.activation_checkpointing)
-                for kept in self._either("trainer.keep_attention", allowed=worth):
-                    way = {**stage, **compiled, **self._sharing, **recomputed, **kept}
-                    yield [{**way, **size} for size in sizes]
-
-    @property
-    def _sharing(self) -> Values:
-        """Prompt sharing, turned on if possible. Packing uses it only where it saves time."""
-        shared = not no_sharing(self.config, head_size=self.facts.head_size)
-        return self._open({"trainer.share_prompts": shared})
-
-    @property
-    def compiles(self) -> bool:
-        """True if compiled layers are known to be faster for this kind of model."""
-        model, dense = self.config.model, not self.facts.moe_layers
-        measured = model.dtype == "bfloat16" or (model.dtype == "float16" and dense)
-        measured = measured and self.facts.fused_norms
-        return measured and self.config.trainer.sequence_parallel == 1 and not model.batch_invariant
-
-    def _stages(self, ranks: int) -> list[Values]:
-        """Return the ZeRO stages to try, first with the optimizer on the GPU.
-
-        If `trainer.offload_optimizer` is open, the stages with the optimizer in host memory follow.
-        A single rank has nothing to shard. Without DeepSpeed's bfloat16 optimizer, stage 1 holds
-        the gradients twice during an update, and stage 2 uses larger buckets. With an offloaded
-        optimizer, stage 3 keeps gradients in host memory.
-        """
-        zero, offload = "trainer.zero_stage", "trainer.offload_optimizer"
-        trainer, model = self.config.trainer, self.config.model
-        offloading = (False, True) if offload in self.open_knobs else (trainer.offload_optimizer,)
-        full = model.dtype == "float32"
-        if zero not in self.open_knobs:
-            pairs = [(away, max(trainer.zero_stage, int(away))) for away in offloading]
-        elif ranks == 1:
-            on_gpu = {"float32": (0,), "bfloat16": (1,), "float16": (1, 2)}[model.dtype]
-            pairs = [
-                (away, s)
-                for away in offloading
-                for s in ((1 if full else 2, 3) if away else on_gpu)
-            ]
-        else:
-            stages = (0, 1, 2, 3) if full else (1, 2, 3)
-            pairs = [(away, max(s, int(away))) for away, s in product(offloading, stages)]
-        sharded = not (model.batch_invariant or model.lora.enabled) or zero not in self.open_knobs
-        values = [self._open({zero: s, offload: away}) for away, s in pairs if s < 3 or sharded]
-        return [dict(items) for items in {tuple(each.items()): None for each in values}]
-
-    def micro_batches(self, ranks: int) -> list[Values]:
-        """Return the micro-batch sizes to try, largest first.
-
-        They split a rank's share of a step into one part, two parts, and so on. Each size needs
-        less memory and more time than the one before it.
-        """
-        knob, config = "trainer.micro_batch_tokens", self.config
-        if knob not in self.open_knobs:
-            return [{}]
-        spread = config.trainer.sequence_parallel
-        groups = max(1, ranks // spread)
-        sharing = with_values(config, self._sharing)
-        sizes: set[int] = set()
-        for tokens, together in self._units(sharing).items():
-            share = math.ceil(self.step_sequences / together / groups)
-            most = max(1, _MAX_TOKENS * spread // tokens)
-            least = max(1, min(share, most, _MIN_TOKENS // tokens))
-            counts = {max(least, min(most, math.ceil(share / parts))) for parts in _PARTS}
-            if together == 1:
-                counts |= {n for n in _SMALL if least <= n <= min(share, most)}
-            sizes |= {n * tokens for n in counts | {1}}
-        worth, fewest, least_tokens = list[int](), math.inf, math.inf
-        for size in sorted(sizes):
-            count, tokens = packed(sharing, groups, size) if config.data.sources else (-size, 0)
-            if count < fewest or tokens < _SAVES * least_tokens:
-                worth.append(size)
-                fewest, least_tokens = count, min(tokens, least_tokens)
-        return [{knob: size} for size in reversed(worth)]
-
-    def _units(self, sharing: Config) -> dict[int, int]:
-        """Return the possible units of a micro-batch: their size in tokens, and the trajectories in
-        each.
-
-        A unit is either one trajectory at its length limit, or a group that shares a prompt.
-        """
-        longest, count = sharing.max_context, sharing.algorithm.group_size
-        units = {longest: 1}
-        while sharing.data.sources and sharing.trainer.share_prompts and count > 1:
-            size = prefix_group_size(count, sharing.data.max_prompt_tokens, longest)
-            if size <= _MAX_TOKENS * sharing.trainer.sequence_parallel:
-                units[size] = count
-            count //= 2
-        return units
+def _unique(values: Iterable[Mapping[str, Any]]) -> list[Values]:
+    return [dict(items) for items in dict.fromkeys(tuple(each.items()) for each in values)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,18 +107,18 @@ class Layout:
     def rank(self) -> tuple[int, float, float]:
         """Sort key for layouts that are equally fast. The best layout sorts first."""
         engine, needs = self.plan.engine.total / GIB, self.plan.peak / GIB
-        if self.config.data.sources and not self.shared:
-            needs = max(engine, needs)
-        elif self.config.data.sources and self.config.rollout.time_share:
-            stays = staying_gib(self.config, self.plan.trainer, self.plan.offload)
-            needs = max(engine + stays, needs)
-        elif self.config.data.sources:
-            needs += engine
+        if self.config.data.sources:
+            if not self.shared:
+                needs = max(engine, needs)
+            elif self.config.rollout.time_share:
+                stays = staying_gib(self.config, self.plan.trainer, self.plan.offload)
+                needs = max(engine + stays, needs)
+            else:
+                needs += engine
         return self.config.trainer.zero_stage, needs, self.cost
 
 
-@dataclass(frozen=True, kw_only=True)
-class Strictness:
+class Strictness(NamedTuple):
     """Restrictions on the layouts that a search accepts."""
 
     spare: float = 1.0
@@ -360,15 +144,201 @@ class LayoutSearch:
         self, config: Config, open_knobs: frozenset[str], facts: ModelFacts, hardware: Hardware
     ) -> None:
         self.config, self.open_knobs, self.hardware = config, open_knobs, hardware
-        self.options = Options(config=config, open_knobs=open_knobs, facts=facts, hardware=hardware)
         self.strictness = _STRICTNESSES[0]
         self.candidates: list[Layout] = []
         """The layouts that the last call to `best` considered."""
-        self._facts = facts
+        self.gpus = sum(node.gpus for node in hardware.nodes) - config.rewards.judge.gpus
+        """Total number of GPUs for engines and ranks."""
+        self._facts, self._samples = facts, bool(config.data.sources)
         self._free_gib = hardware.gpu_gib - hardware.taken_gib
-        self._ranks: dict[tuple[Any, ...], Memory] = {}
         self._placements: dict[tuple[Any, ...], Placement | None] = {}
-        self._configs: dict[frozenset[tuple[str, Any]], Config] = {}
+        algorithm = config.algorithm
+        self._sequences = algorithm.prompts_per_step * algorithm.group_size
+        """Number of completions per step."""
+        self._trained = math.ceil(self._sequences / algorithm.updates_per_batch)
+        """Number of sequences in an optimizer step, over all ranks."""
+        if not self._samples:
+            self._trained = config.sft.step_contexts
+
+    def _open(self, values: Values) -> dict[str, Any]:
+        return {knob: value for knob, value in values.items() if knob in self.open_knobs}
+
+    def _either(self, knob: str, *, allowed: bool = True) -> list[Values]:
+        if knob not in self.open_knobs:
+            return [{}]
+        return [{knob: False}, {knob: True}] if allowed else [{knob: False}]
+
+    @cached_property
+    def placements(self) -> list[Values]:
+        """The numbers of ranks and engines to try, each with and without sharing GPUs."""
+        config, gpus = self.config, self.gpus
+        width, is_open = config.rollout.tensor_parallel, "rollout.colocated" in self.open_knobs
+        seats: list[tuple[Any, ...]] = []
+        for ranks in self._rank_counts():
+            if not self._samples:
+                seats.append((ranks,))
+                continue
+            if (is_open or config.rollout.colocated or gpus == 1) and width == 1:
+                # A single GPU is shared in any case, unless a judge has others.
+                seats.append((ranks, ranks, gpus > 1 or config.rewards.judge.gpus > 0))
+            if (is_open or not config.rollout.colocated) and gpus > 1:
+                seats.append((ranks, max(1, (gpus - ranks) // width), False))
+        return _unique(self._open(dict(zip(_SEATS, each, strict=False))) for each in seats)
+
+    def _rank_counts(self) -> list[int]:
+        """Return the numbers of ranks to try, largest first: all GPUs, multiples of a sixteenth of
+        them, and the GPUs left over by the engines."""
+        config, gpus = self.config, self.gpus
+        trainer, width = config.trainer, config.rollout.tensor_parallel
+        if "trainer.ranks" not in self.open_knobs:
+            return [trainer.ranks]
+        unit = math.lcm(trainer.expert_parallel, trainer.sequence_parallel)
+        most = self._trained * trainer.sequence_parallel  # with more, some would be idle
+        counts = {*(gpus * part // 16 for part in range(1, 17)), gpus - width, min(most, gpus)}
+        if self._samples and "rollout.engines" not in self.open_knobs:
+            counts.add(gpus - config.rollout.engines * width)
+        elif width > 1:
+            counts |= {gpus - engines * width for engines in range(1, gpus // width)}
+        counts = {min(n, most) // unit * unit for n in counts}
+        return sorted((n for n in counts if n > 0), reverse=True) or [unit]
+
+    def sampling(self, seats: Values, *, fewer: bool) -> list[Values]:
+        """Return values for the number of sequences that an engine samples at once, largest first.
+
+        They let the engines sample a step in one wave, in two, and so on. If `fewer` is set, the
+        list also has numbers so small that they need almost no memory.
+        """
+        knob, config = "rollout.max_num_seqs", self.config
+        if knob not in self.open_knobs or not self._samples:
+            return [{}]
+        engines, at_once = seats.get("rollout.engines", config.rollout.engines), self._sequences
+        if config.with_agents:
+            at_once = max(at_once, config.agents.max_concurrent_episodes)
+        waves = [min(_MAX_SEQUENCES, 8 * math.ceil(at_once / engines / n / 8)) for n in _WAVES]
+        most = waves[0]
+        one = kv_token_bytes(config, self._facts) * config.max_context
+        if _EVAL_SEQUENCES * one <= _SMALL_CACHE * self.hardware.gpu_gib * GIB:
+            most = max(most, _EVAL_SEQUENCES)
+        less = (64, 32, 16, 8, 4, 2, 1) if fewer else ()
+        counts = {most, *waves, *(n for n in less if n <= most)}
+        return [{knob: n} for n in sorted(counts, reverse=True)]
+
+    @cached_property
+    def turns(self) -> list[Values]:
+        """Ways in which an engine and a rank can share a GPU: side by side, time-sharing, and
+        time-sharing with offloading."""
+        if not self._samples:
+            return [{}]
+        knobs = ("rollout.time_share", "trainer.offload_while_sampling")
+        fixed = (self.config.rollout.time_share, self.config.trainer.offload_while_sampling)
+        closed = {k: v for k, v in zip(knobs, fixed, strict=True) if k not in self.open_knobs}
+        ways = [(False, fixed[1])]
+        if self.config.algorithm.max_lag == 0 and self.config.algorithm.publish_every == 1:
+            ways += [(True, False), (True, True)]
+        values = [dict(zip(knobs, way, strict=True)) for way in ways]
+        return [self._open(way) for way in values if closed.items() <= way.items()]
+
+    def learning(self, ranks: int) -> Iterator[list[Values]]:
+        """Yield lists of trainer knob values to try.
+
+        Within a list, only the micro-batch size differs, and the largest comes first.
+        """
+        trainer, model = self.config.trainer, self.config.model
+        sizes, recompute = self.micro_batches(ranks), "trainer.activation_checkpointing"
+        # Sparse, batch-invariant and float32 attention use operators whose output cannot be kept.
+        keeps = self.config.max_context >= LONG and not (
+            model.batch_invariant or model.dtype == "float32" or self._facts.index_top_k > 0
+        )
+        for stage in self._stages(ranks):
+            gathers = stage.get("trainer.zero_stage", trainer.zero_stage) == 3
+            for compiled, recomputed in product(
+                self._either("trainer.compile", allowed=self.compiles and not gathers),
+                self._either(recompute),
+            ):
+                worth = keeps and not gathers
+                worth = worth and recomputed.get(recompute, trainer.activation_checkpointing)
+                for kept in self._either("trainer.keep_attention", allowed=worth):
+                    way = {**stage, **compiled, **self._sharing, **recomputed, **kept}
+                    yield [{**way, **size} for size in sizes]
+
+    @property
+    def no_sharing(self) -> str:
+        """Why prompts cannot be shared, or an empty string."""
+        return no_sharing(self.config, head_size=self._facts.head_size)
+
+    @property
+    def _sharing(self) -> Values:
+        """Prompt sharing, turned on if possible. Packing uses it only where it saves time."""
+        return self._open({"trainer.share_prompts": not self.no_sharing})
+
+    @property
+    def compiles(self) -> bool:
+        """True if compiled layers are known to be faster for this kind of model."""
+        model, facts = self.config.model, self._facts
+        measured = model.dtype == "bfloat16" or (model.dtype == "float16" and not facts.moe_layers)
+        measured = measured and facts.fused_norms
+        return measured and self.config.trainer.sequence_parallel == 1 and not model.batch_invariant
+
+    def _stages(self, ranks: int) -> list[Values]:
+        """Return the ZeRO stages to try, first with the optimizer on the GPU.
+
+        A single rank has nothing to shard. Without DeepSpeed's bfloat16 optimizer, stage 1 holds
+        the gradients twice during an update, and stage 2 uses larger buckets. With an offloaded
+        optimizer, stage 3 keeps gradients in host memory.
+        """
+        zero, offload = "trainer.zero_stage", "trainer.offload_optimizer"
+        trainer, model = self.config.trainer, self.config.model
+        full = model.dtype == "float32"
+        pairs: list[tuple[bool, int]] = []
+        for away in (False, True) if offload in self.open_knobs else (trainer.offload_optimizer,):
+            if zero not in self.open_knobs:
+                stages = (trainer.zero_stage,)
+            elif ranks > 1:
+                stages = (0, 1, 2, 3) if full else (1, 2, 3)
+            elif away:
+                stages = (1 if full else 2, 3)
+            else:
+                stages = {"float32": (0,), "bfloat16": (1,), "float16": (1, 2)}[model.dtype]
+            pairs += [(away, max(stage, int(away))) for stage in stages]
+        sharded = not (model.batch_invariant or model.lora.enabled) or zero not in self.open_knobs
+        return _unique(
+            self._open({zero: s, offload: away}) for away, s in pairs if s < 3 or sharded
+        )
+
+    def micro_batches(self, ranks: int) -> list[Values]:
+        """Return the micro-batch sizes to try, largest first.
+
+        They split a rank's share of a step into one part, two parts, and so on. Each size needs
+        less memory and more time than the one before it.
+        """
+        knob, spread = "trainer.micro_batch_tokens", self.config.trainer.sequence_parallel
+        if knob not in self.open_knobs:
+            return [{}]
+        groups = max(1, ranks // spread)
+        sharing = with_values(self.config, self._sharing)
+        # A unit is one trajectory at its length limit, or a group that shares a prompt.
+        units, count = {sharing.max_context: 1}, sharing.algorithm.group_size
+        while self._samples and sharing.trainer.share_prompts and count > 1:
+            size = prefix_group_size(count, sharing.data.max_prompt_tokens, sharing.max_context)
+            if size <= _MAX_TOKENS * spread:
+                units[size] = count
+            count //= 2
+        sizes: set[int] = set()
+        for tokens, together in units.items():
+            share = math.ceil(self._trained / together / groups)
+            most = max(1, _MAX_TOKENS * spread // tokens)
+            least = max(1, min(share, most, _MIN_TOKENS // tokens))
+            counts = {max(least, min(most, math.ceil(share / parts))) for parts in _PARTS}
+            if together == 1:
+                counts |= {n for n in _SMALL if least <= n <= min(share, most)}
+            sizes |= {n * tokens for n in counts | {1}}
+        worth, fewest, least_tokens = list[int](), math.inf, math.inf
+        for size in sorted(sizes):
+            count, tokens = packed(sharing, groups, size) if self._samples else (-size, 0)
+            if count < fewest or tokens < _SAVES * least_tokens:
+                worth.append(size)
+                fewest, least_tokens = count, min(tokens, least_tokens)
+        return [{knob: size} for size in reversed(worth)]
 
     def best(self) -> Layout | None:
         """Return the best layout, or None if no layout fits."""
@@ -383,9 +353,8 @@ class LayoutSearch:
     def fitting(self) -> Iterator[Layout]:
         """Yield the layouts that fit. Layouts that cannot be the best one are skipped."""
         fastest = math.inf
-        for seats in self.options.placements:
-            ranks = seats.get("trainer.ranks", self.config.trainer.ranks)
-            for sizes in self.options.learning(ranks):
+        for seats in self.placements:
+            for sizes in self.learning(seats.get("trainer.ranks", self.config.trainer.ranks)):
                 if sizes[0].get("trainer.offload_optimizer") and not self.strictness.offload:
                     continue
                 # Smaller micro-batches train more slowly, but may leave an engine on the
@@ -404,10 +373,10 @@ class LayoutSearch:
 
         Stop once the engine's cache holds all sequences at once without time-sharing.
         """
-        for turns in self.options.turns:
+        for turns in self.turns:
             if self._placed({**values, **turns}) is None:
                 continue
-            for sampling in self.options.sampling(values, fewer=self.strictness.fewer):
+            for sampling in self.sampling(values, fewer=self.strictness.fewer):
                 if layout := self.layout({**values, **turns, **sampling}):
                     yield layout
                     if self._unrestricted(layout):
@@ -417,7 +386,7 @@ class LayoutSearch:
 
     def _unrestricted(self, layout: Layout) -> bool:
         config = layout.config
-        most = self.options.sampling({"rollout.engines": config.rollout.engines}, fewer=False)[0]
+        most = self.sampling({"rollout.engines": config.rollout.engines}, fewer=False)[0]
         sequences = engine_sequences(with_values(config, most))
         return engine_sequences(config) == sequences <= (layout.plan.cached or 0)
 
@@ -426,41 +395,24 @@ class LayoutSearch:
         return layout.shared and (turns or not self._unrestricted(layout))
 
     def _rank_fits(self, seats: Values, learning: Values) -> bool:
-        values = {**seats, **learning}
         try:
-            rank, config = self._rank(values), self._config(values)
+            config = with_values(self.config, {**seats, **learning})
         except ConfigError:
             return False
+        rank = trainer_memory(config, self._facts, gpu=True)
         needs = least_bytes(config, rank) if self._may_offload else rank.total
         return needs * self.strictness.spare <= self._free_gib * GIB
 
     @cached_property
     def _may_offload(self) -> bool:
-        def offloading(turns: Values) -> bool:
-            try:
-                return offloads(self._config(turns), shared=True)
-            except ConfigError:
-                return False
-
-        return bool(self.config.data.sources) and any(map(offloading, self.options.turns))
-
-    def _config(self, values: Values) -> Config:
-        key = frozenset(values.items())
-        if key not in self._configs:
-            self._configs[key] = with_values(self.config, values)
-        return self._configs[key]
-
-    def _rank(self, values: Values) -> Memory:
-        local = tuple(item for item in values.items() if item[0].startswith("trainer."))
-        if local not in self._ranks:
-            self._ranks[local] = trainer_memory(self._config(values), self._facts, gpu=True)
-        return self._ranks[local]
+        ways = [with_values(self.config, turns) for turns in self.turns]
+        return self._samples and any(offloads(way, shared=True) for way in ways)
 
     def _placed(self, values: Values) -> Placement | None:
         seats = tuple(values.get(knob) for knob in _SEATS)
         if seats not in self._placements:
             try:
-                config = self._config(values)
+                config = with_values(self.config, values)
             except ConfigError:
                 return None  # because of any value, so it is not cached
             try:
@@ -474,31 +426,22 @@ class LayoutSearch:
 
         The engine's share of the GPU is chosen here.
         """
-        hardware = self.hardware
+        placement = self._placed(values)
+        if placement is None:
+            return None
+        shared = placement.shared
         try:
-            placement = self._placed(values)
-            if placement is None:
-                return None
-            shared, rank = placement.shared, self._rank(values)
-            config = self._config(values)
+            config = with_values(self.config, values)
+            rank = trainer_memory(config, self._facts, gpu=True)
             needed = needed_bytes(config, rank, shared=shared)
             if self.strictness.spare * needed > self._free_gib * GIB:
                 return None
-            if self.config.data.sources:
+            if self._samples:
                 share = self._share(config, rank, shared=shared)
                 if share is None:
                     return None
                 config = with_values(config, share)
-            plan = make_plan(
-                config,
-                self._facts,
-                gpu=True,
-                gpu_gib=hardware.gpu_gib,
-                shared=shared,
-                taken_gib=hardware.taken_gib,
-                spec=hardware.spec,
-            )
-            check_host_memory(config, self._facts, plan.offload, placement)
+            plan = plan_placed(config, self._facts, self.hardware, placement)
         except ConfigError:
             return None
         cost = self._cost(config, plan, shared=shared)
@@ -537,26 +480,27 @@ class LayoutSearch:
         return {knob: hundredths / 100} if hundredths >= 1 else None
 
     def refusal(self) -> ConfigError:
-        """Return the error to raise if no layout fits. It explains why even the layout that needs
-        the least memory does not."""
+        """Return the error to raise if no layout fits: why even the one that needs the least memory
+        does not."""
         ways = [
-            {**seats, **sizes[-1], **turns, **sampling}
-            for seats in self.options.placements
-            for sizes in self.options.learning(
-                seats.get("trainer.ranks", self.config.trainer.ranks)
-            )
-            for turns in self.options.turns
-            for sampling in self.options.sampling(seats, fewer=True)[-1:]
+            {**seats, **sizes[-1], **turns, **self.sampling(seats, fewer=True)[-1]}
+            for seats in self.placements
+            for sizes in self.learning(seats.get("trainer.ranks", self.config.trainer.ranks))
+            for turns in self.turns
         ]
-        placed = [values for values in ways if self._placed(values) is not None]
-        least = min(reversed(placed), key=lambda values: self._rank(values).total, default={})
-        knob, config = "rollout.gpu_memory_utilization", self._config(least)
-        if knob in self.open_knobs and least:
-            stays = staying_gib(config, self._rank(least)) + self.hardware.taken_gib
-            most = math.floor(100 * (1 - stays / self.hardware.gpu_gib)) / 100
-            placement = self._placed(least)
-            beside = placement and placement.shared and not config.rollout.time_share
-            config = with_values(config, {knob: 0.5 if beside else max(0.01, min(0.9, most))})
+        placed = [with_values(self.config, way) for way in ways if self._placed(way) is not None]
+        knob, config = "rollout.gpu_memory_utilization", self.config
+        if placed:
+            memory = [trainer_memory(each, self._facts, gpu=True) for each in placed]
+            rank, config = min(
+                zip(reversed(memory), reversed(placed), strict=True), key=lambda way: way[0].total
+            )
+            if knob in self.open_knobs:
+                stays = staying_gib(config, rank) + self.hardware.taken_gib
+                most = math.floor(100 * (1 - stays / self.hardware.gpu_gib)) / 100
+                shared = place(config, self.hardware.idle).shared
+                beside = shared and not config.rollout.time_share
+                config = with_values(config, {knob: 0.5 if beside else max(0.01, min(0.9, most))})
         try:
             plan_on(config, self._facts, self.hardware)
         except ConfigError as error:

@@ -63,22 +63,29 @@ def plan_on(config: Config, facts: ModelFacts, hardware: Hardware) -> Plan:
         return make_plan(config, facts, gpu=False)
     placement = place(config, hardware.idle)
     try:
-        plan = make_plan(
-            config,
-            facts,
-            gpu=True,
-            gpu_gib=hardware.gpu_gib,
-            shared=placement.shared,
-            taken_gib=hardware.taken_gib,
-            spec=hardware.spec,
-        )
-        check_host_memory(config, facts, plan.offload, placement)
+        return plan_placed(config, facts, hardware, placement)
     except DoesNotFit as error:
         raise ConfigError(f"{error}. {_HINT}. ({hardware})") from error
+
+
+def plan_placed(
+    config: Config, facts: ModelFacts, hardware: Hardware, placement: Placement
+) -> Plan:
+    """Plan a run whose actors have these GPUs. Raises ConfigError if the run does not fit."""
+    plan = make_plan(
+        config,
+        facts,
+        gpu=True,
+        gpu_gib=hardware.gpu_gib,
+        shared=placement.shared,
+        taken_gib=hardware.taken_gib,
+        spec=hardware.spec,
+    )
+    _check_host_memory(config, facts, plan.offload, placement)
     return plan
 
 
-def check_host_memory(
+def _check_host_memory(
     config: Config, facts: ModelFacts, offload: OffloadPlan, placement: Placement
 ) -> None:
     """Check that each machine has enough host memory for its trainer ranks.

@@ -50,12 +50,12 @@ def long(tokens: int, config: Config | None = None) -> Config:
 
 def exhaustive(search: LayoutSearch) -> list[Layout]:
     """Return all layouts that pass the search's memory check, by trying every combination."""
-    options, layouts = search.options, list[Layout]()
-    for seats in options.placements:
+    layouts = list[Layout]()
+    for seats in search.placements:
         ranks = seats.get("trainer.ranks", search.config.trainer.ranks)
-        learning = [way for sizes in options.learning(ranks) for way in sizes]
-        sampling = options.sampling(seats, fewer=search.strictness.fewer)
-        for parts in product(learning, options.turns, sampling):
+        learning = [way for sizes in search.learning(ranks) for way in sizes]
+        sampling = search.sampling(seats, fewer=search.strictness.fewer)
+        for parts in product(learning, search.turns, sampling):
             values = {**seats, **parts[0], **parts[1], **parts[2]}
             offloads = values.get("trainer.offload_optimizer")
             if offloads and not search.strictness.offload:
