@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,18 +61,16 @@ def choose(
     open_knobs &= relevant_knobs(config, hardware)
     if not open_knobs or not hardware.gpu or not hardware.gpu_gib:
         return Choice(config=config, plan=plan_on(config, facts, hardware))
+    search, layout = LayoutSearch(config, open_knobs, facts, hardware), None
     kept = {knob: value for knob, value in (previous or {}).items() if knob in open_knobs}
-    search = layout = None
     if kept:
-        try:
+        with suppress(ConfigError):  # the recipe has changed and forbids them
             rest = open_knobs - set(kept)
-            search = LayoutSearch(with_values(config, kept), rest, facts, hardware)
-            layout = search.best()
-        except ConfigError:  # the recipe has changed and forbids them
-            search = None
-    if search is None or layout is None:
-        kept, search = {}, LayoutSearch(config, open_knobs, facts, hardware)
-        layout = search.best()
+            again = LayoutSearch(with_values(config, kept), rest, facts, hardware)
+            if layout := again.best():
+                search = again
+    if layout is None:
+        kept, layout = {}, search.best()
     if layout is None:
         raise search.refusal()
     knobs = flatten_config(layout.config)
@@ -84,11 +83,8 @@ def choose(
 
 
 def relevant_knobs(config: Config, hardware: Hardware) -> frozenset[str]:
-    """Return the knobs that need to be chosen for this config.
-
-    Without rollouts, these are only trainer knobs. The numbers of ranks and engines are not chosen
-    if the number of GPUs is unknown.
-    """
+    """Return the knobs that need to be chosen: without rollouts only trainer knobs, and the numbers
+    of ranks and engines only if the number of GPUs is known."""
     counts = frozenset({"rollout.engines", "trainer.ranks"} if hardware.assumed else ())
     if config.data.sources:
         return KNOBS - counts
@@ -101,9 +97,9 @@ def _reasons(search: LayoutSearch, best: Layout) -> dict[str, str]:
 
     Most reasons compare the layout with one that differs only in this knob.
     """
-    config = best.config
-    share, size = config.rollout.gpu_memory_utilization, search.hardware.gpu_gib
-    at_once, engine = engine_sequences(config), best.plan.engine.parts
+    config, engine = best.config, best.plan.engine.parts
+    share = config.rollout.gpu_memory_utilization * search.hardware.gpu_gib
+    at_once = engine_sequences(config)
     step = config.algorithm.prompts_per_step * config.algorithm.group_size
     placed = [each for each in search.candidates if each.shared != best.shared]
     apart = min(placed, key=lambda each: each.cost, default=None)
@@ -111,7 +107,7 @@ def _reasons(search: LayoutSearch, best: Layout) -> dict[str, str]:
         "trainer.ranks": f"of {search.gpus} GPU(s)",
         "rollout.engines": "one per rank" if best.shared else "on the GPUs without a rank",
         "rollout.colocated": f"{yaml_value(not best.shared)} {_against(best, apart)}",
-        "rollout.gpu_memory_utilization": f"{gib(share * size * GIB)}: weights "
+        "rollout.gpu_memory_utilization": f"{gib(share * GIB)}: weights "
         f"{gib(engine['weights'])}, and the KV cache of "
         f"{min(at_once, best.plan.cached or 0)} of {at_once} sequences at full length",
         "rollout.max_num_seqs": f"a step has {step} sequences for {config.rollout.engines} "
@@ -125,15 +121,16 @@ def _reasons(search: LayoutSearch, best: Layout) -> dict[str, str]:
     values = {knob: knobs[knob] for knob in search.open_knobs}
     values.pop("rollout.gpu_memory_utilization", None)
     for knob in search.open_knobs - table.keys():
-        if isinstance(knobs[knob], bool):
-            others = [not knobs[knob]]
+        value = knobs[knob]
+        if isinstance(value, bool):
+            other = not value
         elif knob == "trainer.zero_stage":
-            others = [knobs[knob] - 1 if knobs[knob] else 1]
+            other = value - 1 if value else 1
         else:
-            tried = search.micro_batches(config.trainer.ranks)
-            others = [each[knob] for each in reversed(tried) if each[knob] > knobs[knob]]
+            tried = [each[knob] for each in search.micro_batches(config.trainer.ranks)]
+            other = min((size for size in tried if size > value), default=None)
         table[knob] = "a larger one is not useful"
-        for other in others[:1]:
+        if other is not None:
             compared = _against(best, search.layout({**values, knob: other}))
             table[knob] = f"{yaml_value(other)} {compared}"
     if search.strictness.spare == 1.0 and "trainer.micro_batch_tokens" in table:
@@ -160,15 +157,12 @@ class SavedChoice:
 
 
 def load_choice(config: Config, signature: Mapping[str, Any]) -> SavedChoice:
-    """Load the values that were saved for the run that is about to be resumed.
-
-    `signature` is the `Hardware.signature` of the current hardware. The values are dropped if it
-    differs from the saved one.
-    """
+    """Load the values that were saved for the run that is about to be resumed, unless the hardware
+    (`Hardware.signature`) has changed."""
     folder = Path(config.run.dir).expanduser()
-    latest = checkpoint.latest(folder / "checkpoints")
     saved = _read_cache(folder)
-    if saved is None or latest is None or config.run.resume == "never":
+    resumes = config.run.resume != "never" and checkpoint.latest(folder / "checkpoints")
+    if saved is None or not resumes:
         return SavedChoice()
     before = saved["hardware"]
     changes = [f"{k} {before.get(k)} → {v}" for k, v in signature.items() if before.get(k) != v]
@@ -191,8 +185,7 @@ def update_choice(folder: Path, values: Values) -> None:
     """Overwrite the saved values of knobs that were lowered during the run."""
     if saved := _read_cache(folder):
         before = saved["values"]
-        before.update({k: v for k, v in values.items() if k in before})
-        save_choice(folder, before, saved["hardware"])
+        save_choice(folder, {k: values.get(k, v) for k, v in before.items()}, saved["hardware"])
 
 
 def _read_cache(folder: Path) -> dict[str, dict[str, Any]] | None:

@@ -1,8 +1,7 @@
-"""Memory model: estimates how many bytes an engine and a trainer rank use on a GPU, and for what.
+"""Memory model: estimates how many bytes an engine and a trainer rank use, and for what.
 
 The estimates are computed from the model's configuration; docs/scaling.md compares them with
-measurements. On a CPU, they include the measured memory of a process after it has loaded its
-libraries.
+measurements.
 """
 
 from __future__ import annotations
@@ -68,14 +67,13 @@ class Memory:
         inside = " + ".join(f"{name} {gib(size)}" for name, size in self.parts.items() if size > 0)
         return f"{gib(self.total)} each ({inside})"
 
+    def largest_first(self, but: str = "") -> str:
+        parts = sorted(self.parts.items(), key=lambda part: -part[1])
+        return ", ".join(f"{name} {gib(size)}" for name, size in parts if size > 0 and name != but)
+
 
 def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.0f} MiB"
-
-
-def _largest_first(memory: Memory, but: str = "") -> str:
-    parts = sorted(memory.parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {gib(size)}" for name, size in parts if size > 0 and name != but)
 
 
 # Engine
@@ -98,15 +96,22 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     rollout, width = config.rollout, BYTES[config.engine_dtype]
     weights = facts.parameters * width / rollout.tensor_parallel
     if not gpu:
-        cache = rollout.kv_cache_gib * GIB
-        process = _ENGINE_PROCESS_GIB * GIB
+        cache, process = rollout.kv_cache_gib * GIB, _ENGINE_PROCESS_GIB * GIB
         return Memory(parts={"weights": weights, "process": process, "KV cache": cache})
     layer = layer_elements(facts, config) + (expert_elements(facts) if facts.moe_layers else 0.0)
     layer *= width * rollout.max_num_batched_tokens / rollout.tensor_parallel
+    sequences, longest = engine_sequences(config), config.max_context
+    tokens, prompt = sequences * longest, config.data.max_prompt_tokens
+    shares = rollout.enable_prefix_caching and facts.full_attention
+    # A window may fill with turns, whatever the prompt's length.
+    if shares and longest <= prompt + rollout.sampling.max_tokens:
+        # The last group of a batch may be split between engines.
+        groups = min(sequences, -(-sequences // config.algorithm.group_size) + 1)
+        tokens = sequences * (longest - prompt) + groups * prompt
     return Memory(
         parts={
             "weights": weights,
-            "KV cache": kv_token_bytes(config, facts) * _cached_tokens(config, facts),
+            "KV cache": kv_token_bytes(config, facts) * tokens,
             "activations": layer,
             "sampler": _SAMPLER_BYTES * rollout.max_num_seqs * facts.vocab_size,
             "CUDA": ENGINE_CUDA_GIB * GIB,
@@ -114,27 +119,11 @@ def engine_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     )
 
 
-def _cached_tokens(config: Config, facts: ModelFacts) -> int:
-    """Tokens in an engine's KV cache when all its completions reach their limits. A group shares
-    its prompt."""
-    sequences, longest = engine_sequences(config), config.max_context
-    prompt = config.data.max_prompt_tokens
-    shares = config.rollout.enable_prefix_caching and facts.full_attention
-    # A window may fill with turns, whatever the prompt's length.
-    if not shares or longest > prompt + config.rollout.sampling.max_tokens:
-        return sequences * longest
-    # The last group of a batch may be split between engines.
-    groups = min(sequences, -(-sequences // config.algorithm.group_size) + 1)
-    return sequences * (longest - prompt) + groups * prompt
-
-
 def read_together(config: Config, facts: ModelFacts) -> int:
-    """Return how many completions of a group read their shared prompt in one pass (cascade
-    attention)."""
+    """Return how many completions read their shared prompt in one pass (cascade attention)."""
     plain = not config.model.batch_invariant and config.engine_dtype != "float32"
-    if not (
-        plain and facts.head_size and config.rollout.cascades(full_attention=facts.full_attention)
-    ):
+    cascades = config.rollout.cascades(full_attention=facts.full_attention)
+    if not (plain and facts.head_size and cascades):
         return 1
     queries = facts.attention_width // facts.head_size // facts.kv_heads
     return min(config.algorithm.group_size, {1: 16, 2: 8, 3: 4, 4: 4}.get(queries, 1))
@@ -161,17 +150,15 @@ def cached_sequences(
     sequences = int((budget - rest) / one) if one else engine_sequences(config)
     if sequences < 1:
         raise DoesNotFit(
-            f"an engine's GPU needs {gib(rest + one)} ({_largest_first(memory, but='KV cache')}, "
+            f"an engine's GPU needs {gib(rest + one)} ({memory.largest_first(but='KV cache')}, "
             f"KV cache of one trajectory {gib(one)}), and {what}"
         )
     return sequences
 
 
 def guaranteed_cache_bytes(config: Config, facts: ModelFacts, gpu_gib: float) -> int:
-    """Return how many bytes of an engine's share are certain to be available for its KV cache.
-
-    Returns 0 if they are not enough for all completions. vLLM then has to measure its memory use.
-    """
+    """Return how many bytes of an engine's share are certain to be available for its KV cache, or 0
+    if they are not enough for all completions. vLLM then has to measure its memory use."""
     memory = engine_memory(config, facts, gpu=True)
     cache = memory.parts["KV cache"]
     rest = ENGINE_SPARE * (memory.total - cache) + ENGINE_SPARE_GIB * GIB
@@ -185,9 +172,8 @@ def guaranteed_cache_bytes(config: Config, facts: ModelFacts, gpu_gib: float) ->
 def packed(config: Config, ranks: int = 0, capacity: int = 0) -> tuple[int, int]:
     """Return a rank's number of micro-batches per optimizer step, and the tokens computed per step.
 
-    All trajectories are assumed to reach their length limits, and all ranks to be as busy as the
-    busiest one. A shared prompt counts once per micro-batch. If set, `ranks` and `capacity`
-    override the values in the recipe.
+    All trajectories are assumed to reach their length limits. A shared prompt counts once per
+    micro-batch. If set, `ranks` and `capacity` override the values in the recipe.
     """
     a, context = config.algorithm, config.max_context
     groups = -(-a.prompts_per_step // a.updates_per_batch)
@@ -204,24 +190,17 @@ def packed(config: Config, ranks: int = 0, capacity: int = 0) -> tuple[int, int]
     return count, tokens * ranks * a.prompts_per_step // groups
 
 
-def rank_tokens(config: Config) -> float:
-    """Return how many tokens of a micro-batch one rank computes.
-
-    A trajectory longer than the micro-batch limit becomes a micro-batch of its own.
-    """
+def _rank_tokens(config: Config) -> float:
+    """Return how many tokens of a micro-batch one rank computes."""
     longest = max(config.trainer.micro_batch_tokens, config.max_context)
     return longest / config.trainer.sequence_parallel
 
 
 def _learned_parameters(config: Config, facts: ModelFacts) -> tuple[int, int]:
-    """Return the number of trainable parameters, and how many of them are in routed experts.
-
-    Only the adapters are trained with LoRA, and only the indexer during its warm-up
-    (`trainer.attention`).
-    """
+    """Return the number of trainable parameters, and how many of them are in routed experts."""
     if config.model.lora.enabled:
         return config.model.lora.parameters(facts.projections), 0
-    if config.trainer.attention == "warm-up":
+    if config.trainer.attention == "warm-up":  # only the indexer learns
         return facts.indexer_parameters, 0
     return facts.parameters, facts.expert_parameters
 
@@ -236,12 +215,12 @@ def stage_in_use(config: Config, *, gpu: bool) -> int:
 def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
     """Estimate the memory of one rank.
 
-    ZeRO shards the optimizer state from stage 1 up, the gradients from stage 2 up, and the
-    parameters in stage 3. Expert parallelism shards the experts in every stage, and sequence
-    parallelism shards the tokens of a micro-batch.
+    ZeRO shards the optimizer state from stage 1, the gradients from stage 2, and the parameters in
+    stage 3. Expert parallelism shards the experts in every stage, and sequence parallelism shards
+    the tokens of a micro-batch.
     """
     trainer, count = config.trainer, facts.parameters
-    ranks, tokens = trainer.ranks, rank_tokens(config)
+    ranks, tokens = trainer.ranks, _rank_tokens(config)
     mixed = gpu and config.model.dtype != "float32"
     stage = stage_in_use(config, gpu=gpu)
     width = BYTES[config.model.dtype] if gpu else 4
@@ -270,9 +249,9 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
             frozen_copy * (shard if stage == 3 else held)
             + facts.teacher_parameters / (ranks if stage == 3 else 1)
         ),
-        "activations": activation_elements(facts, config) * width * tokens,
+        "activations": _activation_elements(facts, config) * width * tokens,
         "experts' tokens": kept_layers * expert_elements(facts) * width * tokens,
-        "support head": support_head_bytes(config, facts, width),
+        "support head": _support_head_bytes(config, facts, width),
     }
     if ranks > 1 or (stage >= 1 and not sums_in_float32(config.model.dtype, trainer)):
         buckets = _ZERO_2_BUCKETS if stage == 2 else 1
@@ -300,9 +279,8 @@ def trainer_memory(config: Config, facts: ModelFacts, *, gpu: bool) -> Memory:
 def update_copy_bytes(config: Config, parts: Mapping[str, float], *, gpu: bool) -> float:
     """Return the size of the second copy of the gradients that a rank needs during an update.
 
-    The copy arises when the rank joins its gradients into one tensor. ZeRO-3 joins only a few
-    layers at a time. There is no copy if gradients are summed in float32, or in 16 bits under
-    ZeRO-2. (DeepSpeed 0.19.8: `_build_compact_grad_partition_buffer` and
+    The copy arises when the rank joins its gradients into one tensor, which ZeRO-3 does for a few
+    layers at a time. (DeepSpeed 0.19.8: `_build_compact_grad_partition_buffer` and
     `flatten_dense_tensors_aligned`.)
     """
     trainer, stage = config.trainer, stage_in_use(config, gpu=gpu)
@@ -315,37 +293,28 @@ def update_copy_bytes(config: Config, parts: Mapping[str, float], *, gpu: bool) 
 
 
 def reading_ranks(trainer: TrainerConfig) -> int:
-    """Return how many ranks read the model from disk.
-
-    Rank 0 reads the weights, and DeepSpeed broadcasts them. Below ZeRO-3, however, each expert's
-    weights are read by the first rank that holds the expert.
-    """
+    """Return how many ranks read the model from disk: rank 0, or below ZeRO-3 the first rank that
+    holds each expert. DeepSpeed broadcasts the weights."""
     return 1 if trainer.zero_stage == 3 else trainer.expert_parallel
 
 
 def bucket_elements(trainer: TrainerConfig) -> int:
-    """Return the maximum size of a gradient bucket.
-
-    A single rank uses the smaller size, except under ZeRO-2, where the larger one was measured.
-    """
+    """Return the maximum size of a gradient bucket: smaller for a single rank, except under ZeRO-2,
+    where the larger one was measured."""
     lone = trainer.ranks == 1 and (trainer.zero_stage != 2 or trainer.offload_optimizer)
     return _LONE_BUCKET_ELEMENTS if lone else _BUCKET_ELEMENTS
 
 
 def sums_in_float32(dtype: str, trainer: TrainerConfig) -> bool:
-    """Return True if DeepSpeed's bfloat16 optimizer sums gradients in float32.
-
-    See trainer/engine/deepspeed_internals.py.
-    """
+    """Return True if DeepSpeed's bfloat16 optimizer sums gradients in float32
+    (trainer/engine/deepspeed_internals.py)."""
     return dtype == "bfloat16" and trainer.zero_stage <= 1 and not trainer.offload_optimizer
 
 
-def support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
-    """Return the memory that the support head needs.
-
-    It consists of the gradients of its weight and hidden states, and buffers for kept token ids.
-    """
-    tokens = rank_tokens(config)
+def _support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
+    """Return the memory for the gradients of the support head's weight and hidden states, and for
+    buffers of kept token ids."""
+    tokens = _rank_tokens(config)
     gradients = width * facts.hidden_size * (facts.vocab_size + tokens)
     whole = _HEAD_CHUNK_BYTES * facts.vocab_size
     if not config.rollout.sampling.truncated:
@@ -358,14 +327,13 @@ def support_head_bytes(config: Config, facts: ModelFacts, width: int) -> float:
 # Elements per token of a layer, in units of the compute dtype
 
 
-def activation_elements(facts: ModelFacts, config: Config) -> float:
+def _activation_elements(facts: ModelFacts, config: Config) -> float:
     """Return the number of elements per token that all layers hold at the peak, without experts'
     tokens.
 
-    The peak is at the start of the backward pass. At that time, each layer holds the elements that
-    it keeps (`layer_elements`). With checkpointing, it holds only its input and possibly the output
-    of attention. All elements of the last layer and its gradients are added to this (two for the
-    MLP and one for the residual stream).
+    The peak is at the start of the backward pass: each layer holds what it keeps (with
+    checkpointing only its input and possibly the output of attention), and the last layer holds all
+    its elements and gradients (two for the MLP and one for the residual stream).
     """
     trainer, residual = config.trainer, facts.hidden_size * (1 + config.model.wide_residual)
     whole = layer_elements(facts, config)
@@ -378,16 +346,15 @@ def activation_elements(facts: ModelFacts, config: Config) -> float:
 
 
 def layer_elements(facts: ModelFacts, config: Config, *, compiled: bool = False) -> float:
-    """Return the number of elements per token that an average layer keeps for its backward pass.
+    """Return the number of elements per token that an average layer keeps for its backward pass,
+    without experts.
 
-    Experts are not included. The elements are the residual stream before and after attention; the
-    outputs of norms (2 hidden sizes); queries and keys before and after norm and rotary embedding,
-    values and the output of attention (3 attention widths, 3 key widths); and the gate, up
-    projection, activation and product of the MLP (4 widths). Norms that are not fused also keep a
-    float32 input and the normalised values.
-
-    If the layer is `compiled`, the outputs of norms, the activation and the product are recomputed.
-    A block of experts is outside the compiled graph, so its input is kept.
+    These are the residual stream before and after attention; the outputs of norms (2 hidden sizes);
+    queries and keys before and after norm and rotary embedding, values and the output of attention
+    (3 attention widths, 3 key widths); and the gate, up projection, activation and product of the
+    MLP (4 widths). Norms that are not fused also keep a float32 input and the normalised values.
+    If the layer is `compiled`, the outputs of norms, the activation and the product are recomputed,
+    but the input of a block of experts is kept.
     """
     hidden = facts.hidden_size
     stream = 2 * hidden * (1 + config.model.wide_residual)
@@ -400,31 +367,26 @@ def layer_elements(facts: ModelFacts, config: Config, *, compiled: bool = False)
 
 
 def normed_elements(facts: ModelFacts) -> float:
-    """Return the number of elements per token that pass through the norms of an average layer.
-
-    These are the residual stream (twice), the queries and the keys.
-    """
+    """Return the number of elements per token that pass through the norms of an average layer: the
+    residual stream (twice), the queries and the keys."""
     return 2 * facts.hidden_size + facts.attention_width + key_width(facts)
 
 
 def elementwise_elements(facts: ModelFacts) -> float:
-    """Return the number of elements per token that an average layer moves between its GEMMs.
+    """Return the number of elements per token that an average layer moves between its GEMMs in a
+    forward pass, without experts.
 
-    This is for a forward pass, without experts. Two norms and two residual sums move 10 hidden
-    sizes, norms and rotary embedding move 12 widths each of queries and keys, and the MLP's
-    activation and product move 5 widths.
+    Two norms and two residual sums move 10 hidden sizes, norms and rotary embedding move 12 widths
+    each of queries and keys, and the MLP's activation and product move 5 widths.
     """
     heads = facts.attention_width + key_width(facts)
     return 10 * facts.hidden_size + 12 * heads + 5 * _mlp_width(facts)
 
 
 def expert_elements(facts: ModelFacts) -> float:
-    """Return the number of elements per token that the experts of a MoE layer keep for the backward
-    pass.
-
-    These are copies of the token to and from each expert (2 hidden sizes), the gate, the up
-    projection and the product. If experts are not fused, they also include the activation.
-    """
+    """Return the number of elements per token that the experts of a MoE layer keep: copies of the
+    token to and from each expert (2 hidden sizes), the gate, the up projection, the product, and
+    the activation if experts are not fused."""
     copies = 2 * facts.experts_per_token * facts.hidden_size
     return copies + (3 if facts.fused_experts else 4) * _expert_width(facts)
 
@@ -478,11 +440,8 @@ def needed_bytes(config: Config, memory: Memory, *, shared: bool) -> float:
 
 
 def least_bytes(config: Config, memory: Memory) -> float:
-    """Return how many bytes a rank needs on the GPU if it offloads as much as possible.
-
-    It then offloads the optimizer state during forward and backward passes, and the reference model
-    during an update.
-    """
+    """Return how many bytes a rank needs on the GPU if it offloads the optimizer state during
+    forward and backward passes, and the reference model during an update."""
     return max(memory.total - memory.parts["optimizer"], _update_bytes(config, memory))
 
 
@@ -506,10 +465,7 @@ def held_bytes(memory: Memory) -> float:
 def offload_plan(
     config: Config, memory: Memory, gpu_gib: float, *, shared: bool, taken_gib: float = 0.0
 ) -> OffloadPlan:
-    """Decide what a rank offloads to host memory.
-
-    If the GPU memory is unknown (0), the rank offloads everything.
-    """
+    """Decide what a rank offloads to host memory: everything if the GPU memory is unknown (0)."""
     if not offloads(config, shared=shared):
         return OffloadPlan()
     parts, state = memory.parts, memory.parts["optimizer"]
@@ -541,10 +497,8 @@ def offload_plan(
 
 
 def staying_gib(config: Config, memory: Memory, plan: OffloadPlan | None = None) -> float:
-    """Return how many GiB a rank keeps on the GPU while an engine samples.
-
-    If `plan` is None, a rank that offloads is assumed to keep as little as possible.
-    """
+    """Return how many GiB a rank keeps on the GPU while an engine samples. Without a `plan`, a rank
+    that offloads is assumed to keep as little as possible."""
     if config.trainer.offload_while_sampling and plan is None:
         return _fixed_gib(config) + _RESIDUE_GIB
     # PyTorch's cached memory stays, too: 23.4 GiB where weights, optimizer and reference are 19.1.
@@ -558,11 +512,8 @@ def _fixed_gib(config: Config) -> float:
 
 
 def host_bytes(config: Config, facts: ModelFacts, plan: OffloadPlan) -> float:
-    """Return the minimum host memory that a rank needs.
-
-    An offloaded optimizer needs room for master weights, moments, gradients and outgoing weights.
-    Whatever is offloaded for time-sharing is added.
-    """
+    """Return the minimum host memory that a rank needs: for the master weights, moments, gradients
+    and outgoing weights of an offloaded optimizer, and for what is offloaded for time-sharing."""
     trainer = config.trainer
     learned, _ = _learned_parameters(config, facts)
     each = 20 if trainer.zero_stage == 3 else 18
@@ -573,11 +524,11 @@ def host_bytes(config: Config, facts: ModelFacts, plan: OffloadPlan) -> float:
 def can_start_together(
     config: Config, facts: ModelFacts, gpu_gib: float, taken_gib: float, *, stepping: bool = False
 ) -> bool:
-    """Return True if an engine and a rank that share a GPU fit on it while both start.
+    """Return True if an engine and a rank that share a GPU fit on it while both start, and if
+    `stepping`, while the rank computes a whole micro-batch.
 
-    The engine needs its whole share to be free. It must also not be disturbed while it measures its
-    KV cache (`guaranteed_cache_bytes`). If `stepping` is set, both also have to fit while the rank
-    computes a whole micro-batch.
+    The engine needs its whole share to be free, and must not be disturbed while it measures its
+    KV cache (`guaranteed_cache_bytes`).
     """
     if config.rollout.time_share or not guaranteed_cache_bytes(config, facts, gpu_gib):
         return False
@@ -614,5 +565,5 @@ def check_trainer_fits(
         limit += f", shared with an engine that takes {taken:.2g} of it"
     at_a_time = " at a time" if needs < memory.total else ""
     raise DoesNotFit(
-        f"a trainer rank needs {gib(needs)}{at_a_time} ({_largest_first(memory)}), and {limit}"
+        f"a trainer rank needs {gib(needs)}{at_a_time} ({memory.largest_first()}), and {limit}"
     )

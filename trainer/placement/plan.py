@@ -176,7 +176,7 @@ def describe(
     `data` has one line per source, and `seats` has one per node. `time` is the estimate for a CPU.
     If `trains` is False, rows about steps are left out.
     """
-    gpu, judge = hardware.gpu, config.rewards.judge
+    gpu, judge, time = hardware.gpu, config.rewards.judge, plan.time or time
     a, r, t, sampling = config.algorithm, config.rollout, config.trainer, config.rollout.sampling
     lines: list[str] = []
 
@@ -200,67 +200,68 @@ def describe(
             f"{steps} = {steps * a.updates_per_batch} optimizer steps on "
             f"{steps * sequences:,} completions; lr {t.lr:g} ({t.schedule})",
         )
-    evaluations = _sampling_text(config.sampling("eval"))
-    heldout = any(source.holdout for source in config.data.sources)
-    differs = heldout and evaluations != _sampling_text(sampling)
+    trained, evaluated = _sampling_text(sampling), _sampling_text(config.sampling("eval"))
+    differs = trained != evaluated and any(source.holdout for source in config.data.sources)
     row(
         "sampling",
-        f"{_sampling_text(sampling)}, at most {sampling.max_tokens} tokens",
-        *[f"evaluations: {evaluations}"] * differs,
+        f"{trained}, at most {sampling.max_tokens} tokens",
+        *[f"evaluations: {evaluated}"] * differs,
     )
     if trains:
         mask = "off" if a.mask_delta is None else f"δ = {a.mask_delta:g}"
+        held = f", its mass held with weight {a.kept_mass_coef:g}" * bool(a.kept_mass_coef)
         row(
             "stabilisers",
             f"KL {a.kl}; sequence mask {mask}; "
             f"Keep Routing {_replay(bool(facts.moe_layers), a.keep_routing)}; "
-            f"Keep Sampling Mask {_replay(sampling.truncated, a.keep_sampling_mask)}"
-            + f", its mass held with weight {a.kept_mass_coef:g}"
-            * bool(a.kept_mass_coef),
+            f"Keep Sampling Mask {_replay(sampling.truncated, a.keep_sampling_mask)}{held}",
         )
     served = f", the judge's vLLM server of {judge.model}" * judge.serve
     row("actors", f"{r.engines} vLLM engine(s), {ranks_line(config, gpu=gpu)}{served}")
     row("hardware", str(hardware) if gpu else "on CPU")
     row("placement", *seats)
+    memory = [f"{'a GPU of an engine' if gpu else 'engine'}: {plan.engine}"]
+    if plan.cached is not None:
+        sequences, share = engine_sequences(config), r.gpu_memory_utilization
+        held = f"all {sequences} sequences at full length"
+        if plan.cached < sequences:
+            held = (
+                f"{plan.cached} of {sequences} sequences at full length; others will be preempted "
+                "and recomputed (rollout.max_num_seqs)"
+            )
+        memory.append(
+            f"  it takes {gib(share * hardware.gpu_gib * GIB)} (rollout.gpu_memory_utilization = "
+            f"{share:g}): its KV cache holds {held}"
+        )
     peak = f", peak {gib(plan.peak)}" if plan.peak < plan.trainer.total else ""
-    away = (
-        f"  time-shared with the engine (rollout.time_share): {gib(plan.offload.sampling)} of it "
-        "then wait in host memory"
-    )
-    row(
-        "memory",
-        f"{'a GPU of an engine' if gpu else 'engine'}: {plan.engine}",
-        *_cache_lines(config, plan, hardware),
-        f"trainer rank: {plan.trainer}{peak}",
-        *[away] * (gpu and r.time_share),
-    )
-    time = plan.time or time
+    memory.append(f"trainer rank: {plan.trainer}{peak}")
+    if gpu and r.time_share:
+        memory.append(
+            "  time-shared with the engine (rollout.time_share): "
+            f"{gib(plan.offload.sampling)} of it then wait in host memory"
+        )
+    row("memory", *memory)
     row("time", *(time.lines() if time else ()))
     row("run folder", config.run.dir)
     return "\n".join(lines)
 
 
 def model_line(config: Config, facts: ModelFacts) -> str:
-    experts = ", dense"
+    experts, adapters, lora = ", dense", "", config.model.lora
     if facts.moe_layers:
         experts = (
             f", {facts.moe_layers} MoE layers of {facts.experts} experts "
             f"({facts.experts_per_token} per token)"
         )
+    if lora.enabled:
+        targets = ", ".join(name for name in lora.targets if name in facts.projections)
+        count = _count(lora.parameters(facts.projections))
+        adapters = f"; LoRA of rank {lora.rank} on {targets}: {count} trainable parameters"
     return (
         f"{config.model.path}: {_count(facts.parameters)} parameters "
         f"({_count(facts.active_parameters)} active), {facts.layers} layers{experts}, "
-        f"vocabulary {facts.vocab_size:,}, {config.model.dtype}{_lora(config, facts)}"
+        f"vocabulary {facts.vocab_size:,}, {config.model.dtype}{adapters}"
     )
-
-
-def _lora(config: Config, facts: ModelFacts) -> str:
-    lora = config.model.lora
-    if not lora.enabled:
-        return ""
-    targets = ", ".join(name for name in lora.targets if name in facts.projections)
-    count = _count(lora.parameters(facts.projections))
-    return f"; LoRA of rank {lora.rank} on {targets}: {count} trainable parameters"
 
 
 def ranks_line(config: Config, *, gpu: bool) -> str:
@@ -272,20 +273,6 @@ def ranks_line(config: Config, *, gpu: bool) -> str:
         + ", optimizer in host memory" * t.offload_optimizer
         + ", compiled" * t.compile
     )
-
-
-def _cache_lines(config: Config, plan: Plan, hardware: Hardware) -> list[str]:
-    if plan.cached is None:
-        return []
-    sequences, share = engine_sequences(config), config.rollout.gpu_memory_utilization
-    held = f"all {sequences}" if plan.cached >= sequences else f"{plan.cached} of {sequences}"
-    rest = "; others will be preempted and recomputed (rollout.max_num_seqs)"
-    return [
-        f"  it takes {gib(share * hardware.gpu_gib * GIB)} (rollout.gpu_memory_utilization = "
-        f"{share:g}): its KV cache holds {held} sequences at full length"
-        + rest
-        * (plan.cached < sequences)
-    ]
 
 
 def _sampling_text(sampling: SamplingConfig) -> str:
