@@ -21,12 +21,11 @@ from keel.trainer.run.progress import waiting
 _POLL_S = 1.0
 
 
-class Downloader:
+class _Downloader:
     """Ray actor that downloads a model to the hub cache of its node."""
 
     def fetch(self, path: str) -> None:
-        """Download the missing files of a model. The hub client drops stalled connections and
-        retries."""
+        """Download the missing files of a model."""
         if download := Download.of(path):
             download.fetch()
 
@@ -51,28 +50,25 @@ def download_on_nodes(path: str, *, nodes: Collection[str] = ()) -> None:
         for node, host in hosts.items():
             strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
             options = {"num_cpus": 0, "scheduling_strategy": strategy}
-            actors.append(ray_timeouts.create(Downloader, "download", options))
+            actors.append(ray_timeouts.create(_Downloader, "download", options))
             pending[ray_timeouts.call(actors[-1].fetch, path)] = host
         with waiting(f"downloading {path} on {len(hosts)} other node(s)") as wait:
             while pending:
                 wait.note = ", ".join([*pending.values()][:3]) + " …" * (len(pending) > 3)
                 done, _ = ray_timeouts.wait([*pending], seconds=_POLL_S)
                 for request in done:
-                    _check(request, path, pending.pop(request))
+                    host = pending.pop(request)
+                    try:
+                        ray_timeouts.get(request, seconds=ray_timeouts.CALL_S)
+                    except (RayError, TimeoutError) as error:
+                        reason = ray_timeouts.cause(error)
+                        kind = ConfigError if isinstance(reason, ConfigError) else RuntimeError
+                        text = " ".join(str(reason).split())[:300]
+                        raise kind(
+                            f"node {host} did not finish its download of {path} ({text}). Check "
+                            "the node, or put the model on shared storage (HF_HOME, or model.path: "
+                            "a folder there)"
+                        ) from error
     finally:
         for actor in actors:
             ray_timeouts.kill(actor)
-
-
-def _check(request: Any, path: str, host: str) -> None:
-    try:
-        ray_timeouts.get(request, seconds=ray_timeouts.CALL_S)
-    except (RayError, TimeoutError) as error:
-        reason = ray_timeouts.cause(error)
-        if isinstance(reason, ConfigError):
-            raise ConfigError(f"node {host}: {reason}") from error
-        raise RuntimeError(
-            f"node {host} did not finish its download of {path} "
-            f"({' '.join(str(reason).split())[:300]}). Check the node, or put the model on shared "
-            "storage (HF_HOME, or model.path: a folder there)"
-        ) from error

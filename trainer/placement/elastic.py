@@ -22,9 +22,8 @@ from keel.configs.diff import diff_configs, flatten_config
 from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts
 from keel.model.ray_timeouts import CALL_S, bounded
-from keel.trainer.placement import hardware as hardware_rules
 from keel.trainer.placement.choose import choose, yaml_value
-from keel.trainer.placement.hardware import Hardware, Node, allowed, place
+from keel.trainer.placement.hardware import RANK_CPUS, Hardware, Node, allowed, place
 from keel.trainer.placement.layouts import Values, with_values
 from keel.trainer.placement.nodes import cluster_nodes
 from keel.trainer.placement.oom_recovery import REDUCED_KNOBS, OomRecovery
@@ -35,7 +34,7 @@ from keel.trainer.run.progress import waiting
 from keel.trainer.run.restarts import RESUME_HINT
 
 POLL_S = 2.0
-SILENT_NODES_S = 90.0
+_SILENT_NODES_S = 90.0
 """Maximum wait for nodes that do not answer. By then, Ray has declared dead nodes lost."""
 _THREADS = 32
 _MAX_LAYOUTS = 64
@@ -62,8 +61,7 @@ class ElasticLayouts:
     say: Callable[[str], object] = print
     nodes: Callable[[], list[Node]] = cluster_nodes
     silent: Callable[[], list[str]] = list[str]
-    """Function that returns the hosts of nodes that do not answer although Ray considers them
-    alive."""
+    """Returns the hosts of nodes that do not answer although Ray considers them alive."""
     clock: Callable[[], float] = time.monotonic
     pause: Callable[[float], object] = time.sleep
     joinable: bool = True
@@ -80,15 +78,13 @@ class ElasticLayouts:
         first, self._begun = not self._begun, True
         alone, shortage = first and not self.joinable, ""
         config = whole = self._with_reductions()
-        idle: Sequence[Node] = ()
-        if not first or whole.trainer.min_ranks:
+        elastic, idle = not first or whole.trainer.min_ranks > 0, list[Node]()
+        if elastic:
             self._wait_for_silent_nodes()
+        if elastic or not self.hardware.gpu:  # else GPUs are reserved and waited for later
             nodes = self.nodes()
             idle = [node.empty() for node in nodes]
-            shortage = self._shortage(whole, idle if alone else nodes)
-        elif not self.hardware.gpu:  # GPUs are reserved and waited for later
-            idle = [node.empty() for node in self.nodes()]
-            shortage = self._shortage(whole, idle)
+            shortage = self._shortage(whole, nodes if elastic and not alone else idle)
         if shortage and alone:
             smaller, reason = self._fewer(whole, idle) if self._min_ranks else (None, _REMEDY)
             if smaller is None:
@@ -118,7 +114,7 @@ class ElasticLayouts:
     def _wait_for_silent_nodes(self) -> None:
         """Wait until Ray has declared dead nodes lost. Until then, it would start actors there."""
         began, warned = self.clock(), False
-        while (silent := self.silent()) and self.clock() - began < SILENT_NODES_S:
+        while (silent := self.silent()) and self.clock() - began < _SILENT_NODES_S:
             if not warned:
                 warned = True
                 self._tell(
@@ -136,12 +132,12 @@ class ElasticLayouts:
             except ConfigError as error:
                 return str(error)
             return ""
-        ranks, each = config.trainer.ranks, hardware_rules.RANK_CPUS
-        if sum(int(node.free_cpus / each) for node in nodes) >= ranks:
+        ranks = config.trainer.ranks
+        if sum(int(node.free_cpus / RANK_CPUS) for node in nodes) >= ranks:
             return ""
         return (
-            f"the recipe needs {ranks} trainer ranks of {each:g} CPU cores, and the cluster has "
-            f"{sum(node.free_cpus for node in nodes):g} free cores"
+            f"the recipe needs {ranks} trainer ranks of {RANK_CPUS:g} CPU cores, and the cluster "
+            f"has {sum(node.free_cpus for node in nodes):g} free cores"
         )
 
     def _wait(self, whole: Config, shortage: str) -> Config:
@@ -189,26 +185,24 @@ class ElasticLayouts:
         return config
 
     def _fewer(self, whole: Config, nodes: Sequence[Node]) -> tuple[Config | None, str]:
-        """Return the config with the most ranks and engines that fit on these nodes.
-
-        If no config fits, return None and the reason.
-        """
+        """Return the config with the most ranks and engines that fit on these nodes, or None and
+        the reason."""
         free = [
             replace(node, gpus=node.free_gpus, cpus=int(node.free_cpus))
             for node in allowed(nodes, whole.run)
         ]
+        gpus = None
+        if self.hardware.gpu:
+            gpus = sum(node.gpus for node in free) - whole.rewards.judge.gpus
         hardware = replace(self.hardware, nodes=tuple(n for n in free if n.gpus))
         open_knobs = frozenset(self.chosen)
         if self.lowering.times:
             open_knobs -= {f"trainer.{name}" for name in REDUCED_KNOBS}
         sized = open_knobs - {RANKS, ENGINES}
-        reason = f"No layout of at least {self._min_ranks} ranks (trainer.min_ranks) fits there"
-        gpus = None
-        if self.hardware.gpu:
-            gpus = sum(node.gpus for node in free) - whole.rewards.judge.gpus
         candidates = ((each, sized) for each in smaller_configs(whole, self._min_ranks, gpus=gpus))
         if {RANKS, ENGINES} <= open_knobs and free:
             candidates = chain([(whole, open_knobs)], candidates)
+        reason = f"No layout of at least {self._min_ranks} ranks (trainer.min_ranks) fits there"
         for config, knobs in islice(candidates, _MAX_LAYOUTS):
             if knobs == sized and self._shortage(config, free):
                 continue

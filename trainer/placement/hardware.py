@@ -46,10 +46,7 @@ class GpuSpec:
     """True if FlashAttention-4 supports the GPU (Hopper and Blackwell)."""
 
     def between(self, gpus: int) -> float:
-        """Return the bandwidth between this many GPUs.
-
-        Within a node, this is the bandwidth of the links; across nodes, it is that of the network.
-        """
+        """Return the bandwidth between this many GPUs, which may be on several nodes."""
         return self.link_bytes if gpus <= self.node_gpus else self.network_bytes
 
 
@@ -87,10 +84,7 @@ first match is used."""
 
 
 def spec_of(name: str) -> GpuSpec:
-    """Return the spec of a GPU, given the name reported by the driver.
-
-    A GPU that is not listed gets the rates of an H200 and a name that says so.
-    """
+    """Return the spec of a GPU with this name. A GPU that is not listed gets an H200's rates."""
     default = GpuSpec()
     if not name:
         return default
@@ -109,7 +103,7 @@ def spec_of(name: str) -> GpuSpec:
     return replace(default, name=f"{default.name} (Keel has no rates of {name})", flash4=flash4)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Kind:
     """All actors of one kind.
 
@@ -136,22 +130,11 @@ class _Kind:
 def _kinds(config: Config) -> list[_Kind]:
     r, t, judge = config.rollout, config.trainer, config.rewards.judge
     engines = r.engines if config.data.sources else 0  # SFT samples nothing
-    kinds = (
-        _Kind(name=RANK, count=t.ranks, gpus=1, knobs="trainer.ranks"),
-        _Kind(
-            name=ENGINE,
-            count=engines,
-            gpus=r.tensor_parallel,
-            knobs="rollout.engines or rollout.tensor_parallel",
-        ),
-        _Kind(
-            name=JUDGE,
-            count=min(1, judge.gpus),
-            gpus=judge.gpus,
-            knobs="rewards.judge.server.tensor_parallel",
-        ),
-    )
-    return [kind for kind in kinds if kind.count]
+    knobs = "rollout.engines or rollout.tensor_parallel"
+    kinds = [_Kind(RANK, t.ranks, 1, "trainer.ranks")]
+    kinds += [_Kind(ENGINE, engines, r.tensor_parallel, knobs)] * bool(engines)
+    judging = _Kind(JUDGE, 1, judge.gpus, "rewards.judge.server.tensor_parallel")
+    return [*kinds, *[judging] * bool(judge.gpus)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,8 +210,7 @@ class Hardware:
         """Return a warning if other processes use GPU memory, or an empty string."""
         return (
             f"other processes hold {gib(self.taken_gib * GIB)} of a GPU's "
-            f"{gib(self.gpu_gib * GIB)} (see nvidia-smi). The plan leaves that out; end them to "
-            "use all of it"
+            f"{gib(self.gpu_gib * GIB)} (see nvidia-smi). The plan leaves that out"
         ) * bool(self.taken_gib)
 
     @property
@@ -258,10 +240,6 @@ class Seat:
     node."""
     shared: bool = False
     """True if the actor shares its GPUs with the actor of another kind that has the same index."""
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        return () if self.first is None else tuple(range(self.first, self.first + self.gpus))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,43 +293,40 @@ class Placement:
 
 
 def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement:
-    """Assign GPUs to all actors and return the placement.
+    """Assign GPUs to all actors, or only to those of one kind.
 
-    If `only` is set, only actors of this kind are placed. Engines share GPUs with ranks if
-    `rollout.colocated` is set or there is only one GPU. Raises ConfigError if there are not enough
-    free GPUs, or if no node has enough of them for one actor.
+    Engines share GPUs with ranks if `rollout.colocated` is set or there is only one GPU. Raises
+    ConfigError if there are not enough free GPUs, or if no node has enough of them for one actor.
     """
     nodes = list(nodes)
     placed = [kind for kind in _kinds(config) if only in ("", kind.name)]
-    needed = sum(kind.count * kind.gpus for kind in placed)
     available = sum(node.free_gpus for node in nodes)
     single = available == sum(node.gpus for node in nodes) <= 1
-    if not only and (config.rollout.colocated or (single and needed == len(placed) == 2)):
+    paired = [kind.name for kind in placed] == [RANK, ENGINE] and _gpus(placed) == 2
+    if not only and (config.rollout.colocated or (single and paired)):
         placed = [
             replace(kind, guest=ENGINE) if kind.name == RANK else kind
             for kind in placed
             if kind.name != ENGINE
         ]
-        needed = sum(kind.count * kind.gpus for kind in placed)
-    if available < needed:
-        raise _too_small(config, f"needs {needed} GPU(s)", nodes, placed)
+    if available < _gpus(placed):
+        raise _too_small(config, f"needs {_gpus(placed)} GPU(s)", nodes, placed)
     if not only and config.rollout.time_share and not any(kind.guest for kind in placed):
         raise ConfigError(
             "rollout.time_share: engines and trainer have separate GPUs here, so it gains "
             "nothing. Switch it off, or let them share GPUs with rollout.colocated"
         )
-    remaining = dict(enumerate(nodes))
-    assigned: dict[int, list[tuple[_Kind, int]]] = {index: [] for index in remaining}
+    remaining = list(nodes)
+    assigned: list[list[tuple[_Kind, int]]] = [[] for _ in nodes]
     for kind in sorted(placed, key=lambda kind: -kind.gpus):
         done = 0
-        while done < kind.count:
-            rooms = {index: node.room(kind) for index, node in remaining.items()}
-            missing = kind.count - done
-            enough = [index for index, room in rooms.items() if room >= missing]
+        while missing := kind.count - done:
+            rooms = [node.room(kind) for node in remaining]
+            enough = [index for index, room in enumerate(rooms) if room >= missing]
             if enough:  # the smallest node that holds all of them
-                index = min(enough, key=lambda i: (remaining[i].free_gpus, i))
+                index = min(enough, key=lambda i: remaining[i].free_gpus)
             else:  # fill the largest
-                index = max(rooms, key=lambda i: (rooms[i], -i))
+                index = max(range(len(rooms)), key=rooms.__getitem__)
             count = min(rooms[index], missing)
             if not count:
                 what = f"needs room on one node for each {kind.name} of {kind.gpus} GPU(s)"
@@ -365,15 +340,19 @@ def place(config: Config, nodes: Iterable[Node], *, only: str = "") -> Placement
             )
             done += count
     seats: list[Seat] = []
-    for index, node in enumerate(nodes):
+    for node, actors in zip(nodes, assigned, strict=True):
         first = 0
-        for kind, number in assigned[index]:
+        for kind, number in actors:
             known = first if node.free_gpus == node.gpus and not node.in_use else None
             for name in filter(None, (kind.name, kind.guest)):
                 seat = Seat(kind=name, index=number, node=node, gpus=kind.gpus, first=known)
                 seats.append(replace(seat, shared=bool(kind.guest)))
             first += kind.gpus
     return Placement(seats=tuple(seats))
+
+
+def _gpus(kinds: Sequence[_Kind]) -> int:
+    return sum(kind.count * kind.gpus for kind in kinds)
 
 
 def _too_small(
@@ -398,9 +377,9 @@ def assumed_nodes(config: Config, *, node_gpus: int) -> list[Node]:
 
     Each node has `node_gpus` GPUs, or as many as the largest actor needs.
     """
-    placed = _kinds(config)
-    size = max(node_gpus, *(kind.gpus for kind in placed))
-    most = sum(-(-kind.count // (size // kind.gpus)) for kind in placed)
+    kinds = _kinds(config)
+    size = max(node_gpus, *(kind.gpus for kind in kinds))
+    most = sum(-(-kind.count // (size // kind.gpus)) for kind in kinds)
     for count in range(1, most):
         with suppress(ConfigError):
             place(config, idle_nodes(count, size))

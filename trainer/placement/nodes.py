@@ -10,7 +10,6 @@ import logging
 import os
 import secrets
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -204,24 +203,18 @@ def gpu_gib() -> float:
     return min(sizes, default=0) / GIB
 
 
-def gpu_name() -> str:
-    return torch.cuda.get_device_properties(0).name if torch.cuda.is_available() else ""
-
-
 def visible_gpus() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.cuda.device_count()
 
 
-def taken_gib(*, least: bool = False) -> float:
-    """Return how much memory other processes use on this machine's busiest GPU, in GiB.
+def _taken_gib(*, least: bool = False) -> float:
+    """Return how much memory other processes use on this machine's busiest GPU in GiB, or 0 if this
+    is unknown.
 
-    Returns 0 if this is unknown. If `least` is set, the least busy GPU counts instead; this is
-    right for a cluster, where Ray assigns the free GPUs.
+    If `least` is set, the least busy GPU counts instead; this is right for a cluster, where Ray
+    assigns the free GPUs.
     """
-    program = shutil.which("nvidia-smi")
-    if not program or not visible_gpus():
-        return 0.0
-    command = [program, "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -252,12 +245,12 @@ def detect_hardware(config: Config) -> Hardware:
     nodes = tuple(allowed(_detect_nodes(), run))
     if address and len(nodes) > 1:  # other nodes may have other GPUs
         size = run.gpu_gib or whole
-    taken = taken_gib(least=bool(address))
+    taken = _taken_gib(least=bool(address))
     return Hardware(
         gpu=True,
         nodes=nodes,
         gpu_gib=size,
-        gpu_name=torch.cuda.get_device_properties(0).name if torch.cuda.is_available() else "",
+        gpu_name=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "",
         taken_gib=max(0.0, taken - max(0.0, whole - size)),  # others may use the rest
         note=f"the cluster at {address}" if address else "this machine",
     )
@@ -285,11 +278,8 @@ def _detect_nodes() -> list[Node]:
 
 
 def with_missing_nodes(hardware: Hardware, config: Config) -> Hardware:
-    """Return the hardware, plus the nodes that the full recipe still needs.
-
-    Nodes are added only if `trainer.min_ranks` is set. Each of them is like the largest node
-    present. The run is planned at full size but starts on the nodes that are present.
-    """
+    """Return the hardware, plus the nodes that an elastic run (`trainer.min_ranks`) still needs for
+    its full size, each like the largest one present."""
     trainer, run = config.trainer, config.run
     elastic = 0 < trainer.min_ranks < trainer.ranks
     if not hardware.found or not hardware.nodes or not elastic:
@@ -311,11 +301,8 @@ def with_missing_nodes(hardware: Hardware, config: Config) -> Hardware:
 
 
 def planned_hardware(config: Config) -> Hardware:
-    """Return the hardware that `keel check` plans for.
-
-    It is the hardware described in the recipe, or else the detected hardware, or else as many nodes
-    as the recipe needs.
-    """
+    """Return the hardware that `keel check` plans for: the described one, or else the detected one,
+    or else as many nodes as the recipe needs."""
     hardware, run = detect_hardware(config), config.run
     size, nodes = run.gpu_gib or hardware.gpu_gib, hardware.nodes
     layout = [run.gpus_per_node] * run.nodes

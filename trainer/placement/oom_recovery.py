@@ -18,7 +18,7 @@ REDUCED_KNOBS = ("micro_batch_tokens", "activation_checkpointing", "keep_attenti
 _MAX_REDUCTIONS = 3  # if more are needed, the memory model is wrong by more than a few per cent
 
 
-class RetryableLearner(Protocol):
+class _RetryableLearner(Protocol):
     @property
     def version(self) -> int: ...
     def step(self, groups: Sequence[ScoredGroup]) -> StepResult: ...
@@ -36,12 +36,9 @@ class OomRecovery:
     """True if the run has fewer ranks or engines than its recipe asks for (`elastic`)."""
 
     def after(self, error: OutOfMemory) -> str:
-        """Change the config to use less memory, and return a message that describes the change.
-
-        The change is also saved in the run folder. Raises `error` if no further reduction is
-        possible.
-        """
-        reduced = with_less_memory(self.config) if self.times < _MAX_REDUCTIONS else None
+        """Change the config to use less memory, save the change in the run folder, and return a
+        message. Raises `error` if no further reduction is possible."""
+        reduced = _with_less_memory(self.config) if self.times < _MAX_REDUCTIONS else None
         if reduced is None:
             raise error
         before, now = self.config.trainer, reduced.trainer
@@ -60,7 +57,7 @@ class OomRecovery:
 class RetryOnOom:
     """A learner that retries a step that ran out of memory."""
 
-    learner: RetryableLearner
+    learner: _RetryableLearner
     lowering: OomRecovery
     say: Callable[[str], object]
 
@@ -93,12 +90,9 @@ class RetryOnOom:
         return replace(result, metrics=metrics)
 
 
-def with_less_memory(config: Config) -> Config | None:
-    """Return a config that needs less memory, or None if nothing is left to change.
-
-    First, micro-batches are halved until they hold one trajectory. Next, activation checkpointing
-    is turned on. Finally, attention outputs are no longer kept.
-    """
+def _with_less_memory(config: Config) -> Config | None:
+    """Return a config with half the micro-batch, then with activation checkpointing, then without
+    kept attention outputs, or None if nothing is left to change."""
     trainer, least = config.trainer, config.max_context
     if trainer.micro_batch_tokens > least:
         trainer = replace(trainer, micro_batch_tokens=max(least, trainer.micro_batch_tokens // 2))

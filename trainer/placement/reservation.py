@@ -49,8 +49,8 @@ def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterato
     GPUs in time.
     """
     place(config, [node.empty() for node in allowed(cluster_nodes(), config.run)], only=only)
-    end, reservation = time.monotonic() + timeout_s, None
-    while reservation is None:
+    end = time.monotonic() + timeout_s
+    while True:
         reason = "Ray did not grant GPUs that looked free"
         try:
             placement = place(config, allowed(cluster_nodes(), config.run), only=only)
@@ -60,7 +60,6 @@ def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterato
             group = bounded(partial(_group, placement), CALL_S, "take a reservation")
             grant_s = max(0.0, min(_GRANT_S, end - time.monotonic()))
             if bounded(partial(group.wait, grant_s), CALL_S, "report reservations"):
-                reservation = Reservation(placement=placement, group=group)
                 break
             _release(group)
         if time.monotonic() + _POLL_S >= end:
@@ -69,16 +68,14 @@ def reserve_gpus(config: Config, *, timeout_s: float, only: str = "") -> Iterato
             )
         time.sleep(_POLL_S)
     try:
-        yield reservation
+        yield Reservation(placement=placement, group=group)
     finally:
-        _release(reservation.group)
+        _release(group)
 
 
 def _group(placement: Placement) -> PlacementGroup:
     """Create a placement group with one bundle for each actor that owns GPUs, on the actor's node.
-
-    If the actor has a guest, the bundle includes another CPU core.
-    """
+    A guest needs another CPU core in it."""
     owners = _owners(placement)
     return placement_group(
         [{"CPU": 2.0 if seat.shared else 1.0, "GPU": float(seat.gpus)} for seat in owners],

@@ -79,8 +79,8 @@ def test_colocated_engines_share_gpus_with_ranks() -> None:
     placement = place(recipe, nodes(4, 4))
     assert homes(placement, ENGINE) == homes(placement, RANK) == ["n0"] * 4 + ["n1"] * 2
     for seat in placement.seats:
-        assert seat.shared and seat.ids == placement.owner(seat.kind, seat.index).ids
-        assert placement.owner(seat.kind, seat.index).kind == RANK
+        owner = placement.owner(seat.kind, seat.index)
+        assert seat.shared and (owner.kind, owner.first) == (RANK, seat.first)
     assert list(placement.lines()) == [
         "n0: engines 0–3 on GPUs 0–3, shared; trainer ranks 0–3 on GPUs 0–3, shared",
         "n1: engines 4–5 on GPUs 0–1, shared; trainer ranks 4–5 on GPUs 0–1, shared",
