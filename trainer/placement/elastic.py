@@ -22,8 +22,9 @@ from keel.configs.diff import diff_configs, flatten_config
 from keel.configs.schema import Config, ConfigError
 from keel.model.load import ModelFacts
 from keel.model.ray_timeouts import CALL_S, bounded
+from keel.trainer.placement import hardware as hardware_rules
 from keel.trainer.placement.choose import choose, yaml_value
-from keel.trainer.placement.hardware import RANK_CPUS, Hardware, Node, allowed, place
+from keel.trainer.placement.hardware import Hardware, Node, allowed, place
 from keel.trainer.placement.layouts import Values, with_values
 from keel.trainer.placement.nodes import cluster_nodes
 from keel.trainer.placement.oom_recovery import REDUCED_KNOBS, OomRecovery
@@ -132,11 +133,11 @@ class ElasticLayouts:
             except ConfigError as error:
                 return str(error)
             return ""
-        ranks = config.trainer.ranks
-        if sum(int(node.free_cpus / RANK_CPUS) for node in nodes) >= ranks:
+        ranks, each = config.trainer.ranks, hardware_rules.RANK_CPUS
+        if sum(int(node.free_cpus / each) for node in nodes) >= ranks:
             return ""
         return (
-            f"the recipe needs {ranks} trainer ranks of {RANK_CPUS:g} CPU cores, and the cluster "
+            f"the recipe needs {ranks} trainer ranks of {each:g} CPU cores, and the cluster "
             f"has {sum(node.free_cpus for node in nodes):g} free cores"
         )
 

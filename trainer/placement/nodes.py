@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -214,7 +215,10 @@ def _taken_gib(*, least: bool = False) -> float:
     If `least` is set, the least busy GPU counts instead; this is right for a cluster, where Ray
     assigns the free GPUs.
     """
-    command = ["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
+    program = shutil.which("nvidia-smi")
+    if not program:
+        return 0.0
+    command = [program, "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_S, check=True)
     except (OSError, subprocess.SubprocessError):
