@@ -12,7 +12,7 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 
-from keel.trainer.run.trackers.tracker import PROJECT, RunEnd
+from keel.trainer.run.trackers.sender import PROJECT, RunEnd
 
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _MAX_PARAMS, _PARAM_CHARACTERS, _TAG_CHARACTERS = 100, 6000, 5000

@@ -8,32 +8,103 @@ steps that a resumed run repeats are not sent again.
 from __future__ import annotations
 
 import json
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import asdict, is_dataclass
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from keel.configs.schema import Config
-from keel.trainer.run.journal import Journal
+from keel.configs.diff import flatten_config
+from keel.configs.schema import Config, ConfigError
 from keel.trainer.run.signals import preempted
-from keel.trainer.run.trackers.tracker import (
-    RunEnd,
-    Tracker,
-    make_tracker,
-    plain_knobs,
-    without_secrets,
-)
 
+if TYPE_CHECKING:  # `check_trackers` runs before torch is loaded
+    from keel.trainer.run.journal import Journal
+
+RunEnd = Literal["finished", "stopped", "failed"]
+"""How a run ended. A run that is `stopped` can be resumed with the same command."""
+PROJECT = "keel"
+"""Default project name. Environment variables can override it."""
 EVENT = "tracker"
 """Kind of the events written by this module. They are not sent to trackers."""
+_CLASSES = {"wandb": "Wandb", "mlflow": "Mlflow", "trackio": "Trackio"}
+"""The class of each tracker. The key is the name of its package, its pip extra and its module in
+this folder."""
 _RETRY_S, _HANG_S = 30.0, 120.0
 _ABANDONED = "keel-abandoned-"
 """Prefix for the names of abandoned threads."""
 _CLOSE_S, _HURRY_S = 60.0, 5.0
 """Maximum wait at the end of a run, normally and after a preemption."""
+
+
+class Tracker(Protocol):
+    """Sends the metrics and events of a run to an experiment tracker.
+
+    All methods except `abandon` are called from one thread and may block. If a call raises an
+    exception, it is repeated.
+    """
+
+    remedy: str
+    """What the user can do after a failure."""
+
+    def open(self, folder: Path, id: str, knobs: Mapping[str, Any]) -> tuple[str, str]:
+        """Start a run, or resume the run with this `id` if it is not empty.
+
+        Returns the id, and the place where the run's curves can be viewed.
+        """
+        ...
+
+    def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
+        """Log the metrics of a step, in order. `time` is in seconds since the epoch. If an
+        evaluation was made later, its step is logged a second time."""
+        ...
+
+    def event(self, step: int, time: float, kind: str, text: str) -> None: ...
+
+    def close(self, end: RunEnd) -> None:
+        """Send everything that is still in a buffer."""
+        ...
+
+    def abandon(self) -> None:
+        """Stop a tracker whose thread hangs, so that the process can exit."""
+        ...
+
+
+def make_tracker(name: str) -> Tracker:
+    return getattr(import_module(f"{__package__}.{name}"), _CLASSES[name])()
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Check that the requested trackers can be used.
+
+    Raises ConfigError if a package is not installed or W&B has no API key.
+    """
+    for name in names:
+        if find_spec(name) is None:
+            raise ConfigError(
+                f"run.trackers: {name}: the package is not installed. Run pip install '.[{name}]' "
+                "in Keel's checkout, or remove it from run.trackers"
+            )
+        if name == "wandb" and not _wandb_has_key():
+            raise ConfigError(
+                f"run.trackers: {name}: there is no API key. Run `wandb login`, set WANDB_API_KEY, "
+                "or set WANDB_MODE=offline"
+            )
+
+
+def _wandb_has_key() -> bool:
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE", "online") != "online":
+        return True
+    import wandb  # noqa: PLC0415  (takes a second, and is optional)
+
+    return wandb.setup().settings.mode != "online" or wandb.login(prompt=False, verify=False)
 
 
 class TrackerThread:
@@ -53,11 +124,8 @@ class TrackerThread:
         self.name, self._make, self._folder, self._knobs = name, make, folder, knobs
         self._say, self._retry_s, self._hang_s = say, retry_s, hang_s
         self._file = folder / "trackers" / f"{name}.json"
-        state = _read_state(self._file)
-        self._id: str = state.get("id", "")
-        self.step: int = state.get("step", -1)
-        """The last step that has been sent."""
-        self._events_sent: int = state.get("events", 0)
+        self._sent = {"id": "", "step": -1, "events": 0, **_read_state(self._file)}
+        """The tracker's id of the run, the last step and the number of events it has received."""
         self._tracker: Tracker | None = None
         self._opened = False
         self._metrics, self._events = folder / "metrics.jsonl", folder / "events.jsonl"
@@ -72,6 +140,11 @@ class TrackerThread:
         self._wake.set()
         self._thread = threading.Thread(target=self._run, name=f"keel-{name}", daemon=True)
         self._thread.start()
+
+    @property
+    def step(self) -> int:
+        """The last step that has been sent."""
+        return self._sent["step"]
 
     def wake(self) -> None:
         """Tell the thread that there are new lines. Prints a warning if the tracker hangs."""
@@ -117,7 +190,7 @@ class TrackerThread:
                     self._say(f"{self.name} has caught up with the run")
             except (Exception, SystemExit) as error:  # packages may raise anything
                 self._not_before = time.monotonic() + self._retry_s
-                text = " ".join(without_secrets(f"{type(error).__name__}: {error}").split())
+                text = " ".join(_without_secrets(f"{type(error).__name__}: {error}").split())
                 self._warn(f"failed ({text})")
             self._busy_since = 0.0
             if end is not None:
@@ -126,10 +199,10 @@ class TrackerThread:
     def _send(self) -> None:
         if self._tracker is None or not self._opened:
             tracker = self._tracker = self._make()
-            self._id, location = tracker.open(self._folder.resolve(), self._id, self._knobs)
+            run, location = tracker.open(self._folder.resolve(), self._sent["id"], self._knobs)
             self._opened = True
-            self._progressed()
-            self._say(f"{self.name}: {without_secrets(location)}")
+            self._progressed(id=run)
+            self._say(f"{self.name}: {_without_secrets(location)}")
         for line in self._unread(self._metrics):
             step, at = line.pop("step"), line.pop("time")
             # An evaluation that was made after a resume is a second line for its step.
@@ -138,14 +211,12 @@ class TrackerThread:
                 # Trackers group metrics by the part before a slash.
                 grouped = {n if "/" in n else f"train/{n}": value for n, value in line.items()}
                 self._tracker.log(step, at, grouped)
-                self.step = step
-                self._progressed()
+                self._progressed(step=step)
         for line in self._unread(self._events):
-            if self._events_read >= self._events_sent:
+            if self._events_read >= self._sent["events"]:
                 if line["kind"] != EVENT:
                     self._tracker.event(line["step"], line["time"], line["kind"], line["text"])
-                self._events_sent = self._events_read + 1
-                self._progressed()
+                self._progressed(events=self._events_read + 1)
             self._events_read += 1
 
     def _unread(self, path: Path) -> Iterator[dict[str, Any]]:
@@ -160,20 +231,17 @@ class TrackerThread:
                     yield json.loads(line)
                 self._position[path] += len(line)
 
-    def _progressed(self) -> None:
+    def _progressed(self, **sent: Any) -> None:
         self._busy_since = time.monotonic()
+        self._sent |= sent
         self._file.parent.mkdir(exist_ok=True)
         partial = self._file.with_suffix(".tmp")
-        state = {"id": self._id, "step": self.step, "events": self._events_sent}
-        partial.write_text(json.dumps(state))
+        partial.write_text(json.dumps(self._sent))
         partial.replace(self._file)
 
 
 def has_abandoned_threads() -> bool:
-    """Return True if an abandoned thread is still running.
-
-    Such a thread may crash the interpreter at exit.
-    """
+    """Return True if an abandoned thread, which may crash the interpreter at exit, still runs."""
     return any(thread.name.startswith(_ABANDONED) for thread in threading.enumerate())
 
 
@@ -218,7 +286,7 @@ def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Conf
     """Start sending the metrics and events of a run to `run.trackers`, until `stack` is closed."""
     if not (names := config.run.trackers):
         return
-    say, knobs = partial(journal.say, EVENT), plain_knobs(config)
+    say, knobs = partial(journal.say, EVENT), _plain_knobs(config)
     threads = [TrackerThread(n, partial(make_tracker, n), folder, knobs, say) for n in names]
     trackers = Trackers(threads, say)
     journal.on_write = trackers.wake
@@ -232,3 +300,24 @@ def open_trackers(stack: ExitStack, journal: Journal, folder: Path, config: Conf
         trackers.close(end, journal.step, _HURRY_S if hurry else _CLOSE_S)
 
     stack.push(close)
+
+
+def _plain_knobs(config: Config) -> dict[str, Any]:
+    """Return all knobs that are set, as JSON values.
+
+    They are safe to upload: recipes contain no keys, only the names of environment variables.
+    """
+
+    def plain(value: Any) -> Any:
+        return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
+
+    flat = flatten_config(config)
+    return {knob: json.loads(json.dumps(value, default=plain)) for knob, value in flat.items()}
+
+
+def _without_secrets(text: str) -> str:
+    """Remove the values of secret environment variables, and passwords in URLs, from a text."""
+    for name, value in os.environ.items():
+        if re.search(r"KEY|TOKEN|SECRET|PASSWORD", name) and len(value) >= 8:
+            text = text.replace(value, "…")
+    return re.sub(r"//[^/@\s]+@", "//…@", text)

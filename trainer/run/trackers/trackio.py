@@ -13,7 +13,7 @@ from typing import Any
 
 import trackio
 
-from keel.trainer.run.trackers.tracker import PROJECT, RunEnd
+from keel.trainer.run.trackers.sender import PROJECT, RunEnd
 
 
 class Trackio:

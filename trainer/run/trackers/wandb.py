@@ -13,7 +13,7 @@ import psutil
 import wandb
 
 from keel.trainer.run.signals import signals_blocked
-from keel.trainer.run.trackers.tracker import PROJECT, RunEnd
+from keel.trainer.run.trackers.sender import PROJECT, RunEnd
 
 _SERVER_TIMEOUT_S = 60.0
 _PROCESS = "wandb-core"

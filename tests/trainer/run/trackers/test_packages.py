@@ -22,12 +22,11 @@ RUN = """
 import sys
 from pathlib import Path
 from functools import partial
-from keel.trainer.run.trackers.tracker import check_trackers, make_tracker
 from keel.trainer.placement.ray_internals import exit_now
-from keel.trainer.run.trackers.sender import TrackerThread, Trackers, has_abandoned_threads
+from keel.trainer.run.trackers.sender import *
 names = ["wandb", "mlflow", "trackio"]
 check_trackers(names)
-say = lambda text: print(text, flush=True)
+say = partial(print, flush=True)
 how = (Path(sys.argv[1]), {"data.sources[s].size": 1}, say)
 threads = [TrackerThread(n, partial(make_tracker, n), *how) for n in names]
 Trackers(threads, say).close("finished", 3, seconds=float(sys.argv[2]))

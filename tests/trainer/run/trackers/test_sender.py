@@ -13,16 +13,14 @@ from keel.commands import dispatch as commands
 from keel.configs.load import load_config
 from keel.configs.schema import ConfigError
 from keel.trainer.run.journal import note
-from keel.trainer.run.trackers import tracker as interface
+from keel.trainer.run.trackers import sender as interface
 from keel.trainer.run.trackers.sender import (
     EVENT,
+    RunEnd,
     Trackers,
     TrackerThread,
-    has_abandoned_threads,
-)
-from keel.trainer.run.trackers.tracker import (
-    RunEnd,
     check_trackers,
+    has_abandoned_threads,
 )
 from tests.waiting import PATIENCE_S, wait_for
 
