@@ -235,7 +235,7 @@ class LayoutSearch:
         ways = [(False, fixed[1])]
         if self.config.algorithm.max_lag == 0 and self.config.algorithm.publish_every == 1:
             ways += [(True, False), (True, True)]
-        values = [dict(zip(knobs, way, strict=True)) for way in ways]
+        values: list[dict[str, Any]] = [dict(zip(knobs, way, strict=True)) for way in ways]
         return [self._open(way) for way in values if closed.items() <= way.items()]
 
     def learning(self, ranks: int) -> Iterator[list[Values]]:
