@@ -29,6 +29,11 @@ def reply(**verdicts: str) -> str:
     return json.dumps({key: {"reason": "r", "verdict": v} for key, v in verdicts.items()})
 
 
+def said(text: str) -> TextTrajectory:
+    message = {"role": "assistant", "content": text, "raw": text}
+    return TextTrajectory(messages=(message,), finish_reason="stop", sampled_tokens=1)
+
+
 def written(folder: Path, *options: str, rows: tuple[dict[str, Any], ...] = (ROW,)) -> Path:
     source, out = folder / "labelled.jsonl", folder / "out.jsonl"
     source.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
