@@ -23,10 +23,6 @@ from keel.agents.types import (
 from keel.rl.turns import Chat, Message, ToolSpec
 from keel.rl.types import ENVIRONMENT, Prompt, Verdict
 
-_CURES = {
-    "hang": ". Make it open faster, or raise the deadline open_s",
-    "memory": ". Make it smaller, or raise memory_mib",
-}
 _VERDICT_S = 20.0
 """Time limit for the verdict in seconds."""
 
@@ -60,16 +56,16 @@ async def probe(
     """Open an episode for `task`, ask for a verdict and close the episode. A failed verdict is only
     logged, since it may need a turn first. Raises ValueError if the environment cannot be opened,
     its tools are invalid, or its opening does not fit the window."""
-    name = program.target if isinstance(program, Program) else program.name
-    fork_server = fork_server_for(program) if isinstance(program, Program) else None
-    inner = (
-        Hosted(program, fork_server=fork_server)
-        if isinstance(program, Program)
-        else McpEpisode(program)
-    )
+    fork_server, disabled_reason = None, ""
+    if isinstance(program, Program):
+        name, where = program.target, f"interpreter {program.python}, "
+        fork_server = fork_server_for(program)
+        inner = Hosted(program, fork_server=fork_server)
+    else:
+        name, where = program.name, ""
+        inner = McpEpisode(program)
     environment = WithSystemPrompt(inner, prompt)
     verdict: Verdict | Unscored | None = None
-    disabled_reason = ""
     began = time.monotonic()
     try:
         opening = await environment.open(task, seed=seed)
@@ -83,50 +79,49 @@ async def probe(
                 verdict = Unscored(reason=f"it took more than {_VERDICT_S:g} s")
     except EnvironmentLost as error:
         output = f". Its last words: {error.output}" if error.output else ""
-        where = f"folder {program.folder or Path.cwd()}"
-        if isinstance(program, Program):
-            where = f"interpreter {program.python}, {where}"
         raise ValueError(
             f"environment {name} cannot be opened for task {task.prompt_id}: "
-            f"{error.detail.removeprefix(f'{name}: ')} ({where}){output}"
-            f"{_CURES.get(error.fault, '')}"
+            f"{error.detail.removeprefix(f'{name}: ')} "
+            f"({where}folder {program.folder or Path.cwd()}){output}"
         ) from error
     finally:
         await environment.close()
         if fork_server is not None:
             disabled_reason = fork_server.disabled_reason
             await fork_server.close()
-    if [message["content"] for message in opening.messages] == [f"(task {task.prompt_id})"]:
-        raise ValueError(
-            f"environment {name} does not open its tasks, and they have no prompt (source: "
-            "environment). Add a method `opening(self, task, seed)` that returns the user's "
-            "message or a list of messages, or take the tasks from a file (source: jsonl)"
-        )
     is_grader = task.reward.get("kind") == ENVIRONMENT
-    if not inner.grades and is_grader:
-        raise ValueError(
-            f"environment {name} has no `verdict`, and nothing else grades its tasks. Add a method "
-            "`verdict` that returns a number from 0 to 1, or a dict of them with one named "
-            "`correct`, or take the tasks from a file (source: jsonl) whose lines have answers"
+    problem = ""
+    if [message["content"] for message in opening.messages] == [f"(task {task.prompt_id})"]:
+        problem = (
+            "it does not open its tasks, and they have no prompt (source: environment). Add a "
+            "method `opening(self, task, seed)` that returns the user's message or a list of "
+            "messages, or take the tasks from a file (source: jsonl)"
         )
-    problem = verdict.reason if isinstance(verdict, Unscored) else ""
-    if isinstance(verdict, Verdict) and is_grader and "correct" not in verdict.parts:
+    elif is_grader and not inner.grades:
+        problem = (
+            "it has no `verdict`, and nothing else grades its tasks. Add a method `verdict` that "
+            "returns a number from 0 to 1, or a dict of them with one named `correct`, or take the "
+            "tasks from a file (source: jsonl) whose lines have answers"
+        )
+    if problem:
+        raise ValueError(f"environment {name}: {problem}")
+    if isinstance(verdict, Unscored):
+        problem = verdict.reason
+    elif verdict is not None and is_grader and "correct" not in verdict.parts:
         problem = f"it has no part `correct`, and has {', '.join(verdict.parts) or 'none'}"
     if problem:
         logging.getLogger(__name__).warning(
             "environment %s: no verdict right after the opening of task %s: %s. Trajectories "
             "without a verdict are dropped. Fix `verdict`, unless it needs a turn first",
-            name,
-            task.prompt_id,
-            problem,
+            *(name, task.prompt_id, problem),
         )
-    tokens = None if chat is None else _count_tokens(name, task, opening, chat, thinking)
-    if tokens is not None and tokens >= window:
-        raise ValueError(
-            f"environment {name}: the opening of task {task.prompt_id} with {len(opening.tools)} "
-            f"tools has {tokens} tokens, and agents.window = {window}. Raise agents.window, offer "
-            "fewer tools, or shorten the opening"
-        )
+    tokens = None
+    if chat is not None:
+        try:
+            tokens = _count_tokens(opening, chat, window, thinking)
+        except ValueError as error:
+            message = f"environment {name}: the opening of task {task.prompt_id} {error}"
+            raise ValueError(message) from error
     return Probe(
         messages=opening.messages,
         tools=opening.tools,
@@ -137,22 +132,19 @@ async def probe(
     )
 
 
-def _count_tokens(name: str, task: Prompt, opening: Opening, chat: Chat, thinking: bool) -> int:
+def _count_tokens(opening: Opening, chat: Chat, window: int, thinking: bool) -> int:
     if opening.messages[-1]["role"] == "assistant":
-        raise ValueError(
-            f"environment {name}: the opening of task {task.prompt_id} ends with an assistant "
-            "message. End it with a user message for the policy to answer"
-        )
+        raise ValueError("ends with an assistant message. End it with a user message")
     try:
         ids = chat.opening(opening.messages, opening.tools, thinking=thinking)
         plain = chat.opening(opening.messages, (), thinking=thinking) if opening.tools else []
     except ValueError as error:
-        raise ValueError(
-            f"environment {name}: the opening of task {task.prompt_id} cannot be rendered: {error}"
-        ) from error
+        raise ValueError(f"cannot be rendered: {error}") from error
     if ids == plain:
+        raise ValueError("has tools, which the tokenizer's chat template does not show")
+    if len(ids) >= window:
         raise ValueError(
-            f"environment {name} has tools, and the tokenizer's chat template shows none of them. "
-            "Use a tokenizer whose chat_template lists tools"
+            f"with {len(opening.tools)} tools has {len(ids)} tokens, and agents.window = {window}. "
+            "Raise agents.window, offer fewer tools, or shorten the opening"
         )
     return len(ids)

@@ -61,8 +61,6 @@ class AgentProgram:
     """Use the verdict that the program writes. A policy that can run commands could forge it."""
 
     def __post_init__(self) -> None:
-        if not self.command:
-            raise ValueError("agent program: command is empty")
         if reserved := [name for name in self.env if name in _RESERVED_ENV]:
             raise ValueError(f"agent program: env must not set {reserved[0]}, which Keel sets")
         if self.folder is not None and not self.folder.is_dir():

@@ -173,7 +173,7 @@ class TrajectoryRecorder:
     async def _turn(self, request: ChatRequest) -> Reply:
         self._check_open()
         keys, tools_key = prefix_keys(request.messages), key_of_tools(request.tools)
-        request_key = f"{keys[-1]} {tools_key} {request.may_call} {request.max_tokens}"
+        request_key = f"{keys[-1]} {tools_key} {request.may_call} {request.limit}"
         if lost := self._lost.get(request_key):
             self.counts["repeated"] += 1
             return lost.pop(0)
@@ -184,7 +184,7 @@ class TrajectoryRecorder:
             await request.check_tools()
             self._checked_tools.add(tools_key)
         before, ids = self.index.find_context(request, keys, tools_key, self._growing)
-        limit = await self._admit(len(ids), request.max_tokens)
+        limit = await self._admit(len(ids), request.limit)
         # No await between here and the sampling, so no other turn extends the same record.
         record, how = SegmentRecord(self._prompt_id, ids), "branched" if before else "rendered"
         if (

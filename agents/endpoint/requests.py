@@ -6,8 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
@@ -24,11 +23,6 @@ _MAX_DEPTH = 120
 """Maximum nesting depth of a request."""
 MAX_VALUES = 1 << 20
 """Maximum number of commas and opening brackets in a request, which block the event loop."""
-_WITHOUT_EFFECT = (
-    *("user", "metadata", "store", "service_tier", "safety_identifier"),
-    *("prompt_cache_key", "prompt_cache_retention"),
-)
-"""Fields that do not affect sampling. They are ignored without a warning."""
 _DISTRIBUTION = "it would change the sampling distribution, and the samples are trained on"
 _STRUCTURED = (
     "structured output is not supported, since a grammar's masks are not recorded. Ask for the "
@@ -162,36 +156,47 @@ class _StreamOptions(_Model):
     include_usage: bool = False
 
 
-class _Request(_Model):
-    """The fields of a request. Null counts as missing. Unknown fields are in `model_extra`."""
+class ChatRequest(_Model):
+    """A request for one turn. Null counts as missing. Unknown fields are in `model_extra`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    messages: Annotated[list[_Message], FailFast()] = Field(min_length=1)
+    sent: Annotated[list[_Message], FailFast()] = Field(alias="messages", min_length=1)
+    sent_tools: Annotated[list[_Tool], FailFast()] = Field([], alias="tools")
     model: str = ""
-    tools: Annotated[list[_Tool], FailFast()] = []
     tool_choice: str = "auto"
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
 
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        """The messages with texts as contents, objects as arguments, and results in the order of
+        calls."""
+        return tuple(_convert_messages(self.sent))
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest:
-    """A validated request for one turn."""
+    @cached_property
+    def tools(self) -> tuple[ToolSpec, ...]:
+        empty: dict[str, Any] = {"type": "object", "properties": {}}
+        return tuple(
+            ToolSpec(
+                name=tool.function.name,
+                description=tool.function.description or "",
+                parameters=tool.function.parameters or empty,
+            )
+            for tool in self.sent_tools
+        )
 
-    messages: tuple[Message, ...]
-    """The messages with texts as contents, objects as arguments, and results in the order of calls.
-    """
-    tools: tuple[ToolSpec, ...]
-    may_call: bool
-    """False if the client must not receive any calls (`tool_choice: none`)."""
-    max_tokens: int | None
-    stream: bool
-    include_usage: bool
-    """True if a stream must end with a chunk that reports the token usage."""
-    model: str
+    @property
+    def may_call(self) -> bool:
+        """False if the client must not receive any calls (`tool_choice: none`)."""
+        return self.tool_choice == "auto"
+
+    @property
+    def limit(self) -> int | None:
+        limits = (self.max_tokens, self.max_completion_tokens)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def characters(self) -> int:
@@ -228,33 +233,18 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         if name in _SUPPORTED and value not in _SUPPORTED[name][0]:
             raise invalid_field(name, _SUPPORTED[name][1])
     try:
-        request = _Request.model_validate(fields)
+        request = ChatRequest.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]]
         raise invalid_field("".join(parts).removeprefix("."), first["msg"]) from error
     for name in request.model_extra or ():
-        if name not in _WITHOUT_EFFECT and name not in _SUPPORTED:
+        if name not in _SUPPORTED:
             _warn_ignored(name, "the recipe decides how the policy is sampled")
-    if any(tool.function.strict for tool in request.tools):
+    if any(tool.function.strict for tool in request.sent_tools):
         _warn_ignored("tools[].function.strict", _DISTRIBUTION)
-    limits = (request.max_tokens, request.max_completion_tokens)
-    return ChatRequest(
-        messages=tuple(_convert_messages(request.messages)),
-        tools=tuple(
-            ToolSpec(
-                name=tool.function.name,
-                description=tool.function.description or "",
-                parameters=tool.function.parameters or {"type": "object", "properties": {}},
-            )
-            for tool in request.tools
-        ),
-        may_call=request.tool_choice == "auto",
-        max_tokens=min((limit for limit in limits if limit is not None), default=None),
-        stream=request.stream,
-        include_usage=request.stream_options.include_usage,
-        model=request.model,
-    )
+    _ = request.messages  # raises now if they are invalid
+    return request
 
 
 @lru_cache(maxsize=50)  # once per name

@@ -299,21 +299,18 @@ class Endpoint:
 async def _send(
     request: web.Request, chat_request: ChatRequest, reply: replies.Reply
 ) -> web.StreamResponse:
-    model = chat_request.model
+    model, is_anthropic = chat_request.model, _is_anthropic(request)
     if chat_request.stream:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
-        events = (
-            anthropic.events(reply, model)
-            if _is_anthropic(request)
-            else replies.events(reply, model, include_usage=chat_request.include_usage)
-        )
-        for event in events:
+        usage = chat_request.stream_options.include_usage
+        events = replies.events(reply, model, include_usage=usage)
+        for event in anthropic.events(reply, model) if is_anthropic else events:
             await response.write(event)
     else:
-        answer = anthropic.answer if _is_anthropic(request) else replies.completion
+        answer = anthropic.answer if is_anthropic else replies.completion
         response = web.json_response(answer(reply, model))
         await response.prepare(request)
     await response.write_eof()

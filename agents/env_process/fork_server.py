@@ -151,7 +151,8 @@ class ForkServer:
         assert process is not None
         if isinstance(error, TimeoutError):
             fault = "hang"
-            message = f"open did not end within {self._program.deadlines.open_s:g} s"
+            limit_s = self._program.deadlines.open_s
+            message = f"open did not end within {limit_s:g} s (environment.open_s)"
         lost = await process.lost(fault, "open", message)
         message = f"{self._program.target}: {lost.detail}"
         return EnvironmentLost(lost.fault, "open", message, lost.output)

@@ -60,7 +60,7 @@ SOURCES = {
         ("hints:Bad", "parameter x", "dataclass"),
         ("hints:Good", "'Good'", "Bad"),
         ("hangs", "within 1 s", "open_s"),
-        ("eats:Shop", "memory_mib = 512", "raise memory_mib"),
+        ("eats:Shop", "memory", "memory_mib = 512"),
         ("opens:Shop", "KeyError: 'no such shop'", "opens.py"),
     ],
 )
