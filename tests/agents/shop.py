@@ -149,19 +149,6 @@ class Graded:
         return self._verdict
 
 
-class Quiz:
-    """Answers the policy as the user; has no tools."""
-
-    def opening(self) -> str:
-        return "What is 2 + 2?"
-
-    def reply(self, text: str) -> str | None:
-        return None if "4" in text else "Try again."
-
-    def verdict(self) -> float:
-        return 0.0
-
-
 class Offers:
     """Offers the configured tools."""
 

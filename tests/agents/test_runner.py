@@ -111,11 +111,9 @@ def test_dropped_episode_keeps_its_siblings() -> None:
 
 
 def test_engine_error_fails_the_group() -> None:
-    def fails(context: str, turn: int) -> str:
-        raise ValueError("prompt s/1: too long")
-
-    factory = Factory()
-    with running(Policy(fails), factory) as runner, pytest.raises(ValueError, match="s/1"):
+    factory, policy = Factory(), Policy([])
+    policy.fail = ValueError("prompt s/1: too long")
+    with running(policy, factory) as runner, pytest.raises(ValueError, match="s/1"):
         runner.submit(TASK, group_size=3, purpose="train").result(PATIENCE_S)
     assert factory.open == 0
 

@@ -25,6 +25,7 @@ from keel.rl.turns import TurnRequest, TurnResult
 from keel.rl.types import ENVIRONMENT, Group, Prompt, Purpose, Verdict
 from keel.trainer.build_agents import spoken_ids
 from tests.agents.endpoint import kit
+from tests.agents.endpoint.kit import check_law
 from tests.agents.episodes import held, more, run
 from tests.agents.scripted import BUDGET, CHAT, NO_CONTEXT, Policy, Sums
 from tests.waiting import PATIENCE_S, wait_for
@@ -164,21 +165,20 @@ def test_each_end_gives_a_trajectory_or_reason() -> None:
     assert "nothing to do" in reasons["never asks"] and "no-agent" in reasons["is missing"]
 
 
-@pytest.mark.parametrize("fault", ["endpoint", "program"])
-def test_endpoint_failure_drops_the_trajectory(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = Policy(lambda _, turn: "word")
+def test_endpoint_failure_drops_the_trajectory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(Policy(["word"]), {"p": ENDS["crashes"]}, drop_failures=True) as runner:
+        assert "no such city" in played(runner, "p").dropped[0]
+    policy = Policy(["word"])
 
-    def read(*arguments: Any, **options: Any) -> Any:
+    def read(body: Any) -> Any:
         if len(policy.requests) == 1:
             raise OSError("no memory")
-        return read_request(*arguments, **options)
+        return read_request(body)
 
     monkeypatch.setattr("keel.agents.endpoint.server.read_request", read)
-    code = "ask(); ask()" if fault == "endpoint" else ENDS["crashes"]
-    with running(policy, {"p": code}, drop_failures=fault == "program") as runner:
+    with running(policy, {"p": "ask(); ask()"}) as runner:
         group = played(runner, "p")
-    reason = "no memory" if fault == "endpoint" else "no such city"
-    assert not group.trajectories and reason in group.dropped[0]
+    assert not group.trajectories and "no memory" in group.dropped[0]
 
 
 def test_hanging_programs_meet_their_deadlines() -> None:
@@ -197,13 +197,8 @@ def test_siblings_share_a_seed_and_are_recorded_exactly() -> None:
     assert [t.sibling for t in group.trajectories] == [0, 1, 2]
     assert len({t.verdict.facts["s"] for t in group.trajectories if t.verdict}) == 1
     assert len({request.seed for request in policy.requests}) == 6
-    for trajectory in group.trajectories:
-        (segment,) = trajectory.segments
-        name = f"p/1/eval/0/0/{trajectory.sibling}"
-        _, second = (r for r in policy.requests if r.conversation == name)
-        ids = segment.token_ids_T.tolist()
-        assert ids[: len(second.token_ids_T)] == second.token_ids_T.tolist()
-        assert trajectory.sampled_tokens == segment.trainable_T.sum()
+    check_law(policy, [segment for t in group.trajectories for segment in t.segments])
+    assert all(len(trajectory.segments) == 1 for trajectory in group.trajectories)
 
 
 def test_environment_opens_the_task_and_grades() -> None:
@@ -227,11 +222,10 @@ def test_environment_opens_the_task_and_grades() -> None:
 
 
 def test_engine_error_fails_the_group() -> None:
-    def fails(context: str, turn: int) -> str:
-        raise ValueError("too long")
-
+    policy = Policy([])
+    policy.fail = ValueError("too long")
     code = "try: ask()\nexcept SystemExit: time.sleep(1000)"
-    with running(Policy(fails), {"p": code}) as runner, pytest.raises(ValueError, match="too long"):
+    with running(policy, {"p": code}) as runner, pytest.raises(ValueError, match="too long"):
         played(runner, "p", size=2)
 
 

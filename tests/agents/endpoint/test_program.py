@@ -144,22 +144,13 @@ def test_verdicts_and_answers_are_parsed(reply: Any, verdict: type, answer: str 
     assert (type(parsed[0]), parsed[1]) == (verdict, answer)
 
 
-FUNCTIONS = """
-def answers(task): return task["messages"][0]["content"] + "!"
-def prints(): print('{"answer": "it", "parts": {"correct": 1.0}}')
-"""
-
-
 def test_function_runs_in_its_own_process(tmp_path: Path) -> None:
-    (tmp_path / "my_agent.py").write_text(FUNCTIONS)
-
-    def run_function(name: str) -> ProgramResult:
-        command = command_of(f"my_agent:{name}", python=sys.executable, folder=tmp_path)
-        return drive("", command=command, folder=tmp_path)[0]
-
-    assert run_function("answers").answer == "s!"
-    printed = run_function("prints")  # prints may be the policy's words
-    assert (printed.failed, printed.answer, printed.verdict) == ("", None, None)
+    prints = """print('{"parts": {"correct": 1.0}}')"""  # which may be the policy's words
+    code = f"def answers(task):\n    {prints}\n    return task['messages'][0]['content'] + '!'\n"
+    (tmp_path / "my_agent.py").write_text(code)
+    command = command_of("my_agent:answers", python=sys.executable, folder=tmp_path)
+    ended, _ = drive("", command=command, folder=tmp_path)
+    assert (ended.failed, ended.answer, ended.verdict) == ("", "s!", None)
 
 
 @pytest.mark.parametrize("end", ["", "import time; time.sleep(1000)"])
