@@ -22,14 +22,12 @@ class Budget:
     turn_tokens: int
     """Maximum number of tokens sampled in one turn. Only an agent program continues a cut turn."""
     tokens: int
-    """Maximum number of tokens sampled in all turns together."""
     window: int
     """Maximum number of tokens in a context, including the sampled ones."""
     timeout_s: float = inf
     """Time limit in seconds for turns, cancelled ones included, for tools and for the program
     between turns."""
     call_s: float = 60.0
-    """Time limit in seconds for each call to an environment's tool."""
     calls: float = inf
     """Maximum number of tool calls that are run. Later calls return an error."""
 
@@ -69,7 +67,7 @@ class Budget:
 
 
 def with_turn(usage: Usage, result: TurnResult, *, repeated: int) -> Usage:
-    """Add a turn, `repeated` of whose context tokens an earlier turn had already processed."""
+    """Add a turn. An earlier turn had already processed `repeated` tokens of its context."""
     return replace(
         usage,
         turns=usage.turns + 1,

@@ -30,7 +30,6 @@ class Rewrite:
     """A new context that replaces the current one."""
 
     messages: tuple[Message, ...]
-    """All messages in the new context, including the opening."""
     added: tuple[Message, ...] = ()
     """The messages in the new context that have not appeared in the conversation before."""
 
@@ -60,7 +59,6 @@ class ContextManager:
 
     method: Method
     window: int
-    """Maximum number of tokens in a context, including the sampled ones."""
     most: int
     """Maximum number of rewrites. After that, the trajectory ends when its window is full."""
     summary_tokens: int = 1024

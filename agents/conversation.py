@@ -55,7 +55,6 @@ class SegmentRecord:
         timeout_s: float = inf,
         stop_ids: tuple[int, ...] = (),
     ) -> TurnRequest:
-        """Return the request for the next turn."""
         return TurnRequest(
             conversation=conversation,
             token_ids_T=np.array(self.ids, np.int32),
@@ -169,7 +168,6 @@ class Conversation:
         self.opening = tuple(messages)
         """The first messages, which stay in every context."""
         self.view: list[Message] = list(messages)
-        """The messages in the current context."""
         self.transcript: list[Message] = list(messages)
         """All messages of the conversation, including those removed from the context."""
         self._chat = chat
@@ -255,7 +253,6 @@ class Conversation:
         self._begin_segment()
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return the segments for training."""
         return segments_of(self._records)
 
     def _begin_segment(self) -> None:

@@ -40,10 +40,8 @@ class Episode:
     budget: Budget
     context: ContextManager
     name: str
-    """Name of the conversation, which is unique within the run."""
     sibling: int
     seed: int
-    """Seed for sampling the turns."""
     environment_seed: int
     """Seed for the environment. All episodes in a group share it and so get the same task."""
     crash_is_failure: Collection[str] = ()

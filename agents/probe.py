@@ -24,7 +24,6 @@ from keel.rl.turns import Chat, Message, ToolSpec
 from keel.rl.types import ENVIRONMENT, Prompt, Verdict
 
 _VERDICT_S = 20.0
-"""Time limit for the verdict in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +35,6 @@ class Probe:
     opening_tokens: int | None
     """Number of tokens in the opening messages and tools, or None if there is no chat format."""
     seconds: float
-    """Seconds that it took to start and open the first episode."""
     fork_disabled_reason: str
     """Why episodes are not forked even though `preload` is set."""
     parts: tuple[str, ...] | None

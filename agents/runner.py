@@ -41,13 +41,11 @@ class EpisodeKind:
     """How to run the episodes of one environment."""
 
     environment: Callable[[], Environment]
-    """Creates the environment for one episode."""
     budget: Budget
     context: ContextManager
     program: AgentProgram | None = None
     """The agent program that drives the episodes. None means that Keel drives them."""
     crash_is_failure: Collection[str] = ()
-    """See `Episode.crash_is_failure`."""
 
 
 def environment_seed(seed: int, prompt: Prompt) -> int:
@@ -117,7 +115,6 @@ class EpisodeRunner:
                 self._draws.clear()
 
     def close(self) -> None:
-        """End all episodes and close their environments."""
         with self._gate:
             if self._closed:
                 return

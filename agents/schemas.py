@@ -19,7 +19,6 @@ _MAX_CHARACTERS = 300
 """Maximum length of an error message, which may quote the policy's text."""
 _MAX_COMPLAINTS = 3
 _MATCH_S = 0.1
-"""Time limit in seconds for matching a pattern against a text."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 

@@ -21,13 +21,10 @@ class Opening:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """The result of a tool call."""
-
     text: str
     failed: bool = False
     """True if the call was refused or raised an exception, which `text` explains."""
     done: bool = False
-    """True if the call ended the episode."""
 
 
 Fault = Literal["start", "raised", "exit", "crash", "hang", "garbage", "large", "memory", "closed"]

@@ -14,7 +14,6 @@ _REWRITTEN = ("system", "messages", "tools", "tool_choice", "output_format")
 
 
 def as_chat_request(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a Messages request to a chat completion request."""
     messages: list[dict[str, Any]] = []
     if system := fields.get("system"):
         messages.append({"role": "system", "content": _text("system", system)})
@@ -42,7 +41,6 @@ def as_chat_request(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer(reply: Reply, model: str) -> dict[str, Any]:
-    """Return a turn as a Messages API response."""
     message, content = reply.message, list[dict[str, Any]]()
     if thought := message.get("reasoning_content"):
         content.append({"type": "thinking", "thinking": thought, "signature": ""})
@@ -69,7 +67,6 @@ def answer(reply: Reply, model: str) -> dict[str, Any]:
 
 
 def events(reply: Reply, model: str) -> Iterator[bytes]:
-    """Yield a turn as the server-sent events of a Messages API stream."""
     whole = answer(reply, model)
     yield _event("message_start", message={**whole, "content": [], "stop_reason": None})
     for index, block in enumerate(whole["content"]):
@@ -89,7 +86,6 @@ def events(reply: Reply, model: str) -> Iterator[bytes]:
 
 
 def error(refused: ApiError) -> dict[str, Any]:
-    """Return an error in the Messages API's format."""
     kind: str = refused.body()["error"]["type"]
     kind = "api_error" if kind == "server_error" else kind
     return {"type": "error", "error": {"type": kind, "message": refused.message}}

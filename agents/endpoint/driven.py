@@ -115,10 +115,8 @@ class DrivenEpisode(Episode):
 
 
 _SCRIPTED_TEXT = "\\boxed{0}"
-"""The text that the scripted model answers in every turn."""
 _TRIAL_TURNS = 3
 _TRIAL_S = 60.0
-"""Time limit for trying out a program, in seconds."""
 _MAX_OUTPUT = 500
 
 
@@ -131,7 +129,6 @@ class ProgramTrial:
     """Number of tokens in the program's first request, including the tools."""
     seconds: float
     ended: str
-    """A sentence that tells the user how the program ended."""
 
 
 async def try_program(

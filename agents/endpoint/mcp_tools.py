@@ -27,12 +27,10 @@ class McpTools:
         self._environment, self._tools, self._budget = environment, tools, budget
         self._calls = 0
         self._running: set[asyncio.Task[dict[str, Any]]] = set()
-        """Calls that are running or waiting for their turn."""
         self._turn = asyncio.Lock()
         self._finished = False
         self.lost: EnvironmentLost | None = None
         self.done = False
-        """True if a tool has ended the episode."""
 
     @property
     def over(self) -> bool:

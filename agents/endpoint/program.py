@@ -27,7 +27,6 @@ _RESERVED_ENV = (
     *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "KEEL_MCP_URL"),
 )
 _SEND_S = 60.0
-"""Time limit in seconds for starting the process and sending it the command."""
 _FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_][\w.]*")
 
 
@@ -41,13 +40,9 @@ class AgentProgram:
     open_s: float = 60.0
     """Time limit in seconds for the program's first request."""
     python: str = sys.executable
-    """Python interpreter (3.9 or later) for the process that supervises the program."""
     folder: Path | None = None
-    """Working directory. None means the current directory."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Environment variables to set, in addition to the few that every program gets."""
     memory_mib: int | None = None
-    """Address space limit for each process, in MiB. None means no limit."""
     wrap: Sandbox | None = None
     """Puts the program into a sandbox in which it can still open sockets."""
     readable: Sequence[Path] = ()
@@ -100,11 +95,9 @@ class ProgramResult:
     failed: str = ""
     """Why the program failed, or "" if it exited with status 0."""
     output: str = ""
-    """The last part of the program's output."""
     verdict: Verdict | Unscored | None = None
     """The program's verdict. None if it gave none or its verdict is ignored."""
     answer: str | None = None
-    """The program's answer to the task, or None if it gave none."""
 
     def describe(self, program: AgentProgram) -> str:
         tail = f"; its last words: {self.output}" if self.output else ""

@@ -30,7 +30,6 @@ from keel.rl.types import FinishReason, Segment, Usage
 _TURN_S = 600.0
 """Time limit for a turn in seconds. It equals the default timeout of OpenAI's clients."""
 _CANCEL_S = 10.0
-"""Seconds to wait for cancelled turns when the trajectory is closed."""
 
 
 class TrajectoryRecorder:
@@ -71,7 +70,6 @@ class TrajectoryRecorder:
         self._ended: FinishReason = "stop"
         self._timed_out = False
         self.refusal = ""
-        """The reason for the last refused request."""
         self.over = False
         """True once the environment has ended the task. No more turns are sampled then."""
         self.failure = ""
@@ -82,7 +80,6 @@ class TrajectoryRecorder:
         self._idle_since: float | None = None
         """When the last turn ended. None before the first turn and while a turn is sampled."""
         self.begun = asyncio.Event()
-        """Set when the first turn starts to be sampled."""
 
     async def turn(self, request: ChatRequest) -> Reply:
         """Sample and record the turn for a request. Raises ApiError if it is refused or fails."""

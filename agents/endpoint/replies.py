@@ -27,7 +27,6 @@ class Reply:
     message: Message
     """The message for the client. Call arguments are still objects instead of JSON strings."""
     ended: FinishReason
-    """`stop`, or the limit that truncated the turn."""
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -49,7 +48,6 @@ def client_message(parsed: Parsed, *, cut: bool, may_call: bool) -> dict[str, An
 
 
 def completion(reply: Reply, model: str) -> dict[str, Any]:
-    """Return the response to a non-streaming request."""
     message = _openai_message(reply.message)
     choice = {
         "index": 0,

@@ -18,9 +18,7 @@ from keel.rl.turns import USER_ROLES, Message, ToolSpec
 from keel.rl.types import FinishReason
 
 MAX_TOOL_CHARACTERS = 256 << 10
-"""Maximum JSON length of a request's tools."""
 _MAX_DEPTH = 120
-"""Maximum nesting depth of a request."""
 MAX_VALUES = 1 << 20
 """Maximum number of commas and opening brackets in a request, which block the event loop."""
 _DISTRIBUTION = "it would change the sampling distribution, and the samples are trained on"

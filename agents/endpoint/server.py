@@ -76,9 +76,7 @@ class Endpoint:
         self._most = most
         self._port = 0
         self._open: dict[str, _Place] = {}
-        """The open trajectories, keyed by their name in the URL."""
         self._busy: dict[web.RequestHandler, TrajectoryRecorder] = {}
-        """The connections that have a request in flight."""
         self._accepting = 0
         """Number of accepted connections that the server does not list yet."""
         self._runner: web.AppRunner | None = None
@@ -136,7 +134,6 @@ class Endpoint:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self, recorder: TrajectoryRecorder, tools: McpTools | None = None) -> Address:
-        """Open an endpoint for a trajectory and its tools, and return its address."""
         name, key = secrets.token_urlsafe(12), f"keel-{secrets.token_urlsafe(24)}"
         self._open[name] = _Place(key, recorder, tools)
         url = f"http://127.0.0.1:{self._port}/t/{name}"

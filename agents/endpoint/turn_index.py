@@ -25,11 +25,9 @@ class Turn:
     """Number of token ids in `record` up to and including the last one that this turn sampled."""
     tools_key: str
     message: Message
-    """The message that was sent to the client."""
     in_thinking: bool = False
     """True if the turn ended inside its thinking, so the next turn continues it."""
     extended: bool = False
-    """True if another turn continues this one."""
 
     @property
     def ids(self) -> list[int]:
@@ -58,7 +56,6 @@ class TurnIndex:
         """The messages of the first request for a turn."""
         self._recorded: list[Message] = []
         self._keys: set[str] = set()
-        """The prefix keys of all messages in `_messages`."""
         self._dialogues: list[_OpenDialogue] = []
 
     @property

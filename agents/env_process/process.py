@@ -24,7 +24,6 @@ from keel.agents.types import EnvironmentLost, Fault
 MAX_MESSAGE_BYTES = 8 << 20
 """Maximum size of a message. A process that sends a larger one is killed."""
 _EXIT_S = 30.0
-"""Time limit in seconds for a process to exit after closing its channel."""
 REAP_S = 60.0
 """Time limit in seconds for a killed process to disappear."""
 _OUTPUT_BYTES = 4096
@@ -141,7 +140,6 @@ class ChildProcess:
 
     @property
     def output(self) -> str:
-        """The last part of the process's standard error."""
         return self._output.text()
 
     async def lost(self, fault: Fault, during: str, message: str) -> EnvironmentLost:

@@ -30,7 +30,6 @@ class Deadlines:
     """Time limits in seconds for an environment's methods. Each tool call has its own limit."""
 
     open_s: float = 60.0
-    """Time limit for `open`, which includes starting the process and importing the module."""
     reply_s: float = 30.0
     verdict_s: float = 60.0
     close_s: float = 5.0
@@ -54,11 +53,9 @@ class Program:
     folder: Path | None = None
     """Working directory. Modules are looked up there first. None means the current directory."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Environment variables to set, in addition to the few that every environment gets."""
     preload: bool = True
     """Import the module once and fork a process for each episode, if that is safe."""
     memory_mib: int | None = 4096
-    """Address space limit for each of the environment's processes, in MiB. None means no limit."""
     readable: Sequence[Path] = ()
     """Paths that the environment reads in a sandbox, besides `folder` and its interpreter."""
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -80,7 +77,6 @@ class Program:
 
     @property
     def needed(self) -> tuple[Path, ...]:
-        """Paths that the environment needs to read in a sandbox, in addition to its interpreter."""
         file = self.where / self.target.partition(":")[0]
         files = [file] if file.name.endswith(".py") and file.is_file() else []
         return (*READABLE, self.where, *files, *self.readable)

@@ -30,7 +30,6 @@ from keel.agents.env_runtime.episode import take_channel
 from keel.agents.env_runtime.processes import adopt_orphans, end_with_parent, limit_memory
 
 _MAX_BYTES = 1 << 20
-"""Maximum size of the last line and of a verdict."""
 _MAX_ENV_BYTES = 100_000
 """Maximum size of KEEL_TASK. Linux allows 131071 bytes per variable."""
 _URLS = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "KEEL_MCP_URL")

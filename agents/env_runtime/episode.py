@@ -38,7 +38,6 @@ def take_channel() -> tuple[Any, Any]:
 
 
 def failure_of(error: Exception) -> Request:
-    """Return the reply that reports an error."""
     if isinstance(error, MemoryError):
         return {"memory": True}
     if isinstance(error, InvalidEnvironment):
@@ -47,8 +46,6 @@ def failure_of(error: Exception) -> Request:
 
 
 class _Episode:
-    """The environment of one episode."""
-
     def __init__(self) -> None:
         self._environment: Any = None
 

@@ -14,7 +14,6 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _MAX_DIGITS = 20
 """Maximum number of digits in a move, since Python refuses to parse thousands of them."""
 _TEXT_SPACES = ("Text", "Word", "Char")
-"""Names of the text action spaces in gymnasium and TextWorld."""
 _ROUNDING = 1e-9
 """Tolerance for rounding errors. For example, ten rewards of 0.1 sum to slightly less than 1."""
 

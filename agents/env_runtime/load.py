@@ -92,7 +92,6 @@ def _module_name(path: str) -> str:
 
 
 def make(request: dict[str, Any]) -> Any:
-    """Create the environment described by an `open` request."""
     target, kind, arguments = request["target"], request["kind"], request["arguments"]
     options = {key: arguments[key] for key in _ADAPTER_OPTIONS if key in arguments}
     rest = {key: value for key, value in arguments.items() if key not in options}

@@ -14,9 +14,7 @@ from keel.agents.env_runtime.games import scaled_score
 
 CLIENT = "openenv.core.generic_client"
 _SCHEMA_S = 10.0
-"""Time limit in seconds for fetching a server's schemas."""
 _STEP_S = 86_400.0
-"""Time limit in seconds for a step. Keel's own deadlines are shorter."""
 _SCHEMES = ("http://", "https://", "ws://", "wss://")
 _HIDDEN_FIELDS = ("done", "reward", "metadata")
 _Data = dict[str, Any]
@@ -117,8 +115,6 @@ def _text_of(observation: _Data) -> str:
 
 
 class WrappedObject:
-    """An environment object in this process."""
-
     def __init__(self, environment: Any, action: Any = None) -> None:
         self._environment = environment
         kind = cast(Any, type(environment))

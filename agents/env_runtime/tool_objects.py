@@ -116,7 +116,6 @@ class Object:
         return {"messages": messages, "tools": [self._tools[name].spec for name in tools]}
 
     def set_call_time(self, call_s: float) -> None:
-        """Tell the environment how many seconds the next call may take."""
         if hasattr(self._target, "call_s"):
             self._target.call_s = call_s
 
@@ -227,7 +226,6 @@ _OBJECTS: tuple[Any, ...] = (dict, abc.Mapping)
 
 
 def schema_of(hint: Any, where: str) -> dict[str, Any]:
-    """Return the JSON schema for a type hint."""
     if hint is Any or hint is inspect.Parameter.empty:
         return {}
     kind, inner = _parts(hint)

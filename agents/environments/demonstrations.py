@@ -77,8 +77,6 @@ def guess_demonstrations(
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """All messages in a conversation, including the opening."""
-
     tools: tuple[ToolSpec, ...]
     said: tuple[Message, ...]
 

@@ -22,7 +22,6 @@ from keel.agents.environments.messages import with_instructions
 CELL_S = 120.0
 """Time limit for a cell in seconds (DeepSeek-V3.2, 2025, Appendix B, Table 7)."""
 _START_S = 60.0
-"""Time limit in seconds for starting a kernel."""
 ENDING_S = 10.0
 """How many seconds an interrupted cell may take to stop before the kernel is restarted."""
 _MAX_OUTPUT = 20_000
@@ -41,7 +40,6 @@ class Interpreter:
     can read all of the folder `files`."""
 
     call_s = math.inf
-    """Time limit in seconds for the next call. The caller sets it before each call."""
 
     def __init__(self, cell_s: float = CELL_S, ending_s: float = ENDING_S, files: str = "") -> None:
         if not 0 < cell_s < 86_400:

@@ -29,7 +29,6 @@ from keel.agents.environments.code.tree import (
 )
 
 _MAX_MIB = 64
-"""Maximum size of a repository that is graded."""
 _CHECK_S = 60.0
 _MAX_COMMAND_S = 600
 _SLACK_S = 15.0
@@ -120,7 +119,6 @@ class Repository:
     """A repository that the policy changes, from a folder `environment` of `keel synthesize`."""
 
     call_s = math.inf
-    """Time limit in seconds for the next call. It is set before each call."""
 
     def __init__(self, folder: str) -> None:
         self._folder = os.path.abspath(folder)
@@ -209,7 +207,6 @@ class Repository:
         return self._file_tool({"do": "edit", "path": path, "old": old, "new": new})
 
     def verdict(self) -> tuple[dict[str, float], dict[str, Any]]:
-        """Run the hidden tests and return the score, with facts about it."""
         try:
             processes.stop_all()
             written = read_tree(

@@ -32,11 +32,9 @@ _RANK = ("failed", "skipped", "passed")
 
 class Results(NamedTuple):
     tests: dict[str, str]
-    """Maps the name of each test to its result (passed, failed or skipped)."""
     canary: str
     """`as wanted` if all canaries have the right result, or `missing` or `faked`."""
     said: str
-    """The last part of the command's output."""
     inside: bool = True
     """False if a canary at the end of a hidden test file has a wrong result."""
     seconds: float = 0.0

@@ -18,13 +18,10 @@ class ProjectLanguage:
     `*_test.py` file names, and one with a slash inside a path from the root."""
 
     suffixes: tuple[str, ...]
-    """Suffixes of source files."""
     tests: tuple[str, ...]
-    """Patterns for test files."""
     steers: tuple[str, ...]
     """Patterns for other files that influence the tests. They are restored before grading."""
     manifests: tuple[str, ...]
-    """Patterns for files that list dependencies."""
     setup: str
     test: str
     check: str

@@ -48,8 +48,6 @@ SHIPPED = Path(__file__).parent / "shipped"
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that contains one environment."""
-
     path: Path
 
     def text(self, name: str) -> str:
@@ -224,7 +222,6 @@ def _namespace(part: Part) -> dict[str, Any]:
 
 _MEMORY_MIB = 512
 _MAX_BYTES = 4 << 20
-"""Maximum size of a message."""
 _Message = dict[str, Any]
 
 
@@ -232,13 +229,10 @@ class ChildEnded(Exception):
     """Raised if a child has exited, timed out or sent an invalid message."""
 
 
-class AuthorCodeFailed(Exception):
-    """Raised if the author's code raised an error."""
+class AuthorCodeFailed(Exception): ...
 
 
 class Channel:
-    """One end of a connection for exchanging JSON lines."""
-
     def __init__(self, end: socket.socket) -> None:
         self._end, self._received = end, b""
 

@@ -21,7 +21,6 @@ _TEXT, _HTML, _LINES = (".txt", ".md", ".rst"), (".html", ".htm", ".xhtml"), (".
 _MAX_BYTES = 32 << 20
 """Maximum size of a file that is a single document, and of a line of JSONL."""
 _MAX_CHARACTERS = 4_000_000
-"""Maximum length of a document in characters."""
 _UNNAMED = str.maketrans({"[": "(", "]": ")", '"': "'", "\n": " "})
 """Replacements for characters that would end a citation if a name contained them."""
 
@@ -38,8 +37,6 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hit:
-    """A search result."""
-
     name: str
     title: str = ""
     snippet: str = ""

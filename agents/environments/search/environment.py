@@ -29,11 +29,8 @@ _MARK = (
     "once, in your last message."
 )
 _MAX_QUERY = 400
-"""Maximum length in characters of a search query and of a text to find in a document."""
 _MAX_MATCHES = 8
-"""Maximum number of matches that `find` shows."""
 _CONTEXT = 160
-"""Number of characters shown before and after each match."""
 
 
 _HOW = (
@@ -41,7 +38,6 @@ _HOW = (
     'stand in it, as [[name: "words"]].'
 )
 _MAX_CITATIONS = 32
-"""Maximum number of citations that are checked."""
 _MAX_CHARACTERS = 1500
 _MIN_LETTERS, _MIN_SIGNS = 12, 6
 """Minimum length of a quote in letters, or in characters of scripts without spaces."""
@@ -92,7 +88,6 @@ class Search:
         cite: bool = True,
         ready: Library | None = None,
     ) -> None:
-        """Open the index or the library. Raises ValueError if an argument is invalid."""
         for name, value in (("results", results), ("page_characters", page_characters)):
             if value < 1:
                 raise ValueError(f"search: {name} = {value} must be at least 1")
@@ -103,7 +98,6 @@ class Search:
         self._names: list[str] = []
         self._open: Document | None = None
         self.opened: dict[str, Document] = {}
-        """The documents that have been opened so far, keyed by name."""
         self._evidence: list[str] = []
 
     def opening(self, task: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -27,12 +27,9 @@ from keel.agents.environments.search.documents import (
 _VERSION = 2
 """Version of the index format. Increase it whenever the contents of an index change."""
 _PASSAGE = 900
-"""Length of a passage in characters."""
 _SNIPPET = 280
 _MAX_TERMS = 48
-"""Maximum number of terms in a query."""
 _SEARCH_S = 10.0
-"""Time limit for a search in seconds."""
 _STEPS = 1000
 """Number of SQLite instructions between two checks of the time limit."""
 _TABLES = """
@@ -52,7 +49,6 @@ class SearchIndex:
     """An open index that can be used as a `Library`."""
 
     def __init__(self, path: Path) -> None:
-        """Open an index. Raises ValueError if it is invalid."""
         try:
             # Immutable, so SQLite creates no files next to it, which a sandbox does not allow.
             name = quote(str(path.absolute()))
@@ -65,7 +61,6 @@ class SearchIndex:
         if about.get("version") != str(_VERSION):
             raise ValueError(f"{path}: index of another version; remove it")
         self.of = about["of"]
-        """Fingerprint of the indexed files."""
 
     def search(self, query: str, most: int) -> list[Hit]:
         if not (expression := _expression(query)):

@@ -22,7 +22,6 @@ from keel.agents.environments.trip.tasks import (
 )
 
 _MAX_TRIES = 500
-"""Maximum number of tasks to draw until one has a solution."""
 _GUESSES = 40
 
 
@@ -438,7 +437,6 @@ def _all(
 
 
 def written(task: TripTask, plan: list[dict[str, str]]) -> str:
-    """Return a plan as text that can be submitted."""
     if task.level.plain:
         return "\n".join(", ".join(day[key] for key in task.level.keys) for day in plan)
     return json.dumps(plan, ensure_ascii=False)

@@ -64,13 +64,11 @@ class Level:
     fixed: bool = False
     """True if the task names the city for each day."""
     connected: bool = False
-    """True if there must be a route from each city to the next."""
     dry: bool = False
     """True if outdoor attractions are forbidden on rainy days."""
     listing: bool = True
     """True if lists contain prices and ratings as well as names."""
     tools: tuple[str, ...] | None = None
-    """Names of the available tools. None means all tools."""
 
 
 REPORT = (
@@ -149,9 +147,7 @@ class World:
     routes: dict[tuple[str, str], dict[str, Any]]
     """Routes in both directions, keyed by (from, to)."""
     transport: dict[str, tuple[str, ...]]
-    """Local transport in each city."""
     weather: dict[tuple[str, str], str]
-    """Weather by city and date."""
 
 
 def make_world(seed: int, level: Level, dates: tuple[str, ...]) -> World:
@@ -253,7 +249,6 @@ class TripTask:
         return [kind for kind in KINDS if any(kind in key for key in self.level.keys)]
 
     def text(self) -> str:
-        """Return the description of the task for the policy."""
         level, days, one_day = self.level, len(self.dates), len(self.dates) == 1
         span = self.dates[0] if one_day else f"{self.dates[0]} to {self.dates[-1]}"
         if self.cities is not None and self.place_keys == ["hotel"] and one_day:
